@@ -1,0 +1,42 @@
+"""Advantages: how much better an episode was than its group. Pure functions of one group's rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+
+AdvantageName = Literal["grpo", "dr_grpo"]
+
+
+def grpo(rewards: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+    """``(R - mean) / (std + eps)`` in the group, std over the G - 1 degrees of freedom (arXiv:2402.03300).
+
+    Args:
+        rewards: float[G].
+
+    Returns:
+        float[G]; zeros for a group of one or of equal rewards.
+    """
+    centred = dr_grpo(rewards)
+    if len(rewards) < 2:
+        return centred
+    return centred / (rewards.std() + eps)
+
+
+def dr_grpo(rewards: torch.Tensor) -> torch.Tensor:
+    """``R - mean`` in the group: without the division by std, which favours prompts of little spread
+    (arXiv:2503.20783).
+
+    Args:
+        rewards: float[G].
+
+    Returns:
+        float[G].
+    """
+    return rewards - rewards.mean()
+
+
+ADVANTAGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"grpo": grpo, "dr_grpo": dr_grpo}
+"""By the name that the settings use."""

@@ -1,0 +1,45 @@
+"""Which episode goes into which micro-batch of which trainer rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def plan_microbatches(lengths: Sequence[int], token_budget: int, dp_size: int) -> list[list[list[int]]]:
+    """Spread episodes over micro-batches: few, within the budget, and balanced between ranks.
+
+    An episode's tokens stand one after the other in its micro-batch, without padding, so what is wasted is
+    only the wait of a rank with fewer tokens for one with more. The longest episode goes first, each into the
+    micro-batch with the fewest tokens (LPT; Graham, 1969), with as few micro-batches as hold them all.
+
+    Args:
+        lengths: tokens of each episode.
+        token_budget: tokens that one micro-batch may have.
+        dp_size: trainer ranks; all of them run the same number of micro-batches, as their collectives demand.
+
+    Returns:
+        ``plan[rank][k]``: the indices into ``lengths`` of the k-th micro-batch of that rank, ascending. A
+        micro-batch is empty only if there are fewer episodes than micro-batches.
+
+    Raises:
+        ValueError: an episode is longer than the budget, or the budget or ``dp_size`` is not positive.
+    """
+    if token_budget < 1 or dp_size < 1:
+        raise ValueError(f"token_budget ({token_budget}) and dp_size ({dp_size}) must be positive")
+    if lengths and max(lengths) > token_budget:
+        raise ValueError(
+            f"an episode of {max(lengths)} tokens does not fit the token budget of {token_budget}: "
+            f"raise the budget to at least that"
+        )
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    rounds = max(1, -(-sum(lengths) // (token_budget * dp_size)))
+    while True:
+        bins: list[list[int]] = [[] for _ in range(rounds * dp_size)]
+        tokens = [0] * len(bins)
+        for i in order:
+            target = min(range(len(bins)), key=lambda b: (tokens[b], b))
+            bins[target].append(i)
+            tokens[target] += lengths[i]
+        if max(tokens) <= token_budget:
+            return [[sorted(bins[k * dp_size + rank]) for k in range(rounds)] for rank in range(dp_size)]
+        rounds += 1

@@ -1,0 +1,214 @@
+"""The data contract: what one policy produced, token by token, and under which version.
+
+Shapes: ``n`` is the number of tokens of a turn. Tokens are stored as arrays per turn, never as objects per
+token. Token-in, token-out: ``token_ids`` are the ids the engine was given and the ids it drew; text is never
+tokenised a second time.
+
+A :class:`Group` (all episodes of one prompt) crosses processes and disks as bytes: safetensors for the arrays
+and JSON, in the safetensors header, for the rest.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load, save
+
+FORMAT_VERSION = 1
+NO_VERSION = -1
+"""``policy_versions`` of a token that no policy drew (prompt and environment tokens)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the engine draws tokens."""
+
+    max_new_tokens: int = 64
+    """Tokens a turn may have; the engine stops there with finish reason ``length``."""
+    temperature: float = 1.0
+    """0 is greedy. Log-probs are those of the tempered distribution."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Ids that end a turn. The stop token is part of the turn and is trained."""
+    seed: int | None = None
+    """Makes one request's draws repeatable under the same weights; ``None`` draws freely."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What the engine drew for one request: arrays of length n."""
+
+    token_ids: np.ndarray
+    """int32."""
+    logprobs: np.ndarray
+    """float32, natural log, of the distribution that drew each token."""
+    policy_versions: np.ndarray
+    """int32, the version whose weights drew each token; non-decreasing."""
+    finish_reason: str
+    """``stop`` or ``length``."""
+
+
+@dataclass(slots=True)
+class Turn:
+    """One call of the engine: the tokens put before it (prompt, environment) and the tokens it drew."""
+
+    token_ids: np.ndarray
+    """int32[n]."""
+    logprobs: np.ndarray
+    """float32[n]; 0 where not trainable."""
+    policy_versions: np.ndarray
+    """int32[n]; ``NO_VERSION`` where not trainable."""
+    trainable: np.ndarray
+    """bool[n]; True for tokens that the policy drew."""
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.token_ids), len(self.logprobs), len(self.policy_versions), len(self.trainable)}
+        if len(lengths) != 1:
+            raise ValueError(f"the arrays of a turn must have one length, got {sorted(lengths)}")
+
+    @classmethod
+    def from_completion(cls, context_ids: list[int], completion: Completion) -> Turn:
+        """Join the tokens that were put before the engine (untrained) with those it drew."""
+        before, drawn = len(context_ids), len(completion.token_ids)
+        return cls(
+            token_ids=np.concatenate([np.asarray(context_ids, np.int32), completion.token_ids.astype(np.int32)]),
+            logprobs=np.concatenate([np.zeros(before, np.float32), completion.logprobs.astype(np.float32)]),
+            policy_versions=np.concatenate(
+                [np.full(before, NO_VERSION, np.int32), completion.policy_versions.astype(np.int32)]
+            ),
+            trainable=np.arange(before + drawn) >= before,
+        )
+
+
+@dataclass(slots=True)
+class Episode:
+    """One play of one prompt."""
+
+    turns: list[Turn]
+    reward: float
+    finish_reason: str
+    """Why it ended: ``stop``, ``length``."""
+    info: dict[str, Any] = field(default_factory=dict)
+    """JSON values to look at later (texts, the scorer's details); never read by training."""
+
+    def _joined(self, name: str) -> np.ndarray:
+        return np.concatenate([getattr(turn, name) for turn in self.turns])
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """int32[n] over all turns."""
+        return self._joined("token_ids")
+
+    @property
+    def logprobs(self) -> np.ndarray:
+        """float32[n] over all turns."""
+        return self._joined("logprobs")
+
+    @property
+    def policy_versions(self) -> np.ndarray:
+        """int32[n] over all turns."""
+        return self._joined("policy_versions")
+
+    @property
+    def trainable(self) -> np.ndarray:
+        """bool[n] over all turns."""
+        return self._joined("trainable")
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(turn.token_ids) for turn in self.turns)
+
+    @property
+    def num_trainable(self) -> int:
+        return int(sum(turn.trainable.sum() for turn in self.turns))
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The smallest version that drew a trainable token; ``None`` if there is no such token."""
+        drawn = self.policy_versions[self.trainable]
+        return int(drawn.min()) if len(drawn) else None
+
+
+@dataclass(slots=True)
+class Group:
+    """The episodes of one prompt, which are compared with each other."""
+
+    group_id: int
+    """Order of admission, unique in a run."""
+    task_index: int
+    """Which item of the training set the prompt is."""
+    episodes: list[Episode]
+
+    @property
+    def rewards(self) -> np.ndarray:
+        """float32[G]."""
+        return np.asarray([episode.reward for episode in self.episodes], np.float32)
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The smallest version that drew a trainable token of any episode."""
+        versions = [v for v in (episode.oldest_version for episode in self.episodes) if v is not None]
+        return min(versions, default=None)
+
+    def to_bytes(self) -> bytes:
+        """The flat, versioned form: safetensors arrays with a JSON header, no pickle."""
+        turns = [turn for episode in self.episodes for turn in episode.turns]
+        header = {
+            "format": FORMAT_VERSION,
+            "group_id": self.group_id,
+            "task_index": self.task_index,
+            "episodes": [
+                {
+                    "turns": [len(turn.token_ids) for turn in episode.turns],
+                    "reward": episode.reward,
+                    "finish_reason": episode.finish_reason,
+                    "info": episode.info,
+                }
+                for episode in self.episodes
+            ],
+        }
+        names = ("token_ids", "logprobs", "policy_versions", "trainable")
+        empty = Turn(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), np.zeros(0, bool))
+        arrays = {name: np.concatenate([getattr(turn, name) for turn in (turns or [empty])]) for name in names}
+        return save(arrays, metadata={"group": json.dumps(header)})
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Group:
+        """Read :meth:`to_bytes`. Raises ValueError on another format version."""
+        length = int.from_bytes(data[:8], "little")
+        header = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["group"])
+        if header["format"] != FORMAT_VERSION:
+            raise ValueError(f"group format {header['format']} cannot be read here, only {FORMAT_VERSION}")
+        arrays = load(data)
+        episodes, start = [], 0
+        for entry in header["episodes"]:
+            turns = []
+            for size in entry["turns"]:
+                cut = slice(start, start + size)
+                turns.append(Turn(**{name: array[cut] for name, array in arrays.items()}))
+                start += size
+            episodes.append(Episode(turns, entry["reward"], entry["finish_reason"], entry["info"]))
+        return cls(header["group_id"], header["task_index"], episodes)
+
+
+@dataclass(slots=True)
+class BatchShard:
+    """What one trainer rank takes from a batch of groups: its micro-batches, and the rewards of all groups."""
+
+    version: int
+    """The version that the update starts from; lag is counted against it."""
+    rewards: list[np.ndarray]
+    """One float32[G] per group of the batch, for the advantages."""
+    microbatches: list[list[tuple[int, int, Episode]]]
+    """``(group position in the batch, episode position in the group, episode)``; all ranks have as many."""
+    trainable_tokens: int
+    """Trainable tokens of the whole batch, all ranks."""
+    lag_counts: np.ndarray
+    """int64[L]: trainable tokens of the whole batch by lag 0, 1, ..."""
+
+    @property
+    def num_episodes(self) -> int:
+        """Episodes of the whole batch."""
+        return sum(len(rewards) for rewards in self.rewards)
