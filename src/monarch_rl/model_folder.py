@@ -1,0 +1,68 @@
+"""A model is a Hugging Face folder: found, checked and described here, before anything is spawned."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+ARCHITECTURES = {"Qwen3ForCausalLM": "qwen3", "LlamaForCausalLM": "llama"}
+"""Architectures that can be trained, by the name in ``config.json``."""
+
+_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
+
+
+def resolve_model(name: str) -> Path:
+    """The local folder of a model, downloaded from the Hugging Face Hub if ``name`` is not a folder.
+
+    Args:
+        name: a folder with ``config.json``, safetensors and a tokenizer, or a Hub name (``org/name``).
+
+    Raises:
+        ValueError: there is no such folder and no such (reachable) Hub repository, a file is missing, or the
+            architecture is not supported.
+    """
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        folder = _download(name)
+    read_config(folder)
+    if not any(folder.glob("*.safetensors")):
+        raise ValueError(f"model {name}: no *.safetensors file in {folder}; save the weights as safetensors")
+    return folder
+
+
+def _download(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(_FILES)))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(
+            f"no such model: {name} is neither a folder nor a Hugging Face Hub repository that can be "
+            f"reached ({reason}). Give a folder with config.json, or a Hub name such as Qwen/Qwen3-0.6B."
+        ) from error
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """``config.json`` of a model folder.
+
+    Raises:
+        ValueError: the file is missing or names an architecture that cannot be trained here.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{folder} is not a model folder: it has no config.json")
+    config = json.loads(path.read_text())
+    architecture = (config.get("architectures") or ["none"])[0]
+    if architecture not in ARCHITECTURES:
+        raise ValueError(
+            f"{folder}: architecture {architecture} is not supported; supported: {', '.join(ARCHITECTURES)}"
+        )
+    return config
+
+
+def saved_dtype(config: dict[str, Any]) -> str:
+    """The dtype in which a model folder holds its weights, e.g. ``bfloat16``."""
+    return str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")

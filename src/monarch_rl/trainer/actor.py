@@ -1,0 +1,189 @@
+"""The trainer mesh: one :class:`Trainer` actor a rank, all in one torch.distributed world of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from monarch.actor import Actor, concurrent_endpoint
+
+from monarch_rl.runtime.deadlines import within
+from monarch_rl.trainer.settings import TrainerSettings
+from monarch_rl.weights.manifest import Manifest
+from monarch_rl.weights.transport import Sender, TransferSettings, sender_class
+
+if TYPE_CHECKING:
+    import torch
+
+    from monarch_rl.episode import BatchShard, Group
+    from monarch_rl.trainer.policy import Policy
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class TrainerPlan:
+    """What a trainer rank needs to know beside its settings."""
+
+    model: Path
+    """The Hugging Face folder to start from."""
+    settings: TrainerSettings
+    total_steps: int
+    """Optimiser steps of the run, for the learning-rate schedule."""
+    temperature: float
+    """Of the sampling distribution."""
+    max_new_tokens: int
+    """Tokens that an episode may draw: the normaliser of the ``constant`` aggregation."""
+    batch_deadline_s: float
+    """Seconds to wait for a batch before the run fails."""
+
+
+class Trainer(Actor):
+    """One rank. All ranks get every call; torch runs on one thread, transfers on another."""
+
+    def __init__(self, plan: TrainerPlan, buffer: Any) -> None:
+        self._plan = plan
+        self._buffer = buffer
+        # One thread for all of torch: FSDP and autograd keep state per thread.
+        self._compute = ThreadPoolExecutor(1, "compute")
+        self._transfer = ThreadPoolExecutor(1, "transfer")
+        self._policy: Policy | None = None
+        self._sender: Sender | None = None
+        self._snapshot: torch.Tensor | None = None
+
+    @property
+    def policy(self) -> Policy:
+        if self._policy is None:
+            raise RuntimeError("setup() must come first")
+        return self._policy
+
+    async def _on(self, executor: ThreadPoolExecutor, call: Callable[..., T], *arguments: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(executor, call, *arguments)
+
+    @concurrent_endpoint
+    async def setup(self) -> dict[str, int]:
+        """Join the world, build and load the model; returns the rank and the parameters it holds."""
+
+        def build() -> Policy:
+            from monarch_rl.trainer.policy import Policy
+
+            plan = self._plan
+            return Policy(plan.model, plan.settings, total_steps=plan.total_steps, temperature=plan.temperature)
+
+        self._policy = await self._on(self._compute, build)
+        held = sum(run[2] for run in self._policy.owned_runs()[1])
+        return {"rank": self._policy.rank, "parameters": held}
+
+    @concurrent_endpoint
+    async def update(self, version: int) -> dict[str, float]:
+        """Take this rank's share of the batch for the update from ``version``, and make one optimiser step.
+
+        Returns:
+            The metrics of :meth:`Policy.update`, with ``wait_s`` (seconds without a batch: idle) and
+            ``step_s`` (seconds of packing and computing), and the lag of the tokens trained.
+
+        Raises:
+            DeadlineExceeded: no batch came in time; says what is missing.
+        """
+        from monarch_rl.trainer.batch import pack_shard
+        from monarch_rl.trainer.objective import reinforcement
+
+        plan, policy = self._plan, self.policy
+        started = time.perf_counter()
+        shard: BatchShard = await within(
+            plan.batch_deadline_s + 10,
+            self._buffer.take.call_one(
+                version, policy.rank, policy.world_size, plan.settings.tokens_per_microbatch, plan.batch_deadline_s
+            ),
+            f"trainer rank {policy.rank} waits for the batch of version {version} from the buffer",
+        )
+        taken = time.perf_counter()
+
+        def step() -> dict[str, float]:
+            batches = pack_shard(shard, plan.settings.loss, plan.max_new_tokens, policy.device)
+            return policy.update(batches, reinforcement(plan.settings.loss))
+
+        metrics = await self._on(self._compute, step)
+        lags = shard.lag_counts
+        tokens = max(int(lags.sum()), 1)
+        return metrics | {
+            "wait_s": taken - started,
+            "step_s": time.perf_counter() - taken,
+            "lag_mean": float((lags * range(len(lags))).sum() / tokens),
+            "lag_max": float(max((lag for lag, count in enumerate(lags) if count), default=0)),
+        }
+
+    @concurrent_endpoint
+    async def logprobs(self, groups: list[bytes], version: int) -> list[Any]:
+        """Log-probs of the trainable tokens of each episode under the current weights: float32 arrays.
+
+        All ranks compute all episodes; nothing is updated.
+        """
+        return await self._on(self._compute, self._logprobs, groups, version)
+
+    def _logprobs(self, groups: list[bytes], version: int) -> list[Any]:
+        import torch
+
+        from monarch_rl.episode import Group
+        from monarch_rl.trainer.batch import pack
+
+        read: list[Group] = [Group.from_bytes(data) for data in groups]
+        results = []
+        with torch.no_grad():
+            for episode in (episode for group in read for episode in group.episodes):
+                batch = pack([episode], torch.zeros(1), torch.zeros(1), version, self.policy.device)
+                results.append(self.policy.logprobs(batch)[0].cpu().numpy())
+        return results
+
+    # -- publishing: see weights/transport.py for the order of calls ------------------------------------------
+
+    @concurrent_endpoint
+    async def owned_runs(self) -> tuple[int, list[Any], list[Any]]:
+        """``(rank, tensors of a version, this rank's runs of them)``, to make the manifest from."""
+        tensors, runs = await self._on(self._compute, self.policy.owned_runs)
+        return self.policy.rank, tensors, runs
+
+    @concurrent_endpoint
+    async def open_transport(self, manifest: Manifest, settings: TransferSettings, host: str) -> tuple[int, str]:
+        """Allocate the snapshot and open the sending end; returns ``(rank, address)`` for the receivers."""
+        await self._on(self._compute, self.policy.plan_snapshots, manifest)
+        make = sender_class(settings.transport)
+        self._sender = await self._on(self._transfer, make, manifest, self.policy.rank, settings, host)
+        return self.policy.rank, self._sender.address
+
+    @concurrent_endpoint
+    async def connect(self, receivers: int) -> None:
+        """Meet all receivers."""
+        assert self._sender is not None, "open_transport() must come first"
+        await self._on(self._transfer, self._sender.connect, receivers, self.policy.device)
+
+    @concurrent_endpoint
+    async def snapshot(self) -> tuple[list[int], float]:
+        """Copy the weights to where they are sent from; returns their checksums and the seconds it took."""
+        started = time.perf_counter()
+        self._snapshot, checksums = await self._on(self._compute, self.policy.snapshot)
+        return checksums, time.perf_counter() - started
+
+    @concurrent_endpoint
+    async def send(self, version: int) -> None:
+        """Send the snapshot as part of ``version``; the next update may go on meanwhile."""
+        assert self._sender is not None and self._snapshot is not None, "snapshot() must come first"
+        await self._on(self._transfer, self._sender.send, version, self._snapshot)
+
+    @concurrent_endpoint
+    async def save(self, folder: str) -> None:
+        """Write the model as a Hugging Face folder."""
+        await self._on(self._compute, self.policy.save, Path(folder))
+
+    @concurrent_endpoint
+    async def close(self) -> None:
+        """Leave the worlds that this rank is in."""
+        if self._sender is not None:
+            await self._on(self._transfer, self._sender.close)
+        if self._policy is not None:
+            await self._on(self._compute, self._policy.close)

@@ -1,0 +1,114 @@
+"""Episodes as the tensors of a micro-batch: packed one after the other, without padding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from monarch_rl.algorithms.advantages import ADVANTAGES
+from monarch_rl.algorithms.aggregation import token_weights
+from monarch_rl.episode import BatchShard, Episode
+from monarch_rl.trainer.settings import LossSettings
+
+
+@dataclass(slots=True)
+class MicroBatch:
+    """L input tokens of packed episodes, of which N are followed by a trainable token.
+
+    An episode of n tokens gives n - 1 inputs: its last token is only ever a target.
+    """
+
+    token_ids: torch.Tensor
+    """int64[1, L]."""
+    positions: torch.Tensor
+    """int64[1, L]: place in the episode; 0 starts the next one."""
+    targets: torch.Tensor
+    """int64[1, L]: the token after each input."""
+    trainable: torch.Tensor
+    """bool[L]: True where the target is trainable; N of them."""
+    behaviour_logprobs: torch.Tensor
+    """float32[N]: the engine's."""
+    advantages: torch.Tensor
+    """float32[N]."""
+    weights: torch.Tensor
+    """float32[N]: what each token counts in the loss."""
+    on_policy: torch.Tensor
+    """bool[N]: drawn under the version that the update starts from."""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.token_ids.shape[1]
+
+
+def pack(
+    episodes: Sequence[Episode], advantages: torch.Tensor, weights: torch.Tensor, version: int, device: torch.device
+) -> MicroBatch:
+    """Pack episodes into a micro-batch.
+
+    Args:
+        advantages: float32[E], of each episode.
+        weights: float32[E], of each trainable token of an episode.
+        version: of the policy being updated.
+    """
+    ids, positions, targets, trainable, logprobs, versions = [], [], [], [], [], []
+    for episode in episodes:
+        tokens, mask = episode.token_ids.astype(np.int64), episode.trainable[1:]
+        ids.append(tokens[:-1])
+        targets.append(tokens[1:])
+        positions.append(np.arange(len(tokens) - 1))
+        trainable.append(mask)
+        logprobs.append(episode.logprobs[1:][mask])
+        versions.append(episode.policy_versions[1:][mask])
+    if not ids:  # a rank without episodes still takes part in the collectives, with a token that counts nothing
+        zero = np.zeros(1, np.int64)
+        ids, positions, targets, trainable = [zero], [zero], [zero], [np.zeros(1, bool)]
+        logprobs, versions = [np.zeros(0, np.float32)], [np.zeros(0, np.int32)]
+    counts = torch.tensor([len(part) for part in logprobs], device=device)
+
+    def row(parts: list[np.ndarray]) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate(parts)).to(device)
+
+    return MicroBatch(
+        token_ids=row(ids).unsqueeze(0),
+        positions=row(positions).unsqueeze(0),
+        targets=row(targets).unsqueeze(0),
+        trainable=row(trainable),
+        behaviour_logprobs=row(logprobs),
+        advantages=_per_token(advantages, counts, device),
+        weights=_per_token(weights, counts, device),
+        on_policy=row(versions) == version,
+    )
+
+
+def _per_token(per_episode: torch.Tensor, counts: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if len(per_episode) == 0:
+        return torch.zeros(0, device=device)
+    return per_episode.to(device).repeat_interleave(counts)
+
+
+def pack_shard(
+    shard: BatchShard, loss: LossSettings, max_new_tokens: int, device: torch.device
+) -> list[MicroBatch]:
+    """The micro-batches of one trainer rank, with the advantages and weights of the whole batch.
+
+    Args:
+        max_new_tokens: tokens that an episode may draw, the normaliser of the ``constant`` aggregation.
+    """
+    advantage = ADVANTAGES[loss.advantage]
+    by_group = [advantage(torch.from_numpy(rewards)) for rewards in shard.rewards]
+    packed = []
+    for microbatch in shard.microbatches:
+        episodes = [episode for _, _, episode in microbatch]
+        weights = token_weights(
+            torch.tensor([episode.num_trainable for episode in episodes]),
+            loss.aggregation,
+            batch_tokens=shard.trainable_tokens,
+            batch_episodes=shard.num_episodes,
+            max_tokens=max_new_tokens,
+        )
+        advantages = torch.tensor([float(by_group[group][place]) for group, place, _ in microbatch])
+        packed.append(pack(episodes, advantages, weights, shard.version, device))
+    return packed

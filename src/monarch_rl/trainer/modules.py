@@ -1,0 +1,114 @@
+"""Modules that stand in torchtitan's model config tree in place of its own.
+
+Shapes: B batch (always 1: episodes are packed in one row), L tokens, N heads, H head size, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Linear
+from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
+from torchtitan.protocols.module import Module
+
+
+class PackedAttention(VarlenAttention):
+    """Causal attention within each packed episode, by one SDPA call an episode, in the dtype of its input.
+
+    torchtitan's varlen attention calls a flash-attention kernel that CPUs lack. As a subclass of it, this one
+    gets the same metadata, so that packing works alike on CPUs and GPUs.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(VarlenAttention.Config):
+        pass
+
+    def __init__(self, config: Config) -> None:
+        Module.__init__(self)
+        if config.window_size != (-1, 0):
+            raise ValueError(f"PackedAttention is causal over the whole episode, not window {config.window_size}")
+
+    def forward(
+        self,
+        q_BLNH: torch.Tensor,
+        k_BLNH: torch.Tensor,
+        v_BLNH: torch.Tensor,
+        *,
+        attention_masks: VarlenMetadata,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        **_unused: Any,
+    ) -> torch.Tensor:
+        bounds = attention_masks.cu_seq_q.tolist()
+        sizes = [end - start for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
+        q, k, v = (x.flatten(0, 1).transpose(0, 1).unsqueeze(0).split(sizes, dim=2) for x in (q_BLNH, k_BLNH, v_BLNH))
+        episodes = [
+            F.scaled_dot_product_attention(*qkv, is_causal=True, scale=scale, enable_gqa=enable_gqa)
+            for qkv in zip(q, k, v, strict=True)
+        ]
+        return torch.cat(episodes, dim=2)[0].transpose(0, 1).reshape(q_BLNH.shape)
+
+
+class HalfRotaryEmbedding(CosSinRoPE):
+    """Rotary embedding in Hugging Face's layout (first half with second half), Llama 3's scaling included.
+
+    torchtitan's Llama pairs neighbouring elements instead and permutes the rows of wq and wk on load; with
+    this layout a Hugging Face tensor is the parameter itself, and its shards are plain runs of rows.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CosSinRoPE.Config):
+        pass
+
+    def _precompute_cache(self) -> torch.Tensor:
+        if self.config.scaling != "llama":
+            return super()._precompute_cache()
+        phases = ComplexRoPE._precompute_cache(self)  # complex [L, H/2], scaled
+        return torch.cat([phases.real, phases.real, phases.imag, phases.imag], dim=-1)
+
+
+class LogprobHead(Linear):
+    """The LM head; told what was drawn, it answers with log-probs (and entropies), float32[B x L], not logits.
+
+    Log-probs are computed in fp32, chunk by chunk of tokens, and each chunk's logits are computed again in
+    the backward pass: never more than ``chunk`` x V logits exist.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):
+        chunk: int = 1024
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.chunk = config.chunk
+        self.taken: tuple[torch.Tensor, float] | None = None
+        """``(ids int64[B, L] drawn after each position, temperature)`` for the next forward pass."""
+
+    def forward(self, hidden_BLD: torch.Tensor) -> Any:
+        if self.taken is None:
+            return super().forward(hidden_BLD)
+        (ids, temperature), self.taken = self.taken, None
+        weight = self.weight.float()
+        chunks = [
+            checkpoint(_taken_logprobs, hidden, weight, taken, temperature, use_reentrant=False)
+            for hidden, taken in zip(
+                hidden_BLD.flatten(0, 1).split(self.chunk), ids.flatten().split(self.chunk), strict=True
+            )
+        ]
+        logprobs, entropies = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+        return logprobs, entropies
+
+
+def _taken_logprobs(
+    hidden_TD: torch.Tensor, weight_VD: torch.Tensor, ids_T: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = F.linear(hidden_TD.float(), weight_VD) / temperature
+    normaliser = logits.logsumexp(-1)
+    logprobs = logits.gather(-1, ids_T.unsqueeze(-1)).squeeze(-1) - normaliser
+    with torch.no_grad():
+        entropies = normaliser - (logits.softmax(-1) * logits).sum(-1)
+    return logprobs, entropies

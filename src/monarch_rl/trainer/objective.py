@@ -1,0 +1,62 @@
+"""The loss of a micro-batch's trainable tokens: ratio, clip, correction, weight, composed from ``algorithms/``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from monarch_rl.algorithms import corrections, losses
+from monarch_rl.trainer.batch import MicroBatch
+from monarch_rl.trainer.settings import LossSettings
+
+Sums = dict[str, torch.Tensor]
+"""Sums over tokens, by metric name; ``tokens`` is the number of tokens summed over."""
+
+Objective = Callable[[torch.Tensor, torch.Tensor, MicroBatch], tuple[torch.Tensor, Sums]]
+"""``(logprobs float32[N] with gradient, entropies float32[N], micro-batch) -> (loss, sums)``."""
+
+
+def reinforcement(settings: LossSettings) -> Objective:
+    """The RL objective that ``settings`` describe."""
+
+    def objective(
+        logprobs: torch.Tensor, entropies: torch.Tensor, batch: MicroBatch
+    ) -> tuple[torch.Tensor, Sums]:
+        keep = corrections.finite_tokens(logprobs.detach(), batch.behaviour_logprobs)
+        logprobs, behaviour = logprobs[keep], batch.behaviour_logprobs[keep]
+        advantages, weights, on_policy = batch.advantages[keep], batch.weights[keep], batch.on_policy[keep]
+        # One optimiser step a batch: the trainer's policy when the batch was formed is the current one.
+        old = logprobs.detach()
+        reference = old if settings.ratio_to == "trainer" else behaviour
+        loss = losses.clipped_ratio(logprobs, reference, advantages, settings.clip_low, settings.clip_high)
+        importance = torch.ones_like(loss)
+        if settings.ratio_to == "trainer" and settings.importance_cap > 0:
+            importance = corrections.truncated_importance_weights(old, behaviour, settings.importance_cap)
+        mismatch = corrections.mismatch_k3(old, behaviour)
+        clipped = losses.clip_fraction(old, reference, settings.clip_low, settings.clip_high)
+        sums = {
+            "tokens": torch.ones_like(old).sum(),
+            "entropy": entropies[keep].sum(),
+            "logprob": old.sum(),
+            "importance_weight": importance.sum(),
+            "clipped": clipped.sum(),
+            "mismatch_k3_all": mismatch.sum(),
+            "on_policy_tokens": on_policy.sum(),
+            "mismatch_k3_on_policy": mismatch[on_policy].sum(),
+            "masked_nonfinite": (~keep).sum(),
+        }
+        return (loss * importance * weights).sum(), sums
+
+    return objective
+
+
+def supervised(logprobs: torch.Tensor, entropies: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, Sums]:
+    """Cross-entropy of the trainable tokens, for a warm start: the policy gradient with an advantage of 1."""
+    loss = losses.policy_gradient(logprobs, torch.ones_like(logprobs))
+    sums = {
+        "tokens": torch.ones_like(loss).sum(),
+        "entropy": entropies.sum(),
+        "logprob": logprobs.detach().sum(),
+    }
+    return (loss * batch.weights).sum(), sums

@@ -1,0 +1,61 @@
+"""Lets torchtitan 0.3.0 run where there is no GPU; does next to nothing where there is one.
+
+:func:`prepare` must run before anything else of torchtitan is imported. What it stands in for:
+
+- ``torchtitan.tools.utils`` answers "cuda" on a machine without an accelerator, and other modules copy that
+  answer when they are imported: it is set to the CPU first.
+- ``torchtitan.distributed.minimal_async_ep.kernels`` imports triton, which CPU builds of torch lack; every
+  decoder reaches it. Without triton the module is replaced by one whose functions raise when called.
+
+:func:`force_sum_reduction` is needed after the model is sharded: FSDP2 scales gradients with a reduction that
+gloo does not have.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import types
+
+import torch
+from torch import nn
+
+_KERNELS = "torchtitan.distributed.minimal_async_ep.kernels"
+
+
+class _NoKernels(types.ModuleType):
+    def __getattr__(self, name: str) -> object:
+        if not name.endswith("_kernel"):
+            raise AttributeError(name)
+
+        def missing(*_args: object, **_kwargs: object) -> None:
+            raise RuntimeError(f"{name} needs triton and a GPU: choose another expert-parallel dispatcher")
+
+        return missing
+
+
+def prepare() -> torch.device:
+    """Make torchtitan importable; returns the device of this process."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    if importlib.util.find_spec("triton") is None:
+        sys.modules.setdefault(_KERNELS, _NoKernels(_KERNELS))
+    from torchtitan.tools import utils
+
+    utils.device_type, utils.device_module = "cpu", torch.cpu
+    return torch.device("cpu")
+
+
+def force_sum_reduction(model: nn.Module) -> None:
+    """Reduce gradients with a plain sum where gloo is used.
+
+    torchtitan sets the gradient divide factor to 1, which FSDP2 turns into ``PREMUL_SUM``; gloo has only
+    ``SUM``, and with a factor of 1 the two are equal.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    if torch.cuda.is_available():
+        return
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)

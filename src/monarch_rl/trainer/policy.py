@@ -1,0 +1,194 @@
+"""The policy under training on one rank: model, optimiser, schedule, and the update. No Monarch in it.
+
+Every method is called by all ranks of the torch.distributed world together, on one and the same thread.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from monarch_rl.trainer import platform
+
+DEVICE = platform.prepare()
+
+from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw  # noqa: E402
+from torchtitan.config import ParallelismConfig  # noqa: E402
+from torchtitan.distributed import ParallelDims  # noqa: E402
+from torchtitan.distributed import utils as dist_utils  # noqa: E402
+
+from monarch_rl.trainer.batch import MicroBatch  # noqa: E402
+from monarch_rl.trainer.model import SPMD_BACKEND, ShardedModel, local_run  # noqa: E402
+from monarch_rl.trainer.objective import Objective, Sums  # noqa: E402
+from monarch_rl.trainer.settings import TrainerSettings  # noqa: E402
+from monarch_rl.weights.checksum import tensor_checksum  # noqa: E402
+from monarch_rl.weights.manifest import Manifest, shard_bytes  # noqa: E402
+
+
+class Policy:
+    """A torchtitan model under FSDP2 with torchtitan's AdamW and schedule.
+
+    Args:
+        folder: the Hugging Face folder to start from.
+        total_steps: optimiser steps of the whole run, for the schedule.
+        temperature: of the sampling distribution that the log-probs are taken of.
+        collective_timeout_s: seconds after which a collective of the trainer's world fails.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        settings: TrainerSettings,
+        *,
+        total_steps: int,
+        temperature: float = 1.0,
+        collective_timeout_s: float = 300.0,
+    ) -> None:
+        self.settings = settings
+        self.temperature = temperature
+        if DEVICE.type == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        self.device = torch.device("cuda", torch.cuda.current_device()) if DEVICE.type == "cuda" else DEVICE
+        if not dist.is_initialized():
+            dist.init_process_group(
+                "nccl" if self.device.type == "cuda" else "gloo", timeout=timedelta(seconds=collective_timeout_s)
+            )
+        # FSDP's hooks keep state per thread: backward must stay on the thread that called it.
+        torch.autograd.set_multithreading_enabled(False)
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        dims = ParallelDims.from_config(ParallelismConfig(spmd_backend=SPMD_BACKEND), self.world_size)
+        dist_utils.set_spmd_backend(SPMD_BACKEND)
+        dims.build_mesh()
+        self.model = ShardedModel(folder, settings, dims, self.device)
+        self.module = self.model.module.train()
+        self.optimizers = default_adamw(
+            lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay
+        ).build(model_parts=[self.module])
+        self.schedulers = LRSchedulersContainer.Config(
+            warmup_steps=settings.lr_warmup_steps,
+            decay_ratio=settings.lr_decay_ratio,
+            decay_type=settings.lr_decay_type,
+            min_lr_factor=settings.lr_min_factor,
+        ).build(optimizers=self.optimizers, training_steps=total_steps)
+        self._manifest: Manifest | None = None
+        self._snapshot = torch.empty(0, dtype=torch.uint8)
+
+    def logprobs(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs (with gradient) and entropies of the trainable targets: float32[N] each."""
+        self.module.lm_head.taken = (batch.targets, self.temperature)
+        logprobs, entropies = self.module(
+            batch.token_ids,
+            positions=batch.positions,
+            attention_masks=self.module.get_attention_masks(positions=batch.positions),
+        )
+        return logprobs[batch.trainable], entropies[batch.trainable]
+
+    def update(self, microbatches: Sequence[MicroBatch], objective: Objective) -> dict[str, float]:
+        """One optimiser step over micro-batches; all ranks pass equally many.
+
+        Returns:
+            Metrics of the whole batch, equal on all ranks: means over trainable tokens, ``loss``,
+            ``grad_norm`` (before clipping), ``lr``, ``tokens`` trained, ``padding`` (share of computed
+            positions that were padding: always 0) and ``imbalance`` (share of rank-time lost as ranks with
+            fewer tokens wait for the one with most).
+
+        Raises:
+            RuntimeError: the gradient is not finite; nothing was updated.
+        """
+        self.optimizers.zero_grad()
+        totals: Sums = {}
+        for batch in microbatches:
+            loss, sums = objective(*self.logprobs(batch), batch)
+            loss.backward()
+            for name, value in {**sums, "loss": loss.detach()}.items():
+                totals[name] = totals.get(name, torch.zeros((), device=self.device)) + value
+        lr = self.schedulers.schedulers[0].get_last_lr()[0]
+        grad_norm = dist_utils.clip_grad_norm_(
+            list(self.module.parameters()), self.settings.max_grad_norm, foreach=True
+        )
+        if not torch.isfinite(grad_norm):
+            raise RuntimeError(f"the gradient norm is {float(grad_norm)}: no update was made")
+        self.optimizers.step()
+        self.schedulers.step()
+        metrics = self._reduce(totals)
+        metrics |= {"grad_norm": float(grad_norm), "lr": float(lr), "padding": 0.0}
+        metrics["imbalance"] = self._imbalance(microbatches)
+        return metrics
+
+    def _reduce(self, totals: Sums) -> dict[str, float]:
+        """Sum over ranks, then means over tokens (of their own kind)."""
+        names = sorted(totals)
+        values = torch.stack([totals[name].to(torch.float32) for name in names])
+        dist.all_reduce(values)
+        sums = dict(zip(names, values.tolist(), strict=True))
+        metrics = {name: sums.pop(name) for name in ("loss", "tokens", "masked_nonfinite") if name in sums}
+        if "on_policy_tokens" in sums:
+            count = sums.pop("on_policy_tokens")
+            metrics["on_policy_share"] = count / max(metrics["tokens"], 1)
+            metrics["mismatch_k3_on_policy"] = sums.pop("mismatch_k3_on_policy") / max(count, 1)
+        return metrics | {name: value / max(metrics["tokens"], 1) for name, value in sums.items()}
+
+    def _imbalance(self, microbatches: Sequence[MicroBatch]) -> float:
+        tokens = torch.tensor([float(batch.num_tokens) for batch in microbatches], device=self.device)
+        most = tokens.clone()
+        dist.all_reduce(tokens)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        return 1.0 - float(tokens.sum() / (most.sum() * self.world_size))
+
+    # -- publishing -----------------------------------------------------------------------------------------
+
+    def owned_runs(self) -> tuple[list[tuple[str, tuple[int, ...]]], list[tuple[str, int, int]]]:
+        """All tensors of a version as ``(name, shape)``, and this rank's ``(name, first element, elements)``."""
+        state = self.model.hf_state()
+        runs = [(name, start, local.numel()) for name, (local, start) in _runs(state).items()]
+        return [(name, tuple(value.shape)) for name, value in state.items()], runs
+
+    def plan_snapshots(self, manifest: Manifest) -> None:
+        """Allocate this rank's snapshot, once."""
+        self._manifest = manifest
+        self._snapshot = torch.empty(shard_bytes(manifest, self.rank), dtype=torch.uint8, device=self.device)
+
+    def snapshot(self) -> tuple[torch.Tensor, list[int]]:
+        """Copy this rank's shards, in the served dtype, to where they are sent from.
+
+        Returns:
+            The snapshot (uint8, valid until the next call), and each tensor's checksum over all ranks.
+        """
+        if self._manifest is None:
+            raise RuntimeError("plan_snapshots() must come before snapshot()")
+        runs = _runs(self.model.hf_state())
+        checksums = torch.zeros(len(self._manifest.tensors), dtype=torch.int64, device=self.device)
+        offset = 0
+        with torch.no_grad():
+            for shard in self._manifest.shards[self.rank]:
+                spec = self._manifest.tensors[shard.tensor]
+                nbytes = shard.numel * spec.dtype.itemsize
+                local = runs[spec.name][0]
+                copy = self._snapshot[offset : offset + nbytes].view(spec.dtype).view(local.shape)
+                copy.copy_(local)
+                row = spec.numel // spec.shape[0]
+                checksums[shard.tensor] = tensor_checksum(copy, shard.start // row)
+                offset += nbytes
+        dist.all_reduce(checksums)
+        return self._snapshot, checksums.tolist()
+
+    def save(self, folder: Path) -> None:
+        """Write the model as a Hugging Face folder that all ranks see."""
+        if self.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+        dist.barrier()
+        self.model.save(folder, self.rank)
+        dist.barrier()
+
+    def close(self) -> None:
+        """Leave the torch.distributed world."""
+        dist.destroy_process_group()
+
+
+def _runs(state: dict[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, int]]:
+    return {name: local_run(value) for name, value in state.items()}

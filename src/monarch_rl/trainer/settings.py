@@ -1,0 +1,79 @@
+"""What a user sets about the trainer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from monarch_rl.algorithms.advantages import AdvantageName
+from monarch_rl.algorithms.aggregation import Aggregation
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """The policy-gradient loss: advantage x ratio x correction, then aggregation."""
+
+    advantage: AdvantageName = "dr_grpo"
+    """`dr_grpo`: R - mean (arXiv:2503.20783); `grpo`: (R - mean) / std (arXiv:2402.03300)."""
+    ratio_to: Literal["trainer", "behaviour"] = "trainer"
+    """What the clipped ratio is taken against: the trainer's own policy when the batch was formed (then
+    staleness is left to the importance weight), or the policy that drew the token (then the clip bounds it)."""
+    clip_low: float = 0.2
+    """Ratio floor is 1 - clip_low (PPO, arXiv:1707.06347)."""
+    clip_high: float = 0.28
+    """Ratio ceiling is 1 + clip_high (DAPO, arXiv:2503.14476)."""
+    importance_cap: float = 2.0
+    """Truncated importance sampling: tokens weigh min(pi_trainer / pi_engine, cap); with `ratio_to trainer` only.
+    Larger is less biased and noisier; 0 switches it off."""
+    aggregation: Aggregation = "constant"
+    """`constant` divides by episodes x max tokens (Dr.GRPO), `token_mean` by tokens (DAPO), `sequence_mean` first
+    by each episode's tokens (GRPO)."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.clip_low < 1:
+            raise ValueError(f"clip_low must be in [0, 1), got {self.clip_low}")
+        if self.clip_high < 0:
+            raise ValueError(f"clip_high must not be negative, got {self.clip_high}")
+        if self.importance_cap < 0:
+            raise ValueError(f"importance_cap must not be negative (0 is off), got {self.importance_cap}")
+
+
+@dataclass(frozen=True)
+class TrainerSettings:
+    """The trainer mesh, its optimiser (torchtitan's) and its micro-batches."""
+
+    ranks: int = 2
+    """Processes of the trainer mesh; FSDP2 shards the model over all of them."""
+    lr: float = 1e-6
+    """AdamW's learning rate (TRL, verl and slime share this default for full training)."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay of the first and second moment (torchtitan's default)."""
+    weight_decay: float = 0.0
+    """AdamW's weight decay."""
+    lr_warmup_steps: int = 0
+    """Steps of linear warm-up."""
+    lr_decay_ratio: float = 1.0
+    """Share of the steps, at the end, over which the rate decays to lr x lr_min_factor."""
+    lr_decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
+    """Shape of the decay."""
+    lr_min_factor: float = 1.0
+    """Final rate as a share of lr; 1 keeps it constant."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this global norm."""
+    tokens_per_microbatch: int = 8192
+    """Tokens of one forward pass of one rank, and the longest episode there can be. More takes more memory."""
+    activation_checkpoint: Literal["none", "selective", "full"] = "none"
+    """torchtitan's activation checkpointing: less memory for a second forward pass."""
+    logprob_chunk: int = 1024
+    """Tokens whose logits over the whole vocabulary exist at one time (fp32)."""
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Dtype of forward and backward; the master weights are fp32. `auto`: bfloat16 on GPUs, float32 on CPUs."""
+    loss: LossSettings = LossSettings()
+    """The policy-gradient loss."""
+
+    def __post_init__(self) -> None:
+        for name in ("ranks", "tokens_per_microbatch", "logprob_chunk"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"trainer.{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        if self.lr < 0:
+            raise ValueError(f"trainer.lr must not be negative, got {self.lr}")
