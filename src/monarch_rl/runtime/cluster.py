@@ -1,0 +1,266 @@
+"""A launch: the Monarch hosts a run has, the process meshes it spawns on them, and their clean end.
+
+The same recipe runs under plain python (one host, this machine) and under torchrun (one host per node). Either way
+a host is a process of its own (``runtime/host.py``) that owns all processes of the run on its machine and ends
+them with itself, whether the run ends, fails, is interrupted, or its controller is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import ctypes
+import logging
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from monarch_rl.runtime.deadlines import within
+from monarch_rl.runtime.devices import Devices, TooFewDevices, devices, launched_by_torchrun, visible_devices
+from monarch_rl.runtime.distributed import init_torch_distributed_env
+from monarch_rl.runtime.host import HostProcess
+from monarch_rl.runtime.network import free_port, host_address
+from monarch_rl.runtime.signals import interrupts
+from monarch_rl.runtime.torchrun import Controller, Follower, Node, Rank, clean
+
+if TYPE_CHECKING:
+    from monarch.actor import HostMesh, MeshFailure, ProcMesh
+
+__all__ = [
+    "Cluster",
+    "Devices",
+    "TooFewDevices",
+    "devices",
+    "free_port",
+    "host_address",
+    "init_torch_distributed_env",
+    "launch",
+    "launched_by_torchrun",
+]
+
+logger = logging.getLogger("monarch_rl")
+
+START_DEADLINE_S = 60.0
+"""Seconds for the controller to reach all hosts; about one is normal."""
+STOP_DEADLINE_S = 8.0
+"""Seconds for the actors of all meshes to clean up and end, and again for the hosts; one or two is normal."""
+HOST_DEADLINE_S = 8.0
+"""Seconds for a host process to kill what is left below it and end."""
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass
+class Cluster:
+    """The hosts of a launch. Only the controller has one."""
+
+    hosts: HostMesh
+    """One Monarch host per machine, dimension ``hosts``."""
+    devices: Devices
+    """The slots of the launch."""
+    faults: list[MeshFailure] = field(default_factory=list)
+    """Failures of actors or processes that nobody above them handled, oldest first."""
+    _device_names: tuple[tuple[str, ...], ...] = ()
+    _meshes: list[tuple[str, ProcMesh]] = field(default_factory=list)
+    _ending: bool = False
+
+    @property
+    def num_hosts(self) -> int:
+        """Machines."""
+        return self.devices.num_hosts
+
+    @property
+    def slots_per_host(self) -> int:
+        """Device slots of each machine."""
+        return self.devices.per_host
+
+    def spawn(
+        self,
+        name: str,
+        processes: int,
+        *,
+        first_slot: int | None = None,
+        slots_per_process: int = 1,
+        env: Mapping[str, str] | None = None,
+    ) -> ProcMesh:
+        """Spawn a mesh of ``processes`` processes, dimensions ``{"hosts": h, "gpus": g}``.
+
+        ``first_slot`` is the first of the ``processes * slots_per_process`` device slots the mesh takes, counted
+        host by host; the mesh lies within one host or fills whole hosts. Each process sees its own devices only
+        (CUDA_VISIBLE_DEVICES). Without ``first_slot`` the mesh is a CPU role on the first host and sees no device.
+        On a CPU, processes run one OpenMP thread unless OMP_NUM_THREADS says otherwise. ``env`` is set last.
+
+        Raises :class:`TooFewDevices` and ValueError. The mesh is stopped when the launch ends.
+        """
+        from monarch.actor import default_bootstrap_cmd
+
+        first_host, num_hosts = 0, 1
+        if first_slot is not None:
+            first_host, num_hosts = self._place(name, first_slot, processes, slots_per_process)
+        per_host = processes // num_hosts
+        common = dict(env or {})
+        if self.devices.kind == "cpu":
+            common = {k: os.environ.get(k, "1") for k in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")} | common
+
+        def bootstrap(point: Any) -> Any:
+            host = first_host + point.rank // per_host
+            visible: tuple[str, ...] = ()
+            if first_slot is not None and self.devices.kind == "cuda":
+                start = first_slot % self.slots_per_host + point.rank % per_host * slots_per_process
+                visible = self._device_names[host][start : start + slots_per_process]
+            return default_bootstrap_cmd().with_env({"CUDA_VISIBLE_DEVICES": ",".join(visible)} | common)
+
+        chosen = self.hosts.slice(hosts=slice(first_host, first_host + num_hosts))
+        mesh = chosen.spawn_procs(per_host={"gpus": per_host}, name=name, bootstrap_command=bootstrap)
+        self._meshes.append((name, mesh))
+        return mesh
+
+    def _place(self, name: str, first_slot: int, processes: int, slots_per_process: int) -> tuple[int, int]:
+        """The first host and the number of hosts of a mesh that takes slots from ``first_slot``."""
+        slots = processes * slots_per_process
+        self.devices.check(first_slot + slots, f"{name} takes slots {first_slot} to {first_slot + slots - 1}")
+        first_host, offset = divmod(first_slot, self.slots_per_host)
+        if offset + slots <= self.slots_per_host:
+            return first_host, 1
+        if offset or slots % self.slots_per_host or self.slots_per_host % slots_per_process:
+            raise ValueError(
+                f"{name}: slots {first_slot} to {first_slot + slots - 1} neither lie within one host nor fill whole "
+                f"hosts of {self.slots_per_host} slots; choose a number of ranks that does"
+            )
+        return first_host, slots // self.slots_per_host
+
+    def _fault(self, failure: MeshFailure) -> None:
+        """Monarch's last word on a failure that no supervisor took. Returning keeps the controller alive."""
+        if self._ending:
+            logger.debug("while stopping: %s", failure.report())
+            return
+        self.faults.append(failure)
+        logger.error("mesh %s failed: %s", failure.mesh_name, failure.report())
+
+    async def _end(self) -> None:
+        """Stop all meshes, then the hosts. What does not stop in time is named here, and killed with its host."""
+        self._ending = True
+        stops = [_settled(mesh.stop("the run ends"), f"mesh {name} to stop") for name, mesh in self._meshes]
+        await asyncio.gather(*stops)
+        await _settled(self.hosts.shutdown(), "the hosts to shut down")
+
+
+async def _settled(stop: Awaitable[Any], what: str) -> None:
+    try:
+        await within(STOP_DEADLINE_S, stop, what)
+    except Exception as error:  # a mesh that failed cannot always be stopped; the host kills what is left
+        logger.warning("%s: %s", what, error)
+
+
+@contextmanager
+def launch() -> Iterator[Cluster | None]:
+    """Bring up the hosts of this launch, and at the end of the block take everything down.
+
+    Gives the controller its :class:`Cluster`. Under torchrun global rank 0 is the controller; the other ranks get
+    None once the controller's block has ended well, and leave with exit code 1 if it failed or died::
+
+        with launch() as cluster:
+            if cluster is not None:
+                asyncio.run(train(cluster))
+
+    Within the controller's block, the first SIGINT or SIGTERM raises KeyboardInterrupt; the second kills at once.
+    """
+    _refuse_running_loop()
+    if not launched_by_torchrun():
+        with interrupts():
+            host = _start_host(None)
+            with _attached(host, [Node(host.address, tuple(visible_devices()))]) as cluster:
+                yield cluster
+        return
+    place = Rank.from_environment()
+    _die_with_agent()
+    if place.rank != 0:
+        with interrupts(raise_in_main=False):
+            _follow(Follower(place))
+        yield None
+        return
+    with interrupts():
+        controller = Controller(place)
+        # If the run fails, the followers learn it from the end of this process, after its traceback was printed.
+        atexit.register(controller.close)
+        ip, host, nodes = controller.meet(_start_host)
+        if ip is not None:
+            from monarch.actor import enable_transport
+
+            enable_transport(f"tcp://{ip}:0")
+        with _attached(host, nodes) as cluster:
+            yield cluster
+        controller.dismiss()
+
+
+def _follow(follower: Follower) -> None:
+    try:
+        follower.join(_start_host)
+        well = follower.wait()
+    finally:
+        follower.close(HOST_DEADLINE_S)
+    if not well:
+        raise SystemExit(1)
+
+
+@contextmanager
+def _attached(host: HostProcess, nodes: Sequence[Node]) -> Iterator[Cluster]:
+    """The cluster of running hosts; ``host`` is the one that this process started."""
+    try:
+        cluster = _attach(nodes)
+        try:
+            yield cluster
+        finally:
+            asyncio.run(cluster._end())
+    finally:
+        host.end(HOST_DEADLINE_S)
+
+
+def _attach(nodes: Sequence[Node]) -> Cluster:
+    import monarch.actor
+    from monarch.config import configure
+
+    # A lost host is noticed after this much silence, instead of one minute.
+    configure(get_proc_state_max_idle="10s", get_actor_state_max_idle="10s")
+    counts = {len(node.devices) for node in nodes}
+    if len(counts) > 1:
+        raise ValueError(f"all hosts of a launch need the same number of GPUs; these have {sorted(counts)}")
+    workers = [node.address for node in nodes]
+    hosts = monarch.actor.attach_to_workers(ca="trust_all_connections", workers=workers, name="hosts")
+    cluster = Cluster(hosts, devices(), _device_names=tuple(node.devices for node in nodes))
+    monarch.actor.unhandled_fault_hook = cluster._fault  # the default interrupts the main thread
+    asyncio.run(within(START_DEADLINE_S, hosts.initialized, f"the hosts at {workers} to come up"))
+    return cluster
+
+
+def _start_host(ip: str | None) -> HostProcess:
+    """Start this machine's host, with this process's environment, less torchrun, plus what Python needs."""
+    environment = clean(os.environ)
+    # The tools of a virtual environment that is not activated (py-spy, ninja), and modules beside the script.
+    environment["PATH"] = _prepend(Path(sys.executable).parent, environment.get("PATH"))
+    if sys.path[0] and Path(sys.path[0]).is_dir():
+        environment["PYTHONPATH"] = _prepend(Path(sys.path[0]).resolve(), environment.get("PYTHONPATH"))
+    return HostProcess(ip, environment)
+
+
+def _prepend(folder: Path, search_path: str | None) -> str:
+    folders = search_path.split(os.pathsep) if search_path else []
+    return os.pathsep.join([str(folder), *(other for other in folders if other != str(folder))])
+
+
+def _refuse_running_loop() -> None:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    raise RuntimeError("launch() blocks: use it outside asyncio, and run the event loop inside its block")
+
+
+def _die_with_agent() -> None:
+    """Make the kernel send SIGTERM to this rank when the torchrun agent dies; torchrun itself does not see to it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

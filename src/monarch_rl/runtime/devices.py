@@ -1,0 +1,83 @@
+"""What a launch offers: hosts, and on each host the slots (devices, or shares of the CPU) that a rank takes."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+
+SLOTS_PER_CORE = 4
+"""Plain python on a CPU: ranks allowed per core. Not a resource, only a bound on what a typing error can start."""
+
+
+class TooFewDevices(ValueError):
+    """More ranks were asked for than the launch has slots."""
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """The slots of a launch, numbered host by host: slot s is device ``s % per_host`` of host ``s // per_host``."""
+
+    kind: str
+    """``cuda`` or ``cpu``."""
+    num_hosts: int
+    """Machines (torchrun nodes; 1 under plain python)."""
+    per_host: int
+    """Slots of each host."""
+
+    @property
+    def total(self) -> int:
+        """Slots of all hosts."""
+        return self.num_hosts * self.per_host
+
+    def check(self, ranks_needed: int, what: str = "") -> None:
+        """Raise :class:`TooFewDevices` if ``ranks_needed`` slots are not there; ``what`` says who needs them."""
+        if ranks_needed <= self.total:
+            return
+        hosts = f"{self.num_hosts} host{'s' if self.num_hosts > 1 else ''}"
+        slots = {"cuda": "GPUs", "cpu": "CPU ranks"}[self.kind]
+        detail = f" ({what})" if what else ""
+        raise TooFewDevices(
+            f"{ranks_needed} ranks are asked for{detail}, but this launch offers {self.total}: "
+            f"{hosts} with {self.per_host} {slots} each. {self._advice(ranks_needed)}"
+        )
+
+    def _advice(self, ranks_needed: int) -> str:
+        fewer = f"ask for at most {self.total} ranks"
+        if self.kind == "cuda":
+            nodes = math.ceil(ranks_needed / self.per_host)
+            return f"Use more machines (torchrun --nnodes={nodes} ...) or {fewer}."
+        if launched_by_torchrun():
+            return f"Use torchrun --nproc-per-node={math.ceil(ranks_needed / self.num_hosts)} ... or {fewer}."
+        return f"Use torchrun --nproc-per-node={ranks_needed} ... if you mean it, or {fewer}."
+
+
+def launched_by_torchrun() -> bool:
+    """Whether this process is a rank that torchrun started."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
+
+
+def visible_devices() -> list[str]:
+    """This machine's CUDA devices that we may use, as entries for CUDA_VISIBLE_DEVICES; empty without CUDA."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    named = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return (named or [str(index) for index in range(count)])[:count]
+
+
+def devices() -> Devices:
+    """What a launch from this process would offer. Spawns nothing: bad settings can be refused with it at once.
+
+    CUDA: the visible devices of each host, taken to be equal on all hosts (``launch`` checks that).
+    CPU under torchrun: ``--nproc-per-node``. CPU under plain python: :data:`SLOTS_PER_CORE` ranks a core.
+    """
+    num_hosts = 1
+    per_host = SLOTS_PER_CORE * (os.cpu_count() or 1)
+    if launched_by_torchrun():
+        per_host = int(os.environ["LOCAL_WORLD_SIZE"])
+        num_hosts = int(os.environ["WORLD_SIZE"]) // per_host
+    count = len(visible_devices())
+    if count:
+        return Devices("cuda", num_hosts, count)
+    return Devices("cpu", num_hosts, per_host)

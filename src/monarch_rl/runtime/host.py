@@ -1,0 +1,112 @@
+"""The process that stands for one machine: it serves as a Monarch host and owns every process of the run there.
+
+It is made the reaper of its descendants (PR_SET_CHILD_SUBREAPER), so that processes whose parent died, such as an
+engine's workers, stay below it. Its standard input is a pipe that the starter holds open. When the pipe closes,
+because the run is over or because the starter was killed, it kills all that is left below it and ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from monarch_rl.runtime.network import HOST_ADDRESS_VARIABLE, free_port
+
+if TYPE_CHECKING:
+    import psutil
+
+logger = logging.getLogger("monarch_rl")
+
+_PR_SET_CHILD_SUBREAPER = 36
+GRACE_S = 2.0
+"""Seconds that processes have to end by themselves before they are killed."""
+
+
+class HostProcess:
+    """The host process of this machine, as seen by the rank that started it."""
+
+    def __init__(self, ip: str | None, environment: Mapping[str, str]) -> None:
+        """Start a host reachable at ``ip``, or only on this machine (a Unix socket without a file) if it is None."""
+        self.address = f"tcp://{ip}:{free_port()}" if ip else f"ipc://@monarch_rl-{uuid.uuid4().hex}"
+        """Where Monarch reaches it: an element of ``attach_to_workers(workers=...)``."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "monarch_rl.runtime.host", self.address],
+            env={**environment, HOST_ADDRESS_VARIABLE: ip or "127.0.0.1"},
+            stdin=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C in a terminal reaches the controller only, which ends things in order
+        )
+
+    def lost(self) -> bool:
+        """Whether the process ended otherwise than by being shut down."""
+        return self._process.poll() not in (None, 0)
+
+    def end(self, seconds: float) -> None:
+        """Close the pipe and wait until the process and all below it are gone; kill it after ``seconds``."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            logger.error("the host process %d did not end within %g s: killing it", self._process.pid, seconds)
+            self._process.kill()
+            self._process.wait(seconds)
+
+
+def _end_descendants() -> None:
+    """Ask the processes right below this one to end, and after :data:`GRACE_S` seconds kill all that is left.
+
+    Most of those further below end by themselves when their parent is gone, and tidy up as they do.
+    """
+    import psutil
+
+    me = psutil.Process()
+    for child in me.children():
+        child.terminate()
+    deadline = time.monotonic() + GRACE_S
+    while (left := _living(me.children(recursive=True))) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for process in left:
+        logger.warning("killing process %d, left behind by the run", process.pid)
+        process.kill()
+
+
+def _living(processes: list[psutil.Process]) -> list[psutil.Process]:
+    import psutil
+
+    living = []
+    for process in processes:
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE:
+                living.append(process)
+        except psutil.NoSuchProcess:
+            continue
+    return living
+
+
+def _end_with_starter() -> None:
+    sys.stdin.buffer.read()
+    _end_descendants()
+    os._exit(0)
+
+
+def main() -> None:
+    """Serve as a Monarch host at the address given on the command line until it is shut down or left alone."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    threading.Thread(target=_end_with_starter, name="end-with-starter", daemon=True).start()
+    from monarch.actor import run_worker_loop_until_shutdown
+
+    run_worker_loop_until_shutdown(address=sys.argv[1], ca="trust_all_connections")
+    _end_descendants()
+
+
+if __name__ == "__main__":
+    main()
