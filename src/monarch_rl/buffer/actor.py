@@ -1,0 +1,214 @@
+"""The buffer as a Monarch actor: :mod:`monarch_rl.buffer.core` plus waiting, leases and the cut into shards.
+
+Rollout workers ``admit`` and ``put`` (or ``drop``); trainer ranks ``take``; the pipeline reports ``trained`` and
+``published`` and ends with ``close``. All endpoints are concurrent: one that waits never blocks another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from monarch.actor import Actor, concurrent_endpoint
+
+from monarch_rl.algorithms.packing import plan_microbatches
+from monarch_rl.buffer.core import BufferCore, Counts, Ticket, token_lags
+from monarch_rl.episode import BatchShard, Group
+from monarch_rl.runtime.deadlines import DeadlineExceeded
+
+
+class BufferClosed(RuntimeError):
+    """The run was ended while, or before, a batch was waited for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Who plays a group, and since when (``time.monotonic`` seconds)."""
+
+    worker: str
+    since: float
+
+
+class Buffer(Actor):
+    """The one buffer of a run.
+
+    Args:
+        groups_per_step: groups of one optimiser step.
+        max_policy_lag: largest lag of a trained token; 0 is synchronous.
+        version: optimiser steps done, and served, at the start.
+        task_cursor: where in the stream of tasks to start.
+    """
+
+    def __init__(self, groups_per_step: int, max_policy_lag: int, version: int = 0, task_cursor: int = 0) -> None:
+        self._core = BufferCore(groups_per_step, max_policy_lag, version, task_cursor)
+        self._leases: dict[int, Lease] = {}
+        self._plan: tuple[tuple[int, int, int], list[BatchShard]] | None = None
+        self._changed = asyncio.Condition()
+
+    @concurrent_endpoint
+    async def admit(self, worker: str, timeout_s: float) -> Ticket | None:
+        """Wait for a slot and start a group in it; None when the run has ended.
+
+        The deadline is kept here and not by the caller: a caller that stopped listening would still be given a slot.
+
+        Raises:
+            DeadlineExceeded: no slot within ``timeout_s`` seconds; says what holds them.
+        """
+        ticket: Ticket | None = None
+
+        def settled() -> bool:
+            nonlocal ticket
+            ticket = self._core.admit()
+            return ticket is not None or self._core.closed
+
+        async with self._changed:
+            await self._until(settled, timeout_s, worker, "a free slot of the buffer")
+        if ticket is not None:
+            self._leases[ticket.group_id] = Lease(worker, time.monotonic())
+        return ticket
+
+    @concurrent_endpoint
+    async def put(self, data: bytes) -> None:
+        """Hand in a complete group (:meth:`Group.to_bytes`). Raises ValueError if the group is not being played."""
+        group = Group.from_bytes(data)
+        async with self._changed:
+            self._core.put(group)
+            self._leases.pop(group.group_id, None)
+            self._changed.notify_all()
+
+    @concurrent_endpoint
+    async def drop(self, group_id: int, reason: str) -> None:
+        """Give a group up. Raises ValueError if it is not here."""
+        async with self._changed:
+            self._core.drop(group_id, reason)
+            self._leases.pop(group_id, None)
+            self._changed.notify_all()
+
+    @concurrent_endpoint
+    async def take(self, version: int, dp_rank: int, dp_size: int, token_budget: int, timeout_s: float) -> BatchShard:
+        """Wait for the batch that updates ``version`` and get one rank's share of it.
+
+        All ranks must ask with the same ``version``, ``dp_size`` and ``token_budget``; asking again is harmless.
+
+        Args:
+            version: the version being updated.
+            dp_rank: which share.
+            dp_size: how many shares.
+            token_budget: tokens of one micro-batch.
+            timeout_s: seconds to wait for the batch.
+
+        Raises:
+            DeadlineExceeded: the batch was not complete in time; names the missing groups, who holds them, since when.
+            BufferClosed: the run has ended.
+            ValueError: another version is being updated, or the ranks do not agree, or an episode exceeds the budget.
+        """
+        if not 0 <= dp_rank < dp_size:
+            raise ValueError(f"dp_rank {dp_rank} is not within dp_size {dp_size}")
+        batch: list[Group] | None = None
+
+        def settled() -> bool:
+            nonlocal batch
+            slots_free = self._core.slots_free
+            batch = self._core.take(version)
+            if self._core.slots_free > slots_free:  # stale groups went
+                self._changed.notify_all()
+            return batch is not None or self._core.closed
+
+        async with self._changed:
+            await self._until(
+                settled, timeout_s, f"trainer rank {dp_rank}", f"the batch that updates version {version}"
+            )
+        if batch is None:
+            raise BufferClosed(f"no batch for version {version}: the run has ended")
+        return self._shards(batch, version, dp_size, token_budget)[dp_rank]
+
+    @concurrent_endpoint
+    async def trained(self, version: int) -> None:
+        """The optimiser step that made ``version`` is done on every rank."""
+        async with self._changed:
+            self._core.trained(version)
+            self._plan = None
+
+    @concurrent_endpoint
+    async def published(self, version: int) -> None:
+        """Every generator serves ``version``."""
+        async with self._changed:
+            self._core.published(version)
+            self._changed.notify_all()
+
+    @concurrent_endpoint
+    async def counts(self) -> Counts:
+        return self._core.counts()
+
+    @concurrent_endpoint
+    async def report(self) -> str:
+        """One line on the slots, the drops and who holds which group since when."""
+        return self._report()
+
+    @concurrent_endpoint
+    async def close(self) -> Counts:
+        """End the run: waiting workers get None, waiting trainer ranks BufferClosed. Returns the last counts."""
+        async with self._changed:
+            self._core.close()
+            self._leases.clear()
+            self._changed.notify_all()
+        return self._core.counts()
+
+    async def _until(self, settled: Callable[[], bool], timeout_s: float, who: str, what: str) -> None:
+        """Wait, holding the condition, until ``settled``; at the deadline say what was waited for and what is here."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait_for(settled)
+        except TimeoutError:
+            message = f"{who} waited {timeout_s:g} s for {what}; {self._report()}"
+            raise DeadlineExceeded(message, what, timeout_s) from None
+
+    def _shards(self, batch: list[Group], version: int, dp_size: int, token_budget: int) -> list[BatchShard]:
+        key = (version, dp_size, token_budget)
+        if self._plan is None:
+            self._plan = key, _cut(batch, version, dp_size, token_budget, self._core.max_policy_lag + 1)
+        elif self._plan[0] != key:
+            raise ValueError(
+                f"trainer ranks disagree on (version, dp_size, token_budget): {self._plan[0]} before, {key} now"
+            )
+        return self._plan[1]
+
+    def _report(self) -> str:
+        counts = self._core.counts()
+        now = time.monotonic()
+        holders = [
+            f"group {group_id} by {lease.worker} for {now - lease.since:.1f} s"
+            for group_id, lease in self._leases.items()
+        ]
+        missing = self._core.missing()
+        waiting = [str(group_id) for group_id in missing if group_id is not None]
+        unadmitted = len(missing) - len(waiting)
+        next_batch = f"groups {', '.join(waiting)}" if waiting else "no admitted group"
+        if unadmitted:
+            next_batch += f" and {unadmitted} that no worker has asked for"
+        return (
+            f"policy version {counts.version}, published {counts.published}; slots: {counts.slots_free} free of "
+            f"{counts.slots}, {counts.playing} playing, {counts.complete} complete, {counts.taken} in training, "
+            f"{counts.unpublished} trained and not published; the next batch misses "
+            f"{next_batch if missing else 'nothing'}; held: {'; '.join(holders) or 'none'}; "
+            f"dropped so far: {counts.dropped or 'none'}"
+        )
+
+
+def _cut(batch: list[Group], version: int, dp_size: int, token_budget: int, bins: int) -> list[BatchShard]:
+    """One shard a rank, all with the same number of micro-batches."""
+    places = [(g, e, episode) for g, group in enumerate(batch) for e, episode in enumerate(group.episodes)]
+    plan = plan_microbatches([episode.num_tokens for _, _, episode in places], token_budget, dp_size)
+    trainable = sum(episode.num_trainable for _, _, episode in places)
+    return [
+        BatchShard(
+            version=version,
+            rewards=[group.rewards for group in batch],
+            microbatches=[[places[i] for i in microbatch] for microbatch in microbatches],
+            trainable_tokens=trainable,
+            lag_counts=token_lags(batch, version, bins),
+        )
+        for microbatches in plan
+    ]
