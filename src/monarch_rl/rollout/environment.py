@@ -1,0 +1,55 @@
+"""What a policy plays against: a small protocol, and the one-question case of it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One entry of a conversation."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What the environment answers to one turn of the policy."""
+
+    reward: float
+    """Reward of this turn; an episode's reward is the sum over its turns."""
+    done: bool
+    """Whether the episode ends here."""
+    messages: list[Message] = field(default_factory=list)
+    """What the policy sees next, without its own turn; empty when done."""
+    info: dict[str, Any] = field(default_factory=dict)
+    """JSON values to look at later; never read by training."""
+
+
+class Environment(Protocol):
+    """One episode's other side. Made anew for each episode; an exception costs that episode only."""
+
+    async def reset(self) -> list[Message]:
+        """The messages that open the episode."""
+        ...
+
+    async def step(self, text: str) -> StepResult:
+        """Answer the policy's turn. Long or untrusted work belongs into a :class:`~.scoring.Scorer`."""
+        ...
+
+
+class SingleTurn:
+    """One question, one answer, one score."""
+
+    def __init__(self, prompt: str, score: Callable[[str], Awaitable[float]]) -> None:
+        self._prompt = prompt
+        self._score = score
+
+    async def reset(self) -> list[Message]:
+        return [Message("user", self._prompt)]
+
+    async def step(self, text: str) -> StepResult:
+        return StepResult(reward=await self._score(text), done=True)

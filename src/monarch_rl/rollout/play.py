@@ -1,0 +1,102 @@
+"""One episode from reset to its last turn. Knows no actors: the generator is anything that generates."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Coroutine, Sequence
+from typing import Any, Protocol, TypeVar
+
+from monarch_rl.episode import Completion, Episode, Sampling, Turn
+from monarch_rl.rollout.environment import Environment, StepResult
+from monarch_rl.rollout.scoring import ScorerBroken, ScoringFailed
+from monarch_rl.rollout.settings import RolloutSettings
+from monarch_rl.rollout.tokenizer import Tokenizer
+from monarch_rl.runtime.deadlines import DeadlineExceeded, within
+
+T = TypeVar("T")
+
+
+class GeneratorHandle(Protocol):
+    """What a worker needs of the generators; crosses processes, so it must pickle."""
+
+    async def generate(self, prompt_ids: list[int], sampling: Sampling, group: int) -> Completion:
+        """Draw one turn after ``prompt_ids``. ``group`` is the same for prompts that share a prefix."""
+        ...
+
+
+class EpisodeFailed(Exception):
+    """The environment or its score failed; costs this episode only. ``reason`` is short, so that it can be counted."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+async def play(
+    environment: Environment,
+    generator: GeneratorHandle,
+    tokenizer: Tokenizer,
+    sampling: Sampling,
+    group: int,
+    settings: RolloutSettings,
+) -> Episode:
+    """Play one episode, token-in, token-out.
+
+    Returns:
+        The episode; ``finish_reason`` is that of its last turn, ``info`` that of the last step.
+
+    Raises:
+        EpisodeFailed: the environment raised or did not answer in time.
+        DeadlineExceeded: the generator did not answer in time. It and other errors of the generator are not
+            this episode's fault and end the run.
+    """
+    context = tokenizer.render(await _answer(environment.reset(), settings, "reset"))
+    history: list[int] = []
+    turns: list[Turn] = []
+    reward = 0.0
+    while True:
+        history += context
+        what = f"turn {len(turns)} of an episode of group {group} from the generators"
+        completion = await within(settings.generate_deadline_s, generator.generate(history, sampling, group), what)
+        drawn = completion.token_ids.tolist()
+        history += drawn
+        turns.append(Turn.from_completion(context, completion))
+        result: StepResult = await _answer(environment.step(tokenizer.decode(drawn)), settings, "step")
+        reward += result.reward
+        if result.done or len(turns) == settings.max_turns:
+            return Episode(turns, reward, completion.finish_reason, result.info)
+        context = tokenizer.render_reply(result.messages, ended=completion.finish_reason == "stop")
+
+
+async def _answer(answer: Coroutine[Any, Any, T], settings: RolloutSettings, name: str) -> T:
+    """Await the environment; whatever goes wrong in it costs the episode and gets a countable reason."""
+    try:
+        return await within(settings.step_deadline_s, answer, f"the environment's {name}")
+    except ScoringFailed as error:
+        raise EpisodeFailed(error.reason) from error
+    except DeadlineExceeded as error:
+        raise EpisodeFailed(f"environment's {name} took over {settings.step_deadline_s:g} s") from error
+    except ScorerBroken:
+        raise
+    except Exception as error:
+        raise EpisodeFailed(f"environment's {name} raised {type(error).__name__}") from error
+
+
+def episode_seed(seed: int | None, group_id: int, episode: int) -> int | None:
+    """A seed of 31 bits for one episode, the same in every process; None if draws are free."""
+    if seed is None:
+        return None
+    digest = hashlib.sha256(f"{seed}/{group_id}/{episode}".encode()).digest()
+    return int.from_bytes(digest[:4], "little") & 0x7FFFFFFF
+
+
+async def all_or_none(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run them at once; the first exception cancels the others, waits for them, and is raised as it is."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

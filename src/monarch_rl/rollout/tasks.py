@@ -1,0 +1,186 @@
+"""Tasks from reasoning-gym: any of its data sets by name, a training split and a held-out split.
+
+An item is a pure function of (settings, split, index). reasoning-gym seeds item ``i`` of a data set with
+``seed + i``, so that neighbouring seeds give almost the same items: the held-out split stands ``HELD_OUT_OFFSET``
+seeds away. Small tasks repeat questions all the same, so training skips every question that is held out.
+
+Importing this module imports neither reasoning-gym nor torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import json
+import logging
+import math
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+logger = logging.getLogger("monarch_rl")
+
+Split = Literal["train", "held_out"]
+
+HELD_OUT_OFFSET = 1_000_000_007
+"""Seeds between the two splits; larger than any index."""
+SKIPS = 64
+"""How often a training index moves on because its question is held out."""
+MAX_HELD_OUT_SHARE = 0.5
+"""Share of training questions that may be held out; half of them make 64 skips in a row impossible (5e-20)."""
+UNRELIABLE = frozenset({"boxnet", "graph_color", "list_functions", "propositional_logic", "rubiks_cube", "rush_hour"})
+"""Data sets of reasoning-gym 0.1.25 that do not score their own answer as 1, or do not repeat under a seed."""
+
+
+@dataclass(frozen=True)
+class TaskSettings:
+    """Which reasoning-gym data set to train on."""
+
+    name: str = "chain_sum"
+    """Data set of reasoning-gym; docs/tasks.md tells how to list them."""
+    config: str = "{}"
+    """JSON with the data set's own settings, for example '{"min_terms": 2, "max_terms": 2}'."""
+    template: str = "{question}"
+    """The prompt. {question} and every field of the item's metadata can be used: '{expression} =' for chain_sum."""
+    seed: int = 0
+    """Which items there are. The held-out items stay apart from the training items under every seed."""
+    train_size: int = 10_000
+    """Different training indices; after them the first comes again."""
+    held_out_size: int = 200
+    """Held-out items. Their questions are never trained on."""
+
+    def __post_init__(self) -> None:
+        for name in ("train_size", "held_out_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"task.{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        if not 0 <= self.seed < 2**31:
+            raise ValueError(f"task.seed must be in 0..2^31-1, got {self.seed}")
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One question."""
+
+    index: int
+    prompt: str
+    answer: str
+    """The data set's own answer, to look at. Others may score as well."""
+    entry: dict[str, Any]
+    """reasoning-gym's record, which its scorer needs."""
+
+
+class TaskSource:
+    """The items of one split. Cheap to make and to pickle.
+
+    Raises ValueError if there is no such data set, or its settings are refused.
+    """
+
+    def __init__(self, settings: TaskSettings, split: Split = "train") -> None:
+        self.settings = settings
+        self.split: Split = split
+        load_data_set(settings, split)
+
+    def __len__(self) -> int:
+        return self.settings.train_size if self.split == "train" else self.settings.held_out_size
+
+    def item(self, index: int) -> Item:
+        """Item ``index`` of the split, modulo its size. Raises ValueError if the template does not fit the item."""
+        data_set = load_data_set(self.settings, self.split)
+        place = index % len(self)
+        if self.split == "held_out":
+            return self._item(place, data_set[place])
+        held_out = _held_out_questions(self.settings)
+        for skip in range(SKIPS):
+            entry = data_set[place + skip * len(self)]
+            if entry["question"] not in held_out:
+                return self._item(place, entry)
+        raise ValueError(f"task {self.settings.name} has too few different questions: {self._advice()}")
+
+    def check(self) -> None:
+        """Try the settings before anything is spawned.
+
+        Raises ValueError if the template does not fit or most questions are held out. Takes up to some seconds.
+        """
+        self.item(0)
+        held_out = _held_out_questions(self.settings)
+        tried = [load_data_set(self.settings, "train")[i]["question"] for i in range(min(100, len(self)))]
+        share = sum(question in held_out for question in tried) / len(tried)
+        if share > MAX_HELD_OUT_SHARE:
+            raise ValueError(
+                f"{share:.0%} of the training questions of {self.settings.name} are held out: {self._advice()}"
+            )
+        if self.settings.name in UNRELIABLE:
+            logger.warning(
+                "reasoning-gym's %s does not always score its own answer as right, or does not repeat under a seed",
+                self.settings.name,
+            )
+
+    def _item(self, index: int, entry: dict[str, Any]) -> Item:
+        fields = {**entry.get("metadata", {}), "question": entry["question"]}
+        try:
+            prompt = self.settings.template.format(**fields)
+        except (KeyError, IndexError, ValueError) as error:
+            raise ValueError(
+                f"task.template {self.settings.template!r} does not fit {self.settings.name} ({error!r}); "
+                f"its fields are {', '.join(sorted(fields))}"
+            ) from error
+        return Item(index, prompt, str(entry["answer"]), entry)
+
+    def _advice(self) -> str:
+        return "hold out less (task.held-out-size) or make the task wider (task.config)"
+
+
+def score(settings: TaskSettings, entry: dict[str, Any], text: str) -> float:
+    """Score a completion with the data set's own scorer. Raises what the scorer raises, ValueError if not finite."""
+    reward = float(load_data_set(settings, "train").score_answer(answer=extract_answer(text), entry=entry))
+    if not math.isfinite(reward):
+        raise ValueError(f"score {reward}")
+    return reward
+
+
+def extract_answer(text: str) -> str:
+    """What stands in the last ``<answer>...</answer>``, or the whole text; without surrounding white space."""
+    tagged = re.findall(r"<answer>(.*?)</answer>", text, flags=re.DOTALL)
+    return (tagged[-1] if tagged else text).strip()
+
+
+@functools.lru_cache(maxsize=8)
+def load_data_set(settings: TaskSettings, split: Split) -> Any:
+    """The reasoning-gym data set of a split, kept for the process. Raises ValueError saying what to change."""
+    from reasoning_gym.factory import DATASETS, create_dataset
+
+    if settings.name not in DATASETS:
+        close = difflib.get_close_matches(settings.name, DATASETS, n=5, cutoff=0.4)
+        hint = f"did you mean {', '.join(close)}?" if close else f"there are: {', '.join(sorted(DATASETS))}"
+        raise ValueError(f"reasoning-gym has no data set {settings.name!r}; {hint}")
+    config_class = DATASETS[settings.name][1]
+    known = sorted({f.name for f in dataclasses.fields(config_class)} - {"seed", "size"})
+    try:
+        config = json.loads(settings.config)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"task.config is not JSON ({error}): {settings.config}") from error
+    if not isinstance(config, dict) or not set(config) <= set(known):
+        raise ValueError(f"task.config must be a JSON object with settings of {settings.name}: {', '.join(known)}")
+    held_out = split == "held_out"
+    seed = settings.seed + (HELD_OUT_OFFSET if held_out else 0)
+    size = settings.held_out_size if held_out else settings.train_size * SKIPS
+    try:
+        return create_dataset(settings.name, seed=seed, size=size, **_with_specs(settings.name, config))
+    except (AssertionError, TypeError, ValueError) as error:
+        raise ValueError(f"reasoning-gym refuses the settings of {settings.name}: {error or repr(error)}") from error
+
+
+def _with_specs(name: str, config: dict[str, Any]) -> dict[str, Any]:
+    """``composite`` mixes data sets and wants their list as objects."""
+    if name != "composite" or "datasets" not in config:
+        return config
+    from reasoning_gym.composite import DatasetSpec
+
+    return {**config, "datasets": [DatasetSpec(**spec) for spec in config["datasets"]]}
+
+
+@functools.lru_cache(maxsize=8)
+def _held_out_questions(settings: TaskSettings) -> frozenset[str]:
+    data_set = load_data_set(settings, "held_out")
+    return frozenset(data_set[i]["question"] for i in range(settings.held_out_size))

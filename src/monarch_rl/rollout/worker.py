@@ -1,0 +1,257 @@
+"""The rollout worker: an actor that plays many groups at once and hands them to the buffer."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections import Counter, deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from monarch.actor import Actor, concurrent_endpoint, current_rank
+
+from monarch_rl.episode import Episode, Group, Sampling
+from monarch_rl.rollout.environment import Environment, SingleTurn
+from monarch_rl.rollout.play import EpisodeFailed, GeneratorHandle, all_or_none, episode_seed, play
+from monarch_rl.rollout.scoring import Scorer
+from monarch_rl.rollout.settings import RolloutSettings
+from monarch_rl.rollout.tasks import Item, TaskSettings, TaskSource, load_data_set, score
+from monarch_rl.rollout.tokenizer import Tokenizer
+from monarch_rl.runtime.deadlines import within
+
+BUFFER_DEADLINE_S = 60.0
+"""Seconds for a call of the buffer that does not wait for anybody else."""
+RECENT_EPISODES = 256
+"""Episodes behind the recent means and the samples."""
+
+
+@dataclass(slots=True)
+class WorkerStats:
+    """What one worker did so far. Evaluation episodes are not in it."""
+
+    worker: str
+    groups_playing: int
+    groups_waiting: int
+    """Group places that wait for a slot of the buffer, that is, for the trainer."""
+    groups_put: int
+    groups_dropped: int
+    episodes: int
+    """Episodes scored."""
+    failed: dict[str, int]
+    """Episodes lost, by reason."""
+    tokens: int
+    """Tokens drawn for scored episodes."""
+    recent_reward: float
+    """Mean reward of the last episodes (up to 256); nan before the first."""
+    recent_tokens: float
+    """Mean tokens drawn of the last episodes; nan before the first."""
+
+
+@dataclass(slots=True)
+class Evaluation:
+    """Held-out items played once each."""
+
+    rewards: np.ndarray
+    """float32[n]; 0 where the episode failed."""
+    failed: dict[str, int]
+    """Episodes lost, by reason."""
+
+    @property
+    def accuracy(self) -> float:
+        """Share of items with the full reward, 1."""
+        return float(np.mean(self.rewards >= 1.0))
+
+
+class RolloutWorker(Actor):
+    """One process of the rollout mesh.
+
+    Args:
+        settings: how to play.
+        task: what to play.
+        model: Hugging Face folder or Hub name, for its tokenizer.
+    """
+
+    def __init__(self, settings: RolloutSettings, task: TaskSettings, model: str) -> None:
+        self._settings = settings
+        self._task = task
+        self._model = model
+        self._name = f"rollout worker {current_rank().rank}"
+        self._scorer: Scorer | None = None
+        self._running: asyncio.Task[None] | None = None
+        self._waiting = 0
+        self._playing = 0
+        self._groups: Counter[str] = Counter()
+        self._failed: Counter[str] = Counter()
+        self._episodes = 0
+        self._tokens = 0
+        self._recent: deque[tuple[float, int]] = deque(maxlen=RECENT_EPISODES)
+        self._samples: deque[dict[str, Any]] = deque(maxlen=RECENT_EPISODES)
+
+    @concurrent_endpoint
+    async def setup(self, buffer: Any, generator: GeneratorHandle) -> None:
+        """Load tokenizer and task, start the scoring processes. Raises what loading raises (OSError, ValueError)."""
+        self._buffer = buffer
+        self._generator = generator
+        self._tokenizer = await asyncio.to_thread(Tokenizer, self._model)
+        self._train = await asyncio.to_thread(TaskSource, self._task, "train")
+        self._held_out = await asyncio.to_thread(TaskSource, self._task, "held_out")
+        await asyncio.to_thread(self._train.item, 0)  # collects the held-out questions
+        warm_up = functools.partial(load_data_set, self._task, "train")
+        self._scorer = Scorer(self._settings.scorer_processes, self._settings.score_deadline_s, warm_up)
+
+    @concurrent_endpoint
+    async def run(self) -> None:
+        """Play until the buffer is closed, or this worker. Raises what is not one episode's own failure."""
+        if self._running is not None:
+            raise RuntimeError(f"{self._name} runs already")
+        self._running = running = asyncio.ensure_future(self._play_until_closed())
+        try:
+            await asyncio.wait({running})
+        finally:
+            running.cancel()
+            self._running = None
+        if not running.cancelled():
+            running.result()
+
+    @concurrent_endpoint
+    async def evaluate(self, indices: list[int]) -> Evaluation:
+        """Play held-out items once each, greedily, beside the training rollouts. Nothing of it goes to the buffer."""
+        places = asyncio.Semaphore(self._settings.concurrent_groups * self._settings.group_size)
+        sampling = self._sampling(temperature=0.0, seed=None)
+
+        async def one(index: int) -> Episode | EpisodeFailed:
+            async with places:
+                item = await asyncio.to_thread(self._held_out.item, index)
+                return await self._episode(item, sampling, group=-1 - index)
+
+        episodes = await all_or_none([one(index) for index in indices])
+        failed = Counter(episode.reason for episode in episodes if isinstance(episode, EpisodeFailed))
+        rewards = [0.0 if isinstance(episode, EpisodeFailed) else episode.reward for episode in episodes]
+        return Evaluation(np.asarray(rewards, np.float32), dict(failed))
+
+    @concurrent_endpoint
+    async def stats(self) -> WorkerStats:
+        rewards, tokens = zip(*self._recent, strict=True) if self._recent else ((), ())
+        return WorkerStats(
+            worker=self._name,
+            groups_playing=self._playing,
+            groups_waiting=self._waiting,
+            groups_put=self._groups["put"],
+            groups_dropped=self._groups["dropped"],
+            episodes=self._episodes,
+            failed=dict(self._failed),
+            tokens=self._tokens,
+            recent_reward=float(np.mean(rewards)) if rewards else float("nan"),
+            recent_tokens=float(np.mean(tokens)) if tokens else float("nan"),
+        )
+
+    @concurrent_endpoint
+    async def samples(self, limit: int) -> list[dict[str, Any]]:
+        """The newest ``limit`` training episodes since the last call, as JSON objects to look at."""
+        newest = list(self._samples)[-limit:]
+        self._samples.clear()
+        return newest
+
+    @concurrent_endpoint
+    async def close(self) -> None:
+        """End ``run`` and the scoring processes."""
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.wait({self._running}, timeout=BUFFER_DEADLINE_S)
+        await self._close_scorer()
+
+    async def __cleanup__(self, exc: Exception | None) -> None:
+        await self._close_scorer()
+
+    async def _close_scorer(self) -> None:
+        scorer, self._scorer = self._scorer, None
+        if scorer is not None:
+            await asyncio.to_thread(scorer.close)
+
+    async def _play_until_closed(self) -> None:
+        """Every place plays one group after the other; the first that hears of the end ends the others."""
+        places = [asyncio.ensure_future(self._place()) for _ in range(self._settings.concurrent_groups)]
+        try:
+            done, _ = await asyncio.wait(places, return_when=asyncio.FIRST_COMPLETED)
+            for place in done:
+                place.result()
+        finally:
+            for place in places:
+                place.cancel()
+            await asyncio.gather(*places, return_exceptions=True)
+
+    async def _place(self) -> None:
+        while True:
+            self._waiting += 1
+            try:
+                slot = self._settings.slot_deadline_s
+                admission = self._buffer.admit.call_one(self._name, slot)
+                ticket = await within(slot + BUFFER_DEADLINE_S, admission, "a slot from the buffer")
+            finally:
+                self._waiting -= 1
+            if ticket is None:
+                return
+            self._playing += 1
+            try:
+                await self._play_group(ticket.group_id, ticket.task_cursor)
+            finally:
+                self._playing -= 1
+
+    async def _play_group(self, group_id: int, task_cursor: int) -> None:
+        """Play a group and put it, or drop it when too few of its episodes are left to be compared."""
+        item = await asyncio.to_thread(self._train.item, task_cursor)
+        size, temperature = self._settings.group_size, self._settings.temperature
+        samplings = [self._sampling(temperature, episode_seed(self._settings.seed, group_id, i)) for i in range(size)]
+        played = await all_or_none([self._episode(item, sampling, group_id) for sampling in samplings])
+        lost = Counter(episode.reason for episode in played if isinstance(episode, EpisodeFailed))
+        self._failed.update(lost)
+        episodes = [episode for episode in played if isinstance(episode, Episode)]
+        for episode in episodes:
+            self._record(group_id, item, episode)
+        if len(episodes) >= min(2, size):
+            self._groups["put"] += 1
+            data = Group(group_id, item.index, episodes).to_bytes()
+            await within(BUFFER_DEADLINE_S, self._buffer.put.call_one(data), f"the buffer to take group {group_id}")
+        else:
+            self._groups["dropped"] += 1
+            reason = lost.most_common(1)[0][0]
+            drop = self._buffer.drop.call_one(group_id, reason)
+            await within(BUFFER_DEADLINE_S, drop, f"the buffer to drop group {group_id}")
+
+    async def _episode(self, item: Item, sampling: Sampling, group: int) -> Episode | EpisodeFailed:
+        """The episode, or why it failed: failures are values here, so that they cost no other episode."""
+        try:
+            return await play(
+                self._environment(item), self._generator, self._tokenizer, sampling, group, self._settings
+            )
+        except EpisodeFailed as failure:
+            return failure
+
+    def _environment(self, item: Item) -> Environment:
+        scorer = self._scorer
+        if scorer is None:
+            raise RuntimeError(f"{self._name} is not set up, or closed")
+        return SingleTurn(item.prompt, lambda text: scorer.score(score, self._task, item.entry, text))
+
+    def _sampling(self, temperature: float, seed: int | None) -> Sampling:
+        return Sampling(self._settings.max_new_tokens, temperature, self._tokenizer.stop_token_ids, seed)
+
+    def _record(self, group_id: int, item: Item, episode: Episode) -> None:
+        self._episodes += 1
+        self._tokens += episode.num_trainable
+        self._recent.append((episode.reward, episode.num_trainable))
+        versions = episode.policy_versions[episode.trainable]
+        self._samples.append(
+            {
+                "group": group_id,
+                "task_index": item.index,
+                "prompt": item.prompt,
+                "turns": [self._tokenizer.decode(turn.token_ids[turn.trainable].tolist()) for turn in episode.turns],
+                "answer": item.answer,
+                "reward": episode.reward,
+                "finish_reason": episode.finish_reason,
+                "tokens": episode.num_trainable,
+                "versions": [int(versions.min()), int(versions.max())] if len(versions) else [],
+            }
+        )
