@@ -1,0 +1,173 @@
+"""One generator replica: a Monarch actor that hosts an SGLang engine and takes new weights while it draws.
+
+Weights arrive in two phases, each an endpoint: ``receive`` (the network, long; decoding goes on) fills staging,
+``commit`` (a local copy and a checksum, short) pauses decoding.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from monarch.actor import Actor, concurrent_endpoint
+
+from monarch_rl.episode import Completion, Sampling
+from monarch_rl.generator.engine import CommitReport, Engine
+from monarch_rl.generator.settings import GeneratorSettings
+from monarch_rl.runtime.deadlines import within
+from monarch_rl.weights.manifest import Manifest
+from monarch_rl.weights.staging import Staging
+from monarch_rl.weights.transport import Receiver, TransferSettings, receiver_class
+
+TRANSFER_GRACE_S = 10.0
+"""Seconds beyond its own deadline after which a transfer's thread counts as hung."""
+
+
+@dataclass
+class _Weights:
+    """What a replica needs to receive versions."""
+
+    staging: Staging
+    receiver: Receiver
+    deadline_s: float
+    thread: ThreadPoolExecutor
+    received: int | None = None
+    """The version that is completely in staging."""
+
+
+class Generator(Actor):
+    """A replica. ``setup`` first, then ``generate`` as often and as concurrently as you like."""
+
+    def __init__(self) -> None:
+        self._engine: Engine | None = None
+        self._weights: _Weights | None = None
+        self._last_commit: CommitReport | None = None
+        self._transfer_lock = asyncio.Lock()
+        self._replica = 0
+
+    @property
+    def _running(self) -> Engine:
+        if self._engine is None:
+            raise RuntimeError(f"generator {self._replica}: no engine; call setup() first")
+        return self._engine
+
+    @concurrent_endpoint
+    async def setup(self, model_path: str, settings: GeneratorSettings, replica: int = 0) -> float:
+        """Start the engine with the model's own weights as version 0; returns the seconds it took."""
+        if self._engine is not None:
+            raise RuntimeError(f"generator {self._replica} has an engine already")
+        self._replica = replica
+        started = time.perf_counter()
+        self._engine = await within(
+            settings.start_deadline_s,
+            Engine.start(model_path, settings, replica),
+            f"SGLang's engine of generator {replica} to load {model_path}",
+        )
+        return time.perf_counter() - started
+
+    @concurrent_endpoint
+    async def generate(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
+        """See :meth:`Engine.generate`."""
+        return await self._running.generate(prompt_ids, sampling)
+
+    @concurrent_endpoint
+    async def weights_setup(
+        self, manifest: Manifest, index: int, addresses: list[str], settings: TransferSettings
+    ) -> None:
+        """Make the staging area and the transport's end.
+
+        Args:
+            manifest: of every version to come.
+            index: of this replica among the receivers.
+            addresses: of every sender, by trainer rank.
+            settings: the transport and its deadlines.
+        """
+        staging = await asyncio.to_thread(Staging, manifest, _device())
+        receiver = receiver_class(settings.transport)(manifest, index, addresses, settings)
+        thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
+        self._weights = _Weights(staging, receiver, settings.deadline_s, thread)
+
+    @concurrent_endpoint
+    async def weights_connect(self, receivers: int) -> None:
+        """Meet all senders; they and all ``receivers`` replicas must do so at once."""
+        weights = self._weights_ready()
+        await self._transfer(lambda: weights.receiver.connect(receivers, _device()), "the trainer ranks to connect")
+
+    @concurrent_endpoint
+    async def receive(self, version: int) -> float:
+        """Fill staging with ``version`` while decoding goes on; returns the seconds it took."""
+        weights = self._weights_ready()
+        started = time.perf_counter()
+        async with self._transfer_lock:
+            weights.received = None
+            await self._transfer(
+                lambda: weights.receiver.receive(version, weights.staging.buffer),
+                f"version {version} from the trainer ranks",
+            )
+            weights.received = version
+        return time.perf_counter() - started
+
+    @concurrent_endpoint
+    async def commit(self, version: int, checksums: dict[str, int]) -> CommitReport:
+        """Serve the version that was received; see :meth:`Engine.commit`."""
+        weights = self._weights_ready()
+        async with self._transfer_lock:
+            if weights.received != version:
+                raise RuntimeError(
+                    f"generator {self._replica} cannot commit version {version}: its staging area holds "
+                    f"{'nothing complete' if weights.received is None else f'version {weights.received}'}"
+                )
+            self._last_commit = await self._running.commit(version, weights.staging, checksums)
+        return self._last_commit
+
+    @concurrent_endpoint
+    async def stats(self) -> dict[str, Any]:
+        """Counts since the start: see the keys. ``busy_seconds`` had a request in the engine and no commit."""
+        engine = self._running
+        return {
+            "replica": self._replica,
+            "version": engine.version,
+            "generated_tokens": engine.generated_tokens,
+            "finished_requests": engine.finished_requests,
+            "requests_in_flight": engine.clock.requests,
+            "busy_seconds": engine.clock.seconds,
+            "last_commit": asdict(self._last_commit) if self._last_commit else None,
+            "child_pids": engine.child_pids,
+        }
+
+    @concurrent_endpoint
+    async def shutdown(self) -> None:
+        """End the engine's processes and the transport; requests in flight fail."""
+        await self._end()
+
+    async def __cleanup__(self, exc: Exception | None) -> None:
+        await self._end()
+
+    async def _end(self) -> None:
+        weights, self._weights = self._weights, None
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            await engine.shutdown()
+        if weights is not None:
+            weights.receiver.close()
+            weights.thread.shutdown(wait=False)
+
+    def _weights_ready(self) -> _Weights:
+        if self._weights is None:
+            raise RuntimeError(f"generator {self._replica} has no staging area; call weights_setup() first")
+        return self._weights
+
+    async def _transfer(self, work: Any, what: str) -> None:
+        weights = self._weights_ready()
+        done = asyncio.get_running_loop().run_in_executor(weights.thread, work)
+        await within(weights.deadline_s + TRANSFER_GRACE_S, done, f"{what} (generator {self._replica})")
+
+
+def _device() -> torch.device:
+    """This process sees one accelerator, or none."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return torch.device(accelerator.type, 0) if accelerator is not None else torch.device("cpu")

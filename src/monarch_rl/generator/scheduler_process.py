@@ -1,0 +1,60 @@
+"""The first lines of SGLang's scheduler process. Imports nothing heavy: it runs before SGLang is imported there."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import warnings
+from functools import partialmethod
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+
+
+class SchedulerTarget:
+    """What ``multiprocessing`` calls in the new process, in the place of SGLang's own function.
+
+    SGLang ties a scheduler's life to its parent's too, but only after some ten seconds of imports. Here the tie
+    is made while this object is unpickled, which comes before the arguments, and with them SGLang, are imported.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _in_new_process, ()
+
+
+def _in_new_process() -> Any:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.pid != os.getppid():
+        os._exit(1)  # it died before the tie was made
+    quiet_imports()
+    return run_scheduler
+
+
+def run_scheduler(*args: Any, **kwargs: Any) -> None:
+    """SGLang's scheduler, until the engine ends."""
+    from sglang.srt.managers.scheduler import run_scheduler_process
+    from tqdm import std
+
+    std.tqdm.__init__ = partialmethod(_without_bar, std.tqdm.__init__)
+    run_scheduler_process(*args, **kwargs)
+
+
+def _without_bar(self: Any, original: Any, *args: Any, **kwargs: Any) -> None:
+    """Weights load under a progress bar, which would tear the run's own display."""
+    original(self, *args, **kwargs | {"disable": True})
+
+
+def quiet_imports() -> None:
+    """Keep to errors: SGLang warns of every accelerator that is not there, and Monarch logs from INFO on."""
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"sglang\.")
+    logging.getLogger("sglang").setLevel(logging.ERROR)
+    # multiprocessing's tracker of semaphores warns when an actor's process ends without the interpreter's exit;
+    # it is started with these options.
+    option = "ignore:resource_tracker:UserWarning"
+    if option not in sys.warnoptions:
+        sys.warnoptions.append(option)

@@ -1,0 +1,89 @@
+"""What a user sets about the generators."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class GeneratorSettings:
+    """The generator replicas and their SGLang engines."""
+
+    replicas: int = 2
+    """Engines, one process mesh each, each with a whole copy of the model; more draw more tokens."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Dtype that is served. `auto` is bfloat16 on a GPU and float32 on a CPU, which is slow in bfloat16."""
+    context_length: int = 0
+    """Tokens that prompt and answer may have together; 0 takes the model's own limit."""
+    max_running_requests: int = 64
+    """Sequences decoded at once per replica; more wait in the engine. More is more tokens/s and more KV cache."""
+    max_total_tokens: int = 0
+    """Tokens the KV cache holds per replica. 0 lets SGLang size it from free memory on a GPU, and is 65,536 on a
+    CPU; fewer than the running sequences need makes the engine retract and recompute some of them."""
+    memory_fraction: float = 0.8
+    """Share of a GPU's memory for weights and KV cache; the rest is for activations and staging. No effect on a
+    CPU."""
+    attention_backend: str = "auto"
+    """SGLang's `--attention-backend`; `auto` lets SGLang choose on a GPU and is `torch_native` on a CPU."""
+    random_seed: int = 0
+    """Seeds the engines' draws; replica r uses random_seed + r."""
+    deterministic: bool = False
+    """SGLang's deterministic mode, on a GPU: a seeded request draws the same tokens whatever runs beside it, at
+    SGLang's cost in speed. On a CPU requests with a seed are always honoured, and this has no effect."""
+    start_deadline_s: float = 300.0
+    """Seconds an engine may take to start: 10 to 30 on two CPU cores, minutes for a large model on a cold disk."""
+    request_deadline_s: float = 600.0
+    """Seconds one request may take, waiting in the engine's queue included, before it counts as failed."""
+
+    def __post_init__(self) -> None:
+        if self.replicas < 1:
+            raise ValueError(f"replicas must be at least 1, got {self.replicas}")
+        if self.context_length < 0:
+            raise ValueError(f"context_length must not be negative (0 is the model's own), got {self.context_length}")
+        if self.max_running_requests < 1:
+            raise ValueError(f"max_running_requests must be at least 1, got {self.max_running_requests}")
+        if self.max_total_tokens < 0:
+            raise ValueError(f"max_total_tokens must not be negative (0 is automatic), got {self.max_total_tokens}")
+        if not 0 < self.memory_fraction < 1:
+            raise ValueError(f"memory_fraction must be between 0 and 1, got {self.memory_fraction}")
+        if self.start_deadline_s <= 0 or self.request_deadline_s <= 0:
+            raise ValueError("start_deadline_s and request_deadline_s must be positive")
+
+
+CPU_KV_TOKENS = 65_536
+"""KV cache of a replica on a CPU: 64 sequences of 1,024 tokens; 1.5 GB for SmolLM2-135M in float32."""
+
+
+def engine_arguments(model_path: str, settings: GeneratorSettings, replica: int, on_gpu: bool) -> dict[str, object]:
+    """SGLang ``ServerArgs`` for a token-in token-out engine that serves version 0."""
+    arguments: dict[str, object] = {
+        "model_path": model_path,
+        "skip_tokenizer_init": True,
+        "dtype": resolve_dtype(settings.dtype, on_gpu),
+        "max_running_requests": settings.max_running_requests,
+        "random_seed": settings.random_seed + replica,
+        "weight_version": "0",
+        "custom_weight_loader": ["monarch_rl.generator.load_staged.load"],
+        "sleep_on_idle": True,
+        "log_level": "error",
+    }
+    if settings.context_length:
+        arguments["context_length"] = settings.context_length
+    if settings.max_total_tokens or not on_gpu:
+        arguments["max_total_tokens"] = settings.max_total_tokens or CPU_KV_TOKENS
+    if settings.attention_backend != "auto" or not on_gpu:
+        backend = settings.attention_backend
+        arguments["attention_backend"] = "torch_native" if backend == "auto" else backend
+    if on_gpu:
+        arguments["mem_fraction_static"] = settings.memory_fraction
+        arguments["enable_deterministic_inference"] = settings.deterministic
+    else:
+        # The overlapped scheduler hides work behind a device; beside a CPU model it only adds a step of delay.
+        arguments.update(device="cpu", disable_cuda_graph=True, disable_overlap_schedule=True, mem_fraction_static=0.1)
+    return arguments
+
+
+def resolve_dtype(dtype: str, on_gpu: bool) -> str:
+    """The served dtype's name for a setting of ``dtype``."""
+    return dtype if dtype != "auto" else ("bfloat16" if on_gpu else "float32")
