@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 from monarch.actor import Actor, concurrent_endpoint
 
 from monarch_rl.runtime.deadlines import within
@@ -85,7 +86,8 @@ class Trainer(Actor):
 
         Returns:
             The metrics of :meth:`Policy.update`, with ``wait_s`` (seconds without a batch: idle) and
-            ``step_s`` (seconds of packing and computing), and the lag of the tokens trained.
+            ``step_s`` (seconds of packing and computing), the lag of the tokens trained, and the rewards of the
+            batch (``equal_reward_groups``: share of groups that teach nothing).
 
         Raises:
             DeadlineExceeded: no batch came in time; says what is missing.
@@ -116,6 +118,9 @@ class Trainer(Actor):
             "step_s": time.perf_counter() - taken,
             "lag_mean": float((lags * range(len(lags))).sum() / tokens),
             "lag_max": float(max((lag for lag, count in enumerate(lags) if count), default=0)),
+            "reward_mean": float(np.mean(np.concatenate(shard.rewards))),
+            "reward_std": float(np.std(np.concatenate(shard.rewards))),
+            "equal_reward_groups": float(np.mean([np.ptp(rewards) == 0 for rewards in shard.rewards])),
         }
 
     @concurrent_endpoint
@@ -161,6 +166,11 @@ class Trainer(Actor):
         """Meet all receivers."""
         assert self._sender is not None, "open_transport() must come first"
         await self._on(self._transfer, self._sender.connect, receivers, self.policy.device)
+
+    @concurrent_endpoint
+    async def ready(self) -> None:
+        """Answer: this rank is alive and its last transfer is done."""
+        await self._on(self._transfer, time.perf_counter)
 
     @concurrent_endpoint
     async def snapshot(self) -> tuple[list[int], float]:

@@ -1,0 +1,134 @@
+"""Asynchronous GRPO: train a language model by reinforcement learning while it generates.
+
+    python recipes/grpo.py                                     this machine
+    torchrun --nproc-per-node=4 recipes/grpo.py                its GPUs, or 4 CPU ranks
+    torchrun --nnodes=2 ... recipes/grpo.py                    the same, on two machines
+
+Trainer ranks and generator replicas hold different devices. Rollout workers play groups of episodes on the
+generators and put them into a buffer; the trainer takes a batch, makes one optimiser step, and the new weights
+flow to the generators while they decode. No token is trained that is more than max_policy_lag versions old.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import tyro
+
+from monarch_rl import pipeline
+from monarch_rl.generator.settings import GeneratorSettings
+from monarch_rl.model_folder import resolve_model
+from monarch_rl.observe.console import Console
+from monarch_rl.observe.metrics import Metrics
+from monarch_rl.rollout.settings import RolloutSettings
+from monarch_rl.rollout.tasks import TaskSettings, TaskSource
+from monarch_rl.runtime.cluster import Cluster, devices, launch
+from monarch_rl.trainer.actor import TrainerPlan
+from monarch_rl.trainer.settings import TrainerSettings
+from monarch_rl.weights.transport import TransferSettings
+
+# The tiny model of tools/make_tiny_model.py learns to spell words backward.
+TASK = TaskSettings(name="spell_backward", config='{"max_word_len": 7}')
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Asynchronous GRPO (see the top of this file)."""
+
+    model: str = ".cache/tiny-qwen3"
+    """Hugging Face folder or Hub name of the model to train (Qwen3 dense or Llama)."""
+    steps: int = 120
+    """Optimiser steps."""
+    groups_per_step: int = 16
+    """Prompts of one optimiser step; each is played rollout.group-size times."""
+    max_policy_lag: int = 2
+    """Versions that a trained token may be behind; 0 is synchronous, more keeps the devices busier."""
+    held_out: int = 200
+    """Held-out items played before and after training."""
+    output: Path = Path("runs")
+    """Folder in which the run's own folder is made."""
+    batch_deadline_s: float = 600.0
+    """Seconds that the trainer waits for a batch before the run fails."""
+    task: TaskSettings = field(default_factory=lambda: TASK)
+    trainer: TrainerSettings = field(default_factory=lambda: TrainerSettings(lr=1e-3))
+    generator: GeneratorSettings = field(default_factory=GeneratorSettings)
+    rollout: RolloutSettings = field(default_factory=lambda: RolloutSettings(max_new_tokens=16, concurrent_groups=32))
+    weights: TransferSettings = field(default_factory=TransferSettings)
+
+
+def check(s: Settings) -> Path:
+    """Refuse what cannot work, before anything is spawned; returns the model's folder."""
+    if s.max_policy_lag < 0:
+        raise ValueError(f"max-policy-lag must not be negative (0 is synchronous), got {s.max_policy_lag}")
+    if s.groups_per_step < 1 or s.steps < 1 or s.held_out < 1:
+        raise ValueError("groups-per-step, steps and held-out must be at least 1")
+    episodes = s.groups_per_step * s.rollout.group_size
+    if episodes % s.trainer.ranks:
+        raise ValueError(
+            f"{s.groups_per_step} groups x {s.rollout.group_size} episodes = {episodes} episodes a step cannot be "
+            f"shared equally by {s.trainer.ranks} trainer ranks: change groups-per-step or trainer.ranks"
+        )
+    ranks = s.trainer.ranks + s.generator.replicas
+    devices().check(ranks, f"{s.trainer.ranks} trainer ranks + {s.generator.replicas} generator replicas")
+    TaskSource(s.task).check()
+    return resolve_model(s.model)
+
+
+async def train(cluster: Cluster, s: Settings, model: Path, folder: Path) -> None:
+    """The run: start the four kinds of actor, then take, update, publish, repeat."""
+    plan = TrainerPlan(model, s.trainer, s.steps, s.rollout.temperature, s.rollout.max_new_tokens, s.batch_deadline_s)
+    buffer = await pipeline.start_buffer(cluster, s.groups_per_step, s.max_policy_lag)
+    trainer, generators = await asyncio.gather(
+        pipeline.start_trainer(cluster, plan, buffer, first_slot=0),
+        pipeline.start_generators(cluster, model, s.generator, first_slot=s.trainer.ranks),
+    )
+    workers = await pipeline.start_rollout(cluster, s.rollout, s.task, model, buffer, generators)
+    dtype = pipeline.served_dtype(s.generator, cluster)
+    publisher = await pipeline.Publisher.connect(trainer, generators, buffer, s.weights, dtype)
+    await publisher.publish(0)  # nothing is drawn before the weights are known to be the trainer's
+    await publisher.settled()
+
+    observer = pipeline.Observer(generators, workers, buffer, folder / "rollouts.jsonl")
+    with Metrics(folder) as metrics, Console(s.steps) as console:
+        accuracy, reward = await pipeline.evaluate(workers, s.held_out)
+        metrics.log(0, {"held_out/accuracy": accuracy, "held_out/reward": reward})
+        console.note(f"before: held-out accuracy {accuracy:.1%}, mean reward {reward:.3f}")
+        async with pipeline.rolling_out(workers, buffer):
+            await observer.begin()
+            for version in range(s.steps):
+                trained = await pipeline.update(trainer, buffer, version, s.batch_deadline_s)
+                await publisher.publish(version + 1)
+                values = await observer.step(trained, publisher.last)
+                metrics.log(version + 1, values)
+                console.show(version + 1, values)
+            await publisher.settled()
+        accuracy, reward = await pipeline.evaluate(workers, s.held_out)
+        metrics.log(s.steps, {"held_out/accuracy": accuracy, "held_out/reward": reward})
+        console.note(f"after:  held-out accuracy {accuracy:.1%}, mean reward {reward:.3f}")
+        await pipeline.save(trainer, folder / "model")
+        console.note(f"metrics, rollouts and the model are in {folder}")
+
+
+def main(s: Settings) -> None:
+    model = check(s)
+    with launch() as cluster:
+        if cluster is None:  # a torchrun rank other than 0: its part was to host
+            return
+        folder = s.output / f"grpo-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        folder.mkdir(parents=True)
+        (folder / "settings.json").write_text(json.dumps(asdict(s), indent=2, default=str))
+        print(pipeline.schedule(s.groups_per_step, s.rollout.group_size, s.max_policy_lag), f"Run folder: {folder}")
+        asyncio.run(train(cluster, s, model, folder.resolve()))
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(Settings, description=__doc__))
+    except ValueError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,166 @@
+"""Make the tiny model of the main job: a Qwen3 of some 0.5 M parameters that spells its text in characters.
+
+It is born random and warm-started by a short supervised run, with the project's own trainer, on a task of
+reasoning-gym: until it follows the format (an answer, then the end token) but is often wrong. What is left to
+learn is left to reinforcement learning. The result is cached: a second call with the same settings is at once.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.multiprocessing as multiprocessing
+import tyro
+from rich.progress import track
+
+from monarch_rl.episode import Episode, Turn
+from monarch_rl.rollout.tasks import TaskSettings, TaskSource
+from monarch_rl.runtime.network import free_port
+from monarch_rl.trainer.settings import TrainerSettings
+
+CHARACTERS = "".join(map(chr, range(32, 127))) + "\n"
+END, PAD = "<|end|>", "<|pad|>"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Make the tiny model of the main job (see the top of this file)."""
+
+    output: Path = Path(".cache/tiny-qwen3")
+    """Folder of the model, in Hugging Face's format."""
+    task: TaskSettings = field(default_factory=lambda: TaskSettings(name="spell_backward", seed=1_000_000))
+    """What the supervised run shows. Its seed differs from the main job's, so the examples do too."""
+    hidden_size: int = 128
+    """Width of the model."""
+    layers: int = 3
+    """Blocks of the model."""
+    steps: int = 200
+    """Optimiser steps of the supervised run."""
+    examples_per_step: int = 128
+    """Questions with answers that one step shows."""
+    lr: float = 3e-3
+    """AdamW's peak learning rate; it decays linearly to 0."""
+    ranks: int = 2
+    """Trainer processes."""
+    seed: int = 0
+    """Of the random weights."""
+    force: bool = False
+    """Make it again although it is there."""
+
+
+def write_random_model(folder: Path, settings: Settings) -> None:
+    """A random Qwen3 and its character-level tokenizer, as a Hugging Face folder."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    vocabulary = {token: i for i, token in enumerate([PAD, END, *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PAD).save_pretrained(folder)
+    torch.manual_seed(settings.seed)
+    config = Qwen3Config(
+        vocab_size=len(vocabulary),
+        hidden_size=settings.hidden_size,
+        intermediate_size=3 * settings.hidden_size,
+        num_hidden_layers=settings.layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        eos_token_id=vocabulary[END],
+        pad_token_id=vocabulary[PAD],
+        bos_token_id=None,
+        initializer_range=0.05,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+
+
+def make_examples(folder: Path, settings: Settings) -> list[Episode]:
+    """Question, answer and end token as episodes whose answer is trainable."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    source = TaskSource(settings.task)
+    examples = []
+    for index in range(settings.steps * settings.examples_per_step):
+        item = source.item(index)
+        prompt, answer = tokenizer.encode(item.prompt), [*tokenizer.encode(item.answer), tokenizer.eos_token_id]
+        n = len(prompt) + len(answer)
+        examples.append(
+            Episode(
+                [
+                    Turn(
+                        token_ids=np.asarray(prompt + answer, np.int32),
+                        logprobs=np.zeros(n, np.float32),
+                        policy_versions=np.zeros(n, np.int32),
+                        trainable=np.arange(n) >= len(prompt),
+                    )
+                ],
+                reward=1.0,
+                finish_reason="stop",
+            )
+        )
+    return examples
+
+
+def warm_start(rank: int, folder: Path, target: Path, examples: list[Episode], settings: Settings, port: int) -> None:
+    """One trainer rank of the supervised run."""
+    logging.getLogger().setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    world = settings.ranks
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    from monarch_rl.trainer.batch import pack
+    from monarch_rl.trainer.objective import supervised
+    from monarch_rl.trainer.policy import Policy
+
+    trainer = TrainerSettings(ranks=world, lr=settings.lr, lr_warmup_steps=10, lr_min_factor=0.0)
+    policy = Policy(folder, trainer, total_steps=settings.steps)
+    metrics: dict[str, float] = {}
+    for step in track(range(settings.steps), "supervised warm start", disable=rank != 0):
+        batch = examples[step * settings.examples_per_step : (step + 1) * settings.examples_per_step]
+        tokens = sum(episode.num_trainable for episode in batch)
+        mine = batch[rank::world]
+        weights = torch.full((len(mine),), 1.0 / tokens)
+        metrics = policy.update([pack(mine, torch.ones(len(mine)), weights, 0, policy.device)], supervised)
+    policy.save(target)
+    policy.close()
+    if rank == 0:
+        print(f"cross-entropy of the answers' tokens at the end: {-metrics['logprob']:.3f}")
+
+
+def main(settings: Settings) -> None:
+    stamp = settings.output / "made_with.json"
+    made_with = json.dumps({k: v for k, v in asdict(settings).items() if k not in ("output", "force")}, sort_keys=True)
+    if not settings.force and stamp.is_file() and stamp.read_text() == made_with:
+        print(f"{settings.output} is there")
+        return
+    started = time.monotonic()
+    settings.output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=settings.output.parent) as scratch:
+        born, trained = Path(scratch) / "born", Path(scratch) / "trained"
+        write_random_model(born, settings)
+        examples = make_examples(born, settings)
+        arguments = (born, trained, examples, settings, free_port())
+        multiprocessing.spawn(warm_start, args=arguments, nprocs=settings.ranks)
+        (trained / stamp.name).write_text(made_with)
+        shutil.rmtree(settings.output, ignore_errors=True)
+        trained.rename(settings.output)
+    print(f"made {settings.output} in {time.monotonic() - started:.0f} s")
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.exit(main(tyro.cli(Settings, description=__doc__)))
