@@ -19,10 +19,12 @@ def grpo(rewards: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
     Returns:
         float[G]; zeros for a group of one or of equal rewards.
     """
-    centred = dr_grpo(rewards)
-    if len(rewards) < 2:
-        return centred
-    return centred / (rewards.std() + eps)
+    # In float64: the rounding error of the mean of equal rewards must stay far below eps.
+    wide = rewards.double()
+    centred = wide - wide.mean()
+    if len(wide) > 1:
+        centred = centred / (wide.std() + eps)
+    return centred.to(rewards.dtype)
 
 
 def dr_grpo(rewards: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ the platform                           operators dispatch to their PyTorch form,
                                        ``transformers`` beside a CPU torch)
 images, video, audio                   refused with the reason: no processor can run without torchvision, and a
                                        text model would silently ignore them
-``pin_memory=True``                    hard-coded for LoRA batches, routed experts and log-probs; a CPU build of
+pinned memory                          hard-coded for LoRA batches, routed experts and log-probs; a CPU build of
                                        torch raises on it, and there is no device to copy to: ignored
 ``_cuda_host_register``                registers host pools with the CUDA driver: nothing to register
 ``multinomial_with_seed``              compiled, and its hash is a Triton or an AVX512 kernel: the same hash and
@@ -87,6 +87,7 @@ def hooks() -> None:
 
     for name in ("tensor", "empty", "zeros", "ones", "arange"):
         setattr(torch, name, _without_pinning(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda self, *_, **__: self  # type: ignore[method-assign]
     register = HookRegistry.register
     register("sglang.srt.mem_cache.pool_host.common._cuda_host_register", _nothing, HookType.REPLACE)
     register(

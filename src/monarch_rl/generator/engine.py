@@ -110,6 +110,8 @@ class Engine:
     async def generate(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
         """Draw tokens until a stop token or the length limit; waits while a commit is going on.
 
+        Without stop tokens only the length ends it; with some, the end tokens of the model's config do so too.
+
         Raises GenerationError if the engine refuses, aborts or stops.
         """
         # Held here and not by SGLang: the prefix cache's version must be that of the weights it will be used with.
@@ -151,7 +153,8 @@ class Engine:
             "max_new_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,
             "stop_token_ids": list(sampling.stop_token_ids),
-            "ignore_eos": True,  # the caller says what ends a turn, not the model's generation_config.json
+            # SGLang switches all stop tokens on or off at once. With them on, the model's own end token stops too.
+            "ignore_eos": not sampling.stop_token_ids,
         }
         seed = sampling.seed
         if seed is None and self._seeds is not None:

@@ -1,8 +1,8 @@
-"""Tasks from reasoning-gym: any of its data sets by name, a training split and a held-out split.
+"""Tasks from reasoning-gym: any of its data sets by name, in splits that do not meet.
 
 An item is a pure function of (settings, split, index). reasoning-gym seeds item ``i`` of a data set with
-``seed + i``, so that neighbouring seeds give almost the same items: the held-out split stands ``HELD_OUT_OFFSET``
-seeds away. Small tasks repeat questions all the same, so training skips every question that is held out.
+``seed + i``, so that neighbouring seeds give almost the same items: the splits stand ``SPLIT_DISTANCE`` seeds
+apart. Small tasks repeat questions all the same, so the other splits skip every question that is held out.
 
 Importing this module imports neither reasoning-gym nor torch.
 """
@@ -17,14 +17,15 @@ import logging
 import math
 import re
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 logger = logging.getLogger("monarch_rl")
 
-Split = Literal["train", "held_out"]
+Split = Literal["train", "held_out", "warm_up"]
+"""``warm_up`` is for supervised examples before the training: its questions are not held out either."""
 
-HELD_OUT_OFFSET = 1_000_000_007
-"""Seeds between the two splits; larger than any index."""
+SPLIT_DISTANCE = 1_000_000_007
+"""Seeds between two splits; larger than any index, and all seeds stay below 2^32."""
 SKIPS = 64
 """How often a training index moves on because its question is held out."""
 MAX_HELD_OUT_SHARE = 0.5
@@ -38,13 +39,13 @@ class TaskSettings:
     """Which reasoning-gym data set to train on."""
 
     name: str = "chain_sum"
-    """Data set of reasoning-gym; docs/tasks.md tells how to list them."""
+    """Data set of reasoning-gym, which has some 100; an unknown name is answered with those like it."""
     config: str = "{}"
     """JSON with the data set's own settings, for example '{"min_terms": 2, "max_terms": 2}'."""
     template: str = "{question}"
     """The prompt. {question} and every field of the item's metadata can be used: '{expression} =' for chain_sum."""
     seed: int = 0
-    """Which items there are. The held-out items stay apart from the training items under every seed."""
+    """Which items there are. The held-out items stay apart from the others under every seed."""
     train_size: int = 10_000
     """Different training indices; after them the first comes again."""
     held_out_size: int = 200
@@ -82,7 +83,7 @@ class TaskSource:
         load_data_set(settings, split)
 
     def __len__(self) -> int:
-        return self.settings.train_size if self.split == "train" else self.settings.held_out_size
+        return self.settings.held_out_size if self.split == "held_out" else self.settings.train_size
 
     def item(self, index: int) -> Item:
         """Item ``index`` of the split, modulo its size. Raises ValueError if the template does not fit the item."""
@@ -102,7 +103,6 @@ class TaskSource:
 
         Raises ValueError if the template does not fit or most questions are held out. Takes up to some seconds.
         """
-        self.item(0)
         held_out = _held_out_questions(self.settings)
         tried = [load_data_set(self.settings, "train")[i]["question"] for i in range(min(100, len(self)))]
         share = sum(question in held_out for question in tried) / len(tried)
@@ -110,6 +110,7 @@ class TaskSource:
             raise ValueError(
                 f"{share:.0%} of the training questions of {self.settings.name} are held out: {self._advice()}"
             )
+        self.item(0)
         if self.settings.name in UNRELIABLE:
             logger.warning(
                 "reasoning-gym's %s does not always score its own answer as right, or does not repeat under a seed",
@@ -162,9 +163,8 @@ def load_data_set(settings: TaskSettings, split: Split) -> Any:
         raise ValueError(f"task.config is not JSON ({error}): {settings.config}") from error
     if not isinstance(config, dict) or not set(config) <= set(known):
         raise ValueError(f"task.config must be a JSON object with settings of {settings.name}: {', '.join(known)}")
-    held_out = split == "held_out"
-    seed = settings.seed + (HELD_OUT_OFFSET if held_out else 0)
-    size = settings.held_out_size if held_out else settings.train_size * SKIPS
+    seed = settings.seed + SPLIT_DISTANCE * get_args(Split).index(split)
+    size = settings.held_out_size if split == "held_out" else settings.train_size * SKIPS
     try:
         return create_dataset(settings.name, seed=seed, size=size, **_with_specs(settings.name, config))
     except (AssertionError, TypeError, ValueError) as error:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from monarch_rl import runtime
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.devices import Devices, TooFewDevices, devices, launched_by_torchrun, visible_devices
 from monarch_rl.runtime.distributed import init_torch_distributed_env
@@ -135,8 +136,9 @@ class Cluster:
 
     def _fault(self, failure: MeshFailure) -> None:
         """Monarch's last word on a failure that no supervisor took. Returning keeps the controller alive."""
-        if self._ending:
-            logger.debug("while stopping: %s", failure.report())
+        # Each process has a hidden mesh for its logs, which fails along with the ones that matter.
+        if self._ending or failure.mesh_name.startswith("logger-"):
+            logger.debug("mesh %s failed: %s", failure.mesh_name, failure.report())
             return
         self.faults.append(failure)
         logger.error("mesh %s failed: %s", failure.mesh_name, failure.report())
@@ -153,7 +155,7 @@ async def _settled(stop: Awaitable[Any], what: str) -> None:
     try:
         await within(STOP_DEADLINE_S, stop, what)
     except Exception as error:  # a mesh that failed cannot always be stopped; the host kills what is left
-        logger.warning("%s: %s", what, error)
+        logger.warning("at the end of the run: %s", error)
 
 
 @contextmanager
@@ -170,6 +172,8 @@ def launch() -> Iterator[Cluster | None]:
     Within the controller's block, the first SIGINT or SIGTERM raises KeyboardInterrupt; the second kills at once.
     """
     _refuse_running_loop()
+    if runtime.MONARCH_CAME_FIRST:
+        logger.warning("monarch was imported before monarch_rl: a dead process is noticed after up to 10 s, not 1 s")
     if not launched_by_torchrun():
         with interrupts():
             host = _start_host(None)

@@ -10,12 +10,14 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from monarch_rl.runtime.network import HOST_ADDRESS_VARIABLE, free_port
@@ -67,28 +69,34 @@ def _end_descendants() -> None:
     """
     import psutil
 
+    def living() -> list[psutil.Process]:
+        return [process for process in me.children(recursive=True) if _runs(process)]
+
     me = psutil.Process()
-    for child in me.children():
-        child.terminate()
-    deadline = time.monotonic() + GRACE_S
-    while (left := _living(me.children(recursive=True))) and time.monotonic() < deadline:
+    _send(signal.SIGTERM, me.children())
+    grace = time.monotonic() + GRACE_S
+    while (left := living()) and time.monotonic() < grace + GRACE_S:
+        if time.monotonic() > grace:
+            logger.warning("killing processes left behind by the run: %s", [process.pid for process in left])
+            _send(signal.SIGKILL, left)
         time.sleep(0.05)
-    for process in left:
-        logger.warning("killing process %d, left behind by the run", process.pid)
-        process.kill()
 
 
-def _living(processes: list[psutil.Process]) -> list[psutil.Process]:
+def _send(number: signal.Signals, processes: Iterable[psutil.Process]) -> None:
     import psutil
 
-    living = []
     for process in processes:
-        try:
-            if process.status() != psutil.STATUS_ZOMBIE:
-                living.append(process)
-        except psutil.NoSuchProcess:
-            continue
-    return living
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+
+
+def _runs(process: psutil.Process) -> bool:
+    import psutil
+
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _end_with_starter() -> None:

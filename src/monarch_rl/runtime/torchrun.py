@@ -24,7 +24,7 @@ from monarch_rl.runtime.host import HostProcess
 
 logger = logging.getLogger("monarch_rl")
 
-START_DEADLINE_S = 300.0
+MEETING_S = 300.0
 """Seconds for all ranks to meet: the nodes of one job may start minutes apart."""
 _CHECK_S = 1.0
 _KEY = "monarch_rl/controller_port"
@@ -141,7 +141,7 @@ class Controller:
         """
         nodes: dict[int, Node] = {}
         ip: str | None = None
-        deadline = time.monotonic() + START_DEADLINE_S
+        deadline = time.monotonic() + MEETING_S
         while len(self._peers) < self._place.world_size - 1:
             missing = sorted(set(range(1, self._place.world_size)) - self._peers.keys())
             what = f"torchrun ranks {missing} to call in"
@@ -149,8 +149,8 @@ class Controller:
             try:
                 peer = Peer(self._server.accept()[0])
             except TimeoutError:
-                raise DeadlineExceeded(f"waited {START_DEADLINE_S:g} s for {what}", what, START_DEADLINE_S) from None
-            hello = peer.receive(START_DEADLINE_S, what)
+                raise DeadlineExceeded(f"waited {MEETING_S:g} s for {what}", what, MEETING_S) from None
+            hello = peer.receive(MEETING_S, what)
             self._peers[hello["rank"]] = peer
             if "address" in hello:
                 nodes[hello["node"]] = Node(hello["address"], tuple(hello["devices"]))
@@ -180,7 +180,7 @@ class Follower:
     def __init__(self, place: Rank) -> None:
         self._place = place
         port = int(_store(place).get(_KEY))
-        connection = socket.create_connection((os.environ["MASTER_ADDR"], port), timeout=START_DEADLINE_S)
+        connection = socket.create_connection((os.environ["MASTER_ADDR"], port), timeout=MEETING_S)
         self._peer = Peer(connection)
         self._host: HostProcess | None = None
 
@@ -221,7 +221,7 @@ def _store(place: Rank) -> Any:
         int(os.environ["MASTER_PORT"]),
         place.world_size,
         is_master=place.rank == 0 and not agent_serves,
-        timeout=timedelta(seconds=START_DEADLINE_S),
+        timeout=timedelta(seconds=MEETING_S),
         wait_for_workers=False,
     )
     return dist.PrefixStore(f"monarch_rl/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)

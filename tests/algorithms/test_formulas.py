@@ -1,0 +1,109 @@
+"""Every formula against an independent NumPy version."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from monarch_rl.algorithms import advantages, aggregation, corrections, losses
+
+# Multiples of 1/16: equal rewards are exactly equal, others differ by more than rounding.
+REWARDS = arrays.arrays(np.float32, st.integers(2, 16), elements=st.integers(-80, 80).map(lambda i: i / 16))
+TOKENS = st.integers(1, 40)
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def logprobs(seed: int, n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Two sets of log-probs that are near each other, and advantages."""
+    rng = np.random.default_rng(seed)
+    first = -rng.exponential(2.0, n)
+    return first, np.minimum(first + rng.normal(0, 0.5, n), 0.0), rng.normal(0, 1, n)
+
+
+@given(REWARDS)
+def test_dr_grpo(rewards: np.ndarray) -> None:
+    found = advantages.dr_grpo(torch.from_numpy(rewards)).numpy()
+    np.testing.assert_allclose(found, rewards - rewards.mean(), atol=1e-5)
+
+
+@given(REWARDS)
+def test_grpo(rewards: np.ndarray) -> None:
+    found = advantages.grpo(torch.from_numpy(rewards)).numpy()
+    wide = rewards.astype(np.float64)
+    expected = (wide - wide.mean()) / (wide.std(ddof=1) + 1e-6)
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
+def test_a_group_of_equal_rewards_teaches_nothing() -> None:
+    for advantage in advantages.ADVANTAGES.values():
+        assert advantage(torch.full((8,), 0.7)).abs().max() < 1e-6
+
+
+@given(SEEDS, TOKENS)
+def test_clipped_ratio(seed: int, n: int) -> None:
+    new, old, advantage = logprobs(seed, n)
+    found = losses.clipped_ratio(*map(torch.from_numpy, (new, old, advantage)), 0.2, 0.28).numpy()
+    ratio = np.exp(new - old)
+    expected = -np.minimum(ratio * advantage, np.clip(ratio, 0.8, 1.28) * advantage)
+    np.testing.assert_allclose(found, expected, rtol=1e-9)
+
+
+def test_clipped_ratio_has_no_gradient_beyond_the_clip_and_the_policy_gradient_within() -> None:
+    old = torch.zeros(3)
+    new = torch.tensor([0.5, -0.5, 0.0], requires_grad=True)
+    losses.clipped_ratio(new, old, torch.tensor([1.0, -1.0, 2.0])).sum().backward()
+    assert new.grad is not None
+    np.testing.assert_allclose(new.grad.numpy(), [0.0, 0.0, -2.0])
+
+
+@given(SEEDS, TOKENS)
+def test_policy_gradient(seed: int, n: int) -> None:
+    new, _, advantage = logprobs(seed, n)
+    found = losses.policy_gradient(torch.from_numpy(new), torch.from_numpy(advantage)).numpy()
+    np.testing.assert_allclose(found, -advantage * new)
+
+
+@given(SEEDS, TOKENS, st.floats(1.0, 5.0))
+def test_truncated_importance_weights(seed: int, n: int, cap: float) -> None:
+    old, behaviour, _ = logprobs(seed, n)
+    found = corrections.truncated_importance_weights(torch.from_numpy(old), torch.from_numpy(behaviour), cap)
+    np.testing.assert_allclose(found.numpy(), np.minimum(np.exp(old - behaviour), cap), rtol=1e-9)
+
+
+@given(SEEDS, TOKENS)
+def test_mismatch_k3(seed: int, n: int) -> None:
+    old, behaviour, _ = logprobs(seed, n)
+    found = corrections.mismatch_k3(torch.from_numpy(old), torch.from_numpy(behaviour)).numpy()
+    ratio = np.exp(old - behaviour)
+    np.testing.assert_allclose(found, ratio - 1 - np.log(ratio), atol=1e-9)
+    assert (found >= -1e-12).all()
+
+
+def test_finite_tokens() -> None:
+    first = torch.tensor([0.0, float("nan"), -1.0, -2.0])
+    second = torch.tensor([0.0, 0.0, -float("inf"), -2.0])
+    assert corrections.finite_tokens(first, second).tolist() == [True, False, False, True]
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=20), st.integers(50, 100))
+def test_token_weights(lengths: list[int], max_tokens: int) -> None:
+    total, episodes = sum(lengths), len(lengths)
+    expected = {
+        "token_mean": [1 / total] * episodes,
+        "sequence_mean": [1 / (length * episodes) for length in lengths],
+        "constant": [1 / (max_tokens * episodes)] * episodes,
+    }
+    for name, weights in expected.items():
+        found = aggregation.token_weights(
+            torch.tensor(lengths), name, batch_tokens=total, batch_episodes=episodes, max_tokens=max_tokens
+        )
+        np.testing.assert_allclose(found.numpy(), weights, rtol=1e-5)
+
+
+def test_an_unknown_aggregation_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown aggregation 'mean'"):
+        aggregation.token_weights(torch.ones(1), "mean", batch_tokens=1, batch_episodes=1, max_tokens=1)  # type: ignore[arg-type]

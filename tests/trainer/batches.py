@@ -1,0 +1,44 @@
+"""Made-up batches, the same in every process."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from monarch_rl.algorithms.packing import plan_microbatches
+from monarch_rl.episode import BatchShard, Episode, Group, Turn
+
+VOCABULARY, STEPS, LR, WEIGHT_DECAY, MAX_NEW_TOKENS = 101, 4, 1e-3, 0.1, 20
+
+
+def batch(step: int, groups: int = 3, size: int = 4) -> list[Group]:
+    """Groups of episodes of different lengths with log-probs some way off those of a random model."""
+    rng = np.random.default_rng(step)
+
+    def episode() -> Episode:
+        prompt, drawn = rng.integers(2, 9), rng.integers(1, MAX_NEW_TOKENS)
+        n = prompt + drawn
+        trainable = np.arange(n) >= prompt
+        logprobs = np.where(trainable, -np.log(VOCABULARY) + rng.normal(0, 0.3, n), 0)
+        turn = Turn(
+            token_ids=rng.integers(0, VOCABULARY, n).astype(np.int32),
+            logprobs=logprobs.astype(np.float32),
+            policy_versions=np.where(trainable, step, -1).astype(np.int32),
+            trainable=trainable,
+        )
+        return Episode([turn], float(rng.integers(0, 2)), "stop")
+
+    return [Group(g, g, [episode() for _ in range(size)]) for g in range(groups)]
+
+
+def shard(groups: list[Group], version: int, rank: int, ranks: int, token_budget: int) -> BatchShard:
+    """What one trainer rank would take of them from the buffer."""
+    places = [(g, e, episode) for g, group in enumerate(groups) for e, episode in enumerate(group.episodes)]
+    plan = plan_microbatches([episode.num_tokens for _, _, episode in places], token_budget, ranks)[rank]
+    trainable = sum(episode.num_trainable for _, _, episode in places)
+    return BatchShard(
+        version=version,
+        rewards=[group.rewards for group in groups],
+        microbatches=[[places[i] for i in microbatch] for microbatch in plan],
+        trainable_tokens=trainable,
+        lag_counts=np.asarray([trainable]),
+    )

@@ -1,0 +1,85 @@
+"""The trainer's side, on every rank of a torchrun job:  ranks.py FOLDER
+
+Writes, for each model of reference.py, logits and the saved folder; then trains, and checks snapshots.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from monarch_rl.trainer.batch import pack_shard
+from monarch_rl.trainer.objective import reinforcement
+from monarch_rl.trainer.policy import Policy
+from monarch_rl.trainer.settings import TrainerSettings
+from monarch_rl.weights.checksum import tensor_checksum
+from monarch_rl.weights.manifest import make_manifest
+from tests.trainer.batches import LR, MAX_NEW_TOKENS, STEPS, WEIGHT_DECAY, batch, shard
+from tests.trainer.reference import CONFIGS
+
+
+def round_trip(folder: Path, name: str) -> None:
+    policy = Policy(folder / name, TrainerSettings(), total_steps=1)
+    tokens = load_file(folder / f"{name}.logits")["tokens"]
+    positions = torch.arange(tokens.shape[1]).repeat(tokens.shape[0])[None]
+    masks = policy.module.get_attention_masks(positions=positions)
+    with torch.no_grad():
+        logits = policy.module(tokens.flatten()[None], positions=positions, attention_masks=masks)[0]
+    save_file({"logits": logits.contiguous()}, folder / f"{name}.rank{policy.rank}")
+    policy.save(folder / f"{name}.saved")
+
+
+def train(folder: Path, name: str, settings: TrainerSettings) -> Policy:
+    """Train on the made-up batches; in micro-batches of at most 50 tokens, so that there are several."""
+    policy = Policy(folder / "qwen3", settings, total_steps=STEPS)
+    for step in range(STEPS):
+        part = shard(batch(step), step, policy.rank, policy.world_size, token_budget=50)
+        assert len(part.microbatches) > 1
+        metrics = policy.update(
+            pack_shard(part, settings.loss, MAX_NEW_TOKENS, policy.device), reinforcement(settings.loss)
+        )
+        assert metrics["tokens"] == part.trainable_tokens
+        assert 0 <= metrics["imbalance"] < 0.5
+    policy.save(folder / name)
+    return policy
+
+
+def check_snapshot(policy: Policy, folder: Path) -> None:
+    """A snapshot in bfloat16 is the saved weights cast, cut by rows; checksums are those of the whole tensors."""
+    tensors, runs = policy.owned_runs()
+    owned: list[list[tuple[str, int, int]]] = [[] for _ in range(policy.world_size)]
+    dist.all_gather_object(owned, runs)
+    manifest = make_manifest([(name, shape, torch.bfloat16) for name, shape in tensors], owned)
+    policy.plan_snapshots(manifest)
+    snapshot, checksums = policy.snapshot()
+    whole = {k: v for path in folder.glob("*.safetensors") for k, v in load_file(path).items()}
+    offset = 0
+    for run in manifest.shards[policy.rank]:
+        spec = manifest.tensors[run.tensor]
+        nbytes = run.numel * 2
+        expected = whole[spec.name].to(torch.bfloat16).flatten()[run.start : run.start + run.numel]
+        assert torch.equal(snapshot[offset : offset + nbytes].view(torch.bfloat16), expected), spec.name
+        offset += nbytes
+    assert offset == snapshot.numel()
+    for spec, checksum in zip(manifest.tensors, checksums, strict=True):
+        assert checksum == tensor_checksum(whole[spec.name].to(torch.bfloat16)).item(), spec.name
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    for name in CONFIGS:
+        round_trip(folder, name)
+    train(folder, "still", TrainerSettings(lr=0.0, weight_decay=WEIGHT_DECAY))
+    settings = TrainerSettings(lr=LR, weight_decay=WEIGHT_DECAY)
+    policy = train(folder, "trained", settings)
+    check_snapshot(policy, folder / "trained")
+    train(folder, "recomputed", TrainerSettings(lr=LR, weight_decay=WEIGHT_DECAY, activation_checkpoint="full"))
+    policy.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,85 @@
+"""transformers' side of the trainer's tests: makes tiny models, their logits, and what plain training makes of them.
+
+A program of its own, so that nothing has patched transformers in its process:  reference.py FOLDER
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+
+from tests.trainer.batches import LR, MAX_NEW_TOKENS, STEPS, VOCABULARY, WEIGHT_DECAY, batch
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+}
+QWEN3 = {**SHAPE, "hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 4, "num_key_value_heads": 2}
+# 9 heads on 2 ranks: shards end within heads, as SmolLM2's do.
+LLAMA = {**SHAPE, "hidden_size": 72, "intermediate_size": 96, "num_attention_heads": 9, "num_key_value_heads": 3}
+SCALED = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+CONFIGS = {
+    "qwen3": Qwen3Config(**QWEN3, head_dim=16, tie_word_embeddings=False),
+    "qwen3_tied": Qwen3Config(**QWEN3, head_dim=16, tie_word_embeddings=True),
+    "llama_tied": LlamaConfig(**LLAMA, tie_word_embeddings=True),
+    "llama3_rope": LlamaConfig(**LLAMA, tie_word_embeddings=False, rope_parameters=SCALED),
+}
+
+
+def make(folder: Path) -> None:
+    """Write each model with its logits for some tokens."""
+    for seed, (name, config) in enumerate(CONFIGS.items()):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():  # norms of exactly 1 would hide mistakes
+                parameter.add_(torch.randn_like(parameter), alpha=0.05)
+        model.save_pretrained(folder / name)
+        tokens = torch.randint(0, VOCABULARY, (3, 50))
+        with torch.no_grad():
+            save_file({"tokens": tokens, "logits": model(tokens).logits}, folder / f"{name}.logits")
+
+
+def train(folder: Path) -> None:
+    """Dr.GRPO with truncated importance sampling, written plainly: one episode at a time, no packing, no sharding."""
+    model = AutoModelForCausalLM.from_pretrained(folder / "qwen3", dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=WEIGHT_DECAY)
+    for step in range(STEPS):
+        groups = batch(step)
+        episodes = sum(len(group.episodes) for group in groups)
+        total = torch.zeros(())
+        for group in groups:
+            mean = sum(episode.reward for episode in group.episodes) / len(group.episodes)
+            for episode in group.episodes:
+                ids = torch.tensor(episode.token_ids.tolist())
+                logprobs = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+                for i in range(1, len(ids)):
+                    if episode.trainable[i]:
+                        ratio = torch.exp(logprobs[i - 1].detach() - float(episode.logprobs[i])).clamp(max=2.0)
+                        total = total - ratio * (episode.reward - mean) * logprobs[i - 1]
+        optimizer.zero_grad()
+        (total / (episodes * MAX_NEW_TOKENS)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    save_file(model.state_dict(), folder / "trained.safetensors")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    make(Path(sys.argv[1]))
+    train(Path(sys.argv[1]))

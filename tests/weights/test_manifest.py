@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from monarch_rl.weights.manifest import lay_out, make_manifest, plan_buckets, shard_bytes
+
+SHAPES = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 7)), min_size=1, max_size=8)
+
+
+def rows_of(height: int, rank: int, ranks: int) -> tuple[int, int]:
+    """First row and rows of a rank, as FSDP2 cuts: the same for all but the last ranks, which may have none."""
+    share = -(-height // ranks)
+    first = min(rank * share, height)
+    return first, min(share, height - first)
+
+
+@given(shapes=SHAPES, ranks=st.integers(1, 4), bucket=st.integers(1, 16), seed=st.integers(0, 1000))
+def test_buckets_carry_every_byte_of_every_shard_to_its_place(
+    shapes: list[tuple[int, int]], ranks: int, bucket: int, seed: int
+) -> None:
+    tensors = [(f"t{i}", shape, torch.float32) for i, shape in enumerate(shapes)]
+    owned = []
+    for rank in range(ranks):
+        cuts = [(name, shape[1], *rows_of(shape[0], rank, ranks)) for name, shape, _ in tensors]
+        owned.append([(name, first * width, rows * width) for name, width, first, rows in cuts])
+    manifest = make_manifest(tensors, owned)
+    values = [torch.randn(shape, generator=torch.Generator().manual_seed(seed + i)) for i, shape in enumerate(shapes)]
+    staging = torch.zeros(manifest.nbytes, dtype=torch.uint8)
+    bucket_bytes = bucket * 4
+    for rank in range(ranks):
+        runs = [values[s.tensor].flatten()[s.start : s.start + s.numel] for s in manifest.shards[rank]]
+        snapshot = torch.cat([torch.zeros(0), *runs]).view(torch.uint8)
+        assert snapshot.numel() == shard_bytes(manifest, rank)
+        plan = plan_buckets(manifest, rank, bucket_bytes)
+        sizes = [sum(piece.nbytes for piece in pieces) for pieces in plan]
+        assert all(size == bucket_bytes for size in sizes[:-1])
+        assert all(0 < size <= bucket_bytes for size in sizes)
+        for k, pieces in enumerate(plan):
+            sent = snapshot[k * bucket_bytes : (k + 1) * bucket_bytes]
+            for piece in pieces:
+                part = sent[piece.bucket : piece.bucket + piece.nbytes]
+                staging[piece.staging : piece.staging + piece.nbytes] = part
+    for spec, value in zip(manifest.tensors, values, strict=True):
+        assert torch.equal(spec.view(staging), value)
+
+
+def test_tensors_do_not_overlap_and_are_aligned() -> None:
+    specs, nbytes = lay_out([("a", (3, 3), torch.bfloat16), ("b", (5,), torch.float32)])
+    assert [spec.offset for spec in specs] == [0, 32]
+    assert nbytes == 64
+
+
+@pytest.mark.parametrize(
+    ("owned", "message"),
+    [
+        ([[("a", 0, 4)]], "4 of 6 elements are owned"),
+        ([[("a", 0, 4)], [("a", 3, 3)]], "elements from 3 on are owned by two ranks"),
+        ([[("a", 0, 2)], [("a", 3, 3)]], "elements from 2 on are owned by no rank"),
+    ],
+)
+def test_a_plan_with_gaps_or_overlaps_is_refused(owned: list[list[tuple[str, int, int]]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_manifest([("a", (2, 3), torch.float32)], owned)
