@@ -34,7 +34,7 @@ from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.weights.transport import TransferSettings
 
 # The tiny model of tools/make_tiny_model.py learns to spell words backward.
-TASK = TaskSettings(name="spell_backward", config='{"max_word_len": 7}')
+TASK = TaskSettings(name="spell_backward", config='{"min_word_len": 3, "max_word_len": 5}')
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import random
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import psutil
@@ -65,6 +65,8 @@ class CommitReport:
 class Engine:
     """A running SGLang engine. Build with :meth:`start`; end with :meth:`shutdown`."""
 
+    _in_this_process: ClassVar[Engine | None] = None
+
     def __init__(self, engine: Any, launcher: ThreadPoolExecutor, seeds: random.Random | None) -> None:
         self._engine = engine
         # SGLang's processes die with the thread that started them, so that thread must live as long as they do.
@@ -89,13 +91,16 @@ class Engine:
             replica: this one's index; its random seed depends on it.
             extra: further SGLang ``ServerArgs``.
         """
+        if Engine._in_this_process is not None:
+            raise RuntimeError("there is an engine in this process already; SGLang keeps its settings per process")
         on_gpu = torch.accelerator.is_available()
         arguments = engine_arguments(model_path, settings, replica, on_gpu) | extra
         launcher = ThreadPoolExecutor(1, thread_name_prefix="sglang-launch")
         engine = await asyncio.get_running_loop().run_in_executor(launcher, _launch, arguments)
         # In SGLang's deterministic mode requests without a seed would all share one.
         seeds = random.Random(arguments["random_seed"]) if on_gpu and settings.deterministic else None  # noqa: S311
-        return cls(engine, launcher, seeds)
+        Engine._in_this_process = cls(engine, launcher, seeds)
+        return Engine._in_this_process
 
     @property
     def version(self) -> int:
@@ -223,6 +228,7 @@ class Engine:
             task.cancel()
         await asyncio.to_thread(_end_processes, self._engine)
         self._launcher.shutdown(wait=False)
+        Engine._in_this_process = None
 
 
 class BusyClock:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import multiprocessing
 import os
 import signal
 import sys
@@ -23,13 +22,12 @@ class SchedulerTarget:
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _in_new_process, ()
+        return _in_new_process, (os.getpid(),)
 
 
-def _in_new_process() -> Any:
+def _in_new_process(parent: int) -> Any:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    parent = multiprocessing.parent_process()
-    if parent is not None and parent.pid != os.getppid():
+    if os.getppid() != parent:
         os._exit(1)  # it died before the tie was made
     quiet_imports()
     return run_scheduler

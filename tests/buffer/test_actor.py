@@ -1,0 +1,159 @@
+"""The buffer as an actor: waiting, deadlines that say who holds what, shards, the end of a run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from monarch.actor import ActorError, this_host
+
+from monarch_rl.buffer.actor import Buffer, BufferClosed
+from monarch_rl.buffer.core import RUN_ENDED, STALE
+from monarch_rl.episode import Group
+from monarch_rl.runtime.deadlines import DeadlineExceeded, within
+from tests.buffer.helpers import episode, group
+
+WAIT_S = 30.0
+
+
+@asynccontextmanager
+async def buffer_actor(*args: int) -> AsyncIterator[Any]:
+    procs = this_host().spawn_procs(per_host={"buffer": 1}, name="buffer")
+    try:
+        yield procs.spawn("buffer", Buffer, *args)
+    finally:
+        await within(20, procs.stop(), "the buffer's process to stop")
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        await within(120, test(), "the test")
+
+    asyncio.run(bounded())
+
+
+async def fill(buffer: Any, groups: int, version: int = 0) -> list[int]:
+    tickets = [await buffer.admit.call_one("worker 0", WAIT_S) for _ in range(groups)]
+    for ticket in tickets:
+        await buffer.put.call_one(group(ticket.group_id, [version], [version]).to_bytes())
+    return [ticket.group_id for ticket in tickets]
+
+
+def test_steps_through_waiting_calls() -> None:
+    async def test() -> None:
+        async with buffer_actor(2, 1) as buffer:
+            waiting_take = asyncio.ensure_future(buffer.take.call_one(0, 0, 1, 64, WAIT_S))
+            await fill(buffer, 4)
+            shard = await within(WAIT_S, waiting_take, "the first batch")
+            waiting_admit = asyncio.ensure_future(buffer.admit.call_one("worker 1", WAIT_S))
+            assert shard.version == 0 and shard.num_episodes == 4
+            await buffer.trained.call_one(1)
+            counts = await buffer.counts.call_one()
+            assert (counts.slots_free, counts.unpublished, counts.trained) == (0, 2, 2)
+            assert not waiting_admit.done()
+            await buffer.published.call_one(1)
+            ticket = await within(WAIT_S, waiting_admit, "the slot")
+            assert ticket.group_id == 4
+            shard = await buffer.take.call_one(1, 0, 1, 64, WAIT_S)
+            assert shard.lag_counts.tolist() == [0, 4]
+
+    run(test)
+
+
+def test_deadlines_name_who_holds_what() -> None:
+    async def test() -> None:
+        async with buffer_actor(3, 0) as buffer:
+            await fill(buffer, 1)
+            await buffer.admit.call_one("rollout worker 7", WAIT_S)
+            with pytest.raises(ActorError) as failure:
+                await buffer.take.call_one(0, 1, 2, 64, 0.1)
+            assert isinstance(failure.value.exception, DeadlineExceeded)
+            message = str(failure.value.exception)
+            assert "trainer rank 1 waited 0.1 s for the batch that updates version 0" in message
+            assert "misses groups 1 and 1 that no worker has asked for" in message
+            assert "group 1 by rollout worker 7 for " in message
+            await fill(buffer, 1)
+            with pytest.raises(ActorError) as failure:
+                await buffer.admit.call_one("rollout worker 8", 0.1)
+            message = str(failure.value.exception)
+            assert "rollout worker 8 waited 0.1 s for a free slot of the buffer" in message
+            assert "0 free of 3, 1 playing, 2 complete" in message
+            await buffer.drop.call_one(1, "score hung")  # the call that gave up was given no slot
+            assert (await buffer.counts.call_one()).slots_free == 1
+            assert "dropped so far: {'score hung': 1}" in await buffer.report.call_one()
+
+    run(test)
+
+
+def test_close_ends_every_wait() -> None:
+    async def test() -> None:
+        async with buffer_actor(2, 0) as buffer:
+            await fill(buffer, 1)
+            last = await buffer.admit.call_one("worker 0", WAIT_S)
+            take = asyncio.ensure_future(buffer.take.call_one(0, 0, 1, 64, WAIT_S))
+            admit = asyncio.ensure_future(buffer.admit.call_one("worker 0", WAIT_S))
+            await buffer.counts.call_one()
+            counts = await buffer.close.call_one()
+            assert counts.dropped == {RUN_ENDED: 2}
+            assert await within(WAIT_S, admit, "the end of admit") is None
+            with pytest.raises(ActorError) as failure:
+                await within(WAIT_S, take, "the end of take")
+            assert isinstance(failure.value.exception, BufferClosed)
+            await buffer.put.call_one(group(last.group_id, [0]).to_bytes())
+            assert await buffer.admit.call_one("worker 0", WAIT_S) is None
+
+    run(test)
+
+
+def test_shards_hold_each_episode_once_and_all_rewards() -> None:
+    async def test() -> None:
+        async with buffer_actor(2, 2) as buffer:
+            groups = [
+                Group(i, i, [episode([0] * (1 + i + j), reward=float(10 * i + j), prompt=3) for j in range(3)])
+                for i in range(2)
+            ]
+            for one in groups:
+                await buffer.admit.call_one("worker 0", WAIT_S)
+                await buffer.put.call_one(one.to_bytes())
+            calls = [buffer.take.call_one(0, rank, 2, 12, WAIT_S) for rank in range(2)]
+            shards = await asyncio.gather(*calls)
+            again = await buffer.take.call_one(0, 1, 2, 12, WAIT_S)
+            assert again.microbatches[0][0][:2] == shards[1].microbatches[0][0][:2]
+            assert len(shards[0].microbatches) == len(shards[1].microbatches)
+            places = []
+            for shard in shards:
+                assert [rewards.tolist() for rewards in shard.rewards] == [[0, 1, 2], [10, 11, 12]]
+                assert shard.trainable_tokens == 1 + 2 + 3 + 2 + 3 + 4
+                assert shard.lag_counts.tolist() == [15, 0, 0] and shard.lag_counts.dtype == np.int64
+                for microbatch in shard.microbatches:
+                    assert sum(e.num_tokens for _, _, e in microbatch) <= 12
+                    for g, e, one_episode in microbatch:
+                        places.append((g, e))
+                        assert one_episode.reward == groups[g].episodes[e].reward
+                        assert one_episode.token_ids.tolist() == groups[g].episodes[e].token_ids.tolist()
+            assert sorted(places) == [(g, e) for g in range(2) for e in range(3)]
+            with pytest.raises(ActorError, match="trainer ranks disagree"):
+                await buffer.take.call_one(0, 0, 1, 12, WAIT_S)
+            with pytest.raises(ActorError, match="dp_rank 2 is not within dp_size 2"):
+                await buffer.take.call_one(0, 2, 2, 12, WAIT_S)
+
+    run(test)
+
+
+def test_slots_of_stale_groups_go_to_waiting_workers() -> None:
+    async def test() -> None:
+        async with buffer_actor(1, 0, 3) as buffer:
+            await fill(buffer, 1, version=1)
+            admit = asyncio.ensure_future(buffer.admit.call_one("worker 0", WAIT_S))
+            take = asyncio.ensure_future(buffer.take.call_one(3, 0, 1, 64, WAIT_S))
+            ticket = await within(WAIT_S, admit, "the slot of the stale group")
+            await buffer.put.call_one(group(ticket.group_id, [3]).to_bytes())
+            await within(WAIT_S, take, "the batch")
+            counts = await buffer.counts.call_one()
+            assert counts.dropped == {STALE: 1}
+
+    run(test)

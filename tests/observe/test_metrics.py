@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from monarch_rl.observe.metrics import Metrics
+
+
+def test_same_numbers_in_both_files(tmp_path: Path) -> None:
+    reason = "dropped/episode score took over 1 s"
+    with Metrics(tmp_path / "new") as metrics:
+        metrics.log(1, {"reward/mean": 0.5, "lag/max": 2})
+        metrics.log(2, {"reward/mean": 0.75, reason: 3.0})
+    lines = [json.loads(line) for line in (tmp_path / "new" / "metrics.jsonl").read_text().splitlines()]
+    assert all(line.pop("seconds") >= 0 for line in lines)
+    assert lines == [
+        {"step": 1, "reward/mean": 0.5, "lag/max": 2.0},
+        {"step": 2, "reward/mean": 0.75, reason: 3.0},
+    ]
+    board = EventAccumulator(str(tmp_path / "new" / "tensorboard"))
+    board.Reload()
+    assert [(event.step, event.value) for event in board.Scalars("reward/mean")] == [(1, 0.5), (2, 0.75)]
+    assert len(board.Tags()["scalars"]) == 3
+
+
+def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
+    with Metrics(tmp_path) as metrics:
+        metrics.log(0, {"a": math.nan, "b": math.inf, "c": -math.inf, "d": 1})
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    read = json.loads(line, parse_constant=lambda name: pytest_fail(name))
+    assert [read[name] for name in "abcd"] == [None, None, None, 1.0]
+
+
+def pytest_fail(name: str) -> None:
+    raise AssertionError(f"{name} is no JSON")
+
+
+def test_lines_are_there_at_once_and_a_second_run_appends(tmp_path: Path) -> None:
+    first = Metrics(tmp_path)
+    first.log(1, {"a": 1.0})
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
+    first.close()
+    with Metrics(tmp_path) as second:
+        second.log(2, {"a": 2.0})
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2

@@ -1,0 +1,122 @@
+"""A trainer mesh, generator replicas and a buffer as a recipe starts them, driven step by step by a test."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from monarch.actor import concurrent_endpoint
+
+from monarch_rl import pipeline
+from monarch_rl.buffer.actor import Buffer
+from monarch_rl.episode import Completion, Episode, Group, Sampling, Turn
+from monarch_rl.generator.actor import Generator
+from monarch_rl.generator.router import Router
+from monarch_rl.generator.settings import GeneratorSettings
+from monarch_rl.runtime.cluster import Cluster
+from monarch_rl.trainer.actor import TrainerPlan
+from monarch_rl.trainer.settings import TrainerSettings
+from monarch_rl.weights.transport import TransferSettings
+
+ENGINES = GeneratorSettings(replicas=2, max_running_requests=32, max_total_tokens=16384)
+GROUPS, SIZE, NEW_TOKENS, VOCABULARY = 4, 4, 24, 500
+ALL_TOKENS = Sampling(max_new_tokens=NEW_TOKENS)
+
+
+class InspectedGenerator(Generator):
+    """A generator that also tells SGLang's own checksums of the parameters it serves."""
+
+    @concurrent_endpoint
+    async def engine_checksums(self) -> dict[str, str]:
+        from sglang.srt.managers.io_struct import CheckWeightsReqInput
+
+        manager = self._running._engine.tokenizer_manager
+        answer: Any = await manager.check_weights(CheckWeightsReqInput(action="checksum"), None)
+        assert answer[0], answer
+        (rank,) = answer[2] if isinstance(answer[2], list) else [answer[2]]
+        return dict(rank["checksums"])
+
+
+async def start_inspected(cluster: Cluster, model: Path, replicas: int, first_slot: int, name: str) -> list[Any]:
+    """Like ``pipeline.start_generators``, with inspected ones."""
+    found = []
+    for index in range(replicas):
+        mesh = cluster.spawn(f"{name}{index}", 1, first_slot=first_slot + index)
+        found.append(mesh.spawn(f"{name}{index}", InspectedGenerator))
+    await asyncio.gather(*(g.setup.call_one(str(model), ENGINES, i) for i, g in enumerate(found)))
+    return found
+
+
+@dataclass
+class System:
+    """Trainer, generators, buffer and publisher at some version."""
+
+    trainer: Any
+    generators: list[Any]
+    buffer: Any
+    publisher: pipeline.Publisher
+    version: int
+
+    @classmethod
+    async def start(
+        cls, cluster: Cluster, model: Path, generators: list[Any], lr: float, version: int = 0
+    ) -> System:
+        """A fresh trainer on slots 0 and 1, whose weights are published as ``version`` to running generators."""
+        buffer = cluster.spawn("buffer", 1).spawn("buffer", Buffer, GROUPS, 1, version)
+        plan = TrainerPlan(model, TrainerSettings(lr=lr), 100, 1.0, NEW_TOKENS, 60.0)
+        trainer = await pipeline.start_trainer(cluster, plan, buffer, first_slot=0)
+        settings = TransferSettings(bucket_mib=1, deadline_s=60)
+        publisher = await pipeline.Publisher.connect(trainer, generators, buffer, settings, "float32")
+        system = cls(trainer, generators, buffer, publisher, version)
+        await publisher.publish(version)
+        await publisher.settled()
+        return system
+
+    async def draw(self, prompts: list[list[int]], sampling: Sampling = ALL_TOKENS) -> list[Completion]:
+        """Completions of all prompts at once, spread over the replicas."""
+        router = Router(self.generators, 120.0)
+        return list(await asyncio.gather(*(router.generate(p, sampling, g) for g, p in enumerate(prompts))))
+
+    async def play(self, seed: int) -> list[Group]:
+        """Admit and play one batch of groups with random prompts and rewards, and put it into the buffer."""
+        rng = np.random.default_rng(seed)
+        groups = []
+        for _ in range(GROUPS):
+            ticket = await self.buffer.admit.call_one("test", 30.0)
+            prompt = rng.integers(3, VOCABULARY, 6).tolist()
+            completions = await self.draw([prompt] * SIZE)
+            episodes = [
+                Episode([Turn.from_completion(prompt, completion)], float(rng.integers(0, 2)), "length")
+                for completion in completions
+            ]
+            groups.append(Group(ticket.group_id, 0, episodes))
+            await self.buffer.put.call_one(groups[-1].to_bytes())
+        return groups
+
+    async def step(self, seed: int) -> None:
+        """Play, update, publish, and wait until the new version is served."""
+        await self.play(seed)
+        await pipeline.update(self.trainer, self.buffer, self.version, 60.0)
+        self.version += 1
+        await self.publisher.publish(self.version)
+        await self.publisher.settled()
+
+    async def mismatch(self, seed: int) -> float:
+        """The largest difference of engine and trainer over the log-probs of tokens drawn now."""
+        rng = np.random.default_rng(seed)
+        prompts = [rng.integers(3, VOCABULARY, rng.integers(1, 40)).tolist() for _ in range(12)]
+        completions = await self.draw(prompts)
+        assert {int(v) for c in completions for v in c.policy_versions} == {self.version}
+        episodes = [
+            Episode([Turn.from_completion(prompt, completion)], 0.0, "length")
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ]
+        answers = await self.trainer.logprobs.call([Group(0, 0, episodes).to_bytes()], self.version)
+        return max(
+            float(np.abs(computed - completion.logprobs).max())
+            for by_rank in answers.values()
+            for computed, completion in zip(by_rank, completions, strict=True)
+        )

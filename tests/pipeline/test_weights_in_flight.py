@@ -1,0 +1,136 @@
+"""Trainer and generators under the same weights, with real ones of both: parity, idempotence, bit-equality."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from monarch_rl import pipeline
+from monarch_rl.episode import Completion, Sampling
+from monarch_rl.runtime.cluster import Cluster, launch
+from tests.generator.helpers import make_model
+from tests.pipeline.system import VOCABULARY, System, start_inspected
+
+LOGPROB_BOUND = 1e-5
+"""Engine against trainer, float32: seen 2e-6."""
+GREEDY = Sampling(max_new_tokens=32, temperature=0.0)
+
+
+async def alone(generators: list[Any]) -> list[Completion]:
+    """Greedy completions, one request at a time: what is batched together changes the last bits."""
+    return [await g.generate.call_one(prompt, GREEDY) for g in generators for prompt in ([7, 8, 9], [20, 30])]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("pipeline") / "model", "qwen3")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with launch() as cluster:
+        assert cluster is not None
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def generators(cluster: Cluster, model: Path) -> list[Any]:
+    return asyncio.run(start_inspected(cluster, model, 2, 2, "generator"))
+
+
+def test_with_learning_rate_zero_five_syncs_change_nothing(
+    cluster: Cluster, model: Path, generators: list[Any]
+) -> None:
+    async def go() -> None:
+        system = await System.start(cluster, model, generators, lr=0.0)
+        before = await alone(generators), [await g.engine_checksums.call_one() for g in generators]
+        for seed in range(5):
+            await system.step(seed)
+        after = await alone(generators), [await g.engine_checksums.call_one() for g in generators]
+        assert before[1] == after[1]
+        for first, last in zip(before[0], after[0], strict=True):
+            assert set(first.policy_versions) == {0}
+            assert set(last.policy_versions) == {5}
+            assert np.array_equal(first.token_ids, last.token_ids)
+            assert np.array_equal(first.logprobs, last.logprobs)
+
+    asyncio.run(go())
+
+
+def test_engine_and_trainer_agree_on_logprobs_also_after_five_updates_in_flight(
+    cluster: Cluster, model: Path, generators: list[Any]
+) -> None:
+    async def go() -> None:
+        system = await System.start(cluster, model, generators, lr=3e-3, version=10)
+        assert await system.mismatch(seed=1) < LOGPROB_BOUND
+        drawn: list[Completion] = []
+        stepping = True
+
+        async def keep_drawing() -> None:
+            while stepping:
+                drawn.extend(await system.draw([[5, i] for i in range(8)], Sampling(max_new_tokens=300)))
+
+        drawing = asyncio.ensure_future(keep_drawing())
+        for seed in range(5):
+            await system.step(seed)
+            assert await system.mismatch(seed=100 + seed) < LOGPROB_BOUND
+        stepping = False
+        await drawing
+        crossed: set[int] = set()
+        for completion in drawn:
+            assert len(completion.token_ids) == 300
+            steps = np.diff(completion.policy_versions)
+            assert (steps >= 0).all()
+            crossed |= set(completion.policy_versions[1:][steps > 0])
+        assert crossed == {11, 12, 13, 14, 15}, "every update must have come while a sequence was being drawn"
+
+    asyncio.run(go())
+
+
+def test_served_weights_equal_the_trainers_bit_for_bit(
+    cluster: Cluster, model: Path, generators: list[Any], tmp_path: Path
+) -> None:
+    """SGLang's own checksums of its parameters: after commits in flight, and of an engine that loads what was saved."""
+
+    async def go() -> None:
+        system = await System.start(cluster, model, generators, lr=3e-3, version=20)
+        start = await generators[0].engine_checksums.call_one()
+        for seed in range(2):
+            await system.step(seed)
+        await pipeline.save(system.trainer, tmp_path / "saved")
+        (fresh,) = await start_inspected(cluster, tmp_path / "saved", 1, 4, "fresh")
+        expected = await fresh.engine_checksums.call_one()
+        for generator in generators:
+            assert await generator.engine_checksums.call_one() == expected
+        changed = [name for name in expected if start[name] != expected[name]]
+        assert len(changed) == len(expected)
+        await fresh.shutdown.call_one()
+
+    asyncio.run(go())
+
+
+def test_a_version_that_arrives_wrong_is_not_served(cluster: Cluster, model: Path, generators: list[Any]) -> None:
+    async def go() -> None:
+        system = await System.start(cluster, model, generators, lr=3e-3, version=30)
+        await system.play(0)
+        await pipeline.update(system.trainer, system.buffer, 30, 60.0)
+        wrong = {name: 0 for name in system.publisher.manifest.names}
+        await system.trainer.snapshot.call()
+        await asyncio.gather(system.trainer.send.call(31), *(g.receive.call_one(31) for g in generators))
+        with pytest.raises(Exception, match="tensors differ from the trainer's"):
+            await generators[0].commit.call_one(31, wrong)
+        answer = asyncio.ensure_future(system.draw([[3, 4]] * 2))
+        done, _ = await asyncio.wait({answer}, timeout=3)
+        assert not done, "a request was answered with weights that were not verified"
+        await system.publisher.publish(31)
+        await system.publisher.settled()
+        for completion in await answer:
+            assert set(completion.policy_versions) <= {30, 31}
+            assert (completion.token_ids < VOCABULARY).all()
+
+    asyncio.run(go())

@@ -1,0 +1,151 @@
+"""A character-level tokenizer, a stand-in for the generators, and scores that misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from monarch.actor import Actor, concurrent_endpoint
+
+from monarch_rl.episode import Completion, Sampling
+from monarch_rl.rollout.environment import Environment, SingleTurn
+from monarch_rl.rollout.tasks import Item, extract_answer
+from monarch_rl.rollout.worker import RolloutWorker
+
+CHARACTERS = "\n !\"#$%&'()*+,-./0123456789:;<=>?@ABCDEFGHIJKLMNOPQRSTUVWXYZ[]^_abcdefghijklmnopqrstuvwxyz{|}"
+END = "<|end|>"
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ '<|start|>' + m['role'] + '\n' + m['content'] + '<|end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
+)
+
+
+def write_tokenizer(folder: Path, chat: bool = False) -> str:
+    """A tokenizer with one id a character, in a Hugging Face folder."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {character: i for i, character in enumerate(CHARACTERS)}
+    raw = Tokenizer(models.WordLevel({**vocabulary, "?unknown": len(vocabulary)}, unk_token="?unknown"))
+    raw.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    raw.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=raw, eos_token=END, additional_special_tokens=["<|start|>"], clean_up_tokenization_spaces=False
+    )
+    if chat:
+        tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(str(folder))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [tokenizer.eos_token_id]}))
+    return str(folder)
+
+
+class StandInGenerator(Actor):
+    """Draws one digit and the stop token. Version and digits are known, so that tests can foretell the episodes."""
+
+    def __init__(self, stop_token: int) -> None:
+        self._stop_token = stop_token
+        self._version = 0
+        self._broken = ""
+        self._hold = asyncio.Event()
+        self._hold.set()
+        self.seen: list[tuple[list[int], Sampling, int]] = []
+
+    @concurrent_endpoint
+    async def serve(self, version: int) -> None:
+        self._version = version
+
+    @concurrent_endpoint
+    async def break_down(self, why: str) -> None:
+        self._broken = why
+
+    @concurrent_endpoint
+    async def hold(self, held: bool) -> None:
+        """While held, calls wait."""
+        if held:
+            self._hold.clear()
+        else:
+            self._hold.set()
+
+    @concurrent_endpoint
+    async def calls(self) -> list[tuple[list[int], Sampling, int]]:
+        return self.seen
+
+    @concurrent_endpoint
+    async def generate(self, prompt_ids: list[int], sampling: Sampling, group: int) -> Completion:
+        if self._broken:
+            raise RuntimeError(self._broken)
+        self.seen.append((prompt_ids, sampling, group))
+        place = len(self.seen)
+        first = self._version
+        await self._hold.wait()
+        await asyncio.sleep(0)
+        digit = CHARACTERS.index(str((sampling.seed or place) % 10))
+        versions = np.asarray([first, self._version], np.int32)
+        return Completion(
+            np.asarray([digit, self._stop_token], np.int32), np.full(2, -1.0, np.float32), versions, "stop"
+        )
+
+
+class Handle:
+    """What a worker holds of the generators: picklable, with actor handles inside."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    async def generate(self, prompt_ids: list[int], sampling: Sampling, group: int) -> Completion:
+        return await self._actor.generate.call_one(prompt_ids, sampling, group)
+
+
+def touchy_score(text: str) -> float:
+    """0 raises, 1 hangs, 2 ends its process, 3 ends it in Python's way; other digits are their own score."""
+    match extract_answer(text):
+        case "0":
+            raise KeyError("no such answer")
+        case "1":
+            time.sleep(600)
+        case "2":
+            os._exit(9)
+        case "3":
+            raise SystemExit(1)
+    return float(text)
+
+
+class TouchyWorker(RolloutWorker):
+    """Scores with :func:`touchy_score`."""
+
+    def _environment(self, item: Item) -> Environment:
+        scorer = self._scorer
+        assert scorer is not None
+        return SingleTurn(item.prompt, lambda text: scorer.score(touchy_score, text))
+
+    @concurrent_endpoint
+    async def process_id(self) -> int:
+        return os.getpid()
+
+
+def answer(value: float) -> float:
+    return value
+
+
+def own_process_id() -> float:
+    return float(os.getpid())
+
+
+def heavy_modules() -> float:
+    """How many of the heavy libraries a scoring process has loaded."""
+    import sys
+
+    return float(sum(name in sys.modules for name in ("torch", "transformers", "sglang")))
+
+
+def not_a_number() -> Any:
+    return "much"
+
+
+def fail_to_start() -> None:
+    raise RuntimeError("no data here")

@@ -1,0 +1,165 @@
+"""Episodes without actors: a generator and environments made for the test."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import TypeVar
+
+import numpy as np
+import pytest
+
+from monarch_rl.episode import Completion, Episode, Sampling
+from monarch_rl.rollout.environment import Message, SingleTurn, StepResult
+from monarch_rl.rollout.play import EpisodeFailed, all_or_none, episode_seed, play
+from monarch_rl.rollout.scoring import ScorerBroken, ScoringFailed
+from monarch_rl.rollout.settings import RolloutSettings
+from monarch_rl.rollout.tokenizer import Tokenizer
+from monarch_rl.runtime.deadlines import DeadlineExceeded
+
+T = TypeVar("T")
+SETTINGS = RolloutSettings(max_turns=3, step_deadline_s=0.2, generate_deadline_s=0.2)
+
+
+class Echo:
+    """Draws ``text`` and, if it ends, the stop token; keeps the prompts it was given."""
+
+    def __init__(self, tokenizer: Tokenizer, text: str, ends: bool = True) -> None:
+        self.prompts: list[list[int]] = []
+        ids = tokenizer.render([Message("user", text)]) + list(tokenizer.stop_token_ids) * ends
+        n = len(ids)
+        reason = "stop" if ends else "length"
+        self.completion = Completion(np.asarray(ids), np.full(n, -0.5), np.full(n, 4), reason)
+
+    async def generate(self, prompt_ids: list[int], sampling: Sampling, group: int) -> Completion:
+        self.prompts.append(list(prompt_ids))
+        return self.completion
+
+
+class Guessing:
+    """Ends after two turns, rewards each."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    async def reset(self) -> list[Message]:
+        return [Message("user", "guess")]
+
+    async def step(self, text: str) -> StepResult:
+        self.heard.append(text)
+        return StepResult(0.5, len(self.heard) == 2, [Message("user", "again")], {"guesses": len(self.heard)})
+
+
+class Raising(Guessing):
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self._error = error
+
+    async def step(self, text: str) -> StepResult:
+        raise self._error
+
+
+class Hanging(Guessing):
+    async def reset(self) -> list[Message]:
+        await asyncio.Event().wait()
+        return []
+
+
+def run(awaitable: Awaitable[T]) -> T:
+    async def bounded() -> T:
+        return await asyncio.wait_for(awaitable, 30)
+
+    return asyncio.run(bounded())
+
+
+@pytest.fixture
+def tokenizer(model: str) -> Tokenizer:
+    return Tokenizer(model)
+
+
+def test_single_turn_keeps_the_drawn_ids(tokenizer: Tokenizer) -> None:
+    async def score(text: str) -> float:
+        return float(text == "12")
+
+    echo = Echo(tokenizer, "12")
+    episode: Episode = run(play(SingleTurn("3 * 4 =", score), echo, tokenizer, Sampling(), 0, SETTINGS))
+    assert (episode.reward, episode.finish_reason, len(episode.turns)) == (1.0, "stop", 1)
+    prompt = tokenizer.render([Message("user", "3 * 4 =")])
+    assert episode.token_ids.tolist() == prompt + echo.completion.token_ids.tolist()
+    assert episode.trainable.tolist() == [False] * len(prompt) + [True] * 3
+    assert echo.prompts == [prompt]
+
+
+def test_turns_are_never_tokenised_again(tokenizer: Tokenizer) -> None:
+    environment, echo = Guessing(), Echo(tokenizer, "8", ends=False)
+    episode = run(play(environment, echo, tokenizer, Sampling(), 0, SETTINGS))
+    assert environment.heard == ["8", "8"]
+    assert (episode.reward, episode.info) == (1.0, {"guesses": 2})
+    assert tokenizer.decode(episode.token_ids.tolist()) == "guess8again8"
+    first, second = echo.prompts
+    assert second[: len(first)] == first
+    assert episode.token_ids.tolist() == second + echo.completion.token_ids.tolist()
+
+
+def test_max_turns_ends_an_episode(tokenizer: Tokenizer) -> None:
+    settings = RolloutSettings(max_turns=1)
+    episode = run(play(Guessing(), Echo(tokenizer, "8"), tokenizer, Sampling(), 0, settings))
+    assert (len(episode.turns), episode.reward) == (1, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("environment", "reason"),
+    [
+        (Raising(KeyError("x")), "environment's step raised KeyError"),
+        (Raising(ScoringFailed("score took over 1 s")), "score took over 1 s"),
+        (Hanging(), "environment's reset took over 0.2 s"),
+    ],
+)
+def test_the_environment_costs_its_episode(tokenizer: Tokenizer, environment: Guessing, reason: str) -> None:
+    with pytest.raises(EpisodeFailed) as failure:
+        run(play(environment, Echo(tokenizer, "8"), tokenizer, Sampling(), 0, SETTINGS))
+    assert failure.value.reason == reason
+
+
+def test_what_is_not_the_episodes_fault_is_raised_as_it_is(tokenizer: Tokenizer) -> None:
+    class Silent:
+        async def generate(self, prompt_ids: list[int], sampling: Sampling, group: int) -> Completion:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    with pytest.raises(DeadlineExceeded, match="turn 0 of an episode of group 5 from the generators"):
+        run(play(Guessing(), Silent(), tokenizer, Sampling(), 5, SETTINGS))
+    with pytest.raises(ScorerBroken):
+        run(play(Raising(ScorerBroken("gone")), Echo(tokenizer, "8"), tokenizer, Sampling(), 0, SETTINGS))
+
+
+def test_seeds_differ_by_run_group_and_episode_and_repeat() -> None:
+    seeds = {episode_seed(run_seed, g, e) for run_seed in range(3) for g in range(20) for e in range(8)}
+    assert len(seeds) == 3 * 20 * 8
+    assert all(seed is not None and 0 <= seed < 2**31 for seed in seeds)
+    assert episode_seed(1, 2, 3) == episode_seed(1, 2, 3) == 792521117
+    assert episode_seed(None, 2, 3) is None
+
+
+def test_all_or_none_cancels_the_others() -> None:
+    cancelled = []
+
+    async def waits() -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.append(True)
+            raise
+
+    async def fails() -> None:
+        raise KeyError("first")
+
+    with pytest.raises(KeyError, match="first"):
+        run(all_or_none([waits(), fails(), waits()]))
+    assert len(cancelled) == 2
+
+
+@pytest.mark.parametrize("field", ["workers", "group_size", "concurrent_groups", "max_turns", "score_deadline_s"])
+def test_settings_out_of_range_are_refused(field: str) -> None:
+    with pytest.raises(ValueError, match=f"rollout.{field.replace('_', '-')} must be"):
+        RolloutSettings(**{field: 0})

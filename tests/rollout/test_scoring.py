@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from monarch_rl.rollout.scoring import Scorer, ScorerBroken, ScoringFailed
+from monarch_rl.rollout.tasks import TaskSettings, TaskSource, load_data_set, score
+from tests.rollout import helpers
+
+
+async def reason(scorer: Scorer, text: str) -> str:
+    with pytest.raises(ScoringFailed) as failure:
+        await scorer.score(helpers.touchy_score, text)
+    return failure.value.reason
+
+
+def alive(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def wait_until_dead(pid: int, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while alive(pid):
+        assert time.monotonic() < deadline, f"process {pid} is still there after {seconds} s"
+        time.sleep(0.05)
+
+
+def test_failures_cost_one_score_each_and_have_a_reason() -> None:
+    async def test() -> None:
+        scorer = Scorer(2, deadline_s=1.0)
+        try:
+            start = time.monotonic()
+            reasons = asyncio.gather(*(reason(scorer, text) for text in "0123"))
+            good = await asyncio.gather(*(scorer.score(helpers.touchy_score, "7") for _ in range(20)))
+            assert good == [7.0] * 20
+            assert await reasons == [
+                "score raised KeyError",
+                "score took over 1 s",
+                "score ended its process",
+                "score raised SystemExit",
+            ]
+            assert time.monotonic() - start < 20
+            assert await scorer.score(helpers.touchy_score, "8") == 8.0
+            with pytest.raises(ScoringFailed, match="score raised ValueError: could not convert"):
+                await scorer.score(helpers.not_a_number)
+        finally:
+            await asyncio.to_thread(scorer.close)
+
+    asyncio.run(test())
+
+
+def test_event_loop_goes_on_while_a_score_hangs() -> None:
+    async def test() -> None:
+        scorer = Scorer(1, deadline_s=1.0)
+        try:
+            hanging = asyncio.ensure_future(reason(scorer, "1"))
+            turns = 0
+            while not hanging.done():
+                await asyncio.sleep(0.01)
+                turns += 1
+            assert turns > 20
+            assert await hanging == "score took over 1 s"
+        finally:
+            await asyncio.to_thread(scorer.close)
+
+    asyncio.run(test())
+
+
+def test_processes_are_light_and_end_with_close() -> None:
+    async def test() -> int:
+        settings = TaskSettings(name="chain_sum")
+        scorer = Scorer(1, 20.0, functools.partial(load_data_set, settings, "train"))
+        try:
+            item = TaskSource(settings).item(3)
+            assert await scorer.score(score, settings, item.entry, item.answer) == 1.0
+            assert await scorer.score(helpers.heavy_modules) == 0
+            return int(await scorer.score(helpers.own_process_id))
+        finally:
+            await asyncio.to_thread(scorer.close)
+
+    wait_until_dead(asyncio.run(test()), 5)
+
+
+def test_processes_that_cannot_start_end_the_run() -> None:
+    async def test() -> None:
+        scorer = Scorer(1, 5.0, helpers.fail_to_start)
+        try:
+            with pytest.raises(ScorerBroken, match="do not run"):
+                await asyncio.wait_for(scorer.score(helpers.answer, 1.0), 30)
+            with pytest.raises(ScorerBroken, match="do not run"):
+                await scorer.score(helpers.answer, 1.0)
+        finally:
+            await asyncio.to_thread(scorer.close)
+
+    asyncio.run(test())
+
+
+PARENT = """
+import asyncio
+from monarch_rl.rollout.scoring import Scorer
+from tests.rollout import helpers
+
+async def main():
+    scorer = Scorer(1, 600.0)
+    print(int(await scorer.score(helpers.own_process_id)), flush=True)
+    await scorer.score(helpers.touchy_score, "1")
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="relies on Linux's parent-death signal")
+def test_sigkill_of_the_parent_leaves_no_scorer(tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT)
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(root / "src")])}
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environment) as parent:
+        try:
+            assert parent.stdout is not None
+            scorer = int(parent.stdout.readline())
+            assert alive(scorer)
+        finally:
+            parent.send_signal(signal.SIGKILL)
+    wait_until_dead(scorer, 5)

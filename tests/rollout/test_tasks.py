@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from monarch_rl.rollout.tasks import SKIPS, SPLIT_DISTANCE, Split, TaskSettings, TaskSource, extract_answer, score
+
+SUMS = '{"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}'
+
+
+def test_items_repeat_and_score_their_own_answer() -> None:
+    task = TaskSettings(config=SUMS, template="{expression} =")
+    item = TaskSource(task).item(5)
+    assert item == TaskSource(pickle.loads(pickle.dumps(task))).item(5) == TaskSource(task).item(5 + task.train_size)
+    assert item.prompt == item.entry["metadata"]["expression"] + " ="
+    assert score(task, item.entry, item.answer) == 1.0
+    assert score(task, item.entry, f"I think <answer> {item.answer} </answer>") == 1.0
+    assert score(task, item.entry, "no idea") == 0.0
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 2**31 - 1))
+def test_held_out_questions_are_never_trained(seed: int) -> None:
+    task = TaskSettings(config=SUMS, seed=seed, train_size=300, held_out_size=100)
+    train, held_out = TaskSource(task), TaskSource(task, "held_out")
+    held = {held_out.item(i).entry["question"] for i in range(len(held_out))}
+    raw = [
+        TaskSource(TaskSettings(config=SUMS, seed=seed, train_size=300, held_out_size=1)).item(i) for i in range(300)
+    ]
+    warm_up = TaskSource(task, "warm_up")
+    trained = {source.item(i).entry["question"] for source in (train, warm_up) for i in range(len(train))}
+    assert any(item.entry["question"] in held for item in raw)  # without the skipping they would be
+    assert not held & trained
+
+
+def test_splits_do_not_meet() -> None:
+    task = TaskSettings(seed=3)
+    assert task.train_size * SKIPS < SPLIT_DISTANCE
+    splits: tuple[Split, ...] = ("train", "held_out", "warm_up")
+    here = {TaskSource(task, split).item(i).entry["question"] for split in splits for i in range(50)}
+    there = {TaskSource(TaskSettings(seed=99), split).item(i).entry["question"] for split in splits for i in range(50)}
+    assert len(here | there) > 290  # chance alone repeats a few
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        (TaskSettings(name="chain_sums"), "no data set 'chain_sums'; did you mean chain_sum"),
+        (TaskSettings(name="xyzzy"), "there are: .*zebra_puzzles"),
+        (TaskSettings(config="{"), "not JSON"),
+        (TaskSettings(config="[1]"), "must be a JSON object with settings of chain_sum: allow_negation, max_digits"),
+        (TaskSettings(config='{"seed": 1}'), "must be a JSON object with settings of chain_sum"),
+        (TaskSettings(config='{"min_terms": 0}'), "refuses the settings of chain_sum: min_terms must be positive"),
+        (TaskSettings(config='{"min_terms": "two"}'), "refuses the settings of chain_sum"),
+        (TaskSettings(template="{sum} ="), r"does not fit chain_sum .* its fields are .*expression"),
+        (TaskSettings(name="products", config='{"max_digits": 1}', held_out_size=500), "are held out: hold out less"),
+    ],
+)
+def test_bad_settings_say_what_to_do(task: TaskSettings, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TaskSource(task).check()
+
+
+@pytest.mark.parametrize(("field", "value"), [("train_size", 0), ("held_out_size", 0), ("seed", -1)])
+def test_numbers_out_of_range_are_refused(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"task.{field.replace('_', '-')} must be"):
+        dataclasses.replace(TaskSettings(), **{field: value})
+
+
+def test_composite_mixes_data_sets() -> None:
+    config = '{"datasets": [{"name": "lcm", "weight": 1, "config": {}}, {"name": "gcd", "weight": 1, "config": {}}]}'
+    task = TaskSettings(name="composite", config=config, train_size=50, held_out_size=5)
+    source = TaskSource(task)
+    source.check()
+    items = [source.item(i) for i in range(20)]
+    assert {item.entry["metadata"]["source_dataset"] for item in items} == {"lcm", "gcd"}
+    assert all(score(task, item.entry, item.answer) == 1.0 for item in items)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [(" 12\n", "12"), ("<answer>1</answer> or <answer> 2\n</answer>", "2"), ("<answer>", "<answer>"), ("", "")],
+)
+def test_extract_answer(text: str, answer: str) -> None:
+    assert extract_answer(text) == answer
+
+
+def test_import_is_light() -> None:
+    heavy = "('torch', 'transformers', 'reasoning_gym')"
+    code = f"import sys, monarch_rl.rollout.tasks; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,250 @@
+"""Rollout workers on a real mesh with a real buffer; only the generators are a stand-in."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from monarch.actor import ActorError, this_host
+
+from monarch_rl.buffer.actor import Buffer
+from monarch_rl.rollout.play import episode_seed
+from monarch_rl.rollout.settings import RolloutSettings
+from monarch_rl.rollout.tasks import TaskSettings, TaskSource
+from monarch_rl.rollout.tokenizer import Tokenizer
+from monarch_rl.rollout.worker import RolloutWorker
+from monarch_rl.runtime.deadlines import within
+from tests.rollout.helpers import Handle, StandInGenerator, TouchyWorker
+from tests.rollout.test_scoring import wait_until_dead
+
+WAIT_S = 60.0
+SUMS = TaskSettings(
+    config='{"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}',
+    template="{expression} =",
+    train_size=50,
+    held_out_size=20,
+)
+
+
+@dataclass
+class System:
+    buffer: Any
+    generator: Any
+    workers: Any
+
+
+@dataclass
+class Processes:
+    shared: Any
+    rollout: Any
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Processes]:
+    """Two rollout processes and one for buffer and generator, for all tests: starting them takes seconds."""
+    host = this_host()
+    made = Processes(
+        host.spawn_procs(per_host={"p": 1}, name="shared"), host.spawn_procs(per_host={"worker": 2}, name="rollout")
+    )
+    yield made
+    made.rollout.stop().get(timeout=30)
+    made.shared.stop().get(timeout=30)
+
+
+@asynccontextmanager
+async def system(
+    processes: Processes,
+    model: str,
+    settings: RolloutSettings,
+    kind: type[RolloutWorker] = RolloutWorker,
+    max_policy_lag: int = 1,
+) -> AsyncIterator[System]:
+    buffer = processes.shared.spawn("buffer", Buffer, 2, max_policy_lag)
+    generator = processes.shared.spawn("generator", StandInGenerator, Tokenizer(model).stop_token_ids[0])
+    mesh = processes.rollout.slice(worker=slice(0, settings.workers))
+    workers = mesh.spawn("workers", kind, settings, SUMS, model)
+    await within(WAIT_S, workers.setup.call(buffer, Handle(generator)), "the workers to set up")
+    try:
+        yield System(buffer, generator, workers)
+    finally:
+        await within(WAIT_S, workers.close.call(), "the workers to close")
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        await within(180, test(), "the test")
+
+    asyncio.run(bounded())
+
+
+async def train(system: System, version: int) -> Any:
+    """One step of a trainer that trains nothing."""
+    shard = await system.buffer.take.call_one(version, 0, 1, 10_000, WAIT_S)
+    await system.buffer.trained.call_one(version + 1)
+    await system.generator.serve.call_one(version + 1)
+    await system.buffer.published.call_one(version + 1)
+    return shard
+
+
+def test_groups_go_from_the_task_to_the_trainer(processes: Processes, model: str) -> None:
+    settings = RolloutSettings(workers=2, concurrent_groups=3, group_size=4, seed=11)
+
+    async def test() -> None:
+        async with system(processes, model, settings) as s:
+            playing = asyncio.ensure_future(s.workers.run.call())
+            shards = [await train(s, version) for version in range(4)]
+            counts = await s.buffer.close.call_one()
+            await within(WAIT_S, playing, "the workers to hear of the end")
+            assert counts.trained == 8 and not set(counts.dropped) - {"run ended"}
+            source, tokenizer = TaskSource(SUMS), Tokenizer(model)
+            for version, shard in enumerate(shards):
+                assert [len(rewards) for rewards in shard.rewards] == [4, 4]
+                for g, e, episode in (place for batch in shard.microbatches for place in batch):
+                    group_id = 2 * version + g
+                    item = source.item(group_id)
+                    text = tokenizer.decode(episode.token_ids.tolist())
+                    drawn = text.removeprefix(item.prompt)
+                    assert text.startswith(item.prompt)
+                    assert drawn == str((episode_seed(11, group_id, e) or 0) % 10)  # order kept, seeds used
+                    assert (episode.reward == 1.0) == (drawn == item.answer)
+                    assert episode.policy_versions[episode.trainable].min() >= version - 1
+            stats = list((await s.workers.stats.call()).values())
+            assert {one.worker for one in stats} == {"rollout worker 0", "rollout worker 1"}
+            assert sum(one.groups_put for one in stats) >= 8 and all(not one.failed for one in stats)
+            assert sum(one.episodes for one in stats) * 2 == sum(one.tokens for one in stats)
+            assert all(one.recent_tokens == 2 for one in stats if one.episodes)
+            samples = [row for rows in (await s.workers.samples.call(3)).values() for row in rows]
+            assert samples and len(samples) <= 6
+            for row in samples:
+                assert row["prompt"] == source.item(row["task_index"]).prompt
+                assert row["turns"][0] in "0123456789" and row["finish_reason"] == "stop"
+                assert row["versions"][0] <= row["versions"][1] <= 4
+            assert not any(rows for rows in (await s.workers.samples.call(3)).values())
+
+    run(test)
+
+
+def test_scores_that_raise_or_hang_or_crash_cost_their_episode_only(processes: Processes, model: str) -> None:
+    settings = RolloutSettings(concurrent_groups=1, group_size=10, score_deadline_s=1.0, scorer_processes=2)
+
+    async def test() -> None:
+        async with system(processes, model, settings, TouchyWorker) as s:
+            playing = asyncio.ensure_future(s.workers.run.call())
+            shard = await train(s, 0)  # the stand-in's digits are 1, 2, ..., 9, 0 in each group
+            assert [sorted(rewards.tolist()) for rewards in shard.rewards] == [[4, 5, 6, 7, 8, 9]] * 2
+            stats = await s.workers.stats.call_one()
+            every_group = {
+                "score raised KeyError",
+                "score took over 1 s",
+                "score ended its process",
+                "score raised SystemExit",
+            }
+            assert set(stats.failed) == every_group and all(count >= 2 for count in stats.failed.values())
+            await s.buffer.close.call_one()
+            await within(WAIT_S, playing, "the worker to hear of the end")
+
+    run(test)
+
+
+def test_a_group_without_enough_episodes_is_dropped_and_its_slot_returns(processes: Processes, model: str) -> None:
+    def digits(seed: int, group_id: int) -> list[int]:
+        return [(episode_seed(seed, group_id, e) or 0) % 10 for e in range(2)]
+
+    seed = next(s for s in range(100_000) if digits(s, 0) == [0, 0] and all(min(digits(s, g)) > 3 for g in (1, 2)))
+    settings = RolloutSettings(concurrent_groups=2, group_size=2, seed=seed)
+
+    async def test() -> None:
+        async with system(processes, model, settings, TouchyWorker, max_policy_lag=0) as s:
+            playing = asyncio.ensure_future(s.workers.run.call())
+            shard = await s.buffer.take.call_one(0, 0, 1, 10_000, WAIT_S)
+            assert [rewards.tolist() for rewards in shard.rewards] == [digits(seed, 1), digits(seed, 2)]
+            counts = await s.buffer.counts.call_one()
+            assert counts.dropped == {"score raised KeyError": 1}
+            assert (await s.workers.stats.call_one()).groups_dropped == 1
+            await s.buffer.close.call_one()
+            await within(WAIT_S, playing, "the worker to hear of the end")
+
+    run(test)
+
+
+def test_a_broken_generator_ends_the_run(processes: Processes, model: str) -> None:
+    async def test() -> None:
+        async with system(processes, model, RolloutSettings(concurrent_groups=2, group_size=2)) as s:
+            await s.generator.break_down.call_one("no weights")
+            with pytest.raises(ActorError, match="no weights"):
+                await within(WAIT_S, s.workers.run.call(), "the run to fail")
+
+    run(test)
+
+
+def test_evaluation_is_greedy_on_held_out_items_and_beside_training(processes: Processes, model: str) -> None:
+    async def test() -> None:
+        async with system(processes, model, RolloutSettings(concurrent_groups=2, group_size=2, seed=5)) as s:
+            playing = asyncio.ensure_future(s.workers.run.call())
+            evaluation = await s.workers.evaluate.call_one(list(range(20)))
+            held_out, tokenizer = TaskSource(SUMS, "held_out"), Tokenizer(model)
+            calls = [call for call in await s.generator.calls.call_one() if call[1].temperature == 0]
+            prompts = {tokenizer.decode(prompt) for prompt, _, _ in calls}
+            assert prompts == {held_out.item(i).prompt for i in range(20)}
+            assert all(sampling.seed is None for _, sampling, _ in calls)
+            assert evaluation.rewards.shape == (20,) and not evaluation.failed
+            assert evaluation.accuracy == (evaluation.rewards == 1).mean()
+            await s.workers.close.call()
+            await within(WAIT_S, playing, "close to end the run")
+
+    run(test)
+
+
+def test_close_while_the_generators_are_silent(processes: Processes, model: str) -> None:
+    async def test() -> None:
+        async with system(processes, model, RolloutSettings(concurrent_groups=2, group_size=2)) as s:
+            await s.generator.hold.call_one(True)
+            playing = asyncio.ensure_future(s.workers.run.call())
+            while len(await s.generator.calls.call_one()) < 4:
+                assert not playing.done()
+            stats = await s.workers.stats.call_one()
+            assert (stats.groups_playing, stats.groups_waiting) == (2, 0)
+            await s.buffer.close.call_one()
+            await within(WAIT_S, s.workers.close.call(), "close")
+            await within(WAIT_S, playing, "close to end the run")
+
+    run(test)
+
+
+def test_sigkill_of_a_worker_leaves_no_scorer(model: str) -> None:
+    async def test() -> None:
+        settings = RolloutSettings(concurrent_groups=1, group_size=2)
+        host = this_host()
+        shared = host.spawn_procs(per_host={"p": 1}, name="shared")
+        mesh = host.spawn_procs(per_host={"worker": 1}, name="killed")
+        try:
+            buffer = shared.spawn("buffer", Buffer, 1, 0)
+            generator = shared.spawn("generator", StandInGenerator, Tokenizer(model).stop_token_ids[0])
+            worker = mesh.spawn("workers", TouchyWorker, settings, SUMS, model)
+            await within(WAIT_S, worker.setup.call_one(buffer, Handle(generator)), "the worker to set up")
+            pid = await worker.process_id.call_one()
+            await within(WAIT_S, worker.evaluate.call_one([0, 1, 2, 3, 4, 5]), "an evaluation")
+            children = [int(child) for child in _children(pid)]
+            assert children
+            os.kill(pid, signal.SIGKILL)
+            for child in children:
+                await asyncio.to_thread(wait_until_dead, child, 10)
+        finally:
+            await within(30, mesh.stop(), "the workers to stop")
+            await within(30, shared.stop(), "buffer and generator to stop")
+
+    run(test)
+
+
+def _children(pid: int) -> list[str]:
+    found: list[str] = []
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        with open(f"/proc/{pid}/task/{thread}/children") as file:
+            found += file.read().split()
+    return found

@@ -1,0 +1,78 @@
+"""Starting a script as a user would, and finding every process it brought up."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+SCRIPT = Path(__file__).with_name("script.py")
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+START_S = 120.0
+"""Shared cores: a start takes a few seconds when nothing else runs."""
+
+
+class Launched:
+    """A command in a session of its own. All processes below it carry a mark in their environment."""
+
+    def __init__(self, command: Sequence[str], log: Path) -> None:
+        self._mark = uuid.uuid4().hex
+        self._log = log
+        environment = {**os.environ, "MONARCH_RL_TEST": self._mark, "OMP_NUM_THREADS": "1"}
+        with log.open("w") as output:
+            self.process = subprocess.Popen(
+                command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def left(self) -> list[str]:
+        """The processes that still run."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.status() != psutil.STATUS_ZOMBIE and process.environ().get("MONARCH_RL_TEST") == self._mark:
+                    found.append(f"{process.pid} {' '.join(process.cmdline())}")
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+        return found
+
+    def wait(self, seconds: float = START_S) -> int:
+        """The exit code."""
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {seconds} s\n{self.output()}") from None
+
+    def wait_for(self, file: Path) -> str:
+        """The text of ``file`` once it is there."""
+        deadline = time.monotonic() + START_S
+        while not file.exists() or not file.read_text():
+            assert self.process.poll() is None, f"ended early\n{self.output()}"
+            assert time.monotonic() < deadline, f"no {file.name} after {START_S} s\n{self.output()}"
+            time.sleep(0.05)
+        return file.read_text()
+
+    def assert_gone(self, seconds: float) -> None:
+        """No process may be left after ``seconds``."""
+        deadline = time.monotonic() + seconds
+        while left := self.left():
+            assert time.monotonic() < deadline, f"left after {seconds} s: {left}\n{self.output()}"
+            time.sleep(0.1)
+
+    def output(self) -> str:
+        """What the command wrote so far."""
+        return self._log.read_text()
+
+    def kill(self) -> None:
+        """End whatever is left; for the end of a test."""
+        for line in self.left():
+            try:
+                psutil.Process(int(line.split()[0])).kill()
+            except psutil.NoSuchProcess:
+                continue
+        self.process.wait(10)

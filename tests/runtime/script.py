@@ -1,0 +1,87 @@
+"""A small run, started by the tests under python and torchrun: ``script.py MODE FOLDER``.
+
+``work`` all-reduces over a mesh of all slots (at most 2 a host) and writes what the processes saw to FOLDER/report.
+``wait`` and ``raise`` start processes, and processes below those, write FOLDER/ready, and then sleep or raise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from monarch.actor import Actor, concurrent_endpoint
+
+from monarch_rl.runtime.cluster import Cluster, init_torch_distributed_env, launch
+from monarch_rl.runtime.deadlines import within
+
+DEADLINE_S = 60.0
+
+
+class Member(Actor):
+    @concurrent_endpoint
+    async def see(self) -> dict[str, Any]:
+        return dict(os.environ)
+
+    @concurrent_endpoint
+    async def all_reduce(self) -> float:
+        import torch
+        import torch.distributed as dist
+
+        await asyncio.to_thread(dist.init_process_group, "gloo")
+        total = torch.tensor([float(dist.get_rank() + 1)])
+        dist.all_reduce(total)
+        dist.destroy_process_group()
+        return float(total.item())
+
+    @concurrent_endpoint
+    async def start_child(self) -> int:
+        # The worst kind: in a session of its own, with no eye on its parent.
+        return subprocess.Popen(["sleep", "600"], start_new_session=True).pid
+
+
+async def work(cluster: Cluster, folder: Path) -> None:
+    trainer = cluster.spawn("trainer", cluster.num_hosts * min(2, cluster.slots_per_host), first_slot=0)
+    buffer = cluster.spawn("buffer", 1, env={"ROLE": "buffer"})
+    report = {}
+    for name, mesh in (("trainer", trainer), ("buffer", buffer)):
+        await init_torch_distributed_env(mesh)
+        members = mesh.spawn("members", Member)
+        seen = await within(DEADLINE_S, members.see.call(), f"the processes of {name}")
+        sums = await within(DEADLINE_S, members.all_reduce.call(), f"the all-reduce of {name}")
+        report[name] = {
+            "extent": dict(zip(mesh.extent.labels, mesh.extent.sizes, strict=True)),
+            "environments": list(seen.values()),
+            "sums": list(sums.values()),
+        }
+    (folder / "report").write_text(json.dumps(report))
+
+
+async def linger(cluster: Cluster, folder: Path, mode: str) -> None:
+    members = cluster.spawn("members", 2, first_slot=0).spawn("members", Member)
+    await within(DEADLINE_S, members.start_child.call(), "the children")
+    (folder / "ready").write_text(str(os.getpid()))
+    if mode == "raise":
+        raise RuntimeError("this run fails")
+    try:
+        await asyncio.sleep(600)
+    finally:
+        await asyncio.sleep(0.01)
+        (folder / "tidied").touch()
+
+
+def main() -> None:
+    logging.basicConfig(level="INFO")
+    mode, folder = sys.argv[1], Path(sys.argv[2])
+    with launch() as cluster:
+        if cluster is not None:
+            asyncio.run(work(cluster, folder) if mode == "work" else linger(cluster, folder, mode))
+
+
+if __name__ == "__main__":
+    main()

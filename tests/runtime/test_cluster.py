@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+from monarch.actor import Actor, concurrent_endpoint
+
+from monarch_rl.runtime.cluster import (
+    Cluster,
+    Devices,
+    TooFewDevices,
+    host_address,
+    init_torch_distributed_env,
+    launch,
+)
+from monarch_rl.runtime.deadlines import within
+
+DEADLINE_S = 60.0
+
+
+class Member(Actor):
+    @concurrent_endpoint
+    async def see(self) -> dict[str, str]:
+        return {**os.environ, "host_address": host_address()}
+
+    @concurrent_endpoint
+    async def all_reduce(self) -> float:
+        import torch
+        import torch.distributed as dist
+
+        await asyncio.to_thread(dist.init_process_group, "gloo")
+        total = torch.tensor([float(dist.get_rank() + 1)])
+        dist.all_reduce(total)
+        dist.destroy_process_group()
+        return float(total.item())
+
+    @concurrent_endpoint
+    async def die(self) -> None:
+        os._exit(3)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with launch() as launched:
+        assert launched is not None
+        yield launched
+
+
+def test_all_reduce_over_a_mesh(cluster: Cluster) -> None:
+    async def run() -> list[float]:
+        mesh = cluster.spawn("trainer", 2, first_slot=0)
+        assert dict(zip(mesh.extent.labels, mesh.extent.sizes, strict=True)) == {"hosts": 1, "gpus": 2}
+        await init_torch_distributed_env(mesh)
+        members = mesh.spawn("members", Member)
+        return list((await within(DEADLINE_S, members.all_reduce.call(), "the all-reduce")).values())
+
+    assert asyncio.run(run()) == [3.0, 3.0]
+
+
+def test_what_a_process_sees(cluster: Cluster) -> None:
+    async def run() -> dict[str, str]:
+        members = cluster.spawn("buffer", 1, env={"MKL_NUM_THREADS": "3", "OWN": "value"}).spawn("members", Member)
+        return await within(DEADLINE_S, members.see.call_one(), "the environment")
+
+    seen = asyncio.run(run())
+    assert seen["CUDA_VISIBLE_DEVICES"] == ""
+    assert seen["OMP_NUM_THREADS"] == os.environ.get("OMP_NUM_THREADS", "1")
+    assert (seen["MKL_NUM_THREADS"], seen["OWN"]) == ("3", "value")
+    assert seen["host_address"] == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("processes", "first_slot", "slots_per_process", "seen"),
+    [(2, 0, 1, ["4", "5"]), (1, 3, 1, ["7"]), (2, 0, 2, ["4,5", "6,7"]), (1, None, 1, [""])],
+)
+def test_each_process_sees_its_own_gpus(
+    cluster: Cluster, processes: int, first_slot: int | None, slots_per_process: int, seen: list[str]
+) -> None:
+    """The variables do not need a GPU: this says what a machine with GPUs 4 to 7 would set."""
+    gpus = Cluster(cluster.hosts, Devices("cuda", 1, 4), _device_names=(("4", "5", "6", "7"),))
+
+    async def run() -> list[dict[str, str]]:
+        mesh = gpus.spawn("gpus", processes, first_slot=first_slot, slots_per_process=slots_per_process)
+        await init_torch_distributed_env(mesh)
+        members = mesh.spawn("members", Member)
+        found = list((await within(DEADLINE_S, members.see.call(), "the environments")).values())
+        await within(DEADLINE_S, mesh.stop(), "the mesh to stop")
+        return found
+
+    environments = asyncio.run(run())
+    assert [environment["CUDA_VISIBLE_DEVICES"] for environment in environments] == seen
+    assert [environment["RANK"] for environment in environments] == [str(rank) for rank in range(processes)]
+    assert {environment["LOCAL_RANK"] for environment in environments} == {"0"}, "the only device it sees is number 0"
+
+
+def test_a_mesh_that_does_not_fit_is_refused(cluster: Cluster) -> None:
+    with pytest.raises(TooFewDevices, match="trainer takes slots"):
+        cluster.spawn("trainer", 2, first_slot=cluster.devices.total - 1)
+    two_hosts = Cluster(cluster.hosts, Devices("cuda", 2, 4))
+    with pytest.raises(ValueError, match="neither lie within one host nor fill whole hosts of 4 slots"):
+        two_hosts.spawn("trainer", 4, first_slot=2)
+    with pytest.raises(ValueError, match="neither lie within one host nor fill whole hosts"):
+        two_hosts.spawn("trainer", 6, first_slot=0)
+
+
+def test_a_lost_process_is_a_fault_and_the_controller_lives(cluster: Cluster) -> None:
+    async def run() -> None:
+        members = cluster.spawn("short", 1).spawn("members", Member)
+        since = time.monotonic()
+        with pytest.raises(RuntimeError, match="exited with non-zero code 3"):
+            await within(DEADLINE_S, members.die.call_one(), "the end of a process")
+        assert time.monotonic() - since < 8, "Monarch polls at its default of 10 s: was it imported first?"
+
+    before = len(cluster.faults)
+    asyncio.run(run())
+    deadline = time.monotonic() + 10
+    while len(cluster.faults) == before:
+        assert time.monotonic() < deadline, "the fault hook was not called"
+        time.sleep(0.05)
+
+
+def test_launch_is_refused_in_an_event_loop() -> None:
+    async def run() -> None:
+        with launch():
+            pass
+
+    with pytest.raises(RuntimeError, match="outside asyncio"):
+        asyncio.run(run())

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from monarch_rl.runtime import devices as module
+from monarch_rl.runtime.devices import Devices, TooFewDevices, devices, launched_by_torchrun
+from monarch_rl.runtime.torchrun import Rank, clean
+
+TORCHRUN = {
+    "RANK": "3",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "4",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "1",
+    "TORCHELASTIC_RUN_ID": "x",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}
+
+
+@pytest.fixture
+def torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "visible_devices", lambda: [])
+
+
+def test_plain_python_on_a_cpu(no_gpu: None) -> None:
+    assert not launched_by_torchrun()
+    assert devices() == Devices("cpu", 1, 4 * (os.cpu_count() or 1))
+
+
+def test_torchrun_on_a_cpu(torchrun: None, no_gpu: None) -> None:
+    assert launched_by_torchrun()
+    assert devices() == Devices("cpu", 2, 2)
+
+
+def test_gpus_count_whatever_nproc_per_node_says(torchrun: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "visible_devices", lambda: ["4", "5", "6", "7"])
+    assert devices() == Devices("cuda", 2, 4)
+
+
+def test_enough_devices_pass() -> None:
+    Devices("cuda", 2, 4).check(8)
+
+
+@pytest.mark.parametrize(
+    ("offered", "advice"),
+    [
+        (Devices("cuda", 1, 8), "torchrun --nnodes=2"),
+        (Devices("cpu", 1, 8), "torchrun --nproc-per-node=12"),
+    ],
+)
+def test_too_few_devices_say_what_to_do(offered: Devices, advice: str) -> None:
+    with pytest.raises(TooFewDevices) as caught:
+        offered.check(12, "8 trainer ranks + 4 generator replicas")
+    message = str(caught.value)
+    assert "12 ranks" in message and "8 trainer ranks + 4 generator replicas" in message
+    assert "offers 8" in message and advice in message and "at most 8 ranks" in message
+
+
+def test_too_few_devices_under_torchrun(torchrun: None) -> None:
+    with pytest.raises(TooFewDevices, match=r"2 hosts with 2 CPU ranks each.*--nproc-per-node=3"):
+        Devices("cpu", 2, 2).check(5)
+
+
+def test_the_rank_is_read_from_torchruns_variables(torchrun: None) -> None:
+    place = Rank.from_environment()
+    assert (place.rank, place.local_rank, place.node, place.nodes) == (3, 1, 1, 2)
+
+
+def test_nothing_of_torchrun_reaches_a_mesh() -> None:
+    assert clean({**TORCHRUN, "HOME": "/root", "RANKED": "1"}) == {"HOME": "/root", "RANKED": "1"}

@@ -1,0 +1,124 @@
+"""The same script under python, torchrun and two torchrun agents, and every way it can end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from monarch_rl.runtime.network import free_port
+from tests.runtime.conftest import Start
+from tests.runtime.launched import SCRIPT, TORCHRUN
+
+GONE_S = 12.0
+"""Seconds for all processes to be gone: two or three when the cores are free."""
+
+
+def python(mode: str, folder: Path) -> list[str]:
+    return [sys.executable, str(SCRIPT), mode, str(folder)]
+
+
+def torchrun(mode: str, folder: Path) -> list[str]:
+    return [*TORCHRUN, "--nproc-per-node=2", str(SCRIPT), mode, str(folder)]
+
+
+def agent(mode: str, folder: Path, port: int) -> list[str]:
+    """One of two agents that play two machines with one rank each."""
+    job = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--local-addr=127.0.0.1"]
+    return [*TORCHRUN, *job, f"--rdzv-endpoint=127.0.0.1:{port}", str(SCRIPT), mode, str(folder)]
+
+
+def check_report(folder: Path, hosts: int, processes: int) -> None:
+    report: dict[str, Any] = json.loads((folder / "report").read_text())
+    trainer, buffer = report["trainer"], report["buffer"]
+    assert trainer["extent"] == {"hosts": hosts, "gpus": processes // hosts}
+    assert trainer["sums"] == [processes * (processes + 1) / 2] * processes
+    assert [seen["RANK"] for seen in trainer["environments"]] == [str(rank) for rank in range(processes)]
+    assert buffer["sums"] == [1.0] and buffer["environments"][0]["ROLE"] == "buffer"
+    for seen in trainer["environments"] + buffer["environments"]:
+        assert seen["MASTER_ADDR"] == "127.0.0.1"
+        assert not [name for name in seen if name.startswith("TORCHELASTIC_")]
+
+
+@pytest.mark.parametrize("command", [python, torchrun])
+def test_work_on_one_node(start: Start, tmp_path: Path, command: Any) -> None:
+    run = start(command("work", tmp_path))
+    assert run.wait() == 0, run.output()
+    check_report(tmp_path, hosts=1, processes=2)
+    run.assert_gone(GONE_S)
+
+
+def test_work_on_two_nodes(start: Start, tmp_path: Path) -> None:
+    port = free_port()
+    agents = [start(agent("work", tmp_path, port)) for _ in range(2)]
+    for run in agents:
+        assert run.wait() == 0, run.output()
+    check_report(tmp_path, hosts=2, processes=2)
+    for run in agents:
+        run.assert_gone(GONE_S)
+
+
+@pytest.mark.parametrize(
+    ("number", "to_group", "code"),
+    [
+        (signal.SIGINT, True, 130),  # Ctrl-C in a terminal
+        (signal.SIGINT, False, 130),
+        (signal.SIGTERM, False, 143),
+        (signal.SIGKILL, False, -9),
+    ],
+)
+def test_a_signal_leaves_no_process(
+    start: Start, tmp_path: Path, number: signal.Signals, to_group: bool, code: int
+) -> None:
+    run = start(python("wait", tmp_path))
+    controller = int(run.wait_for(tmp_path / "ready"))
+    assert len(run.left()) == 6, "controller, host, two processes with a child each"
+    (os.killpg if to_group else os.kill)(controller, number)
+    assert run.wait(GONE_S) == code, run.output()
+    run.assert_gone(GONE_S)
+    assert (tmp_path / "tidied").exists() == (number != signal.SIGKILL), "finally blocks run unless killed"
+
+
+def test_a_second_signal_ends_at_once(start: Start, tmp_path: Path) -> None:
+    run = start(python("wait", tmp_path))
+    controller = int(run.wait_for(tmp_path / "ready"))
+    os.kill(controller, signal.SIGINT)
+    os.kill(controller, signal.SIGTERM)
+    assert run.wait(GONE_S) in (130, 143), run.output()
+    run.assert_gone(GONE_S)
+
+
+@pytest.mark.parametrize("command", [python, torchrun])
+def test_an_exception_leaves_no_process(start: Start, tmp_path: Path, command: Any) -> None:
+    run = start(command("raise", tmp_path))
+    assert run.wait() == 1, run.output()
+    assert "this run fails" in run.output()
+    run.assert_gone(GONE_S)
+
+
+@pytest.mark.parametrize(
+    ("target", "number"),
+    [("agent", signal.SIGTERM), ("agent", signal.SIGKILL), ("controller", signal.SIGKILL)],
+)
+def test_a_signal_under_torchrun_leaves_no_process(
+    start: Start, tmp_path: Path, target: str, number: signal.Signals
+) -> None:
+    run = start(torchrun("wait", tmp_path))
+    controller = int(run.wait_for(tmp_path / "ready"))
+    os.kill(controller if target == "controller" else run.process.pid, number)
+    assert run.wait(GONE_S) != 0, run.output()
+    run.assert_gone(GONE_S)
+
+
+def test_a_lost_controller_ends_the_other_node(start: Start, tmp_path: Path) -> None:
+    port = free_port()
+    agents = [start(agent("wait", tmp_path, port)) for _ in range(2)]
+    os.kill(int(agents[0].wait_for(tmp_path / "ready")), signal.SIGKILL)
+    for run in agents:
+        assert run.wait(3 * GONE_S) != 0, run.output()
+        run.assert_gone(GONE_S)
