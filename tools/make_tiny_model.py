@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import shutil
-import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
@@ -163,4 +162,4 @@ def main(settings: Settings) -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    sys.exit(main(tyro.cli(Settings, description=__doc__)))
+    main(tyro.cli(Settings, description=__doc__))

@@ -2,3 +2,5 @@
 
 Start reading in `recipes/grpo.py`, then `monarch_rl.pipeline`. Importing this package loads nothing heavy.
 """
+
+import monarch_rl.runtime  # noqa: F401  (sets what Monarch reads when it is imported, so it comes first)

@@ -46,7 +46,8 @@ def test_a_group_of_equal_rewards_teaches_nothing() -> None:
 @given(SEEDS, TOKENS)
 def test_clipped_ratio(seed: int, n: int) -> None:
     new, old, advantage = logprobs(seed, n)
-    found = losses.clipped_ratio(*map(torch.from_numpy, (new, old, advantage)), 0.2, 0.28).numpy()
+    tensors = torch.from_numpy(new), torch.from_numpy(old), torch.from_numpy(advantage)
+    found = losses.clipped_ratio(*tensors, clip_low=0.2, clip_high=0.28).numpy()
     ratio = np.exp(new - old)
     expected = -np.minimum(ratio * advantage, np.clip(ratio, 0.8, 1.28) * advantage)
     np.testing.assert_allclose(found, expected, rtol=1e-9)
@@ -92,7 +93,7 @@ def test_finite_tokens() -> None:
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=20), st.integers(50, 100))
 def test_token_weights(lengths: list[int], max_tokens: int) -> None:
     total, episodes = sum(lengths), len(lengths)
-    expected = {
+    expected: dict[aggregation.Aggregation, list[float]] = {
         "token_mean": [1 / total] * episodes,
         "sequence_mean": [1 / (length * episodes) for length in lengths],
         "constant": [1 / (max_tokens * episodes)] * episodes,

@@ -61,9 +61,7 @@ class System:
     version: int
 
     @classmethod
-    async def start(
-        cls, cluster: Cluster, model: Path, generators: list[Any], lr: float, version: int = 0
-    ) -> System:
+    async def start(cls, cluster: Cluster, model: Path, generators: list[Any], lr: float, version: int = 0) -> System:
         """A fresh trainer on slots 0 and 1, whose weights are published as ``version`` to running generators."""
         buffer = cluster.spawn("buffer", 1).spawn("buffer", Buffer, GROUPS, 1, version)
         plan = TrainerPlan(model, TrainerSettings(lr=lr), 100, 1.0, NEW_TOKENS, 60.0)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
 
 import pytest
 import torch
@@ -59,7 +61,8 @@ def receive(
         for version in versions:
             receiver.receive(version, staging)
             equal = [
-                torch.equal(spec.view(staging), value) for spec, value in zip(plan.tensors, values(version), strict=True)
+                torch.equal(spec.view(staging), value)
+                for spec, value in zip(plan.tensors, values(version), strict=True)
             ]
             pipe.send(all(equal))
     except (TransferError, RuntimeError) as error:
@@ -71,8 +74,9 @@ class Processes:
 
     def __init__(self, sent: list[int], expected: list[int], settings: TransferSettings = SETTINGS) -> None:
         context = multiprocessing.get_context("spawn")
-        self.senders, self.receivers = [], []
-        self.processes = []
+        self.senders: list[Connection] = []
+        self.receivers: list[Connection] = []
+        self.processes: list[BaseProcess] = []
         for rank in range(2):
             here, there = context.Pipe()
             self.processes.append(context.Process(target=send, args=(rank, there, settings, sent), daemon=True))
@@ -87,7 +91,7 @@ class Processes:
             self.receivers.append(here)
 
     @staticmethod
-    def answer(pipe: Connection) -> object:
+    def answer(pipe: Connection) -> Any:
         assert pipe.poll(JOIN_S), "a process did not answer"
         return pipe.recv()
 
@@ -109,7 +113,7 @@ def test_versions_arrive_whole_at_every_receiver() -> None:
 def test_another_version_than_expected_is_refused() -> None:
     with Processes([5], [4]) as running:
         for index, pipe in enumerate(running.receivers):
-            message, _ = running.answer(pipe)  # type: ignore[misc]
+            message, _ = running.answer(pipe)
             assert f"generator rank {index} could not receive version 4 from trainer rank 0" in message
             assert "sent [version, bytes] [5, " in message
 
@@ -121,7 +125,7 @@ def test_a_killed_sender_is_an_error_within_the_deadline() -> None:
         running.processes[1].kill()
         running.senders[0].send("end")
         for pipe in running.receivers:
-            message, seconds = running.answer(pipe)  # type: ignore[misc]
+            message, seconds = running.answer(pipe)
             assert "could not receive version 2 from trainer rank" in message
             assert seconds < 15
 

@@ -89,9 +89,7 @@ def _per_token(per_episode: torch.Tensor, counts: torch.Tensor, device: torch.de
     return per_episode.to(device).repeat_interleave(counts)
 
 
-def pack_shard(
-    shard: BatchShard, loss: LossSettings, max_new_tokens: int, device: torch.device
-) -> list[MicroBatch]:
+def pack_shard(shard: BatchShard, loss: LossSettings, max_new_tokens: int, device: torch.device) -> list[MicroBatch]:
     """The micro-batches of one trainer rank, with the advantages and weights of the whole batch.
 
     Args:

@@ -66,9 +66,9 @@ class Policy:
         dims.build_mesh()
         self.model = ShardedModel(folder, settings, dims, self.device)
         self.module = self.model.module.train()
-        self.optimizers = default_adamw(
-            lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay
-        ).build(model_parts=[self.module])
+        self.optimizers = default_adamw(lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay).build(
+            model_parts=[self.module]
+        )
         self.schedulers = LRSchedulersContainer.Config(
             warmup_steps=settings.lr_warmup_steps,
             decay_ratio=settings.lr_decay_ratio,
@@ -126,7 +126,8 @@ class Policy:
         values = torch.stack([totals[name].to(torch.float32) for name in names])
         dist.all_reduce(values)
         sums = dict(zip(names, values.tolist(), strict=True))
-        metrics = {name: sums.pop(name) for name in ("loss", "tokens", "masked_nonfinite") if name in sums}
+        plain = [name for name in ("loss", "tokens", "masked_nonfinite") if name in sums]
+        metrics: dict[str, float] = {name: sums.pop(name) for name in plain}
         if "on_policy_tokens" in sums:
             count = sums.pop("on_policy_tokens")
             metrics["on_policy_share"] = count / max(metrics["tokens"], 1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,7 @@ class _Group:
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
-            self._group: dist.ProcessGroup = dist.ProcessGroupNCCL(prefixed, rank, size, options)
+            self._group: Any = dist.ProcessGroupNCCL(prefixed, rank, size, options)
         else:
             self._group = dist.ProcessGroupGloo(prefixed, rank, size, timeout)
         self._options = dist.BroadcastOptions()

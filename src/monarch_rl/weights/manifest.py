@@ -87,9 +87,7 @@ def make_manifest(
     """
     specs, nbytes = lay_out(tensors)
     index = {spec.name: i for i, spec in enumerate(specs)}
-    shards = tuple(
-        tuple(Shard(index[name], start, numel) for name, start, numel in runs if numel) for runs in owned
-    )
+    shards = tuple(tuple(Shard(index[name], start, numel) for name, start, numel in runs if numel) for runs in owned)
     for i, spec in enumerate(specs):
         runs = sorted((s.start, s.numel) for rank in shards for s in rank if s.tensor == i)
         end = 0

@@ -89,8 +89,7 @@ def encode_specs(specs: tuple[TensorSpec, ...]) -> bytes:
 def decode_specs(data: bytes) -> tuple[TensorSpec, ...]:
     """Read :func:`encode_specs`."""
     return tuple(
-        TensorSpec(name, tuple(shape), getattr(torch, dtype), offset)
-        for name, shape, dtype, offset in json.loads(data)
+        TensorSpec(name, tuple(shape), getattr(torch, dtype), offset) for name, shape, dtype, offset in json.loads(data)
     )
 
 

@@ -1,0 +1,61 @@
+"""Engines take 10 to 25 s to start: a module starts one. A process can hold only one at a time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from monarch_rl.generator.engine import Engine
+from monarch_rl.generator.settings import GeneratorSettings
+from tests.generator.helpers import LoopThread, make_model
+
+# Before Monarch is first used: how often it looks for dead processes.
+os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY", "1s")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+SETTINGS = GeneratorSettings(max_running_requests=16, max_total_tokens=8192)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of tiny models with random weights: qwen3, moe, llama (tied)."""
+    root = tmp_path_factory.mktemp("models")
+    return {kind: make_model(root / kind, kind) for kind in ("qwen3", "moe", "llama")}
+
+
+@pytest.fixture(scope="session")
+def run() -> Iterator[LoopThread]:
+    """Runs a coroutine on the loop that all engines and actors of these tests share."""
+    thread = LoopThread()
+    yield thread
+    thread.close()
+
+
+@pytest.fixture(scope="module")
+def engine(models: dict[str, Path], run: LoopThread) -> Iterator[Engine]:
+    """A dense Qwen3. Tests that commit say so by their own versions, ever higher; see ``engine.version``."""
+    engine = run(Engine.start(str(models["qwen3"]), SETTINGS))
+    yield engine
+    run(engine.shutdown())
+
+
+@pytest.fixture(scope="module")
+def moe_engine(models: dict[str, Path], run: LoopThread) -> Iterator[Engine]:
+    """A Qwen3 mixture of experts that returns its routes and takes LoRA adapters."""
+    engine = run(
+        Engine.start(
+            str(models["moe"]),
+            SETTINGS,
+            enable_return_routed_experts=True,
+            enable_lora=True,
+            max_lora_rank=4,
+            max_loras_per_batch=2,
+            lora_target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+            lora_backend="torch_native",
+        )
+    )
+    yield engine
+    run(engine.shutdown())

@@ -1,0 +1,199 @@
+"""Tiny models with random weights, an event loop on a thread, and what tests do with weights and processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import psutil
+import torch
+from safetensors.torch import load_file, save_file
+
+from monarch_rl.episode import Completion
+from monarch_rl.weights.checksum import tensor_checksum
+from monarch_rl.weights.manifest import Manifest, make_manifest
+from monarch_rl.weights.staging import Staging
+
+T = TypeVar("T")
+
+VOCABULARY, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 500, 64, 4, 2, 16, 2
+"""500 is no multiple of 64, to which SGLang pads the vocabulary."""
+LOGPROB_BOUND = 2e-5
+"""Engine against transformers, float32, natural log: the largest seen on these models is 5.3e-6."""
+SETTLE_S = 20.0
+"""How long a test waits for the end of a process that is sure to come."""
+
+
+def make_model(folder: Path, kind: str) -> Path:
+    """Write a Hugging Face folder by hand: no transformers in the tests' own process. ``kind``: qwen3, moe, llama."""
+    folder.mkdir(parents=True)
+    config: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 2 * HIDDEN,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "max_position_embeddings": 1024,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "torch_dtype": "float32",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "tie_word_embeddings": kind == "llama",
+    }
+    architecture, model_type = {
+        "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+        "moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
+        "llama": ("LlamaForCausalLM", "llama"),
+    }[kind]
+    config |= {"architectures": [architecture], "model_type": model_type}
+    if kind == "moe":
+        config |= {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(random_weights(kind), folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def random_weights(kind: str, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Every Hugging Face tensor of a tiny model, float32."""
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN)}
+    for layer in range(LAYERS):
+        block = f"model.layers.{layer}."
+        shapes |= {
+            block + "self_attn.q_proj.weight": (HEADS * HEAD_DIM, HIDDEN),
+            block + "self_attn.k_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
+            block + "self_attn.v_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
+            block + "self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD_DIM),
+            block + "input_layernorm.weight": (HIDDEN,),
+            block + "post_attention_layernorm.weight": (HIDDEN,),
+        }
+        if kind != "llama":
+            shapes |= {block + f"self_attn.{x}_norm.weight": (HEAD_DIM,) for x in "qk"}
+        prefixes, width = [block + "mlp."], 2 * HIDDEN
+        if kind == "moe":
+            shapes[block + "mlp.gate.weight"] = (4, HIDDEN)
+            prefixes, width = [block + f"mlp.experts.{e}." for e in range(4)], 32
+        for prefix in prefixes:
+            shapes |= {prefix + f"{x}_proj.weight": (width, HIDDEN) for x in ("gate", "up")}
+            shapes[prefix + "down_proj.weight"] = (HIDDEN, width)
+    shapes["model.norm.weight"] = (HIDDEN,)
+    if kind != "llama":
+        shapes["lm_head.weight"] = (VOCABULARY, HIDDEN)
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: 1 + 0.1 * torch.randn(shape, generator=generator)
+        if "norm" in name
+        else 0.2 * torch.randn(shape, generator=generator)
+        for name, shape in shapes.items()
+    }
+
+
+def manifest_of(weights: dict[str, torch.Tensor]) -> Manifest:
+    """One sender owns everything."""
+    return make_manifest(
+        [(name, tuple(x.shape), x.dtype) for name, x in weights.items()],
+        [[(name, 0, x.numel()) for name, x in weights.items()]],
+    )
+
+
+def checksums_of(weights: dict[str, torch.Tensor]) -> dict[str, int]:
+    return {name: int(tensor_checksum(x)) for name, x in weights.items()}
+
+
+def fill(staging: Staging, weights: dict[str, torch.Tensor]) -> None:
+    """What a transport does."""
+    for i, name in enumerate(staging.manifest.names):
+        staging.view(i).copy_(weights[name])
+
+
+def next_version(weights: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
+    """The weights after an imaginary step: every element a little different."""
+    generator = torch.Generator().manual_seed(seed)
+    return {name: x * (1 + 0.05 * torch.randn(x.shape, generator=generator)) for name, x in weights.items()}
+
+
+def weights_in(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def reference_logprobs(
+    folder: Path, completions: Sequence[tuple[list[int], Completion]], weights: dict[str, torch.Tensor] | None = None
+) -> list[np.ndarray]:
+    """transformers' float32 log-probs of drawn tokens, from a process that never imported SGLang.
+
+    ``weights`` stand in for those in ``folder`` if given.
+    """
+    if weights is not None:
+        changed = Path(tempfile.mkdtemp(dir=folder.parent)) / folder.name
+        shutil.copytree(folder, changed)
+        save_file(weights, changed / "model.safetensors", metadata={"format": "pt"})
+        folder = changed
+    program = Path(__file__).with_name("transformers_logprobs.py")
+    request = json.dumps([[prompt, completion.token_ids.tolist()] for prompt, completion in completions])
+    answer = subprocess.run(
+        [sys.executable, str(program), str(folder)], input=request, capture_output=True, text=True, timeout=120
+    )
+    assert answer.returncode == 0, answer.stderr[-2000:]
+    return [np.asarray(row, np.float32) for row in json.loads(answer.stdout)]
+
+
+class LoopThread:
+    """An event loop on a thread of its own: engines belong to one loop, and no signal handler is touched there."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def __call__(self, awaitable: Awaitable[T], timeout: float = 120.0) -> T:
+        async def bounded() -> T:
+            return await asyncio.wait_for(awaitable, timeout)
+
+        return asyncio.run_coroutine_threadsafe(bounded(), self.loop).result(timeout + 10)
+
+    def close(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(10)
+
+
+def wait_until(condition: Callable[[], bool], what: str, timeout: float = SETTLE_S) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout} s: {what}"
+        time.sleep(0.02)
+
+
+async def until(condition: Callable[[], Awaitable[bool]], what: str, timeout: float = SETTLE_S) -> None:
+    deadline = time.monotonic() + timeout
+    while not await condition():
+        assert time.monotonic() < deadline, f"not within {timeout} s: {what}"
+        await asyncio.sleep(0.02)
+
+
+def gone(pid: int) -> bool:
+    """Ended; a zombie counts as ended."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True

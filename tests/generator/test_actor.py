@@ -1,0 +1,189 @@
+"""Two replicas as Monarch actors in processes of their own, new weights by the collective, and their ends.
+
+The model is a tied Llama: its output layer is its embedding, sent once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from monarch_rl.episode import Completion, Sampling
+from monarch_rl.generator.router import Router
+from monarch_rl.weights.collective import CollectiveSender
+from monarch_rl.weights.transport import TransferSettings
+from tests.generator.conftest import SETTINGS
+from tests.generator.helpers import (
+    LOGPROB_BOUND,
+    LoopThread,
+    checksums_of,
+    gone,
+    manifest_of,
+    next_version,
+    reference_logprobs,
+    wait_until,
+    weights_in,
+)
+
+TRANSFER = TransferSettings(bucket_mib=1, deadline_s=30)
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Replicas:
+    """Two generators and the sender that stands in for a trainer of one rank."""
+
+    meshes: list[Any]
+    actors: list[Any]
+    sender: CollectiveSender
+    base: dict[str, torch.Tensor]
+    setup_seconds: list[float]
+
+    async def publish(self, version: int, weights: dict[str, torch.Tensor]) -> list[Any]:
+        """Transfer while decoding goes on, then commit; returns the reports."""
+        snapshot = torch.cat([x.reshape(-1).view(torch.uint8) for x in weights.values()])
+        await asyncio.gather(
+            asyncio.to_thread(self.sender.send, version, snapshot),
+            *[wait(actor.receive.call_one(version)) for actor in self.actors],
+        )
+        checksums = checksums_of(weights)
+        return await asyncio.gather(*[wait(actor.commit.call_one(version, checksums)) for actor in self.actors])
+
+
+async def wait(future: Any) -> Any:
+    return await future
+
+
+@pytest.fixture(scope="module")
+def replicas(models: dict[str, Path], run: LoopThread) -> Iterator[Replicas]:
+    import monarch.actor
+    from monarch.actor import this_host
+
+    from monarch_rl.generator.actor import Generator
+
+    monarch.actor.unhandled_fault_hook = lambda failure: None  # the default interrupts pytest
+    base = weights_in(models["llama"])
+    manifest = manifest_of(base)
+
+    async def start() -> Replicas:
+        meshes = [this_host().spawn_procs(per_host={"gpus": 1}, name=f"generator_{i}") for i in range(2)]
+        actors = [mesh.spawn("generator", Generator) for mesh in meshes]
+        seconds = await asyncio.gather(
+            *[wait(a.setup.call_one(str(models["llama"]), SETTINGS, i)) for i, a in enumerate(actors)]
+        )
+        sender = CollectiveSender(manifest, 0, TRANSFER, "127.0.0.1")
+        for i, actor in enumerate(actors):
+            await actor.weights_setup.call_one(manifest, i, [sender.address], TRANSFER)
+        await asyncio.gather(
+            asyncio.to_thread(sender.connect, 2, CPU), *[wait(a.weights_connect.call_one(2)) for a in actors]
+        )
+        return Replicas(meshes, actors, sender, base, list(seconds))
+
+    started = run(start(), 240)
+    yield started
+
+    async def stop() -> None:
+        for mesh in started.meshes:
+            await asyncio.wait_for(wait(mesh.stop()), 20)
+
+    run(stop())
+
+
+async def play(router: Router, groups: int, tokens: int) -> list[Completion]:
+    wanted = Sampling(max_new_tokens=tokens)
+    return await asyncio.gather(*[router.generate([5, 6, 7 + i // 4], wanted, i // 4) for i in range(4 * groups)])
+
+
+def test_two_replicas_draw_while_they_take_new_weights(
+    replicas: Replicas, run: LoopThread, models: dict[str, Path]
+) -> None:
+    """Every commit is bit-exact on both, no request is lost, and both replicas draw."""
+    router = Router(replicas.actors, 60)
+
+    async def rounds() -> tuple[list[Completion], list[Any]]:
+        playing, reports = asyncio.ensure_future(play(router, 4, 500)), []
+        for version in range(1, 4):
+            reports += await replicas.publish(version, next_version(replicas.base, version))
+        return await playing, reports
+
+    completions, reports = run(rounds())
+    assert [len(c.token_ids) for c in completions] == [500] * 16
+    assert [r.version for r in reports] == [1, 1, 2, 2, 3, 3]
+    assert all(r.nbytes == sum(x.nbytes for x in replicas.base.values()) for r in reports)
+    for completion in completions:
+        assert (np.diff(completion.policy_versions) >= 0).all()
+
+    async def stats() -> list[dict[str, Any]]:
+        return await asyncio.gather(*[wait(actor.stats.call_one()) for actor in replicas.actors])
+
+    for numbers in run(stats()):
+        assert numbers["version"] == 3
+        assert numbers["generated_tokens"] == 8 * 500
+        assert numbers["finished_requests"] == 8
+        assert numbers["requests_in_flight"] == 0
+        assert numbers["busy_seconds"] > 0
+        assert numbers["last_commit"]["version"] == 3
+
+    fresh = run(play(router, 1, 30))
+    weights = next_version(replicas.base, 3)
+    asked = [([5, 6, 7], completion) for completion in fresh]
+    for completion, reference in zip(fresh, reference_logprobs(models["llama"], asked, weights), strict=True):
+        assert set(completion.policy_versions.tolist()) == {3}
+        assert np.abs(completion.logprobs - reference).max() < LOGPROB_BOUND
+
+
+def test_only_what_was_received_is_committed(replicas: Replicas, run: LoopThread) -> None:
+    with pytest.raises(Exception, match="its staging area holds version 3"):
+        run(wait(replicas.actors[0].commit.call_one(9, {})))
+
+
+def test_a_wrong_checksum_stops_that_replica_alone(replicas: Replicas, run: LoopThread) -> None:
+    """The last commit of these tests but one: replica 0 is right, replica 1 is told another checksum."""
+    weights = next_version(replicas.base, 4)
+    checksums = checksums_of(weights)
+    name = "model.layers.0.mlp.up_proj.weight"
+
+    async def publish() -> None:
+        snapshot = torch.cat([x.reshape(-1).view(torch.uint8) for x in weights.values()])
+        await asyncio.gather(
+            asyncio.to_thread(replicas.sender.send, 4, snapshot),
+            *[wait(actor.receive.call_one(4)) for actor in replicas.actors],
+        )
+        await replicas.actors[0].commit.call_one(4, checksums)
+        with pytest.raises(Exception, match="WeightMismatch.*") as caught:
+            await replicas.actors[1].commit.call_one(4, checksums | {name: 1})
+        assert name in str(caught.value)
+        assert set((await replicas.actors[0].generate.call_one([1], Sampling())).policy_versions.tolist()) == {4}
+        await replicas.actors[1].commit.call_one(4, checksums)
+        assert set((await replicas.actors[1].generate.call_one([1], Sampling())).policy_versions.tolist()) == {4}
+
+    run(publish())
+
+
+def test_a_killed_replica_takes_its_engine_along_and_leaves_the_other(replicas: Replicas, run: LoopThread) -> None:
+    """The last test on these replicas. The other one ends in order and leaves nothing either."""
+    from monarch_rl.generator.actor import Generator  # noqa: F401
+
+    async def pids() -> list[list[int]]:
+        answers = await asyncio.gather(*[wait(actor.stats.call_one()) for actor in replicas.actors])
+        return [answer["child_pids"] for answer in answers]
+
+    import psutil
+
+    (scheduler,), (other,) = run(pids())
+    actor = psutil.Process(scheduler).ppid()
+    os.kill(actor, signal.SIGKILL)
+    wait_until(lambda: gone(actor) and gone(scheduler), f"the end of {actor} and {scheduler}")
+    completion = run(wait(replicas.actors[1].generate.call_one([5], Sampling(max_new_tokens=3))))
+    assert len(completion.token_ids) == 3
+    run(wait(replicas.meshes[1].stop()))
+    wait_until(lambda: gone(other), f"the end of {other}")

@@ -1,0 +1,281 @@
+"""A dense engine: draws, versions, commits in flight, and what happens when a commit is not what it should be."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from monarch_rl.episode import Completion, Sampling
+from monarch_rl.generator.engine import BusyClock, CommitError, Engine, GenerationError, WeightMismatch, to_completion
+from monarch_rl.weights.staging import Staging
+from tests.generator.conftest import SETTINGS
+from tests.generator.helpers import (
+    LOGPROB_BOUND,
+    LoopThread,
+    checksums_of,
+    fill,
+    manifest_of,
+    next_version,
+    reference_logprobs,
+    until,
+    weights_in,
+)
+
+async def draw(engine: Engine, count: int, tokens: int, **sampling: object) -> list[Completion]:
+    wanted = Sampling(max_new_tokens=tokens, **sampling)  # type: ignore[arg-type]
+    return await asyncio.gather(*[engine.generate([5, 6, 7, 8 + i], wanted) for i in range(count)])
+
+
+def prompts(completions: list[Completion]) -> list[tuple[list[int], Completion]]:
+    return [([5, 6, 7, 8 + i], completion) for i, completion in enumerate(completions)]
+
+
+@pytest.fixture(scope="module")
+def staging(models: dict[str, Path]) -> Staging:
+    return Staging(manifest_of(weights_in(models["qwen3"])))
+
+
+async def commit_seed(engine: Engine, staging: Staging, folder: Path, seed: int) -> dict[str, object]:
+    """Commit the next version, made from ``seed``; returns its weights."""
+    weights = next_version(weights_in(folder), seed)
+    fill(staging, weights)
+    await engine.commit(engine.version + 1, staging, checksums_of(weights))
+    return weights  # type: ignore[return-value]
+
+
+def test_arrays_have_the_contracts_types(engine: Engine, run: LoopThread) -> None:
+    (completion,) = run(draw(engine, 1, 7))
+    assert len(completion.token_ids) == len(completion.logprobs) == len(completion.policy_versions) == 7
+    assert completion.token_ids.dtype == np.int32
+    assert completion.logprobs.dtype == np.float32
+    assert completion.policy_versions.dtype == np.int32
+    assert completion.finish_reason == "length"
+
+
+def test_a_stop_token_ends_the_turn_and_is_part_of_it(engine: Engine, run: LoopThread) -> None:
+    (whole,) = run(draw(engine, 1, 12, temperature=0.0))
+    stop = int(whole.token_ids[5])
+    first = int(np.flatnonzero(whole.token_ids == stop)[0])
+    (stopped,) = run(draw(engine, 1, 12, temperature=0.0, stop_token_ids=(stop,)))
+    assert stopped.finish_reason == "stop"
+    assert stopped.token_ids.tolist() == whole.token_ids[: first + 1].tolist()
+
+
+def test_logprobs_are_those_of_the_tempered_distribution(engine: Engine, run: LoopThread) -> None:
+    first, second = run(draw(engine, 1, 1, seed=3)), run(draw(engine, 1, 1, seed=3, temperature=0.5))
+    many = run(draw(engine, 1, 1, temperature=1e-3))
+    assert many[0].logprobs[0] > -0.1  # a cold distribution is nearly certain of what it draws
+    if first[0].token_ids[0] == second[0].token_ids[0]:
+        assert first[0].logprobs[0] != second[0].logprobs[0]
+
+
+def test_a_seed_repeats_and_its_absence_does_not(engine: Engine, run: LoopThread) -> None:
+    async def three() -> list[list[int]]:
+        asked = [Sampling(max_new_tokens=20, seed=seed) for seed in (11, 11, 12)]
+        return [(await engine.generate([9, 8, 7], sampling)).token_ids.tolist() for sampling in asked]
+
+    once, again, other = run(three())
+    assert once == again != other
+    free = run(draw(engine, 2, 20)) + run(draw(engine, 2, 20))
+    assert len({tuple(c.token_ids.tolist()) for c in free}) == 4
+
+
+def test_seeded_and_free_requests_run_in_one_batch(engine: Engine, run: LoopThread) -> None:
+    async def mixed() -> list[Completion]:
+        seeds = [5, None, 5, None]
+        return await asyncio.gather(*[engine.generate([3, 4], Sampling(max_new_tokens=30, seed=s)) for s in seeds])
+
+    one, free, same, also_free = (c.token_ids.tolist() for c in run(mixed()))
+    assert one == same
+    assert len({tuple(one), tuple(free), tuple(also_free)}) == 3
+
+
+def test_refused_requests_say_why(engine: Engine, run: LoopThread) -> None:
+    with pytest.raises(GenerationError, match="maximum context length of 1024"):
+        run(draw(engine, 1, 2000))
+
+
+def test_logprobs_agree_with_transformers(engine: Engine, run: LoopThread, models: dict[str, Path]) -> None:
+    """In float32, within LOGPROB_BOUND; after five updates in flight: the next test's end."""
+    drawn = run(draw(engine, 8, 40))
+    if engine.version:
+        pytest.skip("the engine serves other weights than the folder's by now")
+    for completion, reference in zip(drawn, reference_logprobs(models["qwen3"], prompts(drawn)), strict=True):
+        assert np.abs(completion.logprobs - reference).max() < LOGPROB_BOUND
+
+
+def test_sequences_go_on_across_commits(
+    engine: Engine, run: LoopThread, models: dict[str, Path], staging: Staging
+) -> None:
+    """8 sequences decode across five commits: none is lost or cut, and each token has the version that drew it."""
+    folder, before = models["qwen3"], engine.version
+
+    async def play() -> list[Completion]:
+        playing = asyncio.ensure_future(draw(engine, 8, 700))
+        for seed in range(5):
+            counted = engine.clock.seconds
+            await until(lambda counted=counted: _decoded(engine, counted, 0.3), "decoding between commits")
+            await commit_seed(engine, staging, folder, seed)
+        return await playing
+
+    played = run(play())
+    seen = set()
+    for completion in played:
+        assert len(completion.token_ids) == 700
+        assert (np.diff(completion.policy_versions) >= 0).all()
+        seen |= set(completion.policy_versions.tolist())
+    assert seen == set(range(before, before + 6))
+    fresh = run(draw(engine, 8, 40))
+    assert {v for c in fresh for v in c.policy_versions.tolist()} == {before + 5}
+    weights = next_version(weights_in(folder), 4)
+    for completion, reference in zip(fresh, reference_logprobs(folder, prompts(fresh), weights), strict=True):
+        assert np.abs(completion.logprobs - reference).max() < LOGPROB_BOUND
+
+
+async def _decoded(engine: Engine, since: float, seconds: float) -> bool:
+    return engine.clock.seconds > since + seconds
+
+
+def test_a_new_request_never_starts_from_older_keys_and_values(
+    engine: Engine, run: LoopThread, models: dict[str, Path], staging: Staging
+) -> None:
+    """The same long prompt before and after a commit: its prefix is computed again under the new weights."""
+    prompt, greedy = list(range(10, 410)), Sampling(max_new_tokens=8, temperature=0.0)
+
+    async def around() -> Completion:
+        await engine.generate(prompt, greedy)
+        await commit_seed(engine, staging, models["qwen3"], 21)
+        return await engine.generate(prompt, greedy)
+
+    after = run(around())
+    weights = next_version(weights_in(models["qwen3"]), 21)
+    (reference,) = reference_logprobs(models["qwen3"], [(prompt, after)], weights)
+    assert np.abs(after.logprobs - reference).max() < LOGPROB_BOUND
+
+
+def test_the_same_weights_again_change_nothing(
+    engine: Engine, run: LoopThread, models: dict[str, Path], staging: Staging
+) -> None:
+    async def rounds() -> list[tuple[list[int], list[float]]]:
+        answers = []
+        for _ in range(5):
+            await commit_seed(engine, staging, models["qwen3"], 33)
+            completion = await engine.generate([4, 4, 4], Sampling(max_new_tokens=30, seed=1))
+            answers.append((completion.token_ids.tolist(), completion.logprobs.tolist()))
+        return answers
+
+    answers = run(rounds())
+    assert all(answer == answers[0] for answer in answers)
+
+
+def test_a_flipped_bit_is_found_and_nothing_is_served(
+    engine: Engine, run: LoopThread, models: dict[str, Path], staging: Staging
+) -> None:
+    weights = next_version(weights_in(models["qwen3"]), 50)
+    fill(staging, weights)
+    name = "model.layers.1.self_attn.k_proj.weight"
+    place = staging.manifest.tensors[staging.manifest.names.index(name)].offset + 77
+    staging.buffer[place] ^= 16
+    version = engine.version + 1
+
+    async def flipped() -> tuple[str, asyncio.Task[Completion]]:
+        with pytest.raises(WeightMismatch) as caught:
+            await engine.commit(version, staging, checksums_of(weights))
+        waiting = asyncio.ensure_future(engine.generate([5], Sampling(max_new_tokens=3)))
+        await asyncio.wait({waiting}, timeout=1.0)
+        assert not waiting.done()
+        return str(caught.value), waiting
+
+    message, waiting = run(flipped())
+    assert f"1 of {len(weights)} tensors differ from the trainer's: {name}." in message
+    staging.buffer[place] ^= 16
+
+    async def repaired() -> Completion:
+        await engine.commit(version, staging, checksums_of(weights))
+        return await waiting
+
+    assert run(repaired()).policy_versions.tolist() == [version] * 3
+
+
+def test_a_version_that_cannot_be_loaded_stays_unserved(
+    engine: Engine, run: LoopThread, models: dict[str, Path], staging: Staging
+) -> None:
+    weights = weights_in(models["qwen3"])
+    fewer = {name: x for name, x in weights.items() if "q_norm" not in name}
+    partial = Staging(manifest_of(fewer))
+    fill(partial, fewer)
+
+    async def refused() -> None:
+        with pytest.raises(CommitError, match=r"no staged tensor fills .*q_norm"):
+            await engine.commit(engine.version + 1, partial, checksums_of(fewer))
+        fill(staging, weights)
+        await engine.commit(engine.version, staging, checksums_of(weights))
+
+    run(refused())
+
+
+def test_an_older_version_is_refused(engine: Engine, run: LoopThread, staging: Staging) -> None:
+    if not engine.version:
+        pytest.skip("no version has been committed yet")
+    with pytest.raises(ValueError, match="is older than version"):
+        run(engine.commit(engine.version - 1, staging, {}))
+
+
+def test_an_idle_engine_leaves_its_core_alone(engine: Engine, run: LoopThread) -> None:
+    run(draw(engine, 1, 4))
+    (pid,) = engine.child_pids
+    process = psutil.Process(pid)
+    before = sum(process.cpu_times()[:2])
+    run(asyncio.sleep(2.0))
+    assert sum(process.cpu_times()[:2]) - before < 0.5
+
+
+def test_a_process_holds_one_engine(engine: Engine, run: LoopThread) -> None:
+    with pytest.raises(RuntimeError, match="an engine in this process already"):
+        run(Engine.start("anything", SETTINGS))
+
+
+def test_requests_in_flight_fail_when_the_engine_stops(engine: Engine, run: LoopThread) -> None:
+    """The last test with this module's engine."""
+
+    async def stop() -> int:
+        request = asyncio.ensure_future(engine.generate([5], Sampling(max_new_tokens=1000)))
+        counted = engine.clock.seconds
+        await until(lambda: _decoded(engine, counted, 0.1), "decoding")
+        (pid,) = engine.child_pids
+        await engine.shutdown()
+        await engine.shutdown()
+        with pytest.raises(GenerationError, match="stopped"):
+            await request
+        return pid
+
+    assert not psutil.pid_exists(run(stop()))
+
+
+def test_an_aborted_request_is_an_error_with_the_engines_words() -> None:
+    answer = {"output_ids": [], "meta_info": {"finish_reason": {"type": "abort", "message": "out of memory"}}}
+    with pytest.raises(GenerationError, match="out of memory"):
+        to_completion(answer)
+
+
+def test_busy_seconds_exclude_pauses_and_emptiness(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("monarch_rl.generator.engine.time.perf_counter", lambda: now[0])
+    clock = BusyClock()
+    for seconds, event in (
+        (5, clock.enter),
+        (1, clock.enter),
+        (2, clock.pause),
+        (9, clock.leave),
+        (9, clock.resume),
+        (4, clock.leave),
+        (7, clock.enter),
+        (1, clock.leave),
+    ):
+        now[0] += seconds
+        event()
+    assert clock.seconds == 1 + 2 + 4 + 1

