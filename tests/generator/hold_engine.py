@@ -1,6 +1,6 @@
 """A program that starts an engine, says what processes it has, and waits to be ended by a signal.
 
-    python hold_engine.py FOLDER
+python hold_engine.py FOLDER
 """
 
 from __future__ import annotations

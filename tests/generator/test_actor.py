@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -30,6 +31,7 @@ from tests.generator.helpers import (
     manifest_of,
     next_version,
     reference_logprobs,
+    until,
     wait_until,
     weights_in,
 )
@@ -170,20 +172,39 @@ def test_a_wrong_checksum_stops_that_replica_alone(replicas: Replicas, run: Loop
 
 
 def test_a_killed_replica_takes_its_engine_along_and_leaves_the_other(replicas: Replicas, run: LoopThread) -> None:
-    """The last test on these replicas. The other one ends in order and leaves nothing either."""
-    from monarch_rl.generator.actor import Generator  # noqa: F401
-
-    async def pids() -> list[list[int]]:
-        answers = await asyncio.gather(*[wait(actor.stats.call_one()) for actor in replicas.actors])
-        return [answer["child_pids"] for answer in answers]
-
-    import psutil
-
-    (scheduler,), (other,) = run(pids())
+    """The last test on replica 0."""
+    scheduler = run(scheduler_of(replicas.actors[0]))
     actor = psutil.Process(scheduler).ppid()
     os.kill(actor, signal.SIGKILL)
     wait_until(lambda: gone(actor) and gone(scheduler), f"the end of {actor} and {scheduler}")
     completion = run(wait(replicas.actors[1].generate.call_one([5], Sampling(max_new_tokens=3))))
     assert len(completion.token_ids) == 3
-    run(wait(replicas.meshes[1].stop()))
-    wait_until(lambda: gone(other), f"the end of {other}")
+
+
+def test_a_lost_engine_is_an_error_of_its_requests(replicas: Replicas, run: LoopThread) -> None:
+    """The last test on replica 1, which then ends in order and leaves nothing."""
+    actor, mesh = replicas.actors[1], replicas.meshes[1]
+    scheduler = run(scheduler_of(actor))
+
+    async def lose() -> None:
+        request = asyncio.ensure_future(wait(actor.generate.call_one([5], Sampling(max_new_tokens=1000))))
+
+        async def started() -> bool:
+            return bool((await actor.stats.call_one())["requests_in_flight"])
+
+        await until(started, "the request to start")
+        os.kill(scheduler, signal.SIGKILL)
+        with pytest.raises(Exception, match=f"SGLang's process {scheduler} ended by itself, exit code -9"):
+            await request
+        with pytest.raises(Exception, match="ended by itself"):
+            await actor.generate.call_one([5], Sampling())
+
+    run(lose())
+    pid = run(wait(actor.stats.call_one()))["pid"]
+    run(wait(mesh.stop()))
+    wait_until(lambda: gone(pid), f"the end of {pid}")
+
+
+async def scheduler_of(actor: Any) -> int:
+    (pid,) = (await actor.stats.call_one())["child_pids"]
+    return pid

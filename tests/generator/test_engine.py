@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,15 @@ import psutil
 import pytest
 
 from monarch_rl.episode import Completion, Sampling
-from monarch_rl.generator.engine import BusyClock, CommitError, Engine, GenerationError, WeightMismatch, to_completion
+from monarch_rl.generator.engine import (
+    BusyClock,
+    CommitError,
+    Engine,
+    EngineStopped,
+    GenerationError,
+    WeightMismatch,
+    to_completion,
+)
 from monarch_rl.weights.staging import Staging
 from tests.generator.conftest import SETTINGS
 from tests.generator.helpers import (
@@ -24,6 +33,7 @@ from tests.generator.helpers import (
     until,
     weights_in,
 )
+
 
 async def draw(engine: Engine, count: int, tokens: int, **sampling: object) -> list[Completion]:
     wanted = Sampling(max_new_tokens=tokens, **sampling)  # type: ignore[arg-type]
@@ -118,7 +128,7 @@ def test_sequences_go_on_across_commits(
         playing = asyncio.ensure_future(draw(engine, 8, 700))
         for seed in range(5):
             counted = engine.clock.seconds
-            await until(lambda counted=counted: _decoded(engine, counted, 0.3), "decoding between commits")
+            await until(partial(_decoded, engine, counted, 0.3), "decoding between commits")
             await commit_seed(engine, staging, folder, seed)
         return await playing
 
@@ -249,11 +259,24 @@ def test_requests_in_flight_fail_when_the_engine_stops(engine: Engine, run: Loop
         (pid,) = engine.child_pids
         await engine.shutdown()
         await engine.shutdown()
-        with pytest.raises(GenerationError, match="stopped"):
+        with pytest.raises(EngineStopped, match="the engine was stopped"):
             await request
+        with pytest.raises(EngineStopped, match="the engine was stopped"):
+            await engine.generate([5], Sampling())
         return pid
 
     assert not psutil.pid_exists(run(stop()))
+
+
+def test_a_model_that_cannot_be_loaded_is_an_error_here(
+    models: dict[str, Path], run: LoopThread, tmp_path: Path
+) -> None:
+    """SGLang's way is to end this process by a signal."""
+    (tmp_path / "config.json").write_text((models["qwen3"] / "config.json").read_text())
+    (tmp_path / "model.safetensors").write_bytes(b"no weights at all")
+    with pytest.raises(RuntimeError, match="scheduler died|exit code"):
+        run(Engine.start(str(tmp_path), SETTINGS))
+    assert not [p for p in psutil.Process().children(recursive=True) if "scheduler" in p.name()]
 
 
 def test_an_aborted_request_is_an_error_with_the_engines_words() -> None:

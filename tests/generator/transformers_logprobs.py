@@ -1,6 +1,6 @@
 """Prints transformers' log-probs of given tokens, as JSON. A program of its own: SGLang patches transformers.
 
-    python transformers_logprobs.py FOLDER < [[prompt ids, drawn ids], ...]
+python transformers_logprobs.py FOLDER < [[prompt ids, drawn ids], ...]
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ Weights arrive in two phases, each an endpoint: ``receive`` (the network, long; 
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -136,6 +137,7 @@ class Generator(Actor):
             "requests_in_flight": engine.clock.requests,
             "busy_seconds": engine.clock.seconds,
             "last_commit": asdict(self._last_commit) if self._last_commit else None,
+            "pid": os.getpid(),
             "child_pids": engine.child_pids,
         }
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import multiprocessing
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -37,6 +38,10 @@ NAMED_IN_ERROR = 8
 
 class GenerationError(RuntimeError):
     """A request was refused, aborted or lost; the message is the engine's."""
+
+
+class EngineStopped(GenerationError):
+    """The engine was stopped, or its process ended by itself."""
 
 
 class CommitError(RuntimeError):
@@ -75,11 +80,15 @@ class Engine:
         self._version = 0
         self._serving = asyncio.Event()
         self._serving.set()
-        self._stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._stopped: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Done when the engine is no more; holds the reason."""
         self._commit_lock = asyncio.Lock()
         self.clock = BusyClock()
         self.generated_tokens = 0
         self.finished_requests = 0
+        self._processes = _take_over_watch(engine)
+        for process in self._processes:
+            asyncio.get_running_loop().add_reader(process.sentinel, self._process_ended, process)
 
     @classmethod
     async def start(cls, model_path: str, settings: GeneratorSettings, replica: int = 0, **extra: Any) -> Engine:
@@ -98,7 +107,7 @@ class Engine:
         launcher = ThreadPoolExecutor(1, thread_name_prefix="sglang-launch")
         engine = await asyncio.get_running_loop().run_in_executor(launcher, _launch, arguments)
         # In SGLang's deterministic mode requests without a seed would all share one.
-        seeds = random.Random(arguments["random_seed"]) if on_gpu and settings.deterministic else None  # noqa: S311
+        seeds = random.Random(settings.random_seed + replica) if on_gpu and settings.deterministic else None
         Engine._in_this_process = cls(engine, launcher, seeds)
         return Engine._in_this_process
 
@@ -117,11 +126,13 @@ class Engine:
 
         Without stop tokens only the length ends it; with some, the end tokens of the model's config do so too.
 
-        Raises GenerationError if the engine refuses, aborts or stops.
+        Raises GenerationError if the engine refuses or aborts the request, EngineStopped if it is gone.
         """
         # Held here and not by SGLang: the prefix cache's version must be that of the weights it will be used with.
         while not self._serving.is_set():
             await self._or_stopped(self._serving.wait())
+        if self._stopped.done():
+            raise EngineStopped(self._stopped.result())
         self.clock.enter()
         try:
             answer = await self._or_stopped(
@@ -147,11 +158,20 @@ class Engine:
         try:
             await asyncio.wait({task, self._stopped}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            if not task.done():
-                task.cancel()
-        if self._stopped.done():
-            raise GenerationError("the engine was stopped")
-        return await task
+            finished = task.done()
+            task.cancel()
+        if finished:
+            return task.result()
+        raise EngineStopped(self._stopped.result())
+
+    def _process_ended(self, process: Any) -> None:
+        asyncio.get_running_loop().remove_reader(process.sentinel)
+        if not self._stopped.done():
+            process.join()
+            self._stopped.set_result(
+                f"SGLang's process {process.pid} ended by itself, exit code {process.exitcode}; what it said last is "
+                "in its output"
+            )
 
     def _sampling_params(self, sampling: Sampling) -> dict[str, Any]:
         params: dict[str, Any] = {
@@ -179,6 +199,7 @@ class Engine:
         Raises:
             CommitError: the engine could not load them. It stays paused; a later commit may succeed.
             WeightMismatch: its checksums differ from ``expected``. It stays paused.
+            EngineStopped: it is gone.
         """
         async with self._commit_lock:
             if version < self._version:
@@ -187,7 +208,7 @@ class Engine:
             self._serving.clear()
             self.clock.pause()
             self._version = version
-            await self._load(version, staging)
+            await self._or_stopped(self._load(version, staging))
             loaded = staging.read_report()
             if loaded.error is not None:
                 raise CommitError(f"version {version} could not be loaded: {loaded.error}")
@@ -220,15 +241,18 @@ class Engine:
 
     async def shutdown(self) -> None:
         """End SGLang's processes; requests in flight raise GenerationError. May be called twice."""
-        if self._stopped.done():
+        if Engine._in_this_process is not self:
             return
-        self._stopped.set_result(None)
+        Engine._in_this_process = None
+        if not self._stopped.done():
+            self._stopped.set_result("the engine was stopped")
+        for process in self._processes:
+            asyncio.get_running_loop().remove_reader(process.sentinel)
         manager = self._engine.tokenizer_manager
         for task in manager.asyncio_tasks:
             task.cancel()
         await asyncio.to_thread(_end_processes, self._engine)
         self._launcher.shutdown(wait=False)
-        Engine._in_this_process = None
 
 
 class BusyClock:
@@ -320,15 +344,26 @@ def _launch(arguments: dict[str, Any]) -> Any:
             """None: with ``skip_tokenizer_init`` the scheduler answers directly."""
             return [], []
 
-    return TokenEngine(**arguments)
+    before = multiprocessing.active_children()
+    try:
+        return TokenEngine(**arguments)
+    except BaseException:
+        for process in multiprocessing.active_children():
+            if process not in before:
+                process.kill()
+        raise
+
+
+def _take_over_watch(engine: Any) -> list[Any]:
+    """Stop SGLang's watchdog, which ends this whole process by SIGQUIT; returns the processes it watched."""
+    watchdog = engine.tokenizer_manager._subprocess_watchdog
+    watchdog.stop()
+    return list(watchdog._processes)
 
 
 def _end_processes(engine: Any) -> None:
     """SGLang's own shutdown kills every child of this process; this ends only the engine's."""
     atexit.unregister(engine.shutdown)
-    watchdog = engine.tokenizer_manager._subprocess_watchdog
-    if watchdog is not None:
-        watchdog.stop()
     victims = []
     for pid in engine.get_all_child_pids():
         try:

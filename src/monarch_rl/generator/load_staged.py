@@ -16,7 +16,7 @@ import traceback
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -72,7 +72,7 @@ def load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor
         with torch.no_grad():
             _load(model, given)
         report[answers.STATUS] = answers.LOADED
-    except Exception as error:  # noqa: BLE001  whatever it is, the engine must live to say it
+    except Exception as error:  # whatever it is, the engine must live to say it
         known = isinstance(error, UnsupportedModel)
         text = str(error) if known else "".join(traceback.format_exception(error, limit=-6))
         data = text.encode()[: message.numel()]
@@ -91,8 +91,9 @@ def _load(model: torch.nn.Module, given: dict[str, torch.Tensor]) -> None:
     else:
         for place in plan.places:
             place.destination.copy_(place.source)
-        if hasattr(model, "post_load_weights"):
-            model.post_load_weights()  # what some models derive from their parameters; load_weights calls it itself
+        derive = getattr(model, "post_load_weights", None)
+        if callable(derive):
+            derive()  # what some models compute from their parameters; their load_weights calls it itself
     _synchronize(staging)
     copied = time.perf_counter_ns()
     checksums = given["checksums"]
@@ -158,7 +159,7 @@ def _load_and_plan(model: torch.nn.Module, staging: torch.Tensor, specs: tuple[T
             f"{sorted(map(str, dtypes))}. Serve in the dtype that is sent, or send in the dtype that is served."
         )
     with _Copies(staging, parameters) as copies:
-        model.load_weights([(spec.name, spec.view(staging)) for spec in specs])
+        cast(Any, model).load_weights([(spec.name, spec.view(staging)) for spec in specs])
     if copies.converted:
         raise UnsupportedModel(
             f"the engine's loader changes these parameters instead of copying into them: "

@@ -35,11 +35,23 @@ def _in_new_process(parent: int) -> Any:
 
 def run_scheduler(*args: Any, **kwargs: Any) -> None:
     """SGLang's scheduler, until the engine ends."""
+    import psutil
     from sglang.srt.managers.scheduler import run_scheduler_process
     from tqdm import std
 
+    psutil.Process.send_signal = partialmethod(_exit_on_sigquit, psutil.Process.send_signal)
     std.tqdm.__init__ = partialmethod(_without_bar, std.tqdm.__init__)
     run_scheduler_process(*args, **kwargs)
+
+
+def _exit_on_sigquit(self: Any, original: Any, number: int) -> None:
+    """After an exception SGLang's scheduler ends its parent by SIGQUIT, silently. The parent watches for its end."""
+    if number != signal.SIGQUIT:
+        original(self, number)
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def _without_bar(self: Any, original: Any, *args: Any, **kwargs: Any) -> None:

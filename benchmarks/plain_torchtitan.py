@@ -1,0 +1,159 @@
+"""Plain torchtitan, the yardstick of the trainer: its model, optimiser, schedule, clipping and cross-entropy.
+
+One call of :meth:`PlainTorchtitan.step` makes the calls of torchtitan's own ``Trainer.train_step`` in their order,
+logging included, on the world that the process is in. Nothing of ``monarch_rl`` runs in it but the model's config
+and, on a CPU, the attention module that torchtitan lacks there.
+"""
+
+from __future__ import annotations
+
+import types
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from monarch_rl.model_folder import ARCHITECTURES, read_config
+from monarch_rl.trainer.batch import MicroBatch
+from monarch_rl.trainer.model import SPMD_BACKEND, LlamaAdapter, model_config
+from monarch_rl.trainer.platform import force_sum_reduction, prepare
+from monarch_rl.trainer.settings import TrainerSettings
+
+prepare()
+
+from torchtitan.components.loss import IGNORE_INDEX, CrossEntropyLoss  # noqa: E402
+from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw  # noqa: E402
+from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig  # noqa: E402
+from torchtitan.distributed import ParallelDims  # noqa: E402
+from torchtitan.distributed import utils as dist_utils  # noqa: E402
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC  # noqa: E402
+from torchtitan.models.common import FusedQKVLinear, Linear  # noqa: E402
+from torchtitan.models.llama3 import parallelize_llama  # noqa: E402
+from torchtitan.models.qwen3 import parallelize_qwen3  # noqa: E402
+from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter  # noqa: E402
+
+
+class PlainTorchtitan:
+    """A model of a Hugging Face folder under torchtitan alone, sharded over the ranks of the current world.
+
+    Args:
+        folder: the model.
+        settings: the trainer's; the loss settings are not used.
+        total_steps: of the schedule.
+        device: of this rank.
+        fuse_qkv: q, k and v in one matrix, as torchtitan's own recipes have it. The trainer keeps them apart, as
+            Hugging Face does.
+    """
+
+    def __init__(
+        self, folder: Path, settings: TrainerSettings, total_steps: int, device: torch.device, *, fuse_qkv: bool
+    ) -> None:
+        self._device = device
+        self._max_grad_norm = settings.max_grad_norm
+        hf = read_config(folder)
+        kind = ARCHITECTURES[hf["architectures"][0]]
+        on_gpu = device.type == "cuda"
+        config: Any = model_config(hf, logprob_chunk=settings.logprob_chunk, on_gpu=on_gpu)
+        head = config.lm_head
+        config.lm_head = Linear.Config(
+            in_features=head.in_features, out_features=head.out_features, param_init=head.param_init
+        )
+        if fuse_qkv:
+            _fuse(config)
+        parallelism = ParallelismConfig(spmd_backend=SPMD_BACKEND)
+        config.update_from_config(config=types.SimpleNamespace(parallelism=parallelism))
+        self._dims = ParallelDims.from_config(parallelism, torch.distributed.get_world_size())
+        self._dims.build_mesh()
+        with torch.device("meta"):
+            module = config.build()
+        dtype = settings.compute_dtype
+        checkpointing = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
+        parallelize: Any = {"qwen3": parallelize_qwen3, "llama": parallelize_llama}[kind]
+        self._model: Any = parallelize(
+            module,
+            parallel_dims=self._dims,
+            training=TrainingConfig(
+                mixed_precision_param=dtype if dtype != "auto" else ("bfloat16" if on_gpu else "float32")
+            ),
+            parallelism=parallelism,
+            compile_config=CompileConfig(),
+            ac_config=checkpointing[settings.activation_checkpoint],
+            dump_folder="",
+        )
+        force_sum_reduction(self._model)
+        self._model.to_empty(device=device)
+        with torch.no_grad():
+            self._model.init_states()
+        adapter = {"qwen3": Qwen3StateDictAdapter, "llama": LlamaAdapter}[kind](config, str(folder))
+        state = adapter.to_hf(self._model.state_dict())
+        dcp.load(state, storage_reader=adapter.get_hf_storage_reader(str(folder)))
+        self._model.load_state_dict(adapter.from_hf(state), strict=False)
+        self._model.train()
+        self._loss = CrossEntropyLoss(CrossEntropyLoss.Config())
+        self._optimizers = default_adamw(
+            lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay
+        ).build(model_parts=[self._model])
+        self._schedulers = LRSchedulersContainer.Config(
+            warmup_steps=settings.lr_warmup_steps,
+            decay_ratio=settings.lr_decay_ratio,
+            decay_type=settings.lr_decay_type,
+            min_lr_factor=settings.lr_min_factor,
+        ).build(optimizers=self._optimizers, training_steps=total_steps)
+
+    def step(self, microbatches: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> float:
+        """One optimiser step over ``(token ids, positions, labels)``, int64[1, L] each.
+
+        Returns:
+            The mean cross-entropy of the labelled tokens of all ranks, before the update.
+        """
+        self._optimizers.zero_grad()
+        valid = torch.zeros((), dtype=torch.int64)
+        for _, _, labels in microbatches:
+            valid += (labels != IGNORE_INDEX).sum()
+        mesh = self._dims.get_mesh("batch") if self._dims.dp_enabled else None
+        valid = valid.to(self._device)
+        all_valid = valid if mesh is None else dist_utils.dist_sum_tensor(valid, mesh)
+        total = torch.zeros((), device=self._device)
+        for token_ids, positions, labels in microbatches:
+            logits = self._model(
+                token_ids, positions=positions, attention_masks=self._model.get_attention_masks(positions=positions)
+            )
+            loss, _ = self._loss(logits, labels, all_valid)
+            del logits
+            loss.backward()
+            total += loss.detach()
+        dist_utils.clip_grad_norm_(list(self._model.parameters()), self._max_grad_norm, foreach=True)
+        self._optimizers.step()
+        self._schedulers.step()
+        if mesh is None:
+            return float(total)
+        # What torchtitan reduces when it logs: the mean loss, the largest one and the tokens seen.
+        mean = dist_utils.dist_sum(total, mesh)
+        dist_utils.dist_max(total * all_valid / valid, mesh)
+        dist_utils.dist_sum(valid, mesh)
+        return float(mean)
+
+
+def labelled(batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A micro-batch as ``(token ids, positions, labels)``: targets that are not trainable are ignored."""
+    labels = batch.targets.masked_fill(~batch.trainable.unsqueeze(0), IGNORE_INDEX)
+    return batch.token_ids, batch.positions, labels
+
+
+def _fuse(config: Any) -> None:
+    """Replace q, k and v of every layer by torchtitan's fused projection."""
+    for layer in config.layers:
+        attention = layer.attention
+        heads, kv_heads = attention.n_heads, attention.n_kv_heads
+        single = attention.qkv_linear.wq
+        attention.qkv_linear = FusedQKVLinear.Config(
+            head_dim=attention.head_dim,
+            n_heads=heads,
+            n_kv_heads=kv_heads,
+            wqkv=Linear.Config(
+                in_features=single.in_features,
+                out_features=(heads + 2 * kv_heads) * attention.head_dim,
+                param_init=single.param_init,
+            ),
+        )

@@ -1,0 +1,161 @@
+"""How fast the parts are against what they are made of, as ratios measured in one run.
+
+    python benchmarks/speed.py
+    python benchmarks/speed.py --model .cache/smollm2-135m-instruct --groups 1 --group-size 4 --rounds 3 --no-recipe
+
+Prints a line per part while it runs and, last, all figures as one line of JSON. benchmarks/README.md says what each
+means. Sides take turns within the run, so that what else the machine does falls on both; absolute times hold for
+this machine and hour only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import Awaitable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import speed_generator
+import speed_recipe
+import speed_swap
+import speed_trainer
+import tyro
+
+from monarch_rl import pipeline
+from monarch_rl.generator.settings import GeneratorSettings
+from monarch_rl.model_folder import read_config, resolve_model
+from monarch_rl.runtime.cluster import Cluster, devices, launch
+from monarch_rl.trainer.settings import TrainerSettings
+
+NOT_MEASURED = [
+    "several replicas or hosts",
+    "the cost of the trainer's work between steps (snapshot, sending), except in the recipe's idle shares",
+    "memory",
+    "idle shares do not see a side that is busy but waits for a core",
+]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Speed of the parts (see the top of this file)."""
+
+    model: str = ".cache/tiny-qwen3"
+    """Hugging Face folder or Hub name."""
+    groups: int = 16
+    """Groups of the trainer's batch, as `groups_per_step` of the recipe."""
+    group_size: int = 8
+    """Episodes of a group."""
+    prompt_tokens: int = 48
+    """Mean length of a prompt."""
+    new_tokens: int = 64
+    """Tokens that a request draws, and the longest answer in the trainer's batch."""
+    requests: int = 64
+    """Requests in flight at the generator."""
+    rounds: int = 12
+    """Steps of the trainer that are timed, and as many of each yardstick."""
+    generator_rounds: int = 6
+    """Rounds of requests that are timed, on each side."""
+    swaps: int = 8
+    """Swaps that are timed."""
+    steps: int = 12
+    """Optimiser steps of the recipe's run."""
+    skip: int = 3
+    """Steps of it that are left out: the pipeline fills."""
+    recipe: bool = True
+    """Run the recipe for the idle shares."""
+    parts: bool = True
+    """Measure trainer, generator and swap."""
+    recipe_arguments: tuple[str, ...] = ()
+    """Further arguments of the recipe."""
+    deadline_s: float = 600.0
+    """Seconds that one optimiser step may take."""
+    trainer: TrainerSettings = field(default_factory=TrainerSettings)
+    generator: GeneratorSettings = field(default_factory=lambda: GeneratorSettings(replicas=1))
+
+    def __post_init__(self) -> None:
+        for name in ("groups", "group_size", "new_tokens", "requests", "rounds", "generator_rounds", "swaps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        if self.prompt_tokens < 2:
+            raise ValueError(f"prompt-tokens must be at least 2, got {self.prompt_tokens}")
+        if self.steps <= self.skip:
+            raise ValueError(f"of {self.steps} steps the first {self.skip} are left out: nothing remains")
+        if self.generator.replicas != 1:
+            raise ValueError("one replica is measured: leave generator.replicas at 1")
+
+
+async def measure_parts(cluster: Cluster, s: Settings, model: Path) -> dict[str, Any]:
+    """Trainer, generator and swap, one after the other; what is not measured is idle."""
+    vocabulary = int(read_config(model)["vocab_size"])
+    groups = speed_trainer.make_groups(vocabulary, s.groups, s.group_size, s.prompt_tokens, s.new_tokens)
+    load = speed_generator.Load(s.requests, s.prompt_tokens, s.new_tokens, vocabulary)
+    steps = 1 + s.rounds + speed_swap.WARM_UP + s.swaps
+    plan = speed_trainer.plan_of(model, s.trainer, steps, s.new_tokens, s.deadline_s)
+    figures: dict[str, Any] = {}
+
+    async def part(name: str, measuring: Awaitable[dict[str, Any]]) -> None:
+        started = time.perf_counter()
+        found = await measuring
+        figures.update(found)
+        show(name, found, time.perf_counter() - started)
+
+    started = time.perf_counter()
+    async with speed_generator.bare_engine(model, s.generator) as bare:
+        training, generator = await asyncio.gather(
+            speed_trainer.Training.start(cluster, plan, groups, steps),
+            speed_generator.start(cluster, model, s.generator, s.trainer.ranks),
+        )
+        print(f"all is up after {time.perf_counter() - started:.0f} s", flush=True)
+        await part("trainer", speed_trainer.measure(training, s.rounds, s.deadline_s))
+        await part("generator", speed_generator.measure(generator, bare, load, s.generator_rounds))
+    dtype = pipeline.served_dtype(s.generator, cluster)
+    await part("swap", speed_swap.measure(training, generator, load, s.swaps, dtype, s.deadline_s))
+    return figures
+
+
+def show(name: str, found: dict[str, Any], seconds: float) -> None:
+    """The figures of a part, for who watches."""
+    print(f"{name} ({seconds:.0f} s):", ", ".join(f"{key} {_short(value)}" for key, value in found.items()), flush=True)
+
+
+def _short(value: Any) -> Any:
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def main(s: Settings) -> None:
+    model = resolve_model(s.model)
+    ranks = s.trainer.ranks + 1
+    devices().check(ranks, f"{s.trainer.ranks} trainer ranks + 1 generator")
+    figures: dict[str, Any] = {
+        "benchmark": "speed",
+        "model": str(s.model),
+        "device": devices().kind,
+        "cores": os.cpu_count(),
+        "load_before": os.getloadavg()[0],
+    }
+    started = time.perf_counter()
+    if s.parts:
+        with launch() as cluster:
+            if cluster is None:
+                return
+            figures |= asyncio.run(measure_parts(cluster, s, model))
+    if s.recipe:
+        then = time.perf_counter()
+        found = speed_recipe.measure(model, s.steps, s.skip, list(s.recipe_arguments))
+        show("recipe", found, time.perf_counter() - then)
+        figures |= found
+    figures |= {"seconds": time.perf_counter() - started, "not_measured": NOT_MEASURED}
+    print(json.dumps({name: _short(value) for name, value in figures.items()}))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    try:
+        main(tyro.cli(Settings, description=__doc__))
+    except ValueError as error:
+        sys.exit(f"error: {error}")

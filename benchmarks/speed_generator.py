@@ -1,0 +1,243 @@
+"""Tokens a second through the Generator actor and the Router against the bare SGLang engine, turn by turn.
+
+Two yardsticks: the very engine of the actor, driven inside its process (so that only the way there differs), and
+``sglang.Engine`` as SGLang ships it, with the same flags, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import statistics
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from monarch.actor import concurrent_endpoint
+
+from monarch_rl.episode import Sampling
+from monarch_rl.generator.actor import Generator
+from monarch_rl.generator.router import Router
+from monarch_rl.generator.settings import GeneratorSettings, engine_arguments
+from monarch_rl.runtime.cluster import Cluster
+from monarch_rl.runtime.deadlines import within
+
+START_DEADLINE_S = 360.0
+ROUND_DEADLINE_S = 300.0
+STOP_DEADLINE_S = 20.0
+COPIES = 20
+"""Local copies of the weights; the median counts."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """The requests of a round."""
+
+    requests: int
+    """All sent at once."""
+    prompt_tokens: int
+    new_tokens: int
+    vocabulary: int
+
+    def prompts(self, turn: int) -> list[list[int]]:
+        """Random ones of ``prompt_tokens`` / 2 to 3 / 2 tokens: new in each round, so that no prefix is cached."""
+        draw = np.random.default_rng(turn)
+        low, high = self.prompt_tokens // 2, self.prompt_tokens * 3 // 2
+        lengths = draw.integers(low, high + 1, self.requests)
+        return [draw.integers(0, self.vocabulary, n).tolist() for n in lengths]
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(max_new_tokens=self.new_tokens)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that a round draws: only the length ends a request."""
+        return self.requests * self.new_tokens
+
+
+def bare_parameters(sampling: Sampling) -> dict[str, Any]:
+    """SGLang's sampling parameters for requests that only the length ends."""
+    return {"max_new_tokens": sampling.max_new_tokens, "temperature": sampling.temperature, "ignore_eos": True}
+
+
+async def play_bare(engine: Any, prompts: list[list[int]], sampling: Sampling) -> tuple[float, int]:
+    """Send all prompts to a ``sglang.Engine`` at once; returns seconds and tokens drawn."""
+    parameters = bare_parameters(sampling)
+    started = time.perf_counter()
+    answers = await asyncio.gather(
+        *(
+            engine.async_generate(input_ids=ids, sampling_params=parameters, return_logprob=True)
+            for ids in prompts
+        )
+    )
+    return time.perf_counter() - started, sum(len(answer["output_ids"]) for answer in answers)
+
+
+class GeneratorBeside(Generator):
+    """A replica whose engine can also be driven bare, watched token by token, and that copies weights."""
+
+    _emitted: list[float]
+    _watching = False
+
+    @concurrent_endpoint
+    async def play_bare(self, prompts: list[list[int]], sampling: Sampling) -> tuple[float, int]:
+        return await play_bare(self._running._engine, prompts, sampling)
+
+    @concurrent_endpoint
+    async def watch(self, prompt: list[int], tokens: int) -> list[float]:
+        """Stream one request after the other until :meth:`stop_watching`; returns when each token came
+        (``time.perf_counter`` seconds, a clock that all processes of a machine share)."""
+        self._watching, self._emitted = True, []
+        while self._watching:
+            stream = await self._running._engine.async_generate(
+                input_ids=prompt, sampling_params=bare_parameters(Sampling(max_new_tokens=tokens)), stream=True
+            )
+            async for _ in stream:
+                self._emitted.append(time.perf_counter())
+        return self._emitted
+
+    @concurrent_endpoint
+    async def stop_watching(self) -> None:
+        """The request that is streaming is the last one."""
+        self._watching = False
+
+    @concurrent_endpoint
+    async def local_copy(self) -> float:
+        """Median seconds of a copy of all tensors from staging to private memory, one thread."""
+        return await asyncio.to_thread(self._local_copy)
+
+    def _local_copy(self) -> float:
+        staging = self._weights_ready().staging
+        sources = [staging.view(i) for i in range(len(staging.manifest.tensors))]
+        targets = [torch.zeros_like(source) for source in sources]
+        taken = []
+        for _ in range(COPIES):
+            started = time.perf_counter()
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source)
+            if staging.buffer.device.type != "cpu":
+                torch.accelerator.synchronize(staging.buffer.device)
+            taken.append(time.perf_counter() - started)
+        return statistics.median(taken)
+
+
+@dataclass
+class BareEngine:
+    """``sglang.Engine`` in a process of its own."""
+
+    process: Any
+    pipe: Connection = field(repr=False)
+
+    async def play(self, load: Load, turn: int) -> tuple[float, int]:
+        """One round; returns seconds and tokens drawn."""
+        self.pipe.send((load.prompts(turn), load.sampling))
+        return await self.answer(ROUND_DEADLINE_S, "a round of the bare engine")
+
+    async def answer(self, seconds: float, what: str) -> Any:
+        if not await asyncio.to_thread(self.pipe.poll, seconds):
+            raise TimeoutError(f"waited {seconds:g} s for {what} (process {self.process.pid})")
+        try:
+            return self.pipe.recv()
+        except EOFError as error:
+            raise RuntimeError(f"the bare engine's process ended, exit code {self.process.exitcode}") from error
+
+
+@asynccontextmanager
+async def bare_engine(model: Path, settings: GeneratorSettings) -> AsyncIterator[BareEngine]:
+    """Start the bare engine; it ends with the block, or with this process."""
+    ours, theirs = multiprocessing.get_context("spawn").Pipe()
+    arguments = engine_arguments(str(model), settings, 0, torch.accelerator.is_available())
+    process = multiprocessing.get_context("spawn").Process(target=_serve_bare, args=(theirs, arguments))
+    process.start()
+    theirs.close()
+    try:
+        bare = BareEngine(process, ours)
+        await bare.answer(START_DEADLINE_S, "the bare engine to start")
+        yield bare
+    finally:
+        ours.close()  # which ends it
+        await asyncio.to_thread(process.join, STOP_DEADLINE_S)
+        if process.is_alive():
+            process.kill()
+
+
+def _serve_bare(pipe: Connection, arguments: dict[str, Any]) -> None:
+    """The bare engine's process: one answer for each message, until the pipe is closed."""
+    import sglang
+
+    engine = sglang.Engine(**arguments)
+    try:
+        pipe.send("ready")
+        while True:
+            prompts, sampling = pipe.recv()
+            pipe.send(engine.loop.run_until_complete(play_bare(engine, prompts, sampling)))
+    except (EOFError, KeyboardInterrupt):
+        pass  # the benchmark is over
+    finally:
+        engine.shutdown()
+
+
+async def start(cluster: Cluster, model: Path, settings: GeneratorSettings, first_slot: int) -> Any:
+    """One replica."""
+    mesh = cluster.spawn("generator0", 1, first_slot=first_slot)
+    generator = mesh.spawn("generator0", GeneratorBeside)
+    await within(START_DEADLINE_S, generator.setup.call_one(str(model), settings, 0), "the generator to start")
+    return generator
+
+
+async def measure(generator: Any, bare: BareEngine, load: Load, rounds: int) -> dict[str, Any]:
+    """Rounds of the same prompts on each side in turn; the first round warms up.
+
+    A ratio is the median over rounds of seconds of the yardstick / seconds of the actor.
+    """
+    router = Router([generator], ROUND_DEADLINE_S)
+
+    async def ours(turn: int) -> tuple[float, int]:
+        prompts = load.prompts(turn)
+        started = time.perf_counter()
+        completions = await asyncio.gather(
+            *(router.generate(ids, load.sampling, group) for group, ids in enumerate(prompts))
+        )
+        return time.perf_counter() - started, sum(len(completion.token_ids) for completion in completions)
+
+    async def inside(turn: int) -> tuple[float, int]:
+        call = generator.play_bare.call_one(load.prompts(turn), load.sampling)
+        return await within(ROUND_DEADLINE_S, call, "a round of the generator's engine")
+
+    async def outside(turn: int) -> tuple[float, int]:
+        return await bare.play(load, turn)
+
+    seconds: dict[str, list[float]] = {}
+    for turn in range(rounds + 1):
+        for k, (name, side) in enumerate((("actor", ours), ("inside", inside), ("outside", outside))):
+            # The two that share an engine must not share its prefix cache.
+            taken, tokens = await side(3 * turn + k)
+            if tokens != load.tokens:
+                raise RuntimeError(f"{name}: {tokens} tokens were drawn, {load.tokens} were asked for")
+            if turn:
+                seconds.setdefault(name, []).append(taken)
+
+    def ratio(yardstick: str) -> float:
+        pairs = zip(seconds[yardstick], seconds["actor"], strict=True)
+        return statistics.median(there / here for there, here in pairs)
+
+    def rate(name: str) -> float:
+        return load.tokens / statistics.median(seconds[name])
+
+    return {
+        "generator_tokens_ratio": ratio("outside"),
+        "generator_tokens_ratio_same_engine": ratio("inside"),
+        "generator_tokens_per_s": rate("actor"),
+        "bare_engine_tokens_per_s": rate("outside"),
+        "same_engine_bare_tokens_per_s": rate("inside"),
+        "generator_requests": load.requests,
+        "generator_new_tokens": load.new_tokens,
+        "generator_rounds": rounds,
+    }

@@ -1,0 +1,113 @@
+"""How long decoding stands still when new weights are committed, against one local copy of them."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from typing import Any
+
+from speed_generator import Load
+from speed_trainer import Training
+
+from monarch_rl import pipeline
+from monarch_rl.generator.router import Router
+from monarch_rl.runtime.deadlines import within
+from monarch_rl.weights.transport import TransferSettings
+
+DEADLINE_S = 300.0
+WARM_UP = 1
+"""The first commit also finds where each tensor lives in the engine."""
+
+
+async def measure(
+    training: Training, generator: Any, load: Load, swaps: int, dtype: str, deadline_s: float
+) -> dict[str, Any]:
+    """Publish ``swaps`` versions, each after an optimiser step, while ``load`` decodes without a break.
+
+    All times are medians over swaps. ``swap_gap_ms`` is seen from outside: the longest time without a new token of
+    a request that is being streamed, from the call to publish until the version is served; ``swap_usual_gap_ms``
+    is the median time between its tokens.
+    """
+    trainer, buffer = training.trainer, training.buffer
+    connect = pipeline.Publisher.connect(trainer, [generator], buffer, TransferSettings(), dtype)
+    publisher = await within(DEADLINE_S, connect, "trainer and generator to meet")
+    playing = asyncio.create_task(_play(Router([generator], DEADLINE_S), load))
+    watch = asyncio.ensure_future(generator.watch.call_one(load.prompts(0)[0], load.new_tokens))
+    windows, reports, swap_reports = [], [], []
+    try:
+        for _ in range(WARM_UP + swaps):
+            await training.step(deadline_s)
+            started = time.perf_counter()
+            await publisher.publish(training.version)
+            await publisher.settled()
+            windows.append((started, time.perf_counter()))
+            stats = await within(DEADLINE_S, generator.stats.call_one(), "the generator's figures")
+            if not stats["requests_in_flight"]:
+                raise RuntimeError("nothing was being decoded when the weights were swapped")
+            reports.append(stats["last_commit"])
+            swap_reports.append(publisher.last)
+    finally:
+        playing.cancel()
+        await asyncio.gather(playing, return_exceptions=True)
+    await within(DEADLINE_S, generator.stop_watching.call_one(), "the watch to end")
+    emitted = await within(DEADLINE_S, watch, "the streamed request to end")
+    await _idle(generator)
+    copy = await within(DEADLINE_S, generator.local_copy.call_one(), "a local copy of the weights")
+
+    def median(values: list[float]) -> float:
+        return statistics.median(values[WARM_UP:])
+
+    paused = median([report["paused_seconds"] for report in reports])
+    copied = median([report["copy_seconds"] for report in reports])
+    checked = median([report["checksum_seconds"] for report in reports])
+    return {
+        "swap_over_local_copy": paused / copy,
+        "swap_paused_ms": paused * 1e3,
+        "swap_local_copy_ms": copy * 1e3,
+        "swap_share_copy": copied / paused,
+        "swap_share_checksum": checked / paused,
+        "swap_share_calls": 1 - (copied + checked) / paused,
+        "swap_gap_ms": median([_longest_gap(emitted, *window) for window in windows]) * 1e3,
+        "swap_usual_gap_ms": _usual_gap(emitted) * 1e3,
+        "swap_transfer_ms": median([report.transfer_s for report in swap_reports if report]) * 1e3,
+        "swap_snapshot_ms": median([report.snapshot_s for report in swap_reports if report]) * 1e3,
+        "swap_bytes": reports[-1]["nbytes"],
+        "swaps": swaps,
+    }
+
+
+async def _play(router: Router, load: Load) -> None:
+    """Keep ``load.requests`` requests in flight."""
+
+    async def place(index: int) -> None:
+        turn = 0
+        while True:
+            prompt = load.prompts(1000 + turn)[index]
+            await router.generate(prompt, load.sampling, index)
+            turn += 1
+
+    async with asyncio.TaskGroup() as places:
+        for index in range(load.requests):
+            places.create_task(place(index))
+
+
+async def _idle(generator: Any) -> None:
+    """Wait until the engine has answered everything."""
+    until = time.monotonic() + DEADLINE_S
+    while time.monotonic() < until:
+        stats = await within(DEADLINE_S, generator.stats.call_one(), "the generator's figures")
+        if not stats["requests_in_flight"]:
+            return
+        await asyncio.sleep(0.1)
+    raise TimeoutError(f"the generator still decodes {DEADLINE_S:g} s after the last request was sent")
+
+
+def _usual_gap(emitted: list[float]) -> float:
+    return statistics.median(later - earlier for earlier, later in zip(emitted, emitted[1:], strict=False))
+
+
+def _longest_gap(emitted: list[float], since: float, until: float) -> float:
+    """Of the times between tokens that overlap with the window."""
+    pairs = zip(emitted, emitted[1:], strict=False)
+    return max(later - earlier for earlier, later in pairs if later > since and earlier < until)

@@ -1,0 +1,189 @@
+"""A trainer step against plain torchtitan on the same batch, in the same processes, turn by turn."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from monarch.actor import concurrent_endpoint
+
+from monarch_rl import pipeline
+from monarch_rl.buffer.actor import Buffer
+from monarch_rl.episode import Episode, Group, Turn
+from monarch_rl.runtime.cluster import Cluster, init_torch_distributed_env
+from monarch_rl.runtime.deadlines import within
+from monarch_rl.trainer.actor import Trainer, TrainerPlan
+
+LOSS_BOUND = 1e-4
+"""Nats by which both sides' mean log-prob of the first batch may differ (fp32)."""
+PLAIN, FUSED = "plain", "fused"
+"""The yardsticks: torchtitan with the trainer's model config, and with q, k and v fused as in its own recipes."""
+
+
+class TrainerBeside(Trainer):
+    """A trainer rank that can also make the step of plain torchtitan, on the same thread."""
+
+    _plain: dict[str, Any]
+    _labelled: list[Any]
+
+    @concurrent_endpoint
+    async def plain_setup(self, groups: list[bytes]) -> None:
+        """Load the plain models, and prepare this rank's part of the batch as torchtitan's data loader would."""
+        await self._on(self._compute, self._set_up_plain, [Group.from_bytes(data) for data in groups])
+
+    def _set_up_plain(self, groups: list[Group]) -> None:
+        import torch
+        from plain_torchtitan import PlainTorchtitan, labelled
+
+        from monarch_rl.algorithms.packing import plan_microbatches
+        from monarch_rl.trainer.batch import pack
+
+        plan, policy = self._plan, self.policy
+        self._plain = {
+            name: PlainTorchtitan(plan.model, plan.settings, plan.total_steps, policy.device, fuse_qkv=name == FUSED)
+            for name in (PLAIN, FUSED)
+        }
+        episodes = [episode for group in groups for episode in group.episodes]
+        # What the buffer does with the same groups.
+        lengths = [episode.num_tokens for episode in episodes]
+        mine = plan_microbatches(lengths, plan.settings.tokens_per_microbatch, policy.world_size)[policy.rank]
+        self._labelled = []
+        for indices in mine:
+            zeros = torch.zeros(len(indices))
+            self._labelled.append(labelled(pack([episodes[i] for i in indices], zeros, zeros, 0, policy.device)))
+
+    @concurrent_endpoint
+    async def plain_step(self, name: str) -> tuple[float, float]:
+        """One step of a yardstick; returns its seconds on this rank and the mean loss."""
+        return await self._on(self._compute, self._plain_step, name)
+
+    def _plain_step(self, name: str) -> tuple[float, float]:
+        started = time.perf_counter()
+        loss = self._plain[name].step(self._labelled)
+        return time.perf_counter() - started, loss
+
+
+@dataclass
+class Training:
+    """A trainer mesh with a buffer that is filled by hand, always with the same groups."""
+
+    trainer: Any
+    buffer: Any
+    groups: list[Group]
+    version: int = 0
+
+    @classmethod
+    async def start(cls, cluster: Cluster, plan: TrainerPlan, groups: list[Group], steps: int) -> Training:
+        """``steps``: most that will be made."""
+        buffer = cluster.spawn("buffer", 1).spawn("buffer", Buffer, len(groups), steps)
+        mesh = cluster.spawn("trainer", plan.settings.ranks, first_slot=0)
+        await init_torch_distributed_env(mesh)
+        trainer = mesh.spawn("trainer", TrainerBeside, plan, buffer)
+        deadline = pipeline.SET_UP_DEADLINE_S
+        await within(deadline, trainer.setup.call(), f"{plan.settings.ranks} trainer ranks to load {plan.model}")
+        return cls(trainer, buffer, groups)
+
+    async def step(self, deadline_s: float) -> tuple[float, list[dict[str, float]]]:
+        """An update with the groups in the buffer; returns the seconds of the call and the metrics by rank."""
+        for group in self.groups:
+            ticket = await within(pipeline.CALL_DEADLINE_S, self.buffer.admit.call_one("benchmark", 1.0), "a slot")
+            data = Group(ticket.group_id, ticket.task_cursor, group.episodes).to_bytes()
+            await within(pipeline.CALL_DEADLINE_S, self.buffer.put.call_one(data), "the buffer to take a group")
+        started = time.perf_counter()
+        metrics = await pipeline.update(self.trainer, self.buffer, self.version, deadline_s)
+        seconds = time.perf_counter() - started
+        self.version += 1
+        return seconds, metrics
+
+    async def served(self) -> None:
+        """Free the slots although nothing was published."""
+        await within(
+            pipeline.CALL_DEADLINE_S, self.buffer.published.call_one(self.version), "the buffer to release slots"
+        )
+
+
+def make_groups(vocabulary: int, groups: int, group_size: int, prompt: int, answer: int) -> list[Group]:
+    """Random episodes: prompts of ``prompt`` / 2 to 3 / 2 tokens, answers of 1 to ``answer`` tokens, uniform."""
+    draw = np.random.default_rng(0)
+
+    def episode(prompt_ids: list[int]) -> Episode:
+        n = int(draw.integers(1, answer + 1))
+        context, total = len(prompt_ids), len(prompt_ids) + n
+        trainable = np.arange(total) >= context
+        tokens = np.concatenate([prompt_ids, draw.integers(0, vocabulary, n)]).astype(np.int32)
+        # The engine's log-probs of an untrained model, so that importance weights are near 1.
+        logprobs = np.where(trainable, -np.log(vocabulary), 0).astype(np.float32)
+        turn = Turn(tokens, logprobs, np.where(trainable, 0, -1).astype(np.int32), trainable)
+        return Episode([turn], float(draw.integers(0, 2)), "stop")
+
+    found = []
+    for index in range(groups):
+        prompt_ids = draw.integers(0, vocabulary, int(draw.integers(prompt // 2, prompt * 3 // 2 + 1))).tolist()
+        found.append(Group(index, index, [episode(prompt_ids) for _ in range(group_size)]))
+    return found
+
+
+async def measure(training: Training, rounds: int, deadline_s: float) -> dict[str, Any]:
+    """Rounds of one step each of the trainer and of both yardsticks; the first round warms up.
+
+    A ratio is the median over rounds of yardstick / trainer: 1 is as fast as torchtitan, less is slower.
+    """
+    trainer = training.trainer
+    data = [group.to_bytes() for group in training.groups]
+    deadline = pipeline.SET_UP_DEADLINE_S
+    await within(deadline, trainer.plain_setup.call(data), "trainer ranks to load plain torchtitan")
+
+    async def plain(name: str) -> tuple[float, float]:
+        answers = await within(deadline, trainer.plain_step.call(name), f"a step of {name} torchtitan")
+        seconds, losses = zip(*answers.values(), strict=True)
+        return max(seconds), losses[0]
+
+    steps: dict[str, list[float]] = {"step": [], "call": [], PLAIN: [], FUSED: []}
+    for turn in range(rounds + 1):
+        call, metrics = await training.step(deadline_s)
+        await training.served()
+        plain_s, loss = await plain(PLAIN)
+        fused_s, fused_loss = await plain(FUSED)
+        if turn == 0:
+            _same_batch(metrics[0]["logprob"], loss, fused_loss)
+            continue
+        steps["step"].append(max(rank["step_s"] for rank in metrics))
+        steps["call"].append(call)
+        steps[PLAIN].append(plain_s)
+        steps[FUSED].append(fused_s)
+        await asyncio.sleep(0)
+    tokens = sum(episode.num_tokens - 1 for group in training.groups for episode in group.episodes)
+    return {
+        "trainer_step_ratio": _ratio(steps[PLAIN], steps["step"]),
+        "trainer_step_ratio_fused_qkv": _ratio(steps[FUSED], steps["step"]),
+        "trainer_call_ratio": _ratio(steps[PLAIN], steps["call"]),
+        "trainer_step_ms": statistics.median(steps["step"]) * 1e3,
+        "trainer_call_ms": statistics.median(steps["call"]) * 1e3,
+        "torchtitan_step_ms": statistics.median(steps[PLAIN]) * 1e3,
+        "torchtitan_fused_qkv_step_ms": statistics.median(steps[FUSED]) * 1e3,
+        "trainer_step_tokens": tokens,
+        "trainer_rounds": rounds,
+    }
+
+
+def _ratio(yardstick: list[float], ours: list[float]) -> float:
+    return statistics.median(there / here for there, here in zip(yardstick, ours, strict=True))
+
+
+def _same_batch(logprob: float, *losses: float) -> None:
+    for loss in losses:
+        if abs(logprob + loss) > LOSS_BOUND:
+            raise RuntimeError(
+                f"the trainer and plain torchtitan did not compute the same thing: mean log-probs {logprob:.6f} and "
+                f"{-loss:.6f} of the first batch differ by more than {LOSS_BOUND}"
+            )
+
+
+def plan_of(model: Path, settings: Any, steps: int, answer: int, deadline_s: float) -> TrainerPlan:
+    """The plan of a run that would train these groups."""
+    return TrainerPlan(model, settings, steps, 1.0, answer, deadline_s)
