@@ -18,12 +18,13 @@ import sys
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import tyro
 
 from monarch_rl import pipeline
 from monarch_rl.generator.settings import GeneratorSettings
-from monarch_rl.model_folder import resolve_model
+from monarch_rl.model_folder import read_config, resolve_model
 from monarch_rl.observe.console import Console
 from monarch_rl.observe.metrics import Metrics
 from monarch_rl.rollout.settings import RolloutSettings
@@ -34,7 +35,9 @@ from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.weights.transport import TransferSettings
 
 # The tiny model of tools/make_tiny_model.py learns to spell words backward.
-TASK = TaskSettings(name="spell_backward", config='{"min_word_len": 3, "max_word_len": 5}')
+TASK = TaskSettings(
+    name="spell_backward", config='{"min_word_len": 3, "max_word_len": 5}', template="{word} -> ", pass_mark=1.0
+)
 
 
 @dataclass(frozen=True)
@@ -68,16 +71,53 @@ def check(s: Settings) -> Path:
         raise ValueError(f"max-policy-lag must not be negative (0 is synchronous), got {s.max_policy_lag}")
     if s.groups_per_step < 1 or s.steps < 1 or s.held_out < 1:
         raise ValueError("groups-per-step, steps and held-out must be at least 1")
+    if s.held_out > s.task.held_out_size:
+        raise ValueError(f"held-out {s.held_out} is more than task.held-out-size {s.task.held_out_size}: raise that")
+    if s.rollout.group_size < 2:
+        raise ValueError("rollout.group-size must be at least 2: advantages compare the episodes of a group")
+    if s.rollout.temperature == 0:
+        raise ValueError("rollout.temperature must be above 0: greedy episodes of a group are all the same")
     episodes = s.groups_per_step * s.rollout.group_size
     if episodes % s.trainer.ranks:
         raise ValueError(
             f"{s.groups_per_step} groups x {s.rollout.group_size} episodes = {episodes} episodes a step cannot be "
             f"shared equally by {s.trainer.ranks} trainer ranks: change groups-per-step or trainer.ranks"
         )
-    ranks = s.trainer.ranks + s.generator.replicas
-    devices().check(ranks, f"{s.trainer.ranks} trainer ranks + {s.generator.replicas} generator replicas")
+    offered, ranks = devices(), s.trainer.ranks + s.generator.replicas
+    offered.check(ranks, f"{s.trainer.ranks} trainer ranks + {s.generator.replicas} generator replicas")
+    if s.trainer.ranks > offered.per_host and s.trainer.ranks % offered.per_host:
+        raise ValueError(f"trainer.ranks {s.trainer.ranks} must fill whole hosts: a multiple of {offered.per_host}")
     TaskSource(s.task).check()
-    return resolve_model(s.model)
+    model = resolve_model(s.model)
+    check_lengths(s, read_config(model))
+    check_output(s.output)
+    return model
+
+
+def check_lengths(s: Settings, config: dict[str, Any]) -> None:
+    """Refuse episodes that cannot be drawn or trained whatever the prompt is."""
+    drawn = s.rollout.max_turns * s.rollout.max_new_tokens
+    asked = f"rollout.max-turns {s.rollout.max_turns} x rollout.max-new-tokens {s.rollout.max_new_tokens}"
+    limits = {"trainer.tokens-per-microbatch": s.trainer.tokens_per_microbatch}
+    limits["generator.context-length"] = s.generator.context_length or config["max_position_embeddings"]
+    for name, tokens in limits.items():
+        if drawn >= tokens:
+            raise ValueError(f"{asked} leaves no room for a prompt within {name}, which is {tokens}")
+    if s.generator.context_length > config["max_position_embeddings"]:
+        raise ValueError(
+            f"generator.context-length {s.generator.context_length} is more than the model's own limit of "
+            f"{config['max_position_embeddings']} tokens"
+        )
+
+
+def check_output(folder: Path) -> None:
+    """Refuse an output folder in which no run folder can be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"output {folder} cannot be made ({error.strerror}): choose another folder") from error
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"output {folder} is not writable: choose another folder")
 
 
 async def train(cluster: Cluster, s: Settings, model: Path, folder: Path) -> None:
@@ -116,7 +156,10 @@ async def train(cluster: Cluster, s: Settings, model: Path, folder: Path) -> Non
 
 
 def main(s: Settings) -> None:
-    model = check(s)
+    try:
+        model = check(s)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
     with launch() as cluster:
         if cluster is None:  # a torchrun rank other than 0: its part was to host
             return
@@ -128,7 +171,4 @@ def main(s: Settings) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Settings, description=__doc__))
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    main(tyro.cli(Settings, description=__doc__))

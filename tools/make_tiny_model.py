@@ -37,7 +37,9 @@ class Settings:
 
     output: Path = Path(".cache/tiny-qwen3")
     """Folder of the model, in Hugging Face's format."""
-    task: TaskSettings = TaskSettings(name="spell_backward", config='{"min_word_len": 3, "max_word_len": 5}')
+    task: TaskSettings = TaskSettings(
+        name="spell_backward", config='{"min_word_len": 3, "max_word_len": 5}', template="{word} -> "
+    )
     """What the supervised run shows, of the warm-up split: none of its questions is held out."""
     hidden_size: int = 128
     """Width of the model."""

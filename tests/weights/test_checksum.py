@@ -27,10 +27,10 @@ def reference(x: torch.Tensor) -> int:
     row_bytes = [x[r].contiguous().view(torch.uint8).tolist() for r in range(len(x))]
     size = 8 if len(row_bytes[0]) % 8 == 0 else 4
     total = 0
-    for r, row in enumerate(row_bytes):
-        row = [int.from_bytes(row[i : i + size], "little", signed=True) for i in range(0, len(row), size)]
-        for c, x in enumerate(row):
-            total += x * ((spread(1 + r) | 1) + (spread(-(1 + c) % MODULUS) & ~1))
+    for r, data in enumerate(row_bytes):
+        words = [int.from_bytes(data[i : i + size], "little", signed=True) for i in range(0, len(data), size)]
+        for c, word in enumerate(words):
+            total += word * ((spread(1 + r) | 1) + (spread(-(1 + c) % MODULUS) & ~1))
     return total % MODULUS
 
 

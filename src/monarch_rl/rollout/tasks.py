@@ -44,6 +44,9 @@ class TaskSettings:
     """JSON with the data set's own settings, for example '{"min_terms": 2, "max_terms": 2}'."""
     template: str = "{question}"
     """The prompt. {question} and every field of the item's metadata can be used: '{expression} =' for chain_sum."""
+    pass_mark: float = 0.0
+    """Scores from here on count as 1 and lower ones as 0; at 0 the data set's own part marks are the reward, which
+    may be gamed (spell_backward gives 0.8 for the right letters with others after them)."""
     seed: int = 0
     """Which items there are. The held-out items stay apart from the others under every seed."""
     train_size: int = 10_000
@@ -55,6 +58,8 @@ class TaskSettings:
         for name in ("train_size", "held_out_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"task.{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        if not 0 <= self.pass_mark <= 1:
+            raise ValueError(f"task.pass-mark must be in 0..1, got {self.pass_mark}")
         if not 0 <= self.seed < 2**31:
             raise ValueError(f"task.seed must be in 0..2^31-1, got {self.seed}")
 
@@ -133,11 +138,11 @@ class TaskSource:
 
 
 def score(settings: TaskSettings, entry: dict[str, Any], text: str) -> float:
-    """Score a completion with the data set's own scorer. Raises what the scorer raises, ValueError if not finite."""
+    """Score a completion with the data set's own scorer, then the pass mark. Raises what the scorer raises, ValueError if not finite."""
     reward = float(load_data_set(settings, "train").score_answer(answer=extract_answer(text), entry=entry))
     if not math.isfinite(reward):
         raise ValueError(f"score {reward}")
-    return reward
+    return float(reward >= settings.pass_mark) if settings.pass_mark > 0 else reward
 
 
 def extract_answer(text: str) -> str:

@@ -1,0 +1,10 @@
+"""For all tests: what must be said before torch and Monarch are first imported."""
+
+from __future__ import annotations
+
+import os
+
+# The processes of a test share few cores: one thread each is much faster than several.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import monarch_rl.runtime  # noqa: E402,F401  before monarch: it sets how often Monarch looks for dead processes

@@ -1,0 +1,34 @@
+"""Loads a run's model with transformers alone, generates, and compares: ``load_saved.py START SAVED``, prints JSON.
+
+A process of its own, so that nothing of the engine or the trainer can help.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+PROMPT = "Spell this word backward (example: sun -> nus): cat"
+
+
+def main() -> None:
+    start, saved = (AutoModelForCausalLM.from_pretrained(folder) for folder in sys.argv[1:])
+    tokenizer = AutoTokenizer.from_pretrained(sys.argv[2])
+    inputs = tokenizer(PROMPT, return_tensors="pt")
+    drawn = saved.generate(inputs.input_ids, max_new_tokens=8, min_new_tokens=8, do_sample=False)
+    before, after = start.state_dict(), saved.state_dict()
+    report = {
+        "same_tensors": {name: t.shape for name, t in before.items()} == {name: t.shape for name, t in after.items()},
+        "same_dtype": start.dtype == saved.dtype,
+        "largest_change": max(float((after[name] - before[name]).abs().max()) for name in before),
+        "prompt": tokenizer.decode(inputs.input_ids[0]),
+        "new_tokens": drawn.shape[1] - inputs.input_ids.shape[1],
+        "strangers": sorted({"sglang", "torchtitan", "monarch", "monarch_rl"} & sys.modules.keys()),
+    }
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""The recipe as a user runs it, on a model small enough for a test, and what a run must leave behind."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.runtime.launched import Launched
+
+ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "recipes" / "grpo.py"
+RUN_S = 300.0
+"""Seconds for a run of a few steps on shared cores: some 20 when nothing else runs."""
+STEPS = 3
+ROW = {"group", "task_index", "prompt", "turns", "answer", "reward", "finish_reason", "tokens", "versions"}
+"""The keys of a sampled rollout."""
+
+
+def recipe(model: Path, output: Path, *more: str) -> list[str]:
+    """Script and arguments of a small run."""
+    small = ["--held-out=8", "--groups-per-step=8", "--rollout.max-new-tokens=8", f"--steps={STEPS}"]
+    return [str(RECIPE), f"--model={model}", f"--output={output}", *small, *more]
+
+
+def engines(run: Launched) -> int:
+    """Scheduler processes of SGLang that the run has now."""
+    return sum("sglang::scheduler" in process for process in run.left())
+
+
+def wait_for_step(run: Launched) -> None:
+    """Wait until the run has said that it made its first step."""
+    deadline = time.monotonic() + RUN_S
+    while not re.search(r"^step 1/", run.output(), re.MULTILINE):
+        assert run.process.poll() is None, f"ended early\n{run.output()}"
+        assert time.monotonic() < deadline, f"no step after {RUN_S} s\n{run.output()}"
+        time.sleep(0.1)
+
+
+def check_run(output: str, start_model: Path, max_policy_lag: int) -> None:
+    """Check all that a finished run printed and wrote."""
+    assert "Traceback" not in output, output
+    found = re.search(r"Run folder: (\S+)$", output, re.MULTILINE)
+    assert found, output
+    folder = Path(found[1])
+    assert f"metrics, rollouts and the model are in {folder}" in output
+    assert f"lag <= {max_policy_lag}; buffer of {8 * (max_policy_lag + 1)} groups" in output
+    assert json.loads((folder / "settings.json").read_text())["max_policy_lag"] == max_policy_lag
+    check_metrics(folder, max_policy_lag)
+    check_rollouts(folder, max_policy_lag)
+    check_model(folder / "model", start_model)
+
+
+def check_metrics(folder: Path, max_policy_lag: int) -> None:
+    """All steps are in ``metrics.jsonl`` and in TensorBoard's file, within the lag, between two evaluations."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    evaluations = [line for line in lines if "held_out/accuracy" in line]
+    steps = [line for line in lines if "held_out/accuracy" not in line]
+    assert [line["step"] for line in evaluations] == [0, STEPS]
+    assert all(0 <= line["held_out/accuracy"] <= 1 for line in evaluations)
+    assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
+    for line in steps:
+        assert 0 <= line["reward/mean"] <= 1 and line["trainer/grad_norm"] >= 0, line
+        assert 0 <= line["lag/mean"] <= line["lag/max"] <= max_policy_lag, line
+        assert line["tokens_per_second"] > 0 and line["buffer/trained"] == 8 * line["step"], line
+        assert not [name for name in line if name.startswith("dropped/")], line
+    assert max(line["reward/std"] for line in steps) > 0, "no reward differs from another: there was nothing to learn"
+
+    board = EventAccumulator(str(folder / "tensorboard"))
+    board.Reload()
+    scalars = {(event.step, round(event.value, 6)) for event in board.Scalars("reward/mean")}
+    assert scalars == {(line["step"], round(line["reward/mean"], 6)) for line in steps}
+
+
+def check_rollouts(folder: Path, max_policy_lag: int) -> None:
+    """Sampled rollouts have all their columns, and tell the versions that drew them."""
+    rows: list[dict[str, Any]] = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    assert rows
+    for row in rows:
+        assert set(row) == ROW
+        assert row["prompt"].startswith("Spell this word backward") and row["tokens"] <= 8
+        # A group trained at step s, the s-th 8 groups in order, was drawn by the versions from s - lag to s.
+        step = row["group"] // 8
+        first, last = row["versions"]
+        assert max(0, step - max_policy_lag) <= first <= last <= step, row
+
+
+def check_model(saved: Path, start: Path) -> None:
+    """The saved model loads with transformers alone, generates, and is another than the one at the start."""
+    script = Path(__file__).with_name("load_saved.py")
+    done = subprocess.run(
+        [sys.executable, str(script), str(start), str(saved)], capture_output=True, text=True, timeout=RUN_S
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["strangers"] == []
+    assert report["same_tensors"] and report["same_dtype"]
+    assert report["new_tokens"] == 8 and report["prompt"].endswith("cat")
+    # AdamW's first steps move a weight by at most about the learning rate each, here 1e-3.
+    assert 1e-5 < report["largest_change"] < 5e-3 * STEPS

@@ -1,0 +1,266 @@
+"""The recipe end to end: under python, torchrun and two torchrun agents; interrupted; and with bad settings."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from monarch_rl.generator.settings import GeneratorSettings
+from monarch_rl.rollout.settings import RolloutSettings
+from monarch_rl.rollout.tasks import TaskSettings
+from monarch_rl.runtime.network import free_port
+from monarch_rl.trainer.settings import TrainerSettings
+from tests.recipe.running import RECIPE, RUN_S, check_run, engines, recipe, wait_for_step
+from tests.runtime.launched import TORCHRUN, Launched
+from tools.make_tiny_model import Settings as TinyModel
+from tools.make_tiny_model import write_random_model
+
+Start = Callable[[Sequence[str]], Launched]
+
+STOP_S = 40.0
+"""Seconds from a signal to the end of the run: at most 20 for an orderly end, then 16 for its host process."""
+GONE_S = 12.0
+"""Seconds until nothing is left once the run itself has ended; at once unless it was killed."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Qwen3 that spells in characters."""
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    write_random_model(folder, TinyModel(hidden_size=64, layers=2))
+    return folder
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    """Start commands; whatever a failed test leaves of them is killed."""
+    # SGLang's processes change their title, which by default destroys the environment that we find them by.
+    monkeypatch.setenv("SPT_NOENV", "1")
+    started: list[Launched] = []
+
+    def begin(command: Sequence[str]) -> Launched:
+        launched = Launched(command, tmp_path / f"log{len(started)}")
+        started.append(launched)
+        return launched
+
+    yield begin
+    for launched in started:
+        launched.kill()
+
+
+# -- whole runs ---------------------------------------------------------------------------------------------------
+
+
+def test_python(start: Start, model: Path, tmp_path: Path) -> None:
+    run = start([sys.executable, *recipe(model, tmp_path / "runs")])
+    assert run.wait(RUN_S) == 0, run.output()
+    run.assert_gone(GONE_S)
+    check_run(run.output(), model, max_policy_lag=2)
+
+
+def test_torchrun_without_lag(start: Start, model: Path, tmp_path: Path) -> None:
+    run = start([*TORCHRUN, "--nproc-per-node=4", *recipe(model, tmp_path / "runs", "--max-policy-lag=0")])
+    assert run.wait(RUN_S) == 0, run.output()
+    run.assert_gone(GONE_S)
+    check_run(run.output(), model, max_policy_lag=0)
+
+
+def test_two_nodes(start: Start, model: Path, tmp_path: Path) -> None:
+    """Two agents play two machines: the first holds the trainer ranks, the second the generators."""
+    job = ["--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d", "--local-addr=127.0.0.1"]
+    job += [f"--rdzv-endpoint=127.0.0.1:{free_port()}", *recipe(model, tmp_path / "runs", "--max-policy-lag=1")]
+    agents = [start([*TORCHRUN, *job]) for _ in range(2)]
+    most = [0, 0]
+    deadline = time.monotonic() + RUN_S
+    while any(agent.process.poll() is None for agent in agents):
+        assert time.monotonic() < deadline, "\n".join(agent.output() for agent in agents)
+        most = [max(before, engines(agent)) for before, agent in zip(most, agents, strict=True)]
+        time.sleep(0.5)
+    for agent in agents:
+        assert agent.process.returncode == 0, agent.output()
+        agent.assert_gone(GONE_S)
+    # Either agent may have become the first machine; that is where the controller is, which prints.
+    second, first = sorted(zip(most, (agent.output() for agent in agents), strict=True), reverse=True)
+    assert (first[0], second[0]) == (0, 2), "engines on the first and the second machine"
+    check_run(first[1], model, max_policy_lag=1)
+
+
+# -- interrupted runs ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("number", "to_group", "code"),
+    [(signal.SIGINT, True, 130), (signal.SIGTERM, False, 143), (signal.SIGKILL, False, -9)],
+    ids=["Ctrl-C", "SIGTERM", "SIGKILL"],
+)
+def test_a_signal_while_training_leaves_no_process(
+    start: Start, model: Path, tmp_path: Path, number: signal.Signals, to_group: bool, code: int
+) -> None:
+    endless = recipe(model, tmp_path / "runs", "--steps=100000", "--generator.replicas=1")
+    run = start([sys.executable, *endless])
+    wait_for_step(run)
+    assert engines(run) == 1 and len(run.left()) > 7, "controller, host, 2 trainers, buffer, rollout, generator, engine"
+    (os.killpg if to_group else os.kill)(run.process.pid, number)
+    assert run.wait(STOP_S) == code, run.output()
+    run.assert_gone(GONE_S)
+    assert "Traceback" not in run.output(), run.output()
+    (metrics,) = tmp_path.glob("runs/*/metrics.jsonl")
+    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()][:2] == [0, 1]
+
+
+# -- bad settings -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def grpo() -> Any:
+    """The recipe as a module."""
+    spec = importlib.util.spec_from_file_location("grpo_recipe", RECIPE)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def refusal(grpo: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Runs the recipe with changed settings and returns its error, after making sure that nothing was spawned."""
+
+    def refuse(**changes: Any) -> str:
+        monkeypatch.setattr(grpo, "launch", lambda: pytest.fail("bad settings were not refused before the launch"))
+        settings = grpo.Settings(**{"model": str(model), "output": tmp_path / "runs"} | changes)
+        with pytest.raises(SystemExit) as ended:
+            grpo.main(settings)
+        message = str(ended.value.code)  # what Python prints on stderr; the exit code is then 1
+        assert message.startswith("error: ")
+        return message
+
+    return refuse
+
+
+def test_the_settings_of_the_tests_are_accepted(grpo: Any, model: Path, tmp_path: Path) -> None:
+    assert grpo.check(grpo.Settings(model=str(model), output=tmp_path / "runs")) == model
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"max_policy_lag": -1}, ["max-policy-lag must not be negative", "0 is synchronous", "-1"]),
+        ({"steps": 0}, ["steps", "at least 1"]),
+        ({"held_out": 201}, ["held-out 201", "task.held-out-size 200"]),
+        ({"rollout": RolloutSettings(group_size=1)}, ["rollout.group-size must be at least 2", "advantages"]),
+        ({"rollout": RolloutSettings(temperature=0.0)}, ["rollout.temperature must be above 0"]),
+        ({"groups_per_step": 1, "trainer": TrainerSettings(ranks=3)}, ["8 episodes", "3 trainer ranks", "change"]),
+        (
+            {"groups_per_step": 4096, "trainer": TrainerSettings(ranks=4096)},
+            ["4098 ranks", "4096 trainer ranks + 2 generator replicas", "this launch offers", "ask for at most"],
+        ),
+        ({"generator": GeneratorSettings(replicas=5000)}, ["5002 ranks", "5000 generator replicas"]),
+        ({"task": TaskSettings("spel_backward")}, ["'spel_backward'", "did you mean spell_backward"]),
+        ({"task": TaskSettings("chain_sum", "{min_terms: 2}")}, ["task.config is not JSON", "{min_terms: 2}"]),
+        ({"task": TaskSettings("chain_sum", '{"terms": 2}')}, ["task.config", "settings of chain_sum", "min_terms"]),
+        ({"task": TaskSettings("chain_sum", template="{word}")}, ["task.template '{word}'", "its fields are"]),
+        ({"model": "/no/such/folder"}, ["no such model", "/no/such/folder", "Hub name such as"]),
+        ({"rollout": RolloutSettings(max_new_tokens=1024)}, ["rollout.max-new-tokens 1024", "context", "1024"]),
+        ({"rollout": RolloutSettings(max_new_tokens=256, max_turns=4)}, ["max-turns 4 x", "context", "1024"]),
+        ({"generator": GeneratorSettings(context_length=16)}, ["leaves no room", "generator.context-length", "16"]),
+        ({"generator": GeneratorSettings(context_length=2048)}, ["generator.context-length 2048", "1024"]),
+        (
+            {"trainer": TrainerSettings(tokens_per_microbatch=16)},
+            ["rollout.max-new-tokens 16", "no room for a prompt", "trainer.tokens-per-microbatch"],
+        ),
+    ],
+)
+def test_bad_settings_are_refused(refusal: Callable[..., str], changes: dict[str, Any], said: list[str]) -> None:
+    message = refusal(**changes)
+    assert [part for part in said if part not in message] == [], message
+
+
+def test_ranks_that_do_not_fill_hosts_are_refused(refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """3 trainer ranks on two machines of 2: the second machine would be shared with a generator."""
+    for name, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("monarch_rl.runtime.devices.visible_devices", lambda: [])  # on a GPU machine, too
+    message = refusal(groups_per_step=3, trainer=TrainerSettings(ranks=3), generator=GeneratorSettings(replicas=1))
+    assert "trainer.ranks 3 must fill whole hosts: a multiple of 2" in message
+
+
+@pytest.mark.parametrize(
+    ("break_it", "said"),
+    [
+        (
+            lambda folder: (folder / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}'),
+            ["architecture GPT2LMHeadModel is not supported", "Qwen3ForCausalLM, LlamaForCausalLM"],
+        ),
+        (lambda folder: (folder / "config.json").unlink(), ["is not a model folder", "config.json"]),
+        (lambda folder: (folder / "model.safetensors").unlink(), ["no *.safetensors file", "save the weights"]),
+    ],
+    ids=["architecture", "config.json", "weights"],
+)
+def test_a_folder_that_cannot_be_trained_is_refused(
+    refusal: Callable[..., str], model: Path, tmp_path: Path, break_it: Callable[[Path], object], said: list[str]
+) -> None:
+    folder = tmp_path / "broken"
+    folder.mkdir()
+    for file in model.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    break_it(folder)
+    message = refusal(model=str(folder))
+    assert [part for part in (*said, str(folder)) if part not in message] == [], message
+
+
+def test_an_output_folder_that_cannot_be_made_is_refused(refusal: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    message = refusal(output=tmp_path / "file" / "runs")
+    assert str(tmp_path / "file" / "runs") in message and "cannot be made" in message and "choose another" in message
+
+
+def on_command_line(launcher: list[str], arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
+    command = [*launcher, str(RECIPE), *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--model=no-such/model"], 1, ["error: no such model: no-such/model", "Give a folder with config.json"]),
+        (["--max-policy-lag=-1"], 1, ["error: max-policy-lag must not be negative"]),
+        (["--trainer.ranks=0"], 2, ["trainer.ranks must be at least 1, got 0"]),
+        (["--step=3"], 2, ["Unrecognized options: --step", "--steps"]),
+    ],
+)
+def test_bad_settings_on_the_command_line(arguments: list[str], code: int, said: list[str]) -> None:
+    done = on_command_line([sys.executable], arguments)
+    assert done.returncode == code
+    assert [part for part in said if part not in done.stderr] == [], done.stderr
+    assert "Traceback" not in done.stderr and not done.stdout
+
+
+def test_more_ranks_than_torchrun_started(model: Path, tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    command = [*TORCHRUN, "--nproc-per-node=2", *recipe(model, tmp_path / "runs")]
+    done = subprocess.run(
+        command, env=environment | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1
+    said = "error: 4 ranks are asked for (2 trainer ranks + 2 generator replicas), but this launch offers 2"
+    assert said in done.stderr and "Use torchrun --nproc-per-node=4 ..." in done.stderr
+    assert done.stderr.count("Traceback") == 1 and "ChildFailedError" in done.stderr, "none but torchrun's own"
+    assert not (tmp_path / "runs").exists()
+
+
+def test_help_describes_every_setting() -> None:
+    done = on_command_line([sys.executable], ["--help"])
+    assert done.returncode == 0
+    assert "Asynchronous GRPO" in done.stdout and "--max-policy-lag" in done.stdout
