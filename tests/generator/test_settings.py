@@ -16,7 +16,6 @@ from monarch_rl.generator.settings import CPU_KV_TOKENS, GeneratorSettings, engi
         ("max_total_tokens", -1),
         ("memory_fraction", 1.0),
         ("start_deadline_s", 0),
-        ("request_deadline_s", 0),
     ],
 )
 def test_a_bad_value_is_refused_by_name(field: str, value: Any) -> None:

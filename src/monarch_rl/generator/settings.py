@@ -33,8 +33,6 @@ class GeneratorSettings:
     SGLang's cost in speed. On a CPU requests with a seed are always honoured, and this has no effect."""
     start_deadline_s: float = 300.0
     """Seconds an engine may take to start: 10 to 30 on two CPU cores, minutes for a large model on a cold disk."""
-    request_deadline_s: float = 600.0
-    """Seconds one request may take, waiting in the engine's queue included, before it counts as failed."""
 
     def __post_init__(self) -> None:
         if self.replicas < 1:
@@ -47,8 +45,8 @@ class GeneratorSettings:
             raise ValueError(f"max_total_tokens must not be negative (0 is automatic), got {self.max_total_tokens}")
         if not 0 < self.memory_fraction < 1:
             raise ValueError(f"memory_fraction must be between 0 and 1, got {self.memory_fraction}")
-        if self.start_deadline_s <= 0 or self.request_deadline_s <= 0:
-            raise ValueError("start_deadline_s and request_deadline_s must be positive")
+        if self.start_deadline_s <= 0:
+            raise ValueError(f"start_deadline_s must be positive, got {self.start_deadline_s}")
 
 
 CPU_KV_TOKENS = 65_536
