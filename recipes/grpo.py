@@ -46,9 +46,9 @@ class Settings:
 
     model: str = ".cache/tiny-qwen3"
     """Hugging Face folder or Hub name of the model to train (Qwen3 dense or Llama)."""
-    steps: int = 120
+    steps: int = 250
     """Optimiser steps."""
-    groups_per_step: int = 16
+    groups_per_step: int = 32
     """Prompts of one optimiser step; each is played rollout.group-size times."""
     max_policy_lag: int = 2
     """Versions that a trained token may be behind; 0 is synchronous, more keeps the devices busier."""
@@ -59,9 +59,9 @@ class Settings:
     batch_deadline_s: float = 600.0
     """Seconds that the trainer waits for a batch before the run fails."""
     task: TaskSettings = field(default_factory=lambda: TASK)
-    trainer: TrainerSettings = field(default_factory=lambda: TrainerSettings(lr=1e-3))
+    trainer: TrainerSettings = field(default_factory=lambda: TrainerSettings(lr=3e-4, lr_warmup_steps=5))
     generator: GeneratorSettings = field(default_factory=GeneratorSettings)
-    rollout: RolloutSettings = field(default_factory=lambda: RolloutSettings(max_new_tokens=16, concurrent_groups=32))
+    rollout: RolloutSettings = field(default_factory=lambda: RolloutSettings(max_new_tokens=8, concurrent_groups=64))
     weights: TransferSettings = field(default_factory=TransferSettings)
 
 

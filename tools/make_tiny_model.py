@@ -45,7 +45,7 @@ class Settings:
     """Width of the model."""
     layers: int = 3
     """Blocks of the model."""
-    steps: int = 200
+    steps: int = 40
     """Optimiser steps of the supervised run."""
     examples_per_step: int = 128
     """Questions with answers that one step shows."""

@@ -48,8 +48,9 @@ logger = logging.getLogger("monarch_rl")
 
 START_DEADLINE_S = 60.0
 """Seconds for the controller to reach all hosts; about one is normal."""
-STOP_DEADLINE_S = 8.0
-"""Seconds for the actors of all meshes to clean up and end, and again for the hosts; one or two is normal."""
+STOP_DEADLINE_S = 15.0
+"""Seconds for the actors of all meshes to clean up and end, and again for the hosts; five is normal for processes
+with torch in them, after which Monarch kills them."""
 HOST_DEADLINE_S = 8.0
 """Seconds for a host process to kill what is left below it and end."""
 _PR_SET_PDEATHSIG = 1

@@ -163,7 +163,7 @@ class ShardedModel:
         with torch.no_grad():
             self.module.init_states()
         adapters = {"qwen3": Qwen3StateDictAdapter, "llama": LlamaAdapter}
-        self._adapter: StateDictAdapter = adapters[kind](config, str(folder))
+        self._adapter: StateDictAdapter = adapters[kind](config, None)
         self._load()
 
     def _load(self) -> None:

@@ -52,8 +52,8 @@ class TrainerSettings:
     """AdamW's weight decay."""
     lr_warmup_steps: int = 0
     """Steps of linear warm-up."""
-    lr_decay_ratio: float = 1.0
-    """Share of the steps, at the end, over which the rate decays to lr x lr_min_factor."""
+    lr_decay_ratio: float | None = None
+    """Share of the steps, at the end, over which the rate decays to lr x lr_min_factor; None is all after warm-up."""
     lr_decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
     """Shape of the decay."""
     lr_min_factor: float = 1.0
