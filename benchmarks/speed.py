@@ -1,7 +1,7 @@
 """How fast the parts are against what they are made of, as ratios measured in one run.
 
     python benchmarks/speed.py
-    python benchmarks/speed.py --model .cache/smollm2-135m-instruct --groups 1 --group-size 4 --rounds 3 --no-recipe
+    python benchmarks/speed.py --parts trainer --model .cache/smollm2-135m-instruct --groups 2 --group-size 4 --rounds 4
 
 Prints a line per part while it runs and, last, all figures as one line of JSON. benchmarks/README.md says what each
 means. Sides take turns within the run, so that what else the machine does falls on both; absolute times hold for
@@ -10,15 +10,18 @@ this machine and hour only.
 
 from __future__ import annotations
 
+import monarch_rl  # isort: skip  # noqa: F401  its settings for Monarch count only if it is imported first
+
 import asyncio
 import json
 import os
 import sys
 import time
 from collections.abc import Awaitable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import speed_generator
 import speed_recipe
@@ -27,9 +30,11 @@ import speed_trainer
 import tyro
 
 from monarch_rl import pipeline
+from monarch_rl.generator.scheduler_process import quiet_imports
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.model_folder import read_config, resolve_model
 from monarch_rl.runtime.cluster import Cluster, devices, launch
+from monarch_rl.runtime.deadlines import within
 from monarch_rl.trainer.settings import TrainerSettings
 
 NOT_MEASURED = [
@@ -38,6 +43,8 @@ NOT_MEASURED = [
     "memory",
     "idle shares do not see a side that is busy but waits for a core",
 ]
+
+Part = Literal["trainer", "generator", "swap", "recipe"]
 
 
 @dataclass(frozen=True)
@@ -66,10 +73,8 @@ class Settings:
     """Optimiser steps of the recipe's run."""
     skip: int = 3
     """Steps of it that are left out: the pipeline fills."""
-    recipe: bool = True
-    """Run the recipe for the idle shares."""
-    parts: bool = True
-    """Measure trainer, generator and swap."""
+    parts: tuple[Part, ...] = ("trainer", "generator", "swap", "recipe")
+    """What to measure."""
     recipe_arguments: tuple[str, ...] = ()
     """Further arguments of the recipe."""
     deadline_s: float = 600.0
@@ -105,16 +110,25 @@ async def measure_parts(cluster: Cluster, s: Settings, model: Path) -> dict[str,
         show(name, found, time.perf_counter() - started)
 
     started = time.perf_counter()
-    async with speed_generator.bare_engine(model, s.generator) as bare:
+    quiet_imports()
+    async with AsyncExitStack() as stack:
+        bare = None
+        if "generator" in s.parts:
+            bare = await stack.enter_async_context(speed_generator.bare_engine(model, s.generator))
         training, generator = await asyncio.gather(
             speed_trainer.Training.start(cluster, plan, groups, steps),
             speed_generator.start(cluster, model, s.generator, s.trainer.ranks),
         )
         print(f"all is up after {time.perf_counter() - started:.0f} s", flush=True)
-        await part("trainer", speed_trainer.measure(training, s.rounds, s.deadline_s))
-        await part("generator", speed_generator.measure(generator, bare, load, s.generator_rounds))
-    dtype = pipeline.served_dtype(s.generator, cluster)
-    await part("swap", speed_swap.measure(training, generator, load, s.swaps, dtype, s.deadline_s))
+        if "trainer" in s.parts:
+            await part("trainer", speed_trainer.measure(training, s.rounds, s.deadline_s))
+        if bare is not None:
+            await part("generator", speed_generator.measure(generator, bare, load, s.generator_rounds))
+    if "swap" in s.parts:
+        dtype = pipeline.served_dtype(s.generator, cluster)
+        await part("swap", speed_swap.measure(training, generator, load, s.swaps, dtype, s.deadline_s))
+    await within(pipeline.CALL_DEADLINE_S, generator.shutdown.call_one(), "the generator to end its engine")
+    await within(pipeline.CALL_DEADLINE_S, training.trainer.close.call(), "trainer ranks to leave their world")
     return figures
 
 
@@ -139,12 +153,12 @@ def main(s: Settings) -> None:
         "load_before": os.getloadavg()[0],
     }
     started = time.perf_counter()
-    if s.parts:
+    if set(s.parts) - {"recipe"}:
         with launch() as cluster:
             if cluster is None:
                 return
             figures |= asyncio.run(measure_parts(cluster, s, model))
-    if s.recipe:
+    if "recipe" in s.parts:
         then = time.perf_counter()
         found = speed_recipe.measure(model, s.steps, s.skip, list(s.recipe_arguments))
         show("recipe", found, time.perf_counter() - then)

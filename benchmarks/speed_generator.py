@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import os
 import statistics
 import time
 from collections.abc import AsyncIterator
@@ -18,12 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from monarch.actor import concurrent_endpoint
 
 from monarch_rl.episode import Sampling
 from monarch_rl.generator.actor import Generator
 from monarch_rl.generator.router import Router
+from monarch_rl.generator.scheduler_process import quiet_imports
 from monarch_rl.generator.settings import GeneratorSettings, engine_arguments
 from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.runtime.deadlines import within
@@ -72,10 +75,7 @@ async def play_bare(engine: Any, prompts: list[list[int]], sampling: Sampling) -
     parameters = bare_parameters(sampling)
     started = time.perf_counter()
     answers = await asyncio.gather(
-        *(
-            engine.async_generate(input_ids=ids, sampling_params=parameters, return_logprob=True)
-            for ids in prompts
-        )
+        *(engine.async_generate(input_ids=ids, sampling_params=parameters, return_logprob=True) for ids in prompts)
     )
     return time.perf_counter() - started, sum(len(answer["output_ids"]) for answer in answers)
 
@@ -170,6 +170,8 @@ async def bare_engine(model: Path, settings: GeneratorSettings) -> AsyncIterator
 
 def _serve_bare(pipe: Connection, arguments: dict[str, Any]) -> None:
     """The bare engine's process: one answer for each message, until the pipe is closed."""
+    quiet_imports()
+    os.environ["PYTHONWARNINGS"] = "ignore::UserWarning"  # for the scheduler that it starts
     import sglang
 
     engine = sglang.Engine(**arguments)
@@ -199,6 +201,9 @@ async def measure(generator: Any, bare: BareEngine, load: Load, rounds: int) -> 
     """
     router = Router([generator], ROUND_DEADLINE_S)
 
+    stats = await within(ROUND_DEADLINE_S, generator.stats.call_one(), "the generator's figures")
+    replica = {stats["pid"], *stats["child_pids"]}
+
     async def ours(turn: int) -> tuple[float, int]:
         prompts = load.prompts(turn)
         started = time.perf_counter()
@@ -214,26 +219,36 @@ async def measure(generator: Any, bare: BareEngine, load: Load, rounds: int) -> 
     async def outside(turn: int) -> tuple[float, int]:
         return await bare.play(load, turn)
 
-    seconds: dict[str, list[float]] = {}
+    sides = {
+        "actor": (ours, {os.getpid(), *replica}),
+        "inside": (inside, replica),
+        "outside": (outside, {bare.process.pid, *_children(bare.process.pid)}),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    cpu: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(rounds + 1):
-        for k, (name, side) in enumerate((("actor", ours), ("inside", inside), ("outside", outside))):
+        order = list(enumerate(sides.items()))
+        for k, (name, (side, pids)) in order if turn % 2 else reversed(order):  # nobody is always the first
+            before = _cpu_seconds(pids)
             # The two that share an engine must not share its prefix cache.
             taken, tokens = await side(3 * turn + k)
             if tokens != load.tokens:
                 raise RuntimeError(f"{name}: {tokens} tokens were drawn, {load.tokens} were asked for")
             if turn:
-                seconds.setdefault(name, []).append(taken)
+                seconds[name].append(taken)
+                cpu[name].append(_cpu_seconds(pids) - before)
 
-    def ratio(yardstick: str) -> float:
-        pairs = zip(seconds[yardstick], seconds["actor"], strict=True)
+    def ratio(yardstick: str, values: dict[str, list[float]]) -> float:
+        pairs = zip(values[yardstick], values["actor"], strict=True)
         return statistics.median(there / here for there, here in pairs)
 
     def rate(name: str) -> float:
         return load.tokens / statistics.median(seconds[name])
 
     return {
-        "generator_tokens_ratio": ratio("outside"),
-        "generator_tokens_ratio_same_engine": ratio("inside"),
+        "generator_tokens_ratio": ratio("outside", seconds),
+        "generator_tokens_ratio_same_engine": ratio("inside", seconds),
+        "generator_cpu_ratio": ratio("outside", cpu),
         "generator_tokens_per_s": rate("actor"),
         "bare_engine_tokens_per_s": rate("outside"),
         "same_engine_bare_tokens_per_s": rate("inside"),
@@ -241,3 +256,12 @@ async def measure(generator: Any, bare: BareEngine, load: Load, rounds: int) -> 
         "generator_new_tokens": load.new_tokens,
         "generator_rounds": rounds,
     }
+
+
+def _children(pid: int) -> set[int]:
+    return {child.pid for child in psutil.Process(pid).children(recursive=True)}
+
+
+def _cpu_seconds(pids: set[int]) -> float:
+    """CPU time of processes so far."""
+    return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)

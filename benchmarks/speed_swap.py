@@ -11,6 +11,7 @@ from speed_generator import Load
 from speed_trainer import Training
 
 from monarch_rl import pipeline
+from monarch_rl.episode import Sampling
 from monarch_rl.generator.router import Router
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.weights.transport import TransferSettings
@@ -26,22 +27,25 @@ async def measure(
     """Publish ``swaps`` versions, each after an optimiser step, while ``load`` decodes without a break.
 
     All times are medians over swaps. ``swap_gap_ms`` is seen from outside: the longest time without a new token of
-    a request that is being streamed, from the call to publish until the version is served; ``swap_usual_gap_ms``
-    is the median time between its tokens.
+    a request that is being streamed, from the call to publish until the version is served. ``swap_usual_gap_ms`` is
+    the same over as long a time after it, without a swap.
     """
     trainer, buffer = training.trainer, training.buffer
     connect = pipeline.Publisher.connect(trainer, [generator], buffer, TransferSettings(), dtype)
     publisher = await within(DEADLINE_S, connect, "trainer and generator to meet")
     playing = asyncio.create_task(_play(Router([generator], DEADLINE_S), load))
     watch = asyncio.ensure_future(generator.watch.call_one(load.prompts(0)[0], load.new_tokens))
-    windows, reports, swap_reports = [], [], []
+    windows: list[tuple[float, float]] = []
+    reports, swap_reports = [], []
     try:
         for _ in range(WARM_UP + swaps):
             await training.step(deadline_s)
             started = time.perf_counter()
             await publisher.publish(training.version)
             await publisher.settled()
-            windows.append((started, time.perf_counter()))
+            ended = time.perf_counter()
+            windows.append((started, ended))
+            await asyncio.sleep(ended - started)
             stats = await within(DEADLINE_S, generator.stats.call_one(), "the generator's figures")
             if not stats["requests_in_flight"]:
                 raise RuntimeError("nothing was being decoded when the weights were swapped")
@@ -68,8 +72,9 @@ async def measure(
         "swap_share_copy": copied / paused,
         "swap_share_checksum": checked / paused,
         "swap_share_calls": 1 - (copied + checked) / paused,
-        "swap_gap_ms": median([_longest_gap(emitted, *window) for window in windows]) * 1e3,
-        "swap_usual_gap_ms": _usual_gap(emitted) * 1e3,
+        "swap_gap_ms": median([_longest_gap(emitted, since, until) for since, until in windows]) * 1e3,
+        "swap_usual_gap_ms": median([_longest_gap(emitted, until, 2 * until - since) for since, until in windows])
+        * 1e3,
         "swap_transfer_ms": median([report.transfer_s for report in swap_reports if report]) * 1e3,
         "swap_snapshot_ms": median([report.snapshot_s for report in swap_reports if report]) * 1e3,
         "swap_bytes": reports[-1]["nbytes"],
@@ -78,14 +83,15 @@ async def measure(
 
 
 async def _play(router: Router, load: Load) -> None:
-    """Keep ``load.requests`` requests in flight."""
+    """Keep ``load.requests`` requests in flight, which end one after the other and not all at once."""
 
     async def place(index: int) -> None:
-        turn = 0
+        sampling = Sampling(max_new_tokens=1 + index * load.new_tokens // load.requests)
         while True:
-            prompt = load.prompts(1000 + turn)[index]
-            await router.generate(prompt, load.sampling, index)
-            turn += 1
+            await router.generate(prompts[index], sampling, index)
+            sampling = load.sampling
+
+    prompts = load.prompts(0)
 
     async with asyncio.TaskGroup() as places:
         for index in range(load.requests):
@@ -101,10 +107,6 @@ async def _idle(generator: Any) -> None:
             return
         await asyncio.sleep(0.1)
     raise TimeoutError(f"the generator still decodes {DEADLINE_S:g} s after the last request was sent")
-
-
-def _usual_gap(emitted: list[float]) -> float:
-    return statistics.median(later - earlier for earlier, later in zip(emitted, emitted[1:], strict=False))
 
 
 def _longest_gap(emitted: list[float], since: float, until: float) -> float:

@@ -16,7 +16,7 @@ from tests.runtime.launched import Launched
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "grpo.py"
-RUN_S = 300.0
+RUN_S = 420.0
 """Seconds for a run of a few steps on shared cores: some 20 when nothing else runs."""
 STEPS = 3
 ROW = {"group", "task_index", "prompt", "turns", "answer", "reward", "finish_reason", "tokens", "versions"}
@@ -24,9 +24,10 @@ ROW = {"group", "task_index", "prompt", "turns", "answer", "reward", "finish_rea
 
 
 def recipe(model: Path, output: Path, *more: str) -> list[str]:
-    """Script and arguments of a small run."""
-    small = ["--held-out=8", "--groups-per-step=8", "--rollout.max-new-tokens=8", f"--steps={STEPS}"]
-    return [str(RECIPE), f"--model={model}", f"--output={output}", *small, *more]
+    """Script and arguments of a small run; part marks count, or a random model would never see a reward."""
+    small = ["--held-out=8", "--groups-per-step=8", "--rollout.max-new-tokens=8", "--trainer.lr=1e-3"]
+    small += ["--trainer.lr-warmup-steps=0", "--task.template={word} -> ", "--task.pass-mark=0"]
+    return [str(RECIPE), f"--model={model}", f"--output={output}", *small, f"--steps={STEPS}", *more]
 
 
 def engines(run: Launched) -> int:
@@ -38,14 +39,19 @@ def wait_for_step(run: Launched) -> None:
     """Wait until the run has said that it made its first step."""
     deadline = time.monotonic() + RUN_S
     while not re.search(r"^step 1/", run.output(), re.MULTILINE):
-        assert run.process.poll() is None, f"ended early\n{run.output()}"
+        assert run.process.poll() is None, f"ended early with {run.process.poll()}\n{run.output()}"
         assert time.monotonic() < deadline, f"no step after {RUN_S} s\n{run.output()}"
         time.sleep(0.1)
 
 
+def assert_no_traceback(output: str) -> None:
+    """The recipe shows none. torchrun does as it ends, and Monarch when it has too little time to."""
+    assert f'File "{RECIPE}"' not in output, output
+
+
 def check_run(output: str, start_model: Path, max_policy_lag: int) -> None:
     """Check all that a finished run printed and wrote."""
-    assert "Traceback" not in output, output
+    assert_no_traceback(output)
     found = re.search(r"Run folder: (\S+)$", output, re.MULTILINE)
     assert found, output
     folder = Path(found[1])
@@ -68,8 +74,9 @@ def check_metrics(folder: Path, max_policy_lag: int) -> None:
     for line in steps:
         assert 0 <= line["reward/mean"] <= 1 and line["trainer/grad_norm"] >= 0, line
         assert 0 <= line["lag/mean"] <= line["lag/max"] <= max_policy_lag, line
-        assert line["tokens_per_second"] > 0 and line["buffer/trained"] == 8 * line["step"], line
+        assert line["buffer/trained"] == 8 * line["step"], line
         assert not [name for name in line if name.startswith("dropped/")], line
+    assert max(line["tokens_per_second"] for line in steps) > 0  # a step whose batch was there may see none drawn
     assert max(line["reward/std"] for line in steps) > 0, "no reward differs from another: there was nothing to learn"
 
     board = EventAccumulator(str(folder / "tensorboard"))
@@ -84,7 +91,7 @@ def check_rollouts(folder: Path, max_policy_lag: int) -> None:
     assert rows
     for row in rows:
         assert set(row) == ROW
-        assert row["prompt"].startswith("Spell this word backward") and row["tokens"] <= 8
+        assert row["prompt"].endswith(" -> ") and row["tokens"] <= 8
         # A group trained at step s, the s-th 8 groups in order, was drawn by the versions from s - lag to s.
         step = row["group"] // 8
         first, last = row["versions"]
