@@ -47,7 +47,7 @@ def measure(seed: int, arguments: tuple[str, ...], scratch: Path) -> dict[str, f
     items = json.loads((folder / "settings.json").read_text())["held_out"]
     before, after = (row["held_out/accuracy"] for row in rows if "held_out/accuracy" in row)
     steps = [row for row in rows if "time/step_s" in row]
-    pooled = (before + after) / 2
+    pooled = min(max((before + after) / 2, 0.5 / items), 1 - 0.5 / items)
     return {
         "seed": seed,
         "before": before,

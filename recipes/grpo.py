@@ -69,8 +69,8 @@ def check(s: Settings) -> Path:
     """Refuse what cannot work, before anything is spawned; returns the model's folder."""
     if s.max_policy_lag < 0:
         raise ValueError(f"max-policy-lag must not be negative (0 is synchronous), got {s.max_policy_lag}")
-    if s.groups_per_step < 1 or s.steps < 1 or s.held_out < 1:
-        raise ValueError("groups-per-step, steps and held-out must be at least 1")
+    if s.groups_per_step < 1 or s.steps < 1 or s.held_out < 1 or s.batch_deadline_s <= 0:
+        raise ValueError("groups-per-step, steps and held-out must be at least 1, batch-deadline-s above 0")
     if s.held_out > s.task.held_out_size:
         raise ValueError(f"held-out {s.held_out} is more than task.held-out-size {s.task.held_out_size}: raise that")
     if s.rollout.group_size < 2:
@@ -98,9 +98,7 @@ def check_lengths(s: Settings, config: dict[str, Any]) -> None:
     """Refuse episodes that cannot be drawn or trained whatever the prompt is."""
     drawn = s.rollout.max_turns * s.rollout.max_new_tokens
     asked = f"rollout.max-turns {s.rollout.max_turns} x rollout.max-new-tokens {s.rollout.max_new_tokens}"
-    limits = {"trainer.tokens-per-microbatch": s.trainer.tokens_per_microbatch}
-    limits["generator.context-length"] = s.generator.context_length or config["max_position_embeddings"]
-    for name, tokens in limits.items():
+    for name, tokens in episode_limits(s, config).items():
         if drawn >= tokens:
             raise ValueError(f"{asked} leaves no room for a prompt within {name}, which is {tokens}")
     if s.generator.context_length > config["max_position_embeddings"]:
@@ -108,6 +106,12 @@ def check_lengths(s: Settings, config: dict[str, Any]) -> None:
             f"generator.context-length {s.generator.context_length} is more than the model's own limit of "
             f"{config['max_position_embeddings']} tokens"
         )
+
+
+def episode_limits(s: Settings, config: dict[str, Any]) -> dict[str, int]:
+    """Tokens that an episode may have, by the setting that limits them."""
+    context = s.generator.context_length or config["max_position_embeddings"]
+    return {"trainer.tokens-per-microbatch": s.trainer.tokens_per_microbatch, "generator.context-length": context}
 
 
 def check_output(folder: Path) -> None:
@@ -122,13 +126,15 @@ def check_output(folder: Path) -> None:
 
 async def train(cluster: Cluster, s: Settings, model: Path, folder: Path) -> None:
     """The run: start the four kinds of actor, then take, update, publish, repeat."""
-    plan = TrainerPlan(model, s.trainer, s.steps, s.rollout.temperature, s.rollout.max_new_tokens, s.batch_deadline_s)
+    drawn = s.rollout.max_turns * s.rollout.max_new_tokens
+    plan = TrainerPlan(model, s.trainer, s.steps, s.rollout.temperature, drawn, s.batch_deadline_s)
     buffer = await pipeline.start_buffer(cluster, s.groups_per_step, s.max_policy_lag)
     trainer, generators = await asyncio.gather(
         pipeline.start_trainer(cluster, plan, buffer, first_slot=0),
         pipeline.start_generators(cluster, model, s.generator, first_slot=s.trainer.ranks),
     )
-    workers = await pipeline.start_rollout(cluster, s.rollout, s.task, model, buffer, generators)
+    limit = min(episode_limits(s, read_config(model)).values())
+    workers = await pipeline.start_rollout(cluster, s.rollout, s.task, model, buffer, generators, limit)
     dtype = pipeline.served_dtype(s.generator, cluster)
     publisher = await pipeline.Publisher.connect(trainer, generators, buffer, s.weights, dtype)
     await publisher.publish(0)  # nothing is drawn before the weights are known to be the trainer's
@@ -136,22 +142,23 @@ async def train(cluster: Cluster, s: Settings, model: Path, folder: Path) -> Non
 
     observer = pipeline.Observer(generators, workers, buffer, folder / "rollouts.jsonl")
     with Metrics(folder) as metrics, Console(s.steps) as console:
-        accuracy, reward = await pipeline.evaluate(workers, s.held_out)
-        metrics.log(0, {"held_out/accuracy": accuracy, "held_out/reward": reward})
-        console.note(f"before: held-out accuracy {accuracy:.1%}, mean reward {reward:.3f}")
+        before = await pipeline.evaluate(workers, s.held_out)
+        metrics.log(0, before.metrics())
+        console.note(f"before: {before}")
         async with pipeline.rolling_out(workers, buffer):
             await observer.begin()
             for version in range(s.steps):
-                trained = await pipeline.update(trainer, buffer, version, s.batch_deadline_s)
+                update = pipeline.update(trainer, buffer, version, s.batch_deadline_s)
+                trained = await publisher.or_failed(update)
                 await publisher.publish(version + 1)
                 values = await observer.step(trained, publisher.last)
                 metrics.log(version + 1, values)
                 console.show(version + 1, values)
             await publisher.settled()
-        accuracy, reward = await pipeline.evaluate(workers, s.held_out)
-        metrics.log(s.steps, {"held_out/accuracy": accuracy, "held_out/reward": reward})
-        console.note(f"after:  held-out accuracy {accuracy:.1%}, mean reward {reward:.3f}")
         await pipeline.save(trainer, folder / "model")
+        after = await pipeline.evaluate(workers, s.held_out)
+        metrics.log(s.steps, after.metrics())
+        console.note(f"after:  {after}")
         console.note(f"metrics, rollouts and the model are in {folder}")
 
 

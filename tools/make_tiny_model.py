@@ -143,7 +143,7 @@ def warm_start(rank: int, folder: Path, target: Path, examples: list[Episode], s
 
 
 def main(settings: Settings) -> None:
-    stamp = settings.output / "made_with.json"
+    stamp = settings.output / "made_with.stamp"
     made_with = json.dumps({k: v for k, v in asdict(settings).items() if k not in ("output", "force")}, sort_keys=True)
     if not settings.force and stamp.is_file() and stamp.read_text() == made_with:
         print(f"{settings.output} is there")

@@ -9,7 +9,9 @@ from typing import Any
 ARCHITECTURES = {"Qwen3ForCausalLM": "qwen3", "LlamaForCausalLM": "llama"}
 """Architectures that can be trained, by the name in ``config.json``."""
 
-_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
+TEXT_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
+"""Files of a model folder beside the weights: config and tokenizer."""
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
 def resolve_model(name: str) -> Path:
@@ -28,6 +30,8 @@ def resolve_model(name: str) -> Path:
     read_config(folder)
     if not any(folder.glob("*.safetensors")):
         raise ValueError(f"model {name}: no *.safetensors file in {folder}; save the weights as safetensors")
+    if not any((folder / tokenizer).is_file() for tokenizer in TOKENIZERS):
+        raise ValueError(f"model {name}: no tokenizer in {folder}; it needs one of {', '.join(TOKENIZERS)}")
     return folder
 
 
@@ -36,12 +40,13 @@ def _download(name: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=list(_FILES)))
+        return Path(snapshot_download(name, allow_patterns=["*.safetensors", *TEXT_FILES]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(
             f"no such model: {name} is neither a folder nor a Hugging Face Hub repository that can be "
-            f"reached ({reason}). Give a folder with config.json, or a Hub name such as Qwen/Qwen3-0.6B."
+            f"reached ({reason}). Give a folder with config.json, or a Hub name such as Qwen/Qwen3-0.6B; "
+            f"tools/make_tiny_model.py makes .cache/tiny-qwen3."
         ) from error
 
 
@@ -54,7 +59,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"{folder} is not a model folder: it has no config.json")
-    config = json.loads(path.read_text())
+    try:
+        config = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
     architecture = (config.get("architectures") or ["none"])[0]
     if architecture not in ARCHITECTURES:
         raise ValueError(

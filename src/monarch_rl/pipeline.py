@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from monarch.actor import ProcMesh
@@ -28,8 +28,8 @@ from monarch_rl.generator.router import Router
 from monarch_rl.generator.settings import GeneratorSettings, resolve_dtype
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.tasks import TaskSettings
-from monarch_rl.rollout.worker import RolloutWorker
-from monarch_rl.runtime.cluster import Cluster, host_address, init_torch_distributed_env
+from monarch_rl.rollout.worker import Evaluation, RolloutWorker
+from monarch_rl.runtime.cluster import Cluster, init_torch_distributed_env
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.trainer.actor import Trainer, TrainerPlan
 from monarch_rl.weights.manifest import Manifest, make_manifest
@@ -39,6 +39,10 @@ CALL_DEADLINE_S = 60.0
 """Seconds for a call that waits for nobody else."""
 SET_UP_DEADLINE_S = 600.0
 """Seconds to load a model into trainer ranks or to set up workers: a large model on a slow disk takes minutes."""
+HELD_OUT_ITEM_S = 30.0
+"""Seconds that a held-out item may take on average, played beside others."""
+
+T = TypeVar("T")
 
 
 async def start_buffer(cluster: Cluster, groups_per_step: int, max_policy_lag: int) -> Any:
@@ -78,12 +82,18 @@ async def start_rollout(
     model: Path,
     buffer: Any,
     generators: list[Any],
+    episode_limit: int,
 ) -> Any:
-    """Spawn the rollout workers on the first host, each with a router of its own over all replicas."""
+    """Spawn the rollout workers on the first host, each with a router of its own over all replicas.
+
+    Args:
+        episode_limit: tokens that an episode may have; longer ones fail, are counted and shown.
+    """
     mesh = cluster.spawn("rollout", settings.workers)
     workers = mesh.spawn("rollout", RolloutWorker, settings, task, str(model))
     router = Router(generators, settings.generate_deadline_s)
-    await within(SET_UP_DEADLINE_S, workers.setup.call(buffer, router), f"{settings.workers} rollout workers to set up")
+    what = f"{settings.workers} rollout workers to set up"
+    await within(SET_UP_DEADLINE_S, workers.setup.call(buffer, router, episode_limit), what)
     return workers
 
 
@@ -123,7 +133,7 @@ class Publisher:
         manifest = await _plan(trainer, dtype)
         opened = await within(
             CALL_DEADLINE_S,
-            trainer.open_transport.call(manifest, settings, host_address()),
+            trainer.open_transport.call(manifest, settings),
             "trainer ranks to open the transport",
         )
         addresses = [address for _, address in sorted(opened.values())]
@@ -147,12 +157,26 @@ class Publisher:
         The version before must have arrived by then: its delivery is awaited first. Raises what that raised.
         """
         await self.settled()
-        answers = await within(
-            CALL_DEADLINE_S, self.trainer.snapshot.call(), f"trainer ranks to copy version {version}"
-        )
+        deadline = self.settings.deadline_s
+        answers = await within(deadline, self.trainer.snapshot.call(), f"trainer ranks to copy version {version}")
         checksums, _ = next(iter(answers.values()))
         slowest = max(seconds for _, seconds in answers.values())
         self._delivery = asyncio.create_task(self._deliver(version, checksums, slowest))
+
+    async def or_failed(self, work: Awaitable[T]) -> T:
+        """Await ``work``, but raise at once if the version on its way cannot be delivered.
+
+        Paused engines draw nothing, so ``work`` may wait for a batch that cannot come.
+        """
+        task = asyncio.ensure_future(work)
+        try:
+            if self._delivery is not None:
+                await asyncio.wait({task, self._delivery}, return_when=asyncio.FIRST_COMPLETED)
+                if self._delivery.done():
+                    self._delivery.result()
+            return await task
+        finally:
+            task.cancel()
 
     async def settled(self) -> None:
         """Wait until the newest published version is served. Raises if it could not be delivered."""
@@ -175,7 +199,7 @@ class Publisher:
         transferred = time.perf_counter()
         expected = dict(zip(self.manifest.names, checksums, strict=True))
         commits = [
-            within(CALL_DEADLINE_S, generator.commit.call_one(version, expected), f"generator {index} to commit")
+            within(deadline, generator.commit.call_one(version, expected), f"generator {index} to commit")
             for index, generator in enumerate(self.generators)
         ]
         reports = await asyncio.gather(*commits)
@@ -230,29 +254,36 @@ async def save(trainer: Any, folder: Path) -> None:
     await within(SET_UP_DEADLINE_S, trainer.save.call(str(folder)), f"trainer ranks to save to {folder}")
 
 
-async def evaluate(workers: Any, items: int) -> tuple[float, float]:
-    """Play held-out items greedily; returns ``(accuracy, mean reward)``: accuracy counts full rewards."""
+async def evaluate(workers: Any, items: int) -> Evaluation:
+    """Play the first ``items`` held-out items once each, greedily, shared by all workers."""
     shards = list(_each(workers))
+    deadline = SET_UP_DEADLINE_S + HELD_OUT_ITEM_S * items / len(shards)
     calls = [
         within(
-            SET_UP_DEADLINE_S,
+            deadline,
             worker.evaluate.call_one(list(range(rank, items, len(shards)))),
             f"rollout worker {rank} to play the held-out items",
         )
         for rank, worker in enumerate(shards)
     ]
-    rewards = np.concatenate([evaluation.rewards for evaluation in await asyncio.gather(*calls)])
-    return float((rewards >= 1.0).mean()), float(rewards.mean())
+    parts = await asyncio.gather(*calls)
+    failed: Counter[str] = Counter()
+    for part in parts:
+        failed.update(part.failed)
+    return Evaluation(np.concatenate([part.rewards for part in parts]), dict(failed))
 
 
 @asynccontextmanager
 async def rolling_out(workers: Any, buffer: Any) -> AsyncIterator[None]:
     """Workers play while the block runs; a worker that fails ends the block with its error."""
-    async with asyncio.TaskGroup() as tasks:
-        for worker in _each(workers):
-            tasks.create_task(_run(worker))
-        yield
-        await within(CALL_DEADLINE_S, buffer.close.call_one(), "the buffer to close")
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for worker in _each(workers):
+                tasks.create_task(_run(worker))
+            yield
+            await within(CALL_DEADLINE_S, buffer.close.call_one(), "the buffer to close")
+    except BaseExceptionGroup as group:
+        raise group.exceptions[0] from None  # the others followed from it
 
 
 async def _run(worker: Any) -> None:
@@ -300,7 +331,8 @@ class Observer:
         elapsed = now - self._then
         values = {_metric_name(name): value for name, value in trained[0].items()}
         values["time/step_s"] = elapsed
-        values["trainer/idle_share"] = min(1.0, float(np.mean([rank["wait_s"] for rank in trained])) / elapsed)
+        computing = float(np.mean([rank["step_s"] for rank in trained])) + (swap.snapshot_s if swap else 0.0)
+        values["trainer/idle_share"] = max(0.0, 1.0 - computing / elapsed)
         values["generator/idle_share"] = max(0.0, 1.0 - (busy - self._busy) / (elapsed * replicas))
         values["tokens_per_second"] = (tokens - self._tokens) / elapsed
         if swap is not None:

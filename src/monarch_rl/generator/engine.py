@@ -72,8 +72,13 @@ class Engine:
 
     _in_this_process: ClassVar[Engine | None] = None
 
-    def __init__(self, engine: Any, launcher: ThreadPoolExecutor, seeds: random.Random | None) -> None:
+    def __init__(
+        self, engine: Any, launcher: ThreadPoolExecutor, seeds: random.Random | None, max_running_requests: int
+    ) -> None:
         self._engine = engine
+        # Requests queue here and not in SGLang: one that waits there across a commit would start from the
+        # prefix cache of the version at which it came.
+        self._places = asyncio.Semaphore(max_running_requests)
         # SGLang's processes die with the thread that started them, so that thread must live as long as they do.
         self._launcher = launcher
         self._seeds = seeds
@@ -108,7 +113,7 @@ class Engine:
         engine = await asyncio.get_running_loop().run_in_executor(launcher, _launch, arguments)
         # In SGLang's deterministic mode requests without a seed would all share one.
         seeds = random.Random(settings.random_seed + replica) if on_gpu and settings.deterministic else None
-        Engine._in_this_process = cls(engine, launcher, seeds)
+        Engine._in_this_process = cls(engine, launcher, seeds, settings.max_running_requests)
         return Engine._in_this_process
 
     @property
@@ -128,11 +133,15 @@ class Engine:
 
         Raises GenerationError if the engine refuses or aborts the request, EngineStopped if it is gone.
         """
-        # Held here and not by SGLang: the prefix cache's version must be that of the weights it will be used with.
-        while not self._serving.is_set():
-            await self._or_stopped(self._serving.wait())
-        if self._stopped.done():
-            raise EngineStopped(self._stopped.result())
+        async with self._places:
+            # Held here and not by SGLang: the prefix cache's version must be that of the weights it is used with.
+            while not self._serving.is_set():
+                await self._or_stopped(self._serving.wait())
+            if self._stopped.done():
+                raise EngineStopped(self._stopped.result())
+            return await self._draw(prompt_ids, sampling)
+
+    async def _draw(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
         self.clock.enter()
         try:
             answer = await self._or_stopped(

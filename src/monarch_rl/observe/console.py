@@ -21,7 +21,6 @@ COLUMNS = (
     ("trainer/idle_share", "trainer idle", "{:.0%}"),
     ("generator/idle_share", "generator idle", "{:.0%}"),
     ("weights/swap_ms", "swap ms", "{:.1f}"),
-    ("held_out/accuracy", "held-out accuracy", "{:.1%}"),
 )
 """The metrics that are shown: name, heading, format."""
 DROPPED = "dropped/"

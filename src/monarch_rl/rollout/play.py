@@ -40,14 +40,15 @@ async def play(
     sampling: Sampling,
     group: int,
     settings: RolloutSettings,
+    limit: int | None = None,
 ) -> Episode:
-    """Play one episode, token-in, token-out.
+    """Play one episode, token-in, token-out, of at most ``limit`` tokens.
 
     Returns:
         The episode; ``finish_reason`` is that of its last turn, ``info`` that of the last step.
 
     Raises:
-        EpisodeFailed: the environment raised or did not answer in time.
+        EpisodeFailed: the environment raised or did not answer in time, or the episode may grow beyond ``limit``.
         DeadlineExceeded: the generator did not answer in time. It and other errors of the generator are not
             this episode's fault and end the run.
     """
@@ -57,6 +58,8 @@ async def play(
     reward = 0.0
     while True:
         history += context
+        if limit is not None and len(history) + sampling.max_new_tokens > limit:
+            raise EpisodeFailed(f"prompt leaves no room within {limit} tokens")
         what = f"turn {len(turns)} of an episode of group {group} from the generators"
         completion = await within(settings.generate_deadline_s, generator.generate(history, sampling, group), what)
         drawn = completion.token_ids.tolist()

@@ -138,7 +138,10 @@ class TaskSource:
 
 
 def score(settings: TaskSettings, entry: dict[str, Any], text: str) -> float:
-    """Score a completion with the data set's own scorer, then the pass mark. Raises what the scorer raises, ValueError if not finite."""
+    """Score a completion with the data set's own scorer, then the pass mark.
+
+    Raises what the scorer raises, and ValueError if the score is not finite.
+    """
     reward = float(load_data_set(settings, "train").score_answer(answer=extract_answer(text), entry=entry))
     if not math.isfinite(reward):
         raise ValueError(f"score {reward}")

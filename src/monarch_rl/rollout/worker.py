@@ -62,6 +62,15 @@ class Evaluation:
         """Share of items with the full reward, 1."""
         return float(np.mean(self.rewards >= 1.0))
 
+    def metrics(self) -> dict[str, float]:
+        """By the names of docs/metrics.md."""
+        reward, failed = float(np.mean(self.rewards)), float(sum(self.failed.values()))
+        return {"held_out/accuracy": self.accuracy, "held_out/reward": reward, "held_out/failed": failed}
+
+    def __str__(self) -> str:
+        lost = "".join(f", {count} lost: {reason}" for reason, count in self.failed.items())
+        return f"held-out accuracy {self.accuracy:.1%}, mean reward {np.mean(self.rewards):.3f}{lost}"
+
 
 class RolloutWorker(Actor):
     """One process of the rollout mesh.
@@ -79,6 +88,7 @@ class RolloutWorker(Actor):
         self._name = f"rollout worker {current_rank().rank}"
         self._scorer: Scorer | None = None
         self._running: asyncio.Task[None] | None = None
+        self._limit: int | None = None
         self._waiting = 0
         self._playing = 0
         self._groups: Counter[str] = Counter()
@@ -89,9 +99,14 @@ class RolloutWorker(Actor):
         self._samples: deque[dict[str, Any]] = deque(maxlen=RECENT_EPISODES)
 
     @concurrent_endpoint
-    async def setup(self, buffer: Any, generator: GeneratorHandle) -> None:
-        """Load tokenizer and task, start the scoring processes. Raises what loading raises (OSError, ValueError)."""
+    async def setup(self, buffer: Any, generator: GeneratorHandle, episode_limit: int | None = None) -> None:
+        """Load tokenizer and task, start the scoring processes. Raises what loading raises (OSError, ValueError).
+
+        Args:
+            episode_limit: tokens that an episode may have, prompts and drawn ones; None is any number.
+        """
         self._buffer = buffer
+        self._limit = episode_limit
         self._generator = generator
         self._tokenizer = await asyncio.to_thread(Tokenizer, self._model)
         self._train = await asyncio.to_thread(TaskSource, self._task, "train")
@@ -223,7 +238,13 @@ class RolloutWorker(Actor):
         """The episode, or why it failed: failures are values here, so that they cost no other episode."""
         try:
             return await play(
-                self._environment(item), self._generator, self._tokenizer, sampling, group, self._settings
+                self._environment(item),
+                self._generator,
+                self._tokenizer,
+                sampling,
+                group,
+                self._settings,
+                self._limit,
             )
         except EpisodeFailed as failure:
             return failure

@@ -229,8 +229,9 @@ def _attach(nodes: Sequence[Node]) -> Cluster:
     import monarch.actor
     from monarch.config import configure
 
-    # A lost host is noticed after this much silence, instead of one minute.
-    configure(get_proc_state_max_idle="10s", get_actor_state_max_idle="10s")
+    # A lost host is noticed after this much silence, instead of one minute; a machine that swaps or starts many
+    # processes may be silent for long, and a message that is not acknowledged in time ends the run.
+    configure(get_proc_state_max_idle="20s", get_actor_state_max_idle="20s", message_delivery_timeout="120s")
     counts = {len(node.devices) for node in nodes}
     if len(counts) > 1:
         raise ValueError(f"all hosts of a launch need the same number of GPUs; these have {sorted(counts)}")

@@ -57,9 +57,15 @@ class HostProcess:
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
+            import psutil
+
             logger.error("the host process %d did not end within %g s: killing it", self._process.pid, seconds)
+            below = psutil.Process(self._process.pid).children(recursive=True)
             self._process.kill()
             self._process.wait(seconds)
+            for process in below:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
 
 
 def _end_descendants() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import socket
 
@@ -20,8 +19,3 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
-
-
-def is_loopback(address: str) -> bool:
-    """Whether an IP address stays on this machine."""
-    return ipaddress.ip_address(address.split("%")[0]).is_loopback

@@ -14,6 +14,7 @@ import numpy as np
 from monarch.actor import Actor, concurrent_endpoint
 
 from monarch_rl.runtime.deadlines import within
+from monarch_rl.runtime.network import host_address
 from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.weights.manifest import Manifest
 from monarch_rl.weights.transport import Sender, TransferSettings, sender_class
@@ -154,11 +155,11 @@ class Trainer(Actor):
         return self.policy.rank, tensors, runs
 
     @concurrent_endpoint
-    async def open_transport(self, manifest: Manifest, settings: TransferSettings, host: str) -> tuple[int, str]:
+    async def open_transport(self, manifest: Manifest, settings: TransferSettings) -> tuple[int, str]:
         """Allocate the snapshot and open the sending end; returns ``(rank, address)`` for the receivers."""
         await self._on(self._compute, self.policy.plan_snapshots, manifest)
         make = sender_class(settings.transport)
-        self._sender = await self._on(self._transfer, make, manifest, self.policy.rank, settings, host)
+        self._sender = await self._on(self._transfer, make, manifest, self.policy.rank, settings, host_address())
         return self.policy.rank, self._sender.address
 
     @concurrent_endpoint

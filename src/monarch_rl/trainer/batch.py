@@ -37,6 +37,8 @@ class MicroBatch:
     """float32[N]: what each token counts in the loss."""
     on_policy: torch.Tensor
     """bool[N]: drawn under the version that the update starts from."""
+    padding: int = 0
+    """Inputs that stand for nothing: 1 on a rank without episodes."""
 
     @property
     def num_tokens(self) -> int:
@@ -80,6 +82,7 @@ def pack(
         advantages=_per_token(advantages, counts, device),
         weights=_per_token(weights, counts, device),
         on_policy=row(versions) == version,
+        padding=0 if episodes else 1,
     )
 
 

@@ -27,7 +27,7 @@ from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
 from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
-from monarch_rl.model_folder import ARCHITECTURES, read_config, saved_dtype
+from monarch_rl.model_folder import ARCHITECTURES, TEXT_FILES, read_config, saved_dtype
 from monarch_rl.trainer.modules import HalfRotaryEmbedding, LogprobHead, PackedAttention
 from monarch_rl.trainer.platform import force_sum_reduction
 from monarch_rl.trainer.settings import TrainerSettings
@@ -192,8 +192,9 @@ class ShardedModel:
         dcp.save(state, storage_writer=writer)
         if rank == 0:
             shutil.rmtree(folder / "sharded", ignore_errors=True)
-            for source in self.folder.iterdir():
-                if source.is_file() and ".safetensors" not in source.name:
+            sources = {path for pattern in TEXT_FILES for path in self.folder.glob(pattern)}
+            for source in sources:
+                if not source.name.endswith(".safetensors.index.json"):  # of the old weights
                     shutil.copy(source, folder / source.name)
 
 

@@ -21,7 +21,7 @@ def reinforcement(settings: LossSettings) -> Objective:
     """The RL objective that ``settings`` describe."""
 
     def objective(logprobs: torch.Tensor, entropies: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, Sums]:
-        keep = corrections.finite_tokens(logprobs.detach(), batch.behaviour_logprobs)
+        keep = corrections.finite_tokens(batch.behaviour_logprobs)
         logprobs, behaviour = logprobs[keep], batch.behaviour_logprobs[keep]
         advantages, weights, on_policy = batch.advantages[keep], batch.weights[keep], batch.on_policy[keep]
         # One optimiser step a batch: the trainer's policy when the batch was formed is the current one.

@@ -92,10 +92,10 @@ class Policy:
         """One optimiser step over micro-batches; all ranks pass equally many.
 
         Returns:
-            Metrics of the whole batch, equal on all ranks: means over trainable tokens, ``loss``,
-            ``grad_norm`` (before clipping), ``lr``, ``tokens`` trained, ``padding`` (share of computed
-            positions that were padding: always 0) and ``imbalance`` (share of rank-time lost as ranks with
-            fewer tokens wait for the one with most).
+            Metrics of the whole batch, equal on all ranks: means over trainable tokens, ``loss``, ``grad_norm``
+            (before clipping), ``lr``, ``tokens`` trained, ``padding`` (share of computed positions that were
+            padding: only ranks without episodes pad, with one token) and ``imbalance`` (share of rank-time lost
+            as ranks with fewer tokens wait for the one with most).
 
         Raises:
             RuntimeError: the gradient is not finite; nothing was updated.
@@ -116,9 +116,7 @@ class Policy:
         self.optimizers.step()
         self.schedulers.step()
         metrics = self._reduce(totals)
-        metrics |= {"grad_norm": float(grad_norm), "lr": float(lr), "padding": 0.0}
-        metrics["imbalance"] = self._imbalance(microbatches)
-        return metrics
+        return metrics | {"grad_norm": float(grad_norm), "lr": float(lr)} | self._waste(microbatches)
 
     def _reduce(self, totals: Sums) -> dict[str, float]:
         """Sum over ranks, then means over tokens (of their own kind)."""
@@ -134,12 +132,17 @@ class Policy:
             metrics["mismatch_k3_on_policy"] = sums.pop("mismatch_k3_on_policy") / max(count, 1)
         return metrics | {name: value / max(metrics["tokens"], 1) for name, value in sums.items()}
 
-    def _imbalance(self, microbatches: Sequence[MicroBatch]) -> float:
-        tokens = torch.tensor([float(batch.num_tokens) for batch in microbatches], device=self.device)
-        most = tokens.clone()
-        dist.all_reduce(tokens)
+    def _waste(self, microbatches: Sequence[MicroBatch]) -> dict[str, float]:
+        most = torch.tensor([float(batch.num_tokens) for batch in microbatches], device=self.device)
+        padding = float(sum(batch.padding for batch in microbatches))
+        sums = torch.stack([most.sum(), torch.tensor(padding, device=self.device)])
+        dist.all_reduce(sums)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        return 1.0 - float(tokens.sum() / (most.sum() * self.world_size))
+        computed = float(sums[0])
+        return {
+            "padding": float(sums[1]) / computed,
+            "imbalance": 1.0 - computed / (float(most.sum()) * self.world_size),
+        }
 
     # -- publishing -----------------------------------------------------------------------------------------
 

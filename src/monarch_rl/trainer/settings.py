@@ -19,9 +19,10 @@ class LossSettings:
     """What the clipped ratio is taken against: the trainer's own policy when the batch was formed (then
     staleness is left to the importance weight), or the policy that drew the token (then the clip bounds it)."""
     clip_low: float = 0.2
-    """Ratio floor is 1 - clip_low (PPO, arXiv:1707.06347)."""
+    """Ratio floor is 1 - clip_low (PPO, arXiv:1707.06347). Acts with `ratio_to behaviour` only: with one update a
+    batch, the ratio to the trainer's own policy is 1."""
     clip_high: float = 0.28
-    """Ratio ceiling is 1 + clip_high (DAPO, arXiv:2503.14476)."""
+    """Ratio ceiling is 1 + clip_high (DAPO, arXiv:2503.14476); acts like the floor."""
     importance_cap: float = 2.0
     """Truncated importance sampling: tokens weigh min(pi_trainer / pi_engine, cap); with `ratio_to trainer` only.
     Larger is less biased and noisier; 0 switches it off."""
@@ -75,5 +76,14 @@ class TrainerSettings:
         for name in ("ranks", "tokens_per_microbatch", "logprob_chunk"):
             if getattr(self, name) < 1:
                 raise ValueError(f"trainer.{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
-        if self.lr < 0:
-            raise ValueError(f"trainer.lr must not be negative, got {self.lr}")
+        for name in ("lr", "weight_decay", "lr_warmup_steps"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"trainer.{name.replace('_', '-')} must not be negative, got {getattr(self, name)}")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"trainer.betas must be in [0, 1), got {self.betas}")
+        if self.max_grad_norm <= 0:
+            raise ValueError(f"trainer.max-grad-norm must be positive, got {self.max_grad_norm}")
+        if self.lr_decay_ratio is not None and not 0 <= self.lr_decay_ratio <= 1:
+            raise ValueError(f"trainer.lr-decay-ratio must be in 0..1, got {self.lr_decay_ratio}")
+        if not 0 <= self.lr_min_factor <= 1:
+            raise ValueError(f"trainer.lr-min-factor must be in 0..1, got {self.lr_min_factor}")

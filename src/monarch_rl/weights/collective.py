@@ -77,7 +77,7 @@ class CollectiveSender:
             self._group.broadcast(torch.tensor([version, self._nbytes], device=snapshot.device))()
             # Buckets are runs of the snapshot: nothing is copied on this side.
             pending = None
-            for bucket in snapshot.split(self._settings.bucket_bytes):
+            for bucket in snapshot.split(self._settings.bucket_bytes) if self._nbytes else ():
                 started = self._group.broadcast(bucket)
                 if pending is not None:
                     pending()

@@ -103,11 +103,8 @@ def make_manifest(
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A run of bytes that one bucket carries for one tensor."""
+    """A run of bytes that one bucket carries for one tensor. Buckets are consecutive runs of a sender's snapshot."""
 
-    tensor: int
-    source: int
-    """Byte offset in the sender's shard buffer (its shards one after the other, in manifest order)."""
     bucket: int
     """Byte offset in the bucket."""
     staging: int
@@ -121,7 +118,7 @@ def plan_buckets(manifest: Manifest, rank: int, bucket_bytes: int) -> list[list[
     Large tensors span buckets, small ones share one; every bucket but the last is full.
     """
     buckets: list[list[Piece]] = []
-    used, source = bucket_bytes, 0
+    used = bucket_bytes
     for shard in manifest.shards[rank]:
         spec = manifest.tensors[shard.tensor]
         staging = spec.offset + shard.start * spec.dtype.itemsize
@@ -131,8 +128,8 @@ def plan_buckets(manifest: Manifest, rank: int, bucket_bytes: int) -> list[list[
                 buckets.append([])
                 used = 0
             take = min(left, bucket_bytes - used)
-            buckets[-1].append(Piece(shard.tensor, source, used, staging, take))
-            used, source, staging, left = used + take, source + take, staging + take, left - take
+            buckets[-1].append(Piece(used, staging, take))
+            used, staging, left = used + take, staging + take, left - take
     return buckets
 
 

@@ -6,7 +6,7 @@ The control plane (``pipeline.py``) calls them in this order, each call on a thr
 
     sender = Sender(...)                     every trainer rank; ``sender.address`` is where it can be met
     receiver = Receiver(..., addresses)      every generator rank
-    sender.connect(receivers), receiver.connect()      all at once: they meet
+    sender.connect(...), receiver.connect(...)         all at once: they meet
     sender.send(version, snapshot), receiver.receive(version, staging)      all at once, for each version
 
 Nobody enters a transfer before all have said that they are ready, and a transfer that does not end within the
