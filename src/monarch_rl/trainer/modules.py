@@ -72,10 +72,11 @@ class HalfRotaryEmbedding(CosSinRoPE):
 
 
 class LogprobHead(Linear):
-    """The LM head; told what was drawn, it answers with log-probs (and entropies), float32[B x L], not logits.
+    """The LM head; told what was drawn where, it answers with log-probs (and entropies), float32[N], not logits.
 
-    Log-probs are computed in fp32, chunk by chunk of tokens, and each chunk's logits are computed again in
-    the backward pass: never more than ``chunk`` x V logits exist.
+    Only the N positions that are asked for are projected. Log-probs are computed in fp32, chunk by chunk, and the
+    logits of every chunk but the last are computed again in the backward pass, which begins with the last: never
+    more than ``chunk`` x V logits exist.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -85,28 +86,31 @@ class LogprobHead(Linear):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.chunk = config.chunk
-        self.taken: tuple[torch.Tensor, float] | None = None
-        """``(ids int64[B, L] drawn after each position, temperature)`` for the next forward pass."""
+        self.taken: tuple[torch.Tensor, torch.Tensor, float] | None = None
+        """``(positions bool[B x L] to score, ids int64[N] drawn after them, temperature)`` for the next forward."""
 
     def forward(self, hidden_BLD: torch.Tensor) -> Any:
         if self.taken is None:
             return super().forward(hidden_BLD)
-        (ids, temperature), self.taken = self.taken, None
+        (scored, ids, temperature), self.taken = self.taken, None
         weight = self.weight.float()
+        parts = list(zip(hidden_BLD.flatten(0, 1)[scored].split(self.chunk), ids.split(self.chunk), strict=True))
         chunks = [
             checkpoint(_taken_logprobs, hidden, weight, taken, temperature, use_reentrant=False)
-            for hidden, taken in zip(
-                hidden_BLD.flatten(0, 1).split(self.chunk), ids.flatten().split(self.chunk), strict=True
-            )
+            for hidden, taken in parts[:-1]
         ]
-        logprobs, entropies = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+        hidden, taken = parts[-1]
+        chunks.append(_taken_logprobs(hidden, weight, taken, temperature))
+        logprobs, entropies = (torch.cat(values) for values in zip(*chunks, strict=True))
         return logprobs, entropies
 
 
 def _taken_logprobs(
     hidden_TD: torch.Tensor, weight_VD: torch.Tensor, ids_T: torch.Tensor, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    logits = F.linear(hidden_TD.float(), weight_VD) / temperature
+    logits = F.linear(hidden_TD.float(), weight_VD)
+    if temperature != 1.0:
+        logits = logits / temperature
     normaliser = logits.logsumexp(-1)
     logprobs = logits.gather(-1, ids_T.unsqueeze(-1)).squeeze(-1) - normaliser
     with torch.no_grad():

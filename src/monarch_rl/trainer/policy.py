@@ -80,13 +80,12 @@ class Policy:
 
     def logprobs(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs (with gradient) and entropies of the trainable targets: float32[N] each."""
-        self.module.lm_head.taken = (batch.targets, self.temperature)
-        logprobs, entropies = self.module(
+        self.module.lm_head.taken = (batch.trainable, batch.targets[0, batch.trainable], self.temperature)
+        return self.module(
             batch.token_ids,
             positions=batch.positions,
             attention_masks=self.module.get_attention_masks(positions=batch.positions),
         )
-        return logprobs[batch.trainable], entropies[batch.trainable]
 
     def update(self, microbatches: Sequence[MicroBatch], objective: Objective) -> dict[str, float]:
         """One optimiser step over micro-batches; all ranks pass equally many.

@@ -13,6 +13,8 @@ in pieces that fit a core's cache, so the cost is one pass over memory and two i
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 _INT_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -36,6 +38,16 @@ def _spread(index: torch.Tensor) -> torch.Tensor:
     return x ^ _logical_shift(x, 31)
 
 
+@lru_cache(maxsize=256)  # a model has few shapes, and a commit computes them while decoding stands still
+def _row_factors(first_row: int, height: int, device: torch.device) -> torch.Tensor:
+    return _spread(torch.arange(1 + first_row, 1 + first_row + height, device=device)) | 1
+
+
+@lru_cache(maxsize=256)
+def _column_factors(width: int, device: torch.device) -> torch.Tensor:
+    return _spread(-torch.arange(1, 1 + width, device=device)) & -2
+
+
 def tensor_checksum(rows: torch.Tensor, first_row: int = 0) -> torch.Tensor:
     """Checksum of whole rows of a tensor.
 
@@ -50,8 +62,7 @@ def tensor_checksum(rows: torch.Tensor, first_row: int = 0) -> torch.Tensor:
     """
     words = _words(rows)
     height, width = words.shape
-    a = _spread(torch.arange(1 + first_row, 1 + first_row + height, device=words.device)) | 1
-    b = _spread(-torch.arange(1, 1 + width, device=words.device)) & -2
+    a, b = _row_factors(first_row, height, words.device), _column_factors(width, words.device)
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     columns = torch.zeros(width, dtype=torch.int64, device=words.device)
     step = max(1, _CHUNK // max(1, width))
