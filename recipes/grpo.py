@@ -34,7 +34,8 @@ from monarch_rl.trainer.actor import TrainerPlan
 from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.weights.transport import TransferSettings
 
-# The tiny model of tools/make_tiny_model.py learns to spell words backward.
+# The tiny model of tools/make_tiny_model.py learns to spell words backward. What these settings give is in
+# benchmarks/results/main_job_cpu.txt; a larger model wants a far smaller learning rate (TRL's and verl's is 1e-6).
 TASK = TaskSettings(
     name="spell_backward", config='{"min_word_len": 3, "max_word_len": 5}', template="{word} -> ", pass_mark=1.0
 )
