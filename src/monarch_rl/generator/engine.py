@@ -4,7 +4,8 @@ A commit is: pause in place (running sequences keep their KV cache) -> copy from
 engine now holds -> compare -> continue. If they differ the engine stays paused: it serves a verified version or
 nothing. A request keeps going across a commit, and each of its tokens carries the version that drew it.
 
-The prefix cache is kept apart per version: a request never starts from keys and values of older weights.
+The prefix cache is kept apart per version: a request that comes after a commit never starts from keys and values of
+older weights. One that came in the last moment before it may, like a sequence that was running already.
 
 Use from one event loop. Starting takes 10 s and more, nearly all of it imports in two processes; SGLang's third
 process, the detokenizer, is not started, since tokens never become text here.
@@ -27,10 +28,9 @@ import torch
 
 from monarch_rl.episode import Completion, Sampling
 from monarch_rl.generator.scheduler_process import SchedulerTarget, quiet_imports
-from monarch_rl.generator.settings import GeneratorSettings, engine_arguments
+from monarch_rl.generator.settings import LOADER, GeneratorSettings, engine_arguments
 from monarch_rl.weights.staging import Staging
 
-LOADER = "monarch_rl.generator.load_staged.load"
 KILL_SECONDS = 10.0
 """How long a killed engine process may take to be gone."""
 NAMED_IN_ERROR = 8

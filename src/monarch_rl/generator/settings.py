@@ -49,6 +49,8 @@ class GeneratorSettings:
             raise ValueError(f"start_deadline_s must be positive, got {self.start_deadline_s}")
 
 
+LOADER = "monarch_rl.generator.load_staged.load"
+"""What SGLang's scheduler runs to load a version from staging."""
 CPU_KV_TOKENS = 65_536
 """KV cache of a replica on a CPU: 64 sequences of 1,024 tokens; 1.5 GB for SmolLM2-135M in float32."""
 
@@ -62,7 +64,7 @@ def engine_arguments(model_path: str, settings: GeneratorSettings, replica: int,
         "max_running_requests": settings.max_running_requests,
         "random_seed": settings.random_seed + replica,
         "weight_version": "0",
-        "custom_weight_loader": ["monarch_rl.generator.load_staged.load"],
+        "custom_weight_loader": [LOADER],
         "sleep_on_idle": True,
         "log_level": "error",
     }
