@@ -15,7 +15,6 @@ VALUES = {
     "trainer/idle_share": 0.125,
     "generator/idle_share": math.nan,
     "weights/swap_ms": 81.24,
-    "held_out/accuracy": 0.5,
     "dropped/stale": 0.0,
     "dropped/score took over 1 s": 3.0,
     "trainer/loss": 9.0,
@@ -36,7 +35,7 @@ def test_lines_where_there_is_no_terminal() -> None:
     assert note == "run folder: runs/[a]"
     assert first == (
         "step 1/10 | reward 0.457 | lag 1.25 | lag max 2 | tokens/s 12,346 | trainer idle 12% | swap ms 81.2 | "
-        "held-out accuracy 50.0% | dropped score took over 1 s: 3"
+        "dropped score took over 1 s: 3"
     )
     assert second.startswith("step 2/10 | reward 0.200 | lag 1.25")
 
@@ -45,7 +44,7 @@ def test_table_in_a_terminal() -> None:
     text = shown(True, 12)
     assert "run folder: runs/[a]" in text
     last = text[text.rindex("step 12/10") :]
-    for heading in ("reward", "lag max", "tokens/s", "trainer idle", "generator idle", "swap ms", "held-out accuracy"):
+    for heading in ("reward", "lag max", "tokens/s", "trainer idle", "generator idle", "swap ms"):
         assert heading in last
     assert "1.200" in last and "0.457" not in last  # old steps scroll off
     assert "dropped score took over 1 s: 3" in last

@@ -13,7 +13,12 @@ import torch
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).parents[2]
-TASK = {"name": "spell_backward", "config": '{"min_word_len": 3, "max_word_len": 3}'}
+TASK = {
+    "name": "spell_backward",
+    "config": '{"min_word_len": 3, "max_word_len": 3}',
+    "template": "{question}",
+    "pass_mark": 0.0,
+}
 SETTINGS = {"task": TASK, "steps": 3, "groups_per_step": 4, "group_size": 4, "max_new_tokens": 6, "lr": 1e-3, "seed": 5}
 
 
@@ -34,7 +39,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 def test_depth_zero_makes_the_updates_of_a_plain_synchronous_loop(tmp_path: Path) -> None:
     model = tmp_path / "model"
     size = ["--hidden-size", "64", "--layers", "2", "--steps", "40", "--ranks", "1"]
-    task = ["--task.name", TASK["name"], "--task.config", TASK["config"]]
+    task = [part for name, value in TASK.items() for part in (f"--task.{name.replace('_', '-')}", str(value))]
     run("tools/make_tiny_model.py", "--output", str(model), *size, *task)
     arguments = {
         "model": model,
@@ -47,6 +52,7 @@ def test_depth_zero_makes_the_updates_of_a_plain_synchronous_loop(tmp_path: Path
         "rollout.max-new-tokens": SETTINGS["max_new_tokens"],
         "rollout.seed": SETTINGS["seed"],
         "trainer.lr": SETTINGS["lr"],
+        "trainer.lr-warmup-steps": 0,
     }
     run("recipes/grpo.py", *task, *(part for name, value in arguments.items() for part in (f"--{name}", str(value))))
     (folder,) = (tmp_path / "runs").iterdir()
