@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -23,11 +23,9 @@ from monarch_rl.rollout.tasks import TaskSettings
 from monarch_rl.runtime.network import free_port
 from monarch_rl.trainer.settings import TrainerSettings
 from tests.recipe.running import RECIPE, RUN_S, assert_no_traceback, check_run, engines, recipe, wait_for_step
-from tests.runtime.launched import TORCHRUN, Launched
+from tests.runtime.launched import TORCHRUN, Start, launching
 from tools.make_tiny_model import Settings as TinyModel
 from tools.make_tiny_model import write_random_model
-
-Start = Callable[[Sequence[str]], Launched]
 
 STOP_S = 40.0
 """Seconds from a signal to the end of the run: at most 20 for an orderly end, then 16 for its host process."""
@@ -48,16 +46,8 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """Start commands; whatever a failed test leaves of them is killed."""
     # SGLang's processes change their title, which by default destroys the environment that we find them by.
     monkeypatch.setenv("SPT_NOENV", "1")
-    started: list[Launched] = []
-
-    def begin(command: Sequence[str]) -> Launched:
-        launched = Launched(command, tmp_path / f"log{len(started)}")
-        started.append(launched)
-        return launched
-
-    yield begin
-    for launched in started:
-        launched.kill()
+    with launching(tmp_path) as begin:
+        yield begin
 
 
 # -- whole runs ---------------------------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -76,3 +77,23 @@ class Launched:
             except psutil.NoSuchProcess:
                 continue
         self.process.wait(10)
+
+
+Start = Callable[[Sequence[str]], Launched]
+
+
+@contextmanager
+def launching(folder: Path) -> Iterator[Start]:
+    """Start commands that log into ``folder``; whatever a failed test leaves of them is killed."""
+    started: list[Launched] = []
+
+    def begin(command: Sequence[str]) -> Launched:
+        launched = Launched(command, folder / f"log{len(started)}")
+        started.append(launched)
+        return launched
+
+    try:
+        yield begin
+    finally:
+        for launched in started:
+            launched.kill()
