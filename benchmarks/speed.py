@@ -65,7 +65,7 @@ class Settings:
     """Requests in flight at the generator."""
     rounds: int = 12
     """Steps of the trainer that are timed, and as many of each yardstick."""
-    generator_rounds: int = 6
+    generator_rounds: int = 12
     """Rounds of requests that are timed, on each side."""
     swaps: int = 8
     """Swaps that are timed."""

@@ -17,8 +17,10 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 
 from monarch_rl.episode import Completion, Sampling
+from monarch_rl.generator.engine import EngineStopped, GenerationError
 from monarch_rl.generator.router import Router
 from monarch_rl.weights.collective import CollectiveSender
 from monarch_rl.weights.transport import TransferSettings
@@ -63,6 +65,10 @@ class Replicas:
 
 async def wait(future: Any) -> Any:
     return await future
+
+
+async def ask(actor: Any, prompt: list[int], sampling: Sampling) -> Completion:
+    return await Router([actor], 60).generate(prompt, sampling, 0)
 
 
 @pytest.fixture(scope="module")
@@ -164,20 +170,46 @@ def test_a_wrong_checksum_stops_that_replica_alone(replicas: Replicas, run: Loop
         with pytest.raises(Exception, match="WeightMismatch.*") as caught:
             await replicas.actors[1].commit.call_one(4, checksums | {name: 1})
         assert name in str(caught.value)
-        assert set((await replicas.actors[0].generate.call_one([1], Sampling())).policy_versions.tolist()) == {4}
+        assert set((await ask(replicas.actors[0], [1], Sampling())).policy_versions.tolist()) == {4}
         await replicas.actors[1].commit.call_one(4, checksums)
-        assert set((await replicas.actors[1].generate.call_one([1], Sampling())).policy_versions.tolist()) == {4}
+        assert set((await ask(replicas.actors[1], [1], Sampling())).policy_versions.tolist()) == {4}
 
     run(publish())
+
+
+def test_a_refused_request_costs_no_other(replicas: Replicas, run: LoopThread) -> None:
+    """They travel in one message."""
+
+    async def play() -> list[Any]:
+        router = Router(replicas.actors[:1], 60)
+        prompts = [[5, 6], [5] * 5000, [5, 7]]
+        asked = (router.generate(prompt, Sampling(max_new_tokens=3), 0) for prompt in prompts)
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    first, refused, last = run(play())
+    assert len(first.token_ids) == len(last.token_ids) == 3
+    assert isinstance(refused, GenerationError) and "5000" in str(refused)
 
 
 def test_a_killed_replica_takes_its_engine_along_and_leaves_the_other(replicas: Replicas, run: LoopThread) -> None:
     """The last test on replica 0."""
     scheduler = run(scheduler_of(replicas.actors[0]))
     actor = psutil.Process(scheduler).ppid()
-    os.kill(actor, signal.SIGKILL)
+
+    async def lose() -> None:
+        request = asyncio.ensure_future(ask(replicas.actors[0], [5], Sampling(max_new_tokens=1000)))
+
+        async def started() -> bool:
+            return bool((await replicas.actors[0].stats.call_one())["requests_in_flight"])
+
+        await until(started, "the request to start")
+        os.kill(actor, signal.SIGKILL)
+        with pytest.raises(SupervisionError, match=r"(?s)generator\.generate\(\) failed.*sig=9"):
+            await asyncio.wait_for(request, 30)
+
+    run(lose())
     wait_until(lambda: gone(actor) and gone(scheduler), f"the end of {actor} and {scheduler}")
-    completion = run(wait(replicas.actors[1].generate.call_one([5], Sampling(max_new_tokens=3))))
+    completion = run(ask(replicas.actors[1], [5], Sampling(max_new_tokens=3)))
     assert len(completion.token_ids) == 3
 
 
@@ -187,17 +219,17 @@ def test_a_lost_engine_is_an_error_of_its_requests(replicas: Replicas, run: Loop
     scheduler = run(scheduler_of(actor))
 
     async def lose() -> None:
-        request = asyncio.ensure_future(wait(actor.generate.call_one([5], Sampling(max_new_tokens=1000))))
+        request = asyncio.ensure_future(ask(actor, [5], Sampling(max_new_tokens=1000)))
 
         async def started() -> bool:
             return bool((await actor.stats.call_one())["requests_in_flight"])
 
         await until(started, "the request to start")
         os.kill(scheduler, signal.SIGKILL)
-        with pytest.raises(Exception, match=f"SGLang's process {scheduler} ended by itself, exit code -9"):
+        with pytest.raises(EngineStopped, match=f"SGLang's process {scheduler} ended by itself, exit code -9"):
             await request
-        with pytest.raises(Exception, match="ended by itself"):
-            await actor.generate.call_one([5], Sampling())
+        with pytest.raises(EngineStopped, match="ended by itself"):
+            await ask(actor, [5], Sampling())
 
     run(lose())
     pid = run(wait(actor.stats.call_one()))["pid"]

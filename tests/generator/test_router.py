@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from monarch.actor import Port
 
 from monarch_rl.episode import Completion, Sampling
 from monarch_rl.generator import router as module
+from monarch_rl.generator.link import Answer, Request, answer_all
 from monarch_rl.generator.router import Router
 from monarch_rl.runtime.deadlines import DeadlineExceeded
 
@@ -16,22 +19,35 @@ COMPLETION = Completion(np.zeros(1, np.int32), np.zeros(1, np.float32), np.zeros
 
 
 class Replica:
-    """What the router sees of an actor: ``generate.call_one``. Answers when told to."""
+    """What the router sees of an actor: ``generate.call_one``. Answers on a real port, when told to."""
 
     def __init__(self) -> None:
-        self.asked: list[list[int]] = []
+        self.messages: list[list[int]] = []
+        """The groups asked for in each message."""
         self.open = asyncio.Event()
         self.error: Exception | None = None
+        self.sent = 0
+        """Messages that answers took."""
 
     @property
     def generate(self) -> Replica:
         return self
 
-    async def call_one(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
-        self.asked.append(prompt_ids)
+    def send(self, obj: list[Answer], /) -> None:
+        self.sent += 1
+        self._port.send(obj)
+
+    async def call_one(self, requests: list[Request], port: Port[list[Answer]]) -> None:
+        self._port = port
+        self.messages.append([prompt[0] for prompt, _ in requests])
+        await answer_all(requests, self, self.draw, ValueError)
+
+    async def draw(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
         await self.open.wait()
         if self.error:
             raise self.error
+        if prompt_ids[0] < 0:
+            raise ValueError(f"no such token: {prompt_ids[0]}")
         return COMPLETION
 
 
@@ -44,17 +60,49 @@ def test_groups_go_where_least_is_in_flight_and_stay_there() -> None:
         replicas = [Replica(), Replica()]
         router = Router(replicas, 10)
         tasks = [start(router, group) for group in (0, 0, 0, 1, 2, 0, 1)]
-        for _ in range(3):
-            await asyncio.sleep(0)  # the router's task, the deadline's, the replica's
-        assert [x[0] for x in replicas[0].asked] == [0, 0, 0, 0]
-        assert [x[0] for x in replicas[1].asked] == [1, 2, 1]
+        await until(lambda: all(replica.messages for replica in replicas))
+        assert [replica.messages for replica in replicas] == [[[0, 0, 0, 0]], [[1, 2, 1]]]
         assert router.in_flight == (4, 3)
         for replica in replicas:
             replica.open.set()
         await asyncio.gather(*tasks)
         assert router.in_flight == (0, 0)
+        assert [replica.sent for replica in replicas] == [1, 1], "what is ready together is one message"
         await router.generate([1], Sampling(), 1)
-        assert replicas[1].asked[-1] == [1]
+        assert replicas[1].messages[-1] == [1]
+
+    asyncio.run(play())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def test_an_answer_waits_for_no_other() -> None:
+    """Requests of one message: one is answered, one refused, while the last one is still being drawn."""
+
+    async def play() -> None:
+        replica = Replica()
+        slow = asyncio.Event()
+        draw = replica.draw
+
+        async def draw_slowly(prompt_ids: list[int], sampling: Sampling) -> Completion:
+            if prompt_ids == [2]:
+                await slow.wait()
+            return await draw(prompt_ids, sampling)
+
+        replica.draw = draw_slowly  # type: ignore[method-assign]
+        replica.open.set()
+        router = Router([replica], 10)
+        first, refused, last = (start(router, group) for group in (1, -1, 2))
+        assert await first == COMPLETION
+        with pytest.raises(ValueError, match="no such token: -1"):
+            await refused
+        assert not last.done() and router.in_flight == (1,)
+        slow.set()
+        assert await last == COMPLETION
 
     asyncio.run(play())
 

@@ -12,6 +12,7 @@ import pytest
 
 from monarch_rl import pipeline
 from monarch_rl.episode import Completion, Sampling
+from monarch_rl.generator.router import Router
 from monarch_rl.runtime.cluster import Cluster, launch
 from tests.generator.helpers import make_model
 from tests.pipeline.system import VOCABULARY, System, start_inspected
@@ -23,7 +24,7 @@ GREEDY = Sampling(max_new_tokens=32, temperature=0.0)
 
 async def alone(generators: list[Any]) -> list[Completion]:
     """Greedy completions, one request at a time: what is batched together changes the last bits."""
-    return [await g.generate.call_one(prompt, GREEDY) for g in generators for prompt in ([7, 8, 9], [20, 30])]
+    return [await Router([g], 60).generate(prompt, GREEDY, 0) for g in generators for prompt in ([7, 8, 9], [20, 30])]
 
 
 @pytest.fixture(scope="module")

@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from monarch.actor import Actor, concurrent_endpoint
+from monarch.actor import Actor, Port, concurrent_endpoint
 
-from monarch_rl.episode import Completion, Sampling
-from monarch_rl.generator.engine import CommitReport, Engine
+from monarch_rl.generator.engine import CommitReport, Engine, GenerationError
+from monarch_rl.generator.link import Answer, Request, answer_all
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.weights.manifest import Manifest
@@ -71,9 +71,12 @@ class Generator(Actor):
         return time.perf_counter() - started
 
     @concurrent_endpoint
-    async def generate(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
-        """See :meth:`Engine.generate`."""
-        return await self._running.generate(prompt_ids, sampling)
+    async def generate(self, requests: list[Request], port: Port[list[Answer]]) -> None:
+        """Draw after every prompt; answers go to ``port`` as they are ready. Ends with the last one.
+
+        This is :class:`~monarch_rl.generator.router.Router`'s: ask through one. See :meth:`Engine.generate`.
+        """
+        await answer_all(requests, port, self._running.generate, GenerationError)
 
     @concurrent_endpoint
     async def weights_setup(

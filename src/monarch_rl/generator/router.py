@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from monarch_rl.episode import Completion, Sampling
+from monarch_rl.generator.link import Link
 from monarch_rl.runtime.deadlines import within
 
 REMEMBERED_GROUPS = 4096
@@ -26,6 +27,7 @@ class Router:
             raise ValueError("a router needs at least one replica")
         self._replicas = list(replicas)
         self._deadline_s = deadline_s
+        self._links = [Link(replica, deadline_s) for replica in self._replicas]
         self._in_flight = [0] * len(self._replicas)
         self._groups: OrderedDict[int, int] = OrderedDict()
 
@@ -43,14 +45,15 @@ class Router:
     async def generate(self, prompt_ids: list[int], sampling: Sampling, group: int) -> Completion:
         """One turn of an episode of ``group``.
 
-        Raises what the engine raised, as Monarch passes it on, or DeadlineExceeded naming the replica.
+        Raises GenerationError if the engine refused the request or is gone, Monarch's SupervisionError or ActorError
+        if the replica is, or DeadlineExceeded naming it.
         """
         replica = self._replica_of(group)
         self._in_flight[replica] += 1
         try:
             return await within(
                 self._deadline_s,
-                self._replicas[replica].generate.call_one(prompt_ids, sampling),
+                self._links[replica].ask(prompt_ids, sampling),
                 f"generator {replica} to answer a request of group {group} "
                 f"({len(prompt_ids)} prompt tokens, at most {sampling.max_new_tokens} new ones)",
             )

@@ -1,0 +1,140 @@
+"""The way between one caller and one replica: many requests a message, many answers a message.
+
+A message costs about 0.3 ms of Python on each side, and an engine answers hundreds of requests a second. So requests
+that are made in one turn of the caller's event loop, such as the episodes of a group, travel together, and so do the
+answers that are ready in one turn of the replica's. Nobody waits for a message to fill.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+from monarch_rl.episode import Completion, Sampling
+from monarch_rl.runtime.deadlines import within
+
+Request = tuple[list[int], Sampling]
+"""Prompt ids and how to draw after them."""
+Answer = tuple[int, "Completion | Exception"]
+"""The index of a request in its message, and what came of it."""
+
+
+class Outlet(Protocol):
+    """Where a replica sends answers: the sending end of a Monarch channel."""
+
+    def send(self, obj: list[Answer], /) -> None: ...
+
+
+class Link:
+    """The caller's end; ``replica`` is the handle of one :class:`Generator`. Use from one event loop."""
+
+    def __init__(self, replica: Any, deadline_s: float) -> None:
+        self._replica = replica
+        self._deadline_s = deadline_s
+        self._outbox: list[tuple[Request, asyncio.Future[Completion]]] = []
+        self._exchanges: set[asyncio.Task[None]] = set()
+
+    def ask(self, prompt_ids: list[int], sampling: Sampling) -> asyncio.Future[Completion]:
+        """Send a request; the future holds its completion, or the error of the request or of the replica."""
+        loop = asyncio.get_running_loop()
+        if not self._outbox:
+            loop.call_soon(self._send)
+        answer: asyncio.Future[Completion] = loop.create_future()
+        self._outbox.append(((prompt_ids, sampling), answer))
+        return answer
+
+    def _send(self) -> None:
+        asked, self._outbox = self._outbox, []
+        answers = [answer for _, answer in asked]
+        exchange = asyncio.ensure_future(self._exchange([request for request, _ in asked], answers))
+        self._exchanges.add(exchange)
+        exchange.add_done_callback(lambda ended: self._ended(ended, answers))
+
+    async def _exchange(self, requests: list[Request], answers: list[asyncio.Future[Completion]]) -> None:
+        from monarch.actor import Channel
+
+        port, receiver = Channel[list[Answer]].open()
+        # The call ends with the last request, or with the error that keeps the rest from being answered.
+        call = asyncio.ensure_future(_started(self._replica.generate.call_one(requests, port)))
+        try:
+            await within(self._deadline_s, _collect(receiver, call, answers), f"{len(requests)} requests")
+        finally:
+            call.cancel()
+
+    def _ended(self, exchange: asyncio.Task[None], answers: list[asyncio.Future[Completion]]) -> None:
+        self._exchanges.discard(exchange)
+        error = None if exchange.cancelled() else exchange.exception()
+        for answer in answers:
+            if answer.done():
+                continue
+            if error is None:
+                answer.cancel()
+            else:
+                answer.set_exception(error)
+
+
+async def _collect(receiver: Any, call: asyncio.Future[None], answers: list[asyncio.Future[Completion]]) -> None:
+    left = len(answers)
+    while left:
+        arriving = asyncio.ensure_future(_started(receiver.recv()))
+        # A call that ended well may be heard of before the last answers, one that failed is the end.
+        await asyncio.wait({arriving, call}, return_when=asyncio.FIRST_COMPLETED)
+        if not arriving.done():
+            call.result()
+        for index, found in await arriving:
+            left -= 1
+            if answers[index].done():  # given up by who asked
+                continue
+            if isinstance(found, Exception):
+                answers[index].set_exception(found)
+            else:
+                answers[index].set_result(found)
+    await call
+
+
+async def _started(awaitable: Awaitable[Any]) -> Any:
+    """Monarch's futures and tasks are no coroutines; asyncio wants one."""
+    return await awaitable
+
+
+class Answers:
+    """The replica's end: sends what is ready at the end of the current turn of the event loop."""
+
+    def __init__(self, port: Outlet) -> None:
+        self._port = port
+        self._ready: list[Answer] = []
+
+    def add(self, index: int, found: Completion | Exception) -> None:
+        """Answer request ``index``."""
+        if not self._ready:
+            asyncio.get_running_loop().call_soon(self.send)
+        self._ready.append((index, found))
+
+    def send(self) -> None:
+        """Send what is ready now."""
+        ready, self._ready = self._ready, []
+        if ready:
+            self._port.send(ready)
+
+
+async def answer_all(
+    requests: list[Request],
+    port: Outlet,
+    generate: Callable[[list[int], Sampling], Awaitable[Completion]],
+    refusal: type[Exception],
+) -> None:
+    """Answer every request as soon as it is done; a ``refusal`` is an answer, any other error ends all."""
+    answers = Answers(port)
+
+    async def one(index: int, prompt_ids: list[int], sampling: Sampling) -> None:
+        try:
+            found: Completion | Exception = await generate(prompt_ids, sampling)
+        except refusal as error:
+            found = error
+        answers.add(index, found)
+
+    try:
+        await asyncio.gather(*(one(index, *request) for index, request in enumerate(requests)))
+    finally:
+        answers.send()
