@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,13 +23,24 @@ from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.tasks import TaskSettings
 from monarch_rl.runtime.network import free_port
 from monarch_rl.trainer.settings import TrainerSettings
-from tests.recipe.running import RECIPE, RUN_S, assert_no_traceback, check_run, engines, recipe, wait_for_step
+from tests.recipe.running import (
+    RECIPE,
+    RUN_S,
+    assert_no_traceback,
+    check_run,
+    engines,
+    process_named,
+    recipe,
+    wait_for_step,
+)
 from tests.runtime.launched import TORCHRUN, Start, launching
 from tools.make_tiny_model import Settings as TinyModel
 from tools.make_tiny_model import write_random_model
 
 STOP_S = 40.0
 """Seconds from a signal to the end of the run: at most 20 for an orderly end, then 16 for its host process."""
+LOST_S = 60.0
+"""Seconds from the loss of a process to the end of the run: some 6 when nothing else runs."""
 GONE_S = 12.0
 """Seconds until nothing is left once the run itself has ended; at once unless it was killed."""
 
@@ -61,7 +73,9 @@ def test_python(start: Start, model: Path, tmp_path: Path) -> None:
 
 
 def test_torchrun_without_lag(start: Start, model: Path, tmp_path: Path) -> None:
-    run = start([*TORCHRUN, "--nproc-per-node=4", *recipe(model, tmp_path / "runs", "--max-policy-lag=0")])
+    """Trained in float32 and served in bfloat16, as on a GPU."""
+    settings = ["--max-policy-lag=0", "--generator.dtype=bfloat16"]
+    run = start([*TORCHRUN, "--nproc-per-node=4", *recipe(model, tmp_path / "runs", *settings)])
     assert run.wait(RUN_S) == 0, run.output()
     run.assert_gone(GONE_S)
     check_run(run.output(), model, max_policy_lag=0)
@@ -108,6 +122,32 @@ def test_a_signal_while_training_leaves_no_process(
     assert_no_traceback(run.output())
     (metrics,) = tmp_path.glob("runs/*/metrics.jsonl")
     assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()][:2] == [0, 1]
+
+
+# -- lost processes -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("process", "named"),
+    [
+        ("trainer-1", r"Trainer trainer\{'hosts': 0/1, 'gpus': 1/2\}> .*\s+.*Killed\(sig=9\)"),
+        ("generator1-0", r"Generator generator1\{.*\s+.*Killed\(sig=9\)"),
+        ("sglang::scheduler", r"EngineStopped: generator \d: SGLang's process \d+ ended by itself, exit code -9"),
+        ("rollout-0", r"RolloutWorker rollout\{.*\s+.*Killed\(sig=9\)"),
+        ("buffer-0", r"Buffer buffer\{.*\s+.*Killed\(sig=9\)"),
+    ],
+)
+def test_a_lost_process_ends_the_run_and_is_named(
+    start: Start, model: Path, tmp_path: Path, process: str, named: str
+) -> None:
+    run = start([sys.executable, *recipe(model, tmp_path / "runs", "--steps=500")])
+    wait_for_step(run)
+    victim = process_named(run, process)
+    before = len(run.output())
+    victim.kill()
+    assert run.wait(LOST_S) == 1, run.output()
+    run.assert_gone(GONE_S)
+    assert re.search(named, run.output()[before:]), run.output()
 
 
 # -- bad settings -------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.runtime.launched import Launched
@@ -33,6 +34,17 @@ def recipe(model: Path, output: Path, *more: str) -> list[str]:
 def engines(run: Launched) -> int:
     """Scheduler processes of SGLang that the run has now."""
     return sum("sglang::scheduler" in process for process in run.left())
+
+
+def process_named(run: Launched, name: str) -> psutil.Process:
+    """A process of the run by what Monarch calls it (``trainer-1``), or by its title if that is SGLang's."""
+    for line in run.left():
+        process = psutil.Process(int(line.split()[0]))
+        title = process.cmdline()[0]
+        called = title if title.startswith("sglang::") else process.environ().get("HYPERACTOR_PROCESS_NAME", "")
+        if called.split(" ")[0] == name:
+            return process
+    raise AssertionError(f"no process {name} among {run.left()}")
 
 
 def wait_for_step(run: Launched) -> None:

@@ -12,14 +12,17 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
+from monarch_rl.algorithms.aggregation import Aggregation
 from monarch_rl.trainer.batch import pack_shard
 from monarch_rl.trainer.objective import reinforcement
 from monarch_rl.trainer.policy import Policy
-from monarch_rl.trainer.settings import TrainerSettings
+from monarch_rl.trainer.settings import LossSettings, TrainerSettings
 from monarch_rl.weights.checksum import tensor_checksum
 from monarch_rl.weights.manifest import make_manifest
 from tests.trainer.batches import LR, MAX_NEW_TOKENS, STEPS, WEIGHT_DECAY, batch, shard
 from tests.trainer.reference import CONFIGS
+
+CLIPPED: tuple[Aggregation, ...] = ("sequence_mean", "token_mean")
 
 
 def round_trip(folder: Path, name: str) -> None:
@@ -77,6 +80,9 @@ def main(folder: Path) -> None:
     settings = TrainerSettings(lr=LR, weight_decay=WEIGHT_DECAY)
     policy = train(folder, "trained", settings)
     check_snapshot(policy, folder / "trained")
+    for aggregation in CLIPPED:
+        loss = LossSettings(advantage="grpo", ratio_to="behaviour", aggregation=aggregation)
+        train(folder, f"clipped_{aggregation}", TrainerSettings(lr=LR, weight_decay=WEIGHT_DECAY, loss=loss))
     train(folder, "recomputed", TrainerSettings(lr=LR, weight_decay=WEIGHT_DECAY, activation_checkpoint="full"))
     policy.close()
 

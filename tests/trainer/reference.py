@@ -5,7 +5,10 @@ A program of its own, so that nothing has patched transformers in its process:  
 
 from __future__ import annotations
 
+import statistics
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
+from monarch_rl.episode import Episode, Group
 from tests.trainer.batches import LR, MAX_NEW_TOKENS, STEPS, VOCABULARY, WEIGHT_DECAY, batch
 
 SHAPE: dict[str, Any] = {
@@ -38,7 +42,10 @@ CONFIGS = {
     "qwen3_tied": Qwen3Config(**QWEN3, head_dim=16, tie_word_embeddings=True),
     "llama_tied": LlamaConfig(**LLAMA, tie_word_embeddings=True),
     "llama3_rope": LlamaConfig(**LLAMA, tie_word_embeddings=False, rope_parameters=SCALED),
+    "qwen3_bf16": Qwen3Config(**QWEN3, head_dim=16, tie_word_embeddings=False),
 }
+BF16 = "qwen3_bf16"
+"""Saved in bfloat16, computed with in float32."""
 
 
 def make(folder: Path) -> None:
@@ -49,37 +56,69 @@ def make(folder: Path) -> None:
         with torch.no_grad():
             for parameter in model.parameters():  # norms of exactly 1 would hide mistakes
                 parameter.add_(torch.randn_like(parameter), alpha=0.05)
+        if name == BF16:
+            model.to(torch.bfloat16)
         model.save_pretrained(folder / name)
+        model = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32).eval()
         tokens = torch.randint(0, VOCABULARY, (3, 50))
         with torch.no_grad():
             save_file({"tokens": tokens, "logits": model(tokens).logits}, folder / f"{name}.logits")
 
 
-def train(folder: Path) -> None:
-    """Dr.GRPO with truncated importance sampling, written plainly: one episode at a time, no packing, no sharding."""
+def train(folder: Path, name: str, loss: Callable[[Any, list[Group]], torch.Tensor]) -> None:
+    """Train plainly on the made-up batches: one episode at a time, no packing, no sharding."""
     model = AutoModelForCausalLM.from_pretrained(folder / "qwen3", dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=WEIGHT_DECAY)
     for step in range(STEPS):
-        groups = batch(step)
-        episodes = sum(len(group.episodes) for group in groups)
-        total = torch.zeros(())
-        for group in groups:
-            mean = sum(episode.reward for episode in group.episodes) / len(group.episodes)
-            for episode in group.episodes:
-                ids = torch.tensor(episode.token_ids.tolist())
-                logprobs = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-                for i in range(1, len(ids)):
-                    if episode.trainable[i]:
-                        ratio = torch.exp(logprobs[i - 1].detach() - float(episode.logprobs[i])).clamp(max=2.0)
-                        total = total - ratio * (episode.reward - mean) * logprobs[i - 1]
         optimizer.zero_grad()
-        (total / (episodes * MAX_NEW_TOKENS)).backward()
+        loss(model, batch(step)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-    save_file(model.state_dict(), folder / "trained.safetensors")
+    save_file(model.state_dict(), folder / f"{name}.safetensors")
+
+
+def drawn(model: Any, episode: Episode) -> list[tuple[torch.Tensor, float]]:
+    """Log-prob under the model and under the policy that drew it, of each trainable token."""
+    ids = torch.tensor(episode.token_ids.tolist())
+    logprobs = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+    return [(logprobs[i - 1], float(episode.logprobs[i])) for i in range(1, len(ids)) if episode.trainable[i]]
+
+
+def dr_grpo(model: Any, groups: list[Group]) -> torch.Tensor:
+    """Dr.GRPO with truncated importance sampling."""
+    total = torch.zeros(())
+    for group in groups:
+        mean = sum(episode.reward for episode in group.episodes) / len(group.episodes)
+        for episode in group.episodes:
+            for logprob, behaviour in drawn(model, episode):
+                ratio = torch.exp(logprob.detach() - behaviour).clamp(max=2.0)
+                total = total - ratio * (episode.reward - mean) * logprob
+    return total / (sum(len(group.episodes) for group in groups) * MAX_NEW_TOKENS)
+
+
+def clipped_grpo(model: Any, groups: list[Group], *, by_episode: bool) -> torch.Tensor:
+    """GRPO with PPO's ratio to the policy that drew, clipped at 0.8 and 1.28, averaged by episodes or by tokens."""
+    losses = []
+    for group in groups:
+        rewards = [episode.reward for episode in group.episodes]
+        deviation = statistics.stdev(rewards)
+        for episode in group.episodes:
+            advantage = (episode.reward - statistics.mean(rewards)) / (deviation + 1e-6)
+            tokens = []
+            for logprob, behaviour in drawn(model, episode):
+                ratio = torch.exp(logprob - behaviour)
+                floor, ceiling = (0.0, 1.28) if advantage > 0 else (0.8, float("inf"))
+                tokens.append(-advantage * ratio.clamp(floor, ceiling))
+            losses.append(torch.stack(tokens))
+    if by_episode:
+        return torch.stack([tokens.mean() for tokens in losses]).mean()
+    return torch.cat(losses).mean()
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    make(Path(sys.argv[1]))
-    train(Path(sys.argv[1]))
+    target = Path(sys.argv[1])
+    make(target)
+    train(target, "trained", dr_grpo)
+    train(target, "clipped_sequence_mean", partial(clipped_grpo, by_episode=True))
+    train(target, "clipped_token_mean", partial(clipped_grpo, by_episode=False))

@@ -73,12 +73,13 @@ class Engine:
     _in_this_process: ClassVar[Engine | None] = None
 
     def __init__(
-        self, engine: Any, launcher: ThreadPoolExecutor, seeds: random.Random | None, max_running_requests: int
+        self, engine: Any, launcher: ThreadPoolExecutor, replica: int, seeds: random.Random | None, places: int
     ) -> None:
         self._engine = engine
+        self._replica = replica
         # Requests queue here and not in SGLang: one that waits there across a commit would start from the
         # prefix cache of the version at which it came.
-        self._places = asyncio.Semaphore(max_running_requests)
+        self._places = asyncio.Semaphore(places)
         # SGLang's processes die with the thread that started them, so that thread must live as long as they do.
         self._launcher = launcher
         self._seeds = seeds
@@ -113,7 +114,7 @@ class Engine:
         engine = await asyncio.get_running_loop().run_in_executor(launcher, _launch, arguments)
         # In SGLang's deterministic mode requests without a seed would all share one.
         seeds = random.Random(settings.random_seed + replica) if on_gpu and settings.deterministic else None
-        Engine._in_this_process = cls(engine, launcher, seeds, settings.max_running_requests)
+        Engine._in_this_process = cls(engine, launcher, replica, seeds, settings.max_running_requests)
         return Engine._in_this_process
 
     @property
@@ -178,8 +179,8 @@ class Engine:
         if not self._stopped.done():
             process.join()
             self._stopped.set_result(
-                f"SGLang's process {process.pid} ended by itself, exit code {process.exitcode}; what it said last is "
-                "in its output"
+                f"generator {self._replica}: SGLang's process {process.pid} ended by itself, exit code "
+                f"{process.exitcode}; what it said last is in its output"
             )
 
     def _sampling_params(self, sampling: Sampling) -> dict[str, Any]:
