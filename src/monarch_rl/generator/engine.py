@@ -29,11 +29,11 @@ import torch
 from monarch_rl.episode import Completion, Sampling
 from monarch_rl.generator.scheduler_process import SchedulerTarget, quiet_imports
 from monarch_rl.generator.settings import LOADER, GeneratorSettings, engine_arguments
+from monarch_rl.weights.manifest import list_names
 from monarch_rl.weights.staging import Staging
 
 KILL_SECONDS = 10.0
 """How long a killed engine process may take to be gone."""
-NAMED_IN_ERROR = 8
 
 
 class GenerationError(RuntimeError):
@@ -329,10 +329,9 @@ def compare(version: int, staging: Staging, expected: dict[str, int]) -> None:
     wrong = [name for name in found if found[name] != expected.get(name)]
     wrong += [f"{name} (not in the manifest)" for name in expected if name not in found]
     if wrong:
-        more = f" and {len(wrong) - NAMED_IN_ERROR} more" if len(wrong) > NAMED_IN_ERROR else ""
         raise WeightMismatch(
             f"version {version}: {len(wrong)} of {len(found)} tensors differ from the trainer's: "
-            f"{', '.join(wrong[:NAMED_IN_ERROR])}{more}. The engine stays paused."
+            f"{list_names(wrong)}. The engine stays paused."
         )
 
 

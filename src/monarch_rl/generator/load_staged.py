@@ -24,10 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from monarch_rl.weights import staging as answers
 from monarch_rl.weights.checksum import tensor_checksum
-from monarch_rl.weights.manifest import TensorSpec
-
-NAMED_IN_ERROR = 8
-"""Tensors that an error lists by name."""
+from monarch_rl.weights.manifest import TensorSpec, list_names
 
 
 class UnsupportedModel(ValueError):
@@ -155,7 +152,7 @@ def _load_and_plan(model: torch.nn.Module, staging: torch.Tensor, specs: tuple[T
     foreign = [spec.name for spec in specs if spec.dtype not in dtypes]
     if foreign:
         raise UnsupportedModel(
-            f"staged in a dtype that the engine does not serve ({_names(foreign)}); the engine holds "
+            f"staged in a dtype that the engine does not serve ({list_names(foreign)}); the engine holds "
             f"{sorted(map(str, dtypes))}. Serve in the dtype that is sent, or send in the dtype that is served."
         )
     with _Copies(staging, parameters) as copies:
@@ -163,13 +160,13 @@ def _load_and_plan(model: torch.nn.Module, staging: torch.Tensor, specs: tuple[T
     if copies.converted:
         raise UnsupportedModel(
             f"the engine's loader changes these parameters instead of copying into them: "
-            f"{_names(f'{name} ({how})' for name, how in copies.converted.items())}"
+            f"{list_names(f'{name} ({how})' for name, how in copies.converted.items())}"
         )
     places = tuple(_place(staging, specs, destination, source) for destination, source in copies.seen)
     _check_complete(specs, places)
     untouched = [name for name in parameters.values() if name not in copies.written]
     if untouched:
-        raise UnsupportedModel(f"no staged tensor fills these parameters of the engine: {_names(untouched)}")
+        raise UnsupportedModel(f"no staged tensor fills these parameters of the engine: {list_names(untouched)}")
     return Plan(staging, _addresses(model), places)
 
 
@@ -214,12 +211,6 @@ def _check_complete(specs: tuple[TensorSpec, ...], places: tuple[Place, ...]) ->
             incomplete.append(spec.name)
     if incomplete:
         raise UnsupportedModel(
-            f"the engine's loader did not copy all of these tensors as they are: {_names(incomplete)}. Either the "
+            f"the engine's loader did not copy all of these tensors as they are: {list_names(incomplete)}. Either the "
             "engine has no such parameter (tied weights are sent once), or it stores it in another form."
         )
-
-
-def _names(names: Iterable[str]) -> str:
-    names = list(names)
-    more = len(names) - NAMED_IN_ERROR
-    return ", ".join(names[:NAMED_IN_ERROR]) + (f" and {more} more" if more > 0 else "")

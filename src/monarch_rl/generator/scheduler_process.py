@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import signal
@@ -11,7 +10,7 @@ import warnings
 from functools import partialmethod
 from typing import Any
 
-_PR_SET_PDEATHSIG = 1
+from monarch_rl.runtime.lifetime import die_with_parent
 
 
 class SchedulerTarget:
@@ -26,9 +25,7 @@ class SchedulerTarget:
 
 
 def _in_new_process(parent: int) -> Any:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)  # it died before the tie was made
+    die_with_parent(signal.SIGKILL, parent)
     quiet_imports()
     return run_scheduler
 

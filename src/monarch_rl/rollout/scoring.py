@@ -8,18 +8,16 @@ replaced, and the caller learns it as :class:`ScoringFailed`.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import multiprocessing
 import os
 import signal
-import sys
 from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
-PR_SET_PDEATHSIG = 1
+from monarch_rl.runtime.lifetime import die_with_parent
 
 
 class ScoringFailed(Exception):
@@ -81,10 +79,7 @@ class Scorer:
 
 
 def _start(parent: int, warm_up: Callable[[], object] | None) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the line above
-        os._exit(1)
+    die_with_parent(signal.SIGKILL, parent)
     if warm_up is not None:
         warm_up()
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import ctypes
 import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,6 +25,7 @@ from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.devices import Devices, TooFewDevices, devices, launched_by_torchrun, visible_devices
 from monarch_rl.runtime.distributed import init_torch_distributed_env
 from monarch_rl.runtime.host import HostProcess
+from monarch_rl.runtime.lifetime import die_with_parent
 from monarch_rl.runtime.network import free_port, host_address
 from monarch_rl.runtime.signals import interrupts
 from monarch_rl.runtime.torchrun import Controller, Follower, Node, Rank, clean
@@ -51,9 +52,10 @@ START_DEADLINE_S = 60.0
 STOP_DEADLINE_S = 15.0
 """Seconds for the actors of all meshes to clean up and end, and again for the hosts; five is normal for processes
 with torch in them, after which Monarch kills them."""
+FAULT_DEADLINE_S = 2.5
+"""Seconds after which the loss of a process has been noticed: it is looked for every second."""
 HOST_DEADLINE_S = 8.0
 """Seconds for a host process to kill what is left below it and end."""
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass
@@ -144,6 +146,12 @@ class Cluster:
         self.faults.append(failure)
         logger.error("mesh %s failed: %s", failure.mesh_name, failure.report())
 
+    def _hear_of_faults(self) -> None:
+        """Give Monarch the time to name a lost process: whoever was connected to it may have failed before."""
+        deadline = time.monotonic() + FAULT_DEADLINE_S
+        while not self.faults and time.monotonic() < deadline:
+            time.sleep(0.05)
+
     async def _end(self) -> None:
         """Stop all meshes, then the hosts. What does not stop in time is named here, and killed with its host."""
         self._ending = True
@@ -182,7 +190,7 @@ def launch() -> Iterator[Cluster | None]:
                 yield cluster
         return
     place = Rank.from_environment()
-    _die_with_agent()
+    die_with_parent(signal.SIGTERM)  # the torchrun agent, which does not see to it itself
     if place.rank != 0:
         with interrupts(raise_in_main=False):
             _follow(Follower(place))
@@ -219,6 +227,9 @@ def _attached(host: HostProcess, nodes: Sequence[Node]) -> Iterator[Cluster]:
         cluster = _attach(nodes)
         try:
             yield cluster
+        except Exception:
+            cluster._hear_of_faults()
+            raise
         finally:
             asyncio.run(cluster._end())
     finally:
@@ -264,9 +275,3 @@ def _refuse_running_loop() -> None:
     except RuntimeError:
         return
     raise RuntimeError("launch() blocks: use it outside asyncio, and run the event loop inside its block")
-
-
-def _die_with_agent() -> None:
-    """Make the kernel send SIGTERM to this rank when the torchrun agent dies; torchrun itself does not see to it."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

@@ -7,7 +7,6 @@ because the run is over or because the starter was killed, it kills all that is 
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import signal
@@ -20,6 +19,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from monarch_rl.runtime.lifetime import adopt_orphans
 from monarch_rl.runtime.network import HOST_ADDRESS_VARIABLE, free_port
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("monarch_rl")
 
-_PR_SET_CHILD_SUBREAPER = 36
 GRACE_S = 2.0
 """Seconds that processes have to end by themselves before they are killed."""
 
@@ -113,8 +112,7 @@ def _end_with_starter() -> None:
 
 def main() -> None:
     """Serve as a Monarch host at the address given on the command line until it is shut down or left alone."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    adopt_orphans()
     threading.Thread(target=_end_with_starter, name="end-with-starter", daemon=True).start()
     from monarch.actor import run_worker_loop_until_shutdown
 

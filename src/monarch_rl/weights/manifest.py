@@ -136,3 +136,13 @@ def plan_buckets(manifest: Manifest, rank: int, bucket_bytes: int) -> list[list[
 def shard_bytes(manifest: Manifest, rank: int) -> int:
     """Bytes that trainer rank ``rank`` owns: the size of its snapshot of a version."""
     return sum(s.numel * manifest.tensors[s.tensor].dtype.itemsize for s in manifest.shards[rank])
+
+
+NAMED_IN_ERROR = 8
+
+
+def list_names(names: Iterable[str]) -> str:
+    """The first few names for an error message, and how many more there are."""
+    listed = list(names)
+    more = len(listed) - NAMED_IN_ERROR
+    return ", ".join(listed[:NAMED_IN_ERROR]) + (f" and {more} more" if more > 0 else "")
