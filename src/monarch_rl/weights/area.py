@@ -1,0 +1,53 @@
+"""Memory that several processes of one machine hold at once: a version is written there once and read in place.
+
+On a CPU an area is an anonymous file (``memfd_create``): it has no name that could be left behind and ends with the
+last process that maps it. On a GPU it is device memory shared by CUDA IPC.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from typing import Any
+
+import torch
+
+
+class Area:
+    """A flat run of bytes. Who made it must keep it as long as others may :func:`attach`."""
+
+    def __init__(self, nbytes: int, device: torch.device | str = "cpu") -> None:
+        """Zeros. ``nbytes`` is at least 1."""
+        device = torch.device(device)
+        self._descriptor: int | None = None
+        if device.type == "cpu":
+            self._descriptor = os.memfd_create("monarch_rl-weights", os.MFD_CLOEXEC)
+            os.ftruncate(self._descriptor, nbytes)
+            path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+            self.buffer = _map(path, nbytes)
+            description: Any = (path, nbytes)
+        else:
+            from torch.multiprocessing.reductions import reduce_tensor
+
+            self.buffer = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+            description = reduce_tensor(self.buffer)
+        self.handle = pickle.dumps(description)
+        """What another process of this machine needs to :func:`attach`."""
+
+    def __del__(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+
+
+def attach(handle: bytes) -> torch.Tensor:
+    """The area's bytes, uint8[nbytes], shared with all others that hold it.
+
+    Raises RuntimeError if the process that made the area is gone.
+    """
+    first, second = pickle.loads(handle)
+    return _map(first, second) if isinstance(first, str) else first(*second)
+
+
+def _map(path: str, nbytes: int) -> torch.Tensor:
+    storage = torch.UntypedStorage.from_file(path, shared=True, nbytes=nbytes)
+    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (nbytes,), (1,))

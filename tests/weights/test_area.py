@@ -1,0 +1,31 @@
+"""Areas between real processes."""
+
+from __future__ import annotations
+
+import base64
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from monarch_rl.weights.area import Area, attach
+
+WRITE = "import base64, sys; from monarch_rl.weights.area import attach; attach(base64.b64decode(sys.argv[1]))[3] = 7"
+
+
+def test_another_process_reads_and_writes_it() -> None:
+    area = Area(100)
+    assert area.buffer.tolist() == [0] * 100
+    subprocess.run([sys.executable, "-c", WRITE, base64.b64encode(area.handle)], check=True, timeout=60)
+    assert area.buffer[:5].tolist() == [0, 0, 0, 7, 0]
+
+
+def test_who_is_attached_keeps_it_and_nobody_else_comes() -> None:
+    area = Area(16)
+    handle, attached = area.handle, attach(area.handle)
+    area.buffer.fill_(5)
+    del area
+    assert torch.equal(attached, torch.full((16,), 5, dtype=torch.uint8))
+    with pytest.raises(RuntimeError, match="unable to open"):
+        attach(handle)
