@@ -49,5 +49,5 @@ def attach(handle: bytes) -> torch.Tensor:
 
 
 def _map(path: str, nbytes: int) -> torch.Tensor:
-    storage = torch.UntypedStorage.from_file(path, shared=True, nbytes=nbytes)
+    storage: Any = torch.UntypedStorage.from_file(path, shared=True, nbytes=nbytes)
     return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (nbytes,), (1,))
