@@ -30,6 +30,7 @@ from monarch_rl.generator.scheduler_process import quiet_imports
 from monarch_rl.generator.settings import GeneratorSettings, engine_arguments
 from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.runtime.deadlines import within
+from monarch_rl.weights.area import attach
 
 START_DEADLINE_S = 360.0
 ROUND_DEADLINE_S = 300.0
@@ -106,20 +107,21 @@ class GeneratorBeside(Generator):
 
     @concurrent_endpoint
     async def local_copy(self) -> float:
-        """Median seconds of a copy of all tensors from staging to private memory, one thread."""
+        """Median seconds of a copy of all tensors from where they arrive to private memory, one thread."""
         return await asyncio.to_thread(self._local_copy)
 
     def _local_copy(self) -> float:
-        staging = self._weights_ready().staging
-        sources = [staging.view(i) for i in range(len(staging.manifest.tensors))]
+        weights = self._weights_ready()
+        area = attach(weights.receiver.area(0))
+        sources = [spec.view(area) for spec in weights.manifest.tensors]
         targets = [torch.zeros_like(source) for source in sources]
         taken = []
         for _ in range(COPIES):
             started = time.perf_counter()
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source)
-            if staging.buffer.device.type != "cpu":
-                torch.accelerator.synchronize(staging.buffer.device)
+            if area.device.type != "cpu":
+                torch.accelerator.synchronize(area.device)
             taken.append(time.perf_counter() - started)
         return statistics.median(taken)
 

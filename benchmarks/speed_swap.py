@@ -10,9 +10,9 @@ from typing import Any
 from speed_generator import Load
 from speed_trainer import Training
 
-from monarch_rl import pipeline
 from monarch_rl.episode import Sampling
 from monarch_rl.generator.router import Router
+from monarch_rl.publishing import Publisher
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.weights.transport import TransferSettings
 
@@ -31,7 +31,7 @@ async def measure(
     the same over as long a time after it, without a swap.
     """
     trainer, buffer = training.trainer, training.buffer
-    connect = pipeline.Publisher.connect(trainer, [generator], buffer, TransferSettings(), dtype)
+    connect = Publisher.connect(trainer, [generator], buffer, TransferSettings(), dtype)
     publisher = await within(DEADLINE_S, connect, "trainer and generator to meet")
     playing = asyncio.create_task(_play(Router([generator], DEADLINE_S), load))
     watch = asyncio.ensure_future(generator.watch.call_one(load.prompts(0)[0], load.new_tokens))

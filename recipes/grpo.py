@@ -137,11 +137,12 @@ async def train(cluster: Cluster, s: Settings, model: Path, folder: Path) -> Non
     limit = min(episode_limits(s, read_config(model)).values())
     workers = await pipeline.start_rollout(cluster, s.rollout, s.task, model, buffer, generators, limit)
     dtype = pipeline.served_dtype(s.generator, cluster)
-    publisher = await pipeline.Publisher.connect(trainer, generators, buffer, s.weights, dtype)
+    routing = pipeline.routing(workers)
+    publisher = await pipeline.Publisher.connect(trainer, generators, buffer, s.weights, dtype, routing)
     await publisher.publish(0)  # nothing is drawn before the weights are known to be the trainer's
     await publisher.settled()
 
-    observer = pipeline.Observer(generators, workers, buffer, folder / "rollouts.jsonl")
+    observer = pipeline.Observer(publisher, workers, buffer, folder / "rollouts.jsonl")
     with Metrics(folder) as metrics, Console(s.steps) as console:
         before = await pipeline.evaluate(workers, s.held_out)
         metrics.log(0, before.metrics())
@@ -152,7 +153,7 @@ async def train(cluster: Cluster, s: Settings, model: Path, folder: Path) -> Non
                 update = pipeline.update(trainer, buffer, version, s.batch_deadline_s)
                 trained = await publisher.or_failed(update)
                 await publisher.publish(version + 1)
-                values = await observer.step(trained, publisher.last)
+                values = await observer.step(trained)
                 metrics.log(version + 1, values)
                 console.show(version + 1, values)
             await publisher.settled()

@@ -31,6 +31,7 @@ from tests.recipe.running import (
     engines,
     process_named,
     recipe,
+    wait_for_line,
     wait_for_step,
 )
 from tests.runtime.launched import TORCHRUN, Start, launching
@@ -131,8 +132,6 @@ def test_a_signal_while_training_leaves_no_process(
     ("process", "named"),
     [
         ("trainer-1", r"Trainer trainer\{'hosts': 0/1, 'gpus': 1/2\}> .*\s+.*Killed\(sig=9\)"),
-        ("generator1-0", r"Generator generator1\{.*\s+.*Killed\(sig=9\)"),
-        ("sglang::scheduler", r"EngineStopped: generator \d: SGLang's process \d+ ended by itself, exit code -9"),
         ("rollout-0", r"RolloutWorker rollout\{.*\s+.*Killed\(sig=9\)"),
         ("buffer-0", r"Buffer buffer\{.*\s+.*Killed\(sig=9\)"),
     ],
@@ -148,6 +147,24 @@ def test_a_lost_process_ends_the_run_and_is_named(
     assert run.wait(LOST_S) == 1, run.output()
     run.assert_gone(GONE_S)
     assert re.search(named, run.output()[before:]), run.output()
+
+
+@pytest.mark.parametrize("process", ["generator1-0", "sglang::scheduler"])
+def test_a_lost_generator_is_named_and_the_run_goes_on(start: Start, model: Path, tmp_path: Path, process: str) -> None:
+    run = start([sys.executable, *recipe(model, tmp_path / "runs", "--steps=500")])
+    wait_for_step(run)
+    process_named(run, process).kill()
+    lost = wait_for_line(run, r"^generator (\d) is lost \(.*(Killed\(sig=9\)|exit code -9)")
+    after = int(wait_for_line(run, r"^step (\d+)/500", after=lost)[1])
+    wait_for_line(run, rf"^step {after + 5}/500", after=lost)
+    run.process.terminate()
+    assert run.wait(STOP_S) == 143, run.output()
+    run.assert_gone(GONE_S)
+    (metrics,) = tmp_path.glob("runs/*/metrics.jsonl")
+    steps = [line for line in map(json.loads, metrics.read_text().splitlines()) if "lag/max" in line]
+    assert (steps[0]["generator/replicas"], steps[-1]["generator/replicas"]) == (2, 1)
+    assert max(step["lag/max"] for step in steps) <= 2
+    assert all(step["tokens_per_second"] >= 0 for step in steps)
 
 
 # -- bad settings -------------------------------------------------------------------------------------------------

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Iterable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,14 +26,16 @@ from monarch_rl.buffer.actor import Buffer
 from monarch_rl.generator.actor import Generator
 from monarch_rl.generator.router import Router
 from monarch_rl.generator.settings import GeneratorSettings, resolve_dtype
+from monarch_rl.publishing import Publisher, Routing
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.tasks import TaskSettings
 from monarch_rl.rollout.worker import Evaluation, RolloutWorker
 from monarch_rl.runtime.cluster import Cluster, init_torch_distributed_env
 from monarch_rl.runtime.deadlines import within
+from monarch_rl.runtime.meshes import members
 from monarch_rl.trainer.actor import Trainer, TrainerPlan
-from monarch_rl.weights.manifest import Manifest, make_manifest
-from monarch_rl.weights.transport import TransferSettings
+
+logger = logging.getLogger("monarch_rl")
 
 CALL_DEADLINE_S = 60.0
 """Seconds for a call that waits for nobody else."""
@@ -97,133 +99,14 @@ async def start_rollout(
     return workers
 
 
-@dataclass
-class SwapReport:
-    """One version's way from trainer to generators, in seconds."""
+def routing(workers: Any) -> Routing:
+    """Tells all rollout workers which replicas take no new requests, and which are lost."""
 
-    version: int
-    snapshot_s: float
-    """The local copy on the trainer: all that publishing makes it wait."""
-    transfer_s: float
-    """From trainer ranks into staging, while decoding went on."""
-    paused_s: float
-    """The longest time that a replica did not decode."""
-    nbytes: int
-    """Bytes of the version."""
+    async def tell(paused: list[int], lost: list[int]) -> None:
+        what = "rollout workers to take note of the replicas"
+        await within(CALL_DEADLINE_S, workers.route.call(paused, lost), what)
 
-
-@dataclass
-class Publisher:
-    """Takes new versions from the trainer mesh to all generators: transfer, then commit, then served."""
-
-    trainer: Any
-    generators: list[Any]
-    buffer: Any
-    settings: TransferSettings
-    manifest: Manifest
-    last: SwapReport | None = None
-    """Of the newest version that is served."""
-    _delivery: asyncio.Task[None] | None = field(default=None, repr=False)
-
-    @classmethod
-    async def connect(
-        cls, trainer: Any, generators: list[Any], buffer: Any, settings: TransferSettings, dtype: str
-    ) -> Publisher:
-        """Plan what a version consists of, and let trainer ranks and generators meet. ``dtype`` is the served one."""
-        manifest = await _plan(trainer, dtype)
-        opened = await within(
-            CALL_DEADLINE_S,
-            trainer.open_transport.call(manifest, settings),
-            "trainer ranks to open the transport",
-        )
-        addresses = [address for _, address in sorted(opened.values())]
-        for index, generator in enumerate(generators):
-            set_up = generator.weights_setup.call_one(manifest, index, addresses, settings)
-            await within(CALL_DEADLINE_S, set_up, f"generator {index} to make its staging area")
-        deadline = settings.deadline_s + CALL_DEADLINE_S
-        count = len(generators)
-        meets: list[Awaitable[Any]] = [
-            within(deadline, trainer.connect.call(count), "trainer ranks to meet the generators")
-        ]
-        for index, generator in enumerate(generators):
-            what = f"generator {index} to meet the trainer ranks"
-            meets.append(within(deadline, generator.weights_connect.call_one(count), what))
-        await asyncio.gather(*meets)
-        return cls(trainer, generators, buffer, settings, manifest)
-
-    async def publish(self, version: int) -> None:
-        """Take a snapshot of ``version`` and send it on its way; the trainer may go on when this returns.
-
-        The version before must have arrived by then: its delivery is awaited first. Raises what that raised.
-        """
-        await self.settled()
-        deadline = self.settings.deadline_s
-        answers = await within(deadline, self.trainer.snapshot.call(), f"trainer ranks to copy version {version}")
-        checksums, _ = next(iter(answers.values()))
-        slowest = max(seconds for _, seconds in answers.values())
-        self._delivery = asyncio.create_task(self._deliver(version, checksums, slowest))
-
-    async def or_failed(self, work: Awaitable[T]) -> T:
-        """Await ``work``, but raise at once if the version on its way cannot be delivered.
-
-        Paused engines draw nothing, so ``work`` may wait for a batch that cannot come.
-        """
-        task = asyncio.ensure_future(work)
-        try:
-            if self._delivery is not None:
-                await asyncio.wait({task, self._delivery}, return_when=asyncio.FIRST_COMPLETED)
-                if self._delivery.done():
-                    self._delivery.result()
-            return await task
-        finally:
-            task.cancel()
-
-    async def settled(self) -> None:
-        """Wait until the newest published version is served. Raises if it could not be delivered."""
-        if self._delivery is not None:
-            await self._delivery
-            self._delivery = None
-
-    async def _deliver(self, version: int, checksums: list[int], snapshot_s: float) -> None:
-        # A rank that enters a collective early waits inside it: first every peer's answer, then the transfer.
-        await self._all_ready(version)
-        started = time.perf_counter()
-        deadline = self.settings.deadline_s + CALL_DEADLINE_S
-        moves: list[Awaitable[Any]] = [
-            within(deadline, self.trainer.send.call(version), f"trainer ranks to send version {version}")
-        ]
-        for index, generator in enumerate(self.generators):
-            what = f"generator {index} to receive version {version}"
-            moves.append(within(deadline, generator.receive.call_one(version), what))
-        await asyncio.gather(*moves)
-        transferred = time.perf_counter()
-        expected = dict(zip(self.manifest.names, checksums, strict=True))
-        commits = [
-            within(deadline, generator.commit.call_one(version, expected), f"generator {index} to commit")
-            for index, generator in enumerate(self.generators)
-        ]
-        reports = await asyncio.gather(*commits)
-        if version > 0:
-            await within(CALL_DEADLINE_S, self.buffer.published.call_one(version), "the buffer to release slots")
-        paused = max(report.paused_seconds for report in reports)
-        self.last = SwapReport(version, snapshot_s, transferred - started, paused, self.manifest.nbytes)
-
-    async def _all_ready(self, version: int) -> None:
-        what = f"to be ready for version {version}"
-        checks: list[Awaitable[Any]] = [within(CALL_DEADLINE_S, self.trainer.ready.call(), f"trainer ranks {what}")]
-        for index, generator in enumerate(self.generators):
-            checks.append(within(CALL_DEADLINE_S, generator.stats.call_one(), f"generator {index} {what}"))
-        await asyncio.gather(*checks)
-
-
-async def _plan(trainer: Any, dtype: str) -> Manifest:
-    import torch
-
-    answers = await within(CALL_DEADLINE_S, trainer.owned_runs.call(), "trainer ranks to say what they own")
-    by_rank = sorted(answers.values(), key=lambda answer: answer[0])
-    served = getattr(torch, dtype)
-    tensors = [(name, shape, served) for name, shape in by_rank[0][1]]
-    return make_manifest(tensors, [runs for _, _, runs in by_rank])
+    return tell
 
 
 def served_dtype(settings: GeneratorSettings, cluster: Cluster) -> str:
@@ -256,7 +139,7 @@ async def save(trainer: Any, folder: Path) -> None:
 
 async def evaluate(workers: Any, items: int) -> Evaluation:
     """Play the first ``items`` held-out items once each, greedily, shared by all workers."""
-    shards = list(_each(workers))
+    shards = members(workers)
     deadline = SET_UP_DEADLINE_S + HELD_OUT_ITEM_S * items / len(shards)
     calls = [
         within(
@@ -278,7 +161,7 @@ async def rolling_out(workers: Any, buffer: Any) -> AsyncIterator[None]:
     """Workers play while the block runs; a worker that fails ends the block with its error."""
     try:
         async with asyncio.TaskGroup() as tasks:
-            for worker in _each(workers):
+            for worker in members(workers):
                 tasks.create_task(_run(worker))
             yield
             await within(CALL_DEADLINE_S, buffer.close.call_one(), "the buffer to close")
@@ -290,51 +173,60 @@ async def _run(worker: Any) -> None:
     await worker.run.call_one()  # as long as the run; lost processes are Monarch's to report
 
 
-def _each(mesh: Any) -> Iterable[Any]:
-    for rank in range(mesh.extent.sizes[-1]):
-        yield mesh.slice(**{mesh.extent.labels[-1]: rank})
-
-
 class Observer:
     """Gathers the figures of a step from all actors. Rates and shares are over the time since the last step."""
 
-    def __init__(self, generators: list[Any], workers: Any, buffer: Any, rollouts: Path) -> None:
-        self._generators = generators
+    def __init__(self, publisher: Publisher, workers: Any, buffer: Any, rollouts: Path) -> None:
+        self._publisher = publisher
         self._workers = workers
         self._buffer = buffer
         self._rollouts = rollouts
         self._then = 0.0
-        self._tokens = 0
-        self._busy = 0.0
+        self._engines: dict[int, tuple[int, float]] = {}
+        """Tokens drawn and seconds busy so far, of each replica that is there."""
 
     async def begin(self) -> None:
         """Start the clock: rates and shares of the first step count from here."""
-        self._then, self._tokens, self._busy, _ = await self._engines()
+        self._then, self._engines = time.perf_counter(), await self._ask_engines()
 
-    async def _engines(self) -> tuple[float, int, float, int]:
-        calls = [generator.stats.call_one() for generator in self._generators]
-        engines = await asyncio.gather(*(within(CALL_DEADLINE_S, call, "a generator's figures") for call in calls))
-        tokens = sum(engine["generated_tokens"] for engine in engines)
-        return time.perf_counter(), tokens, sum(engine["busy_seconds"] for engine in engines), len(engines)
+    async def _ask_engines(self) -> dict[int, tuple[int, float]]:
+        """A replica that is lost meanwhile is left out: what happens to it is the publisher's to say."""
 
-    async def step(self, trained: list[dict[str, float]], swap: SwapReport | None) -> dict[str, float]:
+        async def ask(index: int, generator: Any) -> tuple[int, tuple[int, float]] | None:
+            try:
+                call = generator.stats.call_one()
+                found = await within(CALL_DEADLINE_S, call, f"the figures of generator {index}")
+            except Exception as error:
+                logger.warning("no figures of generator %d: %s", index, str(error).splitlines()[0])
+                return None
+            return index, (found["generated_tokens"], found["busy_seconds"])
+
+        asked = [ask(index, generator) for index, generator in self._publisher.generators.items()]
+        return dict(answer for answer in await asyncio.gather(*asked) if answer)
+
+    async def step(self, trained: list[dict[str, float]]) -> dict[str, float]:
         """Metrics of one step, by the names of docs/metrics.md; also appends sampled rollouts to their file.
 
         Args:
             trained: what the update returned, of each trainer rank.
-            swap: the newest version that is served.
         """
+        swap = self._publisher.last
         calls = [self._buffer.counts.call_one(), self._workers.stats.call(), self._workers.samples.call(8)]
         answers = [within(CALL_DEADLINE_S, call, "the figures of a step") for call in calls]
         counts, stats, samples = await asyncio.gather(*answers)
-        now, tokens, busy, replicas = await self._engines()
+        engines = await self._ask_engines()
+        now = time.perf_counter()
         elapsed = now - self._then
+        both = [(*self._engines.get(index, (0, 0.0)), *found) for index, found in engines.items()]
+        tokens = sum(after - before for before, _, after, _ in both)
+        busy = sum(after - before for _, before, _, after in both)
         values = {_metric_name(name): value for name, value in trained[0].items()}
         values["time/step_s"] = elapsed
         computing = float(np.mean([rank["step_s"] for rank in trained])) + (swap.snapshot_s if swap else 0.0)
         values["trainer/idle_share"] = max(0.0, 1.0 - computing / elapsed)
-        values["generator/idle_share"] = max(0.0, 1.0 - (busy - self._busy) / (elapsed * replicas))
-        values["tokens_per_second"] = (tokens - self._tokens) / elapsed
+        values["generator/idle_share"] = max(0.0, 1.0 - busy / (elapsed * max(len(both), 1)))
+        values["generator/replicas"] = float(len(self._publisher.generators))
+        values["tokens_per_second"] = tokens / elapsed
         if swap is not None:
             values["weights/swap_ms"] = swap.paused_s * 1e3
             values["weights/transfer_ms"] = swap.transfer_s * 1e3
@@ -346,7 +238,7 @@ class Observer:
         for worker in stats.values():
             lost.update({f"episode {reason}": count for reason, count in worker.failed.items()})
         values |= {f"dropped/{reason}": float(count) for reason, count in lost.items()}
-        self._then, self._tokens, self._busy = now, tokens, busy
+        self._then, self._engines = now, engines
         with self._rollouts.open("a") as file:
             file.writelines(json.dumps(sample) + "\n" for batch in samples.values() for sample in batch)
         return values

@@ -17,13 +17,13 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 
 from monarch_rl.episode import Completion, Sampling
-from monarch_rl.generator.engine import EngineStopped, GenerationError
+from monarch_rl.generator.engine import GenerationError
+from monarch_rl.generator.link import ReplicaLost
 from monarch_rl.generator.router import Router
 from monarch_rl.weights.collective import CollectiveSender
-from monarch_rl.weights.transport import TransferSettings
+from monarch_rl.weights.transport import SLOTS, TransferSettings
 from tests.generator.conftest import SETTINGS
 from tests.generator.helpers import (
     LOGPROB_BOUND,
@@ -54,13 +54,17 @@ class Replicas:
 
     async def publish(self, version: int, weights: dict[str, torch.Tensor]) -> list[Any]:
         """Transfer while decoding goes on, then commit; returns the reports."""
-        snapshot = torch.cat([x.reshape(-1).view(torch.uint8) for x in weights.values()])
+        await self.transfer(version, weights)
+        slot, checksums = version % SLOTS, checksums_of(weights)
+        return await asyncio.gather(*[wait(actor.commit.call_one(version, slot, checksums)) for actor in self.actors])
+
+    async def transfer(self, version: int, weights: dict[str, torch.Tensor]) -> None:
+        slot = version % SLOTS
+        for view, tensor in zip(self.sender.views(slot), weights.values(), strict=True):
+            view.copy_(tensor.reshape(-1).view(torch.uint8))
         await asyncio.gather(
-            asyncio.to_thread(self.sender.send, version, snapshot),
-            *[wait(actor.receive.call_one(version)) for actor in self.actors],
+            self.sender.send(version, slot), *[wait(actor.receive.call_one(version, slot)) for actor in self.actors]
         )
-        checksums = checksums_of(weights)
-        return await asyncio.gather(*[wait(actor.commit.call_one(version, checksums)) for actor in self.actors])
 
 
 async def wait(future: Any) -> Any:
@@ -88,11 +92,13 @@ def replicas(models: dict[str, Path], run: LoopThread) -> Iterator[Replicas]:
         seconds = await asyncio.gather(
             *[wait(a.setup.call_one(str(models["llama"]), SETTINGS, i)) for i, a in enumerate(actors)]
         )
-        sender = CollectiveSender(manifest, 0, TRANSFER, "127.0.0.1")
-        for i, actor in enumerate(actors):
-            await actor.weights_setup.call_one(manifest, i, [sender.address], TRANSFER)
+        sender = CollectiveSender(manifest, 0, TRANSFER, "127.0.0.1", CPU)
+        for actor in actors:
+            await actor.weights_setup.call_one(manifest, TRANSFER)
+        addresses = [await sender.open()]
         await asyncio.gather(
-            asyncio.to_thread(sender.connect, 2, CPU), *[wait(a.weights_connect.call_one(2)) for a in actors]
+            sender.connect(addresses, 2),
+            *[wait(a.weights_connect.call_one(addresses, i, 2)) for i, a in enumerate(actors)],
         )
         return Replicas(meshes, actors, sender, base, list(seconds))
 
@@ -161,17 +167,13 @@ def test_a_wrong_checksum_stops_that_replica_alone(replicas: Replicas, run: Loop
     name = "model.layers.0.mlp.up_proj.weight"
 
     async def publish() -> None:
-        snapshot = torch.cat([x.reshape(-1).view(torch.uint8) for x in weights.values()])
-        await asyncio.gather(
-            asyncio.to_thread(replicas.sender.send, 4, snapshot),
-            *[wait(actor.receive.call_one(4)) for actor in replicas.actors],
-        )
-        await replicas.actors[0].commit.call_one(4, checksums)
+        await replicas.transfer(4, weights)
+        await replicas.actors[0].commit.call_one(4, 0, checksums)
         with pytest.raises(Exception, match="WeightMismatch.*") as caught:
-            await replicas.actors[1].commit.call_one(4, checksums | {name: 1})
+            await replicas.actors[1].commit.call_one(4, 0, checksums | {name: 1})
         assert name in str(caught.value)
         assert set((await ask(replicas.actors[0], [1], Sampling())).policy_versions.tolist()) == {4}
-        await replicas.actors[1].commit.call_one(4, checksums)
+        await replicas.actors[1].commit.call_one(4, 0, checksums)
         assert set((await ask(replicas.actors[1], [1], Sampling())).policy_versions.tolist()) == {4}
 
     run(publish())
@@ -204,7 +206,7 @@ def test_a_killed_replica_takes_its_engine_along_and_leaves_the_other(replicas: 
 
         await until(started, "the request to start")
         os.kill(actor, signal.SIGKILL)
-        with pytest.raises(SupervisionError, match=r"(?s)generator\.generate\(\) failed.*sig=9"):
+        with pytest.raises(ReplicaLost, match=r"(?s)generator\.generate\(\) failed.*sig=9"):
             await asyncio.wait_for(request, 30)
 
     run(lose())
@@ -226,9 +228,9 @@ def test_a_lost_engine_is_an_error_of_its_requests(replicas: Replicas, run: Loop
 
         await until(started, "the request to start")
         os.kill(scheduler, signal.SIGKILL)
-        with pytest.raises(EngineStopped, match=f"SGLang's process {scheduler} ended by itself, exit code -9"):
+        with pytest.raises(ReplicaLost, match=f"SGLang's process {scheduler} ended by itself, exit code -9"):
             await request
-        with pytest.raises(EngineStopped, match="ended by itself"):
+        with pytest.raises(ReplicaLost, match="ended by itself"):
             await ask(actor, [5], Sampling())
 
     run(lose())

@@ -11,11 +11,15 @@ from monarch.actor import Port
 
 from monarch_rl.episode import Completion, Sampling
 from monarch_rl.generator import router as module
-from monarch_rl.generator.link import Answer, Request, answer_all
+from monarch_rl.generator.link import Answer, ReplicaLost, Request, answer_all
 from monarch_rl.generator.router import Router
 from monarch_rl.runtime.deadlines import DeadlineExceeded
 
 COMPLETION = Completion(np.zeros(1, np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), "stop")
+
+
+class Lost(RuntimeError):
+    """What a call to a replica that ended raises."""
 
 
 class Replica:
@@ -117,15 +121,72 @@ def test_a_request_past_its_deadline_names_the_replica() -> None:
     asyncio.run(play())
 
 
-def test_an_error_passes_and_is_no_longer_in_flight() -> None:
+def test_what_a_lost_replica_owes_another_one_answers() -> None:
+    async def play() -> None:
+        replicas = [Replica(), Replica()]
+        replicas[0].error = Lost("the process this actor was running on failed")
+        router = Router(replicas, 10)
+        tasks = [start(router, group) for group in (0, 1, 0)]
+        for replica in replicas:
+            replica.open.set()
+        assert await asyncio.gather(*tasks) == [COMPLETION] * 3
+        assert await router.generate([0], Sampling(), 0) == COMPLETION
+        assert replicas[0].messages == [[0, 0]] and replicas[1].messages == [[1], [0, 0], [0]]
+        assert router.in_flight == (0, 0)
+
+    asyncio.run(play())
+
+
+def test_without_replicas_left_the_loss_is_an_error() -> None:
     async def play() -> None:
         replica = Replica()
-        replica.error = RuntimeError("lost")
+        replica.error = Lost("gone")
         replica.open.set()
         router = Router([replica], 10)
-        with pytest.raises(RuntimeError, match="lost"):
+        with pytest.raises(ReplicaLost, match="gone"):
             await router.generate([1], Sampling(), 0)
+        with pytest.raises(ReplicaLost, match="no generator is left"):
+            await router.generate([1], Sampling(), 1)
         assert router.in_flight == (0,)
+
+    asyncio.run(play())
+
+
+def test_a_replica_that_hangs_and_is_given_up_owes_nothing() -> None:
+    """It never answers; the request in flight there is answered by the other one."""
+
+    async def play() -> None:
+        replicas = [Replica(), Replica()]
+        router = Router(replicas, 10)
+        task = start(router, 0)
+        await until(lambda: bool(replicas[0].messages))
+        replicas[1].open.set()
+        router.route(paused=[], lost=[0])
+        assert await task == COMPLETION
+        router.route(paused=[], lost=[])  # it came back
+        assert router._replica_of(1) == 0
+
+    asyncio.run(play())
+
+
+def test_a_paused_replica_gets_nothing_new_and_keeps_what_it_has() -> None:
+    async def play() -> None:
+        replicas = [Replica(), Replica()]
+        router = Router(replicas, 10)
+        first = start(router, 0)
+        await until(lambda: bool(replicas[0].messages))
+        router.route(paused=[0], lost=[])
+        replicas[1].open.set()
+        assert await router.generate([0], Sampling(), 0) == COMPLETION
+        assert not first.done() and replicas[0].messages == [[0]]
+        router.route(paused=[0, 1], lost=[])
+        waits = start(router, 5)
+        await asyncio.sleep(0.01)
+        assert not waits.done() and replicas[1].messages == [[0]]
+        router.route(paused=[0], lost=[])
+        assert await waits == COMPLETION
+        replicas[0].open.set()
+        assert await first == COMPLETION
 
     asyncio.run(play())
 

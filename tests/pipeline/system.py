@@ -16,6 +16,7 @@ from monarch_rl.episode import Completion, Episode, Group, Sampling, Turn
 from monarch_rl.generator.actor import Generator
 from monarch_rl.generator.router import Router
 from monarch_rl.generator.settings import GeneratorSettings
+from monarch_rl.publishing import Publisher
 from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.trainer.actor import TrainerPlan
 from monarch_rl.trainer.settings import TrainerSettings
@@ -23,6 +24,7 @@ from monarch_rl.weights.transport import TransferSettings
 
 ENGINES = GeneratorSettings(replicas=2, max_running_requests=32, max_total_tokens=16384)
 GROUPS, SIZE, NEW_TOKENS, VOCABULARY = 4, 4, 24, 500
+TRANSFER = TransferSettings(bucket_mib=1, deadline_s=60)
 ALL_TOKENS = Sampling(max_new_tokens=NEW_TOKENS)
 
 
@@ -57,17 +59,24 @@ class System:
     trainer: Any
     generators: list[Any]
     buffer: Any
-    publisher: pipeline.Publisher
+    publisher: Publisher
     version: int
 
     @classmethod
-    async def start(cls, cluster: Cluster, model: Path, generators: list[Any], lr: float, version: int = 0) -> System:
+    async def start(
+        cls,
+        cluster: Cluster,
+        model: Path,
+        generators: list[Any],
+        lr: float,
+        version: int = 0,
+        transfer: TransferSettings = TRANSFER,
+    ) -> System:
         """A fresh trainer on slots 0 and 1, whose weights are published as ``version`` to running generators."""
         buffer = cluster.spawn("buffer", 1).spawn("buffer", Buffer, GROUPS, 1, version)
         plan = TrainerPlan(model, TrainerSettings(lr=lr), 100, 1.0, NEW_TOKENS, 60.0)
         trainer = await pipeline.start_trainer(cluster, plan, buffer, first_slot=0)
-        settings = TransferSettings(bucket_mib=1, deadline_s=60)
-        publisher = await pipeline.Publisher.connect(trainer, generators, buffer, settings, "float32")
+        publisher = await Publisher.connect(trainer, generators, buffer, transfer, "float32")
         system = cls(trainer, generators, buffer, publisher, version)
         await publisher.publish(version)
         await publisher.settled()

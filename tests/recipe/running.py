@@ -49,11 +49,18 @@ def process_named(run: Launched, name: str) -> psutil.Process:
 
 def wait_for_step(run: Launched) -> None:
     """Wait until the run has said that it made its first step."""
+    wait_for_line(run, r"^step 1/")
+
+
+def wait_for_line(run: Launched, pattern: str, after: re.Match[str] | None = None) -> re.Match[str]:
+    """Wait until the run has printed what matches, later than ``after``."""
     deadline = time.monotonic() + RUN_S
-    while not re.search(r"^step 1/", run.output(), re.MULTILINE):
+    searching = re.compile(pattern, re.MULTILINE)
+    while not (found := searching.search(run.output(), after.end() if after else 0)):
         assert run.process.poll() is None, f"ended early with {run.process.poll()}\n{run.output()}"
-        assert time.monotonic() < deadline, f"no step after {RUN_S} s\n{run.output()}"
+        assert time.monotonic() < deadline, f"no {pattern} after {RUN_S} s\n{run.output()}"
         time.sleep(0.1)
+    return found
 
 
 def assert_no_traceback(output: str) -> None:

@@ -17,7 +17,7 @@ from monarch_rl.trainer.batch import pack_shard
 from monarch_rl.trainer.objective import reinforcement
 from monarch_rl.trainer.policy import Policy
 from monarch_rl.trainer.settings import LossSettings, TrainerSettings
-from monarch_rl.weights.checksum import tensor_checksum
+from monarch_rl.weights.checksum import shard_checksums, tensor_checksum
 from monarch_rl.weights.manifest import make_manifest
 from tests.trainer.batches import LR, MAX_NEW_TOKENS, STEPS, WEIGHT_DECAY, batch, shard
 from tests.trainer.reference import CONFIGS
@@ -57,18 +57,17 @@ def check_snapshot(policy: Policy, folder: Path) -> None:
     owned: list[list[tuple[str, int, int]]] = [[] for _ in range(policy.world_size)]
     dist.all_gather_object(owned, runs)
     manifest = make_manifest([(name, shape, torch.bfloat16) for name, shape in tensors], owned)
-    policy.plan_snapshots(manifest)
-    snapshot, checksums = policy.snapshot()
+    mine = manifest.shards[policy.rank]
+    views = [torch.empty(run.numel * 2, dtype=torch.uint8) for run in mine]
+    policy.snapshot(manifest, views)
+    sums = torch.tensor(shard_checksums(manifest, policy.rank, views))
+    dist.all_reduce(sums)
     whole = {k: v for path in folder.glob("*.safetensors") for k, v in load_file(path).items()}
-    offset = 0
-    for run in manifest.shards[policy.rank]:
+    for run, view in zip(mine, views, strict=True):
         spec = manifest.tensors[run.tensor]
-        nbytes = run.numel * 2
         expected = whole[spec.name].to(torch.bfloat16).flatten()[run.start : run.start + run.numel]
-        assert torch.equal(snapshot[offset : offset + nbytes].view(torch.bfloat16), expected), spec.name
-        offset += nbytes
-    assert offset == snapshot.numel()
-    for spec, checksum in zip(manifest.tensors, checksums, strict=True):
+        assert torch.equal(view.view(torch.bfloat16), expected), spec.name
+    for spec, checksum in zip(manifest.tensors, sums.tolist(), strict=True):
         assert checksum == tensor_checksum(whole[spec.name].to(torch.bfloat16)).item(), spec.name
 
 

@@ -1,7 +1,7 @@
 """One generator replica: a Monarch actor that hosts an SGLang engine and takes new weights while it draws.
 
-Weights arrive in two phases, each an endpoint: ``receive`` (the network, long; decoding goes on) fills staging,
-``commit`` (a local copy and a checksum, short) pauses decoding.
+Weights arrive in two phases, each an endpoint: ``receive`` (the network, long; decoding goes on) puts a version beside
+the engine, ``commit`` (a local copy and a checksum, short) pauses decoding.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,7 +20,6 @@ from monarch_rl.generator.link import Answer, Request, answer_all
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.weights.manifest import Manifest
-from monarch_rl.weights.staging import Staging
 from monarch_rl.weights.transport import Receiver, TransferSettings, receiver_class
 
 TRANSFER_GRACE_S = 10.0
@@ -32,12 +30,11 @@ TRANSFER_GRACE_S = 10.0
 class _Weights:
     """What a replica needs to receive versions."""
 
-    staging: Staging
+    manifest: Manifest
     receiver: Receiver
     deadline_s: float
-    thread: ThreadPoolExecutor
     received: int | None = None
-    """The version that is completely in staging."""
+    """The version that has arrived completely."""
 
 
 class Generator(Actor):
@@ -48,6 +45,8 @@ class Generator(Actor):
         self._weights: _Weights | None = None
         self._last_commit: CommitReport | None = None
         self._transfer_lock = asyncio.Lock()
+        self._verified = asyncio.Event()
+        self._verified.set()
         self._replica = 0
 
     @property
@@ -76,57 +75,71 @@ class Generator(Actor):
 
         This is :class:`~monarch_rl.generator.router.Router`'s: ask through one. See :meth:`Engine.generate`.
         """
+        await self._verified.wait()
         await answer_all(requests, port, self._running.generate, GenerationError)
 
     @concurrent_endpoint
-    async def weights_setup(
-        self, manifest: Manifest, index: int, addresses: list[str], settings: TransferSettings
-    ) -> None:
-        """Make the staging area and the transport's end.
+    async def weights_setup(self, manifest: Manifest, settings: TransferSettings) -> None:
+        """Make the receiving end. From here on nothing is drawn before a version was committed and verified.
 
         Args:
             manifest: of every version to come.
-            index: of this replica among the receivers.
-            addresses: of every sender, by trainer rank.
             settings: the transport and its deadlines.
         """
-        staging = await asyncio.to_thread(Staging, manifest, _device())
-        receiver = receiver_class(settings.transport)(manifest, index, addresses, settings)
-        thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
-        self._weights = _Weights(staging, receiver, settings.deadline_s, thread)
+        make = receiver_class(settings.transport)
+        if self._weights is not None:
+            await self._weights.receiver.close()
+        receiver = await asyncio.to_thread(make, manifest, settings, _device())
+        self._weights = _Weights(manifest, receiver, settings.deadline_s)
+        self._verified.clear()
 
     @concurrent_endpoint
-    async def weights_connect(self, receivers: int) -> None:
-        """Meet all senders; they and all ``receivers`` replicas must do so at once."""
+    async def weights_connect(self, addresses: list[bytes], position: int, receivers: int) -> None:
+        """Meet all senders, as number ``position`` of ``receivers``; all must do so at once."""
         weights = self._weights_ready()
-        await self._transfer(lambda: weights.receiver.connect(receivers, _device()), "the trainer ranks to connect")
+        weights.received = None
+        meeting = weights.receiver.connect(addresses, position, receivers)
+        what = f"the trainer ranks to meet generator {self._replica}"
+        await within(weights.deadline_s + TRANSFER_GRACE_S, meeting, what)
 
     @concurrent_endpoint
-    async def receive(self, version: int) -> float:
-        """Fill staging with ``version`` while decoding goes on; returns the seconds it took."""
-        weights = self._weights_ready()
+    async def receive(self, version: int, slot: int) -> float:
+        """Receive ``version`` while decoding goes on; returns the seconds it took."""
         started = time.perf_counter()
-        async with self._transfer_lock:
-            weights.received = None
-            await self._transfer(
-                lambda: weights.receiver.receive(version, weights.staging.buffer),
-                f"version {version} from the trainer ranks",
-            )
-            weights.received = version
+        await self._receive(version, slot)
         return time.perf_counter() - started
 
+    async def _receive(self, version: int, slot: int) -> None:
+        weights = self._weights_ready()
+        async with self._transfer_lock:
+            weights.received = None
+            transfer = weights.receiver.receive(version, slot)
+            what = f"version {version} from the trainer ranks (generator {self._replica})"
+            await within(weights.deadline_s + TRANSFER_GRACE_S, transfer, what)
+            weights.received = version
+
     @concurrent_endpoint
-    async def commit(self, version: int, checksums: dict[str, int]) -> CommitReport:
+    async def commit(self, version: int, slot: int, checksums: dict[str, int]) -> CommitReport:
         """Serve the version that was received; see :meth:`Engine.commit`."""
+        return await self._commit(version, slot, checksums)
+
+    async def _commit(self, version: int, slot: int, checksums: dict[str, int]) -> CommitReport:
         weights = self._weights_ready()
         async with self._transfer_lock:
             if weights.received != version:
                 raise RuntimeError(
-                    f"generator {self._replica} cannot commit version {version}: its staging area holds "
+                    f"generator {self._replica} cannot commit version {version}: what it received is "
                     f"{'nothing complete' if weights.received is None else f'version {weights.received}'}"
                 )
-            self._last_commit = await self._running.commit(version, weights.staging, checksums)
+            area = weights.receiver.area(slot)
+            self._last_commit = await self._running.commit(version, weights.manifest, area, checksums)
+        self._verified.set()
         return self._last_commit
+
+    @concurrent_endpoint
+    async def ready(self) -> None:
+        """Answer: this replica is alive. Raises EngineStopped if its engine is not."""
+        self._running.check()
 
     @concurrent_endpoint
     async def stats(self) -> dict[str, Any]:
@@ -158,18 +171,12 @@ class Generator(Actor):
         if engine is not None:
             await engine.shutdown()
         if weights is not None:
-            weights.receiver.close()
-            weights.thread.shutdown(wait=False)
+            await weights.receiver.close()
 
     def _weights_ready(self) -> _Weights:
         if self._weights is None:
-            raise RuntimeError(f"generator {self._replica} has no staging area; call weights_setup() first")
+            raise RuntimeError(f"generator {self._replica}: no receiver of versions; call weights_setup() first")
         return self._weights
-
-    async def _transfer(self, work: Any, what: str) -> None:
-        weights = self._weights_ready()
-        done = asyncio.get_running_loop().run_in_executor(weights.thread, work)
-        await within(weights.deadline_s + TRANSFER_GRACE_S, done, f"{what} (generator {self._replica})")
 
 
 def _device() -> torch.device:

@@ -37,11 +37,11 @@ KILL_SECONDS = 10.0
 
 
 class GenerationError(RuntimeError):
-    """A request was refused, aborted or lost; the message is the engine's."""
+    """A request was refused or aborted; the message is the engine's."""
 
 
-class EngineStopped(GenerationError):
-    """The engine was stopped, or its process ended by itself."""
+class EngineStopped(RuntimeError):
+    """The engine was stopped, or its process ended by itself: no request can be answered."""
 
 
 class CommitError(RuntimeError):
@@ -127,6 +127,11 @@ class Engine:
         """SGLang's processes."""
         return list(self._engine.get_all_child_pids())
 
+    def check(self) -> None:
+        """Raise EngineStopped if the engine is gone."""
+        if self._stopped.done():
+            raise EngineStopped(self._stopped.result())
+
     async def generate(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
         """Draw tokens until a stop token or the length limit; waits while a commit is going on.
 
@@ -138,8 +143,7 @@ class Engine:
             # Held here and not by SGLang: the prefix cache's version must be that of the weights it is used with.
             while not self._serving.is_set():
                 await self._or_stopped(self._serving.wait())
-            if self._stopped.done():
-                raise EngineStopped(self._stopped.result())
+            self.check()
             return await self._draw(prompt_ids, sampling)
 
     async def _draw(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
@@ -250,7 +254,7 @@ class Engine:
             raise CommitError(f"version {version} could not be loaded: SGLang said {'; '.join(failures)}")
 
     async def shutdown(self) -> None:
-        """End SGLang's processes; requests in flight raise GenerationError. May be called twice."""
+        """End SGLang's processes; requests in flight raise EngineStopped. May be called twice."""
         if Engine._in_this_process is not self:
             return
         Engine._in_this_process = None

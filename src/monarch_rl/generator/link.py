@@ -12,12 +12,16 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 from monarch_rl.episode import Completion, Sampling
-from monarch_rl.runtime.deadlines import within
+from monarch_rl.runtime.deadlines import DeadlineExceeded, within
 
 Request = tuple[list[int], Sampling]
 """Prompt ids and how to draw after them."""
 Answer = tuple[int, "Completion | Exception"]
 """The index of a request in its message, and what came of it."""
+
+
+class ReplicaLost(RuntimeError):
+    """A replica cannot answer what it was asked: it ended, or its engine did. Another one can be asked."""
 
 
 class Outlet(Protocol):
@@ -34,6 +38,7 @@ class Link:
         self._deadline_s = deadline_s
         self._outbox: list[tuple[Request, asyncio.Future[Completion]]] = []
         self._exchanges: set[asyncio.Task[None]] = set()
+        self._given_up = "the caller's event loop ends"
 
     def ask(self, prompt_ids: list[int], sampling: Sampling) -> asyncio.Future[Completion]:
         """Send a request; the future holds its completion, or the error of the request or of the replica."""
@@ -43,6 +48,12 @@ class Link:
         answer: asyncio.Future[Completion] = loop.create_future()
         self._outbox.append(((prompt_ids, sampling), answer))
         return answer
+
+    def give_up(self, why: str) -> None:
+        """Expect no more answers: whoever waits for one gets ReplicaLost."""
+        self._given_up = why
+        for exchange in self._exchanges:
+            exchange.cancel()
 
     def _send(self) -> None:
         asked, self._outbox = self._outbox, []
@@ -65,12 +76,10 @@ class Link:
     def _ended(self, exchange: asyncio.Task[None], answers: list[asyncio.Future[Completion]]) -> None:
         self._exchanges.discard(exchange)
         error = None if exchange.cancelled() else exchange.exception()
+        if not isinstance(error, DeadlineExceeded):
+            error = ReplicaLost(self._given_up if error is None else str(error))
         for answer in answers:
-            if answer.done():
-                continue
-            if error is None:
-                answer.cancel()
-            else:
+            if not answer.done():
                 answer.set_exception(error)
 
 

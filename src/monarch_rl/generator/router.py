@@ -1,18 +1,23 @@
 """Which replica draws an episode: the one with the fewest requests in flight from here when its group began.
 
-A group stays with its replica, whose prefix cache then holds the prompt once for all its episodes and turns.
+A group stays with its replica, whose prefix cache then holds the prompt once for all its episodes and turns. What a
+lost replica owes is asked of another one.
 The router is no actor: every rollout worker carries its own copy, and asks no one.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
 from monarch_rl.episode import Completion, Sampling
-from monarch_rl.generator.link import Link
+from monarch_rl.generator.link import Link, ReplicaLost
 from monarch_rl.runtime.deadlines import within
+
+logger = logging.getLogger("monarch_rl")
 
 REMEMBERED_GROUPS = 4096
 """Groups whose replica is remembered, the last used ones; many times what one worker plays at once."""
@@ -30,6 +35,9 @@ class Router:
         self._links = [Link(replica, deadline_s) for replica in self._replicas]
         self._in_flight = [0] * len(self._replicas)
         self._groups: OrderedDict[int, int] = OrderedDict()
+        self._paused: set[int] = set()
+        self._lost: set[int] = set()
+        self._changed = asyncio.Event()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"replicas": self._replicas, "deadline_s": self._deadline_s}
@@ -42,28 +50,56 @@ class Router:
         """Requests from here that each replica has not answered yet."""
         return tuple(self._in_flight)
 
-    async def generate(self, prompt_ids: list[int], sampling: Sampling, group: int) -> Completion:
-        """One turn of an episode of ``group``.
+    def route(self, paused: Sequence[int], lost: Sequence[int]) -> None:
+        """Send no new requests to the ``paused`` replicas, and ask others for what the ``lost`` ones owe.
 
-        Raises GenerationError if the engine refused the request or is gone, Monarch's SupervisionError or ActorError
-        if the replica is, or DeadlineExceeded naming it.
+        Both are all there are: a replica that is in neither takes requests (again).
         """
-        replica = self._replica_of(group)
-        self._in_flight[replica] += 1
-        try:
-            return await within(
-                self._deadline_s,
-                self._links[replica].ask(prompt_ids, sampling),
-                f"generator {replica} to answer a request of group {group} "
-                f"({len(prompt_ids)} prompt tokens, at most {sampling.max_new_tokens} new ones)",
-            )
-        finally:
-            self._in_flight[replica] -= 1
+        for replica in set(lost) - self._lost:
+            self._links[replica].give_up(f"generator {replica} was given up")
+        self._paused, self._lost = set(paused), set(lost)
+        self._changed.set()
 
-    def _replica_of(self, group: int) -> int:
+    async def generate(self, prompt_ids: list[int], sampling: Sampling, group: int) -> Completion:
+        """One turn of an episode of ``group``. If its replica is lost meanwhile, another one starts it anew.
+
+        Raises GenerationError if the engine refused the request, ReplicaLost if no replica is left, or
+        DeadlineExceeded naming the replica.
+        """
+        while True:
+            replica = self._replica_of(group)
+            if replica is None:
+                self._changed.clear()
+                await within(self._deadline_s, self._changed.wait(), f"a generator in the routing for group {group}")
+                continue
+            self._in_flight[replica] += 1
+            try:
+                return await within(
+                    self._deadline_s,
+                    self._links[replica].ask(prompt_ids, sampling),
+                    f"generator {replica} to answer a request of group {group} "
+                    f"({len(prompt_ids)} prompt tokens, at most {sampling.max_new_tokens} new ones)",
+                )
+            except ReplicaLost as error:
+                if replica not in self._lost:
+                    logger.warning("generator %d is out of the routing: %s", replica, error)
+                    self._lost.add(replica)
+                if len(self._lost) == len(self._replicas):
+                    raise
+            finally:
+                self._in_flight[replica] -= 1
+
+    def _replica_of(self, group: int) -> int | None:
+        """The group's replica, a new one if that one is out of the routing, None if all are for now."""
         replica = self._groups.get(group)
-        if replica is None:
-            replica = min(range(len(self._replicas)), key=self._load)
+        out = self._paused | self._lost
+        if replica is None or replica in out:
+            able = [index for index in range(len(self._replicas)) if index not in out]
+            if not able:
+                if len(self._lost) == len(self._replicas):
+                    raise ReplicaLost("no generator is left")
+                return None
+            replica = min(able, key=self._load)
             self._groups[group] = replica
         self._groups.move_to_end(group)
         if len(self._groups) > REMEMBERED_GROUPS:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from monarch.actor import Actor, concurrent_endpoint, current_rank
@@ -72,6 +73,14 @@ class Evaluation:
         return f"held-out accuracy {self.accuracy:.1%}, mean reward {np.mean(self.rewards):.3f}{lost}"
 
 
+class RoutedGenerators(GeneratorHandle, Protocol):
+    """Several replicas behind one handle."""
+
+    def route(self, paused: Sequence[int], lost: Sequence[int]) -> None:
+        """Send no new requests to the ``paused`` replicas, and ask others for what the ``lost`` ones owe."""
+        ...
+
+
 class RolloutWorker(Actor):
     """One process of the rollout mesh.
 
@@ -99,7 +108,7 @@ class RolloutWorker(Actor):
         self._samples: deque[dict[str, Any]] = deque(maxlen=RECENT_EPISODES)
 
     @concurrent_endpoint
-    async def setup(self, buffer: Any, generator: GeneratorHandle, episode_limit: int | None = None) -> None:
+    async def setup(self, buffer: Any, generator: RoutedGenerators, episode_limit: int | None = None) -> None:
         """Load tokenizer and task, start the scoring processes. Raises what loading raises (OSError, ValueError).
 
         Args:
@@ -167,6 +176,11 @@ class RolloutWorker(Actor):
         newest = list(self._samples)[-limit:]
         self._samples.clear()
         return newest
+
+    @concurrent_endpoint
+    async def route(self, paused: list[int], lost: list[int]) -> None:
+        """Take note of replicas that take no new requests for now, and of those that are lost."""
+        self._generator.route(paused, lost)
 
     @concurrent_endpoint
     async def close(self) -> None:

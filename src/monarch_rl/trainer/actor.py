@@ -16,6 +16,7 @@ from monarch.actor import Actor, concurrent_endpoint
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.network import host_address
 from monarch_rl.trainer.settings import TrainerSettings
+from monarch_rl.weights.checksum import shard_checksums
 from monarch_rl.weights.manifest import Manifest
 from monarch_rl.weights.transport import Sender, TransferSettings, sender_class
 
@@ -46,23 +47,31 @@ class TrainerPlan:
 
 
 class Trainer(Actor):
-    """One rank. All ranks get every call; torch runs on one thread, transfers on another."""
+    """One rank. All ranks get every call; training runs on one thread, checksums on another."""
 
     def __init__(self, plan: TrainerPlan, buffer: Any) -> None:
         self._plan = plan
         self._buffer = buffer
         # One thread for all of torch: FSDP and autograd keep state per thread.
         self._compute = ThreadPoolExecutor(1, "compute")
-        self._transfer = ThreadPoolExecutor(1, "transfer")
+        self._verify = ThreadPoolExecutor(1, "verify")
         self._policy: Policy | None = None
         self._sender: Sender | None = None
-        self._snapshot: torch.Tensor | None = None
+        self._manifest: Manifest | None = None
+        self._snapshots: dict[int, tuple[int, list[torch.Tensor]]] = {}
+        """By slot: the version and where this rank's part of it lies."""
 
     @property
     def policy(self) -> Policy:
         if self._policy is None:
             raise RuntimeError("setup() must come first")
         return self._policy
+
+    @property
+    def sender(self) -> Sender:
+        if self._sender is None:
+            raise RuntimeError("weights_setup() must come first")
+        return self._sender
 
     async def _on(self, executor: ThreadPoolExecutor, call: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(executor, call, *arguments)
@@ -155,36 +164,50 @@ class Trainer(Actor):
         return self.policy.rank, tensors, runs
 
     @concurrent_endpoint
-    async def open_transport(self, manifest: Manifest, settings: TransferSettings) -> tuple[int, str]:
-        """Allocate the snapshot and open the sending end; returns ``(rank, address)`` for the receivers."""
-        await self._on(self._compute, self.policy.plan_snapshots, manifest)
-        make = sender_class(settings.transport)
-        self._sender = await self._on(self._transfer, make, manifest, self.policy.rank, settings, host_address())
-        return self.policy.rank, self._sender.address
+    async def weights_setup(self, manifest: Manifest, settings: TransferSettings) -> None:
+        """Make the sending end, with room for snapshots."""
+        make, policy = sender_class(settings.transport), self.policy
+        if self._sender is not None:
+            await self._sender.close()
+        self._manifest = manifest
+        self._sender = await asyncio.to_thread(make, manifest, policy.rank, settings, host_address(), policy.device)
 
     @concurrent_endpoint
-    async def connect(self, receivers: int) -> None:
+    async def weights_open(self) -> tuple[int, bytes]:
+        """Prepare a meeting with the receivers; returns ``(rank, address)`` for them."""
+        return self.policy.rank, await self.sender.open()
+
+    @concurrent_endpoint
+    async def weights_connect(self, addresses: list[bytes], receivers: int) -> None:
         """Meet all receivers."""
-        assert self._sender is not None, "open_transport() must come first"
-        await self._on(self._transfer, self._sender.connect, receivers, self.policy.device)
+        await self.sender.connect(addresses, receivers)
 
     @concurrent_endpoint
     async def ready(self) -> None:
-        """Answer: this rank is alive and its last transfer is done."""
-        await self._on(self._transfer, time.perf_counter)
+        """Answer: this rank is alive."""
 
     @concurrent_endpoint
-    async def snapshot(self) -> tuple[list[int], float]:
-        """Copy the weights to where they are sent from; returns their checksums and the seconds it took."""
+    async def snapshot(self, version: int, slot: int) -> float:
+        """Copy the weights, which are those of ``version``, into ``slot``; returns the seconds it took."""
         started = time.perf_counter()
-        self._snapshot, checksums = await self._on(self._compute, self.policy.snapshot)
-        return checksums, time.perf_counter() - started
+        views = self.sender.views(slot)
+        self._snapshots[slot] = version, views
+        await self._on(self._compute, self.policy.snapshot, self._manifest, views)
+        return time.perf_counter() - started
 
     @concurrent_endpoint
-    async def send(self, version: int) -> None:
-        """Send the snapshot as part of ``version``; the next update may go on meanwhile."""
-        assert self._sender is not None and self._snapshot is not None, "snapshot() must come first"
-        await self._on(self._transfer, self._sender.send, version, self._snapshot)
+    async def send(self, version: int, slot: int) -> list[int]:
+        """Send the snapshot in ``slot`` as part of ``version``; the next update may go on meanwhile.
+
+        Returns:
+            The checksum of this rank's part of each tensor of the manifest, signed 64-bit.
+        """
+        found, views = self._snapshots.get(slot, (None, []))
+        if found != version:
+            raise RuntimeError(f"trainer rank {self.policy.rank} has version {found} in slot {slot}, not {version}")
+        checksums = self._on(self._verify, shard_checksums, self._manifest, self.policy.rank, views)
+        found_sums, _ = await asyncio.gather(checksums, self.sender.send(version, slot))
+        return found_sums
 
     @concurrent_endpoint
     async def save(self, folder: str) -> None:
@@ -195,6 +218,6 @@ class Trainer(Actor):
     async def close(self) -> None:
         """Leave the worlds that this rank is in."""
         if self._sender is not None:
-            await self._on(self._transfer, self._sender.close)
+            await self._sender.close()
         if self._policy is not None:
             await self._on(self._compute, self._policy.close)

@@ -26,8 +26,7 @@ from monarch_rl.trainer.batch import MicroBatch  # noqa: E402
 from monarch_rl.trainer.model import SPMD_BACKEND, ShardedModel, local_run  # noqa: E402
 from monarch_rl.trainer.objective import Objective, Sums  # noqa: E402
 from monarch_rl.trainer.settings import TrainerSettings  # noqa: E402
-from monarch_rl.weights.checksum import tensor_checksum  # noqa: E402
-from monarch_rl.weights.manifest import Manifest, shard_bytes  # noqa: E402
+from monarch_rl.weights.manifest import Manifest  # noqa: E402
 
 
 class Policy:
@@ -75,8 +74,6 @@ class Policy:
             decay_type=settings.lr_decay_type,
             min_lr_factor=settings.lr_min_factor,
         ).build(optimizers=self.optimizers, training_steps=total_steps)
-        self._manifest: Manifest | None = None
-        self._snapshot = torch.empty(0, dtype=torch.uint8)
 
     def logprobs(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs (with gradient) and entropies of the trainable targets: float32[N] each."""
@@ -151,34 +148,18 @@ class Policy:
         runs = [(name, start, local.numel()) for name, (local, start) in _runs(state).items()]
         return [(name, tuple(value.shape)) for name, value in state.items()], runs
 
-    def plan_snapshots(self, manifest: Manifest) -> None:
-        """Allocate this rank's snapshot, once."""
-        self._manifest = manifest
-        self._snapshot = torch.empty(shard_bytes(manifest, self.rank), dtype=torch.uint8, device=self.device)
-
-    def snapshot(self) -> tuple[torch.Tensor, list[int]]:
+    def snapshot(self, manifest: Manifest, views: Sequence[torch.Tensor]) -> None:
         """Copy this rank's shards, in the served dtype, to where they are sent from.
 
-        Returns:
-            The snapshot (uint8, valid until the next call), and each tensor's checksum over all ranks.
+        Args:
+            views: flat uint8, one for each of the manifest's shards of this rank.
         """
-        if self._manifest is None:
-            raise RuntimeError("plan_snapshots() must come before snapshot()")
         runs = _runs(self.model.hf_state())
-        checksums = torch.zeros(len(self._manifest.tensors), dtype=torch.int64, device=self.device)
-        offset = 0
         with torch.no_grad():
-            for shard in self._manifest.shards[self.rank]:
-                spec = self._manifest.tensors[shard.tensor]
-                nbytes = shard.numel * spec.dtype.itemsize
+            for shard, view in zip(manifest.shards[self.rank], views, strict=True):
+                spec = manifest.tensors[shard.tensor]
                 local = runs[spec.name][0]
-                copy = self._snapshot[offset : offset + nbytes].view(spec.dtype).view(local.shape)
-                copy.copy_(local)
-                row = spec.numel // spec.shape[0]
-                checksums[shard.tensor] = tensor_checksum(copy, shard.start // row)
-                offset += nbytes
-        dist.all_reduce(checksums)
-        return self._snapshot, checksums.tolist()
+                view.view(spec.dtype).view(local.shape).copy_(local)
 
     def save(self, folder: Path) -> None:
         """Write the model as a Hugging Face folder that all ranks see."""

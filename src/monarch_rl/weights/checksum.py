@@ -13,9 +13,12 @@ in pieces that fit a core's cache, so the cost is one pass over memory and two i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
+
+from monarch_rl.weights.manifest import Manifest
 
 _INT_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 1 << 17
@@ -80,3 +83,20 @@ def _words(rows: torch.Tensor) -> torch.Tensor:
         return flat.view(_INT_OF_SIZE[flat.dtype.itemsize])
     aligned = flat.is_contiguous() and flat.storage_offset() * flat.dtype.itemsize % 8 == 0
     return (flat if aligned else flat.clone()).view(torch.int64)
+
+
+def shard_checksums(manifest: Manifest, rank: int, views: Sequence[torch.Tensor]) -> list[int]:
+    """What trainer rank ``rank`` contributes to the checksum of each tensor of the manifest, signed 64-bit.
+
+    Args:
+        views: flat uint8, one for each of ``manifest.shards[rank]``.
+    """
+    device = views[0].device if views else torch.device("cpu")
+    sums = torch.zeros(len(manifest.tensors), dtype=torch.int64, device=device)
+    for shard, view in zip(manifest.shards[rank], views, strict=True):
+        spec = manifest.tensors[shard.tensor]
+        row = spec.numel // spec.shape[0] if spec.shape else 1
+        rows = view.view(spec.dtype).view(-1, *spec.shape[1:])
+        sums[shard.tensor] += tensor_checksum(rows, shard.start // row)
+    found: list[int] = sums.tolist()
+    return found

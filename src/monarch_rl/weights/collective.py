@@ -2,20 +2,25 @@
 
 There is one process group for each trainer rank, of that rank (0) and all generator ranks (1, 2, ...), beside
 and independent of the trainers' own world: gloo on CPUs, NCCL on GPUs. No rank ever holds more of the model
-than its own shards and, on the receiving side, staging and two buckets.
+than its own shards' snapshots and, on the receiving side, the version that arrives and two buckets.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from monarch_rl.weights.area import Area
 from monarch_rl.weights.manifest import Manifest, Piece, plan_buckets, shard_bytes
-from monarch_rl.weights.transport import TransferError, TransferSettings
+from monarch_rl.weights.transport import SLOTS, TransferError, TransferSettings
+
+T = TypeVar("T")
 
 _HEADER = 2
 """int64 values sent ahead of the buckets: the version and the number of bytes."""
@@ -51,78 +56,135 @@ class _Group:
 
         return wait
 
+    def abort(self) -> None:
+        """Give up whatever is under way. Gloo cannot: there it ends when the deadline passes or a peer is gone."""
+        if self._device.type == "cuda":
+            self._group.abort()
+
 
 class CollectiveSender:
     """A trainer rank's end: see :class:`monarch_rl.weights.transport.Sender`."""
 
-    def __init__(self, manifest: Manifest, rank: int, settings: TransferSettings, host: str) -> None:
+    def __init__(
+        self, manifest: Manifest, rank: int, settings: TransferSettings, host: str, device: torch.device
+    ) -> None:
         self._rank = rank
-        self._settings = settings
+        self._host = host
+        self._device = device
+        self._bucket_bytes = settings.bucket_bytes
         self._timeout = timedelta(seconds=settings.deadline_s)
-        self._nbytes = shard_bytes(manifest, rank)
-        # Port 0 lets the operating system choose a free one, without a race.
-        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
-        self.address = f"{host}:{self._store.port}"
+        # Buckets are runs of a snapshot: nothing is copied on this side.
+        self._snapshots = [
+            torch.zeros(shard_bytes(manifest, rank), dtype=torch.uint8, device=device) for _ in range(SLOTS)
+        ]
+        self._sizes = [shard.numel * manifest.tensors[shard.tensor].dtype.itemsize for shard in manifest.shards[rank]]
+        self._thread = ThreadPoolExecutor(1, "weights")
+        self._store: dist.TCPStore | None = None
         self._group: _Group | None = None
 
-    def connect(self, receivers: int, device: torch.device) -> None:
-        self._group = _Group(self._store, f"weights/{self._rank}", 0, receivers + 1, device, self._timeout)
+    async def open(self) -> bytes:
+        self._leave()
+        return await self._on_thread(self._open)
 
-    def send(self, version: int, snapshot: torch.Tensor) -> None:
+    def _open(self) -> bytes:
+        # Port 0 lets the operating system choose a free one, without a race.
+        self._store = dist.TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
+        return f"{self._host}:{self._store.port}".encode()
+
+    async def connect(self, addresses: list[bytes], receivers: int) -> None:
+        def meet() -> _Group:
+            assert self._store is not None, "open() must come first"
+            return _Group(self._store, f"weights/{self._rank}", 0, receivers + 1, self._device, self._timeout)
+
+        self._group = await self._on_thread(meet)
+
+    def views(self, slot: int) -> list[torch.Tensor]:
+        return list(self._snapshots[slot].split(self._sizes))
+
+    async def send(self, version: int, slot: int) -> None:
         if self._group is None:
             raise TransferError(f"trainer rank {self._rank} sends version {version} before connect()")
-        if snapshot.numel() != self._nbytes:
-            raise TransferError(f"the snapshot has {snapshot.numel()} bytes, the manifest says {self._nbytes}")
         try:
-            self._group.broadcast(torch.tensor([version, self._nbytes], device=snapshot.device))()
-            # Buckets are runs of the snapshot: nothing is copied on this side.
-            pending = None
-            for bucket in snapshot.split(self._settings.bucket_bytes) if self._nbytes else ():
-                started = self._group.broadcast(bucket)
-                if pending is not None:
-                    pending()
-                pending = started
-            if pending is not None:
-                pending()
+            await self._on_thread(self._send, self._group, version, self._snapshots[slot])
         except RuntimeError as error:
             raise TransferError(f"trainer rank {self._rank} could not send version {version}: {error}") from error
 
-    def close(self) -> None:
-        self._group = None
+    def _send(self, group: _Group, version: int, snapshot: torch.Tensor) -> None:
+        group.broadcast(torch.tensor([version, snapshot.numel()], device=snapshot.device))()
+        pending = None
+        for bucket in snapshot.split(self._bucket_bytes) if snapshot.numel() else ():
+            started = group.broadcast(bucket)
+            if pending is not None:
+                pending()
+            pending = started
+        if pending is not None:
+            pending()
+
+    async def close(self) -> None:
+        self._leave()
+        self._thread.shutdown(wait=False)
+
+    def _leave(self) -> None:
+        """Give up the group; a transfer that hangs in it ends by its own deadline, on a thread nobody waits for."""
+        if self._group is not None:
+            self._group.abort()
+            self._group = None
+            self._thread.shutdown(wait=False)
+            self._thread = ThreadPoolExecutor(1, "weights")
+
+    async def _on_thread(self, work: Callable[..., T], *arguments: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
 
 class CollectiveReceiver:
-    """A generator rank's end: see :class:`monarch_rl.weights.transport.Receiver`."""
+    """A generator replica's end: see :class:`monarch_rl.weights.transport.Receiver`."""
 
-    def __init__(self, manifest: Manifest, index: int, addresses: list[str], settings: TransferSettings) -> None:
-        self._index = index
-        self._addresses = addresses
-        self._bucket_bytes = settings.bucket_bytes
+    def __init__(self, manifest: Manifest, settings: TransferSettings, device: torch.device) -> None:
+        self._manifest = manifest
+        self._device = device
+        self._settings = settings
         self._timeout = timedelta(seconds=settings.deadline_s)
-        self._plans = [plan_buckets(manifest, rank, settings.bucket_bytes) for rank in range(len(addresses))]
+        # One for both slots: a version is committed before the next one is received.
+        self._area = Area(manifest.nbytes, device)
+        self._addresses: list[str] = []
+        self._position = 0
+        self._thread = ThreadPoolExecutor(1, "weights")
         self._groups: list[_Group] = []
+        self._plans: list[list[list[Piece]]] = []
         self._buckets: list[torch.Tensor] = []
 
-    def connect(self, receivers: int, device: torch.device) -> None:
-        self._groups = []
+    async def connect(self, addresses: list[bytes], position: int, receivers: int) -> None:
+        self._leave()
+        self._addresses, self._position = [address.decode() for address in addresses], position
+        await self._on_thread(self._meet, receivers)
+
+    def _meet(self, receivers: int) -> None:
         for rank, address in enumerate(self._addresses):
             host, port = address.rsplit(":", 1)
             store = dist.TCPStore(host, int(port), is_master=False, timeout=self._timeout)
-            name = f"weights/{rank}"
-            self._groups.append(_Group(store, name, 1 + self._index, receivers + 1, device, self._timeout))
-        largest = max((sum(p.nbytes for p in bucket) for plan in self._plans for bucket in plan), default=0)
-        self._buckets = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(2)]
+            group = _Group(store, f"weights/{rank}", 1 + self._position, receivers + 1, self._device, self._timeout)
+            self._groups.append(group)
+        if not self._plans:
+            ranks, size = range(len(self._addresses)), self._settings.bucket_bytes
+            self._plans = [plan_buckets(self._manifest, rank, size) for rank in ranks]
+            largest = max((sum(p.nbytes for p in bucket) for plan in self._plans for bucket in plan), default=0)
+            self._buckets = [torch.empty(largest, dtype=torch.uint8, device=self._device) for _ in range(2)]
 
-    def receive(self, version: int, staging: torch.Tensor) -> None:
+    def area(self, slot: int) -> bytes:
+        return self._area.handle
+
+    async def receive(self, version: int, slot: int) -> None:
         if not self._groups:
-            raise TransferError(f"generator rank {self._index} receives version {version} before connect()")
+            raise TransferError(f"a generator receives version {version} before connect()")
+        await self._on_thread(self._receive, version)
+
+    def _receive(self, version: int) -> None:
         for rank, (group, plan) in enumerate(zip(self._groups, self._plans, strict=True)):
             try:
-                self._receive_from(group, plan, version, staging)
+                self._receive_from(group, plan, version, self._area.buffer)
             except RuntimeError as error:
                 raise TransferError(
-                    f"generator rank {self._index} could not receive version {version} "
-                    f"from trainer rank {rank} ({self._addresses[rank]}): {error}"
+                    f"could not receive version {version} from trainer rank {rank} ({self._addresses[rank]}): {error}"
                 ) from error
 
     def _receive_from(self, group: _Group, plan: list[list[Piece]], version: int, staging: torch.Tensor) -> None:
@@ -141,8 +203,21 @@ class CollectiveReceiver:
         for entry in arriving:
             _unpack(*entry, staging)
 
-    def close(self) -> None:
-        self._groups = []
+    async def close(self) -> None:
+        self._leave()
+        self._thread.shutdown(wait=False)
+
+    def _leave(self) -> None:
+        """As the sender's."""
+        if self._groups:
+            for group in self._groups:
+                group.abort()
+            self._groups = []
+            self._thread.shutdown(wait=False)
+            self._thread = ThreadPoolExecutor(1, "weights")
+
+    async def _on_thread(self, work: Callable[..., T], *arguments: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
 
 def _unpack(pieces: list[Piece], bucket: torch.Tensor, wait: Callable[[], None], staging: torch.Tensor) -> None:

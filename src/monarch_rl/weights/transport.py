@@ -1,28 +1,32 @@
-"""The interface of a transport: how the bytes of a version get from trainer ranks to staging areas.
+"""The interface of a transport: how the bytes of a version get from trainer ranks to where engines load them.
 
-A transport is a pair of classes, one for a trainer rank and one for a generator rank, found by name in
-:func:`sender_class` and :func:`receiver_class`.
-The control plane (``pipeline.py``) calls them in this order, each call on a thread of its own:
+A transport is a pair of classes, found by name in :data:`TRANSPORTS`: a sender for every trainer rank and a receiver
+for every generator replica. The control plane (``publishing.py``) calls them in this order:
 
-    sender = Sender(...)                     every trainer rank; ``sender.address`` is where it can be met
-    receiver = Receiver(..., addresses)      every generator rank
-    sender.connect(...), receiver.connect(...)         all at once: they meet
-    sender.send(version, snapshot), receiver.receive(version, staging)      all at once, for each version
+    sender.open()                                        every trainer rank: a meeting, and the address it has there
+    sender.connect(...), receiver.connect(...)           all at once: they meet
+    sender.send(version, slot), receiver.receive(version, slot)             all at once, for each version
 
-Nobody enters a transfer before all have said that they are ready, and a transfer that does not end within the
-deadline raises on every rank. Decoding goes on throughout: staging is not what is served.
+Each side has two slots and uses them in turn, so that a trainer can take the snapshot of a version while the one before
+is still under way. Nobody enters a transfer before all have said that they are ready, and one that does not end within
+the deadline raises on every rank. When a member is lost or comes back, ``open`` and ``connect`` are called again;
+nothing else of the run is touched. Decoding goes on throughout: what is received is not yet what is served.
 """
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
 from monarch_rl.weights.manifest import Manifest
 
-TransportName = Literal["collective"]
+TransportName = Literal["auto", "collective", "shared_memory"]
+
+SLOTS = 2
+"""Versions that can be on their way: one in transfer, one being copied by the trainer."""
 
 
 @dataclass(frozen=True)
@@ -30,17 +34,23 @@ class TransferSettings:
     """How new weights reach the generators."""
 
     transport: TransportName = "collective"
-    """`collective` broadcasts from every trainer rank to all generator ranks: NCCL on GPUs, gloo on CPUs."""
+    """`collective` broadcasts from every trainer rank to all generator ranks: NCCL on GPUs, gloo on CPUs.
+    `shared_memory`, on one host: trainer ranks write a version where engines load it from. `auto` measures those that
+    work with the run's own model at the start, and takes the fastest."""
     bucket_mib: int = 64
-    """MiB sent at a time. Each generator rank holds two buckets beside staging; smaller ones cost more calls."""
+    """MiB sent at a time. Each generator rank holds two buckets beside a version; smaller ones cost more calls."""
     deadline_s: float = 120.0
     """Seconds that one transfer may take before it fails; the old version stays served."""
+    attempts: int = 3
+    """Times that a version is sent to a replica that could not take it; then the replica is given up."""
 
     def __post_init__(self) -> None:
         if self.bucket_mib < 1:
             raise ValueError(f"bucket_mib must be at least 1 MiB, got {self.bucket_mib}")
         if self.deadline_s <= 0:
             raise ValueError(f"deadline_s must be positive, got {self.deadline_s}")
+        if self.attempts < 1:
+            raise ValueError(f"attempts must be at least 1, got {self.attempts}")
 
     @property
     def bucket_bytes(self) -> int:
@@ -48,49 +58,64 @@ class TransferSettings:
 
 
 class Sender(Protocol):
-    """One trainer rank's end."""
+    """One trainer rank's end. Methods run on the actor's event loop and must not block it."""
 
-    address: str
-    """``host:port`` that receivers need to meet this sender."""
+    def __init__(
+        self, manifest: Manifest, rank: int, settings: TransferSettings, host: str, device: torch.device
+    ) -> None: ...
 
-    def __init__(self, manifest: Manifest, rank: int, settings: TransferSettings, host: str) -> None: ...
+    async def open(self) -> bytes:
+        """Prepare a meeting; the address under which others find this rank there."""
 
-    def connect(self, receivers: int, device: torch.device) -> None:
-        """Meet all receivers; blocks until they are there or the deadline has passed."""
+    async def connect(self, addresses: list[bytes], receivers: int) -> None:
+        """Meet all senders (``addresses`` by rank, this one's too) and ``receivers`` receivers."""
 
-    def send(self, version: int, snapshot: torch.Tensor) -> None:
-        """Send ``snapshot`` (uint8, this rank's shards one after the other) as part of ``version``; blocks."""
+    def views(self, slot: int) -> list[torch.Tensor]:
+        """Where a snapshot goes: one flat uint8 view for each of ``manifest.shards[rank]``, in their order."""
 
-    def close(self) -> None: ...
+    async def send(self, version: int, slot: int) -> None:
+        """Send the snapshot in ``slot`` as this rank's part of ``version``."""
+
+    async def close(self) -> None: ...
 
 
 class Receiver(Protocol):
-    """One generator rank's end."""
+    """One generator replica's end. Methods run on the actor's event loop and must not block it."""
 
-    def __init__(self, manifest: Manifest, index: int, addresses: list[str], settings: TransferSettings) -> None: ...
+    def __init__(self, manifest: Manifest, settings: TransferSettings, device: torch.device) -> None: ...
 
-    def connect(self, receivers: int, device: torch.device) -> None:
-        """Meet every sender; blocks until it is there or the deadline has passed."""
+    async def connect(self, addresses: list[bytes], position: int, receivers: int) -> None:
+        """Meet every sender, as number ``position`` of ``receivers``."""
 
-    def receive(self, version: int, staging: torch.Tensor) -> None:
-        """Fill ``staging`` (uint8, laid out by the manifest) with ``version``; blocks."""
+    def area(self, slot: int) -> bytes:
+        """Handle of the area (:mod:`monarch_rl.weights.area`) in which a version received from ``slot`` lies."""
 
-    def close(self) -> None: ...
+    async def receive(self, version: int, slot: int) -> None:
+        """Return when all of ``version`` lies in ``area(slot)``. After an error nothing of use lies there."""
+
+    async def close(self) -> None: ...
 
 
 class TransferError(RuntimeError):
-    """A transfer failed or was not of the version that was asked for; staging holds nothing of use."""
+    """A transfer failed or was not of the version that was asked for; the area holds nothing of use."""
+
+
+TRANSPORTS: dict[TransportName, tuple[str, str, str]] = {
+    "collective": ("monarch_rl.weights.collective", "CollectiveSender", "CollectiveReceiver"),
+    "shared_memory": ("monarch_rl.weights.shared_memory", "SharedMemorySender", "SharedMemoryReceiver"),
+}
+"""By name: module, sender's class, receiver's class; imported on demand."""
 
 
 def sender_class(name: TransportName) -> type[Sender]:
-    """The sender's class of a transport, imported on demand."""
-    from monarch_rl.weights import collective
-
-    return {"collective": collective.CollectiveSender}[name]
+    """The sender's class of a transport."""
+    module, sender, _ = TRANSPORTS[name]
+    found: Any = getattr(importlib.import_module(module), sender)
+    return found
 
 
 def receiver_class(name: TransportName) -> type[Receiver]:
-    """The receiver's class of a transport, imported on demand."""
-    from monarch_rl.weights import collective
-
-    return {"collective": collective.CollectiveReceiver}[name]
+    """The receiver's class of a transport."""
+    module, _, receiver = TRANSPORTS[name]
+    found: Any = getattr(importlib.import_module(module), receiver)
+    return found

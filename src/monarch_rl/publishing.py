@@ -1,0 +1,384 @@
+"""New versions on their way from the trainer mesh to all generator replicas: transfer, commit, served.
+
+    trainer ranks --snapshot(v)--> a slot --transport--> an area beside each engine       decoding goes on
+    pause -> load -> checksums -> version v -> continue                                    decoding stops only here
+
+A version is committed by a replica only when all of it has arrived there, and served only when the checksums of what
+the engine then holds equal the trainer's. A replica that could not take a version is sent it again, ``attempts`` times
+in all, and is out of the routing while it serves nothing; one that is gone or does not answer is given up, and the run
+goes on with the rest. No version counts as published before every replica that is left serves it: the buffer's bound
+on the lag depends on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import torch
+
+from monarch_rl.runtime.deadlines import within
+from monarch_rl.runtime.meshes import members
+from monarch_rl.weights.manifest import Manifest, make_manifest
+from monarch_rl.weights.transport import SLOTS, TRANSPORTS, TransferSettings, TransportName
+
+logger = logging.getLogger("monarch_rl")
+
+CALL_DEADLINE_S = 60.0
+"""Seconds for a call that waits for nobody else."""
+ANSWER_DEADLINE_S = 20.0
+"""Seconds in which a living process answers that it is there, on a machine with all cores busy."""
+
+T = TypeVar("T")
+Routing = Callable[[list[int], list[int]], Awaitable[None]]
+"""Tells the rollout workers which replicas take no new requests for now, and which are lost."""
+
+
+class PublishError(RuntimeError):
+    """A version cannot be delivered to anybody; the message names who is to blame."""
+
+
+@dataclass(frozen=True)
+class SwapReport:
+    """One version's way from trainer to generators, in seconds."""
+
+    version: int
+    snapshot_s: float
+    """The local copy on the trainer: all that publishing makes it wait."""
+    transfer_s: float
+    """From trainer ranks to the generators, while decoding went on."""
+    paused_s: float
+    """The longest time that a replica did not decode."""
+    nbytes: int
+    """Bytes of the version."""
+
+
+@dataclass
+class _Replica:
+    index: int
+    handle: Any
+    serves: int | None = None
+    """The version it was last known to serve."""
+
+
+@dataclass
+class Publisher:
+    """Takes new versions from the trainer mesh to all generators."""
+
+    trainer: Any
+    buffer: Any
+    settings: TransferSettings
+    manifest: Manifest
+    routing: Routing | None = None
+    last: SwapReport | None = None
+    """Of the newest version that is served."""
+    lost: dict[int, str] = field(default_factory=dict)
+    """Replicas that were given up, and why."""
+    _ranks: list[Any] = field(default_factory=list, repr=False)
+    _replicas: dict[int, _Replica] = field(default_factory=dict, repr=False)
+    _deliveries: list[asyncio.Task[None]] = field(default_factory=list, repr=False)
+    _met: list[int] | None = field(default=None, repr=False)
+    """The replicas that are connected with the trainer ranks."""
+    _newest: tuple[int, float] | None = field(default=None, repr=False)
+    """Version and seconds of the newest snapshot."""
+
+    @classmethod
+    async def connect(
+        cls,
+        trainer: Any,
+        generators: Sequence[Any],
+        buffer: Any,
+        settings: TransferSettings,
+        dtype: str,
+        routing: Routing | None = None,
+    ) -> Publisher:
+        """Plan what a version consists of, and let trainer ranks and generators meet. ``dtype`` is the served one."""
+        manifest = await _plan(trainer, dtype)
+        publisher = cls(trainer, buffer, settings, manifest, routing, _ranks=members(trainer))
+        if settings.transport == "auto":
+            publisher.settings = await publisher._fastest(generators)
+        await publisher._set_up_all(generators)
+        return publisher
+
+    async def _set_up_all(self, generators: Sequence[Any]) -> None:
+        set_up = self.trainer.weights_setup.call(self.manifest, self.settings)
+        await within(CALL_DEADLINE_S, set_up, "trainer ranks to make room for snapshots")
+        for index, generator in enumerate(generators):
+            await self._set_up(index, generator)
+        await self._meet(list(range(len(generators))))
+
+    async def _fastest(self, generators: Sequence[Any]) -> TransferSettings:
+        """Send the weights by every transport, commit nothing, and choose; prints what was measured."""
+        found: dict[TransportName, float] = {}
+        for name in TRANSPORTS:
+            self.settings = replace(self.settings, transport=name)
+            try:
+                await self._set_up_all(generators)
+                found[name] = await self._rehearse()
+            except Exception as error:
+                logger.warning("transport %s does not work here: %s", name, _told(error))
+        if not found:
+            raise PublishError("no transport works here; the reasons are above")
+        rates = ", ".join(
+            f"{name} {seconds * 1e3:.3g} ms ({self.manifest.nbytes / seconds / 1e9:.3g} GB/s)"
+            for name, seconds in sorted(found.items(), key=lambda item: item[1])
+        )
+        best = min(found, key=lambda name: found[name])
+        print(f"Weights travel by {best}: snapshot and transfer of {self.manifest.nbytes / 1e6:.4g} MB took {rates}.")
+        return replace(self.settings, transport=best)
+
+    async def _rehearse(self) -> float:
+        """Seconds of a snapshot and its transfer; the better of two, since the first one warms up."""
+        seconds = []
+        for _ in range(2):
+            started = time.perf_counter()
+            await self._snapshot(0)
+            _, errors = await self._transfer(0, list(self._replicas.values()))
+            for error in errors.values():
+                raise error
+            seconds.append(time.perf_counter() - started)
+        return min(seconds)
+
+    @property
+    def generators(self) -> dict[int, Any]:
+        """The replicas that are not lost, by index."""
+        return {index: replica.handle for index, replica in self._replicas.items()}
+
+    # -- what a recipe calls ---------------------------------------------------------------------------------------
+
+    async def publish(self, version: int) -> None:
+        """Take a snapshot of ``version`` and send it on its way; the trainer may go on when this returns.
+
+        Two versions can be on their way; a third waits until the first is served. Raises what the first raised.
+        """
+        while len(self._deliveries) >= SLOTS:
+            await self._deliveries.pop(0)
+        self._newest = version, await self._snapshot(version)
+        self._send_on(version)
+
+    async def or_failed(self, work: Awaitable[T]) -> T:
+        """Await ``work``, but raise at once if a version on its way cannot be delivered.
+
+        Without generators nothing is drawn, so ``work`` may wait for a batch that cannot come.
+        """
+        task = asyncio.ensure_future(work)
+        try:
+            while not task.done():
+                self._clear()
+                await asyncio.wait({task, *self._deliveries}, return_when=asyncio.FIRST_COMPLETED)
+            return await task
+        finally:
+            task.cancel()
+
+    async def settled(self) -> None:
+        """Wait until the newest published version is served. Raises if it could not be delivered."""
+        while self._deliveries:
+            await self._deliveries.pop(0)
+
+    async def add(self, index: int, generator: Any) -> None:
+        """Take in a replica that was started anew: it serves nothing before it serves the newest version, verified."""
+        if self._newest is None:
+            raise RuntimeError("nothing has been published yet")
+        await self._set_up(index, generator)
+        self.lost.pop(index, None)
+        self._send_on(self._newest[0])
+
+    async def _snapshot(self, version: int) -> float:
+        call = self.trainer.snapshot.call(version, version % SLOTS)
+        answers = await within(self.settings.deadline_s, call, f"trainer ranks to copy version {version}")
+        return float(max(answers.values()))
+
+    # -- one delivery ----------------------------------------------------------------------------------------------
+
+    def _send_on(self, version: int) -> None:
+        before = self._deliveries[-1] if self._deliveries else None
+        delivery = asyncio.create_task(self._deliver(version, before))
+        delivery.add_done_callback(_heard)  # the next one fails of the same cause; one of them is awaited
+        self._deliveries.append(delivery)
+
+    def _clear(self) -> None:
+        while self._deliveries and self._deliveries[0].done():
+            self._deliveries.pop(0).result()
+
+    async def _deliver(self, version: int, before: asyncio.Task[None] | None) -> None:
+        if before is not None:
+            await asyncio.shield(before)
+        for attempt in range(1, self.settings.attempts + 1):
+            waiting = [replica for replica in self._replicas.values() if replica.serves != version]
+            failed = await self._attempt(version, waiting)
+            if not failed:
+                break
+            for index, error in failed.items():
+                last = attempt == self.settings.attempts
+                gone = await self._unanswered(self._replicas[index].handle, f"generator {index}")
+                if gone or last:
+                    self._give_up(index, f"{gone or f'no version in {attempt} attempts'}: {_told(error)}")
+                else:
+                    logger.warning(
+                        "generator %d could not take version %d (attempt %d of %d) and is out of the routing: %s",
+                        *(index, version, attempt, self.settings.attempts, _told(error)),
+                    )
+            # One that only missed a transfer serves the version before, which is whole: nothing is published yet.
+            await self._route(paused=[index for index, replica in self._replicas.items() if replica.serves is None])
+            self._met = None
+        if not self._replicas:
+            raise PublishError(f"no generator is left to serve version {version}: {self.lost}")
+        await self._route(paused=[])
+        if version > 0:
+            await within(CALL_DEADLINE_S, self.buffer.published.call_one(version), "the buffer to release slots")
+
+    async def _attempt(self, version: int, replicas: list[_Replica]) -> dict[int, Exception]:
+        """Transfer to and commit on ``replicas``; why it failed, by replica. Raises PublishError if trainers fail."""
+        # A rank that enters a collective early waits inside it: first every peer's answer, then the transfer.
+        failed = await self._all_ready(version, replicas)
+        replicas = [replica for replica in replicas if replica.index not in failed]
+        if not replicas:
+            return failed
+        started = time.perf_counter()
+        try:
+            if self._met != [replica.index for replica in replicas]:
+                await self._meet([replica.index for replica in replicas])
+            checksums, errors = await self._transfer(version, replicas)
+        except Exception as error:
+            await self._blame_trainer(version, error)
+            return failed | {replica.index: error for replica in replicas}
+        transferred = time.perf_counter()
+        failed |= errors
+        arrived = [replica for replica in replicas if replica.index not in errors]
+        commits = await self._gather(
+            (
+                replica.handle.commit.call_one(version, version % SLOTS, checksums),
+                f"generator {replica.index} to commit version {version}",
+            )
+            for replica in arrived
+        )
+        paused = 0.0
+        for replica, report in zip(arrived, commits, strict=True):
+            if isinstance(report, Exception):
+                replica.serves, failed[replica.index] = None, report
+            else:
+                replica.serves, paused = version, max(paused, report.paused_seconds)
+        if arrived and self._newest is not None:
+            self.last = SwapReport(version, self._newest[1], transferred - started, paused, self.manifest.nbytes)
+        return failed
+
+    async def _transfer(self, version: int, replicas: list[_Replica]) -> tuple[dict[str, int], dict[int, Exception]]:
+        """All bytes to all ``replicas``; the trainer's checksum of each tensor, and why it failed, by replica."""
+        slot = version % SLOTS
+        ranks = self._ranks
+        answers = await self._gather(
+            [
+                (rank.send.call_one(version, slot), f"trainer rank {r} to send version {version}")
+                for r, rank in enumerate(ranks)
+            ]
+            + [
+                (
+                    replica.handle.receive.call_one(version, slot),
+                    f"generator {replica.index} to receive version {version}",
+                )
+                for replica in replicas
+            ]
+        )
+        sums, received = answers[: len(ranks)], answers[len(ranks) :]
+        errors = {r.index: found for r, found in zip(replicas, received, strict=True) if isinstance(found, Exception)}
+        unsent = [found for found in sums if isinstance(found, Exception)]
+        if unsent:
+            raise unsent[0]
+        totals = [_signed(sum(column)) for column in zip(*sums, strict=True)]
+        return dict(zip(self.manifest.names, totals, strict=True)), errors
+
+    async def _gather(self, calls: Any) -> list[Any]:
+        """Answers or exceptions of ``(call, what)``, each within the deadline of a transfer."""
+        deadline = self.settings.deadline_s + CALL_DEADLINE_S
+        waits = [within(deadline, call, what) for call, what in calls]
+        return await asyncio.gather(*waits, return_exceptions=True)
+
+    async def _all_ready(self, version: int, replicas: list[_Replica]) -> dict[int, Exception]:
+        for r, rank in enumerate(self._ranks):
+            gone = await self._unanswered(rank, f"trainer rank {r}")
+            if gone:
+                raise PublishError(f"version {version} cannot be sent: {gone}")
+        asked = [self._unanswered(replica.handle, f"generator {replica.index}") for replica in replicas]
+        found = zip(replicas, await asyncio.gather(*asked), strict=True)
+        return {replica.index: PublishError(gone) for replica, gone in found if gone}
+
+    async def _blame_trainer(self, version: int, error: Exception) -> None:
+        for r, rank in enumerate(self._ranks):
+            gone = await self._unanswered(rank, f"trainer rank {r}")
+            if gone:
+                raise PublishError(f"version {version} could not be sent: {gone} ({_told(error)})") from error
+
+    @staticmethod
+    async def _unanswered(actor: Any, name: str) -> str | None:
+        """None if the actor answers, or what is wrong with it."""
+        try:
+            await within(ANSWER_DEADLINE_S, actor.ready.call_one(), f"{name} to say that it is there")
+        except Exception as error:
+            return f"{name} does not answer: {_told(error)}"
+        return None
+
+    def _give_up(self, index: int, why: str) -> None:
+        del self._replicas[index]
+        self.lost[index] = why
+        left = ", ".join(str(other) for other in self._replicas) or "none"
+        logger.error("generator %d is lost (%s); generators left: %s", index, why, left)
+
+    async def _route(self, paused: list[int]) -> None:
+        if self.routing is not None:
+            await self.routing(paused, list(self.lost))
+
+    # -- meetings --------------------------------------------------------------------------------------------------
+
+    async def _set_up(self, index: int, generator: Any) -> None:
+        set_up = generator.weights_setup.call_one(self.manifest, self.settings)
+        await within(CALL_DEADLINE_S, set_up, f"generator {index} to make room for versions")
+        self._replicas[index] = _Replica(index, generator)
+
+    async def _meet(self, indices: list[int]) -> None:
+        """Connect the trainer ranks with these replicas, and nobody else."""
+        self._met = None
+        opened = await within(CALL_DEADLINE_S, self.trainer.weights_open.call(), "trainer ranks to open a meeting")
+        addresses = [address for _, address in sorted(opened.values())]
+        count = len(indices)
+        answers = await self._gather(
+            [(self.trainer.weights_connect.call(addresses, count), "trainer ranks to meet the generators")]
+            + [
+                (
+                    self._replicas[index].handle.weights_connect.call_one(addresses, position, count),
+                    f"generator {index} to meet the trainer ranks",
+                )
+                for position, index in enumerate(indices)
+            ]
+        )
+        for error in answers:
+            if isinstance(error, Exception):
+                raise error
+        self._met = indices
+
+
+async def _plan(trainer: Any, dtype: str) -> Manifest:
+    answers = await within(CALL_DEADLINE_S, trainer.owned_runs.call(), "trainer ranks to say what they own")
+    by_rank = sorted(answers.values(), key=lambda answer: answer[0])
+    served = getattr(torch, dtype)
+    tensors = [(name, shape, served) for name, shape in by_rank[0][1]]
+    return make_manifest(tensors, [runs for _, _, runs in by_rank])
+
+
+def _heard(delivery: asyncio.Task[None]) -> None:
+    if not delivery.cancelled():
+        delivery.exception()
+
+
+def _signed(total: int) -> int:
+    """The checksums of shards add up modulo 2**64, as signed numbers."""
+    return (total + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def _told(error: BaseException) -> str:
+    """The last line of an error that came from another process says what happened there."""
+    lines = [line for line in str(error).strip().splitlines() if line.strip()]
+    return lines[-1].strip() if lines else type(error).__name__

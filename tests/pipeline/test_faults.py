@@ -1,0 +1,189 @@
+"""Real losses while a version is on its way: what is served stays one whole version, and the rest goes on.
+
+One system of two trainer ranks and four replicas, to which one thing happens after the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+import pytest
+from monarch.actor import concurrent_endpoint
+
+from monarch_rl.episode import Completion, Sampling
+from monarch_rl.generator.engine import CommitReport
+from monarch_rl.generator.router import Router
+from monarch_rl.publishing import PublishError
+from monarch_rl.runtime.cluster import Cluster, launch
+from monarch_rl.weights.area import attach
+from monarch_rl.weights.transport import TransferSettings
+from tests.generator.helpers import make_model
+from tests.pipeline.system import ENGINES, InspectedGenerator, System
+
+TRANSFER = TransferSettings(bucket_mib=1, deadline_s=8)
+SHORT = Sampling(max_new_tokens=4, temperature=0.0)
+Fault = Literal["killed while receiving", "stopped while receiving", "engine killed in commit", "bit flipped"]
+
+
+class Doomed(InspectedGenerator):
+    """A generator to which something happens, really, at the place that is asked for; once."""
+
+    _fault: Fault | None = None
+
+    @concurrent_endpoint
+    async def doom(self, fault: Fault) -> None:
+        self._fault = fault
+
+    async def _receive(self, version: int, slot: int) -> None:
+        fault, self._fault = self._fault, None
+        if fault == "killed while receiving":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault == "stopped while receiving":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        self._fault = fault
+        await super()._receive(version, slot)
+
+    async def _commit(self, version: int, slot: int, checksums: dict[str, int]) -> CommitReport:
+        fault, self._fault = self._fault, None
+        if fault == "bit flipped":
+            attach(self._weights_ready().receiver.area(slot))[12345] ^= 16
+        if fault == "engine killed in commit":
+            (scheduler,) = self._running.child_pids
+            psutil.Process(scheduler).suspend()  # the commit waits for it, and then it is gone
+            asyncio.get_running_loop().call_later(0.3, os.kill, scheduler, signal.SIGKILL)
+        return await super()._commit(version, slot, checksums)
+
+
+class Harness:
+    """The system, and the routing as rollout workers would be told."""
+
+    def __init__(self, cluster: Cluster, model: Path) -> None:
+        self.cluster, self.model = cluster, model
+        self.paused: list[list[int]] = []
+        self.lost: list[int] = []
+
+    async def start(self) -> None:
+        self.generators = await asyncio.gather(*(self.replica(index) for index in range(4)))
+        self.system = await System.start(self.cluster, self.model, list(self.generators), 1e-3, transfer=TRANSFER)
+        self.system.publisher.routing = self.route
+
+    async def replica(self, index: int, name: str = "doomed") -> Any:
+        mesh = self.cluster.spawn(f"{name}{index}", 1, first_slot=2 + index)
+        generator = mesh.spawn(f"{name}{index}", Doomed)
+        await generator.setup.call_one(str(self.model), ENGINES, index)
+        return generator
+
+    async def route(self, paused: list[int], lost: list[int]) -> None:
+        self.paused.append(paused)
+        self.lost = lost
+
+    async def step(self) -> int:
+        """Train on made-up episodes and publish; returns the version."""
+        system = self.system
+        system.generators = list(system.publisher.generators.values())
+        await system.step(system.version)
+        return system.version
+
+    async def ask(self, index: int) -> Completion:
+        return await Router([self.generators[index]], 30.0).generate([7, 8, 9], SHORT, 0)
+
+    async def serving(self, *indices: int) -> None:
+        """These replicas draw with the newest version, bit for bit the same weights, and answer alike."""
+        answers = [await self.ask(index) for index in indices]
+        versions = {int(version) for answer in answers for version in answer.policy_versions}
+        assert versions == {self.system.version}
+        assert len({tuple(answer.token_ids.tolist()) for answer in answers}) == 1
+        sums = [await self.generators[index].engine_checksums.call_one() for index in indices]
+        assert all(found == sums[0] for found in sums)
+
+
+@pytest.fixture
+def harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
+    model = make_model(tmp_path_factory.mktemp("model"), "qwen3")
+    with launch() as cluster:
+        assert cluster is not None
+        yield Harness(cluster, model)
+
+
+def test_losses_one_after_the_other(harness: Harness, caplog: pytest.LogCaptureFixture) -> None:
+    async def story() -> None:
+        await harness.start()
+        await harness.step()
+        await harness.serving(0, 1, 2, 3)
+        for chapter in (flipped, killed, engine_killed, stopped, restarted, trainer_killed):
+            caplog.clear()
+            await chapter(harness, caplog)
+
+    asyncio.run(asyncio.wait_for(story(), 300))
+
+
+async def flipped(harness: Harness, caplog: pytest.LogCaptureFixture) -> None:
+    """Caught, out of the routing, loaded again, back."""
+    await harness.generators[3].doom.call_one("bit flipped")
+    harness.paused.clear()
+    version = await harness.step()
+    assert harness.paused == [[3], []] and harness.lost == []
+    assert f"generator 3 could not take version {version} (attempt 1 of 3)" in caplog.text
+    assert "1 of" in caplog.text and "differ from the trainer's" in caplog.text
+    await harness.serving(0, 1, 2, 3)
+
+
+async def killed(harness: Harness, caplog: pytest.LogCaptureFixture) -> None:
+    await harness.generators[3].doom.call_one("killed while receiving")
+    await harness.step()
+    assert harness.lost == [3] and "generator 3 is lost" in caplog.text and "Killed(sig=9)" in caplog.text
+    await harness.serving(0, 1, 2)
+
+
+async def engine_killed(harness: Harness, caplog: pytest.LogCaptureFixture) -> None:
+    await harness.generators[2].doom.call_one("engine killed in commit")
+    await harness.step()
+    assert harness.lost == [3, 2] and "generator 2 is lost" in caplog.text and "exit code -9" in caplog.text
+    await harness.serving(0, 1)
+
+
+async def stopped(harness: Harness, caplog: pytest.LogCaptureFixture) -> None:
+    """It neither ends nor answers; the others get the version once the transfer's deadline has passed."""
+    await harness.generators[1].doom.call_one("stopped while receiving")
+    before = harness.system.version
+    step = asyncio.ensure_future(harness.step())
+    while harness.lost == [3, 2]:
+        served = {int(v) for v in (await harness.ask(0)).policy_versions}
+        assert served <= {before, before + 1} and len(served) == 1
+        await asyncio.sleep(0.2)
+        assert not step.done() or not step.exception()
+    await step
+    assert harness.lost == [3, 2, 1] and "generator 1 is lost (generator 1 does not answer" in caplog.text
+    await harness.serving(0)
+
+
+async def restarted(harness: Harness, caplog: pytest.LogCaptureFixture) -> None:
+    """A new replica in the place of 3 draws nothing before it has the newest version, verified."""
+    harness.generators = list(harness.generators)
+    harness.generators[3] = await harness.replica(3, "anew")
+    early = asyncio.ensure_future(harness.ask(3))
+    await harness.system.publisher.add(3, harness.generators[3])
+    await harness.system.publisher.settled()
+    assert harness.lost == [2, 1]
+    await early
+    await harness.serving(0, 3)
+    await harness.step()
+    await harness.serving(0, 3)
+
+
+async def trainer_killed(harness: Harness, caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody can send the version: an error that names the rank; the old version goes on being served."""
+    system = harness.system
+    below = psutil.Process().children(recursive=True)
+    (victim,) = [p for p in below if p.environ().get("HYPERACTOR_PROCESS_NAME", "").startswith("trainer-1")]
+    await system.publisher.publish(system.version + 1)
+    victim.kill()
+    with pytest.raises(PublishError, match=rf"version {system.version + 1} .*trainer rank 1 does not answer"):
+        await system.publisher.settled()
+    assert {int(v) for v in (await harness.ask(0)).policy_versions} == {system.version}

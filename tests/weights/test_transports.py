@@ -1,0 +1,214 @@
+"""Each transport between real processes: two senders, two receivers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as multiprocessing
+
+from monarch_rl.weights.area import attach
+from monarch_rl.weights.checksum import shard_checksums, tensor_checksum
+from monarch_rl.weights.manifest import Manifest, make_manifest
+from monarch_rl.weights.transport import (
+    SLOTS,
+    TransferError,
+    TransferSettings,
+    TransportName,
+    receiver_class,
+    sender_class,
+)
+
+CPU = torch.device("cpu")
+TENSORS = [("wide", (1000, 700), torch.float32), ("odd", (7, 3), torch.float32), ("norm", (5,), torch.float32)]
+JOIN_S = 40
+BOTH: tuple[TransportName, ...] = ("collective", "shared_memory")
+
+
+def settings(transport: TransportName, deadline_s: float = 20) -> TransferSettings:
+    return TransferSettings(transport, bucket_mib=1, deadline_s=deadline_s)
+
+
+def manifest() -> Manifest:
+    """`wide` is cut in two, `odd` unevenly, and `norm` is the second sender's alone."""
+    return make_manifest(
+        TENSORS, [[("wide", 0, 350_000), ("odd", 0, 12)], [("wide", 350_000, 350_000), ("odd", 12, 9), ("norm", 0, 5)]]
+    )
+
+
+def values(version: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(version)
+    return [torch.randn(shape, generator=generator) for _, shape, _ in TENSORS]
+
+
+def write(version: int, rank: int, views: list[torch.Tensor]) -> None:
+    """What a trainer's snapshot does."""
+    whole, plan = values(version), manifest()
+    for shard, view in zip(plan.shards[rank], views, strict=True):
+        run = whole[shard.tensor].flatten()[shard.start : shard.start + shard.numel]
+        view.copy_(run.view(torch.uint8))
+
+
+def send(rank: int, pipe: Connection, chosen: TransferSettings) -> None:
+    """Obey: ``open``, ``("connect", addresses, receivers)``, ``("send", version)``."""
+
+    async def obey() -> None:
+        sender = sender_class(chosen.transport)(manifest(), rank, chosen, "127.0.0.1", CPU)
+        while True:
+            match await asyncio.to_thread(pipe.recv):
+                case "open":
+                    pipe.send(await sender.open())
+                case "connect", addresses, receivers:
+                    await sender.connect(addresses, receivers)
+                    pipe.send("connected")
+                case "send", version:
+                    views = sender.views(version % SLOTS)
+                    write(version, rank, views)
+                    sums = shard_checksums(manifest(), rank, views)
+                    try:
+                        await sender.send(version, version % SLOTS)
+                        pipe.send(sums)
+                    except TransferError as error:
+                        pipe.send(str(error))
+
+    torch.set_num_threads(1)
+    asyncio.run(obey())
+
+
+def receive(pipe: Connection, chosen: TransferSettings) -> None:
+    """Obey: ``("connect", addresses, position, receivers)``, ``("receive", version)``."""
+
+    async def obey() -> None:
+        plan = manifest()
+        receiver = receiver_class(chosen.transport)(plan, chosen, CPU)
+        while True:
+            match await asyncio.to_thread(pipe.recv):
+                case "connect", addresses, position, receivers:
+                    await receiver.connect(addresses, position, receivers)
+                    pipe.send("connected")
+                case "receive", version:
+                    try:
+                        await receiver.receive(version, version % SLOTS)
+                    except TransferError as error:
+                        pipe.send(str(error))
+                        continue
+                    held = attach(receiver.area(version % SLOTS))
+                    found = [spec.view(held) for spec in plan.tensors]
+                    pipe.send(all(map(torch.equal, found, values(version))))
+
+    torch.set_num_threads(1)
+    asyncio.run(obey())
+
+
+class Processes:
+    """Starts the four processes, and ends them whatever happens."""
+
+    def __init__(self, chosen: TransferSettings) -> None:
+        self._context = multiprocessing.get_context("spawn")
+        self.processes: list[BaseProcess] = []
+        self.senders = [self.start(send, rank, chosen) for rank in range(2)]
+        self.receivers = [self.start(receive, chosen) for _ in range(2)]
+
+    def start(self, target: Any, *arguments: Any) -> Connection:
+        here, there = self._context.Pipe()
+        rank, chosen = arguments[:-1], arguments[-1]
+        self.processes.append(self._context.Process(target=target, args=(*rank, there, chosen), daemon=True))
+        self.processes[-1].start()
+        return here
+
+    def meet(self, receivers: list[Connection]) -> None:
+        for pipe in self.senders:
+            pipe.send("open")
+        addresses = [self.answer(pipe) for pipe in self.senders]
+        for pipe in self.senders:
+            pipe.send(("connect", addresses, len(receivers)))
+        for position, pipe in enumerate(receivers):
+            pipe.send(("connect", addresses, position, len(receivers)))
+        assert {self.answer(pipe) for pipe in (*self.senders, *receivers)} == {"connected"}
+
+    def transfer(self, version: int, receivers: list[Connection]) -> tuple[list[Any], list[Any]]:
+        """What the senders say, and what the receivers."""
+        for pipe in self.senders:
+            pipe.send(("send", version))
+        for pipe in receivers:
+            pipe.send(("receive", version))
+        return [self.answer(pipe) for pipe in self.senders], [self.answer(pipe) for pipe in receivers]
+
+    @staticmethod
+    def answer(pipe: Connection) -> Any:
+        assert pipe.poll(JOIN_S), "a process did not answer"
+        return pipe.recv()
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join(JOIN_S)
+
+
+@pytest.mark.parametrize("transport", BOTH)
+def test_versions_arrive_whole_and_members_may_change(transport: TransportName) -> None:
+    """Three versions to two receivers; one of these is killed, another one comes; two more versions."""
+    chosen = settings(transport)
+    with Processes(chosen) as running:
+        running.meet(running.receivers)
+        for version in (1, 2, 3):
+            sums, arrived = running.transfer(version, running.receivers)
+            assert arrived == [True, True]
+            whole = [int(tensor_checksum(value)) for value in values(version)]
+            assert [(a + b - c) % 2**64 for a, b, c in zip(*sums, whole, strict=True)] == [0, 0, 0]
+        running.processes[-1].kill()
+        left = [running.receivers[0], running.start(receive, chosen)]
+        running.meet(left)
+        assert [running.transfer(version, left)[1] for version in (3, 4)] == [[True, True]] * 2
+
+
+@pytest.mark.parametrize("transport", BOTH)
+def test_another_version_than_expected_is_refused(transport: TransportName) -> None:
+    with Processes(settings(transport, deadline_s=3)) as running:
+        running.meet(running.receivers)
+        for pipe in running.senders:
+            pipe.send(("send", 5))
+        for pipe in running.receivers:
+            pipe.send(("receive", 7))  # of the same slot
+        for pipe in running.receivers:
+            message = running.answer(pipe)
+            assert "version 7" in message and "5" in message and "trainer rank" in message
+
+
+def test_a_killed_sender_is_an_error_within_the_deadline() -> None:
+    with Processes(settings("collective", deadline_s=5)) as running:
+        running.meet(running.receivers)
+        assert running.transfer(1, running.receivers)[1] == [True, True]
+        running.processes[1].kill()
+        started = time.monotonic()
+        running.senders[0].send(("send", 2))
+        for pipe in running.receivers:
+            pipe.send(("receive", 2))
+        for pipe in running.receivers:
+            assert "could not receive version 2 from trainer rank" in running.answer(pipe)
+        assert time.monotonic() - started < 15
+
+
+def test_a_late_sender_is_named() -> None:
+    """Nothing moves through shared memory: what is missing is a rank's word that its part is there."""
+    with Processes(settings("shared_memory", deadline_s=2)) as running:
+        running.meet(running.receivers)
+        running.senders[0].send(("send", 2))
+        running.receivers[0].send(("receive", 2))
+        assert "version 2 is not whole after 2 s: the parts of trainer ranks [1]" in running.answer(
+            running.receivers[0]
+        )
+
+
+@pytest.mark.parametrize("setting", ["bucket_mib", "deadline_s", "attempts"])
+def test_settings_must_be_positive(setting: str) -> None:
+    with pytest.raises(ValueError, match=setting):
+        TransferSettings(**{setting: 0})  # type: ignore[arg-type]
