@@ -88,9 +88,8 @@ class GeneratorBeside(Generator):
     _watching = False
 
     @concurrent_endpoint
-    async def watch(self, prompt: list[int], tokens: int) -> list[float]:
-        """Stream one request after the other until :meth:`stop_watching`; returns when each token came
-        (``time.perf_counter`` seconds, a clock that all processes of a machine share)."""
+    async def watch(self, prompt: list[int], tokens: int) -> None:
+        """Stream one request after the other until :meth:`stop_watching`."""
         self._watching, self._emitted = True, []
         while self._watching:
             stream = await self._running._engine.async_generate(
@@ -98,6 +97,11 @@ class GeneratorBeside(Generator):
             )
             async for _ in stream:
                 self._emitted.append(time.perf_counter())
+
+    @concurrent_endpoint
+    async def emitted(self) -> list[float]:
+        """When each token of the streamed requests came, in seconds of ``time.perf_counter``, a clock that all
+        processes of a machine share."""
         return self._emitted
 
     @concurrent_endpoint

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 from speed_generator import Load
@@ -33,11 +35,9 @@ async def measure(
     trainer, buffer = training.trainer, training.buffer
     connect = Publisher.connect(trainer, [generator], buffer, TransferSettings(), dtype)
     publisher = await within(DEADLINE_S, connect, "trainer and generator to meet")
-    playing = asyncio.create_task(_play(Router([generator], DEADLINE_S), load))
-    watch = asyncio.ensure_future(generator.watch.call_one(load.prompts(0)[0], load.new_tokens))
     windows: list[tuple[float, float]] = []
     reports, swap_reports = [], []
-    try:
+    async with keep_busy(generator, load):
         for _ in range(WARM_UP + swaps):
             await training.step(deadline_s)
             started = time.perf_counter()
@@ -51,12 +51,7 @@ async def measure(
                 raise RuntimeError("nothing was being decoded when the weights were swapped")
             reports.append(stats["last_commit"])
             swap_reports.append(publisher.last)
-    finally:
-        playing.cancel()
-        await asyncio.gather(playing, return_exceptions=True)
-    await within(DEADLINE_S, generator.stop_watching.call_one(), "the watch to end")
-    emitted = await within(DEADLINE_S, watch, "the streamed request to end")
-    await _idle(generator)
+    emitted = await within(DEADLINE_S, generator.emitted.call_one(), "the times of the tokens")
     copy = await within(DEADLINE_S, generator.local_copy.call_one(), "a local copy of the weights")
 
     def median(values: list[float]) -> float:
@@ -80,6 +75,21 @@ async def measure(
         "swap_bytes": reports[-1]["nbytes"],
         "swaps": swaps,
     }
+
+
+@asynccontextmanager
+async def keep_busy(generator: Any, load: Load) -> AsyncIterator[None]:
+    """Within the block the generator decodes without a break, and notes when the tokens of one request came."""
+    playing = asyncio.create_task(_play(Router([generator], DEADLINE_S), load))
+    watch = asyncio.ensure_future(generator.watch.call_one(load.prompts(0)[0], load.new_tokens))
+    try:
+        yield
+    finally:
+        playing.cancel()
+        await asyncio.gather(playing, return_exceptions=True)
+    await within(DEADLINE_S, generator.stop_watching.call_one(), "the watch to end")
+    await within(DEADLINE_S, watch, "the streamed request to end")
+    await _idle(generator)
 
 
 async def _play(router: Router, load: Load) -> None:

@@ -1,0 +1,76 @@
+"""What the machine can do with so many bytes, without anything of ours: the yardsticks of weights.py."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+from monarch_rl.runtime.network import free_port
+from monarch_rl.weights.area import Area
+
+ROUNDS = 5
+TIMEOUT_S = 300
+
+
+def measure(nbytes: int) -> dict[str, float]:
+    """GB/s of one thread: a copy, a copy into shared memory, a gloo broadcast from one process to another."""
+    source = torch.ones(nbytes, dtype=torch.uint8)
+    target, area = torch.zeros_like(source), Area(nbytes)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    found = {
+        "memcpy_gb_per_s": _rate(nbytes, lambda: target.copy_(source)),
+        "shared_memory_gb_per_s": _rate(nbytes, lambda: area.buffer.copy_(source)),
+        "gloo_gb_per_s": _gloo(nbytes),
+    }
+    torch.set_num_threads(threads)
+    return found
+
+
+def _rate(nbytes: int, work: Callable[[], object]) -> float:
+    """The first round, in which pages are touched, does not count."""
+    seconds = []
+    for _ in range(1 + ROUNDS):
+        started = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - started)
+    return nbytes / statistics.median(seconds[1:]) / 1e9
+
+
+def _gloo(nbytes: int) -> float:
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    port = free_port()
+    processes = [context.Process(target=_broadcast, args=(rank, port, nbytes, there)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    if not here.poll(TIMEOUT_S):
+        raise TimeoutError(f"no raw gloo broadcast within {TIMEOUT_S} s")
+    seconds: list[float] = here.recv()
+    for process in processes:
+        process.join(TIMEOUT_S)
+    return nbytes / statistics.median(seconds[1:]) / 1e9
+
+
+def _broadcast(rank: int, port: int, nbytes: int, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+    tensor = torch.full((nbytes,), 1 - rank, dtype=torch.uint8)
+    seconds = []
+    for _ in range(1 + ROUNDS):
+        dist.barrier()
+        started = time.perf_counter()
+        dist.broadcast(tensor, 0)
+        seconds.append(time.perf_counter() - started)
+    if rank == 1:
+        pipe.send(seconds)
+    dist.destroy_process_group()
