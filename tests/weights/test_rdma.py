@@ -1,0 +1,333 @@
+"""One-sided reads between the processes of real Monarch meshes: two senders, two receivers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from monarch.actor import Actor, concurrent_endpoint
+from monarch.config import configured
+
+from monarch_rl.runtime.cluster import Cluster, launch
+from monarch_rl.runtime.deadlines import within
+from monarch_rl.weights.area import attach
+from monarch_rl.weights.manifest import ALIGNMENT, Manifest, make_manifest
+from monarch_rl.weights.rdma import SILENCE_S, RdmaReceiver, RdmaSender, plan_slot, usable
+from monarch_rl.weights.transport import TransferError, TransferSettings
+
+T = TypeVar("T")
+CPU = torch.device("cpu")
+DEADLINE_S = 180.0
+SETTINGS = TransferSettings(bucket_mib=1, deadline_s=20)
+TENSORS = [
+    ("wide", (6000, 701), torch.float32),
+    ("odd", (7, 3), torch.bfloat16),
+    ("norm", (5,), torch.float32),
+    ("embedding", (20_000, 701), torch.bfloat16),
+    ("scale", (3,), torch.bfloat16),
+]
+
+
+def manifest() -> Manifest:
+    """`wide` is cut in two, `odd` unevenly; the second sender owns little, `norm` and `scale` among it."""
+    return make_manifest(
+        TENSORS,
+        [
+            [("wide", 0, 3000 * 701), ("odd", 0, 12), ("embedding", 0, 20_000 * 701)],
+            [("wide", 3000 * 701, 3000 * 701), ("odd", 12, 9), ("norm", 0, 5), ("scale", 0, 3)],
+        ],
+    )
+
+
+def values(version: int) -> list[torch.Tensor]:
+    """Arbitrary bits, NaNs of all kinds among them; no byte of them is 0."""
+    generator = torch.Generator().manual_seed(version)
+    shapes = [(shape, dtype.itemsize) for _, shape, dtype in TENSORS]
+    return [torch.randint(1, 256, (*shape, size), generator=generator, dtype=torch.uint8) for shape, size in shapes]
+
+
+def write(views: list[torch.Tensor], plan: Manifest, rank: int, version: int) -> None:
+    whole = values(version)
+    for view, shard in zip(views, plan.shards[rank], strict=True):
+        size = plan.tensors[shard.tensor].dtype.itemsize
+        view.copy_(whole[shard.tensor].flatten()[shard.start * size : (shard.start + shard.numel) * size])
+        view.view(plan.tensors[shard.tensor].dtype)  # is aligned
+
+
+class Sending(Actor):
+    """A trainer rank."""
+
+    def __init__(self, rank: int) -> None:
+        torch.set_num_threads(1)
+        self.rank = rank
+        self.sender = RdmaSender(manifest(), rank, SETTINGS, "127.0.0.1", CPU)
+
+    @concurrent_endpoint
+    async def open(self) -> tuple[bytes, int]:
+        return await self.sender.open(), os.getpid()
+
+    @concurrent_endpoint
+    async def snapshot(self, version: int, slot: int) -> None:
+        write(self.sender.views(slot), manifest(), self.rank, version)
+
+    @concurrent_endpoint
+    async def send(self, version: int, slot: int) -> None:
+        await self.sender.send(version, slot)
+
+    @concurrent_endpoint
+    async def close(self) -> None:
+        await self.sender.close()
+
+
+@dataclass
+class Received:
+    equal: bool
+    error: str
+    seconds: float
+
+
+class ReadWhileWritten(RdmaReceiver):
+    """Has a sender begin its next snapshot between the last data and the second look at the header."""
+
+    writer: Any = None
+
+    async def _check_unchanged(self, rank: int, version: int, slot: int, deadline: float) -> None:
+        if self.writer is not None:
+            await self.writer.snapshot.call_one(version + 2, slot)
+        await super()._check_unchanged(rank, version, slot, deadline)
+
+
+class Receiving(Actor):
+    """A generator replica."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        self.receiver = ReadWhileWritten(manifest(), SETTINGS, CPU)
+        self.areas = [attach(self.receiver.area(slot)) for slot in (0, 1)]
+
+    @concurrent_endpoint
+    async def connect(self, addresses: list[bytes]) -> None:
+        await self.receiver.connect(addresses, 0, 2)
+
+    @concurrent_endpoint
+    async def receive(self, version: int, slot: int, after: tuple[int, signal.Signals] | None = None) -> Received:
+        """Receive; as soon as the first bytes are there, send a process a signal if ``after`` says so."""
+        area = self.areas[slot].zero_()
+        since = time.monotonic()
+        receiving = asyncio.ensure_future(self.receiver.receive(version, slot))
+        if after is not None:
+            while not area[0]:
+                await asyncio.sleep(0)
+            assert not area[-ALIGNMENT], "all was read before the signal"
+            os.kill(*after)
+            since = time.monotonic()
+        try:
+            await receiving
+            error = ""
+        except TransferError as raised:
+            error = str(raised)
+        return Received(self._holds(version, slot), error, time.monotonic() - since)
+
+    @concurrent_endpoint
+    async def set_writer(self, writer: Any) -> None:
+        self.receiver.writer = writer
+
+    def _holds(self, version: int, slot: int) -> bool:
+        pairs = zip(manifest().tensors, values(version), strict=True)
+        return all(
+            torch.equal(spec.view(self.areas[slot]).view(torch.uint8).flatten(), v.flatten()) for spec, v in pairs
+        )
+
+    @concurrent_endpoint
+    async def content(self, slot: int) -> bytes:
+        return bytes(self.areas[slot].numpy())
+
+
+async def ask(answer: Awaitable[T], what: str) -> T:
+    return await within(DEADLINE_S, answer, what)
+
+
+class Sides:
+    """Two senders in meshes of their own, so that one can be lost, and a mesh of two receivers."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.senders = [self.sender(0), self.sender(1)]
+        self.receivers = cluster.spawn("receivers", 2).spawn("receivers", Receiving)
+        self.pids: list[int] = []
+
+    def sender(self, rank: int) -> Any:
+        return self.cluster.spawn(f"sender{rank}", 1).spawn(f"sender{rank}", Sending, rank)
+
+    async def meet(self) -> None:
+        opened = await ask(asyncio.gather(*(s.open.call_one() for s in self.senders)), "addresses")
+        self.pids = [pid for _, pid in opened]
+        await ask(self.receivers.connect.call([address for address, _ in opened]), "the receivers to connect")
+
+    async def publish(self, version: int, slot: int) -> None:
+        await ask(asyncio.gather(*(s.snapshot.call_one(version, slot) for s in self.senders)), "snapshots")
+        await ask(asyncio.gather(*(s.send.call_one(version, slot) for s in self.senders)), "send")
+
+    async def receive(self, version: int, slot: int) -> list[Received]:
+        return list((await ask(self.receivers.receive.call(version, slot), f"version {version}")).values())
+
+    async def receive_and_signal(self, version: int, slot: int, rank: int, number: signal.Signals) -> Received:
+        receiver = self.receivers.slice(gpus=0)
+        return await ask(receiver.receive.call_one(version, slot, (self.pids[rank], number)), "an interrupted read")
+
+
+@pytest.fixture(scope="module")
+def sides() -> Iterator[Sides]:
+    with launch() as cluster:
+        assert cluster is not None
+        both = Sides(cluster)
+        asyncio.run(both.meet())
+        yield both
+
+
+def run(steps: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(ask(steps(), "a test"))  # type: ignore[arg-type]
+
+
+def test_versions_arrive_whole_at_every_receiver(sides: Sides) -> None:
+    async def steps() -> None:
+        for version in range(1, 5):
+            slot = version % 2
+            await sides.publish(version, slot)
+            for received in await sides.receive(version, slot):
+                assert (received.equal, received.error) == (True, "")
+
+    run(steps)
+
+
+def test_a_version_is_awaited_and_read_together(sides: Sides) -> None:
+    """Receivers may begin before the senders: the two are called at once."""
+
+    async def steps() -> None:
+        await asyncio.gather(*(s.snapshot.call_one(6, 0) for s in sides.senders))
+        receiving = asyncio.ensure_future(sides.receive(6, 0))
+        await ask(sides.senders[0].send.call_one(6, 0), "the first sender")
+        await ask(sides.senders[1].send.call_one(6, 0), "the second sender")
+        assert all(received.equal for received in await receiving)
+
+    run(steps)
+
+
+def test_another_version_than_expected_is_refused(sides: Sides) -> None:
+    async def steps() -> None:
+        await sides.publish(9, 1)
+        for received in await sides.receive(8, 1):
+            assert "version 8 of" in received.error and "but version 9 of" in received.error
+        assert all(received.equal for received in await sides.receive(9, 1))
+
+    run(steps)
+
+
+def test_a_slot_written_to_while_it_is_read_is_refused(sides: Sides) -> None:
+    async def steps() -> None:
+        await sides.publish(11, 0)
+        await ask(sides.receivers.set_writer.call(sides.senders[0]), "the writer")
+        for received in await sides.receive(11, 0):
+            assert "version 11 of trainer rank 0 was written to while it was read" in received.error
+        await ask(sides.receivers.set_writer.call(None), "no writer")
+        await sides.publish(13, 0)
+        assert all(received.equal for received in await sides.receive(13, 0))
+
+    run(steps)
+
+
+def test_a_stopped_owner_is_an_error_in_seconds_and_writes_nothing_later(sides: Sides) -> None:
+    async def steps() -> None:
+        await sides.publish(20, 0)
+        received = await sides.receive_and_signal(20, 0, 0, signal.SIGSTOP)
+        assert "from trainer rank 0 within" in received.error
+        assert received.seconds < 2 * SILENCE_S
+        one = sides.receivers.slice(gpus=0)
+        before = await one.content.call_one(0)
+        os.kill(sides.pids[0], signal.SIGCONT)
+        await sides.publish(21, 1)
+        assert all(received.equal for received in await sides.receive(21, 1))
+        assert await one.content.call_one(0) == before
+        assert all(received.equal for received in await sides.receive(20, 0))
+
+    run(steps)
+
+
+def test_a_killed_owner_is_an_error_in_seconds_and_can_be_replaced(sides: Sides) -> None:
+    async def steps() -> None:
+        await sides.publish(30, 0)
+        received = await sides.receive_and_signal(30, 0, 0, signal.SIGKILL)
+        assert "could not read version 30 from trainer rank 0" in received.error
+        assert received.seconds < 2 * SILENCE_S
+        sides.senders[0] = sides.sender(0)
+        await sides.meet()
+        await sides.publish(31, 1)
+        assert all(received.equal for received in await sides.receive(31, 1))
+
+    run(steps)
+
+
+def test_what_is_closed_cannot_be_read(sides: Sides) -> None:
+    async def steps() -> None:
+        await sides.publish(40, 0)
+        await ask(sides.senders[1].close.call_one(), "the sender to close")
+        for received in await sides.receive(40, 0):
+            assert "could not read the header of slot 0 of trainer rank 1" in received.error
+
+    run(steps)
+
+
+def test_it_says_when_it_cannot_work() -> None:
+    with configured(rdma_allow_tcp_fallback=True):
+        assert usable() is None
+    with configured(rdma_allow_tcp_fallback=False, rdma_disable_ibverbs=True):
+        assert "fallback to TCP is off" in str(usable())
+
+
+DTYPES = st.sampled_from([torch.uint8, torch.bfloat16, torch.float32])
+SHAPES = st.lists(st.tuples(st.integers(1, 40), DTYPES), min_size=1, max_size=8)
+
+
+@given(shapes=SHAPES, cuts=st.lists(st.integers(0, 40), max_size=3), bucket=st.integers(16, 100), last=st.booleans())
+def test_the_plan_brings_every_byte_to_its_place(
+    shapes: list[tuple[int, torch.dtype]], cuts: list[int], bucket: int, last: bool
+) -> None:
+    tensors = [(f"t{i}", (numel,), dtype) for i, (numel, dtype) in enumerate(shapes)]
+    bounds = [0, *sorted(cuts), 40]
+    owned = [
+        [(name, min(start, numel), min(end, numel) - min(start, numel)) for name, (numel,), _ in tensors]
+        for start, end in zip(bounds, bounds[1:], strict=False)
+    ]
+    plan = make_manifest(tensors, owned)
+    whole = [torch.randint(1, 256, (spec.nbytes,), dtype=torch.uint8) for spec in plan.tensors]
+    area = torch.zeros(plan.nbytes, dtype=torch.uint8)
+    ranks = range(len(owned))
+    for rank in reversed(ranks) if last else ranks:
+        layout = plan_slot(plan, rank, bucket)
+        slot = torch.zeros(layout.nbytes, dtype=torch.uint8)
+        for (start, nbytes), shard in zip(layout.shards, plan.shards[rank], strict=True):
+            size = plan.tensors[shard.tensor].dtype.itemsize
+            assert (start - plan.tensors[shard.tensor].offset - shard.start * size) % ALIGNMENT == 0
+            slot[start : start + nbytes] = whole[shard.tensor][shard.start * size : (shard.start + shard.numel) * size]
+        for runs in layout.reads:
+            assert runs[-1].slot + runs[-1].nbytes - runs[0].slot <= bucket
+            for piece in runs:
+                area[piece.area : piece.area + piece.nbytes] = slot[piece.slot : piece.slot + piece.nbytes]
+    for spec, value in zip(plan.tensors, whole, strict=True):
+        assert torch.equal(spec.view(area).view(torch.uint8), value)
+
+
+def test_a_lone_owner_is_read_in_one_run() -> None:
+    plan = make_manifest(TENSORS, [[(name, 0, rows * (rest[0] if rest else 1)) for name, (rows, *rest), _ in TENSORS]])
+    layout = plan_slot(plan, 0, 1 << 30)
+    assert [len(runs) for runs in layout.reads] == [1]
+    assert layout.nbytes <= plan.nbytes
