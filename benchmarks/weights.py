@@ -51,7 +51,7 @@ class Settings:
 
     sizes_mb: tuple[float, ...] = (3, 30, 300, 1000)
     """Bytes of a version, in MB (1e6), about."""
-    transports: tuple[TransportName, ...] = ("collective", "shared_memory")
+    transports: tuple[TransportName, ...] = ("collective", "rdma", "shared_memory")
     """Which to measure."""
     versions: int = 6
     """Versions published by each, after one that warms up; medians are taken."""
@@ -169,11 +169,11 @@ def main(s: Settings) -> None:
             if cluster is None:
                 return
             found = asyncio.run(measure(cluster, s, model.resolve()))
+            found["raw"] = raw = weights_raw.measure(cluster, found["bytes"])
             kind = cluster.devices.kind
-        found["raw"] = raw = weights_raw.measure(found["bytes"])
-        for name, goal in (("collective", "gloo_gb_per_s"), ("shared_memory", "shared_memory_gb_per_s")):
+        for name, goal in (("collective", "gloo"), ("rdma", "rdma"), ("shared_memory", "shared_memory")):
             if name in found:
-                found[name]["of_raw"] = found[name]["gb_per_s"] / raw[goal]
+                found[name]["of_raw"] = found[name]["gb_per_s"] / raw[f"{goal}_gb_per_s"]
         figures.append(found)
         print(json.dumps(_short(found)), flush=True)
     if s.plot is not None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import statistics
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+from monarch.actor import Actor, concurrent_endpoint
 
+from monarch_rl.runtime.cluster import Cluster
+from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.network import free_port
 from monarch_rl.weights.area import Area
 
@@ -20,8 +25,9 @@ ROUNDS = 5
 TIMEOUT_S = 300
 
 
-def measure(nbytes: int) -> dict[str, float]:
-    """GB/s of one thread: a copy, a copy into shared memory, a gloo broadcast from one process to another."""
+def measure(cluster: Cluster, nbytes: int) -> dict[str, float]:
+    """GB/s of one thread: a copy, a copy into shared memory, a gloo broadcast from one process to another, and a
+    read of one actor's ``RDMABuffer`` by another, as Monarch is configured by the launch."""
     source = torch.ones(nbytes, dtype=torch.uint8)
     target, area = torch.zeros_like(source), Area(nbytes)
     threads = torch.get_num_threads()
@@ -30,6 +36,7 @@ def measure(nbytes: int) -> dict[str, float]:
         "memcpy_gb_per_s": _rate(nbytes, lambda: target.copy_(source)),
         "shared_memory_gb_per_s": _rate(nbytes, lambda: area.buffer.copy_(source)),
         "gloo_gb_per_s": _gloo(nbytes),
+        "rdma_gb_per_s": nbytes / asyncio.run(_rdma(cluster, nbytes)) / 1e9,
     }
     torch.set_num_threads(threads)
     return found
@@ -74,3 +81,30 @@ def _broadcast(rank: int, port: int, nbytes: int, pipe: Connection) -> None:
     if rank == 1:
         pipe.send(seconds)
     dist.destroy_process_group()
+
+
+class Memory(Actor):
+    """Owns memory that others read, or reads others'."""
+
+    @concurrent_endpoint
+    async def own(self, nbytes: int) -> Any:
+        from monarch.rdma import RDMABuffer
+
+        self._data = torch.ones(nbytes, dtype=torch.uint8)
+        return RDMABuffer(self._data)
+
+    @concurrent_endpoint
+    async def read(self, buffer: Any, nbytes: int) -> float:
+        """Median seconds."""
+        target, seconds = torch.zeros(nbytes, dtype=torch.uint8), []
+        for _ in range(1 + ROUNDS):
+            started = time.perf_counter()
+            await buffer.read_into(target, timeout=TIMEOUT_S)
+            seconds.append(time.perf_counter() - started)
+        return statistics.median(seconds[1:])
+
+
+async def _rdma(cluster: Cluster, nbytes: int) -> float:
+    owner, reader = (cluster.spawn(name, 1).spawn(name, Memory) for name in ("owner", "reader"))
+    buffer = await within(TIMEOUT_S, owner.own.call_one(nbytes), "the owner of the memory")
+    return await within(2 * TIMEOUT_S, reader.read.call_one(buffer, nbytes), "a raw read")

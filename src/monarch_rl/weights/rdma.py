@@ -25,12 +25,11 @@ import torch
 
 from monarch_rl.weights.area import Area
 from monarch_rl.weights.manifest import ALIGNMENT, Manifest
-from monarch_rl.weights.transport import TransferError, TransferSettings
+from monarch_rl.weights.transport import SLOTS, TransferError, TransferSettings
 
 if TYPE_CHECKING:
     from monarch.rdma import RDMABuffer
 
-SLOTS = 2
 SILENCE_S = 5
 """Seconds (whole ones) that one read may take. Monarch does not notice a dead owner of memory: reads run into this.
 A bucket of 64 MiB needs 13 MiB/s to arrive in time."""
@@ -155,6 +154,8 @@ class RdmaSender:
 
     async def open(self) -> bytes:
         """Register the memory, once: whoever joins later is given the same address."""
+        if reason := usable():
+            raise TransferError(reason)
         if not self._registered:
             self._registered = await asyncio.to_thread(self._register)
         return pickle.dumps(self._registered)

@@ -23,7 +23,7 @@ import torch
 
 from monarch_rl.weights.manifest import Manifest
 
-TransportName = Literal["auto", "collective", "shared_memory"]
+TransportName = Literal["auto", "collective", "rdma", "shared_memory"]
 
 SLOTS = 2
 """Versions that can be on their way: one in transfer, one being copied by the trainer."""
@@ -35,6 +35,7 @@ class TransferSettings:
 
     transport: TransportName = "collective"
     """`collective` broadcasts from every trainer rank to all generator ranks: NCCL on GPUs, gloo on CPUs.
+    `rdma`: replicas read out of the trainer ranks' memory, by ibverbs, or over Monarch's TCP connections.
     `shared_memory`, on one host: trainer ranks write a version where engines load it from. `auto` measures those that
     work with the run's own model at the start, and takes the fastest."""
     bucket_mib: int = 64
@@ -102,6 +103,7 @@ class TransferError(RuntimeError):
 
 TRANSPORTS: dict[TransportName, tuple[str, str, str]] = {
     "collective": ("monarch_rl.weights.collective", "CollectiveSender", "CollectiveReceiver"),
+    "rdma": ("monarch_rl.weights.rdma", "RdmaSender", "RdmaReceiver"),
     "shared_memory": ("monarch_rl.weights.shared_memory", "SharedMemorySender", "SharedMemoryReceiver"),
 }
 """By name: module, sender's class, receiver's class; imported on demand."""
