@@ -68,9 +68,8 @@ class Settings:
 def model_of(size_mb: float, cache: Path) -> Path:
     """A random Qwen3 whose float32 weights take about so many MB."""
     hidden = next(width for limit, width in WIDTHS if size_mb * 1e6 <= limit)
-    layer = (
-        4 * (9 * hidden + 384) * hidden
-    )  # what write_random_model makes of it: 4 heads of 32, an MLP 3 times as wide
+    # As write_random_model makes them: 4 heads of 32, an MLP 3 times as wide.
+    layer = 4 * (9 * hidden + 384) * hidden
     model = RandomModel(hidden_size=hidden, layers=max(1, round(size_mb * 1e6 / layer)))
     folder = cache / f"{hidden}x{model.layers}"
     if not folder.exists():
