@@ -110,8 +110,9 @@ class GeneratorBeside(Generator):
         return await asyncio.to_thread(self._local_copy)
 
     def _local_copy(self) -> float:
-        staging = self._weights_ready().staging
-        sources = [staging.view(i) for i in range(len(staging.manifest.tensors))]
+        weights = self._weights_ready()
+        staging = weights.staging
+        sources = [spec.view(staging.buffer) for spec in weights.manifest.tensors]
         targets = [torch.zeros_like(source) for source in sources]
         taken = []
         for _ in range(COPIES):

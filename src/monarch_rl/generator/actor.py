@@ -20,8 +20,8 @@ from monarch_rl.generator.engine import CommitReport, Engine, GenerationError
 from monarch_rl.generator.link import Answer, Request, answer_all
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.runtime.deadlines import within
+from monarch_rl.weights.area import Area
 from monarch_rl.weights.manifest import Manifest
-from monarch_rl.weights.staging import Staging
 from monarch_rl.weights.transport import Receiver, TransferSettings, receiver_class
 
 TRANSFER_GRACE_S = 10.0
@@ -32,7 +32,8 @@ TRANSFER_GRACE_S = 10.0
 class _Weights:
     """What a replica needs to receive versions."""
 
-    staging: Staging
+    manifest: Manifest
+    staging: Area
     receiver: Receiver
     deadline_s: float
     thread: ThreadPoolExecutor
@@ -90,10 +91,10 @@ class Generator(Actor):
             addresses: of every sender, by trainer rank.
             settings: the transport and its deadlines.
         """
-        staging = await asyncio.to_thread(Staging, manifest, _device())
+        staging = await asyncio.to_thread(Area, manifest.nbytes, _device())
         receiver = receiver_class(settings.transport)(manifest, index, addresses, settings)
         thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
-        self._weights = _Weights(staging, receiver, settings.deadline_s, thread)
+        self._weights = _Weights(manifest, staging, receiver, settings.deadline_s, thread)
 
     @concurrent_endpoint
     async def weights_connect(self, receivers: int) -> None:
@@ -125,7 +126,7 @@ class Generator(Actor):
                     f"generator {self._replica} cannot commit version {version}: its staging area holds "
                     f"{'nothing complete' if weights.received is None else f'version {weights.received}'}"
                 )
-            self._last_commit = await self._running.commit(version, weights.staging, checksums)
+            self._last_commit = await self._running.commit(version, weights.manifest, weights.staging.handle, checksums)
         return self._last_commit
 
     @concurrent_endpoint
