@@ -20,9 +20,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from monarch_rl.episode import Completion
+from monarch_rl.generator.engine import CommitReport, Engine
+from monarch_rl.weights.area import Area
 from monarch_rl.weights.checksum import tensor_checksum
 from monarch_rl.weights.manifest import Manifest, make_manifest
-from monarch_rl.weights.staging import Staging
 
 T = TypeVar("T")
 
@@ -121,10 +122,27 @@ def checksums_of(weights: dict[str, torch.Tensor]) -> dict[str, int]:
     return {name: int(tensor_checksum(x)) for name, x in weights.items()}
 
 
-def fill(staging: Staging, weights: dict[str, torch.Tensor]) -> None:
-    """What a transport does."""
-    for i, name in enumerate(staging.manifest.names):
-        staging.view(i).copy_(weights[name])
+class Staging:
+    """The areas in which versions arrive in turn, filled as a transport does."""
+
+    def __init__(self, weights: dict[str, torch.Tensor], areas: int = 2) -> None:
+        self.manifest = manifest_of(weights)
+        self._areas = [Area(self.manifest.nbytes) for _ in range(areas)]
+
+    def area(self, version: int) -> Area:
+        return self._areas[version % len(self._areas)]
+
+    def fill(self, version: int, weights: dict[str, torch.Tensor]) -> None:
+        for spec in self.manifest.tensors:
+            spec.view(self.area(version).buffer).copy_(weights[spec.name])
+
+    def byte(self, version: int, name: str, offset: int) -> torch.Tensor:
+        """One byte of a tensor in the area, to be spoilt."""
+        spec = self.manifest.tensors[self.manifest.names.index(name)]
+        return self.area(version).buffer[spec.offset + offset : spec.offset + offset + 1]
+
+    async def commit(self, engine: Engine, version: int, expected: dict[str, int]) -> CommitReport:
+        return await engine.commit(version, self.manifest, self.area(version).handle, expected)
 
 
 def next_version(weights: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:

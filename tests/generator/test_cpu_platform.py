@@ -13,7 +13,6 @@ import torch
 
 from monarch_rl.episode import Sampling
 from monarch_rl.generator.engine import Engine
-from monarch_rl.weights.staging import Staging
 from tests.generator.helpers import (
     HEAD_DIM,
     HEADS,
@@ -22,9 +21,8 @@ from tests.generator.helpers import (
     LAYERS,
     LOGPROB_BOUND,
     LoopThread,
+    Staging,
     checksums_of,
-    fill,
-    manifest_of,
     next_version,
     reference_logprobs,
     weights_in,
@@ -48,11 +46,11 @@ def test_mixture_of_experts_agrees_with_transformers_and_takes_new_weights(
 ) -> None:
     """Log-probs before and after a commit; checksums of experts stacked in ``w13`` and ``w2`` are bit-exact."""
     base = weights_in(models["moe"])
-    staging = Staging(manifest_of(base))
+    staging = Staging(base)
     for version, weights in enumerate([None, next_version(base, 1), next_version(base, 2)]):
         if weights is not None:
-            fill(staging, weights)
-            run(moe_engine.commit(version, staging, checksums_of(weights)))
+            staging.fill(version, weights)
+            run(staging.commit(moe_engine, version, checksums_of(weights)))
         if version == 1:
             continue  # the commit that makes the plan; what replays it is looked at
         drawn = run(moe_engine.generate(PROMPT, Sampling(max_new_tokens=40)))

@@ -14,20 +14,19 @@ from monarch_rl.episode import Completion, Sampling
 from monarch_rl.generator.engine import (
     BusyClock,
     CommitError,
+    CommitReport,
     Engine,
     EngineStopped,
     GenerationError,
     WeightMismatch,
     to_completion,
 )
-from monarch_rl.weights.staging import Staging
 from tests.generator.conftest import SETTINGS
 from tests.generator.helpers import (
     LOGPROB_BOUND,
     LoopThread,
+    Staging,
     checksums_of,
-    fill,
-    manifest_of,
     next_version,
     reference_logprobs,
     until,
@@ -46,14 +45,15 @@ def prompts(completions: list[Completion]) -> list[tuple[list[int], Completion]]
 
 @pytest.fixture(scope="module")
 def staging(models: dict[str, Path]) -> Staging:
-    return Staging(manifest_of(weights_in(models["qwen3"])))
+    return Staging(weights_in(models["qwen3"]))
 
 
 async def commit_seed(engine: Engine, staging: Staging, folder: Path, seed: int) -> dict[str, object]:
     """Commit the next version, made from ``seed``; returns its weights."""
     weights = next_version(weights_in(folder), seed)
-    fill(staging, weights)
-    await engine.commit(engine.version + 1, staging, checksums_of(weights))
+    version = engine.version + 1
+    staging.fill(version, weights)
+    await staging.commit(engine, version, checksums_of(weights))
     return weights  # type: ignore[return-value]
 
 
@@ -186,15 +186,15 @@ def test_a_flipped_bit_is_found_and_nothing_is_served(
     engine: Engine, run: LoopThread, models: dict[str, Path], staging: Staging
 ) -> None:
     weights = next_version(weights_in(models["qwen3"]), 50)
-    fill(staging, weights)
-    name = "model.layers.1.self_attn.k_proj.weight"
-    place = staging.manifest.tensors[staging.manifest.names.index(name)].offset + 77
-    staging.buffer[place] ^= 16
     version = engine.version + 1
+    staging.fill(version, weights)
+    name = "model.layers.1.self_attn.k_proj.weight"
+    place = staging.byte(version, name, 77)
+    place ^= 16
 
     async def flipped() -> tuple[str, asyncio.Task[Completion]]:
         with pytest.raises(WeightMismatch) as caught:
-            await engine.commit(version, staging, checksums_of(weights))
+            await staging.commit(engine, version, checksums_of(weights))
         waiting = asyncio.ensure_future(engine.generate([5], Sampling(max_new_tokens=3)))
         await asyncio.wait({waiting}, timeout=1.0)
         assert not waiting.done()
@@ -202,10 +202,10 @@ def test_a_flipped_bit_is_found_and_nothing_is_served(
 
     message, waiting = run(flipped())
     assert f"1 of {len(weights)} tensors differ from the trainer's: {name}." in message
-    staging.buffer[place] ^= 16
+    place ^= 16
 
     async def repaired() -> Completion:
-        await engine.commit(version, staging, checksums_of(weights))
+        await staging.commit(engine, version, checksums_of(weights))
         return await waiting
 
     assert run(repaired()).policy_versions.tolist() == [version] * 3
@@ -216,14 +216,15 @@ def test_a_version_that_cannot_be_loaded_stays_unserved(
 ) -> None:
     weights = weights_in(models["qwen3"])
     fewer = {name: x for name, x in weights.items() if "q_norm" not in name}
-    partial = Staging(manifest_of(fewer))
-    fill(partial, fewer)
+    partial = Staging(fewer)
 
     async def refused() -> None:
-        with pytest.raises(CommitError, match=r"no staged tensor fills .*q_norm"):
-            await engine.commit(engine.version + 1, partial, checksums_of(fewer))
-        fill(staging, weights)
-        await engine.commit(engine.version, staging, checksums_of(weights))
+        version = engine.version + 1
+        partial.fill(version, fewer)
+        with pytest.raises(CommitError, match=r"no tensor that was sent fills .*q_norm"):
+            await partial.commit(engine, version, checksums_of(fewer))
+        staging.fill(version, weights)
+        await staging.commit(engine, version, checksums_of(weights))
 
     run(refused())
 
@@ -232,7 +233,37 @@ def test_an_older_version_is_refused(engine: Engine, run: LoopThread, staging: S
     if not engine.version:
         pytest.skip("no version has been committed yet")
     with pytest.raises(ValueError, match="is older than version"):
-        run(engine.commit(engine.version - 1, staging, {}))
+        run(staging.commit(engine, engine.version - 1, {}))
+
+
+def test_checksums_of_other_tensors_are_refused_and_serving_goes_on(
+    engine: Engine, run: LoopThread, models: dict[str, Path], staging: Staging
+) -> None:
+    checksums = checksums_of(weights_in(models["qwen3"])) | {"lm_head.bias": 0}
+    version = engine.version
+    with pytest.raises(ValueError, match=r"in one of them only: lm_head\.bias"):
+        run(staging.commit(engine, version + 1, checksums))
+    assert run(draw(engine, 1, 3))[0].policy_versions.tolist() == [version] * 3
+
+
+def test_a_commit_says_what_it_cost(engine: Engine, run: LoopThread, models: dict[str, Path], staging: Staging) -> None:
+    """The parts of a pause add up to it; the pause is short beside the messages of the whole commit."""
+    weights = weights_in(models["qwen3"])
+
+    async def commit() -> list[CommitReport]:
+        playing = asyncio.ensure_future(draw(engine, 8, 300))
+        reports = []
+        for _ in range(10):
+            staging.fill(engine.version + 1, weights)
+            reports.append(await staging.commit(engine, engine.version + 1, checksums_of(weights)))
+        await playing
+        return reports
+
+    for report in run(commit()):
+        assert report.nbytes == sum(x.nbytes for x in weights.values())
+        assert 0 < report.copy_seconds + report.checksum_seconds <= report.paused_seconds < report.seconds
+        assert 0 < report.verification_share < 1
+        print(report, f"messages {report.messages_seconds * 1e3:.2f} ms")
 
 
 def test_an_idle_engine_leaves_its_core_alone(engine: Engine, run: LoopThread) -> None:

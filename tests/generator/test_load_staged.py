@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
-from monarch_rl.generator.load_staged import load
-from monarch_rl.weights.staging import Staging, decode_specs, encode_specs
-from tests.generator.helpers import checksums_of, fill, manifest_of
+from monarch_rl.generator.load_report import LoadSheet, Refusal
+from monarch_rl.generator.load_staged import load, write_order
+from tests.generator.helpers import Staging, checksums_of, manifest_of
 
 
 class Fused(nn.Module):
@@ -42,67 +44,69 @@ def fused_weights(seed: int = 0) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
-def stage(weights: dict[str, torch.Tensor]) -> Staging:
-    staging = Staging(manifest_of(weights))
-    fill(staging, weights)
-    return staging
+class Rank:
+    """One model, and what an engine would keep for it."""
+
+    def __init__(self, model: Any, weights: dict[str, torch.Tensor]) -> None:
+        self.model = model
+        self.staging = Staging(weights)
+        self.sheet = LoadSheet(self.staging.manifest, 1)
+
+    def load(self, version: int, weights: dict[str, torch.Tensor]) -> Refusal | None:
+        self.staging.fill(version, weights)
+        self.sheet.ask(checksums_of(weights))
+        order = write_order(0, self.staging.area(version).handle, self.sheet.handle)
+        load(self.model, [(order, torch.empty(0))])
+        return self.sheet.judge()
 
 
 def error_of(model: nn.Module, weights: dict[str, torch.Tensor]) -> str:
-    staging = stage(weights)
-    load(model, staging.named_tensors())
-    error = staging.read_report().error
-    assert error is not None
-    return error
+    refusal = Rank(model, weights).load(0, weights)
+    assert refusal is not None
+    assert not refusal.differs
+    return refusal.message
 
 
-def test_first_load_goes_through_the_model_and_later_ones_by_the_plan() -> None:
-    model, staging = Fused(), stage(fused_weights())
-    for seed in range(3):
-        weights = fused_weights(seed)
-        fill(staging, weights)
-        staging.reset_report()
-        load(model, staging.named_tensors())
-        report = staging.read_report()
-        assert report.error is None
-        assert report.nbytes == sum(x.nbytes for x in weights.values())
-        assert dict(zip(staging.manifest.names, staging.checksums.tolist(), strict=True)) == checksums_of(weights)
-        assert torch.equal(model.qk.data, torch.cat([weights["q"], weights["k"]]))
-        assert torch.equal(model.experts.data[1], torch.cat([weights["e1.gate"], weights["e1.up"]]))
-        assert torch.equal(model.vocabulary.data[13:], torch.zeros(3, 4))
-    assert model.loads == 1
+def test_first_load_goes_through_the_model_and_later_ones_by_the_plan_whatever_the_area() -> None:
+    rank = Rank(Fused(), fused_weights())
+    for version in range(5):
+        weights = fused_weights(version)
+        assert rank.load(version, weights) is None
+        assert rank.sheet.report().nbytes == sum(x.nbytes for x in weights.values())
+        assert torch.equal(rank.model.qk.data, torch.cat([weights["q"], weights["k"]]))
+        assert torch.equal(rank.model.experts.data[1], torch.cat([weights["e1.gate"], weights["e1.up"]]))
+        assert torch.equal(rank.model.vocabulary.data[13:], torch.zeros(3, 4))
+    assert rank.model.loads == 1
 
 
-def test_checksums_are_of_what_the_engine_holds_and_not_of_staging() -> None:
+def test_checksums_are_of_what_the_engine_holds_and_not_of_the_area() -> None:
     class Forgetful(Fused):
         def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
             super().load_weights(weights)
             self.qk.data[0, 0].fill_(7.0)
 
-    model, weights = Forgetful(), fused_weights()
-    staging = stage(weights)
-    load(model, staging.named_tensors())
-    found = dict(zip(staging.manifest.names, staging.checksums.tolist(), strict=True))
-    assert {name for name, value in checksums_of(weights).items() if found[name] != value} == {"q"}
+    refusal = Rank(Forgetful(), fused_weights()).load(0, fused_weights())
+    assert refusal == Refusal("1 of 7 tensors differ from the trainer's: q", differs=True)
 
 
 def test_a_parameter_that_moved_voids_the_plan() -> None:
-    model, weights = Fused(), fused_weights()
-    staging = stage(weights)
-    load(model, staging.named_tensors())
-    model.qk = nn.Parameter(torch.full((12, 6), torch.nan), requires_grad=False)
-    load(model, staging.named_tensors())
-    assert model.loads == 2
-    assert torch.equal(model.qk.data[:8], weights["q"])
+    weights = fused_weights()
+    rank = Rank(Fused(), weights)
+    assert rank.load(0, weights) is None
+    rank.model.qk = nn.Parameter(torch.full((12, 6), torch.nan), requires_grad=False)
+    assert rank.load(1, weights) is None
+    assert rank.model.loads == 2
+    assert torch.equal(rank.model.qk.data[:8], weights["q"])
 
 
-def test_another_staging_area_voids_the_plan() -> None:
-    model = Fused()
-    load(model, stage(fused_weights(0)).named_tensors())
-    second = stage(fused_weights(1))
-    load(model, second.named_tensors())
-    assert second.read_report().error is None
-    assert torch.equal(model.qk.data[:8], fused_weights(1)["q"])
+def test_areas_made_anew_need_no_new_plan() -> None:
+    rank = Rank(Fused(), fused_weights(0))
+    assert rank.load(0, fused_weights(0)) is None
+    rank.staging = Staging(fused_weights(0), areas=3)
+    for version in range(6):
+        assert rank.load(version, fused_weights(version)) is None
+        assert torch.equal(rank.model.qk.data[:8], fused_weights(version)["q"])
+    assert rank.model.loads == 1
 
 
 def test_a_tensor_the_engine_does_not_take_is_named() -> None:
@@ -121,7 +125,7 @@ def test_a_parameter_that_nothing_fills_is_named() -> None:
             super().__init__()
             self.bias = nn.Parameter(torch.zeros(3), requires_grad=False)
 
-    assert "no staged tensor fills these parameters of the engine: bias" in error_of(Larger(), fused_weights())
+    assert "no tensor that was sent fills these parameters of the engine: bias" in error_of(Larger(), fused_weights())
 
 
 def test_a_parameter_stored_transposed_is_refused() -> None:
@@ -158,13 +162,89 @@ def test_an_exception_of_the_model_is_reported_and_not_raised() -> None:
     assert "no such layer" in error_of(Broken(), fused_weights())
 
 
-def test_a_report_that_was_never_written_is_not_taken_for_success() -> None:
-    staging = stage(fused_weights())
-    staging.reset_report()
-    with pytest.raises(RuntimeError, match="did not run"):
-        staging.read_report()
+class Sliced(nn.Module):
+    """What one of two ranks holds of three projections and a norm: rows, columns, rows of a padded one, all."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+        self.up, self.down, self.vocabulary, self.norm = (
+            nn.Parameter(torch.full(shape, torch.nan), requires_grad=False) for shape in ((4, 6), (6, 4), (8, 4), (5,))
+        )
+
+    def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        given, rank = dict(weights), self.rank
+        self.up.data.copy_(given["up"].narrow(0, 4 * rank, 4))
+        self.down.data.copy_(given["down"].narrow(1, 4 * rank, 4))
+        rows = given["vocabulary"][8 * rank : 8 * rank + 8]
+        self.vocabulary.data[: len(rows)].copy_(rows)
+        self.vocabulary.data[len(rows) :].fill_(0)
+        self.norm.data.copy_(given["norm"])
+
+
+def sliced_weights(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"up": (8, 6), "down": (6, 8), "vocabulary": (13, 4), "norm": (5,)}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def load_both(
+    models: list[Any], staging: Staging, sheet: LoadSheet, version: int, weights: dict[str, torch.Tensor]
+) -> Refusal | None:
+    staging.fill(version, weights)
+    sheet.ask(checksums_of(weights))
+    for rank, model in enumerate(models):
+        load(model, [(write_order(rank, staging.area(version).handle, sheet.handle), torch.empty(0))])
+    return sheet.judge()
+
+
+def test_ranks_hold_rows_columns_or_all_and_verify_together() -> None:
+    models: list[Any] = [Sliced(0), Sliced(1)]
+    staging = Staging(sliced_weights(0))
+    sheet = LoadSheet(staging.manifest, 2)
+    for version in range(3):
+        weights = sliced_weights(version)
+        assert load_both(models, staging, sheet, version, weights) is None
+        for name, dim in (("up", 0), ("down", 1)):
+            assert torch.equal(torch.cat([getattr(m, name).data for m in models], dim), weights[name])
+        assert torch.equal(torch.cat([m.vocabulary.data for m in models])[:13], weights["vocabulary"])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("name", ["up", "down", "vocabulary", "norm"])
+def test_one_wrong_bit_on_one_rank_alone_is_named(rank: int, name: str) -> None:
+    class Wrong(Sliced):
+        def post_load_weights(self) -> None:
+            getattr(self, name).data.view(torch.int32).view(-1)[2] ^= 1
+
+    models: list[Any] = [Sliced(0), Sliced(1)]
+    models[rank] = Wrong(rank)
+    staging = Staging(sliced_weights(0))
+    sheet = LoadSheet(staging.manifest, 2)
+    assert load_both(models, staging, sheet, 0, sliced_weights(0)) is None  # by load_weights alone
+    refusal = load_both(models, staging, sheet, 1, sliced_weights(1))
+    assert refusal == Refusal(f"1 of 4 tensors differ from the trainer's: {name}", differs=True)
+
+
+def test_ranks_that_leave_out_a_part_are_refused() -> None:
+    models: list[Any] = [Sliced(0), Sliced(0)]
+    staging = Staging(sliced_weights(0))
+    refusal = load_both(models, staging, LoadSheet(staging.manifest, 2), 0, sliced_weights(0))
+    assert refusal is not None
+    assert not refusal.differs
+    assert "exactly once: up, down, vocabulary" in refusal.message
+
+
+def test_a_rank_that_never_loaded_is_not_taken_for_success() -> None:
+    weights = sliced_weights(0)
+    staging = Staging(weights)
+    sheet = LoadSheet(staging.manifest, 2)
+    staging.fill(0, weights)
+    sheet.ask(checksums_of(weights))
+    load(Sliced(1), [(write_order(1, staging.area(0).handle, sheet.handle), torch.empty(0))])
+    assert sheet.judge() == Refusal("engine rank 0: its loader did not run", differs=False)
 
 
 def test_specs_survive_the_way_to_the_scheduler() -> None:
-    specs = manifest_of(fused_weights() | {"s": torch.ones((), dtype=torch.bfloat16)}).tensors
-    assert decode_specs(encode_specs(specs)) == specs
+    sheet = LoadSheet(manifest_of(fused_weights() | {"s": torch.ones((), dtype=torch.bfloat16)}), 3)
+    assert LoadSheet.open(sheet.handle).specs == sheet.specs

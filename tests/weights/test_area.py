@@ -29,3 +29,8 @@ def test_who_is_attached_keeps_it_and_nobody_else_comes() -> None:
     assert torch.equal(attached, torch.full((16,), 5, dtype=torch.uint8))
     with pytest.raises(RuntimeError, match="unable to open"):
         attach(handle)
+
+
+def test_no_two_areas_have_one_handle() -> None:
+    """Even if the second takes the place of the first."""
+    assert len({Area(16).handle for _ in range(3)}) == 3

@@ -5,14 +5,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monarch_rl.weights.checksum import tensor_checksum
+from monarch_rl.weights.checksum import Checksums, Held, tensor_checksum
 
 MODULUS = 1 << 64
 SEEDS = st.integers(0, 2**31)
+HEIGHTS = st.integers(1, 20)
+WIDTHS = st.integers(1, 11)
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.uint8, torch.float64])
 
 
-def drawn(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+def drawn(seed: int, height: int, width: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Bits at random: also NaNs, infinities and both zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (height, width * dtype.itemsize)
+    return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8).view(dtype)
 
 
 def reference(x: torch.Tensor) -> int:
@@ -24,44 +30,53 @@ def reference(x: torch.Tensor) -> int:
         x = (x ^ (x >> 27)) * 0x94D049BB133111EB % MODULUS
         return x ^ (x >> 31)
 
-    row_bytes = [x[r].contiguous().view(torch.uint8).tolist() for r in range(len(x))]
-    size = 8 if len(row_bytes[0]) % 8 == 0 else 4
     total = 0
-    for r, data in enumerate(row_bytes):
-        words = [int.from_bytes(data[i : i + size], "little", signed=True) for i in range(0, len(data), size)]
-        for c, word in enumerate(words):
-            total += word * ((spread(1 + r) | 1) + (spread(-(1 + c) % MODULUS) & ~1))
+    for r in range(len(x)):
+        data = bytes(x[r].contiguous().view(torch.uint8).tolist())
+        for c, start in enumerate(range(0, len(data), 8)):
+            factor = (spread(1 + r) | 1) + ((spread(-(1 + c) % MODULUS) & ~1) if r % 8 == 0 else 0)
+            total += int.from_bytes(data[start : start + 8], "little") * factor
     return total % MODULUS
 
 
-@given(SEEDS, st.integers(1, 12), st.integers(1, 9))
-def test_equals_the_formula(seed: int, height: int, width: int) -> None:
-    x = drawn(seed, height, width)
+@given(SEEDS, HEIGHTS, WIDTHS, DTYPES)
+def test_equals_the_formula(seed: int, height: int, width: int, dtype: torch.dtype) -> None:
+    x = drawn(seed, height, width, dtype)
     assert tensor_checksum(x).item() % MODULUS == reference(x)
 
 
-@given(SEEDS, st.integers(1, 12), st.integers(1, 9), st.integers(0, 12))
-def test_adds_up_over_shards_of_rows(seed: int, height: int, width: int, cut: int) -> None:
-    x = drawn(seed, height, width).bfloat16()
-    cut = min(cut, height)
-    parts = tensor_checksum(x[:cut]) + tensor_checksum(x[cut:], cut)
-    assert parts.item() == tensor_checksum(x).item()
+@given(SEEDS, HEIGHTS, WIDTHS, DTYPES, st.integers(0, 20), st.lists(st.integers(0, 11), min_size=2, max_size=2))
+def test_adds_up_over_boxes_wherever_the_cuts_are(
+    seed: int, height: int, width: int, dtype: torch.dtype, row: int, columns: list[int]
+) -> None:
+    """Rows above the cut are divided at one column, those below at another; words may be cut in two."""
+    x, row = drawn(seed, height, width, dtype), min(row, height)
+    parts = []
+    for column, first, rows in ((columns[0], 0, x[:row]), (columns[1], row, x[row:])):
+        column = min(column, width)
+        parts += [tensor_checksum(rows[:, :column], first), tensor_checksum(rows[:, column:], first, column)]
+    assert sum(parts).item() == tensor_checksum(x).item()  # type: ignore[union-attr]
 
 
-@given(SEEDS, st.integers(1, 12), st.integers(1, 9), st.integers(0, 31), st.data())
-def test_any_flipped_bit_changes_it(seed: int, height: int, width: int, bit: int, data: st.DataObject) -> None:
-    x = drawn(seed, height, width)
+@given(SEEDS, HEIGHTS, WIDTHS, DTYPES, st.integers(0, 7), st.data())
+def test_any_flipped_bit_changes_it(
+    seed: int, height: int, width: int, dtype: torch.dtype, bit: int, data: st.DataObject
+) -> None:
+    x = drawn(seed, height, width, dtype)
     flipped = x.clone()
-    place = data.draw(st.integers(0, x.numel() - 1))
-    flipped.view(torch.int32).view(-1)[place] ^= -(2**31) if bit == 31 else 1 << bit
+    place = data.draw(st.integers(0, x.nbytes - 1))
+    flipped.view(torch.uint8).view(-1)[place] ^= 1 << bit
     assert tensor_checksum(x).item() != tensor_checksum(flipped).item()
 
 
-@pytest.mark.parametrize("dim", [0, 1])
-def test_swapped_rows_or_columns_change_it(dim: int) -> None:
-    x = drawn(0, 4, 4)
-    order = torch.tensor([1, 0, 2, 3])
-    assert tensor_checksum(x).item() != tensor_checksum(x.index_select(dim, order)).item()
+@given(SEEDS, st.integers(2, 20), st.integers(2, 11), st.data())
+def test_swapped_rows_and_swapped_columns_change_it(seed: int, height: int, width: int, data: st.DataObject) -> None:
+    x = drawn(seed, height, width, torch.float64)
+    for dim, size in enumerate(x.shape):
+        first, second = data.draw(st.lists(st.integers(0, size - 1), min_size=2, max_size=2, unique=True))
+        order = torch.arange(size)
+        order[[first, second]] = order[[second, first]]
+        assert tensor_checksum(x).item() != tensor_checksum(x.index_select(dim, order)).item()
 
 
 def test_a_slice_of_a_fused_parameter_has_the_checksum_of_the_tensor() -> None:
@@ -70,8 +85,23 @@ def test_a_slice_of_a_fused_parameter_has_the_checksum_of_the_tensor() -> None:
     assert tensor_checksum(fused[:, 2:5]).item() == tensor_checksum(fused[:, 2:5].clone()).item()
 
 
-def test_large_tensors_are_summed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    x = drawn(2, 100, 30)
+@pytest.mark.parametrize("width", [30, 31])
+def test_large_tensors_are_summed_in_pieces(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = drawn(2, 100, width)
     whole = tensor_checksum(x).item()
-    monkeypatch.setattr("monarch_rl.weights.checksum._CHUNK", 64)
+    monkeypatch.setattr("monarch_rl.weights.checksum._CACHED_WORDS", 64)
     assert tensor_checksum(x).item() == whole
+
+
+@given(SEEDS, st.lists(st.tuples(HEIGHTS, WIDTHS, DTYPES), min_size=1, max_size=4))
+def test_planned_checksums_are_those_of_each_tensor_whatever_it_holds_by_then(
+    seed: int, shapes: list[tuple[int, int, torch.dtype]]
+) -> None:
+    held = [drawn(seed, *shape) for shape in shapes]
+    planned = Checksums([Held(x) for x in held])
+    for again in range(2):
+        for x, shape in zip(held, shapes, strict=True):
+            x.copy_(drawn(seed + again, *shape))
+        for piece in planned.pieces:
+            piece.add()
+        assert planned.take().tolist() == [tensor_checksum(x).item() for x in held]

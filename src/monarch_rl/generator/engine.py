@@ -1,8 +1,9 @@
 """One SGLang engine: tokens in, tokens out with log-probs and versions, and commits of new weights in flight.
 
-A commit is: pause in place (running sequences keep their KV cache) -> copy from staging -> checksums of what the
-engine now holds -> compare -> continue. If they differ the engine stays paused: it serves a verified version or
-nothing. A request keeps going across a commit, and each of its tokens carries the version that drew it.
+A commit is: pause -> copy from the area that holds the version -> checksums of what the engine now holds -> compare
+with the trainer's -> continue. All of it is sent at once and done by the scheduler between two steps; if a checksum
+differs it does not continue, so that the engine serves a verified version or nothing. A request keeps going across a
+commit, and each of its tokens carries the version that drew it.
 
 The prefix cache is kept apart per version: a request that comes after a commit never starts from keys and values of
 older weights. One that came in the last moment before it may, like a sequence that was running already.
@@ -27,10 +28,11 @@ import psutil
 import torch
 
 from monarch_rl.episode import Completion, Sampling
+from monarch_rl.generator.load_report import LoadSheet
+from monarch_rl.generator.load_staged import write_order
 from monarch_rl.generator.scheduler_process import SchedulerTarget, quiet_imports
 from monarch_rl.generator.settings import LOADER, GeneratorSettings, engine_arguments
-from monarch_rl.weights.manifest import list_names
-from monarch_rl.weights.staging import Staging
+from monarch_rl.weights.manifest import Manifest
 
 KILL_SECONDS = 10.0
 """How long a killed engine process may take to be gone."""
@@ -54,17 +56,29 @@ class WeightMismatch(CommitError):
 
 @dataclass(frozen=True, slots=True)
 class CommitReport:
-    """What a commit cost this replica."""
+    """What a commit cost this replica. Times of ranks are those of the slowest."""
 
     version: int
     nbytes: int
-    """Bytes copied from staging to the engine."""
+    """Bytes copied from the area to the engine's parameters, by all its ranks."""
+    seconds: float
+    """From the call until requests are taken again."""
     paused_seconds: float
-    """From the pause to the continuation: decoding stood still at most this long."""
+    """From the pause to the continuation, by the scheduler's clock: decoding stood still this long."""
     copy_seconds: float
-    """Of those, staging to parameters; the first commit also finds where each tensor lives."""
+    """Of those, area to parameters; the first commit also finds where each tensor lives."""
     checksum_seconds: float
-    """Of those, checksums of the engine's parameters."""
+    """Of those, checksums of the parameters where they lie."""
+
+    @property
+    def messages_seconds(self) -> float:
+        """Of the pause: SGLang's handling of the calls, the comparison, and waiting for a call on its way."""
+        return self.paused_seconds - self.copy_seconds - self.checksum_seconds
+
+    @property
+    def verification_share(self) -> float:
+        """Of the pause: how much of it the checksums took."""
+        return self.checksum_seconds / self.paused_seconds
 
 
 class Engine:
@@ -84,6 +98,8 @@ class Engine:
         self._launcher = launcher
         self._seeds = seeds
         self._version = 0
+        self._ranks = 1
+        self._sheet: LoadSheet | None = None
         self._serving = asyncio.Event()
         self._serving.set()
         self._stopped: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -202,15 +218,17 @@ class Engine:
             params["sampling_seed"] = seed
         return params
 
-    async def commit(self, version: int, staging: Staging, expected: dict[str, int]) -> CommitReport:
-        """Replace the weights by those in ``staging`` and serve them as ``version``.
+    async def commit(self, version: int, manifest: Manifest, area: bytes, expected: dict[str, int]) -> CommitReport:
+        """Replace the weights by those in an area and serve them as ``version``.
 
         Args:
             version: not lower than the version served.
-            staging: holds all of the version.
+            manifest: how the version lies in the area.
+            area: handle of an :class:`~monarch_rl.weights.area.Area` of this machine that holds all of the version.
             expected: the trainer's checksum of each tensor, signed 64-bit.
 
         Raises:
+            ValueError: the version is older than the one served, or ``expected`` is not of the manifest's tensors.
             CommitError: the engine could not load them. It stays paused; a later commit may succeed.
             WeightMismatch: its checksums differ from ``expected``. It stays paused.
             EngineStopped: it is gone.
@@ -218,40 +236,53 @@ class Engine:
         async with self._commit_lock:
             if version < self._version:
                 raise ValueError(f"version {version} is older than version {self._version}, which is served")
+            if self._sheet is None or self._sheet.specs != manifest.tensors:
+                self._sheet = LoadSheet(manifest, self._ranks)
+            self._sheet.ask(expected)
             started = time.perf_counter()
             self._serving.clear()
             self.clock.pause()
             self._version = version
-            await self._or_stopped(self._load(version, staging))
-            loaded = staging.read_report()
-            if loaded.error is not None:
-                raise CommitError(f"version {version} could not be loaded: {loaded.error}")
-            compare(version, staging, expected)
-            await self._engine.tokenizer_manager.continue_generation(_io().ContinueGenerationReqInput())
+            failures = await self._or_stopped(self._replace_weights(version, area, self._sheet.handle))
+            refusal = self._sheet.judge()
+            if refusal is not None:
+                error = WeightMismatch if refusal.differs else CommitError
+                reasons = "; ".join([refusal.message, *failures])
+                raise error(f"version {version} is not served: {reasons}. The engine stays paused.")
             self._serving.set()
             self.clock.resume()
-            paused = time.perf_counter() - started
-            return CommitReport(version, loaded.nbytes, paused, loaded.copy_seconds, loaded.checksum_seconds)
+            cost, seconds = self._sheet.report(), time.perf_counter() - started
+            return CommitReport(
+                version, cost.nbytes, seconds, cost.stood_seconds, cost.copy_seconds, cost.checksum_seconds
+            )
 
-    async def _load(self, version: int, staging: Staging) -> None:
-        """Pause, and let the scheduler run ``load_staged.load``."""
-        from sglang.srt.utils import MultiprocessingSerializer
+    async def _replace_weights(self, version: int, area: bytes, sheet: bytes) -> list[str]:
+        """Let the scheduler run ``load_staged`` between two steps; returns what SGLang said went wrong.
 
+        Nothing is awaited between the pause and the continuation, so that none of it waits for this process: the
+        scheduler itself refuses to continue with weights that are not verified.
+        """
         io, manager = _io(), self._engine.tokenizer_manager
-        staging.reset_report()
-        await manager.pause_generation(io.PauseGenerationReqInput(mode="in_place"))
-        request = io.UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=[MultiprocessingSerializer.serialize(staging.named_tensors())],
+        update = io.UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=[_order(rank, area, sheet) for rank in range(self._ranks)],
             load_format=LOADER,
             flush_cache=False,
             weight_version=str(version),
         )
-        answers = [await manager.begin_weight_update(io.BeginWeightUpdateReqInput(), None)]
-        answers.append(await manager.update_weights_from_tensor(request, None))
-        answers.append(await manager.end_weight_update(io.EndWeightUpdateReqInput(), None))
-        failures = [message for success, message in answers if not success]
-        if failures:
-            raise CommitError(f"version {version} could not be loaded: SGLang said {'; '.join(failures)}")
+        manager.auto_create_handle_loop()
+        await manager.pause_generation(io.PauseGenerationReqInput(mode="in_place"))
+        # The manager's own methods hold a lock until the scheduler has answered; what they call does not.
+        calls = [
+            asyncio.ensure_future(manager.begin_weight_update_communicator(io.BeginWeightUpdateReqInput())),
+            asyncio.ensure_future(manager.update_weights_from_tensor_communicator(update)),
+            asyncio.ensure_future(manager.end_weight_update_communicator(io.EndWeightUpdateReqInput())),
+        ]
+        await asyncio.sleep(0)  # each call sends its message in its first turn
+        await manager.continue_generation(io.ContinueGenerationReqInput())
+        # The answer to this comes after the continuation, of which SGLang says nothing.
+        await manager.update_weight_version(io.UpdateWeightVersionReqInput(new_version=str(version)))
+        answers = [answer for answered in await asyncio.gather(*calls) for answer in answered]
+        return [f"SGLang said {answer.message}" for answer in answers if not answer.success]
 
     async def shutdown(self) -> None:
         """End SGLang's processes; requests in flight raise EngineStopped. May be called twice."""
@@ -327,16 +358,12 @@ def to_completion(answer: dict[str, Any]) -> Completion:
     return Completion(tokens, logprobs, versions, reason["type"])
 
 
-def compare(version: int, staging: Staging, expected: dict[str, int]) -> None:
-    """Raise WeightMismatch if the checksums that the loader wrote are not those ``expected``."""
-    found = dict(zip(staging.manifest.names, staging.checksums.tolist(), strict=True))
-    wrong = [name for name in found if found[name] != expected.get(name)]
-    wrong += [f"{name} (not in the manifest)" for name in expected if name not in found]
-    if wrong:
-        raise WeightMismatch(
-            f"version {version}: {len(wrong)} of {len(found)} tensors differ from the trainer's: "
-            f"{list_names(wrong)}. The engine stays paused."
-        )
+def _order(rank: int, area: bytes, sheet: bytes) -> bytes:
+    from sglang.srt.utils import MultiprocessingSerializer
+
+    # An empty tensor travels in the message itself; any other is sent through a socket of its own.
+    named = [(write_order(rank, area, sheet), torch.empty(0, dtype=torch.uint8))]
+    return bytes(MultiprocessingSerializer.serialize(named))
 
 
 def _io() -> Any:

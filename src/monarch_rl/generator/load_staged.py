@@ -1,30 +1,40 @@
-"""Runs inside SGLang's scheduler: puts a staged version into the engine's parameters.
+"""Runs inside SGLang's scheduler: puts a version that lies in a shared area into the engine's parameters.
 
-SGLang's parameters are not Hugging Face's: q, k and v are fused, experts are stacked, the vocabulary is padded.
-Its models know how to load Hugging Face tensors, so the first commit calls ``model.load_weights`` on views of
-staging while a dispatch mode notes each copy from staging into a parameter. That is the plan: for every staged
-tensor, where each run of its rows lives in the engine. It holds for any model whose loader only copies. Later
-commits replay the plan, one local copy, and checksum the same places in the engine's own memory.
+SGLang's parameters are not Hugging Face's: q, k and v are fused, experts are stacked, the vocabulary is padded, and
+each rank of a tensor-parallel engine holds its rows or columns. Its models know how to load Hugging Face tensors, so
+the first commit calls ``model.load_weights`` on views of the area while a dispatch mode notes each copy from the area
+into a parameter. That is the plan: for every tensor, which box of it lies where in this rank. It holds for any model
+whose loader only copies, and for any area that is laid out alike. Later commits replay it: each piece is copied and,
+while it is still in the core's cache, read back from the parameter into its checksum.
 
-Nothing may be raised here: an exception in the scheduler ends the engine. Answers go through ``Staging``.
+Nothing may be raised here: an exception in the scheduler ends the engine. Answers go through :class:`LoadSheet`.
 """
 
 from __future__ import annotations
 
+import base64
+import json
 import time
 import traceback
 from bisect import bisect_right
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from monarch_rl.weights import staging as answers
-from monarch_rl.weights.checksum import tensor_checksum
+from monarch_rl.generator import load_report as answers
+from monarch_rl.generator.load_report import Box, LoadSheet, matrix_shape
+from monarch_rl.weights.area import attach
+from monarch_rl.weights.checksum import Checksums, Held
 from monarch_rl.weights.manifest import TensorSpec, list_names
+
+AREAS = 2
+"""Areas whose mappings are kept; versions arrive in them in turn."""
 
 
 class UnsupportedModel(ValueError):
@@ -33,84 +43,147 @@ class UnsupportedModel(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Whole rows of a staged tensor and where the engine holds them."""
+    """A box of a tensor and where this rank holds it."""
 
     tensor: int
     """Index into the manifest."""
-    first_row: int
-    source: torch.Tensor
-    """View of staging."""
+    box: Box
     destination: torch.Tensor
-    """View of a parameter; same shape and dtype as ``source``."""
+    """View of a parameter, ``[rows, columns]`` of the box."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Plan:
-    """All places of a model, for one staging area."""
+    """All places of a model, for any area of one layout."""
 
-    staging: torch.Tensor
-    """Kept, so that the mapping of the shared memory stays too."""
+    specs: tuple[TensorSpec, ...]
     addresses: tuple[int, ...]
     """Of the model's parameters when the plan was made: if one has moved, the plan is void."""
     places: tuple[Place, ...]
+    boxes: np.ndarray
+    """int64[tensors, 4]: which box of each tensor this rank holds."""
+    checksums: Checksums
+    sources: dict[bytes, list[torch.Tensor]] = field(default_factory=dict)
+    """By area: what each piece is copied from. They keep the area's mapping."""
 
-    def fits(self, model: torch.nn.Module, staging: torch.Tensor) -> bool:
-        return staging.data_ptr() == self.staging.data_ptr() and _addresses(model) == self.addresses
+    def fits(self, model: torch.nn.Module, specs: tuple[TensorSpec, ...]) -> bool:
+        return specs == self.specs and _addresses(model) == self.addresses
+
+    def sources_in(self, area: bytes) -> list[torch.Tensor]:
+        """Views of the area, one for each piece of the checksums."""
+        if area not in self.sources:
+            if len(self.sources) == AREAS:
+                self.sources.pop(next(iter(self.sources)))
+            buffer = attach(area)
+            boxes = [_box_of(buffer, self.specs[place.tensor], place.box) for place in self.places]
+            self.sources[area] = [boxes[piece.box][piece.rows] for piece in self.checksums.pieces]
+        return self.sources[area]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(place.destination.nbytes for place in self.places)
 
 
 _plans: WeakKeyDictionary[torch.nn.Module, Plan] = WeakKeyDictionary()
+_open = lru_cache(maxsize=1)(LoadSheet.open)
+_last: list[tuple[LoadSheet, int]] = []
+"""The sheet of the last load, which says whether decoding may go on, and this rank's row in it."""
+
+
+def write_order(rank: int, area: bytes, sheet: bytes) -> str:
+    """What :func:`load` is asked to do, as a name: the one thing that SGLang hands over beside tensors.
+
+    Args:
+        rank: of the engine rank that is asked.
+        area: handle of the area that holds the version.
+        sheet: handle of the :class:`LoadSheet`.
+    """
+    return json.dumps([rank, *(base64.b64encode(handle).decode() for handle in (area, sheet))])
 
 
 def load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """SGLang's ``custom_weight_loader``: ``named_tensors`` are those of ``Staging.named_tensors``."""
-    given = dict(named_tensors)
-    report, message = given["report"], given["message"]
+    """SGLang's ``custom_weight_loader``; the name of the only tensor is the order, see :func:`write_order`."""
+    ((order, _),) = named_tensors
+    rank, *handles = json.loads(order)
+    area, sheet = base64.b64decode(handles[0]), _open(base64.b64decode(handles[1]))
+    _last[:] = [(sheet, rank)]
     try:
         with torch.no_grad():
-            _load(model, given)
-        report[answers.STATUS] = answers.LOADED
+            _load(model, area, sheet, rank)
+        sheet.state[rank, answers.STATUS] = answers.LOADED
     except Exception as error:  # whatever it is, the engine must live to say it
         known = isinstance(error, UnsupportedModel)
-        text = str(error) if known else "".join(traceback.format_exception(error, limit=-6))
-        data = text.encode()[: message.numel()]
-        message[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(message.device)
-        report[answers.STATUS] = answers.FAILED
-    _synchronize(report)
+        sheet.fail(rank, str(error) if known else "".join(traceback.format_exception(error, limit=-6)))
 
 
-def _load(model: torch.nn.Module, given: dict[str, torch.Tensor]) -> None:
-    staging, report = given["buffer"], given["report"]
+def continue_if_verified(scheduler: Any, original: Callable[..., None], *args: Any) -> None:
+    """In the place of SGLang's ``Scheduler.continue_generation``: decode on only if the last load is the trainer's.
+
+    SGLang lets its ranks meet after a load, so all of them see the answers of all, and come to one verdict.
+    """
+    if not _last:
+        original(scheduler, *args)
+        return
+    sheet, rank = _last[0]
+    if sheet.judge() is not None:
+        return
+    stood = time.monotonic() - scheduler._pause_started_at if scheduler._pause_started_at is not None else 0.0
+    original(scheduler, *args)
+    sheet.state[rank, answers.STOOD_NANOSECONDS] = int(stood * 1e9)
+
+
+def _load(model: torch.nn.Module, area: bytes, sheet: LoadSheet, rank: int) -> None:
     started = time.perf_counter_ns()
     plan = _plans.get(model)
-    if plan is None or not plan.fits(model, staging):
-        plan = _load_and_plan(model, staging, answers.decode_specs(bytes(given["header"].cpu().numpy())))
-        _plans[model] = plan
-    else:
-        for place in plan.places:
-            place.destination.copy_(place.source)
-        derive = getattr(model, "post_load_weights", None)
-        if callable(derive):
-            derive()  # what some models compute from their parameters; their load_weights calls it itself
-    _synchronize(staging)
-    copied = time.perf_counter_ns()
-    checksums = given["checksums"]
-    checksums.zero_()
-    for place in plan.places:
-        checksums[place.tensor] += tensor_checksum(place.destination, place.first_row)
-    _synchronize(staging)
-    report[answers.COPY_NANOSECONDS] = copied - started
-    report[answers.CHECKSUM_NANOSECONDS] = time.perf_counter_ns() - copied
-    report[answers.COPIED_BYTES] = sum(place.source.nbytes for place in plan.places)
+    planned = plan is not None and plan.fits(model, sheet.specs)
+    if plan is None or not planned:
+        plan = _plans[model] = _load_and_plan(model, attach(area), sheet.specs)
+    sheet.boxes[rank] = plan.boxes
+    pieces, sources = plan.checksums.pieces, plan.sources_in(area)
+    derive = getattr(
+        model, "post_load_weights", None
+    )  # some models compute from their parameters; load_weights calls it
+    device = plan.places[0].destination.device
+    # A core finds in its cache what it has just copied; a device is kept busy by long runs of calls.
+    fused = device.type == "cpu" and derive is None
+    groups = [slice(i, i + 1) for i in range(len(pieces))] if fused else [slice(None)]
+    copied, summed, before = time.perf_counter_ns() - started, 0, time.perf_counter_ns()
+    for group in groups:
+        if planned:
+            for piece, source in zip(pieces[group], sources[group], strict=True):
+                piece.data.copy_(source)
+            if derive is not None:
+                derive()
+            _synchronize(device)
+        between = time.perf_counter_ns()
+        for piece in pieces[group]:
+            piece.add()
+        after = time.perf_counter_ns()
+        copied, summed, before = copied + between - before, summed + after - between, after
+    sheet.checksums[rank] = _by_tensor(plan, plan.checksums.take().cpu())
+    sheet.state[rank, answers.COPY_NANOSECONDS] = copied
+    sheet.state[rank, answers.CHECKSUM_NANOSECONDS] = summed + time.perf_counter_ns() - before
+    sheet.state[rank, answers.BYTES] = plan.nbytes
 
 
-def _synchronize(tensor: torch.Tensor) -> None:
+def _by_tensor(plan: Plan, by_place: torch.Tensor) -> Any:
+    tensors = torch.tensor([place.tensor for place in plan.places])
+    return torch.zeros(len(plan.specs), dtype=torch.int64).index_add_(0, tensors, by_place).numpy()
+
+
+def _synchronize(device: torch.device) -> None:
     """Another process reads the results: they must be there, not only enqueued."""
-    if tensor.device.type != "cpu":
-        torch.accelerator.synchronize(tensor.device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def _addresses(model: torch.nn.Module) -> tuple[int, ...]:
     return tuple(parameter.data_ptr() for parameter in model.parameters())
+
+
+def _box_of(area: torch.Tensor, spec: TensorSpec, box: Box) -> torch.Tensor:
+    matrix = spec.view(area).view(matrix_shape(spec.shape))
+    return matrix[box.first_row : box.first_row + box.rows, box.first_column : box.first_column + box.columns]
 
 
 # ---- finding where each tensor lives -------------------------------------------------------------------------
@@ -142,7 +215,7 @@ class _Copies(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _load_and_plan(model: torch.nn.Module, staging: torch.Tensor, specs: tuple[TensorSpec, ...]) -> Plan:
+def _load_and_plan(model: torch.nn.Module, area: torch.Tensor, specs: tuple[TensorSpec, ...]) -> Plan:
     """Load through the model's own loader and note where everything went.
 
     Raises UnsupportedModel where a later commit could not simply copy, or the checksum not be compared.
@@ -152,65 +225,94 @@ def _load_and_plan(model: torch.nn.Module, staging: torch.Tensor, specs: tuple[T
     foreign = [spec.name for spec in specs if spec.dtype not in dtypes]
     if foreign:
         raise UnsupportedModel(
-            f"staged in a dtype that the engine does not serve ({list_names(foreign)}); the engine holds "
+            f"sent in a dtype that the engine does not serve ({list_names(foreign)}); the engine holds "
             f"{sorted(map(str, dtypes))}. Serve in the dtype that is sent, or send in the dtype that is served."
         )
-    with _Copies(staging, parameters) as copies:
-        cast(Any, model).load_weights([(spec.name, spec.view(staging)) for spec in specs])
+    with _Copies(area, parameters) as copies:
+        cast(Any, model).load_weights([(spec.name, spec.view(area)) for spec in specs])
     if copies.converted:
         raise UnsupportedModel(
             f"the engine's loader changes these parameters instead of copying into them: "
             f"{list_names(f'{name} ({how})' for name, how in copies.converted.items())}"
         )
-    places = tuple(_place(staging, specs, destination, source) for destination, source in copies.seen)
-    _check_complete(specs, places)
+    places = tuple(_place(area, specs, destination, source) for destination, source in copies.seen)
     untouched = [name for name in parameters.values() if name not in copies.written]
     if untouched:
-        raise UnsupportedModel(f"no staged tensor fills these parameters of the engine: {list_names(untouched)}")
-    return Plan(staging, _addresses(model), places)
+        raise UnsupportedModel(f"no tensor that was sent fills these parameters of the engine: {list_names(untouched)}")
+    held = [Held(place.destination, place.box.first_row, place.box.first_column) for place in places]
+    return Plan(specs, _addresses(model), places, _boxes(specs, places), Checksums(held))
 
 
-def _place(
-    staging: torch.Tensor, specs: tuple[TensorSpec, ...], destination: torch.Tensor, source: torch.Tensor
-) -> Place:
-    start = (source.data_ptr() - staging.data_ptr()) if source.numel() else 0
+def _place(area: torch.Tensor, specs: tuple[TensorSpec, ...], destination: torch.Tensor, source: torch.Tensor) -> Place:
+    start = (source.data_ptr() - area.data_ptr()) if source.numel() else 0
     index = bisect_right(specs, start, key=lambda spec: spec.offset) - 1
     spec = specs[index]
-    row = spec.nbytes // spec.shape[0] if spec.shape else spec.nbytes
-    whole_rows = source.is_contiguous() and (start - spec.offset) % row == 0 and source.nbytes % row == 0
-    if source.dtype != spec.dtype or destination.dtype != spec.dtype or not whole_rows:
+    box = _find_box(source, (start - spec.offset) // spec.dtype.itemsize, matrix_shape(spec.shape)[1])
+    held = _as_rows(destination, box) if box is not None and destination.shape == source.shape else None
+    if box is None or held is None or not source.dtype == destination.dtype == spec.dtype:
         raise UnsupportedModel(
             f"{spec.name} is not held row by row in {spec.dtype}: the engine's loader takes shape "
-            f"{tuple(source.shape)}, strides {source.stride()}, {source.dtype} from staging and stores "
-            f"{destination.dtype}. Transposed or converted parameters, and splits along columns (tensor parallel), "
-            "cannot be committed yet."
+            f"{tuple(source.shape)}, strides {source.stride()}, {source.dtype} from the area and stores "
+            f"{tuple(destination.shape)}, strides {destination.stride()}, {destination.dtype}. Transposed, broadcast "
+            "or converted parameters cannot be committed."
         )
-    if destination.shape != source.shape:
-        raise UnsupportedModel(f"{spec.name} is broadcast from {tuple(source.shape)} to {tuple(destination.shape)}")
-    rows = (source.nbytes // row, *spec.shape[1:])
-    if source.shape != rows:
-        # A loader may drop or add dimensions of size one; rows are counted in Hugging Face's shape.
-        source, destination = source.view(rows), destination.view(rows)
-    return Place(index, (start - spec.offset) // row, source, destination)
+    return Place(index, box, held)
 
 
-def _check_complete(specs: tuple[TensorSpec, ...], places: tuple[Place, ...]) -> None:
-    """Every row of every tensor must lie in the engine exactly once."""
-    runs: dict[int, list[tuple[int, int]]] = {}
-    for place in places:
-        rows = place.source.shape[0] if place.source.dim() else 1
-        runs.setdefault(place.tensor, []).append((place.first_row, rows))
-    incomplete = []
-    for index, spec in enumerate(specs):
-        end = 0
-        for first, rows in sorted(runs.get(index, [])):
-            end = end + rows if first == end else -1
-            if end < 0:
-                break
-        if end != (spec.shape[0] if spec.shape else 1):
-            incomplete.append(spec.name)
-    if incomplete:
+def _find_box(source: torch.Tensor, first: int, width: int) -> Box | None:
+    """The box that a view of a tensor with rows of ``width`` elements takes up, from element ``first`` on."""
+    runs = _runs(source.shape, source.stride())
+    first_row, first_column = divmod(first, width)
+    if len(runs) == 2 and runs[0][1] == width and runs[1][1] == 1:
+        rows, columns = runs[0][0], runs[1][0]
+    elif len(runs) == 1 and runs[0][1] == 1:
+        elements = runs[0][0]
+        rows, columns = (elements // width, width) if elements % width == 0 else (1, elements)
+    elif len(runs) == 1 and runs[0][1] == width:
+        rows, columns = runs[0][0], 1
+    elif not runs:
+        rows, columns = 1, 1
+    else:
+        return None
+    return Box(first_row, rows, first_column, columns) if first_column + columns <= width else None
+
+
+def _runs(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
+    """Sizes and strides without dimensions of size one, neighbours that lie in one line taken together."""
+    runs: list[tuple[int, int]] = []
+    for size, stride in zip(shape, strides, strict=True):
+        if size == 1:
+            continue
+        if runs and runs[-1][1] == size * stride:
+            runs[-1] = (runs[-1][0] * size, stride)
+        else:
+            runs.append((size, stride))
+    return runs
+
+
+def _as_rows(destination: torch.Tensor, box: Box) -> torch.Tensor | None:
+    try:
+        held = destination.view(box.rows, box.columns)
+    except RuntimeError:
+        return None
+    if box.columns == 1:
+        return held.as_strided(held.shape, (held.stride(0), 1))
+    return held if held.stride(1) == 1 else None
+
+
+def _boxes(specs: tuple[TensorSpec, ...], places: tuple[Place, ...]) -> np.ndarray:
+    """int64[tensors, 4]: the box of each tensor that its places make up; all 0 if there is none."""
+    boxes = np.zeros((len(specs), 4), np.int64)
+    scattered = set()
+    for place in sorted(places, key=lambda place: (place.tensor, place.box.first_row)):
+        box, known = place.box, boxes[place.tensor]
+        if not known.any():
+            known[:] = (box.first_row, 0, box.first_column, box.columns)
+        if (box.first_row, box.first_column, box.columns) != (known[0] + known[1], known[2], known[3]):
+            scattered.add(specs[place.tensor].name)
+        known[1] += box.rows
+    if scattered:
         raise UnsupportedModel(
-            f"the engine's loader did not copy all of these tensors as they are: {list_names(incomplete)}. Either the "
-            "engine has no such parameter (tied weights are sent once), or it stores it in another form."
+            f"the engine's loader did not copy these tensors in one part: {list_names(sorted(scattered))}"
         )
+    return boxes

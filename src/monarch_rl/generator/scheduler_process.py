@@ -33,11 +33,14 @@ def _in_new_process(parent: int) -> Any:
 def run_scheduler(*args: Any, **kwargs: Any) -> None:
     """SGLang's scheduler, until the engine ends."""
     import psutil
-    from sglang.srt.managers.scheduler import run_scheduler_process
+    from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
     from tqdm import std
+
+    from monarch_rl.generator.load_staged import continue_if_verified
 
     psutil.Process.send_signal = partialmethod(_exit_on_sigquit, psutil.Process.send_signal)
     std.tqdm.__init__ = partialmethod(_without_bar, std.tqdm.__init__)
+    Scheduler.continue_generation = partialmethod(continue_if_verified, Scheduler.continue_generation)
     run_scheduler_process(*args, **kwargs)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import uuid
 from typing import Any
 
 import torch
@@ -31,8 +32,9 @@ class Area:
 
             self.buffer = torch.zeros(nbytes, dtype=torch.uint8, device=device)
             description = reduce_tensor(self.buffer)
-        self.handle = pickle.dumps(description)
-        """What another process of this machine needs to :func:`attach`."""
+        self.handle = pickle.dumps((description, uuid.uuid4().hex))
+        """What another process of this machine needs to :func:`attach`. No other area ever has the same: the numbers of
+        files and places of memory are used again, and who keeps what it attached to goes by the handle."""
 
     def __del__(self) -> None:
         if self._descriptor is not None:
@@ -44,7 +46,7 @@ def attach(handle: bytes) -> torch.Tensor:
 
     Raises RuntimeError if the process that made the area is gone.
     """
-    first, second = pickle.loads(handle)
+    (first, second), _ = pickle.loads(handle)
     return _map(first, second) if isinstance(first, str) else first(*second)
 
 
