@@ -8,3 +8,8 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import monarch_rl.runtime  # noqa: E402,F401  before monarch: it sets how often Monarch looks for dead processes
+from hypothesis import settings  # noqa: E402
+
+# How long an example takes says more about what else runs on the machine than about the example.
+settings.register_profile("shared cores", deadline=None)
+settings.load_profile("shared cores")

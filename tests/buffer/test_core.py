@@ -137,7 +137,7 @@ class AnyOrder(RuleBasedStateMachine):
 
 
 TestAnyOrder = AnyOrder.TestCase
-TestAnyOrder.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestAnyOrder.settings = settings(max_examples=150, stateful_step_count=60)
 
 
 def play(core: BufferCore, groups: int) -> None:

@@ -25,7 +25,7 @@ def test_items_repeat_and_score_their_own_answer() -> None:
     assert score(task, item.entry, "no idea") == 0.0
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(seed=st.integers(0, 2**31 - 1))
 def test_held_out_questions_are_never_trained(seed: int) -> None:
     task = TaskSettings(config=SUMS, seed=seed, train_size=300, held_out_size=100)
