@@ -7,8 +7,9 @@ import os
 # The processes of a test share few cores: one thread each is much faster than several.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-import monarch_rl.runtime  # noqa: E402,F401  before monarch: it sets how often Monarch looks for dead processes
 from hypothesis import settings  # noqa: E402
+
+import monarch_rl.runtime  # noqa: E402,F401  before monarch: it sets how often Monarch looks for dead processes
 
 # How long an example takes says more about what else runs on the machine than about the example.
 settings.register_profile("shared cores", deadline=None)

@@ -156,8 +156,8 @@ def test_two_replicas_draw_while_they_take_new_weights(
 
 
 def test_only_what_was_received_is_committed(replicas: Replicas, run: LoopThread) -> None:
-    with pytest.raises(Exception, match="its staging area holds version 3"):
-        run(wait(replicas.actors[0].commit.call_one(9, {})))
+    with pytest.raises(Exception, match="what it received is version 3"):
+        run(wait(replicas.actors[0].commit.call_one(9, 1, {})))
 
 
 def test_a_wrong_checksum_stops_that_replica_alone(replicas: Replicas, run: LoopThread) -> None:
