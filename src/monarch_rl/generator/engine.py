@@ -3,7 +3,16 @@
 A commit is: pause -> copy from the area that holds the version -> checksums of what the engine now holds -> compare
 with the trainer's -> continue. All of it is sent at once and done by the scheduler between two steps; if a checksum
 differs it does not continue, so that the engine serves a verified version or nothing. A request keeps going across a
-commit, and each of its tokens carries the version that drew it.
+commit, and each of its tokens carries the version that drew it. ``GeneratorSettings.in_flight`` says how:
+
+``continue``    keys and values of older weights are kept; a token after a commit is drawn by the new weights from a
+                past that the old ones have read. Its log-prob is that of this draw.
+``recompute``   SGLang takes the sequences back into its queue, empties its cache, and computes keys and values of
+                prompt and drawn tokens anew before it draws on.
+``resume``      requests are ended, keeping what they drew, and asked again with that as a part of the prompt.
+``drain``       the commit waits until no request is running, and new ones wait for the commit.
+
+Under the last three a token's log-prob is what its version alone gives, whatever came before it.
 
 The prefix cache is kept apart per version: a request that comes after a commit never starts from keys and values of
 older weights. One that came in the last moment before it may, like a sequence that was running already.
@@ -19,6 +28,7 @@ import atexit
 import multiprocessing
 import random
 import time
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -32,10 +42,15 @@ from monarch_rl.generator.load_report import LoadSheet
 from monarch_rl.generator.load_staged import write_order
 from monarch_rl.generator.scheduler_process import SchedulerTarget, quiet_imports
 from monarch_rl.generator.settings import LOADER, GeneratorSettings, engine_arguments
+from monarch_rl.runtime.deadlines import DeadlineExceeded, within
 from monarch_rl.weights.manifest import Manifest
 
 KILL_SECONDS = 10.0
 """How long a killed engine process may take to be gone."""
+INTERRUPT_DEADLINE_S = 60.0
+"""How long requests that are ended may take to be answered: one step, at worst a prefill on a slow machine."""
+INTERRUPTED = "interrupted"
+"""Finish reason of a part of a completion that was ended by a commit, to be resumed."""
 
 
 class GenerationError(RuntimeError):
@@ -48,6 +63,10 @@ class EngineStopped(RuntimeError):
 
 class CommitError(RuntimeError):
     """A version could not be loaded; the engine stays paused and serves nothing."""
+
+
+class StillRunning(RuntimeError):
+    """The running sequences did not end in time; the version before is served on."""
 
 
 class WeightMismatch(CommitError):
@@ -87,13 +106,20 @@ class Engine:
     _in_this_process: ClassVar[Engine | None] = None
 
     def __init__(
-        self, engine: Any, launcher: ThreadPoolExecutor, replica: int, seeds: random.Random | None, places: int
+        self,
+        engine: Any,
+        launcher: ThreadPoolExecutor,
+        replica: int,
+        seeds: random.Random | None,
+        settings: GeneratorSettings,
     ) -> None:
         self._engine = engine
         self._replica = replica
+        self._in_flight = settings.in_flight
+        self._drain_deadline_s = settings.drain_deadline_s
         # Requests queue here and not in SGLang: one that waits there across a commit would start from the
         # prefix cache of the version at which it came.
-        self._places = asyncio.Semaphore(places)
+        self._places = asyncio.Semaphore(settings.max_running_requests)
         # SGLang's processes die with the thread that started them, so that thread must live as long as they do.
         self._launcher = launcher
         self._seeds = seeds
@@ -105,6 +131,11 @@ class Engine:
         self._stopped: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Done when the engine is no more; holds the reason."""
         self._commit_lock = asyncio.Lock()
+        self._running: dict[str, bool] = {}
+        """Requests in SGLang, by its id; true if a commit has ended it and it is to be resumed."""
+        self._idle = asyncio.Event()
+        """Set while there are none."""
+        self._idle.set()
         self.clock = BusyClock()
         self.generated_tokens = 0
         self.finished_requests = 0
@@ -130,7 +161,7 @@ class Engine:
         engine = await asyncio.get_running_loop().run_in_executor(launcher, _launch, arguments)
         # In SGLang's deterministic mode requests without a seed would all share one.
         seeds = random.Random(settings.random_seed + replica) if on_gpu and settings.deterministic else None
-        Engine._in_this_process = cls(engine, launcher, replica, seeds, settings.max_running_requests)
+        Engine._in_this_process = cls(engine, launcher, replica, seeds, settings)
         return Engine._in_this_process
 
     @property
@@ -153,34 +184,67 @@ class Engine:
 
         Without stop tokens only the length ends it; with some, the end tokens of the model's config do so too.
 
+        A seed fixes the noise of each draw by the token's place in the sequence. It means the same whatever a commit
+        does with running sequences: one that is resumed draws on with the noise that it would have had.
+
         Raises GenerationError if the engine refuses or aborts the request, EngineStopped if it is gone.
         """
+        params = self._sampling_params(sampling)
+        stops = self._stops(sampling)
+        parts: list[Completion] = []
+        drawn: list[int] = []
         async with self._places:
-            # Held here and not by SGLang: the prefix cache's version must be that of the weights it is used with.
-            while not self._serving.is_set():
-                await self._or_stopped(self._serving.wait())
-            self.check()
-            return await self._draw(prompt_ids, sampling)
+            while True:
+                # Held here and not by SGLang: the prefix cache's version must be that of the weights it is used with.
+                while not self._serving.is_set():
+                    await self._or_stopped(self._serving.wait())
+                self.check()
+                left = sampling.max_new_tokens - len(drawn)
+                part = await self._draw(prompt_ids + drawn, params | {"max_new_tokens": left})
+                parts.append(part)
+                drawn += part.token_ids.tolist()
+                if part.finish_reason != INTERRUPTED:
+                    reason = part.finish_reason
+                elif drawn and drawn[-1] in stops:  # the step that ended it has also drawn its last token
+                    reason = "stop"
+                elif len(drawn) == sampling.max_new_tokens:
+                    reason = "length"
+                else:
+                    continue
+                self.finished_requests += 1
+                return join(parts, reason)
 
-    async def _draw(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
+    async def _draw(self, prompt_ids: list[int], params: dict[str, Any]) -> Completion:
+        request = uuid.uuid4().hex
+        self._running[request] = False
+        self._idle.clear()
         self.clock.enter()
         try:
             answer = await self._or_stopped(
                 self._engine.async_generate(
                     input_ids=prompt_ids,
-                    sampling_params=self._sampling_params(sampling),
+                    sampling_params=params,
                     return_logprob=True,
                     cache_salt=str(self._version),
+                    rid=request,
                 )
             )
         except ValueError as error:
             raise GenerationError(str(error)) from error
         finally:
             self.clock.leave()
-        completion = to_completion(answer)
+            interrupted = self._running.pop(request)
+            if not self._running:
+                self._idle.set()
+        completion = to_completion(answer, interrupted)
         self.generated_tokens += len(completion.token_ids)
-        self.finished_requests += 1
         return completion
+
+    def _stops(self, sampling: Sampling) -> set[int]:
+        """The ids that end a request, as :meth:`_sampling_params` asks SGLang for it."""
+        if not sampling.stop_token_ids:
+            return set()
+        return set(sampling.stop_token_ids) | self._engine.tokenizer_manager.model_config.hf_eos_token_id
 
     async def _or_stopped(self, awaitable: Any) -> Any:
         """SGLang's requests wait for ever once its processes are gone."""
@@ -205,7 +269,6 @@ class Engine:
 
     def _sampling_params(self, sampling: Sampling) -> dict[str, Any]:
         params: dict[str, Any] = {
-            "max_new_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,
             "stop_token_ids": list(sampling.stop_token_ids),
             # SGLang switches all stop tokens on or off at once. With them on, the model's own end token stops too.
@@ -229,6 +292,7 @@ class Engine:
 
         Raises:
             ValueError: the version is older than the one served, or ``expected`` is not of the manifest's tensors.
+            StillRunning: requests did not end in time under ``drain``. The version before is served on.
             CommitError: the engine could not load them. It stays paused; a later commit may succeed.
             WeightMismatch: its checksums differ from ``expected``. It stays paused.
             EngineStopped: it is gone.
@@ -241,6 +305,7 @@ class Engine:
             self._sheet.ask(expected)
             started = time.perf_counter()
             self._serving.clear()
+            await self._settle_running(version)
             self.clock.pause()
             self._version = version
             failures = await self._or_stopped(self._replace_weights(version, area, self._sheet.handle))
@@ -256,6 +321,27 @@ class Engine:
                 version, cost.nbytes, seconds, cost.stood_seconds, cost.copy_seconds, cost.checksum_seconds
             )
 
+    async def _settle_running(self, version: int) -> None:
+        """Let no request be in SGLang under ``drain`` and ``resume``; requests that come are held back already."""
+        deadline = self._drain_deadline_s
+        if self._in_flight == "resume":
+            await asyncio.sleep(0)  # a request that was let in just now is sent in its first turn
+            self._running = dict.fromkeys(self._running, True)
+            self._engine.tokenizer_manager.abort_request(abort_all=True)
+            deadline = INTERRUPT_DEADLINE_S
+        if self._in_flight not in ("resume", "drain"):
+            return
+        try:
+            what = f"requests to end before version {version}"
+            await self._or_stopped(within(deadline, self._idle.wait(), what))
+        except DeadlineExceeded as error:
+            self._serving.set()
+            raise StillRunning(
+                f"version {version} is not served, version {self._version} is: {len(self._running)} requests still run "
+                f"{deadline:g} s after new ones were held back. Allow more time (drain_deadline_s), draw fewer tokens "
+                "a request, or let sequences go on across commits (in_flight)."
+            ) from error
+
     async def _replace_weights(self, version: int, area: bytes, sheet: bytes) -> list[str]:
         """Let the scheduler run ``load_staged`` between two steps; returns what SGLang said went wrong.
 
@@ -266,11 +352,12 @@ class Engine:
         update = io.UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=[_order(rank, area, sheet) for rank in range(self._ranks)],
             load_format=LOADER,
-            flush_cache=False,
+            flush_cache=self._in_flight == "recompute",
             weight_version=str(version),
         )
+        mode = "retract" if self._in_flight == "recompute" else "in_place"
         manager.auto_create_handle_loop()
-        await manager.pause_generation(io.PauseGenerationReqInput(mode="in_place"))
+        await manager.pause_generation(io.PauseGenerationReqInput(mode=mode))
         # The manager's own methods hold a lock until the scheduler has answered; what they call does not.
         calls = [
             asyncio.ensure_future(manager.begin_weight_update_communicator(io.BeginWeightUpdateReqInput())),
@@ -342,20 +429,41 @@ class BusyClock:
             self._since = None
 
 
-def to_completion(answer: dict[str, Any]) -> Completion:
-    """Read SGLang's answer to one request. Raises GenerationError if the request was aborted."""
+def to_completion(answer: dict[str, Any], interrupted: bool = False) -> Completion:
+    """Read SGLang's answer to one request.
+
+    Args:
+        answer: of SGLang.
+        interrupted: it was aborted on purpose: its finish reason is then ``INTERRUPTED``, and it may have no tokens.
+
+    Raises GenerationError if the request was aborted otherwise.
+    """
     meta = answer["meta_info"]
-    reason = meta["finish_reason"]
-    if reason["type"] not in ("stop", "length"):
-        raise GenerationError(f"the engine ended the request with {reason}")
-    tokens = np.asarray(answer["output_ids"], np.int32)
-    logprobs = np.fromiter((entry[0] for entry in meta["output_token_logprobs"]), np.float32, len(tokens))
+    reason = meta["finish_reason"]["type"]
+    if reason == "abort" and interrupted:
+        reason = INTERRUPTED
+    elif reason not in ("stop", "length"):
+        raise GenerationError(f"the engine ended the request with {meta['finish_reason']}")
+    entries = meta.get("output_token_logprobs") or []
+    # A request that waits in SGLang's queue, for lack of KV cache, is ended with what it had told until then.
+    tokens = np.asarray(answer["output_ids"][: len(entries)], np.int32)
+    logprobs = np.fromiter((entry[0] for entry in entries), np.float32, len(tokens))
     versions = np.full(len(tokens), -1, np.int32)
-    for span in meta["weight_versions"]:
+    for span in meta.get("weight_versions") or []:
         versions[span["start"] : span["end"]] = int(span["version"])
     if (versions < 0).any():
         raise GenerationError(f"SGLang gave no version for some of {len(tokens)} tokens: {meta['weight_versions']}")
-    return Completion(tokens, logprobs, versions, reason["type"])
+    return Completion(tokens, logprobs, versions, reason)
+
+
+def join(parts: list[Completion], reason: str) -> Completion:
+    """One completion of what a request drew between interruptions."""
+    return Completion(
+        np.concatenate([part.token_ids for part in parts]),
+        np.concatenate([part.logprobs for part in parts]),
+        np.concatenate([part.policy_versions for part in parts]),
+        reason,
+    )
 
 
 def _order(rank: int, area: bytes, sheet: bytes) -> bytes:

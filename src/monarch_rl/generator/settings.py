@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
+
+InFlight = Literal["continue", "recompute", "resume", "drain"]
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,13 @@ class GeneratorSettings:
     CPU."""
     attention_backend: str = "auto"
     """SGLang's `--attention-backend`; `auto` lets SGLang choose on a GPU and is `torch_native` on a CPU."""
+    in_flight: InFlight = "continue"
+    """What becomes of running sequences when new weights are committed. `continue`: they go on with the keys and
+    values of older weights, at no cost. `recompute`: these are computed again for prompt and drawn tokens. `resume`:
+    sequences end and start again from what they have drawn, which costs the same and one more step. `drain`: the
+    commit waits until all have ended, and new requests wait for it: nothing is computed twice, but places are idle."""
+    drain_deadline_s: float = 600.0
+    """Seconds that a commit may wait for running sequences to end under `drain`, before it fails."""
     random_seed: int = 0
     """Seeds the engines' draws; replica r uses random_seed + r."""
     deterministic: bool = False
@@ -45,6 +54,10 @@ class GeneratorSettings:
             raise ValueError(f"max_total_tokens must not be negative (0 is automatic), got {self.max_total_tokens}")
         if not 0 < self.memory_fraction < 1:
             raise ValueError(f"memory_fraction must be between 0 and 1, got {self.memory_fraction}")
+        if self.in_flight not in get_args(InFlight):
+            raise ValueError(f"in_flight must be one of {', '.join(get_args(InFlight))}, got {self.in_flight!r}")
+        if self.drain_deadline_s <= 0:
+            raise ValueError(f"drain_deadline_s must be positive, got {self.drain_deadline_s}")
         if self.start_deadline_s <= 0:
             raise ValueError(f"start_deadline_s must be positive, got {self.start_deadline_s}")
 
