@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 _MAGIC = 0x3161746C6564
@@ -134,8 +135,8 @@ def _encode_bucket(previous: torch.Tensor, current: torch.Tensor, itemsize: int)
     elements = current.view(_INT_OF_SIZE[itemsize])
     n = elements.numel()
     # Most elements are unchanged, as a rule: whole words of 8 bytes are sorted out first.
-    differs = previous.view(torch.int64) != current.view(torch.int64)
-    words = int(differs.count_nonzero())
+    differs = _differs(previous.view(torch.int64), current.view(torch.int64))
+    words = _count(differs)
     if words == 0:
         return _SAME, 0, []
     if words * 16 <= n:
@@ -145,11 +146,11 @@ def _encode_bucket(previous: torch.Tensor, current: torch.Tensor, itemsize: int)
             counts = torch.bincount(at // _BLOCK, minlength=-(-n // _BLOCK)).to(torch.int32)
             offsets = at.to(torch.int16)  # wraps: the lower 16 bits
             return _OFFSETS, changed, [counts.view(torch.uint8), offsets.view(torch.uint8), values.view(torch.uint8)]
-    mask = previous.view(_INT_OF_SIZE[itemsize]) != elements
-    changed = int(mask.count_nonzero())
+    mask = _differs(previous.view(_INT_OF_SIZE[itemsize]), elements)
+    changed = _count(mask)
     if _size(_MASK, n, changed, itemsize) >= n * itemsize:
         return _DENSE, changed, [current]
-    return _MASK, changed, [_pack(mask), elements.masked_select(mask).view(torch.uint8)]
+    return _MASK, changed, [_pack(mask), elements.index_select(0, _nonzero(mask)).view(torch.uint8)]
 
 
 def _changed_elements(
@@ -157,11 +158,11 @@ def _changed_elements(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Indices (int64, ascending) and new values of the elements that changed, all of them in words that differ."""
     dtype, width = _INT_OF_SIZE[itemsize], 8 // itemsize
-    words = differs.nonzero().flatten()
-    old = previous.view(torch.int64)[words].view(dtype)
-    new = current.view(torch.int64)[words].view(dtype)
-    within = (old != new).nonzero().flatten()
-    return words[within // width] * width + within % width, new[within]
+    words = _nonzero(differs)
+    old = previous.view(torch.int64).index_select(0, words).view(dtype)
+    new = current.view(torch.int64).index_select(0, words).view(dtype)
+    among = _nonzero(_differs(old, new))
+    return words.index_select(0, among // width) * width + among % width, new.index_select(0, among)
 
 
 def apply(wire: torch.Tensor, target: torch.Tensor) -> None:
@@ -235,10 +236,10 @@ def _apply_bucket(form: int, changed: int, wire: torch.Tensor, target: torch.Ten
     values_at = wire.numel() - _aligned(changed * itemsize)
     values = wire[values_at : values_at + changed * itemsize].view(dtype)
     if form == _MASK:
-        mask = _unpack(wire[: n // 8])
-        if int(mask.count_nonzero()) != changed:
-            raise DeltaError(f"the mask has {int(mask.count_nonzero())} elements, not {changed}")
-        elements.masked_scatter_(mask, values)
+        at = _nonzero(_unpack(wire[: n // 8]))
+        if at.numel() != changed:
+            raise DeltaError(f"the mask has {at.numel()} elements, not {changed}")
+        elements.scatter_(0, at, values)
         return
     blocks = -(-n // _BLOCK)
     counts = wire[: 4 * blocks].view(torch.int32).to(torch.int64)
@@ -250,7 +251,7 @@ def _apply_bucket(form: int, changed: int, wire: torch.Tensor, target: torch.Ten
     at = block * _BLOCK + offsets
     if int(at.max()) >= n:
         raise DeltaError(f"element {int(at.max())} is to be changed, there are {n}")
-    elements[at] = values
+    elements.scatter_(0, at, values)
 
 
 def _size(form: int, n: int, changed: int, itemsize: int) -> int:
@@ -268,7 +269,25 @@ def _pack(mask: torch.Tensor) -> torch.Tensor:
 
 def _unpack(packed: torch.Tensor) -> torch.Tensor:
     """The reverse of :func:`_pack`."""
-    return _spread_bits(packed.device)[packed.to(torch.int32)].view(torch.bool)
+    return _spread_bits(packed.device).index_select(0, packed.to(torch.int32)).view(torch.bool)
+
+
+# On a CPU, NumPy compares, counts and finds 3 to 10 times faster than torch does, on the same memory.
+
+
+def _differs(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(a.numpy() != b.numpy()) if a.device.type == "cpu" else a != b
+
+
+def _count(mask: torch.Tensor) -> int:
+    return int(np.count_nonzero(mask.numpy())) if mask.device.type == "cpu" else int(mask.count_nonzero())
+
+
+def _nonzero(mask: torch.Tensor) -> torch.Tensor:
+    """int64 indices of what is true, ascending."""
+    if mask.device.type == "cpu":
+        return torch.from_numpy(np.flatnonzero(mask.numpy()))
+    return mask.nonzero().flatten()
 
 
 @lru_cache(maxsize=8)
