@@ -230,7 +230,7 @@ class RdmaReceiver:
         """Read ``version`` from all trainer ranks' ``slot`` into the area of the same number.
 
         Raises :class:`TransferError` within :data:`SILENCE_S` seconds of the last byte if an owner is dead or stuck.
-        Nothing writes to the area any more when this returns or raises.
+        Nothing writes to the area any more when this returns or raises, unless it was cancelled.
         """
         if not self._owners:
             raise TransferError(f"version {version} is to be received before connect()")
