@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from monarch.actor import Actor, concurrent_endpoint
 from monarch.config import configured
@@ -297,6 +297,7 @@ DTYPES = st.sampled_from([torch.uint8, torch.bfloat16, torch.float32])
 SHAPES = st.lists(st.tuples(st.integers(1, 40), DTYPES), min_size=1, max_size=8)
 
 
+@settings(deadline=None)
 @given(shapes=SHAPES, cuts=st.lists(st.integers(0, 40), max_size=3), bucket=st.integers(16, 100), last=st.booleans())
 def test_the_plan_brings_every_byte_to_its_place(
     shapes: list[tuple[int, torch.dtype]], cuts: list[int], bucket: int, last: bool

@@ -34,10 +34,12 @@ SILENCE_S = 5
 """Seconds (whole ones) that one read may take. Monarch does not notice a dead owner of memory: reads run into this.
 A bucket of 64 MiB needs 13 MiB/s to arrive in time."""
 _IN_FLIGHT = 4
-"""Reads of one replica under way at a time, at most; each may hold a landing buffer of one bucket."""
-_DIRECT = 4
-"""A run of at least one part in this many of a bucket has a read of its own, shorter ones share one. On TCP a read
-costs about 2 ms more than its bytes do, in which 16 MB are copied."""
+"""Reads of one replica under way at a time, at most; each has a landing buffer."""
+_LANDING_BYTES = 16 << 20
+"""Bytes of a landing buffer, at most: smaller ones cost more reads, larger ones only memory."""
+_DIRECT = 2
+"""A run of at least one part in this many of a landing buffer has a read of its own, shorter ones share one. On TCP a
+read costs about 2 ms more than its bytes do, in which 16 MB are copied."""
 _POLL_S = 0.005
 
 _EMPTY, _WRITING, _READY = range(3)
@@ -110,12 +112,13 @@ def _align(offset: int) -> int:
 
 def _cut(runs: list[Run], bucket_bytes: int) -> Iterator[tuple[Run, ...]]:
     shared: list[Run] = []
+    landing = min(bucket_bytes, _LANDING_BYTES)
     for run in runs:
-        if run.nbytes >= bucket_bytes / _DIRECT:
+        if run.nbytes >= landing / _DIRECT:
             for offset in range(0, run.nbytes, bucket_bytes):
                 yield (Run(run.slot + offset, run.area + offset, min(bucket_bytes, run.nbytes - offset)),)
             continue
-        if shared and run.slot + run.nbytes - shared[0].slot > bucket_bytes:
+        if shared and run.slot + run.nbytes - shared[0].slot > landing:
             yield tuple(shared)
             shared = []
         shared.append(run)
@@ -228,7 +231,7 @@ class RdmaReceiver:
         """Read ``version`` from all trainer ranks' ``slot`` into the area of the same number.
 
         Raises :class:`TransferError` within :data:`SILENCE_S` seconds of the last byte if an owner is dead or stuck.
-        Nothing writes to the area any more when this returns or raises.
+        Nothing writes to the area any more when this returns or raises, unless it was cancelled.
         """
         if not self._owners:
             raise TransferError(f"version {version} is to be received before connect()")

@@ -1,0 +1,168 @@
+"""The share of bfloat16 weights whose bits change in an optimiser step: what sending only changes would save.
+
+    python benchmarks/changed_share.py --model .cache/smollm2-135m-instruct
+    torchrun --nproc-per-node=2 benchmarks/changed_share.py
+
+The real trainer makes steps of policy gradient at each learning rate: AdamW on fp32 master weights, from the model as
+it is. After each, the master weights are cast to bfloat16 and encoded against those of the step before. The episodes
+are pieces of the documentation, their rewards random. AdamW's steps hardly depend on how large gradients are, but on
+how steady: noise makes them smaller, so a run that learns may change more.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tyro
+
+from monarch_rl.trainer.policy import Policy  # isort: skip  # it prepares the platform before torch is imported
+
+import torch
+import torch.distributed as dist
+
+from monarch_rl.algorithms.packing import plan_microbatches
+from monarch_rl.episode import BatchShard, Episode, Group, Turn
+from monarch_rl.model_folder import resolve_model
+from monarch_rl.runtime.network import free_port
+from monarch_rl.trainer.batch import MicroBatch, pack_shard
+from monarch_rl.trainer.model import local_run
+from monarch_rl.trainer.objective import reinforcement
+from monarch_rl.trainer.settings import LossSettings, TrainerSettings
+from monarch_rl.weights.delta import encode, stats, wire_bound
+
+BUCKET_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Share of changed weights (see the top of this file)."""
+
+    model: str = ".cache/tiny-qwen3"
+    """Hugging Face folder or Hub name."""
+    lrs: tuple[float, ...] = (1e-6, 1e-5, 3e-4)
+    """Learning rates; the model is loaded anew for each."""
+    steps: int = 10
+    """Optimiser steps at each. AdamW's first ones are its largest."""
+    groups: int = 2
+    """Groups of a batch."""
+    group_size: int = 4
+    """Episodes of a group."""
+    tokens: int = 64
+    """Tokens of an episode; the first quarter is its prompt."""
+    text: tuple[Path, ...] = (Path("README.md"), Path("docs"))
+    """Files, or folders of Markdown, that episodes are cut from."""
+
+    def __post_init__(self) -> None:
+        if min(self.steps, self.groups, self.group_size) < 1 or self.tokens < 4:
+            raise ValueError("steps, groups and group-size must be at least 1, tokens at least 4")
+
+
+def read_tokens(s: Settings, model: Path) -> np.ndarray[Any, Any]:
+    """int32: the text, one file after the other."""
+    from transformers import AutoTokenizer
+
+    files = [file for path in s.text for file in (sorted(path.rglob("*.md")) if path.is_dir() else [path])]
+    tokens = AutoTokenizer.from_pretrained(model).encode("\n".join(file.read_text() for file in files))
+    if len(tokens) <= s.tokens:
+        raise ValueError(f"{', '.join(map(str, s.text))}: {len(tokens)} tokens are too few for one episode")
+    return np.asarray(tokens, dtype=np.int32)
+
+
+def make_batch(s: Settings, text: np.ndarray[Any, Any], step: int, policy: Policy) -> list[MicroBatch]:
+    """This rank's part of a batch: a group's episodes go on differently from the same prompt."""
+    random = np.random.default_rng(step)
+    prompt = s.tokens // 4
+    trainable = np.arange(s.tokens) >= prompt
+
+    def piece(length: int) -> np.ndarray[Any, Any]:
+        start = random.integers(0, len(text) - length)
+        return text[start : start + length]
+
+    def group(index: int) -> Group:
+        shared = piece(prompt)
+        turns = [
+            Turn(
+                token_ids=np.concatenate([shared, piece(s.tokens - prompt)]),
+                logprobs=np.zeros(s.tokens, dtype=np.float32),
+                policy_versions=np.where(trainable, step, -1).astype(np.int32),
+                trainable=trainable,
+            )
+            for _ in range(s.group_size)
+        ]
+        return Group(index, index, [Episode([turn], float(random.random()), "stop") for turn in turns])
+
+    groups = [group(index) for index in range(s.groups)]
+    places = [(g, e, episode) for g, whole in enumerate(groups) for e, episode in enumerate(whole.episodes)]
+    lengths = [episode.num_tokens for _, _, episode in places]
+    mine = plan_microbatches(lengths, policy.settings.tokens_per_microbatch, policy.world_size)[policy.rank]
+    drawn = sum(episode.num_trainable for _, _, episode in places)
+    shard = BatchShard(
+        version=step,
+        rewards=[whole.rewards for whole in groups],
+        microbatches=[[places[i] for i in indices] for indices in mine],
+        trainable_tokens=drawn,
+        lag_counts=np.asarray([drawn]),
+    )
+    return pack_shard(shard, policy.settings.loss, s.tokens, policy.device)
+
+
+def served(policy: Policy) -> torch.Tensor:
+    """This rank's weights in bfloat16, as uint8."""
+    runs = [local_run(value)[0].detach().flatten() for value in policy.model.hf_state().values()]
+    return torch.cat([run.to(torch.bfloat16) for run in runs]).view(torch.uint8)
+
+
+def measure(s: Settings, model: Path, text: np.ndarray[Any, Any], lr: float) -> dict[str, Any]:
+    # Behaviour log-probs are unknown: without importance weights they do not matter.
+    settings = replace(TrainerSettings(), lr=lr, loss=LossSettings(importance_cap=0.0))
+    policy = Policy(model, settings, total_steps=s.steps)
+    previous = served(policy)
+    wire = torch.empty(wire_bound(previous.numel(), BUCKET_BYTES), dtype=torch.uint8, device=policy.device)
+    shares, compressions = [], []
+    for step in range(s.steps):
+        started = time.perf_counter()
+        metrics = policy.update(make_batch(s, text, step, policy), reinforcement(settings.loss))
+        current = served(policy)
+        found = stats(wire[: encode(previous, current, 2, BUCKET_BYTES, wire)])
+        sums = torch.tensor([found.changed, found.elements, found.wire_bytes, found.dense_bytes], dtype=torch.float64)
+        dist.all_reduce(sums)
+        changed, elements, wire_bytes, dense_bytes = sums.tolist()
+        shares.append(changed / elements)
+        compressions.append(wire_bytes / dense_bytes)
+        previous = current
+        if policy.rank == 0:
+            print(
+                f"lr {lr:g} step {step}: {shares[-1]:.3%} of {elements:.0f} changed, wire {compressions[-1]:.4f}, "
+                f"gradient norm {metrics['grad_norm']:.3g}, {time.perf_counter() - started:.1f} s",
+                flush=True,
+            )
+    last = s.steps // 2
+    return {
+        "changed_share_first": round(shares[0], 6),
+        "changed_share": round(statistics.median(shares[last:]), 6),
+        "wire_over_dense": round(statistics.median(compressions[last:]), 6),
+    }
+
+
+def main(s: Settings) -> None:
+    if "RANK" not in os.environ:  # not under torchrun: a world of one
+        place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+        os.environ.update({name: str(value) for name, value in place.items()})
+    model = resolve_model(s.model)
+    text = read_tokens(s, model)
+    figures = {f"{lr:g}": measure(s, model, text, lr) for lr in s.lrs}
+    if dist.get_rank() == 0:
+        batch = {"episodes": s.groups * s.group_size, "tokens": s.tokens, "steps": s.steps}
+        print(json.dumps({"benchmark": "changed_share", "model": s.model, **batch, "by_lr": figures}))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Settings, description=__doc__))

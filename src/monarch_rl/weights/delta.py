@@ -1,0 +1,318 @@
+"""Lossless compression of an update: only the elements whose bits changed since the previous version.
+
+An update is cut into buckets; each is written in whichever form is smallest:
+
+| form | bytes, for n elements of which c changed | smallest when |
+|---|---|---|
+| same | 0 | c = 0 |
+| offsets | 2 c + 4 n / 65536, and c values | c < n / 16 |
+| mask | n / 8, and c values | in between |
+| dense | n values | nearly all changed |
+
+Both functions are vectorised torch, on CPUs and GPUs, and compare and copy bits: NaNs and -0.0 are as good as any
+other value. All numbers of the wire are in the machine's byte order (little-endian on all that are supported).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+_MAGIC = 0x3161746C6564
+"""`delta1`, read as a little-endian number."""
+_HEADER, _ENTRY = 4, 2
+"""int64 values at the start of the wire (magic, itemsize, bytes, bytes of a bucket), then for each bucket (form,
+changed elements). The buckets' contents follow, then what is left of the last."""
+_SAME, _OFFSETS, _MASK, _DENSE = range(4)
+_BLOCK = 1 << 16
+"""Elements that a 16-bit offset can tell apart."""
+_INT_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_GATHER_BITS = 0x0102040810204080
+"""Times eight bytes of 0 or 1, taken as one number: byte i ends up as bit 56 + i."""
+
+
+class DeltaError(ValueError):
+    """The bytes are not an update for this target, or damaged."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaStats:
+    """What an encoded update consists of."""
+
+    elements: int
+    changed: int
+    """Elements whose bits differ from the previous version's; up to 7 at the end are not counted."""
+    wire_bytes: int
+    dense_bytes: int
+
+    @property
+    def changed_share(self) -> float:
+        return self.changed / max(1, self.elements)
+
+    @property
+    def compression(self) -> float:
+        """Wire bytes / dense bytes."""
+        return self.wire_bytes / max(1, self.dense_bytes)
+
+
+class _Layout(NamedTuple):
+    """How an update is cut. All buckets but the last are full; what is left (under 8 elements) is sent as it is."""
+
+    itemsize: int
+    nbytes: int
+    bucket: int
+    """Bytes of a bucket: a multiple of 64, so that masks and words never straddle."""
+
+    @property
+    def body(self) -> int:
+        return self.nbytes - self.nbytes % (8 * self.itemsize)
+
+    @property
+    def starts(self) -> range:
+        return range(0, self.body, self.bucket)
+
+    @property
+    def payload(self) -> int:
+        """Where the buckets' contents begin in the wire."""
+        return 8 * (_HEADER + _ENTRY * len(self.starts))
+
+    def numel(self, start: int) -> int:
+        """Elements of the bucket that starts at byte ``start``."""
+        return min(self.bucket, self.body - start) // self.itemsize
+
+
+def wire_bound(nbytes: int, bucket_bytes: int) -> int:
+    """Bytes that an update of ``nbytes`` takes at most, whatever changed: ``nbytes`` and 16 bytes a bucket."""
+    return _Layout(1, nbytes, _bucket(bucket_bytes)).payload + nbytes
+
+
+def encode(previous: torch.Tensor, current: torch.Tensor, itemsize: int, bucket_bytes: int, out: torch.Tensor) -> int:
+    """Write to ``out`` what turns ``previous`` into ``current``.
+
+    Args:
+        previous: uint8[N], contiguous, its storage offset a multiple of 8.
+        current: the same, on the same device.
+        itemsize: bytes of an element: 1, 2, 4 or 8.
+        bucket_bytes: bytes looked at at a time. Rounded down to a multiple of 64; temporary memory is about as much.
+        out: uint8, at least ``wire_bound(N, bucket_bytes)``, on the same device.
+
+    Returns:
+        Bytes written to ``out``.
+
+    Raises:
+        ValueError: sizes, dtypes or devices do not fit together.
+    """
+    layout = _Layout(itemsize, current.numel(), _bucket(bucket_bytes))
+    _check(previous=(previous, layout.nbytes), current=(current, layout.nbytes), itemsize=itemsize)
+    bound = wire_bound(layout.nbytes, bucket_bytes)
+    if out.dtype != torch.uint8 or out.numel() < bound or out.device != current.device or out.storage_offset() % 8:
+        raise ValueError(
+            f"out must be at least {bound} uint8 on {current.device}, aligned to 8 bytes: see wire_bound()"
+        )
+    table = [_MAGIC, itemsize, layout.nbytes, layout.bucket]
+    end = layout.payload
+    for start in layout.starts:
+        stop = start + layout.numel(start) * itemsize
+        form, changed, parts = _encode_bucket(previous[start:stop], current[start:stop], itemsize)
+        table += [form, changed]
+        for part in parts:
+            out[end : end + part.numel()].copy_(part)
+            padded = end + _aligned(part.numel())
+            out[end + part.numel() : padded].zero_()
+            end = padded
+    tail = layout.nbytes - layout.body
+    out[end : end + tail].copy_(current[layout.body :])
+    out[: layout.payload].copy_(torch.tensor(table).view(torch.uint8))
+    return end + tail
+
+
+def _encode_bucket(previous: torch.Tensor, current: torch.Tensor, itemsize: int) -> tuple[int, int, list[torch.Tensor]]:
+    """The form, the number of changed elements, and the bytes to send in this order."""
+    elements = current.view(_INT_OF_SIZE[itemsize])
+    n = elements.numel()
+    # Most elements are unchanged, as a rule: whole words of 8 bytes are sorted out first.
+    differs = _differs(previous.view(torch.int64), current.view(torch.int64))
+    words = _count(differs)
+    if words == 0:
+        return _SAME, 0, []
+    if words * 16 <= n:
+        at, values = _changed_elements(previous, current, differs, itemsize)
+        changed = at.numel()
+        if _size(_OFFSETS, n, changed, itemsize) < _size(_MASK, n, changed, itemsize):
+            counts = torch.bincount(at // _BLOCK, minlength=-(-n // _BLOCK)).to(torch.int32)
+            offsets = at.to(torch.int16)  # wraps: the lower 16 bits
+            return _OFFSETS, changed, [counts.view(torch.uint8), offsets.view(torch.uint8), values.view(torch.uint8)]
+    mask = _differs(previous.view(_INT_OF_SIZE[itemsize]), elements)
+    changed = _count(mask)
+    if _size(_MASK, n, changed, itemsize) >= n * itemsize:
+        return _DENSE, changed, [current]
+    return _MASK, changed, [_pack(mask), elements.index_select(0, _nonzero(mask)).view(torch.uint8)]
+
+
+def _changed_elements(
+    previous: torch.Tensor, current: torch.Tensor, differs: torch.Tensor, itemsize: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Indices (int64, ascending) and new values of the elements that changed, all of them in words that differ."""
+    dtype, width = _INT_OF_SIZE[itemsize], 8 // itemsize
+    words = _nonzero(differs)
+    old = previous.view(torch.int64).index_select(0, words).view(dtype)
+    new = current.view(torch.int64).index_select(0, words).view(dtype)
+    among = _nonzero(_differs(old, new))
+    return words.index_select(0, among // width) * width + among % width, new.index_select(0, among)
+
+
+def apply(wire: torch.Tensor, target: torch.Tensor) -> None:
+    """Turn ``target``, which holds the previous version, into the current one, in place.
+
+    Args:
+        wire: uint8, what :func:`encode` wrote, cut to the bytes it returned, its storage offset a multiple of 8.
+        target: uint8[N], contiguous, its storage offset a multiple of 8; on the device of ``wire``.
+
+    Raises:
+        DeltaError: ``wire`` is damaged or for another size; ``target`` may hold parts of both versions.
+            Nothing is written outside of it. Damaged values are not noticed.
+        ValueError: dtypes, alignment or devices do not fit together.
+    """
+    layout, entries = _read_table(wire)
+    if layout.nbytes != target.numel():
+        raise DeltaError(f"the update is for {layout.nbytes} bytes, the target has {target.numel()}")
+    _check(target=(target, layout.nbytes), wire=(wire, wire.numel()), itemsize=layout.itemsize)
+    at = layout.payload
+    for k, start in enumerate(layout.starts):
+        n = layout.numel(start)
+        form, changed = entries[k]
+        size = _size(form, n, changed, layout.itemsize)
+        bucket = target[start : start + n * layout.itemsize]
+        try:
+            _apply_bucket(form, changed, wire[at : at + size], bucket, layout.itemsize)
+        except DeltaError as error:
+            raise DeltaError(f"bucket {k} of {len(entries)}: {error}") from None
+        at += size
+    target[layout.body :].copy_(wire[at:])
+
+
+def stats(wire: torch.Tensor) -> DeltaStats:
+    """What :func:`encode` found. Raises :class:`DeltaError` like :func:`apply`."""
+    layout, entries = _read_table(wire)
+    changed = sum(count for _, count in entries)
+    return DeltaStats(layout.nbytes // layout.itemsize, changed, wire.numel(), layout.nbytes)
+
+
+def _read_table(wire: torch.Tensor) -> tuple[_Layout, list[tuple[int, int]]]:
+    """The layout and each bucket's form and number of changed elements, checked against the length of the wire."""
+    header = wire[: 8 * _HEADER]
+    magic, itemsize, nbytes, bucket = header.view(torch.int64).tolist() if header.numel() == 8 * _HEADER else [0] * 4
+    if magic != _MAGIC or itemsize not in _INT_OF_SIZE or nbytes < 0 or bucket <= 0 or bucket % 64:
+        raise DeltaError(f"these {wire.numel()} bytes do not begin like an encoded update")
+    layout = _Layout(itemsize, nbytes, bucket)
+    if wire.numel() < layout.payload:
+        raise DeltaError(f"the update is cut off: {wire.numel()} bytes, its table alone has {layout.payload}")
+    table = wire[8 * _HEADER : layout.payload].view(torch.int64).tolist()
+    entries = list(zip(table[::2], table[1::2], strict=True))
+    expected = layout.payload + nbytes - layout.body
+    for k, (start, (form, changed)) in enumerate(zip(layout.starts, entries, strict=True)):
+        fits = changed == 0 if form == _SAME else 0 < changed <= layout.numel(start)
+        if not _SAME <= form <= _DENSE or not fits:
+            raise DeltaError(f"bucket {k} of {len(entries)} has form {form} and {changed} changed elements")
+        expected += _size(form, layout.numel(start), changed, itemsize)
+    if wire.numel() != expected:
+        raise DeltaError(f"the update has {wire.numel()} bytes, its table says {expected}")
+    return layout, entries
+
+
+def _apply_bucket(form: int, changed: int, wire: torch.Tensor, target: torch.Tensor, itemsize: int) -> None:
+    dtype = _INT_OF_SIZE[itemsize]
+    elements = target.view(dtype)
+    n = elements.numel()
+    if form == _SAME:
+        return
+    if form == _DENSE:
+        target.copy_(wire)
+        return
+    values_at = wire.numel() - _aligned(changed * itemsize)
+    values = wire[values_at : values_at + changed * itemsize].view(dtype)
+    if form == _MASK:
+        at = _nonzero(_unpack(wire[: n // 8]))
+        if at.numel() != changed:
+            raise DeltaError(f"the mask has {at.numel()} elements, not {changed}")
+        elements.scatter_(0, at, values)
+        return
+    blocks = -(-n // _BLOCK)
+    counts = wire[: 4 * blocks].view(torch.int32).to(torch.int64)
+    if int(counts.min()) < 0 or int(counts.sum()) != changed:
+        raise DeltaError(f"its blocks do not have {changed} changed elements together")
+    offsets_at = _aligned(4 * blocks)
+    offsets = wire[offsets_at : offsets_at + 2 * changed].view(torch.int16).to(torch.int64) & (_BLOCK - 1)
+    block = torch.repeat_interleave(torch.arange(blocks, device=wire.device), counts, output_size=changed)
+    at = block * _BLOCK + offsets
+    if int(at.max()) >= n:
+        raise DeltaError(f"element {int(at.max())} is to be changed, there are {n}")
+    elements.scatter_(0, at, values)
+
+
+def _size(form: int, n: int, changed: int, itemsize: int) -> int:
+    """Bytes in the wire of a bucket of n elements; each part is filled up to 8 bytes."""
+    values = _aligned(changed * itemsize)
+    if form == _OFFSETS:
+        return _aligned(4 * -(-n // _BLOCK)) + _aligned(2 * changed) + values
+    return {_SAME: 0, _MASK: _aligned(n // 8) + values, _DENSE: n * itemsize}[form]
+
+
+def _pack(mask: torch.Tensor) -> torch.Tensor:
+    """bool[8 k] to uint8[k], the first in the lowest bit."""
+    return ((mask.view(torch.int64) * _GATHER_BITS) >> 56).to(torch.uint8)
+
+
+def _unpack(packed: torch.Tensor) -> torch.Tensor:
+    """The reverse of :func:`_pack`."""
+    return _spread_bits(packed.device).index_select(0, packed.to(torch.int32)).view(torch.bool)
+
+
+# On a CPU, NumPy compares, counts and finds 3 to 10 times faster than torch does, on the same memory.
+
+
+def _differs(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(a.numpy() != b.numpy()) if a.device.type == "cpu" else a != b
+
+
+def _count(mask: torch.Tensor) -> int:
+    return int(np.count_nonzero(mask.numpy())) if mask.device.type == "cpu" else int(mask.count_nonzero())
+
+
+def _nonzero(mask: torch.Tensor) -> torch.Tensor:
+    """int64 indices of what is true, ascending."""
+    if mask.device.type == "cpu":
+        return torch.from_numpy(np.flatnonzero(mask.numpy()))
+    return mask.nonzero().flatten()
+
+
+@lru_cache(maxsize=8)
+def _spread_bits(device: torch.device) -> torch.Tensor:
+    """int64[256]: the eight bits of each byte as eight bytes."""
+    bits = torch.arange(256, dtype=torch.uint8)[:, None] >> torch.arange(8, dtype=torch.uint8) & 1
+    return bits.view(torch.int64).flatten().to(device)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // 8) * 8
+
+
+def _bucket(bucket_bytes: int) -> int:
+    return max(64, bucket_bytes // 64 * 64)
+
+
+def _check(itemsize: int, **buffers: tuple[torch.Tensor, int]) -> None:
+    if itemsize not in _INT_OF_SIZE:
+        raise ValueError(f"itemsize must be 1, 2, 4 or 8, got {itemsize}")
+    device = next(iter(buffers.values()))[0].device
+    for name, (buffer, nbytes) in buffers.items():
+        if buffer.dtype != torch.uint8 or buffer.shape != (nbytes,) or not buffer.is_contiguous():
+            raise ValueError(f"{name} must be a contiguous uint8[{nbytes}], not {buffer.dtype}{list(buffer.shape)}")
+        if buffer.device != device:
+            raise ValueError(f"{name} is on {buffer.device}, the other buffers on {device}")
+        if buffer.storage_offset() % 8:
+            raise ValueError(f"{name} begins at byte {buffer.storage_offset()} of its storage, not a multiple of 8")
