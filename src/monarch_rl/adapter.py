@@ -43,6 +43,10 @@ class LoraSettings:
         return self.alpha / self.rank
 
 
+FULL_TRAINING = LoraSettings()
+"""No adapters."""
+
+
 def tensor_names(weight: str) -> tuple[str, str]:
     """peft's names of A and B for the Hugging Face name of the weight that they adapt."""
     module = f"base_model.model.{weight.removesuffix('.weight')}"
