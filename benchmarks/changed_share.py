@@ -32,9 +32,9 @@ from monarch_rl.episode import BatchShard, Episode, Group, Turn
 from monarch_rl.model_folder import resolve_model
 from monarch_rl.runtime.network import free_port
 from monarch_rl.trainer.batch import MicroBatch, pack_shard
-from monarch_rl.trainer.model import local_run
 from monarch_rl.trainer.objective import reinforcement
 from monarch_rl.trainer.settings import LossSettings, TrainerSettings
+from monarch_rl.trainer.shards import local_run
 from monarch_rl.weights.delta import encode, stats, wire_bound
 
 BUCKET_BYTES = 4 << 20

@@ -132,7 +132,7 @@ async def train(cluster: Cluster, s: Settings, model: Path, folder: Path) -> Non
     buffer = await pipeline.start_buffer(cluster, s.groups_per_step, s.max_policy_lag)
     trainer, generators = await asyncio.gather(
         pipeline.start_trainer(cluster, plan, buffer, first_slot=0),
-        pipeline.start_generators(cluster, model, s.generator, first_slot=s.trainer.ranks),
+        pipeline.start_generators(cluster, model, s.generator, s.trainer.ranks, s.trainer.lora),
     )
     limit = min(episode_limits(s, read_config(model)).values())
     workers = await pipeline.start_rollout(cluster, s.rollout, s.task, model, buffer, generators, limit)

@@ -73,6 +73,19 @@ def test_python(start: Start, model: Path, tmp_path: Path) -> None:
     check_run(run.output(), model, max_policy_lag=2)
 
 
+def test_adapters(start: Start, model: Path, tmp_path: Path) -> None:
+    """The model is saved merged, and the adapter beside it belongs to the model that the run started from."""
+    _, *arguments = recipe(model, tmp_path / "runs")
+    run = start([sys.executable, str(RECIPE.with_name("grpo_lora.py")), *arguments])
+    assert run.wait(RUN_S) == 0, run.output()
+    run.assert_gone(GONE_S)
+    check_run(run.output(), model, max_policy_lag=2)
+    (adapter,) = (tmp_path / "runs").glob("*/model_adapter/adapter_config.json")
+    config = json.loads(adapter.read_text())
+    assert (config["r"], config["base_model_name_or_path"]) == (8, str(model))
+    assert adapter.with_name("adapter_model.safetensors").is_file()
+
+
 def test_torchrun_without_lag(start: Start, model: Path, tmp_path: Path) -> None:
     """Trained in float32 and served in bfloat16, as on a GPU."""
     settings = ["--max-policy-lag=0", "--generator.dtype=bfloat16"]

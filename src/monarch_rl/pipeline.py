@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 from monarch.actor import ProcMesh
 
+from monarch_rl.adapter import FULL_TRAINING, LoraSettings
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.generator.actor import Generator
 from monarch_rl.generator.router import Router
@@ -62,15 +63,21 @@ async def start_trainer(cluster: Cluster, plan: TrainerPlan, buffer: Any, first_
     return trainer
 
 
-async def start_generators(cluster: Cluster, model: Path, settings: GeneratorSettings, first_slot: int) -> list[Any]:
-    """Spawn the generator replicas, one process mesh each, with their engines running."""
+async def start_generators(
+    cluster: Cluster, model: Path, settings: GeneratorSettings, first_slot: int, lora: LoraSettings = FULL_TRAINING
+) -> list[Any]:
+    """Spawn the generator replicas, one process mesh each, with their engines running.
+
+    Args:
+        lora: the trainer's; with adapters, versions are adapters.
+    """
     replicas = []
     for index in range(settings.replicas):
         mesh = cluster.spawn(f"generator{index}", 1, first_slot=first_slot + index)
         replicas.append(mesh.spawn(f"generator{index}", Generator))
     deadline = settings.start_deadline_s + CALL_DEADLINE_S
     starts = [
-        within(deadline, replica.setup.call_one(str(model), settings, index), f"generator {index} to start")
+        within(deadline, replica.setup.call_one(str(model), settings, index, lora), f"generator {index} to start")
         for index, replica in enumerate(replicas)
     ]
     await asyncio.gather(*starts)

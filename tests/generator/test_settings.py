@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from monarch_rl.adapter import LoraSettings
 from monarch_rl.generator.settings import CPU_KV_TOKENS, GeneratorSettings, engine_arguments
 
 
@@ -37,3 +38,13 @@ def test_every_engine_starts_as_version_zero_and_sleeps_when_idle() -> None:
     arguments = engine_arguments("m", GeneratorSettings(), 0, on_gpu=True)
     assert arguments["weight_version"] == "0"
     assert arguments["sleep_on_idle"] is True
+
+
+def test_an_engine_has_room_for_the_policys_adapter_and_for_the_model_without_it() -> None:
+    assert "enable_lora" not in engine_arguments("m", GeneratorSettings(), 0, on_gpu=False)
+    lora = LoraSettings(rank=4, targets=("q_proj", "o_proj"))
+    arguments = engine_arguments("m", GeneratorSettings(), 0, on_gpu=False, lora=lora)
+    assert (arguments["enable_lora"], arguments["max_lora_rank"], arguments["max_loras_per_batch"]) == (True, 4, 2)
+    assert arguments["lora_target_modules"] == ["q_proj", "o_proj"]
+    assert arguments["lora_backend"] == "torch_native"
+    assert "lora_backend" not in engine_arguments("m", GeneratorSettings(), 0, on_gpu=True, lora=lora)

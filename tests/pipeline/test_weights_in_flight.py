@@ -121,10 +121,10 @@ def test_a_version_that_arrives_wrong_is_not_served(cluster: Cluster, model: Pat
         await system.play(0)
         await pipeline.update(system.trainer, system.buffer, 30, 60.0)
         wrong = {name: 0 for name in system.publisher.manifest.names}
-        await system.trainer.snapshot.call()
-        await asyncio.gather(system.trainer.send.call(31), *(g.receive.call_one(31) for g in generators))
+        await system.trainer.snapshot.call(31, 1)
+        await asyncio.gather(system.trainer.send.call(31, 1), *(g.receive.call_one(31, 1) for g in generators))
         with pytest.raises(Exception, match="tensors differ from the trainer's"):
-            await generators[0].commit.call_one(31, wrong)
+            await generators[0].commit.call_one(31, 1, wrong)
         answer = asyncio.ensure_future(system.draw([[3, 4]] * 2))
         done, _ = await asyncio.wait({answer}, timeout=3)
         assert not done, "a request was answered with weights that were not verified"

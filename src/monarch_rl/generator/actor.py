@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from monarch.actor import Actor, Port, concurrent_endpoint
 
+from monarch_rl.adapter import FULL_TRAINING, LoraSettings
 from monarch_rl.generator.engine import CommitReport, Engine, GenerationError
 from monarch_rl.generator.link import Answer, Request, answer_all
 from monarch_rl.generator.settings import GeneratorSettings
@@ -56,15 +57,21 @@ class Generator(Actor):
         return self._engine
 
     @concurrent_endpoint
-    async def setup(self, model_path: str, settings: GeneratorSettings, replica: int = 0) -> float:
-        """Start the engine with the model's own weights as version 0; returns the seconds it took."""
+    async def setup(
+        self, model_path: str, settings: GeneratorSettings, replica: int = 0, lora: LoraSettings = FULL_TRAINING
+    ) -> float:
+        """Start the engine with the model's own weights as version 0; returns the seconds it took.
+
+        Args:
+            lora: with a rank, versions are adapters of these settings.
+        """
         if self._engine is not None:
             raise RuntimeError(f"generator {self._replica} has an engine already")
         self._replica = replica
         started = time.perf_counter()
         self._engine = await within(
             settings.start_deadline_s,
-            Engine.start(model_path, settings, replica),
+            Engine.start(model_path, settings, replica, lora),
             f"SGLang's engine of generator {replica} to load {model_path}",
         )
         return time.perf_counter() - started

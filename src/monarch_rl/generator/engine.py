@@ -37,11 +37,12 @@ import numpy as np
 import psutil
 import torch
 
+from monarch_rl.adapter import FULL_TRAINING, LoraSettings, adapter_config
 from monarch_rl.episode import Completion, Sampling
 from monarch_rl.generator.load_report import LoadSheet
 from monarch_rl.generator.load_staged import write_order
 from monarch_rl.generator.scheduler_process import SchedulerTarget, quiet_imports
-from monarch_rl.generator.settings import LOADER, GeneratorSettings, engine_arguments
+from monarch_rl.generator.settings import ADAPTER, ADAPTER_LOADER, LOADER, GeneratorSettings, engine_arguments
 from monarch_rl.runtime.deadlines import DeadlineExceeded, within
 from monarch_rl.weights.manifest import Manifest
 
@@ -123,6 +124,8 @@ class Engine:
         # SGLang's processes die with the thread that started them, so that thread must live as long as they do.
         self._launcher = launcher
         self._seeds = seeds
+        self._adapted = False
+        """Versions are an adapter's, which requests name."""
         self._version = 0
         self._ranks = 1
         self._sheet: LoadSheet | None = None
@@ -144,25 +147,52 @@ class Engine:
             asyncio.get_running_loop().add_reader(process.sentinel, self._process_ended, process)
 
     @classmethod
-    async def start(cls, model_path: str, settings: GeneratorSettings, replica: int = 0, **extra: Any) -> Engine:
+    async def start(
+        cls,
+        model_path: str,
+        settings: GeneratorSettings,
+        replica: int = 0,
+        lora: LoraSettings = FULL_TRAINING,
+        **extra: Any,
+    ) -> Engine:
         """Start SGLang's processes and load the model as version 0.
 
         Args:
             model_path: Hugging Face folder or Hub name.
             settings: of all replicas.
             replica: this one's index; its random seed depends on it.
+            lora: with a rank, versions are adapters: the model's own weights stay, and version 0 has an adapter of
+                zeros.
             extra: further SGLang ``ServerArgs``.
         """
         if Engine._in_this_process is not None:
             raise RuntimeError("there is an engine in this process already; SGLang keeps its settings per process")
         on_gpu = torch.accelerator.is_available()
-        arguments = engine_arguments(model_path, settings, replica, on_gpu) | extra
+        arguments = engine_arguments(model_path, settings, replica, on_gpu, lora) | extra
         launcher = ThreadPoolExecutor(1, thread_name_prefix="sglang-launch")
         engine = await asyncio.get_running_loop().run_in_executor(launcher, _launch, arguments)
         # In SGLang's deterministic mode requests without a seed would all share one.
         seeds = random.Random(settings.random_seed + replica) if on_gpu and settings.deterministic else None
-        Engine._in_this_process = cls(engine, launcher, replica, seeds, settings)
-        return Engine._in_this_process
+        Engine._in_this_process = started = cls(engine, launcher, replica, seeds, settings)
+        if lora.rank:
+            await started._add_adapter(lora, model_path)
+        return started
+
+    async def _add_adapter(self, lora: LoraSettings, model_path: str) -> None:
+        """Register the policy's adapter; without tensors SGLang fills it with zeros."""
+        from sglang.srt.utils import MultiprocessingSerializer
+
+        request = _io().LoadLoRAAdapterFromTensorsReqInput(
+            lora_name=ADAPTER,
+            config_dict=adapter_config(lora, model_path),
+            serialized_named_tensors=[MultiprocessingSerializer.serialize({})] * self._ranks,
+            pinned=True,
+        )
+        answer = await self._or_stopped(self._engine.tokenizer_manager.load_lora_adapter_from_tensors(request, None))
+        if not answer.success:
+            await self.shutdown()
+            raise RuntimeError(f"generator {self._replica}: SGLang refused the adapter: {answer.error_message}")
+        self._adapted = True
 
     @property
     def version(self) -> int:
@@ -226,6 +256,7 @@ class Engine:
                     sampling_params=params,
                     return_logprob=True,
                     cache_salt=str(self._version),
+                    lora_path=ADAPTER if self._adapted else None,
                     rid=request,
                 )
             )
@@ -351,7 +382,7 @@ class Engine:
         io, manager = _io(), self._engine.tokenizer_manager
         update = io.UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=[_order(rank, area, sheet) for rank in range(self._ranks)],
-            load_format=LOADER,
+            load_format=ADAPTER_LOADER if self._adapted else LOADER,
             flush_cache=self._in_flight == "recompute",
             weight_version=str(version),
         )

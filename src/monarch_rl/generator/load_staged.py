@@ -63,6 +63,8 @@ class Plan:
     boxes: np.ndarray
     """int64[tensors, 4]: which box of each tensor this rank holds."""
     checksums: Checksums
+    derive: Callable[[], None] | None
+    """What the engine computes from what was copied, to be called after each copy but the first."""
     sources: dict[bytes, list[torch.Tensor]] = field(default_factory=dict)
     """By area: what each piece is copied from. They keep the area's mapping."""
 
@@ -75,7 +77,7 @@ class Plan:
             if len(self.sources) == AREAS:
                 self.sources.pop(next(iter(self.sources)))
             buffer = attach(area)
-            boxes = [_box_of(buffer, self.specs[place.tensor], place.box) for place in self.places]
+            boxes = [box_of(buffer, self.specs[place.tensor], place.box) for place in self.places]
             self.sources[area] = [boxes[piece.box][piece.rows] for piece in self.checksums.pieces]
         return self.sources[area]
 
@@ -84,6 +86,8 @@ class Plan:
         return sum(place.destination.nbytes for place in self.places)
 
 
+Planner = Callable[[torch.nn.Module, torch.Tensor, tuple[TensorSpec, ...]], Plan]
+"""Loads a version from an area (uint8) for the first time, and says where everything went."""
 _plans: WeakKeyDictionary[torch.nn.Module, Plan] = WeakKeyDictionary()
 _open = lru_cache(maxsize=1)(LoadSheet.open)
 _last: list[tuple[LoadSheet, int]] = []
@@ -103,13 +107,18 @@ def write_order(rank: int, area: bytes, sheet: bytes) -> str:
 
 def load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """SGLang's ``custom_weight_loader``; the name of the only tensor is the order, see :func:`write_order`."""
+    run_order(model, named_tensors, _load_and_plan)
+
+
+def run_order(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]], make_plan: Planner) -> None:
+    """Do what an order says and answer on its sheet; the first load of a layout is done by ``make_plan``."""
     ((order, _),) = named_tensors
     rank, *handles = json.loads(order)
     area, sheet = base64.b64decode(handles[0]), _open(base64.b64decode(handles[1]))
     _last[:] = [(sheet, rank)]
     try:
         with torch.no_grad():
-            _load(model, area, sheet, rank)
+            _load(model, area, sheet, rank, make_plan)
         sheet.state[rank, answers.STATUS] = answers.LOADED
     except Exception as error:  # whatever it is, the engine must live to say it
         known = isinstance(error, UnsupportedModel)
@@ -132,28 +141,25 @@ def continue_if_verified(scheduler: Any, original: Callable[..., None], *args: A
     sheet.state[rank, answers.STOOD_NANOSECONDS] = int(stood * 1e9)
 
 
-def _load(model: torch.nn.Module, area: bytes, sheet: LoadSheet, rank: int) -> None:
+def _load(model: torch.nn.Module, area: bytes, sheet: LoadSheet, rank: int, make_plan: Planner) -> None:
     started = time.perf_counter_ns()
     plan = _plans.get(model)
     planned = plan is not None and plan.fits(model, sheet.specs)
     if plan is None or not planned:
-        plan = _plans[model] = _load_and_plan(model, attach(area), sheet.specs)
+        plan = _plans[model] = make_plan(model, attach(area), sheet.specs)
     sheet.boxes[rank] = plan.boxes
     pieces, sources = plan.checksums.pieces, plan.sources_in(area)
-    derive = getattr(
-        model, "post_load_weights", None
-    )  # some models compute from their parameters; load_weights calls it
     device = plan.places[0].destination.device
     # A core finds in its cache what it has just copied; a device is kept busy by long runs of calls.
-    fused = device.type == "cpu" and derive is None
+    fused = device.type == "cpu" and plan.derive is None
     groups = [slice(i, i + 1) for i in range(len(pieces))] if fused else [slice(None)]
     copied, summed, before = time.perf_counter_ns() - started, 0, time.perf_counter_ns()
     for group in groups:
         if planned:
             for piece, source in zip(pieces[group], sources[group], strict=True):
                 piece.data.copy_(source)
-            if derive is not None:
-                derive()
+            if plan.derive is not None:
+                plan.derive()
             _synchronize(device)
         between = time.perf_counter_ns()
         for piece in pieces[group]:
@@ -181,7 +187,8 @@ def _addresses(model: torch.nn.Module) -> tuple[int, ...]:
     return tuple(parameter.data_ptr() for parameter in model.parameters())
 
 
-def _box_of(area: torch.Tensor, spec: TensorSpec, box: Box) -> torch.Tensor:
+def box_of(area: torch.Tensor, spec: TensorSpec, box: Box) -> torch.Tensor:
+    """A box of a tensor as a view of the area that holds it: ``[rows, columns]``."""
     matrix = spec.view(area).view(matrix_shape(spec.shape))
     return matrix[box.first_row : box.first_row + box.rows, box.first_column : box.first_column + box.columns]
 
@@ -239,8 +246,16 @@ def _load_and_plan(model: torch.nn.Module, area: torch.Tensor, specs: tuple[Tens
     untouched = [name for name in parameters.values() if name not in copies.written]
     if untouched:
         raise UnsupportedModel(f"no tensor that was sent fills these parameters of the engine: {list_names(untouched)}")
+    # Some models compute from their parameters; their load_weights calls this itself.
+    return plan_of(model, specs, places, getattr(model, "post_load_weights", None))
+
+
+def plan_of(
+    model: torch.nn.Module, specs: tuple[TensorSpec, ...], places: Sequence[Place], derive: Callable[[], None] | None
+) -> Plan:
+    """The plan to copy to ``places``. Raises UnsupportedModel if they hold a tensor in several parts."""
     held = [Held(place.destination, place.box.first_row, place.box.first_column) for place in places]
-    return Plan(specs, _addresses(model), places, _boxes(specs, places), Checksums(held))
+    return Plan(specs, _addresses(model), tuple(places), _boxes(specs, places), Checksums(held), derive)
 
 
 def _place(area: torch.Tensor, specs: tuple[TensorSpec, ...], destination: torch.Tensor, source: torch.Tensor) -> Place:
@@ -300,7 +315,7 @@ def _as_rows(destination: torch.Tensor, box: Box) -> torch.Tensor | None:
     return held if held.stride(1) == 1 else None
 
 
-def _boxes(specs: tuple[TensorSpec, ...], places: tuple[Place, ...]) -> np.ndarray:
+def _boxes(specs: tuple[TensorSpec, ...], places: Sequence[Place]) -> np.ndarray:
     """int64[tensors, 4]: the box of each tensor that its places make up; all 0 if there is none."""
     boxes = np.zeros((len(specs), 4), np.int64)
     scattered = set()

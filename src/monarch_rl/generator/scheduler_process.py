@@ -36,8 +36,10 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
     from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
     from tqdm import std
 
+    from monarch_rl.generator.load_adapter import remember_managers
     from monarch_rl.generator.load_staged import continue_if_verified
 
+    remember_managers()
     psutil.Process.send_signal = partialmethod(_exit_on_sigquit, psutil.Process.send_signal)
     std.tqdm.__init__ = partialmethod(_without_bar, std.tqdm.__init__)
     Scheduler.continue_generation = partialmethod(continue_if_verified, Scheduler.continue_generation)

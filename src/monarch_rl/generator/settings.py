@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from monarch_rl.adapter import FULL_TRAINING, LoraSettings
+
 InFlight = Literal["continue", "recompute", "resume", "drain"]
 
 
@@ -64,12 +66,22 @@ class GeneratorSettings:
 
 LOADER = "monarch_rl.generator.load_staged.load"
 """What SGLang's scheduler runs to load a version from staging."""
+ADAPTER_LOADER = "monarch_rl.generator.load_adapter.load"
+"""What it runs instead if versions are adapters."""
+ADAPTER = "policy"
+"""SGLang's name of the adapter that versions overwrite."""
 CPU_KV_TOKENS = 65_536
 """KV cache of a replica on a CPU: 64 sequences of 1,024 tokens; 1.5 GB for SmolLM2-135M in float32."""
 
 
-def engine_arguments(model_path: str, settings: GeneratorSettings, replica: int, on_gpu: bool) -> dict[str, object]:
-    """SGLang ``ServerArgs`` for a token-in token-out engine that serves version 0."""
+def engine_arguments(
+    model_path: str, settings: GeneratorSettings, replica: int, on_gpu: bool, lora: LoraSettings = FULL_TRAINING
+) -> dict[str, object]:
+    """SGLang ``ServerArgs`` for a token-in token-out engine that serves version 0.
+
+    Args:
+        lora: the adapter that it serves, if its rank is above 0.
+    """
     arguments: dict[str, object] = {
         "model_path": model_path,
         "skip_tokenizer_init": True,
@@ -77,7 +89,7 @@ def engine_arguments(model_path: str, settings: GeneratorSettings, replica: int,
         "max_running_requests": settings.max_running_requests,
         "random_seed": settings.random_seed + replica,
         "weight_version": "0",
-        "custom_weight_loader": [LOADER],
+        "custom_weight_loader": [LOADER, ADAPTER_LOADER],
         "sleep_on_idle": True,
         "log_level": "error",
     }
@@ -88,6 +100,12 @@ def engine_arguments(model_path: str, settings: GeneratorSettings, replica: int,
     if settings.attention_backend != "auto" or not on_gpu:
         backend = settings.attention_backend
         arguments["attention_backend"] = "torch_native" if backend == "auto" else backend
+    if lora.rank:
+        arguments.update(enable_lora=True, max_lora_rank=lora.rank, lora_target_modules=list(lora.targets))
+        # One for the policy and one for the model without it: both stay where they are, neither evicts the other.
+        arguments["max_loras_per_batch"] = 2
+        if not on_gpu:
+            arguments["lora_backend"] = "torch_native"
     if on_gpu:
         arguments["mem_fraction_static"] = settings.memory_fraction
         arguments["enable_deterministic_inference"] = settings.deterministic

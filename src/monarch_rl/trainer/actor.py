@@ -78,7 +78,7 @@ class Trainer(Actor):
 
     @concurrent_endpoint
     async def setup(self) -> dict[str, int]:
-        """Join the world, build and load the model; returns the rank and the parameters it holds."""
+        """Join the world, build and load the model; returns the rank and how many parameters it publishes."""
 
         def build() -> Policy:
             from monarch_rl.trainer.policy import Policy
@@ -211,7 +211,7 @@ class Trainer(Actor):
 
     @concurrent_endpoint
     async def save(self, folder: str) -> None:
-        """Write the model as a Hugging Face folder."""
+        """Write the model as a Hugging Face folder, and an adapter beside it: see :meth:`Policy.save`."""
         await self._on(self._compute, self.policy.save, Path(folder))
 
     @concurrent_endpoint

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import types
 from pathlib import Path
@@ -27,7 +28,9 @@ from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
 from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
+from monarch_rl.adapter import tensor_names
 from monarch_rl.model_folder import ARCHITECTURES, TEXT_FILES, read_config, saved_dtype
+from monarch_rl.trainer.lora import adapt_config, draw_adapters, drop_adapters, merge, save_adapter
 from monarch_rl.trainer.modules import HalfRotaryEmbedding, LogprobHead, PackedAttention
 from monarch_rl.trainer.platform import force_sum_reduction
 from monarch_rl.trainer.settings import TrainerSettings
@@ -35,6 +38,8 @@ from monarch_rl.trainer.settings import TrainerSettings
 SPMD_BACKEND = "partial_dtensor"
 """torchtitan's default backend fails in ``fully_shard`` with torch 2.13; this one runs with 2.13 and 2.14."""
 
+_ADAPTER = re.compile(r"\.lora_[ab]\.weight$")
+"""torchtitan's names of adapters, which no model folder holds."""
 _LOADED = {"weight": skip_param_init}
 """Weights come from the folder: nothing is drawn at random."""
 
@@ -131,14 +136,19 @@ def _rope(hf: dict[str, Any], head_dim: int) -> HalfRotaryEmbedding.Config:
 class ShardedModel:
     """A torchtitan model with the weights of a Hugging Face folder, sharded by FSDP2 over all ranks.
 
+    With adapters (``settings.lora``) those weights are frozen and the adapters alone are trained and published.
+
     Needs an initialised torch.distributed world; every method is called by all ranks together.
     """
 
     def __init__(self, folder: Path, settings: TrainerSettings, dims: ParallelDims, device: torch.device) -> None:
         self.folder = folder
         self.hf_config = read_config(folder)
+        self.lora = settings.lora
         on_gpu = device.type == "cuda"
         config = model_config(self.hf_config, logprob_chunk=settings.logprob_chunk, on_gpu=on_gpu)
+        if self.lora.rank:
+            config = adapt_config(config, self.lora)
         parallelism = ParallelismConfig(spmd_backend=SPMD_BACKEND)
         config.update_from_config(config=types.SimpleNamespace(parallelism=parallelism))
         compute_dtype = settings.compute_dtype
@@ -146,6 +156,8 @@ class ShardedModel:
             compute_dtype = "bfloat16" if on_gpu else "float32"
         with torch.device("meta"):
             module = config.build()
+            if self.lora.rank:
+                drop_adapters(module, self.lora)
         kind = ARCHITECTURES[self.hf_config["architectures"][0]]
         parallelize = {"qwen3": parallelize_qwen3, "llama": parallelize_llama}[kind]
         checkpointing = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
@@ -165,29 +177,58 @@ class ShardedModel:
         adapters = {"qwen3": Qwen3StateDictAdapter, "llama": LlamaAdapter}
         self._adapter: StateDictAdapter = adapters[kind](config, None)
         self._load()
+        draw_adapters(self.adapter_state(), self.lora.seed)
 
     def _load(self) -> None:
         state = self.hf_state()
         dcp.load(state, storage_reader=self._adapter.get_hf_storage_reader(str(self.folder)))
         result = self.module.load_state_dict(self._adapter.from_hf(state), strict=False)
-        if result.missing_keys or result.unexpected_keys:
+        missing = [key for key in result.missing_keys if not _ADAPTER.search(key)]
+        if missing or result.unexpected_keys:
             raise ValueError(
-                f"{self.folder}: the weights do not match config.json: missing {result.missing_keys}, "
+                f"{self.folder}: the weights do not match config.json: missing {missing}, "
                 f"unexpected {result.unexpected_keys}"
             )
 
     def hf_state(self) -> dict[str, torch.Tensor]:
-        """This rank's shards under their Hugging Face names; the storage stays the same across steps."""
+        """This rank's shards of the model's own weights under their Hugging Face names, without adapters.
+
+        The storage stays the same across steps.
+        """
         return self._adapter.to_hf(self.module.state_dict())
+
+    def adapter_state(self) -> dict[str, DTensor]:
+        """This rank's shards of the adapters under peft's names; empty without. The storage stays the same."""
+        state = self.module.state_dict()
+        adapters: dict[str, DTensor] = {}
+        for name in state:
+            if name.endswith(".lora_a.weight"):
+                module = name.removesuffix(".lora_a.weight")
+                (weight,) = self._adapter.to_hf({f"{module}.weight": state[f"{module}.weight"]})
+                name_a, name_b = tensor_names(weight)
+                adapters[name_a], adapters[name_b] = state[name], state[f"{module}.lora_b.weight"]
+        return adapters
+
+    def published_state(self) -> dict[str, torch.Tensor]:
+        """What a version consists of: the adapters alone if there are some, else all weights."""
+        return dict(self.adapter_state()) if self.lora.rank else self.hf_state()
 
     def save(self, folder: Path, rank: int) -> None:
         """Write a Hugging Face folder: safetensors in the dtype of the source folder, config and tokenizer.
+
+        Adapters are merged into its weights, and also written by themselves to the folder ``<name>_adapter`` beside
+        it, in fp32, for peft; they belong to the model that training started from.
 
         Args:
             folder: made by rank 0; must be seen by all ranks.
         """
         dtype = TORCH_DTYPE_MAP.get(saved_dtype(self.hf_config), torch.float32)
-        state = {name: value.to(dtype) for name, value in self.hf_state().items()}
+        weights = self.hf_state()
+        if self.lora.rank:
+            adapters = self.adapter_state()
+            weights = merge(weights, adapters, self.lora.scaling)
+            save_adapter(adapter_folder(folder), adapters, self.lora, self.folder, write=rank == 0)
+        state = {name: value.to(dtype) for name, value in weights.items()}
         writer = HuggingFaceStorageWriter(path=str(folder), save_distributed=True, enable_consolidation=True)
         dcp.save(state, storage_writer=writer)
         if rank == 0:
@@ -198,19 +239,6 @@ class ShardedModel:
                     shutil.copy(source, folder / source.name)
 
 
-def local_run(value: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """This rank's part of a tensor, and the index (row-major) of its first element in the whole.
-
-    Raises:
-        ValueError: the part is not a contiguous run of elements (sharded along another dimension than 0).
-    """
-    if not isinstance(value, DTensor):
-        return value, 0
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    local = value.to_local()
-    shape, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
-    if tuple(shape[1:]) != tuple(value.shape[1:]):
-        raise ValueError(f"a tensor sharded as {value.placements} cannot be sent: only shards of whole rows can")
-    row = value.numel() // value.shape[0]
-    return local, (offset[0] if offset else 0) * row
+def adapter_folder(folder: Path) -> Path:
+    """Where the adapter of a model that is saved to ``folder`` is written."""
+    return folder.with_name(f"{folder.name}_adapter")

@@ -23,9 +23,10 @@ from torchtitan.distributed import ParallelDims  # noqa: E402
 from torchtitan.distributed import utils as dist_utils  # noqa: E402
 
 from monarch_rl.trainer.batch import MicroBatch  # noqa: E402
-from monarch_rl.trainer.model import SPMD_BACKEND, ShardedModel, local_run  # noqa: E402
+from monarch_rl.trainer.model import SPMD_BACKEND, ShardedModel  # noqa: E402
 from monarch_rl.trainer.objective import Objective, Sums  # noqa: E402
 from monarch_rl.trainer.settings import TrainerSettings  # noqa: E402
+from monarch_rl.trainer.shards import local_run  # noqa: E402
 from monarch_rl.weights.manifest import Manifest  # noqa: E402
 
 
@@ -104,9 +105,8 @@ class Policy:
             for name, value in {**sums, "loss": loss.detach()}.items():
                 totals[name] = totals.get(name, torch.zeros((), device=self.device)) + value
         lr = self.schedulers.schedulers[0].get_last_lr()[0]
-        grad_norm = dist_utils.clip_grad_norm_(
-            list(self.module.parameters()), self.settings.max_grad_norm, foreach=True
-        )
+        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        grad_norm = dist_utils.clip_grad_norm_(trained, self.settings.max_grad_norm, foreach=True)
         if not torch.isfinite(grad_norm):
             raise RuntimeError(f"the gradient norm is {float(grad_norm)}: no update was made")
         self.optimizers.step()
@@ -143,8 +143,11 @@ class Policy:
     # -- publishing -----------------------------------------------------------------------------------------
 
     def owned_runs(self) -> tuple[list[tuple[str, tuple[int, ...]]], list[tuple[str, int, int]]]:
-        """All tensors of a version as ``(name, shape)``, and this rank's ``(name, first element, elements)``."""
-        state = self.model.hf_state()
+        """All tensors of a version as ``(name, shape)``, and this rank's ``(name, first element, elements)``.
+
+        With adapters a version is the adapters alone, under peft's names.
+        """
+        state = self.model.published_state()
         runs = [(name, start, local.numel()) for name, (local, start) in _runs(state).items()]
         return [(name, tuple(value.shape)) for name, value in state.items()], runs
 
@@ -154,7 +157,7 @@ class Policy:
         Args:
             views: flat uint8, one for each of the manifest's shards of this rank.
         """
-        runs = _runs(self.model.hf_state())
+        runs = _runs(self.model.published_state())
         with torch.no_grad():
             for shard, view in zip(manifest.shards[self.rank], views, strict=True):
                 spec = manifest.tensors[shard.tensor]
@@ -162,7 +165,10 @@ class Policy:
                 view.view(spec.dtype).view(local.shape).copy_(local)
 
     def save(self, folder: Path) -> None:
-        """Write the model as a Hugging Face folder that all ranks see."""
+        """Write the model as a Hugging Face folder that all ranks see.
+
+        With adapters: merged into the model there, and by themselves in ``<name>_adapter`` beside it.
+        """
         if self.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
         dist.barrier()

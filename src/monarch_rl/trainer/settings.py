@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from monarch_rl.adapter import FULL_TRAINING, LoraSettings
 from monarch_rl.algorithms.advantages import AdvantageName
 from monarch_rl.algorithms.aggregation import Aggregation
 
@@ -69,6 +70,8 @@ class TrainerSettings:
     """Tokens whose logits over the whole vocabulary exist at one time (fp32)."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of forward and backward; the master weights are fp32. `auto`: bfloat16 on GPUs, float32 on CPUs."""
+    lora: LoraSettings = FULL_TRAINING
+    """Low-rank adapters instead of full training."""
     loss: LossSettings = LossSettings()
     """The policy-gradient loss."""
 

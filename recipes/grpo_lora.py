@@ -1,0 +1,32 @@
+"""Asynchronous GRPO of low-rank adapters: the model stays, its adapter is trained, and only that travels.
+
+    python recipes/grpo_lora.py
+    python recipes/grpo.py --trainer.lora.rank 8 --trainer.lr 1.5e-3     # the same: the loop is that of grpo.py
+
+The trained model is saved merged, and beside it the adapter by itself, for peft.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import grpo
+import tyro
+
+from monarch_rl.adapter import LoraSettings
+from monarch_rl.trainer.settings import TrainerSettings
+
+# Five times grpo.py's rate: on the tiny model 53 % held out became 81 % (full training: 82 %). Twice as much gave 67 %,
+# and three times as much collapsed.
+TRAINER = TrainerSettings(lr=1.5e-3, lr_warmup_steps=5, lora=LoraSettings(rank=8))
+
+
+@dataclass(frozen=True)
+class Settings(grpo.Settings):
+    """Asynchronous GRPO of low-rank adapters (see the top of this file)."""
+
+    trainer: TrainerSettings = field(default_factory=lambda: TRAINER)
+
+
+if __name__ == "__main__":
+    grpo.main(tyro.cli(Settings, description=__doc__))

@@ -1,0 +1,72 @@
+"""What a low-rank adapter (LoRA, arXiv:2106.09685) is called and made of, in peft's terms.
+
+An adapted projection computes ``W x + alpha / rank * B (A x)``: W is the model's own and stays as it is, A
+``[rank, in]`` and B ``[out, rank]`` are trained. Trainers, generators and files all use the names of this module.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+TARGETS: tuple[Target, ...] = get_args(Target)
+"""The projections of a decoder layer that can be adapted, by their Hugging Face names."""
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """Low-rank adapters: only they are trained, and only they travel to the generators."""
+
+    rank: int = 0
+    """Rank of the adapters; 0 is full training. 1 to 32 were enough for reinforcement learning in `LoRA Without
+    Regret` (Schulman et al., Thinking Machines 2025), which wants about 10 times the rate of full training."""
+    alpha: float = 32.0
+    """Adapters count alpha / rank. 32 whatever the rank is that paper's: the best rate hardly depends on the rank."""
+    targets: tuple[Target, ...] = TARGETS
+    """The projections that get an adapter; all of them, for the same paper: attention alone learns less."""
+    seed: int = 0
+    """Of the first values of A. B starts at zero, so that training starts from the model as it is."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 0:
+            raise ValueError(f"lora.rank must not be negative (0 is full training), got {self.rank}")
+        if self.alpha <= 0:
+            raise ValueError(f"lora.alpha must be positive, got {self.alpha}")
+        unknown = [target for target in self.targets if target not in TARGETS]
+        if unknown or not self.targets or len(set(self.targets)) < len(self.targets):
+            raise ValueError(f"lora.targets must be some of {', '.join(TARGETS)}, each once, got {self.targets}")
+
+    @property
+    def scaling(self) -> float:
+        """What the product of B and A is multiplied by."""
+        return self.alpha / self.rank
+
+
+FULL_TRAINING = LoraSettings()
+"""No adapters."""
+
+
+def tensor_names(weight: str) -> tuple[str, str]:
+    """peft's names of A and B for the Hugging Face name of the weight that they adapt."""
+    module = f"base_model.model.{weight.removesuffix('.weight')}"
+    return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
+
+
+def adapter_config(lora: LoraSettings, base: str) -> dict[str, Any]:
+    """peft's ``adapter_config.json``.
+
+    Args:
+        base: folder or Hub name of the model that the adapter belongs to.
+    """
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": list(lora.targets),
+        "bias": "none",
+        "inference_mode": True,
+    }

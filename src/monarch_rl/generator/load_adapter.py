@@ -1,0 +1,168 @@
+"""Runs inside SGLang's scheduler: overwrites the policy's adapter in the engine's LoRA memory pool by a new version.
+
+SGLang adds a version of an adapter as a further adapter, for requests to come. Here one adapter keeps its name and its
+slot in the pool, and each version overwrites what the slot holds between two steps: running sequences go on under it
+with their KV cache, as they do when all weights are replaced (``load_staged``).
+
+The pool stacks and cuts adapters as SGLang's layers fuse projections and share them among ranks. Where each tensor goes
+is not worked out here: SGLang's own loader puts an adapter whose elements are numbered into a pool of integers, and the
+numbers are read. From then on a version is one local copy, and its checksum is taken of the pool itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import partial, partialmethod
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from monarch_rl.adapter import tensor_names
+from monarch_rl.generator.load_report import Box
+from monarch_rl.generator.load_staged import Place, Plan, UnsupportedModel, box_of, plan_of, run_order
+from monarch_rl.weights.manifest import TensorSpec, list_names
+
+_managers: WeakKeyDictionary[torch.nn.Module, Any] = WeakKeyDictionary()
+"""SGLang's LoRA manager of each model: a loader is given the model alone."""
+
+
+def remember_managers() -> None:
+    """Note the LoRA manager of every model that this process loads from now on."""
+    from sglang.srt.lora.lora_manager import LoRAManager
+
+    LoRAManager.init_memory_pool = partialmethod(_init_memory_pool, LoRAManager.init_memory_pool)
+
+
+def _init_memory_pool(manager: Any, original: Any) -> None:
+    original(manager)
+    _managers[manager.base_model] = manager
+
+
+def load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """SGLang's ``custom_weight_loader`` for adapters; takes orders like ``load_staged.load``."""
+    run_order(model, named_tensors, _load_and_plan)
+
+
+def _load_and_plan(model: torch.nn.Module, area: torch.Tensor, specs: tuple[TensorSpec, ...]) -> Plan:
+    """Give the adapter its slot, find the places in it, and fill them.
+
+    Raises UnsupportedModel if the engine does not hold what is sent.
+    """
+    manager = _managers.get(model)
+    if manager is None or len(manager.loras) != 1:
+        raise UnsupportedModel(
+            "an adapter was sent, but the engine was not started for one: start it with the trainer's LoraSettings"
+        )
+    (adapter,) = manager.loras
+    pool = manager.memory_pool
+    _check_fit(pool, manager.configs[adapter].r, specs)
+    manager.fetch_new_loras({adapter})
+    slot = pool.get_buffer_id(adapter)
+    places = tuple(_find_places(manager, adapter, slot, specs))
+    missing = set(range(len(specs))) - {place.tensor for place in places}
+    if missing:
+        raise UnsupportedModel(
+            f"SGLang's loader leaves these tensors out: {list_names(specs[i].name for i in missing)}"
+        )
+    for place in places:
+        place.destination.copy_(box_of(area, specs[place.tensor], place.box))
+    layers = [module for modules in manager.lora_modules for module in modules.values()]
+    keeps_copies = any(callable(getattr(layer, "on_lora_slots_updated", None)) for layer in layers)
+    updated = partial(manager._notify_lora_slots_updated, {slot})
+    updated()
+    return plan_of(model, specs, places, updated if keeps_copies else None)
+
+
+def _check_fit(pool: Any, rank: int, specs: tuple[TensorSpec, ...]) -> None:
+    unfit = [
+        f"{spec.name} {spec.shape} {spec.dtype}"
+        for spec in specs
+        if spec.dtype != pool.dtype or spec.shape[0 if ".lora_A." in spec.name else 1] != rank
+    ]
+    if unfit:
+        raise UnsupportedModel(
+            f"the engine's adapter is of rank {rank} in {pool.dtype}, unlike these tensors that were sent: "
+            f"{list_names(unfit)}. Start it with the trainer's LoraSettings and in the dtype that is sent."
+        )
+
+
+# ---- finding where each tensor lives -------------------------------------------------------------------------
+
+
+def _find_places(manager: Any, adapter: str, slot: int, specs: tuple[TensorSpec, ...]) -> Iterator[Place]:
+    """Where SGLang's loader puts each tensor on this rank."""
+    sizes = torch.tensor([spec.numel for spec in specs])
+    first = 1 + sizes.cumsum(0) - sizes  # 0 is where nothing goes
+    ranges = zip(specs, first.tolist(), strict=True)
+    numbered = {spec.name: torch.arange(start, start + spec.numel).view(spec.shape) for spec, start in ranges}
+    _add_siblings(manager, numbered)
+    for held, numbers in _load_numbers(manager, adapter, slot, numbered):
+        tensors = torch.searchsorted(first, numbers, right=True) - 1
+        for index in tensors.unique().tolist():
+            if index >= 0:
+                yield _place(specs, index, held, numbers - first[index], tensors == index)
+
+
+def _place(
+    specs: tuple[TensorSpec, ...], index: int, held: torch.Tensor, elements: torch.Tensor, mine: torch.Tensor
+) -> Place:
+    """The box of a tensor that a slot of the pool holds where ``mine``, its elements numbered from 0."""
+    spec = specs[index]
+    rows, columns = (mine.any(1 - side).nonzero().flatten() for side in (0, 1))
+    window = slice(int(rows[0]), int(rows[-1]) + 1), slice(int(columns[0]), int(columns[-1]) + 1)
+    found = elements[window]
+    first_row, first_column = divmod(int(found[0, 0]), spec.shape[1])
+    box = Box(first_row, found.shape[0], first_column, found.shape[1])
+    whole = torch.arange(spec.numel).view(spec.shape)
+    expected = whole[first_row : first_row + box.rows, first_column : first_column + box.columns]
+    if not torch.equal(found, expected):
+        raise UnsupportedModel(f"SGLang does not keep {spec.name} row by row in one part: it cannot be overwritten")
+    return Place(index, box, held[window])
+
+
+def _add_siblings(manager: Any, tensors: dict[str, torch.Tensor]) -> None:
+    """Give zeros to the projections that are no target but are fused with one: SGLang wants all of q, k and v."""
+    fused = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+    for modules in manager.lora_modules:
+        for path, module in modules.items():
+            parent, _, leaf = path.rpartition(".")
+            parts = [tensor_names(f"{parent}.{part}.weight") for part in fused.get(leaf, ())]
+            there = next((pair for pair in parts if pair[0] in tensors), None)
+            if there is None:
+                continue
+            layer = module.base_layer
+            rows = [layer.output_size // 2] * 2
+            if leaf == "qkv_proj":
+                rows = [heads * layer.head_size for heads in (layer.total_num_heads, *[layer.total_num_kv_heads] * 2)]
+            rank, width = tensors[there[0]].shape
+            for (name_a, name_b), height in zip(parts, rows, strict=True):
+                tensors.setdefault(name_a, torch.zeros(rank, width, dtype=torch.int64))
+                tensors.setdefault(name_b, torch.zeros(height, rank, dtype=torch.int64))
+
+
+def _load_numbers(
+    manager: Any, adapter: str, slot: int, tensors: dict[str, torch.Tensor]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Let SGLang load integers; yields each two-dimensional part of the slot with the integers that went there."""
+    from sglang.srt.lora.lora import LoRAAdapter
+
+    pool, config = manager.memory_pool, manager.configs[adapter]
+    numbered = LoRAAdapter(
+        adapter, config, manager.base_hf_config, manager.load_config, manager.lora_backend, manager.base_model
+    )
+    numbered.initialize_weights_from_tensors(tensors)
+    real = pool.A_buffer, pool.B_buffer
+    integers = [
+        {name: [torch.zeros_like(x, dtype=torch.int64, device="cpu") for x in layers] for name, layers in side.items()}
+        for side in real
+    ]
+    pool.A_buffer, pool.B_buffer = integers
+    try:
+        pool.load_lora_weight_to_buffer(adapter, slot, numbered, manager.lora_modules, None, None)
+    finally:
+        pool.A_buffer, pool.B_buffer = real
+    for held, found in zip(real, integers, strict=True):
+        for name in held:
+            for there, numbers in zip(held[name], found[name], strict=True):
+                yield there[slot], numbers[slot]

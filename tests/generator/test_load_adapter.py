@@ -1,0 +1,271 @@
+"""An engine that serves an adapter: versions overwrite it in flight, and what is drawn is the merged model's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from monarch_rl.adapter import LoraSettings, Target, tensor_names
+from monarch_rl.episode import Completion, Sampling
+from monarch_rl.generator.engine import CommitError, Engine, WeightMismatch, to_completion
+from monarch_rl.generator.load_adapter import load
+from monarch_rl.generator.load_report import LoadSheet
+from monarch_rl.generator.load_staged import write_order
+from tests.generator.conftest import SETTINGS
+from tests.generator.helpers import (
+    LOGPROB_BOUND,
+    LoopThread,
+    Staging,
+    checksums_of,
+    reference_logprobs,
+    until,
+    weights_in,
+)
+
+LORA = LoraSettings(rank=3, alpha=6.0)
+Weights = dict[str, torch.Tensor]
+
+
+def adapter(folder: Path, lora: LoraSettings, seed: int) -> Weights:
+    """An adapter as training might leave it: neither A nor B is zero."""
+    generator = torch.Generator().manual_seed(seed)
+    made = {}
+    for name, weight in weights_in(folder).items():
+        if name.split(".")[-2] in lora.targets:
+            name_a, name_b = tensor_names(name)
+            made[name_a] = torch.randn(lora.rank, weight.shape[1], generator=generator) * 0.2
+            made[name_b] = torch.randn(weight.shape[0], lora.rank, generator=generator) * 0.05
+    return made
+
+
+def merged(folder: Path, lora: LoraSettings, tensors: Weights) -> Weights:
+    weights = weights_in(folder)
+    for name in weights:
+        name_a, name_b = tensor_names(name)
+        if name_a in tensors:
+            weights[name] = weights[name] + lora.alpha / lora.rank * tensors[name_b] @ tensors[name_a]
+    return weights
+
+
+def sampling(tokens: int) -> Sampling:
+    return Sampling(max_new_tokens=tokens)
+
+
+def prompt(i: int) -> list[int]:
+    return [5, 6, 7, 8 + i]
+
+
+async def draw(engine: Engine, count: int, tokens: int) -> list[Completion]:
+    return await asyncio.gather(*[engine.generate(prompt(i), sampling(tokens)) for i in range(count)])
+
+
+async def draw_base(engine: Engine, i: int, tokens: int) -> Completion:
+    """SGLang's own request without an adapter, beside those of the policy."""
+    params = engine._sampling_params(sampling(tokens))
+    return to_completion(
+        await engine._engine.async_generate(
+            input_ids=prompt(i), sampling_params=params, return_logprob=True, cache_salt="0"
+        )
+    )
+
+
+def check_logprobs(folder: Path, drawn: list[Completion], weights: Weights | None) -> None:
+    completions = [(prompt(i), completion) for i, completion in enumerate(drawn)]
+    for completion, reference in zip(drawn, reference_logprobs(folder, completions, weights), strict=True):
+        assert np.abs(completion.logprobs - reference).max() < LOGPROB_BOUND
+
+
+async def commit(engine: Engine, staging: Staging, tensors: Weights) -> None:
+    version = engine.version + 1
+    staging.fill(version, tensors)
+    await staging.commit(engine, version, checksums_of(tensors))
+
+
+@pytest.fixture(scope="module")
+def folder(models: dict[str, Path]) -> Path:
+    return models["qwen3"]
+
+
+@pytest.fixture(scope="module")
+def adapted(folder: Path, run: LoopThread) -> Iterator[Engine]:
+    """An engine with an adapter on all projections of a Qwen3."""
+    engine = run(Engine.start(str(folder), SETTINGS, lora=LORA))
+    yield engine
+    run(engine.shutdown())
+
+
+@pytest.fixture(scope="module")
+def staging(folder: Path) -> Staging:
+    return Staging(adapter(folder, LORA, 0))
+
+
+def test_version_0_is_the_model_as_it_is(adapted: Engine, run: LoopThread, folder: Path) -> None:
+    if adapted.version:
+        pytest.skip("another version has been committed by now")
+    check_logprobs(folder, run(draw(adapted, 4, 20)), None)
+
+
+def test_sequences_go_on_across_commits_of_adapters(
+    adapted: Engine, run: LoopThread, folder: Path, staging: Staging
+) -> None:
+    """8 sequences decode across three commits, none lost or cut; new ones draw from the merged model.
+
+    Requests for the model itself run beside them in the same batches and draw from it.
+    """
+    before = adapted.version
+
+    async def decoded(since: float) -> bool:
+        return adapted.clock.seconds > since + 0.3
+
+    async def play() -> tuple[list[Completion], list[Completion]]:
+        playing = asyncio.ensure_future(draw(adapted, 8, 400))
+        base = asyncio.gather(*[draw_base(adapted, i, 200) for i in range(4)])
+        for seed in range(3):
+            await until(partial(decoded, adapted.clock.seconds), "decoding between commits")
+            await commit(adapted, staging, adapter(folder, LORA, seed))
+        return await playing, await base
+
+    played, base = run(play())
+    for completion in played:
+        assert len(completion.token_ids) == 400
+        assert (np.diff(completion.policy_versions) >= 0).all()
+    assert {v for c in played for v in c.policy_versions.tolist()} == set(range(before, before + 4))
+    check_logprobs(folder, base, None)
+    fresh = run(draw(adapted, 8, 40))
+    assert {v for c in fresh for v in c.policy_versions.tolist()} == {before + 3}
+    check_logprobs(folder, fresh, merged(folder, LORA, adapter(folder, LORA, 2)))
+
+
+def test_tokens_after_a_commit_are_drawn_from_the_new_adapter_on_the_old_keys_and_values(
+    adapted: Engine, run: LoopThread, folder: Path, staging: Staging
+) -> None:
+    """B of q and o and of the MLP only: what such an adapter changes in the last layer leaves all keys and values."""
+    last = "base_model.model.model.layers.1."
+    quiet = {name: torch.zeros_like(x) if "lora_B" in name else x for name, x in adapter(folder, LORA, 5).items()}
+    loud = quiet | {
+        name: x
+        for name, x in adapter(folder, LORA, 5).items()
+        if name.startswith(last) and "k_proj" not in name and "v_proj" not in name
+    }
+
+    async def play() -> list[Completion]:
+        await commit(adapted, staging, quiet)
+        playing = asyncio.ensure_future(draw(adapted, 4, 300))
+        counted = adapted.clock.seconds
+
+        async def decoded() -> bool:
+            return adapted.clock.seconds > counted + 0.3
+
+        await until(decoded, "decoding before the commit")
+        await commit(adapted, staging, loud)
+        return await playing
+
+    drawn = run(play())
+    completions = [(prompt(i), completion) for i, completion in enumerate(drawn)]
+    under = {0: reference_logprobs(folder, completions)}
+    under[1] = reference_logprobs(folder, completions, merged(folder, LORA, loud))
+    for i, completion in enumerate(drawn):
+        new = completion.policy_versions - (adapted.version - 1)
+        assert set(new.tolist()) == {0, 1}
+        expected = np.where(new == 0, under[0][i], under[1][i])
+        assert np.abs(completion.logprobs - expected).max() < LOGPROB_BOUND
+        assert np.abs(under[0][i] - under[1][i])[new == 1].max() > 100 * LOGPROB_BOUND
+
+
+def test_a_flipped_bit_of_an_adapter_is_found(adapted: Engine, run: LoopThread, folder: Path, staging: Staging) -> None:
+    tensors, version = adapter(folder, LORA, 7), adapted.version + 1
+    staging.fill(version, tensors)
+    name = "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"
+    spoilt = staging.byte(version, name, 5)
+    spoilt ^= 16
+
+    async def flipped() -> str:
+        with pytest.raises(WeightMismatch) as caught:
+            await staging.commit(adapted, version, checksums_of(tensors))
+        spoilt.bitwise_xor_(torch.tensor(16, dtype=torch.uint8))
+        await staging.commit(adapted, version, checksums_of(tensors))
+        return str(caught.value)
+
+    assert f"1 of {len(tensors)} tensors differ from the trainer's: {name}." in run(flipped())
+
+
+def test_an_adapter_of_another_rank_is_refused(
+    adapted: Engine, run: LoopThread, folder: Path, staging: Staging
+) -> None:
+    other = adapter(folder, LoraSettings(rank=4, alpha=6.0), 1)
+
+    async def refused() -> None:
+        with pytest.raises(CommitError, match=r"adapter is of rank 3 .* unlike these .*lora_A.weight \(4, "):
+            await commit(adapted, Staging(other), other)
+        await commit(adapted, staging, adapter(folder, LORA, 0))
+
+    run(refused())
+
+
+def test_recomputed_sequences_go_on_as_if_the_new_adapter_had_always_been_there(
+    models: dict[str, Path], run: LoopThread, adapted: Engine
+) -> None:
+    """Keys and values, too. From here on each test has an engine of its own: a process holds one."""
+    run(adapted.shutdown())
+    folder, tensors = models["qwen3"], adapter(models["qwen3"], LORA, 8)
+
+    async def play() -> list[Completion]:
+        engine = await Engine.start(str(folder), replace(SETTINGS, in_flight="recompute"), lora=LORA)
+        try:
+            playing = asyncio.ensure_future(draw(engine, 4, 300))
+            counted = engine.clock.seconds
+
+            async def decoded() -> bool:
+                return engine.clock.seconds > counted + 0.3
+
+            await until(decoded, "decoding before the commit")
+            await commit(engine, Staging(tensors), tensors)
+            return await playing
+        finally:
+            await engine.shutdown()
+
+    drawn = run(play())
+    completions = [(prompt(i), completion) for i, completion in enumerate(drawn)]
+    under = [reference_logprobs(folder, completions, w) for w in (None, merged(folder, LORA, tensors))]
+    for i, completion in enumerate(drawn):
+        assert set(completion.policy_versions.tolist()) == {0, 1}
+        expected = np.where(completion.policy_versions == 0, under[0][i], under[1][i])
+        assert np.abs(completion.logprobs - expected).max() < LOGPROB_BOUND
+
+
+@pytest.mark.parametrize("targets", [("q_proj", "v_proj"), ("k_proj", "up_proj", "down_proj")])
+def test_some_projections_of_a_tied_llama(
+    models: dict[str, Path], run: LoopThread, adapted: Engine, targets: tuple[Target, ...]
+) -> None:
+    run(adapted.shutdown())
+    folder, lora = models["llama"], LoraSettings(rank=2, alpha=8.0, targets=targets)
+    tensors = adapter(folder, lora, 3)
+    assert len(tensors) == 2 * 2 * len(targets)
+
+    async def play() -> list[Completion]:
+        engine = await Engine.start(str(folder), SETTINGS, lora=lora)
+        try:
+            await commit(engine, Staging(tensors), tensors)
+            return await draw(engine, 4, 20)
+        finally:
+            await engine.shutdown()
+
+    check_logprobs(folder, run(play()), merged(folder, lora, tensors))
+
+
+def test_an_engine_without_adapters_says_so() -> None:
+    tensors: dict[str, Any] = {"a": torch.zeros(2, 2)}
+    staging = Staging(tensors)
+    sheet = LoadSheet(staging.manifest, 1)
+    sheet.ask(checksums_of(tensors))
+    load(nn.Linear(2, 2), [(write_order(0, staging.area(0).handle, sheet.handle), torch.empty(0))])
+    assert "the engine was not started for one" in str(sheet.judge())

@@ -1,0 +1,43 @@
+"""Trainer and generators with low-rank adapters, with real ones of both: only adapters travel, and both agree."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+from monarch_rl import pipeline
+from monarch_rl.adapter import LoraSettings
+from monarch_rl.episode import Completion, Sampling
+from monarch_rl.runtime.cluster import launch
+from tests.generator.helpers import make_model
+from tests.pipeline.system import ENGINES, System
+from tests.pipeline.test_weights_in_flight import LOGPROB_BOUND
+
+LORA = LoraSettings(rank=3, alpha=6.0)
+
+
+def test_adapters_flow_while_sequences_are_drawn(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "qwen3")
+    with launch() as cluster:
+        assert cluster is not None
+
+        async def go() -> None:
+            generators = await pipeline.start_generators(cluster, model, ENGINES, first_slot=2, lora=LORA)
+            system = await System.start(cluster, model, generators, lr=1e-2, lora=LORA)
+            names = system.publisher.manifest.names
+            assert len(names) == 2 * 2 * 7
+            assert all(".lora_A." in name or ".lora_B." in name for name in names)
+            assert await system.mismatch(seed=1) < LOGPROB_BOUND
+            drawing = asyncio.ensure_future(system.draw([[5, i] for i in range(8)], Sampling(max_new_tokens=800)))
+            for seed in range(3):
+                await system.step(seed)
+                assert await system.mismatch(seed=100 + seed) < LOGPROB_BOUND
+            drawn: list[Completion] = await drawing
+            assert len({int(v) for c in drawn for v in c.policy_versions}) > 1, "no update came during a sequence"
+            await pipeline.save(system.trainer, tmp_path / "saved")
+
+        asyncio.run(go())
+    adapter = load_file(tmp_path / "saved_adapter" / "adapter_model.safetensors")
+    assert all(value.any() for value in adapter.values())

@@ -1,0 +1,80 @@
+"""The trainer's side of the LoRA tests, on every rank of a torchrun job:  lora_ranks.py FOLDER
+
+Trains adapters, saves them before and after, and checks that the base stays and that snapshots are the adapters.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from monarch_rl.adapter import LoraSettings
+from monarch_rl.trainer.batch import pack_shard
+from monarch_rl.trainer.objective import reinforcement
+from monarch_rl.trainer.policy import Policy
+from monarch_rl.trainer.settings import TrainerSettings
+from monarch_rl.trainer.shards import local_run
+from tests.trainer.batches import LR, MAX_NEW_TOKENS, STEPS, WEIGHT_DECAY, batch, shard
+from tests.trainer.lora_cases import CASES
+from tests.trainer.ranks import check_snapshot
+
+
+def check_base(policy: Policy, folder: Path) -> None:
+    """The model's own weights are those of its folder, bit for bit."""
+    whole = {k: v for path in folder.glob("*.safetensors") for k, v in load_file(path).items()}
+    state = policy.model.hf_state()
+    assert state.keys() == whole.keys()
+    for name, value in state.items():
+        local, start = local_run(value)
+        assert torch.equal(local.flatten(), whole[name].flatten()[start : start + local.numel()]), name
+
+
+def check_trained(policy: Policy, lora: LoraSettings) -> None:
+    """Adapters alone are trained, are in the optimiser, and are fp32."""
+    trained = [parameter for parameter in policy.module.parameters() if parameter.requires_grad]
+    assert len(trained) == 2 * len(lora.targets) * len(policy.module.layers)
+    assert {parameter.dtype for parameter in trained} == {torch.float32}
+    groups = [group for optimizer in policy.optimizers for group in optimizer.param_groups]
+    held = {id(parameter) for group in groups for parameter in group["params"]}
+    assert held == {id(parameter) for parameter in trained}
+
+
+def write_logits(policy: Policy, folder: Path, kind: str, name: str) -> None:
+    tokens = load_file(folder / f"{kind}.logits")["tokens"]
+    positions = torch.arange(tokens.shape[1]).repeat(tokens.shape[0])[None]
+    masks = policy.module.get_attention_masks(positions=positions)
+    with torch.no_grad():
+        logits = policy.module(tokens.flatten()[None], positions=positions, attention_masks=masks)[0]
+    save_file({"logits": logits.contiguous()}, folder / f"{name}.rank{policy.rank}")
+
+
+def train(folder: Path, kind: str, name: str, settings: TrainerSettings) -> Policy:
+    policy = Policy(folder / kind, settings, total_steps=STEPS)
+    check_trained(policy, settings.lora)
+    policy.save(folder / f"{name}_start")
+    for step in range(STEPS):
+        part = shard(batch(step), step, policy.rank, policy.world_size, token_budget=50)
+        policy.update(pack_shard(part, settings.loss, MAX_NEW_TOKENS, policy.device), reinforcement(settings.loss))
+    check_base(policy, folder / kind)
+    policy.save(folder / name)
+    check_base(policy, folder / kind)
+    write_logits(policy, folder, kind, name)
+    return policy
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    for name, (kind, lora) in CASES.items():
+        policy = train(folder, kind, name, TrainerSettings(lr=LR, weight_decay=WEIGHT_DECAY, lora=lora))
+        check_snapshot(policy, folder / f"{name}_adapter")
+    kind, lora = CASES["lora_all"]
+    train(folder, kind, "lora_still", TrainerSettings(lr=0.0, weight_decay=WEIGHT_DECAY, lora=lora))
+    recomputed = TrainerSettings(lr=LR, weight_decay=WEIGHT_DECAY, lora=lora, activation_checkpoint="full")
+    train(folder, kind, "lora_recomputed", recomputed).close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,130 @@
+"""Low-rank adapters on two FSDP ranks against peft in one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from monarch_rl.adapter import LoraSettings
+from tests.trainer.lora_cases import CASES
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What lora_reference.py and lora_ranks.py wrote."""
+    folder = tmp_path_factory.mktemp("lora")
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    for arguments in (
+        ["tests/trainer/lora_reference.py", "make"],
+        [*torchrun, "tests/trainer/lora_ranks.py"],
+        ["tests/trainer/lora_reference.py", "compare"],
+    ):
+        done = subprocess.run(
+            [sys.executable, *arguments, str(folder)], cwd=ROOT, env=environment, capture_output=True, timeout=240
+        )
+        assert done.returncode == 0, done.stderr.decode()[-4000:]
+    return folder
+
+
+def saved(folder: Path) -> dict[str, torch.Tensor]:
+    return {k: v for path in folder.glob("*.safetensors") for k, v in load_file(path).items()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_updates_equal_those_of_peft(folder: Path, name: str) -> None:
+    """Packed, in micro-batches and on two ranks, or one episode after the other: the same adapters."""
+    expected, found = load_file(folder / f"{name}.trained"), saved(folder / f"{name}_adapter")
+    start = saved(folder / f"{name}_start_adapter")
+    assert expected.keys() == found.keys()
+    for tensor in expected:
+        # In the norm: AdamW's first steps turn a gradient of nearly zero into a whole step of either sign.
+        moved = (found[tensor] - start[tensor]).norm()
+        assert moved > 5e-4 * found[tensor].numel() ** 0.5, tensor
+        assert (found[tensor] - expected[tensor]).norm() < 0.01 * moved, tensor
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_trainer_adapter_and_merged_model_give_the_same_logits(folder: Path, name: str) -> None:
+    written = load_file(folder / f"{name}.logits")
+    before = load_file(folder / f"{CASES[name][0]}.logits")["logits"]
+    assert (written["peft"] - before).abs().max() > 1e-2
+    assert (written["merged"] - written["peft"]).abs().max() < 2e-6
+    for rank in range(2):
+        found = load_file(folder / f"{name}.rank{rank}")["logits"].view(before.shape)
+        assert (found - written["peft"]).abs().max() < 2e-6
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_merged_weights_are_the_formulas(folder: Path, name: str) -> None:
+    kind, lora = CASES[name]
+    before, merged, adapter = saved(folder / kind), saved(folder / name), saved(folder / f"{name}_adapter")
+    assert before.keys() == merged.keys()
+    for tensor, weight in before.items():
+        module = f"base_model.model.{tensor.removesuffix('.weight')}"
+        if tensor.split(".")[-2] in lora.targets:
+            a, b = adapter.pop(f"{module}.lora_A.weight"), adapter.pop(f"{module}.lora_B.weight")
+            weight = weight + lora.alpha / lora.rank * torch.einsum("or,ri->oi", b, a)
+            assert torch.allclose(merged[tensor], weight, rtol=0, atol=1e-7), tensor
+        else:
+            assert torch.equal(merged[tensor], weight), tensor
+    assert not adapter
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_starts_from_the_model_as_it_is(folder: Path, name: str) -> None:
+    """B is zero; A is uniform within 1 / sqrt(in), which is peft's Kaiming draw; two tensors are not alike."""
+    before, start = saved(folder / CASES[name][0]), saved(folder / f"{name}_start")
+    assert all(torch.equal(before[tensor], start[tensor]) for tensor in before)
+    adapter = saved(folder / f"{name}_start_adapter")
+    for tensor, value in adapter.items():
+        if ".lora_B." in tensor:
+            assert not value.any()
+        else:
+            scaled = value * value.shape[1] ** 0.5
+            assert scaled.abs().max() <= 1
+            assert abs(float(scaled.std()) - 3**-0.5) < 0.12
+    first, second = [value for tensor, value in adapter.items() if "q_proj.lora_A" in tensor]
+    assert not torch.equal(first, second)
+
+
+def test_learning_rate_zero_changes_nothing(folder: Path) -> None:
+    for start, end in (("lora_still_start_adapter", "lora_still_adapter"), ("qwen3", "lora_still")):
+        before, after = saved(folder / start), saved(folder / end)
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_activation_checkpointing_changes_nothing(folder: Path) -> None:
+    first, second = saved(folder / "lora_all_adapter"), saved(folder / "lora_recomputed_adapter")
+    assert all(torch.allclose(first[name], second[name], atol=1e-6) for name in first)
+
+
+def test_the_adapters_folder_names_its_base(folder: Path) -> None:
+    config = json.loads((folder / "lora_some_adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(folder / "qwen3")
+    assert config["target_modules"] == ["q_proj", "v_proj"]
+    assert (config["r"], config["lora_alpha"]) == (4, 8.0)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"rank": -1}, "lora.rank must not be negative"),
+        ({"rank": 2, "alpha": 0.0}, "lora.alpha must be positive"),
+        ({"rank": 2, "targets": ()}, "lora.targets must be some of q_proj"),
+        ({"rank": 2, "targets": ("q_proj", "q_proj")}, "each once"),
+        ({"rank": 2, "targets": ("lm_head",)}, "got \\('lm_head',\\)"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(wrong: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        LoraSettings(**wrong)  # type: ignore[arg-type]
