@@ -219,7 +219,7 @@ class Publisher:
                     self._give_up(index, f"{gone or f'no version in {attempt} attempts'}: {_told(error)}")
                 else:
                     logger.warning(
-                        "generator %d could not take version %d (attempt %d of %d) and is out of the routing: %s",
+                        "generator %d did not take version %d (attempt %d of %d) and is sent it again: %s",
                         *(index, version, attempt, self.settings.attempts, _told(error)),
                     )
             # One that only missed a transfer serves the version before, which is whole: nothing is published yet.

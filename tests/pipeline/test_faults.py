@@ -105,7 +105,7 @@ class Harness:
 
 @pytest.fixture
 def harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
-    model = make_model(tmp_path_factory.mktemp("model"), "qwen3")
+    model = make_model(tmp_path_factory.mktemp("model") / "qwen3", "qwen3")
     with launch() as cluster:
         assert cluster is not None
         yield Harness(cluster, model)
@@ -129,7 +129,7 @@ async def flipped(harness: Harness, caplog: pytest.LogCaptureFixture) -> None:
     harness.paused.clear()
     version = await harness.step()
     assert harness.paused == [[3], []] and harness.lost == []
-    assert f"generator 3 could not take version {version} (attempt 1 of 3)" in caplog.text
+    assert f"generator 3 did not take version {version} (attempt 1 of 3)" in caplog.text
     assert "1 of" in caplog.text and "differ from the trainer's" in caplog.text
     await harness.serving(0, 1, 2, 3)
 
@@ -180,7 +180,7 @@ async def restarted(harness: Harness, caplog: pytest.LogCaptureFixture) -> None:
 async def trainer_killed(harness: Harness, caplog: pytest.LogCaptureFixture) -> None:
     """Nobody can send the version: an error that names the rank; the old version goes on being served."""
     system = harness.system
-    below = psutil.Process().children(recursive=True)
+    below = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
     (victim,) = [p for p in below if p.environ().get("HYPERACTOR_PROCESS_NAME", "").startswith("trainer-1")]
     await system.publisher.publish(system.version + 1)
     victim.kill()
