@@ -85,7 +85,7 @@ class Plan:
 
 
 _plans: WeakKeyDictionary[torch.nn.Module, Plan] = WeakKeyDictionary()
-_open = lru_cache(maxsize=1)(LoadSheet.open)
+_open = lru_cache(maxsize=2)(LoadSheet.open)
 _last: list[tuple[LoadSheet, int]] = []
 """The sheet of the last load, which says whether decoding may go on, and this rank's row in it."""
 
@@ -119,7 +119,8 @@ def load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor
 def continue_if_verified(scheduler: Any, original: Callable[..., None], *args: Any) -> None:
     """In the place of SGLang's ``Scheduler.continue_generation``: decode on only if the last load is the trainer's.
 
-    SGLang lets its ranks meet after a load, so all of them see the answers of all, and come to one verdict.
+    SGLang lets its ranks meet after a load, so all of them see the answers of all, and come to one verdict: a rank that
+    went on alone would wait for the others in the middle of a layer.
     """
     if not _last:
         original(scheduler, *args)
