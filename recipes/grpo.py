@@ -23,7 +23,7 @@ from typing import Any
 import tyro
 
 from monarch_rl import pipeline
-from monarch_rl.generator.settings import GeneratorSettings
+from monarch_rl.generator.settings import GeneratorSettings, check_tp
 from monarch_rl.model_folder import read_config, resolve_model
 from monarch_rl.observe.console import Console
 from monarch_rl.observe.metrics import Metrics
@@ -84,12 +84,14 @@ def check(s: Settings) -> Path:
             f"{s.groups_per_step} groups x {s.rollout.group_size} episodes = {episodes} episodes a step cannot be "
             f"shared equally by {s.trainer.ranks} trainer ranks: change groups-per-step or trainer.ranks"
         )
-    offered, ranks = devices(), s.trainer.ranks + s.generator.replicas
-    offered.check(ranks, f"{s.trainer.ranks} trainer ranks + {s.generator.replicas} generator replicas")
+    offered, ranks = devices(), s.trainer.ranks + s.generator.replicas * s.generator.tp
+    replicas = f"{s.generator.replicas} generator replicas" + (f" of {s.generator.tp}" if s.generator.tp > 1 else "")
+    offered.check(ranks, f"{s.trainer.ranks} trainer ranks + {replicas}")
     if s.trainer.ranks > offered.per_host and s.trainer.ranks % offered.per_host:
         raise ValueError(f"trainer.ranks {s.trainer.ranks} must fill whole hosts: a multiple of {offered.per_host}")
     TaskSource(s.task).check()
     model = resolve_model(s.model)
+    check_tp(read_config(model), s.generator.tp)
     check_lengths(s, read_config(model))
     check_output(s.output)
     return model

@@ -73,7 +73,8 @@ async def start_generators(
     """
     replicas = []
     for index in range(settings.replicas):
-        mesh = cluster.spawn(f"generator{index}", 1, first_slot=first_slot + index)
+        slot = first_slot + index * settings.tp
+        mesh = cluster.spawn(f"generator{index}", 1, first_slot=slot, slots_per_process=settings.tp)
         replicas.append(mesh.spawn(f"generator{index}", Generator))
     deadline = settings.start_deadline_s + CALL_DEADLINE_S
     starts = [

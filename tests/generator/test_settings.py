@@ -5,13 +5,16 @@ from typing import Any
 import pytest
 
 from monarch_rl.adapter import LoraSettings
-from monarch_rl.generator.settings import CPU_KV_TOKENS, GeneratorSettings, engine_arguments
+from monarch_rl.generator.settings import CPU_KV_TOKENS, GeneratorSettings, check_tp, cores_of_ranks, engine_arguments
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
         ("replicas", 0),
+        ("tp", 0),
+        ("in_flight", "restart"),
+        ("drain_deadline_s", 0),
         ("context_length", -1),
         ("max_running_requests", 0),
         ("max_total_tokens", -1),
@@ -48,3 +51,27 @@ def test_an_engine_has_room_for_the_policys_adapter_and_for_the_model_without_it
     assert arguments["lora_target_modules"] == ["q_proj", "o_proj"]
     assert arguments["lora_backend"] == "torch_native"
     assert "lora_backend" not in engine_arguments("m", GeneratorSettings(), 0, on_gpu=True, lora=lora)
+
+
+@pytest.mark.parametrize(
+    ("tp", "config"),
+    [
+        (2, {"num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 1536}),
+        (3, {"num_attention_heads": 9, "num_key_value_heads": 2, "intermediate_size": 1536}),
+        (2, {"num_attention_heads": 4, "intermediate_size": 15}),
+        (4, {"num_attention_heads": 8, "intermediate_size": 16, "moe_intermediate_size": 6}),
+    ],
+)
+def test_a_tp_that_does_not_divide_the_model_is_refused(tp: int, config: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=f"tp {tp} does not divide the model: "):
+        check_tp(config, tp)
+
+
+def test_a_tp_that_divides_is_taken_and_kv_heads_may_be_repeated() -> None:
+    check_tp({"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 16}, 4)
+    check_tp({"num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 1536}, 3)
+
+
+def test_ranks_of_replicas_take_cores_in_turn() -> None:
+    assert [cores_of_ranks(replica, 2, [0, 1, 4, 5]) for replica in range(3)] == ["0|1", "4|5", "0|1"]
+    assert cores_of_ranks(1, 3, [0, 1]) == "1|0|1"

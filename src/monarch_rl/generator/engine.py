@@ -25,12 +25,15 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import json
 import multiprocessing
+import os
 import random
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -42,7 +45,15 @@ from monarch_rl.episode import Completion, Sampling
 from monarch_rl.generator.load_report import LoadSheet
 from monarch_rl.generator.load_staged import write_order
 from monarch_rl.generator.scheduler_process import SchedulerTarget, quiet_imports
-from monarch_rl.generator.settings import ADAPTER, ADAPTER_LOADER, LOADER, GeneratorSettings, engine_arguments
+from monarch_rl.generator.settings import (
+    ADAPTER,
+    ADAPTER_LOADER,
+    LOADER,
+    GeneratorSettings,
+    check_tp,
+    cores_of_ranks,
+    engine_arguments,
+)
 from monarch_rl.runtime.deadlines import DeadlineExceeded, within
 from monarch_rl.weights.manifest import Manifest
 
@@ -127,8 +138,9 @@ class Engine:
         self._adapted = False
         """Versions are an adapter's, which requests name."""
         self._version = 0
-        self._ranks = 1
-        self._sheet: LoadSheet | None = None
+        self._ranks = settings.tp
+        self._sheets: list[LoadSheet] = []
+        """Two, used in turn: a rank may still be reading the verdict of a commit when the next one is prepared."""
         self._serving = asyncio.Event()
         self._serving.set()
         self._stopped: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -164,11 +176,19 @@ class Engine:
             lora: with a rank, versions are adapters: the model's own weights stay, and version 0 has an adapter of
                 zeros.
             extra: further SGLang ``ServerArgs``.
+
+        Raises ValueError if the model cannot be cut for ``settings.tp`` ranks, RuntimeError if SGLang does not start.
         """
+        config = Path(model_path) / "config.json"
+        if config.is_file():
+            check_tp(json.loads(config.read_text()), settings.tp)
         if Engine._in_this_process is not None:
             raise RuntimeError("there is an engine in this process already; SGLang keeps its settings per process")
         on_gpu = torch.accelerator.is_available()
         arguments = engine_arguments(model_path, settings, replica, on_gpu, lora) | extra
+        if settings.tp > 1 and not on_gpu:
+            cores = sorted(os.sched_getaffinity(0))
+            os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = cores_of_ranks(replica, settings.tp, cores)
         launcher = ThreadPoolExecutor(1, thread_name_prefix="sglang-launch")
         engine = await asyncio.get_running_loop().run_in_executor(launcher, _launch, arguments)
         # In SGLang's deterministic mode requests without a seed would all share one.
@@ -331,26 +351,31 @@ class Engine:
         async with self._commit_lock:
             if version < self._version:
                 raise ValueError(f"version {version} is older than version {self._version}, which is served")
-            if self._sheet is None or self._sheet.specs != manifest.tensors:
-                self._sheet = LoadSheet(manifest, self._ranks)
-            self._sheet.ask(expected)
+            sheet = self._next_sheet(manifest)
+            sheet.ask(expected)
             started = time.perf_counter()
             self._serving.clear()
             await self._settle_running(version)
             self.clock.pause()
             self._version = version
-            failures = await self._or_stopped(self._replace_weights(version, area, self._sheet.handle))
-            refusal = self._sheet.judge()
+            failures = await self._or_stopped(self._replace_weights(version, area, sheet.handle))
+            refusal = sheet.judge()
             if refusal is not None:
                 error = WeightMismatch if refusal.differs else CommitError
                 reasons = "; ".join([refusal.message, *failures])
                 raise error(f"version {version} is not served: {reasons}. The engine stays paused.")
             self._serving.set()
             self.clock.resume()
-            cost, seconds = self._sheet.report(), time.perf_counter() - started
+            cost, seconds = sheet.report(), time.perf_counter() - started
             return CommitReport(
                 version, cost.nbytes, seconds, cost.stood_seconds, cost.copy_seconds, cost.checksum_seconds
             )
+
+    def _next_sheet(self, manifest: Manifest) -> LoadSheet:
+        if not self._sheets or self._sheets[0].specs != manifest.tensors:
+            self._sheets = [LoadSheet(manifest, self._ranks) for _ in range(2)]
+        self._sheets.reverse()
+        return self._sheets[0]
 
     async def _settle_running(self, version: int) -> None:
         """Let no request be in SGLang under ``drain`` and ``resume``; requests that come are held back already."""

@@ -40,14 +40,14 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What the slowest engine rank took, in seconds, and what all ranks did."""
+    """What a commit took, in seconds: the copy and the checksums of the slowest engine rank."""
 
     copy_seconds: float
     """From the area to the engine's parameters."""
     checksum_seconds: float
     """Checksums of the engine's parameters."""
     stood_seconds: float
-    """From the pause to the continuation, by the scheduler's own clock: no token was drawn in between."""
+    """From the pause to the continuation, by the clock of rank 0's scheduler: no token was drawn in between."""
     nbytes: int
     """Bytes copied, by all ranks together."""
 
@@ -168,7 +168,8 @@ class LoadSheet:
 
     def report(self) -> LoadReport:
         """What the last commit cost."""
-        copy, checksum, stood = self.state[:, [COPY_NANOSECONDS, CHECKSUM_NANOSECONDS, STOOD_NANOSECONDS]].max(0) / 1e9
+        copy, checksum = self.state[:, [COPY_NANOSECONDS, CHECKSUM_NANOSECONDS]].max(0) / 1e9
+        stood = self.state[0, STOOD_NANOSECONDS] / 1e9
         return LoadReport(float(copy), float(checksum), float(stood), int(self.state[:, BYTES].sum()))
 
     def _failures(self) -> list[str]:

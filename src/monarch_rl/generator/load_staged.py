@@ -89,7 +89,7 @@ class Plan:
 Planner = Callable[[torch.nn.Module, torch.Tensor, tuple[TensorSpec, ...]], Plan]
 """Loads a version from an area (uint8) for the first time, and says where everything went."""
 _plans: WeakKeyDictionary[torch.nn.Module, Plan] = WeakKeyDictionary()
-_open = lru_cache(maxsize=1)(LoadSheet.open)
+_open = lru_cache(maxsize=2)(LoadSheet.open)
 _last: list[tuple[LoadSheet, int]] = []
 """The sheet of the last load, which says whether decoding may go on, and this rank's row in it."""
 
@@ -128,7 +128,8 @@ def run_order(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.T
 def continue_if_verified(scheduler: Any, original: Callable[..., None], *args: Any) -> None:
     """In the place of SGLang's ``Scheduler.continue_generation``: decode on only if the last load is the trainer's.
 
-    SGLang lets its ranks meet after a load, so all of them see the answers of all, and come to one verdict.
+    SGLang lets its ranks meet after a load, so all of them see the answers of all, and come to one verdict: a rank that
+    went on alone would wait for the others in the middle of a layer.
     """
     if not _last:
         original(scheduler, *args)
