@@ -87,18 +87,22 @@ def test_adapters(start: Start, model: Path, tmp_path: Path) -> None:
 
 
 def test_torchrun_without_lag(start: Start, model: Path, tmp_path: Path) -> None:
-    """Trained in float32 and served in bfloat16, as on a GPU."""
-    settings = ["--max-policy-lag=0", "--generator.dtype=bfloat16"]
+    """Trained in float32 and served in bfloat16, as on a GPU, over the transport that is the fastest here."""
+    settings = ["--max-policy-lag=0", "--generator.dtype=bfloat16", "--weights.transport=auto"]
     run = start([*TORCHRUN, "--nproc-per-node=4", *recipe(model, tmp_path / "runs", *settings)])
     assert run.wait(RUN_S) == 0, run.output()
     run.assert_gone(GONE_S)
     check_run(run.output(), model, max_policy_lag=0)
+    chosen = re.search(r"Weights travel by (\w+): .* took (.*)\.$", run.output(), re.MULTILINE)
+    assert chosen and chosen[2].startswith(chosen[1]), run.output()
+    assert {measured.split()[0] for measured in chosen[2].split(", ")} == {"collective", "rdma", "shared_memory"}
 
 
 def test_two_nodes(start: Start, model: Path, tmp_path: Path) -> None:
-    """Two agents play two machines: the first holds the trainer ranks, the second the generators."""
+    """Two agents play two machines: the first holds the trainer ranks, the second the generators, which read changes."""
     job = ["--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d", "--local-addr=127.0.0.1"]
     job += [f"--rdzv-endpoint=127.0.0.1:{free_port()}", *recipe(model, tmp_path / "runs", "--max-policy-lag=1")]
+    job += ["--weights.transport=rdma", "--weights.delta"]
     agents = [start([*TORCHRUN, *job]) for _ in range(2)]
     most = [0, 0]
     deadline = time.monotonic() + RUN_S
@@ -232,6 +236,8 @@ TURNS_OF_16 = RolloutSettings(max_new_tokens=16)
             ["4098 ranks", "4096 trainer ranks + 2 generator replicas", "this launch offers", "ask for at most"],
         ),
         ({"generator": GeneratorSettings(replicas=5000)}, ["5002 ranks", "5000 generator replicas"]),
+        ({"generator": GeneratorSettings(replicas=700, tp=4)}, ["2802 ranks", "700 generator replicas of 4"]),
+        ({"generator": GeneratorSettings(tp=3)}, ["tp 3 does not divide the model"]),
         ({"task": TaskSettings("spel_backward")}, ["'spel_backward'", "did you mean spell_backward"]),
         ({"task": TaskSettings("chain_sum", "{min_terms: 2}")}, ["task.config is not JSON", "{min_terms: 2}"]),
         ({"task": TaskSettings("chain_sum", '{"terms": 2}')}, ["task.config", "settings of chain_sum", "min_terms"]),

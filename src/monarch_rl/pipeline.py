@@ -239,6 +239,7 @@ class Observer:
             values["weights/swap_ms"] = swap.paused_s * 1e3
             values["weights/transfer_ms"] = swap.transfer_s * 1e3
             values["weights/snapshot_ms"] = swap.snapshot_s * 1e3
+            values["weights/sent_share"] = swap.sent_bytes / swap.nbytes
             values["weights/served_version"] = swap.version
         values["buffer/admitted"] = counts.admitted
         values["buffer/trained"] = counts.trained

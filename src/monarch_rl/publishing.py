@@ -55,6 +55,8 @@ class SwapReport:
     """The longest time that a replica did not decode."""
     nbytes: int
     """Bytes of the version."""
+    sent_bytes: int
+    """Bytes that came at a replica."""
 
 
 @dataclass
@@ -115,8 +117,8 @@ class Publisher:
         """Send the weights by every transport, commit nothing, and choose; prints what was measured."""
         found: dict[TransportName, float] = {}
         for name in TRANSPORTS:
-            self.settings = replace(self.settings, transport=name)
             try:
+                self.settings = replace(self.settings, transport=name)
                 await self._set_up_all(generators)
                 found[name] = await self._rehearse()
             except Exception as error:
@@ -137,9 +139,10 @@ class Publisher:
         for _ in range(2):
             started = time.perf_counter()
             await self._snapshot(0)
-            _, errors = await self._transfer(0, list(self._replicas.values()))
-            for error in errors.values():
-                raise error
+            _, received = await self._transfer(0, list(self._replicas.values()))
+            for found in received.values():
+                if isinstance(found, Exception):
+                    raise found
             seconds.append(time.perf_counter() - started)
         return min(seconds)
 
@@ -242,13 +245,13 @@ class Publisher:
         try:
             if self._met != [replica.index for replica in replicas]:
                 await self._meet([replica.index for replica in replicas])
-            checksums, errors = await self._transfer(version, replicas)
+            checksums, received = await self._transfer(version, replicas)
         except Exception as error:
             await self._blame_trainer(version, error)
             return failed | {replica.index: error for replica in replicas}
         transferred = time.perf_counter()
-        failed |= errors
-        arrived = [replica for replica in replicas if replica.index not in errors]
+        failed |= {index: found for index, found in received.items() if isinstance(found, Exception)}
+        arrived = [replica for replica in replicas if replica.index not in failed]
         commits = await self._gather(
             (
                 replica.handle.commit.call_one(version, version % SLOTS, checksums),
@@ -263,11 +266,13 @@ class Publisher:
             else:
                 replica.serves, paused = version, max(paused, report.paused_seconds)
         if arrived and self._newest is not None:
-            self.last = SwapReport(version, self._newest[1], transferred - started, paused, self.manifest.nbytes)
+            sent = max(received[replica.index] for replica in arrived)
+            self.last = SwapReport(version, self._newest[1], transferred - started, paused, self.manifest.nbytes, sent)
         return failed
 
-    async def _transfer(self, version: int, replicas: list[_Replica]) -> tuple[dict[str, int], dict[int, Exception]]:
-        """All bytes to all ``replicas``; the trainer's checksum of each tensor, and why it failed, by replica."""
+    async def _transfer(self, version: int, replicas: list[_Replica]) -> tuple[dict[str, int], dict[int, Any]]:
+        """All bytes to all ``replicas``; the trainer's checksum of each tensor, and what each replica received, in
+        bytes, or why it did not."""
         slot = version % SLOTS
         ranks = self._ranks
         answers = await self._gather(
@@ -284,12 +289,12 @@ class Publisher:
             ]
         )
         sums, received = answers[: len(ranks)], answers[len(ranks) :]
-        errors = {r.index: found for r, found in zip(replicas, received, strict=True) if isinstance(found, Exception)}
         unsent = [found for found in sums if isinstance(found, Exception)]
         if unsent:
             raise unsent[0]
         totals = [_signed(sum(column)) for column in zip(*sums, strict=True)]
-        return dict(zip(self.manifest.names, totals, strict=True)), errors
+        by_replica = {replica.index: found for replica, found in zip(replicas, received, strict=True)}
+        return dict(zip(self.manifest.names, totals, strict=True)), by_replica
 
     async def _gather(self, calls: Any) -> list[Any]:
         """Answers or exceptions of ``(call, what)``, each within the deadline of a transfer."""

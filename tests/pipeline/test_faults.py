@@ -40,14 +40,14 @@ class Doomed(InspectedGenerator):
     async def doom(self, fault: Fault) -> None:
         self._fault = fault
 
-    async def _receive(self, version: int, slot: int) -> None:
+    async def _receive(self, version: int, slot: int) -> int:
         fault, self._fault = self._fault, None
         if fault == "killed while receiving":
             os.kill(os.getpid(), signal.SIGKILL)
         if fault == "stopped while receiving":
             os.kill(os.getpid(), signal.SIGSTOP)
         self._fault = fault
-        await super()._receive(version, slot)
+        return await super()._receive(version, slot)
 
     async def _commit(self, version: int, slot: int, checksums: dict[str, int]) -> CommitReport:
         fault, self._fault = self._fault, None

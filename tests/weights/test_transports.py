@@ -20,18 +20,19 @@ from monarch_rl.weights.transport import (
     TransferError,
     TransferSettings,
     TransportName,
-    receiver_class,
-    sender_class,
+    make_receiver,
+    make_sender,
 )
 
 CPU = torch.device("cpu")
 TENSORS = [("wide", (1000, 700), torch.float32), ("odd", (7, 3), torch.float32), ("norm", (5,), torch.float32)]
+ALL_BYTES = 4 * (700_000 + 21 + 5)
 JOIN_S = 40
 BOTH: tuple[TransportName, ...] = ("collective", "shared_memory")
 
 
-def settings(transport: TransportName, deadline_s: float = 20) -> TransferSettings:
-    return TransferSettings(transport, bucket_mib=1, deadline_s=deadline_s)
+def settings(transport: TransportName, deadline_s: float = 20, delta: bool = False) -> TransferSettings:
+    return TransferSettings(transport, bucket_mib=1, deadline_s=deadline_s, delta=delta)
 
 
 def manifest() -> Manifest:
@@ -42,8 +43,13 @@ def manifest() -> Manifest:
 
 
 def values(version: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(version)
-    return [torch.randn(shape, generator=generator) for _, shape, _ in TENSORS]
+    """All other ones in each version; from 10 on, a few elements more than in version 10."""
+    generator = torch.Generator().manual_seed(min(version, 10))
+    found = [torch.randn(shape, generator=generator) for _, shape, _ in TENSORS]
+    for changed in range(11, version + 1):
+        found[0][changed::97, changed] += 1
+        found[2][changed % 5] = -0.0
+    return found
 
 
 def write(version: int, rank: int, views: list[torch.Tensor]) -> None:
@@ -58,7 +64,7 @@ def send(rank: int, pipe: Connection, chosen: TransferSettings) -> None:
     """Obey: ``open``, ``("connect", addresses, receivers)``, ``("send", version)``."""
 
     async def obey() -> None:
-        sender = sender_class(chosen.transport)(manifest(), rank, chosen, "127.0.0.1", CPU)
+        sender = make_sender(manifest(), rank, chosen, "127.0.0.1", CPU)
         while True:
             match await asyncio.to_thread(pipe.recv):
                 case "open":
@@ -85,7 +91,7 @@ def receive(pipe: Connection, chosen: TransferSettings) -> None:
 
     async def obey() -> None:
         plan = manifest()
-        receiver = receiver_class(chosen.transport)(plan, chosen, CPU)
+        receiver = make_receiver(plan, chosen, CPU)
         while True:
             match await asyncio.to_thread(pipe.recv):
                 case "connect", addresses, position, receivers:
@@ -93,13 +99,13 @@ def receive(pipe: Connection, chosen: TransferSettings) -> None:
                     pipe.send("connected")
                 case "receive", version:
                     try:
-                        await receiver.receive(version, version % SLOTS)
+                        nbytes = await receiver.receive(version, version % SLOTS)
                     except TransferError as error:
                         pipe.send(str(error))
                         continue
                     held = attach(receiver.area(version % SLOTS))
                     found = [spec.view(held) for spec in plan.tensors]
-                    pipe.send(all(map(torch.equal, found, values(version))))
+                    pipe.send(sum(nbytes) if all(map(torch.equal, found, values(version))) else "other values")
 
     torch.set_num_threads(1)
     asyncio.run(obey())
@@ -161,13 +167,26 @@ def test_versions_arrive_whole_and_members_may_change(transport: TransportName) 
         running.meet(running.receivers)
         for version in (1, 2, 3):
             sums, arrived = running.transfer(version, running.receivers)
-            assert arrived == [True, True]
+            assert arrived == [ALL_BYTES, ALL_BYTES]
             whole = [int(tensor_checksum(value)) for value in values(version)]
             assert [(a + b - c) % 2**64 for a, b, c in zip(*sums, whole, strict=True)] == [0, 0, 0]
         running.processes[-1].kill()
         left = [running.receivers[0], running.start(receive, chosen)]
         running.meet(left)
-        assert [running.transfer(version, left)[1] for version in (3, 4)] == [[True, True]] * 2
+        assert [running.transfer(version, left)[1] for version in (3, 4)] == [[ALL_BYTES, ALL_BYTES]] * 2
+
+
+def test_only_what_changed_is_sent_and_all_is_sent_to_new_members() -> None:
+    """Versions 10, 11, ... differ in few elements; to a new member the next one goes whole."""
+    chosen = settings("collective", delta=True)
+    with Processes(chosen) as running:
+        running.meet(running.receivers)
+        sent = [running.transfer(version, running.receivers)[1] for version in (10, 11, 12)]
+        assert sent[0][0] > ALL_BYTES and max(map(max, sent[1:])) < ALL_BYTES / 100
+        left = [running.receivers[1], running.start(receive, chosen)]
+        running.meet(left)
+        again, after = running.transfer(12, left)[1], running.transfer(13, left)[1]
+        assert min(again) > ALL_BYTES and max(after) < ALL_BYTES / 100
 
 
 @pytest.mark.parametrize("transport", BOTH)
@@ -186,7 +205,7 @@ def test_another_version_than_expected_is_refused(transport: TransportName) -> N
 def test_a_killed_sender_is_an_error_within_the_deadline() -> None:
     with Processes(settings("collective", deadline_s=5)) as running:
         running.meet(running.receivers)
-        assert running.transfer(1, running.receivers)[1] == [True, True]
+        assert running.transfer(1, running.receivers)[1] == [ALL_BYTES] * 2
         running.processes[1].kill()
         started = time.monotonic()
         running.senders[0].send(("send", 2))
@@ -212,3 +231,8 @@ def test_a_late_sender_is_named() -> None:
 def test_settings_must_be_positive(setting: str) -> None:
     with pytest.raises(ValueError, match=setting):
         TransferSettings(**{setting: 0})  # type: ignore[arg-type]
+
+
+def test_delta_over_shared_memory_is_refused() -> None:
+    with pytest.raises(ValueError, match="shared_memory sends none"):
+        TransferSettings("shared_memory", delta=True)

@@ -21,7 +21,7 @@ from monarch_rl.generator.link import Answer, Request, answer_all
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.weights.manifest import Manifest
-from monarch_rl.weights.transport import Receiver, TransferSettings, receiver_class
+from monarch_rl.weights.transport import Receiver, TransferSettings, make_receiver
 
 TRANSFER_GRACE_S = 10.0
 """Seconds beyond its own deadline after which a transfer's thread counts as hung."""
@@ -93,10 +93,9 @@ class Generator(Actor):
             manifest: of every version to come.
             settings: the transport and its deadlines.
         """
-        make = receiver_class(settings.transport)
         if self._weights is not None:
             await self._weights.receiver.close()
-        receiver = await asyncio.to_thread(make, manifest, settings, _device())
+        receiver = await asyncio.to_thread(make_receiver, manifest, settings, _device())
         self._weights = _Weights(manifest, receiver, settings.deadline_s)
         self._verified.clear()
 
@@ -110,20 +109,19 @@ class Generator(Actor):
         await within(weights.deadline_s + TRANSFER_GRACE_S, meeting, what)
 
     @concurrent_endpoint
-    async def receive(self, version: int, slot: int) -> float:
-        """Receive ``version`` while decoding goes on; returns the seconds it took."""
-        started = time.perf_counter()
-        await self._receive(version, slot)
-        return time.perf_counter() - started
+    async def receive(self, version: int, slot: int) -> int:
+        """Receive ``version`` while decoding goes on; returns the bytes that came."""
+        return await self._receive(version, slot)
 
-    async def _receive(self, version: int, slot: int) -> None:
+    async def _receive(self, version: int, slot: int) -> int:
         weights = self._weights_ready()
         async with self._transfer_lock:
             weights.received = None
             transfer = weights.receiver.receive(version, slot)
             what = f"version {version} from the trainer ranks (generator {self._replica})"
-            await within(weights.deadline_s + TRANSFER_GRACE_S, transfer, what)
+            nbytes = sum(await within(weights.deadline_s + TRANSFER_GRACE_S, transfer, what))
             weights.received = version
+            return nbytes
 
     @concurrent_endpoint
     async def commit(self, version: int, slot: int, checksums: dict[str, int]) -> CommitReport:

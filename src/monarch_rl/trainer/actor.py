@@ -18,7 +18,7 @@ from monarch_rl.runtime.network import host_address
 from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.weights.checksum import shard_checksums
 from monarch_rl.weights.manifest import Manifest
-from monarch_rl.weights.transport import Sender, TransferSettings, sender_class
+from monarch_rl.weights.transport import Sender, TransferSettings, make_sender
 
 if TYPE_CHECKING:
     import torch
@@ -166,11 +166,13 @@ class Trainer(Actor):
     @concurrent_endpoint
     async def weights_setup(self, manifest: Manifest, settings: TransferSettings) -> None:
         """Make the sending end, with room for snapshots."""
-        make, policy = sender_class(settings.transport), self.policy
+        policy = self.policy
         if self._sender is not None:
             await self._sender.close()
         self._manifest = manifest
-        self._sender = await asyncio.to_thread(make, manifest, policy.rank, settings, host_address(), policy.device)
+        self._sender = await asyncio.to_thread(
+            make_sender, manifest, policy.rank, settings, host_address(), policy.device
+        )
 
     @concurrent_endpoint
     async def weights_open(self) -> tuple[int, bytes]:

@@ -101,11 +101,11 @@ class CollectiveSender:
     def views(self, slot: int) -> list[torch.Tensor]:
         return list(self._snapshots[slot].split(self._sizes))
 
-    async def send(self, version: int, slot: int) -> None:
+    async def send(self, version: int, slot: int, nbytes: int | None = None) -> None:
         if self._group is None:
             raise TransferError(f"trainer rank {self._rank} sends version {version} before connect()")
         try:
-            await self._on_thread(self._send, self._group, version, self._snapshots[slot])
+            await self._on_thread(self._send, self._group, version, self._snapshots[slot][:nbytes])
         except RuntimeError as error:
             raise TransferError(f"trainer rank {self._rank} could not send version {version}: {error}") from error
 
@@ -173,35 +173,40 @@ class CollectiveReceiver:
     def area(self, slot: int) -> bytes:
         return self._area.handle
 
-    async def receive(self, version: int, slot: int) -> None:
+    async def receive(self, version: int, slot: int) -> list[int]:
         if not self._groups:
             raise TransferError(f"a generator receives version {version} before connect()")
-        await self._on_thread(self._receive, version)
+        return await self._on_thread(self._receive, version)
 
-    def _receive(self, version: int) -> None:
+    def _receive(self, version: int) -> list[int]:
+        received = []
         for rank, (group, plan) in enumerate(zip(self._groups, self._plans, strict=True)):
             try:
-                self._receive_from(group, plan, version, self._area.buffer)
+                received.append(self._receive_from(group, plan, version, self._area.buffer))
             except RuntimeError as error:
                 raise TransferError(
                     f"could not receive version {version} from trainer rank {rank} ({self._addresses[rank]}): {error}"
                 ) from error
+        return received
 
-    def _receive_from(self, group: _Group, plan: list[list[Piece]], version: int, staging: torch.Tensor) -> None:
+    def _receive_from(self, group: _Group, plan: list[list[Piece]], version: int, staging: torch.Tensor) -> int:
         header = torch.zeros(_HEADER, dtype=torch.int64, device=staging.device)
         group.broadcast(header)()
-        expected = [version, sum(piece.nbytes for pieces in plan for piece in pieces)]
-        if header.tolist() != expected:
-            raise TransferError(f"sent [version, bytes] {header.tolist()}, expected {expected}")
+        sent, nbytes = header.tolist()
+        most = sum(piece.nbytes for pieces in plan for piece in pieces)
+        if sent != version or nbytes > most:
+            raise TransferError(f"it sent {nbytes} bytes of version {sent}, expected {most} of version {version}")
         arriving: list[tuple[list[Piece], torch.Tensor, Callable[[], None]]] = []
-        for k, pieces in enumerate(plan):
-            bucket = self._buckets[k % 2][: sum(piece.nbytes for piece in pieces)]
+        for k, pieces in enumerate(plan[: -(-nbytes // self._settings.bucket_bytes)]):
+            left = nbytes - k * self._settings.bucket_bytes
+            bucket = self._buckets[k % 2][: min(left, sum(piece.nbytes for piece in pieces))]
             # The other bucket is unpacked while this one is on its way.
             arriving.append((pieces, bucket, group.broadcast(bucket)))
             if len(arriving) == 2:
                 _unpack(*arriving.pop(0), staging)
         for entry in arriving:
             _unpack(*entry, staging)
+        return int(nbytes)
 
     async def close(self) -> None:
         self._leave()
@@ -223,4 +228,5 @@ class CollectiveReceiver:
 def _unpack(pieces: list[Piece], bucket: torch.Tensor, wait: Callable[[], None], staging: torch.Tensor) -> None:
     wait()
     for piece in pieces:
-        staging[piece.staging : piece.staging + piece.nbytes].copy_(bucket[piece.bucket : piece.bucket + piece.nbytes])
+        run = bucket[piece.bucket : piece.bucket + piece.nbytes]  # shorter, if what is sent ends within
+        staging[piece.staging : piece.staging + run.numel()].copy_(run)

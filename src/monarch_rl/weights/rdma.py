@@ -19,7 +19,7 @@ import pickle
 import time
 from collections.abc import Coroutine, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -29,6 +29,8 @@ from monarch_rl.weights.transport import SLOTS, TransferError, TransferSettings
 
 if TYPE_CHECKING:
     from monarch.rdma import RDMABuffer
+
+T = TypeVar("T")
 
 SILENCE_S = 5
 """Seconds (whole ones) that one read may take. Monarch does not notice a dead owner of memory: reads run into this.
@@ -180,13 +182,13 @@ class RdmaSender:
         self._headers[slot][2] = _WRITING
         return [self._slots[slot][start : start + nbytes] for start, nbytes in self._plan.shards]
 
-    async def send(self, version: int, slot: int) -> None:
+    async def send(self, version: int, slot: int, nbytes: int | None = None) -> None:
         """Let the slot be read as ``version``. Does not wait for those who read it."""
         if not self._registered:
             raise TransferError(f"trainer rank {self._rank} sends version {version} before open()")
         header = self._headers[slot]
         header[2] = _WRITING
-        header[0] = version
+        header[0], header[1] = version, self._plan.nbytes if nbytes is None else nbytes
         header[2] = _READY
 
     async def close(self) -> None:
@@ -227,7 +229,7 @@ class RdmaReceiver:
     def area(self, slot: int) -> bytes:
         return self._areas[slot].handle
 
-    async def receive(self, version: int, slot: int) -> None:
+    async def receive(self, version: int, slot: int) -> list[int]:
         """Read ``version`` from all trainer ranks' ``slot`` into the area of the same number.
 
         Raises :class:`TransferError` within :data:`SILENCE_S` seconds of the last byte if an owner is dead or stuck.
@@ -237,24 +239,31 @@ class RdmaReceiver:
             raise TransferError(f"version {version} is to be received before connect()")
         deadline = time.monotonic() + self._settings.deadline_s
         ranks = range(len(self._owners))
-        await _all(self._wait_until_ready(rank, version, slot, deadline) for rank in ranks)
+        sizes = await _all(self._wait_until_ready(rank, version, slot, deadline) for rank in ranks)
         # Ranks take turns, so that reads under way at one time go over the links of several.
-        reads = [(k, rank) for rank in ranks for k in range(len(self._plans[rank].reads))]
+        reads = [
+            (k, rank)
+            for rank in ranks
+            for k, runs in enumerate(self._plans[rank].reads)
+            if _span(runs)[0] < sizes[rank]
+        ]
         queue = iter(sorted(reads))
         await _all(self._read_lane(queue, landing, version, slot, deadline) for landing in self._landing)
         await _all(self._check_unchanged(rank, version, slot, deadline) for rank in ranks)
+        return sizes
 
-    async def _wait_until_ready(self, rank: int, version: int, slot: int, deadline: float) -> None:
+    async def _wait_until_ready(self, rank: int, version: int, slot: int, deadline: float) -> int:
+        """The bytes that are offered."""
         while True:
             found, nbytes, state = await self._read_header(rank, slot, deadline)
             expected = self._plans[rank].nbytes
-            if found > version or (found == version and nbytes != expected):
+            if found > version or (found == version and nbytes > expected):
                 raise TransferError(
                     f"version {version} of {expected} bytes was to be read from trainer rank {rank}, "
                     f"but version {found} of {nbytes} bytes lies there"
                 )
             if found == version and state == _READY:
-                return
+                return nbytes
             if time.monotonic() > deadline:
                 raise TransferError(
                     f"trainer rank {rank} did not offer version {version} in slot {slot} within "
@@ -322,8 +331,11 @@ async def _read(buffer: RDMABuffer, into: torch.Tensor, deadline: float, what: s
         ) from error
 
 
-async def _all(steps: Iterable[Coroutine[None, None, object]]) -> None:
+async def _all(steps: Iterable[Coroutine[None, None, T]]) -> list[T]:
     """Await all, whatever happens to some; then raise the first error."""
+    done: list[T] = []
     for result in await asyncio.gather(*steps, return_exceptions=True):
         if isinstance(result, BaseException):
             raise result
+        done.append(result)
+    return done

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from monarch_rl.weights.area import Area, attach
-from monarch_rl.weights.manifest import Manifest
+from monarch_rl.weights.manifest import Manifest, shard_bytes
 from monarch_rl.weights.transport import SLOTS, TransferError, TransferSettings
 
 POLL_S = 0.0005
@@ -78,7 +78,7 @@ class SharedMemorySender:
             views.append(areas.buffers[slot][start : start + shard.numel * spec.dtype.itemsize])
         return views
 
-    async def send(self, version: int, slot: int) -> None:
+    async def send(self, version: int, slot: int, nbytes: int | None = None) -> None:
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
         self._met().versions[slot][self._rank] = version
@@ -97,6 +97,7 @@ class SharedMemoryReceiver:
 
     def __init__(self, manifest: Manifest, settings: TransferSettings, device: torch.device) -> None:
         self._deadline_s = settings.deadline_s
+        self._sizes = [shard_bytes(manifest, rank) for rank in range(len(manifest.shards))]
         self._areas: _Areas | None = None
 
     async def connect(self, addresses: list[bytes], position: int, receivers: int) -> None:
@@ -105,7 +106,7 @@ class SharedMemoryReceiver:
     def area(self, slot: int) -> bytes:
         return self._met().handles[slot]
 
-    async def receive(self, version: int, slot: int) -> None:
+    async def receive(self, version: int, slot: int) -> list[int]:
         """Wait until every trainer rank has said that its part is there."""
         ranks = self._met().versions[slot]
         deadline = asyncio.get_running_loop().time() + self._deadline_s
@@ -116,6 +117,7 @@ class SharedMemoryReceiver:
                     f"are of versions {[int(ranks[rank]) for rank in late]}"
                 )
             await asyncio.sleep(POLL_S)
+        return self._sizes
 
     async def close(self) -> None:
         self._areas = None

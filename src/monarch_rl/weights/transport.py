@@ -16,7 +16,7 @@ nothing else of the run is touched. Decoding goes on throughout: what is receive
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import torch
@@ -40,6 +40,9 @@ class TransferSettings:
     work with the run's own model at the start, and takes the fastest."""
     bucket_mib: int = 64
     """MiB sent at a time. Each generator rank holds two buckets beside a version; smaller ones cost more calls."""
+    delta: bool = False
+    """Send only the elements whose bits changed, found and put back without loss. Costs a version more on each side
+    and a look at every byte; docs/weights.md says when it pays."""
     deadline_s: float = 120.0
     """Seconds that one transfer may take before it fails; the old version stays served."""
     attempts: int = 3
@@ -48,6 +51,8 @@ class TransferSettings:
     def __post_init__(self) -> None:
         if self.bucket_mib < 1:
             raise ValueError(f"bucket_mib must be at least 1 MiB, got {self.bucket_mib}")
+        if self.delta and self.transport == "shared_memory":
+            raise ValueError("delta saves bytes on the way, and transport shared_memory sends none: leave it out")
         if self.deadline_s <= 0:
             raise ValueError(f"deadline_s must be positive, got {self.deadline_s}")
         if self.attempts < 1:
@@ -74,8 +79,8 @@ class Sender(Protocol):
     def views(self, slot: int) -> list[torch.Tensor]:
         """Where a snapshot goes: one flat uint8 view for each of ``manifest.shards[rank]``, in their order."""
 
-    async def send(self, version: int, slot: int) -> None:
-        """Send the snapshot in ``slot`` as this rank's part of ``version``."""
+    async def send(self, version: int, slot: int, nbytes: int | None = None) -> None:
+        """Send the snapshot in ``slot`` as this rank's part of ``version``; with ``nbytes`` only its first bytes."""
 
     async def close(self) -> None: ...
 
@@ -91,8 +96,11 @@ class Receiver(Protocol):
     def area(self, slot: int) -> bytes:
         """Handle of the area (:mod:`monarch_rl.weights.area`) in which a version received from ``slot`` lies."""
 
-    async def receive(self, version: int, slot: int) -> None:
-        """Return when all of ``version`` lies in ``area(slot)``. After an error nothing of use lies there."""
+    async def receive(self, version: int, slot: int) -> list[int]:
+        """Return when all of ``version`` lies in ``area(slot)``: the bytes that each trainer rank sent.
+
+        Raises TransferError; then nothing of use lies there.
+        """
 
     async def close(self) -> None: ...
 
@@ -109,15 +117,33 @@ TRANSPORTS: dict[TransportName, tuple[str, str, str]] = {
 """By name: module, sender's class, receiver's class; imported on demand."""
 
 
-def sender_class(name: TransportName) -> type[Sender]:
-    """The sender's class of a transport."""
-    module, sender, _ = TRANSPORTS[name]
-    found: Any = getattr(importlib.import_module(module), sender)
-    return found
+def make_sender(manifest: Manifest, rank: int, settings: TransferSettings, host: str, device: torch.device) -> Sender:
+    """A trainer rank's end of the transport that ``settings`` name. ``host``: where others reach this process."""
+    make: type[Sender] = _find(settings.transport, 1)
+    if not settings.delta:
+        return make(manifest, rank, settings, host, device)
+    from monarch_rl.weights.changes import ChangesSender, updates_manifest
+
+    below = make(updates_manifest(manifest), rank, _in_small_buckets(settings), host, device)
+    return ChangesSender(below, manifest, rank, device)
 
 
-def receiver_class(name: TransportName) -> type[Receiver]:
-    """The receiver's class of a transport."""
-    module, _, receiver = TRANSPORTS[name]
-    found: Any = getattr(importlib.import_module(module), receiver)
-    return found
+def make_receiver(manifest: Manifest, settings: TransferSettings, device: torch.device) -> Receiver:
+    """A replica's end of the transport that ``settings`` name."""
+    make: type[Receiver] = _find(settings.transport, 2)
+    if not settings.delta:
+        return make(manifest, settings, device)
+    from monarch_rl.weights.changes import ChangesReceiver, updates_manifest
+
+    below = make(updates_manifest(manifest), _in_small_buckets(settings), device)
+    return ChangesReceiver(below, manifest, device)
+
+
+def _find(name: TransportName, side: int) -> Any:
+    names = TRANSPORTS[name]
+    return getattr(importlib.import_module(names[0]), names[side])
+
+
+def _in_small_buckets(settings: TransferSettings) -> TransferSettings:
+    """An update is short: buckets of 64 MiB would be read whole for a few bytes."""
+    return replace(settings, bucket_mib=min(settings.bucket_mib, 4))
