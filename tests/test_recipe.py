@@ -99,7 +99,7 @@ def test_torchrun_without_lag(start: Start, model: Path, tmp_path: Path) -> None
 
 
 def test_two_nodes(start: Start, model: Path, tmp_path: Path) -> None:
-    """Two agents play two machines: the first holds the trainer ranks, the second the generators, which read changes."""
+    """Two agents play two machines: the first holds the trainer ranks, the second the generators; these read changes."""
     job = ["--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d", "--local-addr=127.0.0.1"]
     job += [f"--rdzv-endpoint=127.0.0.1:{free_port()}", *recipe(model, tmp_path / "runs", "--max-policy-lag=1")]
     job += ["--weights.transport=rdma", "--weights.delta"]
@@ -145,17 +145,8 @@ def test_a_signal_while_training_leaves_no_process(
 # -- lost processes -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("process", "named"),
-    [
-        ("trainer-1", r"Trainer trainer\{'hosts': 0/1, 'gpus': 1/2\}> .*\s+.*Killed\(sig=9\)"),
-        ("rollout-0", r"RolloutWorker rollout\{.*\s+.*Killed\(sig=9\)"),
-        ("buffer-0", r"Buffer buffer\{.*\s+.*Killed\(sig=9\)"),
-    ],
-)
-def test_a_lost_process_ends_the_run_and_is_named(
-    start: Start, model: Path, tmp_path: Path, process: str, named: str
-) -> None:
+@pytest.mark.parametrize("process", ["trainer-1", "rollout-0", "buffer-0"])
+def test_a_lost_process_ends_the_run_and_is_named(start: Start, model: Path, tmp_path: Path, process: str) -> None:
     run = start([sys.executable, *recipe(model, tmp_path / "runs", "--steps=500")])
     wait_for_step(run)
     victim = process_named(run, process)
@@ -163,7 +154,10 @@ def test_a_lost_process_ends_the_run_and_is_named(
     victim.kill()
     assert run.wait(LOST_S) == 1, run.output()
     run.assert_gone(GONE_S)
-    assert re.search(named, run.output()[before:]), run.output()
+    mesh, rank = process.split("-")
+    by_rank = rf"{mesh}\{{'hosts': 0/1, 'gpus': {rank}/\d\}}> .*\s+.*Killed\(sig=9\)"
+    by_process = rf"actor {process}<.*\s+.*The process likely crashed"  # seen when much else runs
+    assert re.search(f"{by_rank}|{by_process}", run.output()[before:]), run.output()
 
 
 @pytest.mark.parametrize("process", ["generator1-0", "sglang::scheduler"])
@@ -171,7 +165,7 @@ def test_a_lost_generator_is_named_and_the_run_goes_on(start: Start, model: Path
     run = start([sys.executable, *recipe(model, tmp_path / "runs", "--steps=500")])
     wait_for_step(run)
     process_named(run, process).kill()
-    lost = wait_for_line(run, r"^generator (\d) is lost \(.*(Killed\(sig=9\)|exit code -9)")
+    lost = wait_for_line(run, r"^generator (\d) is lost \(.*(Killed\(sig=9\)|exit code -9|process likely crashed)")
     after = int(wait_for_line(run, r"^step (\d+)/500", after=lost)[1])
     wait_for_line(run, rf"^step {after + 5}/500", after=lost)
     run.process.terminate()
