@@ -36,12 +36,11 @@ from monarch_rl.runtime.cluster import Cluster, launch
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.weights.transport import TransferSettings, TransportName
-from tools.make_tiny_model import Settings as RandomModel
-from tools.make_tiny_model import write_random_model
 
 DEADLINE_S = 600.0
 WIDTHS = ((8e6, 128), (80e6, 512), (400e6, 1024), (float("inf"), 2048))
 """Hidden size of the models up to so many bytes."""
+VOCABULARY = 64
 NOT_MEASURED = ["several hosts", "several replicas", "ibverbs", "GPUs, where the device is cpu"]
 
 
@@ -66,21 +65,34 @@ class Settings:
 
 
 def model_of(size_mb: float, cache: Path) -> Path:
-    """A random Qwen3 whose float32 weights take about so many MB."""
+    """A random Qwen3 whose float32 weights take about so many MB; it needs no tokenizer."""
     hidden = next(width for limit, width in WIDTHS if size_mb * 1e6 <= limit)
-    # As write_random_model makes them: 4 heads of 32, an MLP 3 times as wide.
+    # 4 query and 2 key heads of 32, and an MLP 3 times as wide.
     layer = 4 * (9 * hidden + 384) * hidden
-    model = RandomModel(hidden_size=hidden, layers=max(1, round(size_mb * 1e6 / layer)))
-    folder = cache / f"{hidden}x{model.layers}"
+    layers = max(1, round(size_mb * 1e6 / layer))
+    folder = cache / f"{hidden}x{layers}"
     if not folder.exists():
-        write_random_model(folder, model)
+        from transformers import Qwen3Config, Qwen3ForCausalLM
+
+        config = Qwen3Config(
+            vocab_size=VOCABULARY,
+            hidden_size=hidden,
+            intermediate_size=3 * hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            max_position_embeddings=1024,
+            tie_word_embeddings=False,
+        )
+        Qwen3ForCausalLM(config).save_pretrained(folder)
     return folder
 
 
 async def measure(cluster: Cluster, s: Settings, model: Path) -> dict[str, Any]:
     """All transports with one model; their figures by name, and the yardsticks as ``raw``."""
-    load = Load(s.requests, 32, 48, 64)
-    groups = make_groups(64, 2, 4, 32, 32)
+    load = Load(s.requests, 32, 48, VOCABULARY)
+    groups = make_groups(VOCABULARY, 2, 4, 32, 32)
     steps = len(s.transports) * (s.versions + 1) * 2 + 2
     plan = plan_of(model, TrainerSettings(), steps, 32, DEADLINE_S)
     settings = GeneratorSettings(replicas=1, dtype=s.dtype, max_total_tokens=8192)  # type: ignore[arg-type]

@@ -99,7 +99,7 @@ def test_torchrun_without_lag(start: Start, model: Path, tmp_path: Path) -> None
 
 
 def test_two_nodes(start: Start, model: Path, tmp_path: Path) -> None:
-    """Two agents play two machines: the first holds the trainer ranks, the second the generators; these read changes."""
+    """Two agents play two machines: the first holds the trainer ranks, the second the generators, over RDMA."""
     job = ["--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d", "--local-addr=127.0.0.1"]
     job += [f"--rdzv-endpoint=127.0.0.1:{free_port()}", *recipe(model, tmp_path / "runs", "--max-policy-lag=1")]
     job += ["--weights.transport=rdma", "--weights.delta"]
