@@ -440,6 +440,7 @@ class Engine:
         for task in manager.asyncio_tasks:
             task.cancel()
         await asyncio.to_thread(_end_processes, self._engine)
+        _close_sockets(self._engine, manager)
         self._launcher.shutdown(wait=False)
 
 
@@ -563,6 +564,17 @@ def _take_over_watch(engine: Any) -> list[Any]:
     watchdog = engine.tokenizer_manager._subprocess_watchdog
     watchdog.stop()
     return list(watchdog._processes)
+
+
+def _close_sockets(*owners: Any) -> None:
+    """SGLang leaves its sockets open. When they are collected as garbage, whoever runs then would wait for ever until
+    what was written last is read by a process that is gone."""
+    import zmq
+
+    for owner in owners:
+        for value in vars(owner).values():
+            if isinstance(value, zmq.Socket):
+                value.close(linger=0)
 
 
 def _end_processes(engine: Any) -> None:
