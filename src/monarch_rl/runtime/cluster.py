@@ -54,6 +54,8 @@ STOP_DEADLINE_S = 15.0
 with torch in them, after which Monarch kills them."""
 FAULT_DEADLINE_S = 2.5
 """Seconds after which the loss of a process has been noticed: it is looked for every second."""
+STATE_DEADLINE_S = 20.0
+"""Seconds of silence after which a host, or a process asked for its state, counts as lost."""
 HOST_DEADLINE_S = 8.0
 """Seconds for a host process to kill what is left below it and end."""
 
@@ -236,16 +238,27 @@ def _attached(host: HostProcess, nodes: Sequence[Node]) -> Iterator[Cluster]:
         host.end(HOST_DEADLINE_S)
 
 
-def _attach(nodes: Sequence[Node]) -> Cluster:
-    import monarch.actor
+def configure_monarch() -> None:
+    """Set Monarch's own time-outs and sizes for this process and all that it spawns, before the first actor.
+
+    A process killed while it is asked for its state never answers, so its loss is noticed only after
+    ``STATE_DEADLINE_S``; otherwise within a second.
+    """
     from monarch.config import configure
 
-    # A lost host is noticed after this much silence, instead of one minute; a machine that swaps or starts many
-    # processes may be silent for long, and a message that is not acknowledged in time ends the run.
-    configure(get_proc_state_max_idle="20s", get_actor_state_max_idle="20s", message_delivery_timeout="120s")
-    # RDMABuffer over TCP (weights/rdma.py); all processes inherit this. Frames of 4 MiB are four times faster than
-    # Monarch's 64. One connection is as fast as several, whose reads write to memory even after they timed out.
+    # A machine that swaps or starts many processes may be silent for long; Monarch's own are 30 s for an actor and
+    # 60 s for a host. A message that is not acknowledged in time ends the run.
+    silence = f"{STATE_DEADLINE_S:g}s"
+    configure(get_proc_state_max_idle=silence, get_actor_state_max_idle=silence, message_delivery_timeout="120s")
+    # RDMABuffer over TCP (weights/rdma.py). Frames of 4 MiB are four times faster than Monarch's 64. One connection is
+    # as fast as several, whose reads write to memory even after they timed out.
     configure(rdma_max_chunk_size_mb=4, rdma_tcp_fallback_parallelism=1)
+
+
+def _attach(nodes: Sequence[Node]) -> Cluster:
+    import monarch.actor
+
+    configure_monarch()
     counts = {len(node.devices) for node in nodes}
     if len(counts) > 1:
         raise ValueError(f"all hosts of a launch need the same number of GPUs; these have {sorted(counts)}")
