@@ -28,20 +28,22 @@ class Settings:
 
     seeds: tuple[int, ...] = (0, 1, 2)
     """Seeds to run, one after the other."""
+    recipe: str = "recipes/grpo.py"
+    """The recipe that is run."""
     arguments: tuple[str, ...] = ()
-    """Further arguments of recipes/grpo.py, the same for all seeds."""
+    """Further arguments of the recipe, the same for all seeds."""
 
 
 def run(*command: str) -> None:
     subprocess.run([sys.executable, *command], cwd=ROOT, check=True, timeout=RUN_DEADLINE_S)
 
 
-def measure(seed: int, arguments: tuple[str, ...], scratch: Path) -> dict[str, float]:
+def measure(seed: int, s: Settings, scratch: Path) -> dict[str, float]:
     """One run: accuracy before and after, and how far beyond chance the rise is."""
     model, runs = scratch / f"model{seed}", scratch / f"runs{seed}"
     run("tools/make_tiny_model.py", "--seed", str(seed), "--task.seed", str(seed), "--output", str(model))
     seeds = ["--task.seed", str(seed), "--generator.random-seed", str(1000 * seed)]
-    run("recipes/grpo.py", "--model", str(model), "--output", str(runs), *seeds, *arguments)
+    run(s.recipe, "--model", str(model), "--output", str(runs), *seeds, *s.arguments)
     (folder,) = runs.iterdir()
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     items = json.loads((folder / "settings.json").read_text())["held_out"]
@@ -66,11 +68,13 @@ def measure(seed: int, arguments: tuple[str, ...], scratch: Path) -> dict[str, f
 
 def main(settings: Settings) -> None:
     with tempfile.TemporaryDirectory() as scratch:
-        results = [measure(seed, settings.arguments, Path(scratch)) for seed in settings.seeds]
+        results = [measure(seed, settings, Path(scratch)) for seed in settings.seeds]
     for result in results:
         print({name: round(value, 3) for name, value in result.items()})
     rises = [result["after"] - result["before"] for result in results]
     summary = {
+        "benchmark": "main_job",
+        "recipe": settings.recipe,
         "seeds": results,
         "rise_mean": float(np.mean(rises)),
         "rise_standard_deviation": float(np.std(rises, ddof=1)) if len(rises) > 1 else 0.0,

@@ -18,6 +18,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,10 @@ from speed_swap import keep_busy
 from speed_trainer import Training, make_groups, plan_of
 
 from monarch_rl import pipeline
+from monarch_rl.adapter import FULL_TRAINING, LoraSettings
 from monarch_rl.generator.scheduler_process import quiet_imports
 from monarch_rl.generator.settings import GeneratorSettings
-from monarch_rl.publishing import Publisher
+from monarch_rl.publishing import Publisher, SwapReport
 from monarch_rl.runtime.cluster import Cluster, launch
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.trainer.settings import TrainerSettings
@@ -62,6 +64,8 @@ class Settings:
     """PNG file to draw."""
     dtype: str = "auto"
     """Served dtype: float32 on CPUs, bfloat16 on GPUs."""
+    adapter_rank: int = 8
+    """Rank of the adapters that are moved, too, by the first transport, to compare; 0 leaves them out."""
 
 
 def model_of(size_mb: float, cache: Path) -> Path:
@@ -89,23 +93,22 @@ def model_of(size_mb: float, cache: Path) -> Path:
     return folder
 
 
-async def measure(cluster: Cluster, s: Settings, model: Path) -> dict[str, Any]:
-    """All transports with one model; their figures by name, and the yardsticks as ``raw``."""
+async def measure(cluster: Cluster, s: Settings, model: Path, lora: LoraSettings = FULL_TRAINING) -> dict[str, Any]:
+    """All transports with one model, or with adapters to it; their figures by name."""
     load = Load(s.requests, 32, 48, VOCABULARY)
-    groups = make_groups(VOCABULARY, 2, 4, 32, 32)
-    steps = len(s.transports) * (s.versions + 1) * 2 + 2
-    plan = plan_of(model, TrainerSettings(), steps, 32, DEADLINE_S)
+    groups = make_groups(VOCABULARY, 2, 2, 16, 16)  # steps about as long as transfers
+    steps = len(s.transports) * (s.versions + 1) * 4 + 2  # see one_transport
+    plan = plan_of(model, TrainerSettings(lora=lora), steps, 16, DEADLINE_S)
     settings = GeneratorSettings(replicas=1, dtype=s.dtype, max_total_tokens=8192)  # type: ignore[arg-type]
     training, generator = await asyncio.gather(
-        Training.start(cluster, plan, groups, steps), start_generator(cluster, model, settings, 2)
+        Training.start(cluster, plan, groups, steps), start_generator(cluster, model, settings, 2, lora)
     )
     dtype = pipeline.served_dtype(settings, cluster)
     figures: dict[str, Any] = {}
-    async with keep_busy(generator, load):
-        for name in s.transports:
-            transfer = TransferSettings(name, deadline_s=DEADLINE_S)
-            publisher = await Publisher.connect(training.trainer, [generator], training.buffer, transfer, dtype)
-            figures[name] = await one_transport(training, generator, publisher, s.versions)
+    for name in s.transports:
+        transfer = TransferSettings(name, deadline_s=DEADLINE_S)
+        publisher = await Publisher.connect(training.trainer, [generator], training.buffer, transfer, dtype)
+        figures[name] = await one_transport(training, generator, publisher, load, s.versions)
     nbytes = publisher.manifest.nbytes
     copy = await within(DEADLINE_S, generator.local_copy.call_one(), "a local copy of the weights")
     await within(DEADLINE_S, generator.shutdown.call_one(), "the generator to end its engine")
@@ -116,53 +119,90 @@ async def measure(cluster: Cluster, s: Settings, model: Path) -> dict[str, Any]:
     return {"bytes": nbytes, "local_copy_ms": copy * 1e3, **figures}
 
 
-async def start_generator(cluster: Cluster, model: Path, settings: GeneratorSettings, slot: int) -> Any:
+async def start_generator(
+    cluster: Cluster, model: Path, settings: GeneratorSettings, slot: int, lora: LoraSettings
+) -> Any:
     generator = cluster.spawn("generator0", 1, first_slot=slot).spawn("generator0", GeneratorBeside)
-    await within(DEADLINE_S, generator.setup.call_one(str(model), settings, 0), "the generator to start")
+    await within(DEADLINE_S, generator.setup.call_one(str(model), settings, 0, lora), "the generator to start")
     return generator
 
 
-async def one_transport(training: Training, generator: Any, publisher: Publisher, versions: int) -> dict[str, float]:
-    """Publish after every step; steps alone and steps beside a transfer, in turn."""
-    alone, beside, reports, swaps = [], [], [], []
-    during, idle = [], []
-    for _ in range(1 + versions):
-        seconds, _ = await training.step(DEADLINE_S)
-        alone.append(seconds)
-        started = time.perf_counter()
-        await publisher.publish(training.version)
-        seconds, _ = await training.step(DEADLINE_S)
-        beside.append(seconds)
-        await publisher.settled()
-        assert publisher.last is not None
-        swaps.append(publisher.last)
-        during.append((started, started + publisher.last.snapshot_s + publisher.last.transfer_s))
-        idle.append((started - alone[-1], started))
-        stats = await within(DEADLINE_S, generator.stats.call_one(), "the generator's figures")
-        reports.append(stats["last_commit"])
+async def one_transport(
+    training: Training, generator: Any, publisher: Publisher, load: Load, versions: int
+) -> dict[str, Any]:
+    """Versions one after the other: with nothing beside them, then while the engine decodes, then beside steps too."""
+    alone = [await one_version(training, generator, publisher) for _ in range(1 + versions)]
+    decoding, idle, steps, beside = [], [], [], []
+    async with keep_busy(generator, load):
+        for _ in range(1 + versions):
+            version = await one_version(training, generator, publisher)
+            decoding.append(version)
+            idle.append((time.perf_counter(), time.perf_counter() + version.seconds))
+            await asyncio.sleep(version.seconds)
+            steps.append((await training.step(DEADLINE_S))[0])
+            await publisher.publish(training.version)
+            beside.append((await training.step(DEADLINE_S))[0])
+            await publisher.settled()
     tokens = await within(DEADLINE_S, generator.emitted.call_one(), "the times of the tokens")
+    windows = [(version.started, version.started + version.seconds) for version in decoding]
 
-    def median(values: Any) -> float:
+    def median(values: Iterable[float]) -> float:
         return statistics.median(list(values)[1:])
 
-    paused = median(report["paused_seconds"] for report in reports)
-    moved = publisher.manifest.nbytes
-    # What a snapshot writes is where the engines read: there it is the transport.
-    seconds = median(
-        swap.transfer_s + (swap.snapshot_s if publisher.settings.transport == "shared_memory" else 0) for swap in swaps
-    )
+    seconds = median(version.transfer_s for version in alone)
     return {
         "transfer_ms": seconds * 1e3,
-        "gb_per_s": moved / seconds / 1e9,
-        "snapshot_ms": median(swap.snapshot_s for swap in swaps) * 1e3,
-        "decoding_stops_ms": paused * 1e3,
-        "share_copy": median(report["copy_seconds"] for report in reports) / paused,
-        "share_checksum": median(report["checksum_seconds"] for report in reports) / paused,
-        "share_calls": 1 - median(r["copy_seconds"] + r["checksum_seconds"] for r in reports) / paused,
-        "commit_call_ms": median(report["seconds"] for report in reports) * 1e3,
-        "tokens_during_transfer": _rate(tokens, during[1:]) / max(_rate(tokens, idle[1:]), 1e-9),
-        "step_beside_transfer": median(beside) / median(alone),
+        "gb_per_s": publisher.manifest.nbytes / seconds / 1e9,
+        "transfer_while_decoding_ms": median(version.transfer_s for version in decoding) * 1e3,
+        "snapshot_ms": median(version.swap.snapshot_s for version in alone) * 1e3,
+        "pause_ms": median(version.paused_s for version in alone) * 1e3,
+        "decoding_stops_ms": median(version.paused_s for version in decoding) * 1e3,
+        "share_copy": median(version.commit["copy_seconds"] / version.paused_s for version in decoding),
+        "share_checksum": median(version.commit["checksum_seconds"] / version.paused_s for version in decoding),
+        "share_calls": median(version.calls_s / version.paused_s for version in decoding),
+        "commit_call_ms": median(version.commit["seconds"] for version in decoding) * 1e3,
+        "tokens_during_transfer": _rate(tokens, windows[1:]) / max(_rate(tokens, idle[1:]), 1e-9),
+        "step_beside_transfer": median(beside) / median(steps),
     }
+
+
+@dataclass(frozen=True)
+class Version:
+    """What one version cost."""
+
+    started: float
+    swap: SwapReport
+    commit: dict[str, Any]
+    shared: bool
+    """The snapshot writes where engines read: there it is the transfer."""
+
+    @property
+    def transfer_s(self) -> float:
+        return self.swap.transfer_s + (self.swap.snapshot_s if self.shared else 0)
+
+    @property
+    def seconds(self) -> float:
+        """Snapshot and transfer."""
+        return self.swap.snapshot_s + self.swap.transfer_s
+
+    @property
+    def paused_s(self) -> float:
+        return float(self.commit["paused_seconds"])
+
+    @property
+    def calls_s(self) -> float:
+        return self.paused_s - float(self.commit["copy_seconds"]) - float(self.commit["checksum_seconds"])
+
+
+async def one_version(training: Training, generator: Any, publisher: Publisher) -> Version:
+    """Make a step and publish its version, with no step beside it."""
+    await training.step(DEADLINE_S)
+    started = time.perf_counter()
+    await publisher.publish(training.version)
+    await publisher.settled()
+    assert publisher.last is not None
+    stats = await within(DEADLINE_S, generator.stats.call_one(), "the generator's figures")
+    return Version(started, publisher.last, stats["last_commit"], publisher.settings.transport == "shared_memory")
 
 
 def _rate(tokens: list[float], windows: list[tuple[float, float]]) -> float:
@@ -182,6 +222,12 @@ def main(s: Settings) -> None:
             found = asyncio.run(measure(cluster, s, model.resolve()))
             found["raw"] = raw = weights_raw.measure(cluster, found["bytes"])
             kind = cluster.devices.kind
+        if s.adapter_rank:
+            with launch() as cluster:
+                assert cluster is not None
+                lora, first = LoraSettings(s.adapter_rank), s.transports[:1]
+                moved = asyncio.run(measure(cluster, replace(s, transports=first), model.resolve(), lora))
+                found["adapter"] = {"bytes": moved["bytes"], "local_copy_ms": moved["local_copy_ms"], **moved[first[0]]}
         for name, goal in (("collective", "gloo"), ("rdma", "rdma"), ("shared_memory", "shared_memory")):
             if name in found:
                 found[name]["of_raw"] = found[name]["gb_per_s"] / raw[f"{goal}_gb_per_s"]

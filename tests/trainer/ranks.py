@@ -17,7 +17,7 @@ from monarch_rl.trainer.batch import pack_shard
 from monarch_rl.trainer.objective import reinforcement
 from monarch_rl.trainer.policy import Policy
 from monarch_rl.trainer.settings import LossSettings, TrainerSettings
-from monarch_rl.weights.checksum import shard_checksums, tensor_checksum
+from monarch_rl.weights.checksum import ShardChecksums, tensor_checksum
 from monarch_rl.weights.manifest import make_manifest
 from tests.trainer.batches import LR, MAX_NEW_TOKENS, STEPS, WEIGHT_DECAY, batch, shard
 from tests.trainer.reference import CONFIGS
@@ -60,7 +60,7 @@ def check_snapshot(policy: Policy, folder: Path) -> None:
     mine = manifest.shards[policy.rank]
     views = [torch.empty(run.numel * 2, dtype=torch.uint8) for run in mine]
     policy.snapshot(manifest, views)
-    sums = torch.tensor(shard_checksums(manifest, policy.rank, views))
+    sums = torch.tensor(ShardChecksums(manifest, policy.rank, views).take())
     dist.all_reduce(sums)
     whole = {k: v for path in folder.glob("*.safetensors") for k, v in load_file(path).items()}
     for run, view in zip(mine, views, strict=True):

@@ -17,9 +17,11 @@ def rows_of(height: int, rank: int, ranks: int) -> tuple[int, int]:
     return first, min(share, height - first)
 
 
-@given(shapes=SHAPES, ranks=st.integers(1, 4), bucket=st.integers(1, 16), seed=st.integers(0, 1000))
+@given(
+    shapes=SHAPES, ranks=st.integers(1, 4), bucket=st.integers(1, 16), alone=st.integers(1, 40), seed=st.integers(0, 9)
+)
 def test_buckets_carry_every_byte_of_every_shard_to_its_place(
-    shapes: list[tuple[int, int]], ranks: int, bucket: int, seed: int
+    shapes: list[tuple[int, int]], ranks: int, bucket: int, alone: int, seed: int
 ) -> None:
     tensors = [(f"t{i}", shape, torch.float32) for i, shape in enumerate(shapes)]
     owned = []
@@ -34,12 +36,12 @@ def test_buckets_carry_every_byte_of_every_shard_to_its_place(
         runs = [values[s.tensor].flatten()[s.start : s.start + s.numel] for s in manifest.shards[rank]]
         snapshot = torch.cat([torch.zeros(0), *runs]).view(torch.uint8)
         assert snapshot.numel() == shard_bytes(manifest, rank)
-        plan = plan_buckets(manifest, rank, bucket_bytes)
+        plan = plan_buckets(manifest, rank, bucket_bytes, alone * 4)
         sizes = [sum(piece.nbytes for piece in pieces) for pieces in plan]
-        assert all(size == bucket_bytes for size in sizes[:-1])
         assert all(0 < size <= bucket_bytes for size in sizes)
-        for k, pieces in enumerate(plan):
-            sent = snapshot[k * bucket_bytes : (k + 1) * bucket_bytes]
+        large = [s for s in manifest.shards[rank] if s.numel >= alone]
+        assert sum(len(pieces) == 1 for pieces in plan) >= sum(-(-s.numel * 4 // bucket_bytes) for s in large)
+        for sent, pieces in zip(snapshot.split(sizes), plan, strict=True):
             for piece in pieces:
                 part = sent[piece.bucket : piece.bucket + piece.nbytes]
                 staging[piece.staging : piece.staging + piece.nbytes] = part

@@ -13,7 +13,7 @@ import torch
 import torch.multiprocessing as multiprocessing
 
 from monarch_rl.weights.area import attach
-from monarch_rl.weights.checksum import shard_checksums, tensor_checksum
+from monarch_rl.weights.checksum import ShardChecksums, tensor_checksum
 from monarch_rl.weights.manifest import Manifest, make_manifest
 from monarch_rl.weights.transport import (
     SLOTS,
@@ -75,7 +75,7 @@ def send(rank: int, pipe: Connection, chosen: TransferSettings) -> None:
                 case "send", version:
                     views = sender.views(version % SLOTS)
                     write(version, rank, views)
-                    sums = shard_checksums(manifest(), rank, views)
+                    sums = ShardChecksums(manifest(), rank, views).take()
                     try:
                         await sender.send(version, version % SLOTS)
                         pipe.send(sums)

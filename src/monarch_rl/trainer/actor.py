@@ -16,13 +16,11 @@ from monarch.actor import Actor, concurrent_endpoint
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.network import host_address
 from monarch_rl.trainer.settings import TrainerSettings
-from monarch_rl.weights.checksum import shard_checksums
+from monarch_rl.weights.checksum import ShardChecksums
 from monarch_rl.weights.manifest import Manifest
 from monarch_rl.weights.transport import Sender, TransferSettings, make_sender
 
 if TYPE_CHECKING:
-    import torch
-
     from monarch_rl.episode import BatchShard, Group
     from monarch_rl.trainer.policy import Policy
 
@@ -58,8 +56,10 @@ class Trainer(Actor):
         self._policy: Policy | None = None
         self._sender: Sender | None = None
         self._manifest: Manifest | None = None
-        self._snapshots: dict[int, tuple[int, list[torch.Tensor]]] = {}
-        """By slot: the version and where this rank's part of it lies."""
+        self._snapshots: dict[int, int] = {}
+        """The version in each slot."""
+        self._checksums: dict[int, ShardChecksums] = {}
+        """Of what lies in each slot, planned at its first use."""
 
     @property
     def policy(self) -> Policy:
@@ -173,6 +173,7 @@ class Trainer(Actor):
         self._sender = await asyncio.to_thread(
             make_sender, manifest, policy.rank, settings, host_address(), policy.device
         )
+        self._snapshots, self._checksums = {}, {}
 
     @concurrent_endpoint
     async def weights_open(self) -> tuple[int, bytes]:
@@ -192,9 +193,12 @@ class Trainer(Actor):
     async def snapshot(self, version: int, slot: int) -> float:
         """Copy the weights, which are those of ``version``, into ``slot``; returns the seconds it took."""
         started = time.perf_counter()
-        views = self.sender.views(slot)
-        self._snapshots[slot] = version, views
-        await self._on(self._compute, self.policy.snapshot, self._manifest, views)
+        views, manifest = self.sender.views(slot), self._manifest
+        assert manifest is not None, "weights_setup() makes both"
+        self._snapshots[slot] = version
+        if slot not in self._checksums:
+            self._checksums[slot] = ShardChecksums(manifest, self.policy.rank, views)
+        await self._on(self._compute, self.policy.snapshot, manifest, views)
         return time.perf_counter() - started
 
     @concurrent_endpoint
@@ -204,10 +208,10 @@ class Trainer(Actor):
         Returns:
             The checksum of this rank's part of each tensor of the manifest, signed 64-bit.
         """
-        found, views = self._snapshots.get(slot, (None, []))
+        found = self._snapshots.get(slot)
         if found != version:
             raise RuntimeError(f"trainer rank {self.policy.rank} has version {found} in slot {slot}, not {version}")
-        checksums = self._on(self._verify, shard_checksums, self._manifest, self.policy.rank, views)
+        checksums = self._on(self._verify, self._checksums[slot].take)
         found_sums, _ = await asyncio.gather(checksums, self.sender.send(version, slot))
         return found_sums
 

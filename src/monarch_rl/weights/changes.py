@@ -71,9 +71,10 @@ class ChangesReceiver:
         self._transport = transport
         self._updates = updates_manifest(manifest).tensors
         ranks = range(len(manifest.shards))
-        self._known = [torch.zeros(shard_bytes(manifest, r), dtype=torch.uint8, device=device) for r in ranks]
+        sizes = [shard_bytes(manifest, rank) for rank in ranks]
+        self._known = [torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes]
         # One bucket holds all: the pieces tell where each run of a rank's shards belongs.
-        self._pieces = [plan_buckets(manifest, r, max(1, shard_bytes(manifest, r))) for r in ranks]
+        self._pieces = [plan_buckets(manifest, rank, max(1, size), size + 1) for rank, size in enumerate(sizes)]
         self._area = Area(manifest.nbytes, device)
 
     async def connect(self, addresses: list[bytes], position: int, receivers: int) -> None:

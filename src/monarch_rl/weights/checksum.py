@@ -183,18 +183,30 @@ def _on_word_boundaries(data: torch.Tensor) -> bool:
     return data.data_ptr() % WORD == 0 and data.stride(0) * data.element_size() % WORD == 0
 
 
-def shard_checksums(manifest: Manifest, rank: int, views: Sequence[torch.Tensor]) -> list[int]:
-    """What trainer rank ``rank`` contributes to the checksum of each tensor of the manifest, signed 64-bit.
+class ShardChecksums:
+    """What trainer rank ``rank`` contributes to the checksum of each tensor of the manifest, planned once.
 
     Args:
-        views: flat uint8, one for each of ``manifest.shards[rank]``.
+        views: flat uint8, one for each of ``manifest.shards[rank]``: the memory that is summed at each use.
     """
-    device = views[0].device if views else torch.device("cpu")
-    sums = torch.zeros(len(manifest.tensors), dtype=torch.int64, device=device)
-    for shard, view in zip(manifest.shards[rank], views, strict=True):
-        spec = manifest.tensors[shard.tensor]
-        row = spec.numel // spec.shape[0] if spec.shape else 1
-        rows = view.view(spec.dtype).view(-1, *spec.shape[1:])
-        sums[shard.tensor] += tensor_checksum(rows, shard.start // row)
-    found: list[int] = sums.tolist()
-    return found
+
+    def __init__(self, manifest: Manifest, rank: int, views: Sequence[torch.Tensor]) -> None:
+        held, tensors = [], []
+        for shard, view in zip(manifest.shards[rank], views, strict=True):
+            spec = manifest.tensors[shard.tensor]
+            row = spec.numel // spec.shape[0] if spec.shape else 1
+            held.append(Held(view.view(spec.dtype).view(-1, row), shard.start // row))
+            tensors.append(shard.tensor)
+        self._checksums = Checksums(held) if held else None
+        self._tensors = torch.tensor(tensors)
+        self._count = len(manifest.tensors)
+
+    def take(self) -> list[int]:
+        """Of what the memory holds now: signed 64-bit, one for each tensor of the manifest."""
+        sums = torch.zeros(self._count, dtype=torch.int64)
+        if self._checksums is not None:
+            for piece in self._checksums.pieces:
+                piece.add()
+            sums.index_add_(0, self._tensors, self._checksums.take().cpu())
+        found: list[int] = sums.tolist()
+        return found

@@ -2,7 +2,8 @@
 
 There is one process group for each trainer rank, of that rank (0) and all generator ranks (1, 2, ...), beside
 and independent of the trainers' own world: gloo on CPUs, NCCL on GPUs. No rank ever holds more of the model
-than its own shards' snapshots and, on the receiving side, the version that arrives and two buckets.
+than its own shards' snapshots and, on the receiving side, the version that arrives and two buckets. Large shards
+arrive where they belong, small ones share buckets.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from monarch_rl.weights.transport import SLOTS, TransferError, TransferSettings
 
 T = TypeVar("T")
 
+ALONE_BYTES = 1 << 20
+"""A shard of so many bytes travels by itself and arrives where it belongs, without a copy; a broadcast costs about as
+much as a copy of half a MiB."""
 _HEADER = 2
 """int64 values sent ahead of the buckets: the version and the number of bytes."""
 
@@ -71,7 +75,8 @@ class CollectiveSender:
         self._rank = rank
         self._host = host
         self._device = device
-        self._bucket_bytes = settings.bucket_bytes
+        plan = plan_buckets(manifest, rank, settings.bucket_bytes, ALONE_BYTES)
+        self._buckets = [sum(piece.nbytes for piece in pieces) for pieces in plan]
         self._timeout = timedelta(seconds=settings.deadline_s)
         # Buckets are runs of a snapshot: nothing is copied on this side.
         self._snapshots = [
@@ -105,15 +110,19 @@ class CollectiveSender:
         if self._group is None:
             raise TransferError(f"trainer rank {self._rank} sends version {version} before connect()")
         try:
-            await self._on_thread(self._send, self._group, version, self._snapshots[slot][:nbytes])
+            await self._on_thread(self._send, self._group, version, self._snapshots[slot], nbytes)
         except RuntimeError as error:
             raise TransferError(f"trainer rank {self._rank} could not send version {version}: {error}") from error
 
-    def _send(self, group: _Group, version: int, snapshot: torch.Tensor) -> None:
-        group.broadcast(torch.tensor([version, snapshot.numel()], device=snapshot.device))()
+    def _send(self, group: _Group, version: int, snapshot: torch.Tensor, nbytes: int | None) -> None:
+        left = snapshot.numel() if nbytes is None else nbytes
+        group.broadcast(torch.tensor([version, left], device=snapshot.device))()
         pending = None
-        for bucket in snapshot.split(self._bucket_bytes) if snapshot.numel() else ():
-            started = group.broadcast(bucket)
+        for bucket in snapshot.split(self._buckets):
+            if left <= 0:
+                break
+            started = group.broadcast(bucket[:left])
+            left -= bucket.numel()
             if pending is not None:
                 pending()
             pending = started
@@ -166,8 +175,9 @@ class CollectiveReceiver:
             self._groups.append(group)
         if not self._plans:
             ranks, size = range(len(self._addresses)), self._settings.bucket_bytes
-            self._plans = [plan_buckets(self._manifest, rank, size) for rank in ranks]
-            largest = max((sum(p.nbytes for p in bucket) for plan in self._plans for bucket in plan), default=0)
+            self._plans = [plan_buckets(self._manifest, rank, size, ALONE_BYTES) for rank in ranks]
+            shared = [pieces for plan in self._plans for pieces in plan if len(pieces) > 1]
+            largest = max((sum(piece.nbytes for piece in pieces) for pieces in shared), default=0)
             self._buckets = [torch.empty(largest, dtype=torch.uint8, device=self._device) for _ in range(2)]
 
     def area(self, slot: int) -> bytes:
@@ -197,10 +207,17 @@ class CollectiveReceiver:
         if sent != version or nbytes > most:
             raise TransferError(f"it sent {nbytes} bytes of version {sent}, expected {most} of version {version}")
         arriving: list[tuple[list[Piece], torch.Tensor, Callable[[], None]]] = []
-        for k, pieces in enumerate(plan[: -(-nbytes // self._settings.bucket_bytes)]):
-            left = nbytes - k * self._settings.bucket_bytes
-            bucket = self._buckets[k % 2][: min(left, sum(piece.nbytes for piece in pieces))]
-            # The other bucket is unpacked while this one is on its way.
+        left, shared = nbytes, 0
+        for pieces in plan:
+            if left <= 0:
+                break
+            size = sum(piece.nbytes for piece in pieces)
+            if len(pieces) == 1:
+                bucket, pieces = staging[pieces[0].staging :][: min(left, size)], []
+            else:
+                bucket, shared = self._buckets[shared % 2][: min(left, size)], shared + 1
+            left -= size
+            # One bucket is unpacked while the next is on its way.
             arriving.append((pieces, bucket, group.broadcast(bucket)))
             if len(arriving) == 2:
                 _unpack(*arriving.pop(0), staging)

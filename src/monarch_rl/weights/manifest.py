@@ -112,17 +112,22 @@ class Piece:
     nbytes: int
 
 
-def plan_buckets(manifest: Manifest, rank: int, bucket_bytes: int) -> list[list[Piece]]:
+def plan_buckets(manifest: Manifest, rank: int, bucket_bytes: int, alone_bytes: int) -> list[list[Piece]]:
     """Cut what trainer rank ``rank`` owns into buckets of at most ``bucket_bytes``.
 
-    Large tensors span buckets, small ones share one; every bucket but the last is full.
+    Shards of at least ``alone_bytes`` have buckets of their own, which are one piece each: such a bucket can arrive
+    where it belongs. Smaller ones share buckets.
     """
     buckets: list[list[Piece]] = []
     used = bucket_bytes
+    alone = False
     for shard in manifest.shards[rank]:
         spec = manifest.tensors[shard.tensor]
         staging = spec.offset + shard.start * spec.dtype.itemsize
         left = shard.numel * spec.dtype.itemsize
+        if alone or left >= alone_bytes:
+            used = bucket_bytes
+        alone = left >= alone_bytes
         while left:
             if used == bucket_bytes:
                 buckets.append([])

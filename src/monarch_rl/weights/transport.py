@@ -77,7 +77,10 @@ class Sender(Protocol):
         """Meet all senders (``addresses`` by rank, this one's too) and ``receivers`` receivers."""
 
     def views(self, slot: int) -> list[torch.Tensor]:
-        """Where a snapshot goes: one flat uint8 view for each of ``manifest.shards[rank]``, in their order."""
+        """Where a snapshot goes: one flat uint8 view for each of ``manifest.shards[rank]``, in their order.
+
+        Called before each snapshot; always the same memory for a slot.
+        """
 
     async def send(self, version: int, slot: int, nbytes: int | None = None) -> None:
         """Send the snapshot in ``slot`` as this rank's part of ``version``; with ``nbytes`` only its first bytes."""
