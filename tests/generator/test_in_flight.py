@@ -45,11 +45,6 @@ def policy(engine: Engine) -> str:
     return engine._in_flight
 
 
-@pytest.fixture(scope="module")
-def staging(models: dict[str, Path]) -> Staging:
-    return Staging(weights_in(models["qwen3"]))
-
-
 async def decoding(engine: Engine, seconds: float = 0.3) -> None:
     before = engine.clock.seconds
 
