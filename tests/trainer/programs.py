@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 ROOT = Path(__file__).parents[2]
 PROGRAM_S = 240.0
-"""Seconds for a program on shared cores: some 30 when nothing else runs."""
+"""Seconds for a program on shared cores: some 10 when nothing else runs."""
 
 
 def run_program(name: str, *arguments: str | Path, ranks: int = 0) -> None:
