@@ -165,6 +165,36 @@ def test_any_ratio_of_trainer_and_generator_ranks_gets_the_same_bits_by_every_tr
     asyncio.run(go())
 
 
+def sent_share(system: System) -> float:
+    report = system.publisher.last
+    assert report is not None and report.version == system.version
+    return report.sent_bytes / report.nbytes
+
+
+def test_what_changed_travels_by_every_transport_and_all_to_a_replica_that_comes_anew(
+    cluster: Cluster, model: Path, generators: list[Any]
+) -> None:
+    """The same version twice: to those who have the one before, as what changed, and whole to one that begins anew."""
+
+    async def go() -> None:
+        system = await System.start(cluster, model, generators, lr=0.0, version=70)
+        before = [await g.engine_checksums.call_one() for g in generators]
+        for transport in TRANSPORTS:
+            await system.publish_by(replace(TRANSFER, transport=transport, delta=True, attempts=1))
+            shares = []
+            await system.step(seed=system.version)
+            shares.append(sent_share(system))
+            await system.publisher.add(0, generators[0])
+            await system.publisher.settled()
+            shares.append(sent_share(system))
+            print(f"{transport}: of an update without changes {shares[0]:.2%} is sent, of a whole one {shares[1]:.2%}")
+            assert shares[0] < 0.01 and shares[1] >= 1
+            assert [await g.engine_checksums.call_one() for g in generators] == before
+            assert await system.mismatch(seed=0) < LOGPROB_BOUND
+
+    asyncio.run(go())
+
+
 def test_a_version_that_arrives_wrong_is_not_served(cluster: Cluster, model: Path, generators: list[Any]) -> None:
     async def go() -> None:
         system = await System.start(cluster, model, generators, lr=3e-3, version=90)
