@@ -28,6 +28,7 @@ from tests.generator.helpers import (
     Staging,
     adapter,
     checksums_of,
+    manifest_of,
     reference_logprobs,
     until,
     weights_in,
@@ -102,6 +103,33 @@ def test_version_0_is_the_model_as_it_is(adapted: Engine, run: LoopThread, folde
     if adapted.version:
         pytest.skip("another version has been committed by now")
     check_logprobs(folder, run(draw(adapted, 4, 20)), None)
+
+
+def test_the_model_itself_is_compared_where_it_lies_and_left_as_it_is(
+    adapted: Engine, run: LoopThread, folder: Path
+) -> None:
+    """A model that differs in one bit is refused and nothing is drawn; then the right one is verified."""
+    weights = weights_in(folder)
+    manifest, right = manifest_of(weights), checksums_of(weights)
+    name = "model.layers.1.self_attn.k_proj.weight"
+    weights[name].view(torch.int32)[3, 5] ^= 1
+
+    async def play() -> str:
+        await adapted.verify_frozen(manifest, right)
+        with pytest.raises(WeightMismatch) as caught:
+            await adapted.verify_frozen(manifest, checksums_of(weights))
+        waiting = asyncio.ensure_future(adapted.generate(prompt(0), sampling(3)))
+        await asyncio.wait({waiting}, timeout=0.3)
+        assert not waiting.done()
+        await adapted.verify_frozen(manifest, right)
+        await waiting
+        await adapted.verify_frozen(manifest, right)
+        return str(caught.value)
+
+    assert (
+        f"generator 0 does not hold the model whose adapter is trained: 1 of {len(weights)} tensors differ from the "
+        f"trainer's: {name}."
+    ) in run(play())
 
 
 def test_sequences_go_on_across_commits_of_adapters(
@@ -237,6 +265,7 @@ def test_a_replica_of_two_ranks_holds_the_adapter_in_parts(
     async def play() -> tuple[list[Completion], list[Completion], str]:
         engine = await Engine.start(str(folder), replace(SETTINGS, tp=2), lora=LORA)
         try:
+            await engine.verify_frozen(manifest_of(weights_in(folder)), checksums_of(weights_in(folder)))
             playing = asyncio.ensure_future(draw(engine, 4, 200))
             counted = engine.clock.seconds
 
