@@ -15,7 +15,6 @@ import monarch_rl  # isort: skip  # noqa: F401  its settings for Monarch count o
 import asyncio
 import json
 import os
-import sys
 import time
 from collections.abc import Awaitable
 from contextlib import AsyncExitStack
@@ -27,7 +26,7 @@ import speed_generator
 import speed_recipe
 import speed_swap
 import speed_trainer
-import tyro
+from reporting import run_benchmark, short
 
 from monarch_rl import pipeline
 from monarch_rl.generator.scheduler_process import quiet_imports
@@ -134,11 +133,7 @@ async def measure_parts(cluster: Cluster, s: Settings, model: Path) -> dict[str,
 
 def show(name: str, found: dict[str, Any], seconds: float) -> None:
     """The figures of a part, for who watches."""
-    print(f"{name} ({seconds:.0f} s):", ", ".join(f"{key} {_short(value)}" for key, value in found.items()), flush=True)
-
-
-def _short(value: Any) -> Any:
-    return float(f"{value:.4g}") if isinstance(value, float) else value
+    print(f"{name} ({seconds:.0f} s):", ", ".join(f"{key} {short(value)}" for key, value in found.items()), flush=True)
 
 
 def main(s: Settings) -> None:
@@ -164,12 +159,8 @@ def main(s: Settings) -> None:
         show("recipe", found, time.perf_counter() - then)
         figures |= found
     figures |= {"seconds": time.perf_counter() - started, "not_measured": NOT_MEASURED}
-    print(json.dumps({name: _short(value) for name, value in figures.items()}))
+    print(json.dumps(short(figures)))
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    try:
-        main(tyro.cli(Settings, description=__doc__))
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    run_benchmark(main, Settings, __doc__)

@@ -16,15 +16,14 @@ import asyncio
 import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import tyro
 import weights_raw
+from reporting import run_benchmark, short
 from speed_generator import GeneratorBeside, Load
 from speed_swap import keep_busy
 from speed_trainer import Training, make_groups, plan_of
@@ -232,19 +231,11 @@ def main(s: Settings) -> None:
             if name in found:
                 found[name]["of_raw"] = found[name]["gb_per_s"] / raw[f"{goal}_gb_per_s"]
         figures.append(found)
-        print(json.dumps(_short(found)), flush=True)
+        print(json.dumps(short(found)), flush=True)
     if s.plot is not None:
         draw(figures, s)
     done = {"benchmark": "weights", "device": kind, "cores": os.cpu_count(), "not_measured": NOT_MEASURED}
-    print(json.dumps(done | {"sizes": _short(figures), "settings": asdict(replace(s, cache=None, plot=None))}))  # type: ignore[arg-type]
-
-
-def _short(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _short(inner) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [_short(inner) for inner in value]
-    return float(f"{value:.4g}") if isinstance(value, float) else value
+    print(json.dumps(done | {"sizes": short(figures), "settings": asdict(replace(s, cache=None, plot=None))}))  # type: ignore[arg-type]
 
 
 def draw(figures: list[dict[str, Any]], s: Settings) -> None:
@@ -268,8 +259,4 @@ def draw(figures: list[dict[str, Any]], s: Settings) -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    try:
-        main(tyro.cli(Settings, description=__doc__))
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    run_benchmark(main, Settings, __doc__)

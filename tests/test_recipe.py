@@ -119,6 +119,17 @@ def test_two_nodes(start: Start, model: Path, tmp_path: Path) -> None:
     check_run(first[1], model, max_policy_lag=1)
 
 
+@pytest.mark.slow
+def test_replicas_of_two_engine_ranks(start: Start, model: Path, tmp_path: Path) -> None:
+    settings = ["--generator.tp=2", "--generator.replicas=1"]
+    run = start([sys.executable, *recipe(model, tmp_path / "runs", *settings)])
+    wait_for_step(run)
+    assert engines(run) == 2, run.left()
+    assert run.wait(RUN_S) == 0, run.output()
+    run.assert_gone(GONE_S)
+    check_run(run.output(), model, max_policy_lag=2)
+
+
 # -- interrupted runs ---------------------------------------------------------------------------------------------
 
 

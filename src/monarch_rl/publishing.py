@@ -23,7 +23,7 @@ import torch
 
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.meshes import members
-from monarch_rl.weights.manifest import Manifest, make_manifest
+from monarch_rl.weights.manifest import Manifest, lay_out, make_manifest
 from monarch_rl.weights.transport import SLOTS, TRANSPORTS, TransferSettings, TransportName
 
 logger = logging.getLogger("monarch_rl")
@@ -87,6 +87,8 @@ class Publisher:
     """The replicas that are connected with the trainer ranks."""
     _newest: tuple[int, float] | None = field(default=None, repr=False)
     """Version and seconds of the newest snapshot."""
+    _frozen: tuple[Manifest, dict[str, int]] | None = field(default=None, repr=False)
+    """With adapters: the weights that are not sent, and the trainer's checksums of them."""
 
     @classmethod
     async def connect(
@@ -101,6 +103,9 @@ class Publisher:
         """Plan what a version consists of, and let trainer ranks and generators meet. ``dtype`` is the served one."""
         manifest = await _plan(trainer, dtype)
         publisher = cls(trainer, buffer, settings, manifest, routing, _ranks=members(trainer))
+        publisher._frozen = await _frozen(trainer, dtype)
+        for index, generator in enumerate(generators):
+            await publisher._verify_frozen(index, generator)
         if settings.transport == "auto":
             publisher.settings = await publisher._fastest(generators)
         await publisher._set_up_all(generators)
@@ -186,6 +191,7 @@ class Publisher:
         """Take in a replica that was started anew: it serves nothing before it serves the newest version, verified."""
         if self._newest is None:
             raise RuntimeError("nothing has been published yet")
+        await self._verify_frozen(index, generator)
         await self._set_up(index, generator)
         self.lost.pop(index, None)
         self._send_on(self._newest[0])
@@ -343,6 +349,12 @@ class Publisher:
         await within(CALL_DEADLINE_S, set_up, f"generator {index} to make room for versions")
         self._replicas[index] = _Replica(index, generator)
 
+    async def _verify_frozen(self, index: int, generator: Any) -> None:
+        """Raise if adapters that are trained here are to be served on another model."""
+        if self._frozen is not None:
+            call = generator.verify_frozen.call_one(*self._frozen)
+            await within(CALL_DEADLINE_S, call, f"generator {index} to compare its model with the trainer's")
+
     async def _meet(self, indices: list[int]) -> None:
         """Connect the trainer ranks with these replicas, and nobody else."""
         self._met = None
@@ -371,6 +383,18 @@ async def _plan(trainer: Any, dtype: str) -> Manifest:
     served = getattr(torch, dtype)
     tensors = [(name, shape, served) for name, shape in by_rank[0][1]]
     return make_manifest(tensors, [runs for _, _, runs in by_rank])
+
+
+async def _frozen(trainer: Any, dtype: str) -> tuple[Manifest, dict[str, int]] | None:
+    """What all trainer ranks leave as it is, and its checksums; None if that is nothing."""
+    call = trainer.frozen_checksums.call(dtype)
+    answers = list((await within(CALL_DEADLINE_S, call, "trainer ranks to sum up their frozen weights")).values())
+    tensors = answers[0][0]
+    if not tensors:
+        return None
+    specs, nbytes = lay_out([(name, shape, getattr(torch, dtype)) for name, shape in tensors])
+    totals = [_signed(sum(column)) for column in zip(*(sums for _, sums in answers), strict=True)]
+    return Manifest(specs, nbytes, ()), dict(zip((name for name, _ in tensors), totals, strict=True))
 
 
 def _heard(delivery: asyncio.Task[None]) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from monarch_rl.generator.engine import Engine
 from monarch_rl.generator.settings import GeneratorSettings
-from tests.generator.helpers import LoopThread, make_model
+from tests.generator.helpers import LoopThread, Staging, make_model, weights_in
 
 # Before Monarch is first used: how often it looks for dead processes.
 os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY", "1s")
@@ -40,6 +40,12 @@ def engine(models: dict[str, Path], run: LoopThread) -> Iterator[Engine]:
     engine = run(Engine.start(str(models["qwen3"]), SETTINGS))
     yield engine
     run(engine.shutdown())
+
+
+@pytest.fixture(scope="module")
+def staging(models: dict[str, Path]) -> Staging:
+    """The areas in which versions of the dense Qwen3 arrive."""
+    return Staging(weights_in(models["qwen3"]))
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ import psutil
 import torch
 from safetensors.torch import load_file, save_file
 
+from monarch_rl.adapter import FULL_TRAINING, LoraSettings, adapter_config, tensor_names
 from monarch_rl.episode import Completion
 from monarch_rl.generator.engine import CommitReport, Engine
 from monarch_rl.weights.area import Area
@@ -155,23 +156,44 @@ def weights_in(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
+def adapter(folder: Path, lora: LoraSettings, seed: int) -> dict[str, torch.Tensor]:
+    """An adapter as training might leave it: neither A nor B is zero."""
+    generator = torch.Generator().manual_seed(seed)
+    made = {}
+    for name, weight in weights_in(folder).items():
+        if name.split(".")[-2] in lora.targets:
+            name_a, name_b = tensor_names(name)
+            made[name_a] = torch.randn(lora.rank, weight.shape[1], generator=generator) * 0.2
+            made[name_b] = torch.randn(weight.shape[0], lora.rank, generator=generator) * 0.05
+    return made
+
+
 def reference_logprobs(
-    folder: Path, completions: Sequence[tuple[list[int], Completion]], weights: dict[str, torch.Tensor] | None = None
+    folder: Path,
+    completions: Sequence[tuple[list[int], Completion]],
+    weights: dict[str, torch.Tensor] | None = None,
+    lora: LoraSettings = FULL_TRAINING,
 ) -> list[np.ndarray]:
     """transformers' float32 log-probs of drawn tokens, from a process that never imported SGLang.
 
-    ``weights`` stand in for those in ``folder`` if given.
+    ``weights`` stand in for those in ``folder`` if given; with ``lora`` they are an adapter, for peft.
     """
+    folders = [folder]
     if weights is not None:
         changed = Path(tempfile.mkdtemp(dir=folder.parent)) / folder.name
-        shutil.copytree(folder, changed)
-        save_file(weights, changed / "model.safetensors", metadata={"format": "pt"})
-        folder = changed
+        if lora.rank:
+            changed.mkdir()
+            save_file(weights, changed / "adapter_model.safetensors", metadata={"format": "pt"})
+            (changed / "adapter_config.json").write_text(json.dumps(adapter_config(lora, str(folder))))
+            folders.append(changed)
+        else:
+            shutil.copytree(folder, changed)
+            save_file(weights, changed / "model.safetensors", metadata={"format": "pt"})
+            folders = [changed]
     program = Path(__file__).with_name("transformers_logprobs.py")
     request = json.dumps([[prompt, completion.token_ids.tolist()] for prompt, completion in completions])
-    answer = subprocess.run(
-        [sys.executable, str(program), str(folder)], input=request, capture_output=True, text=True, timeout=120
-    )
+    command = [sys.executable, str(program), *map(str, folders)]
+    answer = subprocess.run(command, input=request, capture_output=True, text=True, timeout=120)
     assert answer.returncode == 0, answer.stderr[-2000:]
     return [np.asarray(row, np.float32) for row in json.loads(answer.stdout)]
 

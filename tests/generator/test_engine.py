@@ -43,11 +43,6 @@ def prompts(completions: list[Completion]) -> list[tuple[list[int], Completion]]
     return [([5, 6, 7, 8 + i], completion) for i, completion in enumerate(completions)]
 
 
-@pytest.fixture(scope="module")
-def staging(models: dict[str, Path]) -> Staging:
-    return Staging(weights_in(models["qwen3"]))
-
-
 async def commit_seed(engine: Engine, staging: Staging, folder: Path, seed: int) -> dict[str, object]:
     """Commit the next version, made from ``seed``; returns its weights."""
     weights = next_version(weights_in(folder), seed)

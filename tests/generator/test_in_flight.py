@@ -1,16 +1,21 @@
-"""What becomes of running sequences at a commit, under each policy, against transformers under each version."""
+"""What becomes of running sequences at a commit, under each policy, against transformers under each version.
+
+Versions are of all weights, or of an adapter; what sequences do under ``continue`` then is in test_load_adapter.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
 import numpy as np
 import pytest
+import torch
 
+from monarch_rl.adapter import FULL_TRAINING, LoraSettings
 from monarch_rl.episode import Completion, Sampling
 from monarch_rl.generator.engine import Engine, StillRunning, WeightMismatch
 from monarch_rl.generator.settings import InFlight
@@ -19,6 +24,7 @@ from tests.generator.helpers import (
     LOGPROB_BOUND,
     LoopThread,
     Staging,
+    adapter,
     checksums_of,
     next_version,
     reference_logprobs,
@@ -32,22 +38,60 @@ OLD_PAST_BOUND = 3.0
 hundreds of times a step of training; 1.8 has been seen."""
 
 
-@pytest.fixture(scope="module", params=get_args(InFlight))
-def engine(request: pytest.FixtureRequest, models: dict[str, Path], run: LoopThread) -> Iterator[Engine]:
-    settings = replace(SETTINGS, in_flight=request.param, drain_deadline_s=60)
-    engine = run(Engine.start(str(models["qwen3"]), settings))
+LORA = LoraSettings(rank=3, alpha=6.0)
+CASES = {policy: (policy, FULL_TRAINING) for policy in get_args(InFlight)}
+CASES |= {f"{policy}-adapter": (policy, LORA) for policy in ("recompute", "resume", "drain")}
+
+
+@pytest.fixture(scope="module", params=list(CASES.values()), ids=list(CASES))
+def case(request: pytest.FixtureRequest) -> tuple[InFlight, LoraSettings]:
+    found: tuple[InFlight, LoraSettings] = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def policy(case: tuple[InFlight, LoraSettings]) -> InFlight:
+    return case[0]
+
+
+@pytest.fixture(scope="module")
+def engine(case: tuple[InFlight, LoraSettings], models: dict[str, Path], run: LoopThread) -> Iterator[Engine]:
+    settings = replace(SETTINGS, in_flight=case[0], drain_deadline_s=60)
+    engine = run(Engine.start(str(models["qwen3"]), settings, lora=case[1]))
     yield engine
     run(engine.shutdown())
 
 
-@pytest.fixture(scope="module")
-def policy(engine: Engine) -> str:
-    return engine._in_flight
+@dataclass(frozen=True)
+class Versions:
+    """What is committed."""
+
+    folder: Path
+    lora: LoraSettings
+
+    def first(self) -> dict[str, torch.Tensor]:
+        """What the engine starts with: the model's weights, or an adapter that adds nothing."""
+        if not self.lora.rank:
+            return weights_in(self.folder)
+        return {name: torch.zeros_like(x) for name, x in adapter(self.folder, self.lora, 0).items()}
+
+    def later(self, seed: int) -> dict[str, torch.Tensor]:
+        return adapter(self.folder, self.lora, seed) if self.lora.rank else next_version(self.first(), seed)
+
+    def reference(
+        self, asked: list[tuple[list[int], Completion]], weights: dict[str, torch.Tensor]
+    ) -> list[np.ndarray]:
+        return reference_logprobs(self.folder, asked, weights, self.lora)
 
 
 @pytest.fixture(scope="module")
-def staging(models: dict[str, Path]) -> Staging:
-    return Staging(weights_in(models["qwen3"]))
+def versions(case: tuple[InFlight, LoraSettings], models: dict[str, Path]) -> Versions:
+    return Versions(models["qwen3"], case[1])
+
+
+@pytest.fixture(scope="module")
+def staging(versions: Versions) -> Staging:
+    return Staging(versions.first())
 
 
 async def decoding(engine: Engine, seconds: float = 0.3) -> None:
@@ -60,10 +104,10 @@ async def decoding(engine: Engine, seconds: float = 0.3) -> None:
 
 
 def test_a_commit_of_the_same_weights_changes_no_seeded_draw(
-    engine: Engine, run: LoopThread, models: dict[str, Path], staging: Staging, policy: str
+    engine: Engine, run: LoopThread, versions: Versions, staging: Staging, policy: str
 ) -> None:
     """The sequence goes on where it was, with the noise that it would have had: none lost, none doubled."""
-    weights = weights_in(models["qwen3"])
+    weights = versions.first()
     seeded = Sampling(max_new_tokens=400, seed=7)
 
     async def play() -> tuple[Completion, Completion]:
@@ -84,32 +128,31 @@ def test_a_commit_of_the_same_weights_changes_no_seeded_draw(
 
 
 def test_each_token_is_drawn_by_the_version_that_it_carries(
-    engine: Engine, run: LoopThread, models: dict[str, Path], staging: Staging, policy: str
+    engine: Engine, run: LoopThread, versions: Versions, staging: Staging, policy: str
 ) -> None:
     """A failed commit, a good one in its place, and another, while six sequences run and three more come."""
-    folder = models["qwen3"]
     first = engine.version
-    versions = {first: weights_in(folder)}
-    versions |= {first + i: next_version(versions[first], i) for i in (1, 2)}
+    weights = {first: versions.first()} | {first + i: versions.later(i) for i in (1, 2)}
 
     async def play() -> list[Completion]:
         wanted = Sampling(max_new_tokens=600)
         playing = [asyncio.ensure_future(engine.generate(prompt, wanted)) for prompt in PROMPTS]
         await decoding(engine)
-        staging.fill(first + 1, versions[first + 1])
-        spoilt = staging.byte(first + 1, "model.layers.0.mlp.down_proj.weight", 40)
+        staging.fill(first + 1, weights[first + 1])
+        name = next(name for name in staging.manifest.names if "layers.0.mlp.down_proj" in name)
+        spoilt = staging.byte(first + 1, name, 40)
         spoilt ^= 1
         with pytest.raises(WeightMismatch, match=r"1 of \d+ tensors differ from the trainer's: .*down_proj"):
-            await staging.commit(engine, first + 1, checksums_of(versions[first + 1]))
+            await staging.commit(engine, first + 1, checksums_of(weights[first + 1]))
         playing += [asyncio.ensure_future(engine.generate(prompt, wanted)) for prompt in PROMPTS[:3]]
         drawn = [task for task in playing if task.done()]
         await asyncio.wait(set(playing) - set(drawn), timeout=1.0)
         assert [task for task in playing if task.done()] == drawn  # nothing is served
         spoilt ^= 1
-        await staging.commit(engine, first + 1, checksums_of(versions[first + 1]))
+        await staging.commit(engine, first + 1, checksums_of(weights[first + 1]))
         await decoding(engine)
-        staging.fill(first + 2, versions[first + 2])
-        await staging.commit(engine, first + 2, checksums_of(versions[first + 2]))
+        staging.fill(first + 2, weights[first + 2])
+        await staging.commit(engine, first + 2, checksums_of(weights[first + 2]))
         return await asyncio.gather(*playing)
 
     played = run(play())
@@ -120,10 +163,10 @@ def test_each_token_is_drawn_by_the_version_that_it_carries(
         assert (np.diff(completion.policy_versions) >= 0).all()
         assert policy != "drain" or len(set(completion.policy_versions.tolist())) == 1
         seen |= set(completion.policy_versions.tolist())
-    assert seen == ({first, first + 1} if policy == "drain" else set(versions))
+    assert seen == ({first, first + 1} if policy == "drain" else set(weights))
     exact, mixed = [0.0], [0.0]
     for version in seen:
-        references = reference_logprobs(folder, asked, versions[version])
+        references = versions.reference(asked, weights[version])
         for (_, completion), reference in zip(asked, references, strict=True):
             of_version = completion.policy_versions == version
             differences = np.abs(completion.logprobs - reference)[of_version]
@@ -137,10 +180,10 @@ def test_each_token_is_drawn_by_the_version_that_it_carries(
 
 
 def test_a_stop_token_in_the_step_of_a_commit_ends_the_request(
-    engine: Engine, run: LoopThread, models: dict[str, Path], staging: Staging
+    engine: Engine, run: LoopThread, versions: Versions, staging: Staging
 ) -> None:
     """Commits as fast as they go: a sequence ends where it ends without them, with the same reason."""
-    weights = weights_in(models["qwen3"])
+    weights = versions.first()
 
     async def play() -> tuple[list[Completion], list[Completion]]:
         version = engine.version + 1
@@ -165,12 +208,12 @@ def test_a_stop_token_in_the_step_of_a_commit_ends_the_request(
 
 
 def test_a_drain_that_takes_too_long_says_how_many_still_run(
-    engine: Engine, run: LoopThread, models: dict[str, Path], staging: Staging, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, run: LoopThread, versions: Versions, staging: Staging, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if engine._in_flight != "drain":
+    if policy != "drain":
         pytest.skip("the policy is another")
     monkeypatch.setattr(engine, "_drain_deadline_s", 0.1)
-    weights = weights_in(models["qwen3"])
+    weights = versions.first()
 
     async def play() -> tuple[list[Completion], int]:
         served = engine.version

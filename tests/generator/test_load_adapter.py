@@ -16,6 +16,7 @@ from torch import nn
 
 from monarch_rl.adapter import LoraSettings, Target, tensor_names
 from monarch_rl.episode import Completion, Sampling
+from monarch_rl.generator import engine as engine_module
 from monarch_rl.generator.engine import CommitError, Engine, WeightMismatch, to_completion
 from monarch_rl.generator.load_adapter import load
 from monarch_rl.generator.load_report import LoadSheet
@@ -25,7 +26,9 @@ from tests.generator.helpers import (
     LOGPROB_BOUND,
     LoopThread,
     Staging,
+    adapter,
     checksums_of,
+    manifest_of,
     reference_logprobs,
     until,
     weights_in,
@@ -33,18 +36,6 @@ from tests.generator.helpers import (
 
 LORA = LoraSettings(rank=3, alpha=6.0)
 Weights = dict[str, torch.Tensor]
-
-
-def adapter(folder: Path, lora: LoraSettings, seed: int) -> Weights:
-    """An adapter as training might leave it: neither A nor B is zero."""
-    generator = torch.Generator().manual_seed(seed)
-    made = {}
-    for name, weight in weights_in(folder).items():
-        if name.split(".")[-2] in lora.targets:
-            name_a, name_b = tensor_names(name)
-            made[name_a] = torch.randn(lora.rank, weight.shape[1], generator=generator) * 0.2
-            made[name_b] = torch.randn(weight.shape[0], lora.rank, generator=generator) * 0.05
-    return made
 
 
 def merged(folder: Path, lora: LoraSettings, tensors: Weights) -> Weights:
@@ -112,6 +103,33 @@ def test_version_0_is_the_model_as_it_is(adapted: Engine, run: LoopThread, folde
     if adapted.version:
         pytest.skip("another version has been committed by now")
     check_logprobs(folder, run(draw(adapted, 4, 20)), None)
+
+
+def test_the_model_itself_is_compared_where_it_lies_and_left_as_it_is(
+    adapted: Engine, run: LoopThread, folder: Path
+) -> None:
+    """A model that differs in one bit is refused and nothing is drawn; then the right one is verified."""
+    weights = weights_in(folder)
+    manifest, right = manifest_of(weights), checksums_of(weights)
+    name = "model.layers.1.self_attn.k_proj.weight"
+    weights[name].view(torch.int32)[3, 5] ^= 1
+
+    async def play() -> str:
+        await adapted.verify_frozen(manifest, right)
+        with pytest.raises(WeightMismatch) as caught:
+            await adapted.verify_frozen(manifest, checksums_of(weights))
+        waiting = asyncio.ensure_future(adapted.generate(prompt(0), sampling(3)))
+        await asyncio.wait({waiting}, timeout=0.3)
+        assert not waiting.done()
+        await adapted.verify_frozen(manifest, right)
+        await waiting
+        await adapted.verify_frozen(manifest, right)
+        return str(caught.value)
+
+    assert (
+        f"generator 0 does not hold the model whose adapter is trained: 1 of {len(weights)} tensors differ from the "
+        f"trainer's: {name}."
+    ) in run(play())
 
 
 def test_sequences_go_on_across_commits_of_adapters(
@@ -211,41 +229,11 @@ def test_an_adapter_of_another_rank_is_refused(
     run(refused())
 
 
-def test_recomputed_sequences_go_on_as_if_the_new_adapter_had_always_been_there(
-    models: dict[str, Path], run: LoopThread, adapted: Engine
-) -> None:
-    """Keys and values, too. From here on each test has an engine of its own: a process holds one."""
-    run(adapted.shutdown())
-    folder, tensors = models["qwen3"], adapter(models["qwen3"], LORA, 8)
-
-    async def play() -> list[Completion]:
-        engine = await Engine.start(str(folder), replace(SETTINGS, in_flight="recompute"), lora=LORA)
-        try:
-            playing = asyncio.ensure_future(draw(engine, 4, 300))
-            counted = engine.clock.seconds
-
-            async def decoded() -> bool:
-                return engine.clock.seconds > counted + 0.3
-
-            await until(decoded, "decoding before the commit")
-            await commit(engine, Staging(tensors), tensors)
-            return await playing
-        finally:
-            await engine.shutdown()
-
-    drawn = run(play())
-    completions = [(prompt(i), completion) for i, completion in enumerate(drawn)]
-    under = [reference_logprobs(folder, completions, w) for w in (None, merged(folder, LORA, tensors))]
-    for i, completion in enumerate(drawn):
-        assert set(completion.policy_versions.tolist()) == {0, 1}
-        expected = np.where(completion.policy_versions == 0, under[0][i], under[1][i])
-        assert np.abs(completion.logprobs - expected).max() < LOGPROB_BOUND
-
-
 @pytest.mark.parametrize("targets", [("q_proj", "v_proj"), ("k_proj", "up_proj", "down_proj")])
 def test_some_projections_of_a_tied_llama(
     models: dict[str, Path], run: LoopThread, adapted: Engine, targets: tuple[Target, ...]
 ) -> None:
+    """From here on each test has an engine of its own: a process holds one."""
     run(adapted.shutdown())
     folder, lora = models["llama"], LoraSettings(rank=2, alpha=8.0, targets=targets)
     tensors = adapter(folder, lora, 3)
@@ -260,6 +248,50 @@ def test_some_projections_of_a_tied_llama(
             await engine.shutdown()
 
     check_logprobs(folder, run(play()), merged(folder, lora, tensors))
+
+
+def test_a_replica_of_two_ranks_holds_the_adapter_in_parts(
+    folder: Path, run: LoopThread, adapted: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sequences go on across a commit and draw from the merged model; a bit that is wrong on rank 1 alone is found."""
+    run(adapted.shutdown())
+    tensors = {version: adapter(folder, LORA, version) for version in (1, 2)}
+    staging, spoilt = Staging(tensors[1]), Staging(tensors[1])
+    order = engine_module._order
+
+    def orders(rank: int, area: bytes, sheet: bytes) -> Any:
+        return order(rank, spoilt.area(2).handle if rank == 1 else area, sheet)
+
+    async def play() -> tuple[list[Completion], list[Completion], str]:
+        engine = await Engine.start(str(folder), replace(SETTINGS, tp=2), lora=LORA)
+        try:
+            await engine.verify_frozen(manifest_of(weights_in(folder)), checksums_of(weights_in(folder)))
+            playing = asyncio.ensure_future(draw(engine, 4, 200))
+            counted = engine.clock.seconds
+
+            async def decoded() -> bool:
+                return engine.clock.seconds > counted + 0.3
+
+            await until(decoded, "decoding before the commit")
+            await commit(engine, staging, tensors[1])
+            across, fresh = await playing, await draw(engine, 4, 30)
+            for each in (staging, spoilt):
+                each.fill(2, tensors[2])
+            name = "base_model.model.model.layers.1.mlp.down_proj.lora_A.weight"
+            spoilt.byte(2, name, -1 % tensors[2][name].nbytes).bitwise_xor_(1)
+            with monkeypatch.context() as patch:
+                patch.setattr(engine_module, "_order", orders)
+                with pytest.raises(WeightMismatch) as caught:
+                    await staging.commit(engine, 2, checksums_of(tensors[2]))
+            await staging.commit(engine, 2, checksums_of(tensors[2]))
+            return across, fresh, str(caught.value)
+        finally:
+            await engine.shutdown()
+
+    across, fresh, message = run(play())
+    assert {v for c in across for v in c.policy_versions.tolist()} == {0, 1}
+    check_logprobs(folder, fresh, merged(folder, LORA, tensors[1]))
+    assert "1 of 28 tensors differ from the trainer's: base_model.model.model.layers.1.mlp.down_proj" in message
 
 
 def test_an_engine_without_adapters_says_so() -> None:

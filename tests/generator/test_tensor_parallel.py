@@ -42,11 +42,6 @@ def engine(models: dict[str, Path], run: LoopThread) -> Iterator[Engine]:
     run(engine.shutdown())
 
 
-@pytest.fixture(scope="module")
-def staging(models: dict[str, Path]) -> Staging:
-    return Staging(weights_in(models["qwen3"]))
-
-
 def test_sequences_go_on_across_commits_and_agree_with_transformers(
     engine: Engine, run: LoopThread, models: dict[str, Path], staging: Staging
 ) -> None:

@@ -1,6 +1,6 @@
 """Prints transformers' log-probs of given tokens, as JSON. A program of its own: SGLang patches transformers.
 
-python transformers_logprobs.py FOLDER < [[prompt ids, drawn ids], ...]
+python transformers_logprobs.py FOLDER [ADAPTER] < [[prompt ids, drawn ids], ...]
 """
 
 from __future__ import annotations
@@ -14,6 +14,10 @@ from transformers import AutoModelForCausalLM
 
 def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).eval()
+    if len(sys.argv) > 2:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, sys.argv[2]).eval()
     answers = []
     with torch.no_grad():
         for prompt, drawn in json.load(sys.stdin):

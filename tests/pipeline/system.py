@@ -44,7 +44,7 @@ class InspectedGenerator(Generator):
 
 
 async def start_inspected(cluster: Cluster, model: Path, replicas: int, first_slot: int, name: str) -> list[Any]:
-    """Like ``pipeline.start_generators``, with inspected ones."""
+    """Like ``pipeline.start_generators``, with inspected ones of one rank."""
     found = []
     for index in range(replicas):
         mesh = cluster.spawn(f"{name}{index}", 1, first_slot=first_slot + index)
@@ -73,16 +73,23 @@ class System:
         version: int = 0,
         transfer: TransferSettings = TRANSFER,
         lora: LoraSettings = FULL_TRAINING,
+        ranks: int = 2,
     ) -> System:
-        """A fresh trainer on slots 0 and 1, whose weights are published as ``version`` to running generators."""
+        """A fresh trainer on the first slots, whose weights are published as ``version`` to running generators."""
         buffer = cluster.spawn("buffer", 1).spawn("buffer", Buffer, GROUPS, 1, version)
-        plan = TrainerPlan(model, TrainerSettings(lr=lr, lora=lora), 100, 1.0, NEW_TOKENS, 60.0)
+        plan = TrainerPlan(model, TrainerSettings(ranks, lr=lr, lora=lora), 100, 1.0, NEW_TOKENS, 60.0)
         trainer = await pipeline.start_trainer(cluster, plan, buffer, first_slot=0)
         publisher = await Publisher.connect(trainer, generators, buffer, transfer, "float32")
         system = cls(trainer, generators, buffer, publisher, version)
         await publisher.publish(version)
         await publisher.settled()
         return system
+
+    async def publish_by(self, transfer: TransferSettings) -> None:
+        """From here on send versions another way: the newest is sent again, to generators that take it as a first."""
+        self.publisher = await Publisher.connect(self.trainer, self.generators, self.buffer, transfer, "float32")
+        await self.publisher.publish(self.version)
+        await self.publisher.settled()
 
     async def draw(self, prompts: list[list[int]], sampling: Sampling = ALL_TOKENS) -> list[Completion]:
         """Completions of all prompts at once, spread over the replicas."""

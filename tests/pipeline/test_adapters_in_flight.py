@@ -5,26 +5,37 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from safetensors.torch import load_file
+import pytest
+from safetensors.torch import load_file, save_file
 
 from monarch_rl import pipeline
 from monarch_rl.adapter import LoraSettings
 from monarch_rl.episode import Completion, Sampling
 from monarch_rl.runtime.cluster import launch
-from tests.generator.helpers import make_model
+from tests.generator.helpers import make_model, weights_in
 from tests.pipeline.system import ENGINES, System
 from tests.pipeline.test_weights_in_flight import LOGPROB_BOUND
 
 LORA = LoraSettings(rank=3, alpha=6.0)
+CHANGED = "model.layers.0.mlp.up_proj.weight"
+"""What another model differs in."""
 
 
+@pytest.mark.slow
 def test_adapters_flow_while_sequences_are_drawn(tmp_path: Path) -> None:
-    model = make_model(tmp_path / "model", "qwen3")
+    """And not at all to engines that hold another model than the trainer's."""
+    model, other = (make_model(tmp_path / name, "qwen3") for name in ("model", "other"))
+    weights = weights_in(other)
+    weights[CHANGED][0, 0] += 1
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
     with launch() as cluster:
         assert cluster is not None
 
         async def go() -> None:
             generators = await pipeline.start_generators(cluster, model, ENGINES, first_slot=2, lora=LORA)
+            refusal = rf"generator 0 does not hold the model whose adapter is trained: 1 of \d+ tensors .*: {CHANGED}"
+            with pytest.raises(Exception, match=refusal):
+                await System.start(cluster, other, generators, lr=1e-2, lora=LORA)
             system = await System.start(cluster, model, generators, lr=1e-2, lora=LORA)
             names = system.publisher.manifest.names
             assert len(names) == 2 * 2 * 7

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from monarch_rl import pipeline
 from monarch_rl.episode import Completion, Sampling
 from monarch_rl.generator.router import Router
 from monarch_rl.runtime.cluster import Cluster, launch
+from monarch_rl.weights.transport import TRANSPORTS
 from tests.generator.helpers import make_model
-from tests.pipeline.system import VOCABULARY, System, start_inspected
+from tests.pipeline.system import ENGINES, TRANSFER, VOCABULARY, System, start_inspected
 
 LOGPROB_BOUND = 1e-5
 """Engine against trainer, float32: seen 2e-6."""
@@ -115,23 +117,101 @@ def test_served_weights_equal_the_trainers_bit_for_bit(
     asyncio.run(go())
 
 
+@pytest.fixture(scope="module")
+def wide(cluster: Cluster, model: Path) -> Any:
+    """A replica of two engine ranks."""
+    settings = replace(ENGINES, replicas=1, tp=2)
+    (generator,) = asyncio.run(pipeline.start_generators(cluster, model, settings, first_slot=4))
+    return generator
+
+
+@pytest.mark.parametrize(
+    ("trainer_ranks", "replicas"),
+    [(2, "one"), (1, "two"), (1, "one of two ranks"), (2, "one of two ranks")],
+)
+def test_any_ratio_of_trainer_and_generator_ranks_gets_the_same_bits_by_every_transport(
+    cluster: Cluster, model: Path, generators: list[Any], wide: Any, trainer_ranks: int, replicas: str
+) -> None:
+    """2:1, 1:2 in two ways, and 2:2; two ranks and two replicas are in the other tests of this file.
+
+    Every commit compares what each engine rank holds with the trainer's checksums. Beside that: replicas hold what
+    each other does, another version than before, and draw as the trainer computes.
+    """
+    chosen = {"one": generators[:1], "two": generators, "one of two ranks": [wide]}[replicas]
+
+    async def held() -> list[dict[str, str]]:
+        return [await g.engine_checksums.call_one() for g in chosen if g is not wide]
+
+    async def go() -> None:
+        served = max([(await g.stats.call_one())["version"] for g in chosen])
+        system = await System.start(cluster, model, chosen, lr=3e-3, version=served + 1, ranks=trainer_ranks)
+        before = await held()
+        for transport in TRANSPORTS:
+            await system.publish_by(replace(TRANSFER, transport=transport))
+            assert await held() == before
+            await system.step(seed=served)
+            assert await system.mismatch(seed=served) < LOGPROB_BOUND
+            for replica in chosen:
+                stats = await replica.stats.call_one()
+                assert stats["last_commit"]["version"] == system.version
+                assert stats["last_commit"]["nbytes"] >= system.publisher.manifest.nbytes
+            after = await held()
+            assert all(found == after[0] for found in after)
+            changed = [name for old, new in zip(before, after, strict=True) for name in old if old[name] != new[name]]
+            assert len(changed) == sum(map(len, after))
+            before = after
+        await system.trainer.close.call()
+
+    asyncio.run(go())
+
+
+def sent_share(system: System) -> float:
+    report = system.publisher.last
+    assert report is not None and report.version == system.version
+    return report.sent_bytes / report.nbytes
+
+
+def test_what_changed_travels_by_every_transport_and_all_to_a_replica_that_comes_anew(
+    cluster: Cluster, model: Path, generators: list[Any]
+) -> None:
+    """The same version twice: to those who have the one before, as what changed, and whole to one that begins anew."""
+
+    async def go() -> None:
+        system = await System.start(cluster, model, generators, lr=0.0, version=70)
+        before = [await g.engine_checksums.call_one() for g in generators]
+        for transport in TRANSPORTS:
+            await system.publish_by(replace(TRANSFER, transport=transport, delta=True, attempts=1))
+            shares = []
+            await system.step(seed=system.version)
+            shares.append(sent_share(system))
+            await system.publisher.add(0, generators[0])
+            await system.publisher.settled()
+            shares.append(sent_share(system))
+            print(f"{transport}: of an update without changes {shares[0]:.2%} is sent, of a whole one {shares[1]:.2%}")
+            assert shares[0] < 0.01 and shares[1] >= 1
+            assert [await g.engine_checksums.call_one() for g in generators] == before
+            assert await system.mismatch(seed=0) < LOGPROB_BOUND
+
+    asyncio.run(go())
+
+
 def test_a_version_that_arrives_wrong_is_not_served(cluster: Cluster, model: Path, generators: list[Any]) -> None:
     async def go() -> None:
-        system = await System.start(cluster, model, generators, lr=3e-3, version=30)
+        system = await System.start(cluster, model, generators, lr=3e-3, version=90)
         await system.play(0)
-        await pipeline.update(system.trainer, system.buffer, 30, 60.0)
+        await pipeline.update(system.trainer, system.buffer, 90, 60.0)
         wrong = {name: 0 for name in system.publisher.manifest.names}
-        await system.trainer.snapshot.call(31, 1)
-        await asyncio.gather(system.trainer.send.call(31, 1), *(g.receive.call_one(31, 1) for g in generators))
+        await system.trainer.snapshot.call(91, 1)
+        await asyncio.gather(system.trainer.send.call(91, 1), *(g.receive.call_one(91, 1) for g in generators))
         with pytest.raises(Exception, match="tensors differ from the trainer's"):
-            await generators[0].commit.call_one(31, 1, wrong)
+            await generators[0].commit.call_one(91, 1, wrong)
         answer = asyncio.ensure_future(system.draw([[3, 4]] * 2))
         done, _ = await asyncio.wait({answer}, timeout=3)
         assert not done, "a request was answered with weights that were not verified"
-        await system.publisher.publish(31)
+        await system.publisher.publish(91)
         await system.publisher.settled()
         for completion in await answer:
-            assert set(completion.policy_versions) <= {30, 31}
+            assert set(completion.policy_versions) <= {90, 91}
             assert (completion.token_ids < VOCABULARY).all()
 
     asyncio.run(go())

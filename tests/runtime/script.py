@@ -10,39 +10,15 @@ import asyncio
 import json
 import logging
 import os
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
-from monarch.actor import Actor, concurrent_endpoint
+from members import Member
 
 from monarch_rl.runtime.cluster import Cluster, init_torch_distributed_env, launch
 from monarch_rl.runtime.deadlines import within
 
 DEADLINE_S = 60.0
-
-
-class Member(Actor):
-    @concurrent_endpoint
-    async def see(self) -> dict[str, Any]:
-        return dict(os.environ)
-
-    @concurrent_endpoint
-    async def all_reduce(self) -> float:
-        import torch
-        import torch.distributed as dist
-
-        await asyncio.to_thread(dist.init_process_group, "gloo")
-        total = torch.tensor([float(dist.get_rank() + 1)])
-        dist.all_reduce(total)
-        dist.destroy_process_group()
-        return float(total.item())
-
-    @concurrent_endpoint
-    async def start_child(self) -> int:
-        # The worst kind: in a session of its own, with no eye on its parent.
-        return subprocess.Popen(["sleep", "600"], start_new_session=True).pid
 
 
 async def work(cluster: Cluster, folder: Path) -> None:

@@ -6,40 +6,12 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from monarch.actor import Actor, concurrent_endpoint
 
-from monarch_rl.runtime.cluster import (
-    Cluster,
-    Devices,
-    TooFewDevices,
-    host_address,
-    init_torch_distributed_env,
-    launch,
-)
+from monarch_rl.runtime.cluster import Cluster, Devices, TooFewDevices, init_torch_distributed_env, launch
 from monarch_rl.runtime.deadlines import within
+from tests.runtime.members import Member
 
 DEADLINE_S = 60.0
-
-
-class Member(Actor):
-    @concurrent_endpoint
-    async def see(self) -> dict[str, str]:
-        return {**os.environ, "host_address": host_address()}
-
-    @concurrent_endpoint
-    async def all_reduce(self) -> float:
-        import torch
-        import torch.distributed as dist
-
-        await asyncio.to_thread(dist.init_process_group, "gloo")
-        total = torch.tensor([float(dist.get_rank() + 1)])
-        dist.all_reduce(total)
-        dist.destroy_process_group()
-        return float(total.item())
-
-    @concurrent_endpoint
-    async def die(self) -> None:
-        os._exit(3)
 
 
 @pytest.fixture(scope="module")

@@ -19,12 +19,13 @@ from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.trainer.shards import local_run
 from tests.trainer.batches import LR, MAX_NEW_TOKENS, STEPS, WEIGHT_DECAY, batch, shard
 from tests.trainer.lora_cases import CASES
+from tests.trainer.programs import saved
 from tests.trainer.ranks import check_snapshot
 
 
 def check_base(policy: Policy, folder: Path) -> None:
     """The model's own weights are those of its folder, bit for bit."""
-    whole = {k: v for path in folder.glob("*.safetensors") for k, v in load_file(path).items()}
+    whole = saved(folder)
     state = policy.model.hf_state()
     assert state.keys() == whole.keys()
     for name, value in state.items():

@@ -20,6 +20,7 @@ from monarch_rl.trainer.settings import LossSettings, TrainerSettings
 from monarch_rl.weights.checksum import ShardChecksums, tensor_checksum
 from monarch_rl.weights.manifest import make_manifest
 from tests.trainer.batches import LR, MAX_NEW_TOKENS, STEPS, WEIGHT_DECAY, batch, shard
+from tests.trainer.programs import saved
 from tests.trainer.reference import CONFIGS
 
 CLIPPED: tuple[Aggregation, ...] = ("sequence_mean", "token_mean")
@@ -62,7 +63,7 @@ def check_snapshot(policy: Policy, folder: Path) -> None:
     policy.snapshot(manifest, views)
     sums = torch.tensor(ShardChecksums(manifest, policy.rank, views).take())
     dist.all_reduce(sums)
-    whole = {k: v for path in folder.glob("*.safetensors") for k, v in load_file(path).items()}
+    whole = saved(folder)
     for run, view in zip(mine, views, strict=True):
         spec = manifest.tensors[run.tensor]
         expected = whole[spec.name].to(torch.bfloat16).flatten()[run.start : run.start + run.numel]

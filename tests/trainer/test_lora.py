@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,30 +11,17 @@ from safetensors.torch import load_file
 
 from monarch_rl.adapter import LoraSettings
 from tests.trainer.lora_cases import CASES
-
-ROOT = Path(__file__).parents[2]
+from tests.trainer.programs import run_program, saved
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What lora_reference.py and lora_ranks.py wrote."""
     folder = tmp_path_factory.mktemp("lora")
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    for arguments in (
-        ["tests/trainer/lora_reference.py", "make"],
-        [*torchrun, "tests/trainer/lora_ranks.py"],
-        ["tests/trainer/lora_reference.py", "compare"],
-    ):
-        done = subprocess.run(
-            [sys.executable, *arguments, str(folder)], cwd=ROOT, env=environment, capture_output=True, timeout=240
-        )
-        assert done.returncode == 0, done.stderr.decode()[-4000:]
+    run_program("lora_reference.py", "make", folder)
+    run_program("lora_ranks.py", folder, ranks=2)
+    run_program("lora_reference.py", "compare", folder)
     return folder
-
-
-def saved(folder: Path) -> dict[str, torch.Tensor]:
-    return {k: v for path in folder.glob("*.safetensors") for k, v in load_file(path).items()}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-ROOT = Path(__file__).parents[2]
+from tests.trainer.programs import run_program, saved
+
 KINDS = ("qwen3", "qwen3_tied", "llama_tied", "llama3_rope", "qwen3_bf16")
 
 
@@ -19,18 +17,9 @@ KINDS = ("qwen3", "qwen3_tied", "llama_tied", "llama3_rope", "qwen3_bf16")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What reference.py and ranks.py wrote."""
     folder = tmp_path_factory.mktemp("trainer")
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    for arguments in (["tests/trainer/reference.py"], [*torchrun, "tests/trainer/ranks.py"]):
-        done = subprocess.run(
-            [sys.executable, *arguments, str(folder)], cwd=ROOT, env=environment, capture_output=True, timeout=240
-        )
-        assert done.returncode == 0, done.stderr.decode()[-4000:]
+    run_program("reference.py", folder)
+    run_program("ranks.py", folder, ranks=2)
     return folder
-
-
-def saved(folder: Path) -> dict[str, torch.Tensor]:
-    return {k: v for path in folder.glob("*.safetensors") for k, v in load_file(path).items()}
 
 
 @pytest.mark.parametrize("kind", KINDS)

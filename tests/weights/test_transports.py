@@ -176,12 +176,14 @@ def test_versions_arrive_whole_and_members_may_change(transport: TransportName) 
         assert [running.transfer(version, left)[1] for version in (3, 4)] == [[ALL_BYTES, ALL_BYTES]] * 2
 
 
-def test_only_what_changed_is_sent_and_all_is_sent_to_new_members() -> None:
+@pytest.mark.parametrize("transport", BOTH)
+def test_only_what_changed_is_sent_and_all_is_sent_to_new_members(transport: TransportName) -> None:
     """Versions 10, 11, ... differ in few elements; to a new member the next one goes whole."""
-    chosen = settings("collective", delta=True)
+    chosen = settings(transport, delta=True)
     with Processes(chosen) as running:
         running.meet(running.receivers)
         sent = [running.transfer(version, running.receivers)[1] for version in (10, 11, 12)]
+        print(f"{transport}: sent share of what changed {max(map(max, sent[1:])) / ALL_BYTES:.2%}")
         assert sent[0][0] > ALL_BYTES and max(map(max, sent[1:])) < ALL_BYTES / 100
         left = [running.receivers[1], running.start(receive, chosen)]
         running.meet(left)
@@ -231,8 +233,3 @@ def test_a_late_sender_is_named() -> None:
 def test_settings_must_be_positive(setting: str) -> None:
     with pytest.raises(ValueError, match=setting):
         TransferSettings(**{setting: 0})  # type: ignore[arg-type]
-
-
-def test_delta_over_shared_memory_is_refused() -> None:
-    with pytest.raises(ValueError, match="shared_memory sends none"):
-        TransferSettings("shared_memory", delta=True)

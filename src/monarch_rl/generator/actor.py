@@ -142,6 +142,11 @@ class Generator(Actor):
         return self._last_commit
 
     @concurrent_endpoint
+    async def verify_frozen(self, manifest: Manifest, checksums: dict[str, int]) -> None:
+        """Refuse to serve adapters of another model than this engine's; see :meth:`Engine.verify_frozen`."""
+        await self._running.verify_frozen(manifest, checksums)
+
+    @concurrent_endpoint
     async def ready(self) -> None:
         """Answer: this replica is alive. Raises EngineStopped if its engine is not."""
         self._running.check()

@@ -49,12 +49,14 @@ from monarch_rl.generator.settings import (
     ADAPTER,
     ADAPTER_LOADER,
     LOADER,
+    VERIFIER,
     GeneratorSettings,
     check_tp,
     cores_of_ranks,
     engine_arguments,
 )
 from monarch_rl.runtime.deadlines import DeadlineExceeded, within
+from monarch_rl.weights.area import Area
 from monarch_rl.weights.manifest import Manifest
 
 KILL_SECONDS = 10.0
@@ -356,20 +358,44 @@ class Engine:
             started = time.perf_counter()
             self._serving.clear()
             await self._settle_running(version)
-            self.clock.pause()
             self._version = version
-            failures = await self._or_stopped(self._replace_weights(version, area, sheet.handle))
-            refusal = sheet.judge()
-            if refusal is not None:
-                error = WeightMismatch if refusal.differs else CommitError
-                reasons = "; ".join([refusal.message, *failures])
-                raise error(f"version {version} is not served: {reasons}. The engine stays paused.")
-            self._serving.set()
-            self.clock.resume()
+            loader = ADAPTER_LOADER if self._adapted else LOADER
+            await self._load(loader, area, sheet, f"version {version} is not served")
             cost, seconds = sheet.report(), time.perf_counter() - started
             return CommitReport(
                 version, cost.nbytes, seconds, cost.stood_seconds, cost.copy_seconds, cost.checksum_seconds
             )
+
+    async def verify_frozen(self, manifest: Manifest, expected: dict[str, int]) -> None:
+        """Compare the model's own weights, which adapters leave as they are, with the trainer's, where they lie.
+
+        Args:
+            manifest: of those weights, in the served dtype.
+            expected: the trainer's checksum of each, signed 64-bit.
+
+        Raises:
+            WeightMismatch: the engine holds another model. It stays paused, until it is verified or a commit succeeds.
+            CommitError: the engine holds them otherwise than they are saved, so that they cannot be compared.
+            EngineStopped: it is gone.
+        """
+        async with self._commit_lock:
+            sheet, size = LoadSheet(manifest, self._ranks), Area(manifest.nbytes)  # no page of it is ever touched
+            sheet.ask(expected)
+            self._serving.clear()
+            wrong = f"generator {self._replica} does not hold the model whose adapter is trained"
+            await self._load(VERIFIER, size.handle, sheet, wrong)
+
+    async def _load(self, loader: str, area: bytes, sheet: LoadSheet, otherwise: str) -> None:
+        """Let ``loader`` run on all ranks, and serve if what they hold is the trainer's; else raise ``otherwise``."""
+        self.clock.pause()
+        failures = await self._or_stopped(self._replace_weights(loader, area, sheet.handle))
+        refusal = sheet.judge()
+        if refusal is not None:
+            error = WeightMismatch if refusal.differs else CommitError
+            reasons = "; ".join([refusal.message, *failures])
+            raise error(f"{otherwise}: {reasons}. The engine stays paused.")
+        self._serving.set()
+        self.clock.resume()
 
     def _next_sheet(self, manifest: Manifest) -> LoadSheet:
         if not self._sheets or self._sheets[0].specs != manifest.tensors:
@@ -398,8 +424,8 @@ class Engine:
                 "a request, or let sequences go on across commits (in_flight)."
             ) from error
 
-    async def _replace_weights(self, version: int, area: bytes, sheet: bytes) -> list[str]:
-        """Let the scheduler run ``load_staged`` between two steps; returns what SGLang said went wrong.
+    async def _replace_weights(self, loader: str, area: bytes, sheet: bytes) -> list[str]:
+        """Let the scheduler run ``loader`` between two steps; returns what SGLang said went wrong.
 
         Nothing is awaited between the pause and the continuation, so that none of it waits for this process: the
         scheduler itself refuses to continue with weights that are not verified.
@@ -407,9 +433,9 @@ class Engine:
         io, manager = _io(), self._engine.tokenizer_manager
         update = io.UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=[_order(rank, area, sheet) for rank in range(self._ranks)],
-            load_format=ADAPTER_LOADER if self._adapted else LOADER,
+            load_format=loader,
             flush_cache=self._in_flight == "recompute",
-            weight_version=str(version),
+            weight_version=str(self._version),
         )
         mode = "retract" if self._in_flight == "recompute" else "in_place"
         manager.auto_create_handle_loop()
@@ -423,7 +449,7 @@ class Engine:
         await asyncio.sleep(0)  # each call sends its message in its first turn
         await manager.continue_generation(io.ContinueGenerationReqInput())
         # The answer to this comes after the continuation, of which SGLang says nothing.
-        await manager.update_weight_version(io.UpdateWeightVersionReqInput(new_version=str(version)))
+        await manager.update_weight_version(io.UpdateWeightVersionReqInput(new_version=str(self._version)))
         answers = [answer for answered in await asyncio.gather(*calls) for answer in answered]
         return [f"SGLang said {answer.message}" for answer in answers if not answer.success]
 

@@ -19,7 +19,7 @@ import traceback
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -110,7 +110,20 @@ def load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor
     run_order(model, named_tensors, _load_and_plan)
 
 
-def run_order(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]], make_plan: Planner) -> None:
+def verify(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """A ``custom_weight_loader`` that loads nothing: checksums of what the engine holds already.
+
+    Takes orders like :func:`load`. Of the area only the size counts: its bytes are neither read nor copied.
+    """
+    run_order(model, named_tensors, partial(_load_and_plan, write=False), copy=False)
+
+
+def run_order(
+    model: torch.nn.Module,
+    named_tensors: Iterable[tuple[str, torch.Tensor]],
+    make_plan: Planner,
+    copy: bool = True,
+) -> None:
     """Do what an order says and answer on its sheet; the first load of a layout is done by ``make_plan``."""
     ((order, _),) = named_tensors
     rank, *handles = json.loads(order)
@@ -118,7 +131,7 @@ def run_order(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.T
     _last[:] = [(sheet, rank)]
     try:
         with torch.no_grad():
-            _load(model, area, sheet, rank, make_plan)
+            _load(model, area, sheet, rank, make_plan, copy)
         sheet.state[rank, answers.STATUS] = answers.LOADED
     except Exception as error:  # whatever it is, the engine must live to say it
         known = isinstance(error, UnsupportedModel)
@@ -142,7 +155,7 @@ def continue_if_verified(scheduler: Any, original: Callable[..., None], *args: A
     sheet.state[rank, answers.STOOD_NANOSECONDS] = int(stood * 1e9)
 
 
-def _load(model: torch.nn.Module, area: bytes, sheet: LoadSheet, rank: int, make_plan: Planner) -> None:
+def _load(model: torch.nn.Module, area: bytes, sheet: LoadSheet, rank: int, make_plan: Planner, copy: bool) -> None:
     started = time.perf_counter_ns()
     plan = _plans.get(model)
     planned = plan is not None and plan.fits(model, sheet.specs)
@@ -156,7 +169,7 @@ def _load(model: torch.nn.Module, area: bytes, sheet: LoadSheet, rank: int, make
     groups = [slice(i, i + 1) for i in range(len(pieces))] if fused else [slice(None)]
     copied, summed, before = time.perf_counter_ns() - started, 0, time.perf_counter_ns()
     for group in groups:
-        if planned:
+        if planned and copy:
             for piece, source in zip(pieces[group], sources[group], strict=True):
                 piece.data.copy_(source)
             if plan.derive is not None:
@@ -198,10 +211,14 @@ def box_of(area: torch.Tensor, spec: TensorSpec, box: Box) -> torch.Tensor:
 
 
 class _Copies(TorchDispatchMode):
-    """Notes every ``copy_`` from one storage into the storages of parameters."""
+    """Notes every ``copy_`` from one storage into the storages of parameters.
 
-    def __init__(self, source: torch.Tensor, parameters: dict[int, str]) -> None:
+    Unless it is to ``write``, nothing that would change a parameter is done.
+    """
+
+    def __init__(self, source: torch.Tensor, parameters: dict[int, str], write: bool) -> None:
         super().__init__()
+        self._write = write
         self._source = source.untyped_storage().data_ptr()
         self._parameters = parameters
         self.seen: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -220,11 +237,15 @@ class _Copies(TorchDispatchMode):
                 self.written.add(parameter)
             elif parameter and name not in ("fill_", "zero_"):
                 self.converted[parameter] = name
+            if parameter and not self._write:
+                return target
         return func(*args, **(kwargs or {}))
 
 
-def _load_and_plan(model: torch.nn.Module, area: torch.Tensor, specs: tuple[TensorSpec, ...]) -> Plan:
-    """Load through the model's own loader and note where everything went.
+def _load_and_plan(
+    model: torch.nn.Module, area: torch.Tensor, specs: tuple[TensorSpec, ...], write: bool = True
+) -> Plan:
+    """Load through the model's own loader and note where everything went, or would go.
 
     Raises UnsupportedModel where a later commit could not simply copy, or the checksum not be compared.
     """
@@ -236,7 +257,7 @@ def _load_and_plan(model: torch.nn.Module, area: torch.Tensor, specs: tuple[Tens
             f"sent in a dtype that the engine does not serve ({list_names(foreign)}); the engine holds "
             f"{sorted(map(str, dtypes))}. Serve in the dtype that is sent, or send in the dtype that is served."
         )
-    with _Copies(area, parameters) as copies:
+    with _Copies(area, parameters, write) as copies:
         cast(Any, model).load_weights([(spec.name, spec.view(area)) for spec in specs])
     if copies.converted:
         raise UnsupportedModel(

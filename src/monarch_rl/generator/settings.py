@@ -74,6 +74,8 @@ LOADER = "monarch_rl.generator.load_staged.load"
 """What SGLang's scheduler runs to load a version from staging."""
 ADAPTER_LOADER = "monarch_rl.generator.load_adapter.load"
 """What it runs instead if versions are adapters."""
+VERIFIER = "monarch_rl.generator.load_staged.verify"
+"""What it runs to tell checksums of the weights that it holds, and load nothing."""
 ADAPTER = "policy"
 """SGLang's name of the adapter that versions overwrite."""
 CPU_KV_TOKENS = 65_536
@@ -95,7 +97,7 @@ def engine_arguments(
         "max_running_requests": settings.max_running_requests,
         "random_seed": settings.random_seed + replica,
         "weight_version": "0",
-        "custom_weight_loader": [LOADER, ADAPTER_LOADER],
+        "custom_weight_loader": [LOADER, ADAPTER_LOADER, VERIFIER],
         "tp_size": settings.tp,
         "sleep_on_idle": True,
         "log_level": "error",

@@ -164,6 +164,14 @@ class Trainer(Actor):
         return self.policy.rank, tensors, runs
 
     @concurrent_endpoint
+    async def frozen_checksums(self, dtype: str) -> tuple[list[Any], list[int]]:
+        """The weights that are not trained and this rank's part of their checksums: see
+        :meth:`Policy.frozen_checksums`."""
+        import torch
+
+        return await self._on(self._compute, self.policy.frozen_checksums, getattr(torch, dtype))
+
+    @concurrent_endpoint
     async def weights_setup(self, manifest: Manifest, settings: TransferSettings) -> None:
         """Make the sending end, with room for snapshots."""
         policy = self.policy

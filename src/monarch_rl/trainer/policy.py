@@ -27,6 +27,7 @@ from monarch_rl.trainer.model import SPMD_BACKEND, ShardedModel  # noqa: E402
 from monarch_rl.trainer.objective import Objective, Sums  # noqa: E402
 from monarch_rl.trainer.settings import TrainerSettings  # noqa: E402
 from monarch_rl.trainer.shards import local_run  # noqa: E402
+from monarch_rl.weights.checksum import tensor_checksum  # noqa: E402
 from monarch_rl.weights.manifest import Manifest  # noqa: E402
 
 
@@ -150,6 +151,20 @@ class Policy:
         state = self.model.published_state()
         runs = [(name, start, local.numel()) for name, (local, start) in _runs(state).items()]
         return [(name, tuple(value.shape)) for name, value in state.items()], runs
+
+    def frozen_checksums(self, dtype: torch.dtype) -> tuple[list[tuple[str, tuple[int, ...]]], list[int]]:
+        """The model's own weights under adapters as ``(name, shape)``, and of each, as served in ``dtype``, this rank's
+        part of the checksum, signed 64-bit. None without adapters: then all weights are sent and verified."""
+        if not self.settings.lora.rank:
+            return [], []
+        state = self.model.hf_state()
+        sums = []
+        for value in state.values():
+            local, start = local_run(value)
+            first_row = start // (value.numel() // value.shape[0])
+            # Small models have fewer rows than there are ranks.
+            sums.append(int(tensor_checksum(local.detach().to(dtype), first_row)) if local.numel() else 0)
+        return [(name, tuple(value.shape)) for name, value in state.items()], sums
 
     def snapshot(self, manifest: Manifest, views: Sequence[torch.Tensor]) -> None:
         """Copy this rank's shards, in the served dtype, to where they are sent from.

@@ -40,15 +40,25 @@ class ChangesSender:
         self._snapshots = [torch.zeros(sum(self._sizes), dtype=torch.uint8, device=device) for _ in range(SLOTS)]
         self._known = torch.zeros_like(self._snapshots[0])
         """What all receivers hold. Not a slot: the next snapshot may be written there while this one is sent."""
+        self._offered: set[int] = set()
+        """Slots of the transport in which an update lies."""
 
     async def open(self) -> bytes:
         self._known.zero_()
+        for slot in range(SLOTS):
+            self._withdraw(slot)
         return await self._transport.open()
 
     async def connect(self, addresses: list[bytes], receivers: int) -> None:
         await self._transport.connect(addresses, receivers)
 
+    def _withdraw(self, slot: int) -> None:
+        """A version that is sent again is another update: who reads by itself must not find the one before."""
+        if slot in self._offered:
+            self._transport.views(slot)
+
     def views(self, slot: int) -> list[torch.Tensor]:
+        self._withdraw(slot)
         return list(self._snapshots[slot].split(self._sizes))
 
     async def send(self, version: int, slot: int, nbytes: int | None = None) -> None:
@@ -57,6 +67,7 @@ class ChangesSender:
         (update,) = self._transport.views(slot)
         snapshot = self._snapshots[slot]
         used = await asyncio.to_thread(delta.encode, self._known, snapshot, self._itemsize, BUCKET_BYTES, update)
+        self._offered.add(slot)
         await self._transport.send(version, slot, used)
         await asyncio.to_thread(self._known.copy_, snapshot)
 

@@ -23,6 +23,8 @@ POLL_S = 0.0005
 """Between two looks at whether a trainer rank is done: the wait is for a call that is on its way to it."""
 NOTHING = -1
 """Instead of a version: this rank's shards are being written."""
+NOTES_BYTES = 16
+"""At the end of an area, for each trainer rank."""
 
 
 def this_host() -> str:
@@ -32,7 +34,8 @@ def this_host() -> str:
 
 
 class _Areas:
-    """The two areas as one process sees them. At the end of each stands, by trainer rank, which version it holds."""
+    """The two areas as one process sees them. At the end of each stands, by trainer rank, which version it holds and
+    how many bytes of the rank's part are of it."""
 
     def __init__(self, address: bytes, ranks: int) -> None:
         host, self.handles = pickle.loads(address)
@@ -42,7 +45,9 @@ class _Areas:
                 f"{this_host()}. Use transport collective or rdma."
             )
         self.buffers = [attach(handle) for handle in self.handles]
-        self.versions = [buffer[-8 * ranks :].view(torch.int64) for buffer in self.buffers]
+        notes = [buffer[-NOTES_BYTES * ranks :].view(torch.int64).view(2, ranks) for buffer in self.buffers]
+        self.versions = [note[0] for note in notes]
+        self.sizes = [note[1] for note in notes]
 
 
 class SharedMemorySender:
@@ -60,7 +65,7 @@ class SharedMemorySender:
     async def open(self) -> bytes:
         """Rank 0's address tells the areas; they stay the same for all meetings."""
         if self._rank == 0 and not self._own:
-            size = self._manifest.nbytes + 8 * len(self._manifest.shards)
+            size = self._manifest.nbytes + NOTES_BYTES * len(self._manifest.shards)
             self._own = [await asyncio.to_thread(Area, size, self._device) for _ in range(SLOTS)]
         return pickle.dumps((this_host(), [area.handle for area in self._own]))
 
@@ -81,7 +86,9 @@ class SharedMemorySender:
     async def send(self, version: int, slot: int, nbytes: int | None = None) -> None:
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
-        self._met().versions[slot][self._rank] = version
+        areas = self._met()
+        areas.sizes[slot][self._rank] = shard_bytes(self._manifest, self._rank) if nbytes is None else nbytes
+        areas.versions[slot][self._rank] = version
 
     async def close(self) -> None:
         self._areas = None
@@ -97,7 +104,6 @@ class SharedMemoryReceiver:
 
     def __init__(self, manifest: Manifest, settings: TransferSettings, device: torch.device) -> None:
         self._deadline_s = settings.deadline_s
-        self._sizes = [shard_bytes(manifest, rank) for rank in range(len(manifest.shards))]
         self._areas: _Areas | None = None
 
     async def connect(self, addresses: list[bytes], position: int, receivers: int) -> None:
@@ -117,7 +123,7 @@ class SharedMemoryReceiver:
                     f"are of versions {[int(ranks[rank]) for rank in late]}"
                 )
             await asyncio.sleep(POLL_S)
-        return self._sizes
+        return self._met().sizes[slot].tolist()
 
     async def close(self) -> None:
         self._areas = None

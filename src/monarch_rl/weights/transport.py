@@ -42,7 +42,8 @@ class TransferSettings:
     """MiB sent at a time. Each generator rank holds two buckets beside a version; smaller ones cost more calls."""
     delta: bool = False
     """Send only the elements whose bits changed, found and put back without loss. Costs a version more on each side
-    and a look at every byte; docs/weights.md says when it pays."""
+    and a look at every byte; docs/weights.md says when it pays. `shared_memory` has no way to save on: there it only
+    costs."""
     deadline_s: float = 120.0
     """Seconds that one transfer may take before it fails; the old version stays served."""
     attempts: int = 3
@@ -51,8 +52,6 @@ class TransferSettings:
     def __post_init__(self) -> None:
         if self.bucket_mib < 1:
             raise ValueError(f"bucket_mib must be at least 1 MiB, got {self.bucket_mib}")
-        if self.delta and self.transport == "shared_memory":
-            raise ValueError("delta saves bytes on the way, and transport shared_memory sends none: leave it out")
         if self.deadline_s <= 0:
             raise ValueError(f"deadline_s must be positive, got {self.deadline_s}")
         if self.attempts < 1:
@@ -79,7 +78,8 @@ class Sender(Protocol):
     def views(self, slot: int) -> list[torch.Tensor]:
         """Where a snapshot goes: one flat uint8 view for each of ``manifest.shards[rank]``, in their order.
 
-        Called before each snapshot; always the same memory for a slot.
+        Called before each snapshot, always the same memory for a slot: until the next ``send`` nobody takes what lies
+        there for a version.
         """
 
     async def send(self, version: int, slot: int, nbytes: int | None = None) -> None:

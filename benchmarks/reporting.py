@@ -1,0 +1,30 @@
+"""How benchmarks are started and how they write figures."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import tyro
+
+S = TypeVar("S")
+
+
+def short(value: Any) -> Any:
+    """Figures with four digits, in dicts and lists, too; all else as it is."""
+    if isinstance(value, dict):
+        return {name: short(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [short(inner) for inner in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def run_benchmark(main: Callable[[S], None], settings: type[S], description: str | None) -> None:
+    """Call ``main`` with the settings of the command line; a ValueError is what a user set wrong."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    try:
+        main(tyro.cli(settings, description=description))
+    except ValueError as error:
+        sys.exit(f"error: {error}")

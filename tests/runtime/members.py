@@ -1,0 +1,39 @@
+"""The actor that tests of the runtime put on a mesh."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+
+from monarch.actor import Actor, concurrent_endpoint
+
+from monarch_rl.runtime.cluster import host_address
+
+
+class Member(Actor):
+    """Tells what its process sees, computes with the others, starts a process below it, or dies."""
+
+    @concurrent_endpoint
+    async def see(self) -> dict[str, str]:
+        return {**os.environ, "host_address": host_address()}
+
+    @concurrent_endpoint
+    async def all_reduce(self) -> float:
+        import torch
+        import torch.distributed as dist
+
+        await asyncio.to_thread(dist.init_process_group, "gloo")
+        total = torch.tensor([float(dist.get_rank() + 1)])
+        dist.all_reduce(total)
+        dist.destroy_process_group()
+        return float(total.item())
+
+    @concurrent_endpoint
+    async def start_child(self) -> int:
+        # The worst kind: in a session of its own, with no eye on its parent.
+        return subprocess.Popen(["sleep", "600"], start_new_session=True).pid
+
+    @concurrent_endpoint
+    async def die(self) -> None:
+        os._exit(3)
