@@ -94,7 +94,7 @@ async def measure(cluster: Cluster, s: Settings, model: Path) -> dict[str, Any]:
     load = Load(s.requests, 32, 48, VOCABULARY)
     groups = make_groups(VOCABULARY, 2, 4, 32, 32)
     steps = len(s.transports) * (s.versions + 1) * 2 + 2
-    plan = plan_of(model, TrainerSettings(), steps, 32, DEADLINE_S)
+    plan = plan_of(model, TrainerSettings(), steps, 32)
     settings = GeneratorSettings(replicas=1, dtype=s.dtype, max_total_tokens=8192)  # type: ignore[arg-type]
     training, generator = await asyncio.gather(
         Training.start(cluster, plan, groups, steps), start_generator(cluster, model, settings, 2)

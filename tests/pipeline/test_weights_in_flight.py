@@ -14,6 +14,7 @@ from monarch_rl import pipeline
 from monarch_rl.episode import Completion, Sampling
 from monarch_rl.generator.router import Router
 from monarch_rl.runtime.cluster import Cluster, launch
+from monarch_rl.runtime.deadlines import Patience
 from tests.generator.helpers import make_model
 from tests.pipeline.system import VOCABULARY, System, start_inspected
 
@@ -119,7 +120,7 @@ def test_a_version_that_arrives_wrong_is_not_served(cluster: Cluster, model: Pat
     async def go() -> None:
         system = await System.start(cluster, model, generators, lr=3e-3, version=30)
         await system.play(0)
-        await pipeline.update(system.trainer, system.buffer, 30, 60.0)
+        await pipeline.update(system.trainer, system.buffer, 30, Patience(60.0))
         wrong = {name: 0 for name in system.publisher.manifest.names}
         await system.trainer.snapshot.call(31, 1)
         await asyncio.gather(system.trainer.send.call(31, 1), *(g.receive.call_one(31, 1) for g in generators))

@@ -19,6 +19,7 @@ from monarch_rl.rollout.scoring import Scorer
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.tasks import Item, TaskSettings, TaskSource, load_data_set, score
 from monarch_rl.rollout.tokenizer import Tokenizer
+from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import within
 
 BUFFER_DEADLINE_S = 60.0
@@ -95,6 +96,7 @@ class RolloutWorker(Actor):
         self._task = task
         self._model = model
         self._name = f"rollout worker {current_rank().rank}"
+        presence.enlist(self._name)
         self._scorer: Scorer | None = None
         self._running: asyncio.Task[None] | None = None
         self._limit: int | None = None
@@ -131,7 +133,7 @@ class RolloutWorker(Actor):
             raise RuntimeError(f"{self._name} runs already")
         self._running = running = asyncio.ensure_future(self._play_until_closed())
         try:
-            await asyncio.wait({running})
+            await asyncio.wait({running})  # waits: as long as the run; close() ends it
         finally:
             running.cancel()
             self._running = None
@@ -147,7 +149,9 @@ class RolloutWorker(Actor):
         async def one(index: int) -> Episode | EpisodeFailed:
             async with places:
                 item = await asyncio.to_thread(self._held_out.item, index)
-                return await self._episode(item, sampling, group=-1 - index)
+                episode = await self._episode(item, sampling, group=-1 - index)
+                presence.progress("held-out item played")
+                return episode
 
         episodes = await all_or_none([one(index) for index in indices])
         failed = Counter(episode.reason for episode in episodes if isinstance(episode, EpisodeFailed))
@@ -202,13 +206,14 @@ class RolloutWorker(Actor):
         """Every place plays one group after the other; the first that hears of the end ends the others."""
         places = [asyncio.ensure_future(self._place()) for _ in range(self._settings.concurrent_groups)]
         try:
+            # waits: as long as the run; close() ends it
             done, _ = await asyncio.wait(places, return_when=asyncio.FIRST_COMPLETED)
             for place in done:
                 place.result()
         finally:
             for place in places:
                 place.cancel()
-            await asyncio.gather(*places, return_exceptions=True)
+            await asyncio.gather(*places, return_exceptions=True)  # waits: they are done or cancelled
 
     async def _place(self) -> None:
         while True:
@@ -216,7 +221,7 @@ class RolloutWorker(Actor):
             try:
                 slot = self._settings.slot_deadline_s
                 admission = self._buffer.admit.call_one(self._name, slot)
-                ticket = await within(slot + BUFFER_DEADLINE_S, admission, "a slot from the buffer")
+                ticket = await within(slot + BUFFER_DEADLINE_S, admission, "a slot from the buffer", on="buffer")
             finally:
                 self._waiting -= 1
             if ticket is None:
@@ -241,12 +246,15 @@ class RolloutWorker(Actor):
         if len(episodes) >= min(2, size):
             self._groups["put"] += 1
             data = Group(group_id, item.index, episodes).to_bytes()
-            await within(BUFFER_DEADLINE_S, self._buffer.put.call_one(data), f"the buffer to take group {group_id}")
+            put = self._buffer.put.call_one(data)
+            await within(BUFFER_DEADLINE_S, put, f"the buffer to take group {group_id}", on="buffer")
+            presence.progress("group put")
         else:
             self._groups["dropped"] += 1
             reason = lost.most_common(1)[0][0]
             drop = self._buffer.drop.call_one(group_id, reason)
-            await within(BUFFER_DEADLINE_S, drop, f"the buffer to drop group {group_id}")
+            await within(BUFFER_DEADLINE_S, drop, f"the buffer to drop group {group_id}", on="buffer")
+            presence.progress("group dropped")
 
     async def _episode(self, item: Item, sampling: Sampling, group: int) -> Episode | EpisodeFailed:
         """The episode, or why it failed: failures are values here, so that they cost no other episode."""

@@ -162,7 +162,7 @@ class Cluster:
 
 async def _settled(stop: Awaitable[Any], what: str) -> None:
     try:
-        await within(STOP_DEADLINE_S, stop, what)
+        await within(STOP_DEADLINE_S, stop, what, on="Monarch")
     except Exception as error:  # a mesh that failed cannot always be stopped; the host kills what is left
         logger.warning("at the end of the run: %s", error)
 
@@ -213,7 +213,7 @@ def launch() -> Iterator[Cluster | None]:
 def _follow(follower: Follower) -> None:
     try:
         follower.join(_start_host)
-        well = follower.wait()
+        well = follower.wait()  # waits: as long as the controller lives, which is asked every few seconds
     finally:
         follower.close(HOST_DEADLINE_S)
     if not well:
@@ -253,7 +253,7 @@ def _attach(nodes: Sequence[Node]) -> Cluster:
     hosts = monarch.actor.attach_to_workers(ca="trust_all_connections", workers=workers, name="hosts")
     cluster = Cluster(hosts, devices(), _device_names=tuple(node.devices for node in nodes))
     monarch.actor.unhandled_fault_hook = cluster._fault  # the default interrupts the main thread
-    asyncio.run(within(START_DEADLINE_S, hosts.initialized, f"the hosts at {workers} to come up"))
+    asyncio.run(within(START_DEADLINE_S, hosts.initialized, f"the hosts at {workers} to come up", on="Monarch"))
     return cluster
 
 
