@@ -159,7 +159,8 @@ async def update(trainer: Any, buffer: Any, version: int, patience: Patience) ->
 async def save(trainer: Any, folder: Path) -> None:
     """Write the model as a Hugging Face folder, by all trainer ranks together."""
     what = f"trainer ranks to save to {folder}"
-    await within(SET_UP_DEADLINE_S, trainer.save.call(str(folder)), what, on="trainer ranks")
+    # A disk is outside the run: a slow one is no stall.
+    await within(SET_UP_DEADLINE_S, trainer.save.call(str(folder)), what, on="the disk")
 
 
 async def evaluate(workers: Any, items: int) -> Evaluation:

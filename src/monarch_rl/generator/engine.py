@@ -298,6 +298,7 @@ class Engine:
                 self._idle.set()
         completion = to_completion(answer, interrupted)
         self.generated_tokens += len(completion.token_ids)
+        presence.progress("tokens drawn")
         return completion
 
     def _stops(self, sampling: Sampling) -> set[int]:

@@ -26,6 +26,8 @@ from monarch_rl.runtime.devices import Devices, TooFewDevices, devices, launched
 from monarch_rl.runtime.distributed import init_torch_distributed_env
 from monarch_rl.runtime.host import HostProcess
 from monarch_rl.runtime.lifetime import die_with_parent
+from monarch_rl.runtime.lookout import Lookout
+from monarch_rl.runtime.meshes import members
 from monarch_rl.runtime.network import free_port, host_address
 from monarch_rl.runtime.signals import interrupts
 from monarch_rl.runtime.torchrun import Controller, Follower, Node, Rank, clean
@@ -54,6 +56,8 @@ STOP_DEADLINE_S = 15.0
 with torch in them, after which Monarch kills them."""
 FAULT_DEADLINE_S = 2.5
 """Seconds after which the loss of a process has been noticed: it is looked for every second."""
+LOOKOUT = "lookout"
+"""The actor beside every other one."""
 HOST_DEADLINE_S = 8.0
 """Seconds for a host process to kill what is left below it and end."""
 
@@ -68,6 +72,8 @@ class Cluster:
     """The slots of the launch."""
     faults: list[MeshFailure] = field(default_factory=list)
     """Failures of actors or processes that nobody above them handled, oldest first."""
+    lookouts: list[tuple[str, list[Any]]] = field(default_factory=list)
+    """Of every mesh spawned: its name, and a handle of each process's lookout, by rank."""
     _device_names: tuple[tuple[str, ...], ...] = ()
     _meshes: list[tuple[str, ProcMesh]] = field(default_factory=list)
     _ending: bool = False
@@ -121,6 +127,7 @@ class Cluster:
         chosen = self.hosts.slice(hosts=slice(first_host, first_host + num_hosts))
         mesh = chosen.spawn_procs(per_host={"gpus": per_host}, name=name, bootstrap_command=bootstrap)
         self._meshes.append((name, mesh))
+        self.lookouts.append((name, members(mesh.spawn(LOOKOUT, Lookout))))
         return mesh
 
     def _place(self, name: str, first_slot: int, processes: int, slots_per_process: int) -> tuple[int, int]:
@@ -139,8 +146,8 @@ class Cluster:
 
     def _fault(self, failure: MeshFailure) -> None:
         """Monarch's last word on a failure that no supervisor took. Returning keeps the controller alive."""
-        # Each process has a hidden mesh for its logs, which fails along with the ones that matter.
-        if self._ending or failure.mesh_name.startswith("logger-"):
+        # Each process has a hidden mesh for its logs, and a lookout, which fail along with the ones that matter.
+        if self._ending or failure.mesh_name.startswith(("logger-", f"{LOOKOUT}-")):
             logger.debug("mesh %s failed: %s", failure.mesh_name, failure.report())
             return
         self.faults.append(failure)

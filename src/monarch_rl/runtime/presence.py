@@ -34,7 +34,7 @@ class Wait:
     """For what, completing "waits for ...": ``"the batch of step 41"``."""
     on: str
     """Who owes it: the name of a process (``"generator 1"``) or of all of a kind (``"rollout workers"``), or of
-    something outside the run. Empty if that is not one party."""
+    something outside the run (``stall.OUTSIDE``). Empty if that is not one party."""
     since: float
     """``time.monotonic()``, in seconds, of this machine."""
     deadline_s: float
@@ -169,6 +169,16 @@ def marks() -> dict[str, Mark]:
 def hearts() -> dict[str, tuple[Heart, int]]:
     """By name: the heart of a loop, and the loop's thread."""
     return {name: (heart, thread) for name, (heart, _, thread) in _hearts.copy().items()}
+
+
+def loops() -> list[asyncio.AbstractEventLoop]:
+    """The event loops that somebody is enlisted on."""
+    return list(_names)
+
+
+def name_of(loop: asyncio.AbstractEventLoop) -> str:
+    """Who is enlisted on ``loop``."""
+    return _names.get(loop, "nobody")
 
 
 def helper(pid: int, name: str) -> None:
