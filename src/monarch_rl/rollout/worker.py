@@ -107,7 +107,7 @@ class RolloutWorker(Actor):
         self._episodes = 0
         self._tokens = 0
         self._recent: deque[tuple[float, int]] = deque(maxlen=RECENT_EPISODES)
-        self._samples: deque[dict[str, Any]] = deque(maxlen=RECENT_EPISODES)
+        self._samples: deque[tuple[int, Item, Episode]] = deque(maxlen=RECENT_EPISODES)
 
     @concurrent_endpoint
     async def setup(self, buffer: Any, generator: RoutedGenerators, episode_limit: int | None = None) -> None:
@@ -179,7 +179,8 @@ class RolloutWorker(Actor):
         """The newest ``limit`` training episodes since the last call, as JSON objects to look at."""
         newest = list(self._samples)[-limit:]
         self._samples.clear()
-        return newest
+        # Text of long answers takes tens of milliseconds: on a thread, and only of what is asked for.
+        return await asyncio.to_thread(lambda: [self._sample(*episode) for episode in newest])
 
     @concurrent_endpoint
     async def route(self, paused: list[int], lost: list[int]) -> None:
@@ -284,17 +285,18 @@ class RolloutWorker(Actor):
         self._episodes += 1
         self._tokens += episode.num_trainable
         self._recent.append((episode.reward, episode.num_trainable))
+        self._samples.append((group_id, item, episode))
+
+    def _sample(self, group_id: int, item: Item, episode: Episode) -> dict[str, Any]:
         versions = episode.policy_versions[episode.trainable]
-        self._samples.append(
-            {
-                "group": group_id,
-                "task_index": item.index,
-                "prompt": item.prompt,
-                "turns": [self._tokenizer.decode(turn.token_ids[turn.trainable].tolist()) for turn in episode.turns],
-                "answer": item.answer,
-                "reward": episode.reward,
-                "finish_reason": episode.finish_reason,
-                "tokens": episode.num_trainable,
-                "versions": [int(versions.min()), int(versions.max())] if len(versions) else [],
-            }
-        )
+        return {
+            "group": group_id,
+            "task_index": item.index,
+            "prompt": item.prompt,
+            "turns": [self._tokenizer.decode(turn.token_ids[turn.trainable].tolist()) for turn in episode.turns],
+            "answer": item.answer,
+            "reward": episode.reward,
+            "finish_reason": episode.finish_reason,
+            "tokens": episode.num_trainable,
+            "versions": [int(versions.min()), int(versions.max())] if len(versions) else [],
+        }

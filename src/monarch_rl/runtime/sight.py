@@ -91,8 +91,8 @@ class Sight:
         self._cluster, self._silence_s, self._interval_s, self._lag = cluster, silence_s, interval_s, lag
         self._watched: dict[tuple[int, int], _Watched] = {}
         """By the place of its mesh among the cluster's, and its rank there."""
-        self._seen: dict[str, tuple[float, float, float]] = {}
-        """By name: when a process was seen from outside last, its CPU seconds then, and since when it is in ENDED."""
+        self._seen: dict[tuple[str, int | None], tuple[float, float, float]] = {}
+        """By machine and pid: when it was seen from outside last, its CPU seconds then, and since when it is in ENDED."""
         self._asking: set[asyncio.Task[None]] = set()
 
     def meet_new(self) -> None:
@@ -143,7 +143,8 @@ class Sight:
         own = lookout.glimpse()
         self._lag.note(CONTROLLER, CONTROLLER, own.lags)
         picture = Picture({CONTROLLER: Process(CONTROLLER, own.pid, own.machine, own)}, self._silence_s)
-        for watched in self._watched.values():
+        # One that was started anew has the name of the one it replaces.
+        for watched in sorted(self._watched.values(), key=lambda found: not found.failed):
             process, now = watched.process, time.monotonic()
             heard = watched.heard if watched.heard is not None else now
             process.silent_s = max(0.0, now - heard - self._interval_s)
@@ -153,8 +154,9 @@ class Sight:
         await self._look_from_outside(picture)
         for watched in self._watched.values():  # what Monarch lost is its to report, unless it is only stopped
             state = watched.process.state
-            if watched.failed and (state is None or state.status in ("zombie", "dead", "gone")):
-                picture.processes.pop(watched.process.name, None)
+            here = picture.processes.get(watched.process.name) is watched.process
+            if here and watched.failed and (state is None or state.status in ("zombie", "dead", "gone")):
+                del picture.processes[watched.process.name]
         return picture
 
     async def _look_from_outside(self, picture: Picture) -> None:
@@ -181,9 +183,9 @@ class Sight:
         if process.state is None:
             process.cpu_share = process.ended_s = 0.0
             return
-        before, used, ended = self._seen.get(process.name, (now, process.state.cpu_s, math.inf))
+        before, used, ended = self._seen.get((process.machine, process.pid), (now, process.state.cpu_s, math.inf))
         ended = min(ended, now) if process.state.status in ENDED else math.inf
-        self._seen[process.name] = now, process.state.cpu_s, ended
+        self._seen[process.machine, process.pid] = now, process.state.cpu_s, ended
         process.ended_s = now - ended if ended < math.inf else 0.0
         # Seen for the first time it counts as at work.
         process.cpu_share = max(0.0, process.state.cpu_s - used) / (now - before) if now > before else 1.0

@@ -67,15 +67,15 @@ class Process:
         """How it is, completing a sentence that begins with its name; ``silence_s``: what counts as no answer."""
         process = f"its process {self.pid}" if self.pid is not None else "its process"
         status = self.state.status if self.state is not None else None
-        if self.silent_s >= silence_s:
-            seen = "and nobody on its machine answers who could look at it" if status is None else ""
-            if status in ENDED:
-                seen = f"; {process} is {_plain(status)}"
-            elif status is not None:
-                seen = f"; {process} is {status} and uses {self.cpu_share:.0%} of a core"
-            return f"stopped answering {self.silent_s:.0f} s ago{seen if seen.startswith(';') else ' ' + seen}"
-        if status in ENDED:
+        if self.glimpse is None and status in ENDED:  # helpers are not asked
             return f"has been {_plain(status)} for {self.ended_s:.0f} s (process {self.pid})"
+        if self.silent_s >= silence_s or status in ENDED:
+            seen = f"; {process} is {_plain(status)}"
+            if status is None:
+                seen = " and nobody on its machine answers who could look at it"
+            elif status not in ENDED:
+                seen += f" and uses {self.cpu_share:.0%} of a core"
+            return f"stopped answering {self.silent_s:.0f} s ago{seen}"
         cpu = f"{process} uses {self.cpu_share:.0%} of a core"
         if self.blocked_s >= silence_s:
             return f"has blocked its event loop for {self.blocked_s:.0f} s; {cpu}"

@@ -34,7 +34,7 @@ from pathlib import Path
 
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.cluster import Cluster
-from monarch_rl.runtime.deadlines import Patience, within
+from monarch_rl.runtime.deadlines import DeadlineExceeded, Patience, within
 from monarch_rl.runtime.sight import ASK_DEADLINE_S, LoopLag, Sight
 from monarch_rl.runtime.stall import CONTROLLER, Picture, Process, listed, told
 
@@ -78,6 +78,8 @@ class Watch:
         self._told = False
         """The present pause was spoken of."""
         self._ended = threading.Event()
+        self._last: threading.Timer | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._main, self._task = asyncio.get_running_loop(), asyncio.current_task()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
@@ -94,6 +96,21 @@ class Watch:
         """End the watch. Blocks for a moment."""
         self._ended.set()
         self._thread.join(3 * ASK_DEADLINE_S)
+        if self._last is not None:  # what comes has deadlines of its own
+            self._last.cancel()
+
+    async def tell(self) -> None:
+        """Log and write a report of who waits for whom now, for a run that a deadline ends."""
+        if self._loop is None:
+            return
+        telling = asyncio.run_coroutine_threadsafe(self._tell(), self._loop)
+        try:
+            await within(3 * ASK_DEADLINE_S, asyncio.wrap_future(telling), "a stall report", on=CONTROLLER)
+        except Exception as error:  # the error that ends the run must come through
+            logger.error("no stall report could be made: %s", error)
+
+    async def _tell(self) -> None:
+        await self._report(await self._sight.picture(), time.monotonic() - self._advanced)
 
     # -- on the watch's own thread ---------------------------------------------------------------------------------
 
@@ -104,6 +121,7 @@ class Watch:
             logger.exception("the watch over the run has failed: a stall ends by the deadlines of its waits alone")
 
     async def _watch(self) -> None:
+        self._loop = asyncio.get_running_loop()
         while not self._ended.is_set():
             self._sight.meet_new()
             await asyncio.to_thread(self._ended.wait, self._interval_s)
@@ -179,9 +197,9 @@ class Watch:
     async def _end(self, message: str, culprits: list[Process]) -> None:
         """End the run. Culprits are killed once its calls are given up: what is stopped would hold the end up."""
         self.stalled = Stalled(message)
-        last = threading.Timer(END_S, _end_at_once, (message,))
-        last.daemon = True
-        last.start()
+        self._last = threading.Timer(END_S, _end_at_once, (message,))
+        self._last.daemon = True
+        self._last.start()
         if self._task is not None:
             self._main.call_soon_threadsafe(self._task.cancel)
         await asyncio.to_thread(self._ended.wait, ASK_DEADLINE_S)
@@ -223,9 +241,11 @@ async def watched(
     try:
         yield watch
     except Exception as error:
-        if watch.stalled is None:
-            raise
-        raise watch.stalled from error
+        if watch.stalled is not None:
+            raise watch.stalled from error
+        if isinstance(error, DeadlineExceeded) or isinstance(getattr(error, "exception", None), DeadlineExceeded):
+            await watch.tell()
+        raise
     except asyncio.CancelledError:
         if watch.stalled is None:
             raise
