@@ -19,6 +19,8 @@ from tests.runtime.launched import Launched, Start, launching
 from tools.make_tiny_model import Settings as TinyModel
 from tools.make_tiny_model import write_random_model
 
+pytestmark = pytest.mark.slow
+
 ACT_S = 60.0
 """Seconds from the fault to the end of the run, by default settings."""
 GONE_S = 12.0
@@ -84,8 +86,8 @@ def test_a_stopped_engine_is_named_along_the_chain(start: Start, model: Path, tm
     run = start([sys.executable, *recipe(model, tmp_path / "runs", *WAITING)])
     since = stop(run, "sglang::scheduler")
     chain = BATCH + (
-        r"group \d+, held by rollout worker 0 \(\d of 8 groups of the batch are in\); "
-        r"rollout worker 0 has waited \d+ s for generator 0 to answer a request of group \d+ .*; "
+        r"group (?P<group>\d+), held by rollout worker 0 \(\d of 8 groups of the batch are in\); "
+        r"rollout worker 0 has waited \d+ s for generator 0 to answer a request of group (?P=group) .*; "
         r"generator 0 has waited \d+ s for tokens after \d+ others; "
         r"the engine of generator 0 has been stopped for \d+ s \(process \d+\)"
     )

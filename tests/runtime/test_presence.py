@@ -53,9 +53,9 @@ def test_a_thread_waits_for_its_process() -> None:
     assert presence.owner().startswith("process ")
 
 
-def test_of_many_waits_on_one_process_the_oldest_are_told() -> None:
+def test_of_many_waits_on_one_process_the_oldest_that_differ_are_told() -> None:
     async def act() -> list[Wait]:
-        stack = [presence.waiting(f"token {i}", on="generator 0") for i in range(50)]
+        stack = [presence.waiting(f"token {i}", on="generator 0") for i in range(50) for _ in range(3)]
         stack.append(presence.waiting("a slot", on="buffer"))
         for block in stack:
             block.__enter__()

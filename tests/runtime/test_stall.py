@@ -41,6 +41,8 @@ WORKER_1 = process("rollout worker 1", ("a slot from the buffer", "buffer", 20.0
 WORKER_2 = process(
     "rollout worker 2",
     ("a slot from the buffer", "buffer", 30.0),
+    ("turn 0 of an episode of group 327 from the generators", "generators", 25.0),
+    ("generator 1 to answer a request of group 326", "generator 1", 26.0),
     ("generator 1 to answer a request of group 327", "generator 1", 25.0),
 )
 GENERATOR_1 = process("generator 1", ("tokens after 9 others", "the engine of generator 1", 25.0))
@@ -136,7 +138,7 @@ def test_a_circle_is_told_once_around() -> None:
 
 def test_all_processes_and_their_waits_are_listed() -> None:
     lines = listed([WORKER_2, ENGINE_1], SILENCE_S).splitlines()
-    assert lines[0].startswith("rollout worker 2 (process 100): answers") and len(lines) == 4
+    assert lines[0].startswith("rollout worker 2 (process 100): answers") and len(lines) == 6
     assert (
         lines[2]
         == "    rollout worker 2 has waited 25 s for generator 1 to answer a request of group 327 [generator 1]"

@@ -180,20 +180,24 @@ class Buffer(Actor):
         return self._plan[1]
 
     def _account(self) -> list[Wait]:
-        """What the next batch lacks, as waits: groups on who plays them, new ones and free slots on who brings them."""
-        counts, missing, leases = self._core.counts(), self._core.missing(), self._leases.copy()
-        here = f"{self._core.groups_per_step - len(missing)} of {self._core.groups_per_step} groups of the batch are in"
+        """What the next batch lacks, as waits: groups on who plays them, new ones on workers and on what frees slots.
+
+        Called on another thread: it only reads what does not pass through a wrong state.
+        """
+        core, missing, leases = self._core, self._core.missing(), self._leases.copy()
+        here = f"{core.groups_per_step - len(missing)} of {core.groups_per_step} groups of the batch are in"
         owed = []
         for group in missing:
-            if group in leases:
-                worker, since = leases[group].worker, leases[group].since
-                owed.append(Wait("buffer", f"group {group}, held by {worker} ({here})", worker, since, math.inf))
-        if None in missing and counts.slots_free:
-            what = f"workers to start groups ({here})"
-            owed.append(Wait("buffer", what, "rollout workers", time.monotonic(), math.inf))
-        elif None in missing:
-            what = f"version {counts.version} to be served, which frees slots ({here})"
-            owed.append(Wait("buffer", what, "controller", time.monotonic(), math.inf))
+            lease = leases.get(group) if group is not None else None
+            if lease is not None:
+                what = f"group {group}, held by {lease.worker} ({here})"
+                owed.append(Wait("buffer", what, lease.worker, lease.since, math.inf))
+        if None in missing:
+            now = time.monotonic()
+            owed.append(Wait("buffer", f"workers to start groups ({here})", "rollout workers", now, math.inf))
+            if core.version > core.published_version:
+                what = f"version {core.version} to be served, which frees slots ({here})"
+                owed.append(Wait("buffer", what, "controller", now, math.inf))
         return owed
 
     def _report(self) -> str:

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 BEAT_S = 0.05
 """Seconds between two looks at whether an event loop turns."""
-KEPT_PER_DEBTOR = 4
-"""Waits that are told of those on one and the same process, the oldest: an actor may have hundreds."""
+KEPT_PER_DEBTOR = 16
+"""Waits that are told of those on one and the same process, the oldest that differ: an actor may have hundreds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,16 +141,16 @@ def waiting(what: str, on: str = "", deadline_s: float = math.inf) -> Iterator[N
 
 
 def waits() -> list[Wait]:
-    """The waits under way in this process, oldest first; of those on the same process the oldest few."""
+    """The waits under way in this process, oldest first; of those on the same process the oldest few that differ."""
     found = list(_waits.copy().values())
     for account in list(_accounts.values()):
         found += account()
-    kept: dict[tuple[str, str], int] = {}
+    kept: dict[tuple[str, str], set[str]] = {}
     told = []
     for wait in sorted(found, key=lambda wait: wait.since):
-        key = wait.owner, wait.on
-        kept[key] = kept.get(key, 0) + 1
-        if kept[key] <= KEPT_PER_DEBTOR:
+        whats = kept.setdefault((wait.owner, wait.on), set())
+        if wait.what not in whats and len(whats) < KEPT_PER_DEBTOR:
+            whats.add(wait.what)
             told.append(wait)
     return told
 

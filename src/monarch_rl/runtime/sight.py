@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from monarch.actor import ActorError
 
 from monarch_rl.runtime import lookout
 from monarch_rl.runtime.cluster import Cluster
@@ -92,7 +93,7 @@ class Sight:
         self._watched: dict[tuple[int, int], _Watched] = {}
         """By the place of its mesh among the cluster's, and its rank there."""
         self._seen: dict[tuple[str, int | None], tuple[float, float, float]] = {}
-        """By machine and pid: when it was seen from outside last, its CPU seconds then, and since when it is in ENDED."""
+        """By machine and pid: when it was seen from outside, its CPU seconds then, and since when it is in ENDED."""
         self._asking: set[asyncio.Task[None]] = set()
 
     def meet_new(self) -> None:
@@ -116,6 +117,10 @@ class Sight:
                     10 * self._silence_s, call, f"{process.name} to say how it is", on="Monarch"
                 )
             except DeadlineExceeded:
+                continue
+            except ActorError as error:  # it answers, and we have a bug
+                logger.warning("%s cannot say how it is: %s", process.name, error)
+                await asyncio.sleep(self._interval_s)
                 continue
             except Exception as error:
                 logger.debug("%s cannot be asked any more: %s", process.name, error)

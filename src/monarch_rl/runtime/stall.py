@@ -5,9 +5,11 @@ Pure functions of a :class:`Picture`, which ``runtime/watch.py`` takes.
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from monarch_rl.runtime.lookout import Glimpse, ProcessState
 from monarch_rl.runtime.presence import Wait
@@ -20,6 +22,10 @@ OUTSIDE = ("the environment", "the disk")
 """What waits may be on that is no process of the run: they have deadlines of their own, and are no stall."""
 ENDED = ("stopped", "tracing-stop", "zombie", "dead", "gone")
 """States from which a process does not go on by itself."""
+
+
+GROUP = re.compile(r"\bgroup \d+\b")
+"""How waits speak of a group."""
 
 
 @dataclass(slots=True)
@@ -129,6 +135,11 @@ class Picture:
         reached = [link.process for link in self._reached() if link.process.name != CONTROLLER]
         return any(process.works or any(wait.on in OUTSIDE for wait in process.waits) for process in reached)
 
+    def _off_the_track(self, before: Wait | None, wait: Wait) -> tuple[bool, bool]:
+        """Sorts waits: first those for the group that ``before`` is for, and those on one process before those on many."""
+        group = GROUP.search(before.what) if before is not None else None
+        return group is not None and group[0] not in GROUP.findall(wait.what), wait.on not in self.processes
+
     def _reached(self) -> list[Link]:
         """Every process that the trainer ranks or the controller wait for, once, by the shortest way, nearest first."""
         names = sorted(self.processes)
@@ -141,7 +152,7 @@ class Picture:
             found |= {link.process.name: link for link in open_ends}
             while open_ends:
                 link = open_ends.popleft()
-                for wait in link.process.waits:
+                for wait in sorted(link.process.waits, key=partial(self._off_the_track, link.wait)):
                     for debtor in self.debtors(wait):
                         if debtor.name not in found:
                             found[debtor.name] = Link(debtor, wait, link)
