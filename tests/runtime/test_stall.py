@@ -139,10 +139,8 @@ def test_a_circle_is_told_once_around() -> None:
 def test_all_processes_and_their_waits_are_listed() -> None:
     lines = listed([WORKER_2, ENGINE_1], SILENCE_S).splitlines()
     assert lines[0].startswith("rollout worker 2 (process 100): answers") and len(lines) == 6
-    assert (
-        lines[2]
-        == "    rollout worker 2 has waited 25 s for generator 1 to answer a request of group 327 [generator 1]"
-    )
+    waited = "rollout worker 2 has waited 25 s for generator 1 to answer a request of group 327"
+    assert f"    {waited} [generator 1]" in lines
 
 
 NAMES = ["trainer rank 0", "controller", *[f"rollout worker {i}" for i in range(6)]]

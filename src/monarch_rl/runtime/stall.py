@@ -136,7 +136,7 @@ class Picture:
         return any(process.works or any(wait.on in OUTSIDE for wait in process.waits) for process in reached)
 
     def _off_the_track(self, before: Wait | None, wait: Wait) -> tuple[bool, bool]:
-        """Sorts waits: first those for the group that ``before`` is for, and those on one process before those on many."""
+        """Sorts waits: first those for the group that ``before`` is for; those on one process before those on many."""
         group = GROUP.search(before.what) if before is not None else None
         return group is not None and group[0] not in GROUP.findall(wait.what), wait.on not in self.processes
 
