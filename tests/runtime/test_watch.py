@@ -92,7 +92,16 @@ async def stalled(cluster: Cluster, folder: Path, work: Callable[[], Awaitable[A
     return str(caught.value), time.monotonic() - started
 
 
-def test_a_stopped_process_is_named_and_killed(cluster: Cluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize("machine", ["this machine", "another machine"])
+def test_a_stopped_process_is_named_and_killed(
+    cluster: Cluster, tmp_path: Path, machine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the controller cannot look at it: then another process that is there does, and kills it."""
+    if machine == "another machine":
+        monkeypatch.setattr("monarch_rl.runtime.lookout.machine", lambda: "the controller's")
+        monkeypatch.delattr("monarch_rl.runtime.lookout.stacks_of")
+        monkeypatch.delattr("monarch_rl.runtime.lookout.kill")
+
     async def test() -> None:
         ranks, _ = await players(cluster, "trainer rank")
         workers, pids = await players(cluster, "rollout worker")

@@ -128,8 +128,9 @@ class Sight:
                 return
             process.name, process.pid = found.name or process.name, found.pid
             process.machine, process.glimpse = found.machine, found
+            if watched.heard is not None:  # what comes first is of the start
+                self._lag.note(process.name, kind, found.lags)
             watched.heard = time.monotonic()
-            self._lag.note(process.name, kind, found.lags)
             await asyncio.sleep(self._interval_s)
 
     def close(self) -> None:

@@ -28,7 +28,7 @@ GROUP = re.compile(r"\bgroup \d+\b")
 """How waits speak of a group."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Process:
     """A process of the run as it is known to the watch. Seconds are up to the time of the picture."""
 
