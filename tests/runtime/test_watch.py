@@ -21,6 +21,7 @@ from monarch_rl.runtime import presence
 from monarch_rl.runtime.cluster import Cluster, launch
 from monarch_rl.runtime.deadlines import DeadlineExceeded, within
 from monarch_rl.runtime.watch import Stalled, watched
+from tests.rollout.test_scoring import wait_until_dead
 
 STALL_S = 1.5
 """Ten times shorter than the default; a process answers in some milliseconds."""
@@ -120,7 +121,7 @@ def test_a_stopped_process_is_named_and_killed(
         assert re.match(rf"{chain}its process {pids[1]} is stopped\. Nothing has advanced for \d s\.$", message), (
             message
         )
-        assert not psutil.pid_exists(pids[1]) or psutil.Process(pids[1]).status() == psutil.STATUS_ZOMBIE
+        await asyncio.to_thread(wait_until_dead, pids[1], 10)
         (report,) = tmp_path.glob("stall-*.txt")
         text = report.read_text()
         assert text.startswith(message) and "--- trainer rank 0\nthread " in text
