@@ -15,7 +15,8 @@ from monarch_rl.runtime.lookout import Glimpse, ProcessState
 from monarch_rl.runtime.presence import Wait
 
 IDLE_SHARE = 0.05
-"""Share of a core below which a process counts as doing nothing. One that only answers its lookout uses 0.01."""
+"""Share of a core below which a process counts as doing nothing. One that only answers its lookout uses 0.01
+to 0.03."""
 CONTROLLER = "controller"
 """The recipe's own process, as it is called in waits. It waits for everybody, and only moves messages."""
 OUTSIDE = ("the environment", "the disk")

@@ -41,8 +41,8 @@ from monarch_rl.runtime.stall import CONTROLLER, Picture, Process, listed, told
 logger = logging.getLogger("monarch_rl")
 
 STALL_S = 15.0
-"""Default: long for an answer, which takes 1 ms on an idle machine and under 1 s on one with every core taken thrice;
-and below the 20 s after which Monarch gives a silent process up with less to say (``cluster.py``)."""
+"""Default: a thousand times what an answer takes, and less than the 20 s after which Monarch gives a silent process up
+with less to say (``cluster.py``)."""
 STUCK_FACTOR = 2
 """Nothing is broken where a run is merely stuck, so it is given more time."""
 LOOKS = 5
