@@ -89,14 +89,15 @@ class Lookout(Actor):
 
 def glimpse() -> Glimpse:
     """How this process is."""
+    waits, marks = presence.waits(), presence.marks()  # before the clock is read: no wait is younger than now
     hearts = [heart for heart, _ in presence.hearts().values()]
     return Glimpse(
         presence.process_name(),
         os.getpid(),
         machine(),
         time.monotonic(),
-        presence.waits(),
-        presence.marks(),
+        waits,
+        marks,
         max((heart.silent_s() for heart in hearts), default=0.0),
         [lag for heart in hearts for lag in heart.take()],
         presence.helpers(),
