@@ -99,7 +99,7 @@ async def measure_parts(cluster: Cluster, s: Settings, model: Path) -> dict[str,
     groups = speed_trainer.make_groups(vocabulary, s.groups, s.group_size, s.prompt_tokens, s.new_tokens)
     load = speed_generator.Load(s.requests, s.prompt_tokens, s.new_tokens, vocabulary)
     steps = 1 + s.rounds + speed_swap.WARM_UP + s.swaps
-    plan = speed_trainer.plan_of(model, s.trainer, steps, s.new_tokens, s.deadline_s)
+    plan = speed_trainer.plan_of(model, s.trainer, steps, s.new_tokens)
     figures: dict[str, Any] = {}
 
     async def part(name: str, measuring: Awaitable[dict[str, Any]]) -> None:

@@ -16,7 +16,7 @@ from monarch_rl import pipeline
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.episode import Episode, Group, Turn
 from monarch_rl.runtime.cluster import Cluster, init_torch_distributed_env
-from monarch_rl.runtime.deadlines import within
+from monarch_rl.runtime.deadlines import Patience, within
 from monarch_rl.trainer.actor import Trainer, TrainerPlan
 
 LOSS_BOUND = 1e-4
@@ -101,7 +101,7 @@ class Training:
             data = Group(ticket.group_id, ticket.task_cursor, group.episodes).to_bytes()
             await within(pipeline.CALL_DEADLINE_S, self.buffer.put.call_one(data), "the buffer to take a group")
         started = time.perf_counter()
-        metrics = await pipeline.update(self.trainer, self.buffer, self.version, deadline_s)
+        metrics = await pipeline.update(self.trainer, self.buffer, self.version, Patience(deadline_s))
         seconds = time.perf_counter() - started
         self.version += 1
         return seconds, metrics
@@ -206,6 +206,6 @@ def _check_same_batch(logprobs: list[float]) -> None:
         )
 
 
-def plan_of(model: Path, settings: Any, steps: int, answer: int, deadline_s: float) -> TrainerPlan:
+def plan_of(model: Path, settings: Any, steps: int, answer: int) -> TrainerPlan:
     """The plan of a run that would train these groups."""
-    return TrainerPlan(model, settings, steps, 1.0, answer, deadline_s)
+    return TrainerPlan(model, settings, steps, 1.0, answer)

@@ -97,7 +97,7 @@ async def measure(cluster: Cluster, s: Settings, model: Path, lora: LoraSettings
     load = Load(s.requests, 32, 48, VOCABULARY)
     groups = make_groups(VOCABULARY, 2, 2, 16, 16)  # steps about as long as transfers
     steps = len(s.transports) * (s.versions + 1) * 4 + 2  # see one_transport
-    plan = plan_of(model, TrainerSettings(lora=lora), steps, 16, DEADLINE_S)
+    plan = plan_of(model, TrainerSettings(lora=lora), steps, 16)
     settings = GeneratorSettings(replicas=1, dtype=s.dtype, max_total_tokens=8192)  # type: ignore[arg-type]
     training, generator = await asyncio.gather(
         Training.start(cluster, plan, groups, steps), start_generator(cluster, model, settings, 2, lora)

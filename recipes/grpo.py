@@ -30,6 +30,8 @@ from monarch_rl.observe.metrics import Metrics
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.tasks import TaskSettings, TaskSource
 from monarch_rl.runtime.cluster import Cluster, devices, launch
+from monarch_rl.runtime.deadlines import Patience
+from monarch_rl.runtime.watch import STALL_S, watched
 from monarch_rl.trainer.actor import TrainerPlan
 from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.weights.transport import TransferSettings
@@ -57,8 +59,11 @@ class Settings:
     """Held-out items played before and after training."""
     output: Path = Path("runs")
     """Folder in which the run's own folder is made."""
-    batch_deadline_s: float = 600.0
-    """Seconds that the trainer waits for a batch before the run fails."""
+    step_deadline_s: float = 600.0
+    """Seconds that a step may take, its batch and its update, before the run fails. After the first one it is 10 times
+    the longest recent one, if that is less, but at least 120."""
+    stall_s: float = STALL_S
+    """Seconds after which a process that cannot go on ends the run, with a report; a stall without one takes twice."""
     task: TaskSettings = field(default_factory=lambda: TASK)
     trainer: TrainerSettings = field(default_factory=lambda: TrainerSettings(lr=3e-4, lr_warmup_steps=5))
     generator: GeneratorSettings = field(default_factory=GeneratorSettings)
@@ -70,8 +75,8 @@ def check(s: Settings) -> Path:
     """Refuse what cannot work, before anything is spawned; returns the model's folder."""
     if s.max_policy_lag < 0:
         raise ValueError(f"max-policy-lag must not be negative (0 is synchronous), got {s.max_policy_lag}")
-    if s.groups_per_step < 1 or s.steps < 1 or s.held_out < 1 or s.batch_deadline_s <= 0:
-        raise ValueError("groups-per-step, steps and held-out must be at least 1, batch-deadline-s above 0")
+    if s.groups_per_step < 1 or s.steps < 1 or s.held_out < 1 or min(s.step_deadline_s, s.stall_s) <= 0:
+        raise ValueError("groups-per-step, steps and held-out must be at least 1, step-deadline-s and stall-s above 0")
     if s.held_out > s.task.held_out_size:
         raise ValueError(f"held-out {s.held_out} is more than task.held-out-size {s.task.held_out_size}: raise that")
     if s.rollout.group_size < 2:
@@ -130,7 +135,7 @@ def check_output(folder: Path) -> None:
 async def train(cluster: Cluster, s: Settings, model: Path, folder: Path) -> None:
     """The run: start the four kinds of actor, then take, update, publish, repeat."""
     drawn = s.rollout.max_turns * s.rollout.max_new_tokens
-    plan = TrainerPlan(model, s.trainer, s.steps, s.rollout.temperature, drawn, s.batch_deadline_s)
+    plan = TrainerPlan(model, s.trainer, s.steps, s.rollout.temperature, drawn)
     buffer = await pipeline.start_buffer(cluster, s.groups_per_step, s.max_policy_lag)
     trainer, generators = await asyncio.gather(
         pipeline.start_trainer(cluster, plan, buffer, first_slot=0),
@@ -146,21 +151,23 @@ async def train(cluster: Cluster, s: Settings, model: Path, folder: Path) -> Non
 
     observer = pipeline.Observer(publisher, workers, buffer, folder / "rollouts.jsonl")
     with Metrics(folder) as metrics, Console(s.steps) as console:
-        before = await pipeline.evaluate(workers, s.held_out)
-        metrics.log(0, before.metrics())
-        console.note(f"before: {before}")
-        async with pipeline.rolling_out(workers, buffer):
-            await observer.begin()
-            for version in range(s.steps):
-                update = pipeline.update(trainer, buffer, version, s.batch_deadline_s)
-                trained = await publisher.or_failed(update)
-                await publisher.publish(version + 1)
-                values = await observer.step(trained)
-                metrics.log(version + 1, values)
-                console.show(version + 1, values)
-            await publisher.settled()
-        await pipeline.save(trainer, folder / "model")
-        after = await pipeline.evaluate(workers, s.held_out)
+        async with watched(cluster, folder, s.stall_s) as watch:
+            before = await pipeline.evaluate(workers, s.held_out)
+            metrics.log(0, before.metrics())
+            console.note(f"before: {before}")
+            async with pipeline.rolling_out(workers, buffer):
+                await observer.begin()
+                patience = Patience(s.step_deadline_s)
+                for version in range(s.steps):
+                    update = pipeline.update(trainer, buffer, version, patience)
+                    trained = await publisher.or_failed(update)
+                    await publisher.publish(version + 1)
+                    values = await observer.step(trained) | watch.loop_lag()
+                    metrics.log(version + 1, values)
+                    console.show(version + 1, values)
+                await publisher.settled()
+            await pipeline.save(trainer, folder / "model")
+            after = await pipeline.evaluate(workers, s.held_out)
         metrics.log(s.steps, after.metrics())
         console.note(f"after:  {after}")
         console.note(f"metrics, rollouts and the model are in {folder}")

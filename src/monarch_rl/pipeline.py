@@ -31,8 +31,9 @@ from monarch_rl.publishing import Publisher, Routing
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.tasks import TaskSettings
 from monarch_rl.rollout.worker import Evaluation, RolloutWorker
+from monarch_rl.runtime import presence
 from monarch_rl.runtime.cluster import Cluster, init_torch_distributed_env
-from monarch_rl.runtime.deadlines import within
+from monarch_rl.runtime.deadlines import Patience, within
 from monarch_rl.runtime.meshes import members
 from monarch_rl.trainer.actor import Trainer, TrainerPlan
 
@@ -42,6 +43,8 @@ CALL_DEADLINE_S = 60.0
 """Seconds for a call that waits for nobody else."""
 SET_UP_DEADLINE_S = 600.0
 """Seconds to load a model into trainer ranks or to set up workers: a large model on a slow disk takes minutes."""
+UPDATE_GRACE_S = 15.0
+"""Seconds by which a rank's own deadline for its batch may be told late."""
 HELD_OUT_ITEM_S = 30.0
 """Seconds that a held-out item may take on average, played beside others."""
 
@@ -59,7 +62,8 @@ async def start_trainer(cluster: Cluster, plan: TrainerPlan, buffer: Any, first_
     mesh: ProcMesh = cluster.spawn("trainer", plan.settings.ranks, first_slot=first_slot)
     await init_torch_distributed_env(mesh)
     trainer = mesh.spawn("trainer", Trainer, plan, buffer)
-    await within(SET_UP_DEADLINE_S, trainer.setup.call(), f"{plan.settings.ranks} trainer ranks to load {plan.model}")
+    what = f"{plan.settings.ranks} trainer ranks to load {plan.model}"
+    await within(SET_UP_DEADLINE_S, trainer.setup.call(), what, on="trainer ranks")
     return trainer
 
 
@@ -78,7 +82,12 @@ async def start_generators(
         replicas.append(mesh.spawn(f"generator{index}", Generator))
     deadline = settings.start_deadline_s + CALL_DEADLINE_S
     starts = [
-        within(deadline, replica.setup.call_one(str(model), settings, index, lora), f"generator {index} to start")
+        within(
+            deadline,
+            replica.setup.call_one(str(model), settings, index, lora),
+            f"generator {index} to start",
+            on=f"generator {index}",
+        )
         for index, replica in enumerate(replicas)
     ]
     await asyncio.gather(*starts)
@@ -103,7 +112,7 @@ async def start_rollout(
     workers = mesh.spawn("rollout", RolloutWorker, settings, task, str(model))
     router = Router(generators, settings.generate_deadline_s)
     what = f"{settings.workers} rollout workers to set up"
-    await within(SET_UP_DEADLINE_S, workers.setup.call(buffer, router, episode_limit), what)
+    await within(SET_UP_DEADLINE_S, workers.setup.call(buffer, router, episode_limit), what, on="rollout workers")
     return workers
 
 
@@ -112,7 +121,7 @@ def routing(workers: Any) -> Routing:
 
     async def tell(paused: list[int], lost: list[int]) -> None:
         what = "rollout workers to take note of the replicas"
-        await within(CALL_DEADLINE_S, workers.route.call(paused, lost), what)
+        await within(CALL_DEADLINE_S, workers.route.call(paused, lost), what, on="rollout workers")
 
     return tell
 
@@ -131,18 +140,27 @@ def schedule(groups_per_step: int, group_size: int, max_policy_lag: int) -> str:
     )
 
 
-async def update(trainer: Any, buffer: Any, version: int, batch_deadline_s: float) -> list[dict[str, float]]:
-    """One optimiser step from ``version`` on every trainer rank, once its batch is there; metrics by rank."""
-    answers = await within(
-        batch_deadline_s + SET_UP_DEADLINE_S, trainer.update.call(version), f"trainer ranks to update version {version}"
-    )
-    await within(CALL_DEADLINE_S, buffer.trained.call_one(version + 1), "the buffer to note the step")
+async def update(trainer: Any, buffer: Any, version: int, patience: Patience) -> list[dict[str, float]]:
+    """One optimiser step from ``version`` on every trainer rank, once its batch is there; metrics by rank.
+
+    Args:
+        patience: how long batch and update may take together, judged by the steps before.
+    """
+    with patience.step() as limit_s:
+        # The rank's own deadline comes first: the buffer can say what its batch lacks.
+        call = trainer.update.call(version, limit_s)
+        what = f"trainer ranks to make step {version + 1}"
+        answers = await within(limit_s + UPDATE_GRACE_S, call, what, on="trainer ranks")
+    await within(CALL_DEADLINE_S, buffer.trained.call_one(version + 1), "the buffer to note the step", on="buffer")
+    presence.progress("step trained")
     return list(answers.values())
 
 
 async def save(trainer: Any, folder: Path) -> None:
     """Write the model as a Hugging Face folder, by all trainer ranks together."""
-    await within(SET_UP_DEADLINE_S, trainer.save.call(str(folder)), f"trainer ranks to save to {folder}")
+    what = f"trainer ranks to save to {folder}"
+    # A disk is outside the run: a slow one is no stall.
+    await within(SET_UP_DEADLINE_S, trainer.save.call(str(folder)), what, on="the disk")
 
 
 async def evaluate(workers: Any, items: int) -> Evaluation:
@@ -154,6 +172,7 @@ async def evaluate(workers: Any, items: int) -> Evaluation:
             deadline,
             worker.evaluate.call_one(list(range(rank, items, len(shards)))),
             f"rollout worker {rank} to play the held-out items",
+            on=f"rollout worker {rank}",
         )
         for rank, worker in enumerate(shards)
     ]
@@ -172,13 +191,13 @@ async def rolling_out(workers: Any, buffer: Any) -> AsyncIterator[None]:
             for worker in members(workers):
                 tasks.create_task(_run(worker))
             yield
-            await within(CALL_DEADLINE_S, buffer.close.call_one(), "the buffer to close")
+            await within(CALL_DEADLINE_S, buffer.close.call_one(), "the buffer to close", on="buffer")
     except BaseExceptionGroup as group:
         raise group.exceptions[0] from None  # the others followed from it
 
 
 async def _run(worker: Any) -> None:
-    await worker.run.call_one()  # as long as the run; lost processes are Monarch's to report
+    await worker.run.call_one()  # waits: as long as the run; lost processes are Monarch's to report
 
 
 class Observer:
@@ -202,8 +221,8 @@ class Observer:
 
         async def ask(index: int, generator: Any) -> tuple[int, tuple[int, float]] | None:
             try:
-                call = generator.stats.call_one()
-                found = await within(CALL_DEADLINE_S, call, f"the figures of generator {index}")
+                call, name = generator.stats.call_one(), f"generator {index}"
+                found = await within(CALL_DEADLINE_S, call, f"the figures of {name}", on=name)
             except Exception as error:
                 logger.warning("no figures of generator %d: %s", index, str(error).splitlines()[0])
                 return None
@@ -219,8 +238,12 @@ class Observer:
             trained: what the update returned, of each trainer rank.
         """
         swap = self._publisher.last
-        calls = [self._buffer.counts.call_one(), self._workers.stats.call(), self._workers.samples.call(8)]
-        answers = [within(CALL_DEADLINE_S, call, "the figures of a step") for call in calls]
+        calls = [
+            ("buffer", self._buffer.counts.call_one()),
+            ("rollout workers", self._workers.stats.call()),
+            ("rollout workers", self._workers.samples.call(8)),
+        ]
+        answers = [within(CALL_DEADLINE_S, call, f"the figures of the {on}", on=on) for on, call in calls]
         counts, stats, samples = await asyncio.gather(*answers)
         engines = await self._ask_engines()
         now = time.perf_counter()

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.meshes import members
 from monarch_rl.weights.manifest import Manifest, lay_out, make_manifest
@@ -113,7 +114,7 @@ class Publisher:
 
     async def _set_up_all(self, generators: Sequence[Any]) -> None:
         set_up = self.trainer.weights_setup.call(self.manifest, self.settings)
-        await within(CALL_DEADLINE_S, set_up, "trainer ranks to make room for snapshots")
+        await within(CALL_DEADLINE_S, set_up, "trainer ranks to make room for snapshots", on="trainer ranks")
         for index, generator in enumerate(generators):
             await self._set_up(index, generator)
         await self._meet(list(range(len(generators))))
@@ -164,7 +165,7 @@ class Publisher:
         Two versions can be on their way; a third waits until the first is served. Raises what the first raised.
         """
         while len(self._deliveries) >= SLOTS:
-            await self._deliveries.pop(0)
+            await self._deliveries.pop(0)  # waits: every wait of a delivery has a deadline of its own
         self._newest = version, await self._snapshot(version)
         self._send_on(version)
 
@@ -177,15 +178,16 @@ class Publisher:
         try:
             while not task.done():
                 self._clear()
+                # waits: as long as the work, whose deadlines are its own
                 await asyncio.wait({task, *self._deliveries}, return_when=asyncio.FIRST_COMPLETED)
-            return await task
+            return task.result()
         finally:
             task.cancel()
 
     async def settled(self) -> None:
         """Wait until the newest published version is served. Raises if it could not be delivered."""
         while self._deliveries:
-            await self._deliveries.pop(0)
+            await self._deliveries.pop(0)  # waits: every wait of a delivery has a deadline of its own
 
     async def add(self, index: int, generator: Any) -> None:
         """Take in a replica that was started anew: it serves nothing before it serves the newest version, verified."""
@@ -198,7 +200,8 @@ class Publisher:
 
     async def _snapshot(self, version: int) -> float:
         call = self.trainer.snapshot.call(version, version % SLOTS)
-        answers = await within(self.settings.deadline_s, call, f"trainer ranks to copy version {version}")
+        what = f"trainer ranks to copy version {version}"
+        answers = await within(self.settings.deadline_s, call, what, on="trainer ranks")
         return float(max(answers.values()))
 
     # -- one delivery ----------------------------------------------------------------------------------------------
@@ -211,11 +214,11 @@ class Publisher:
 
     def _clear(self) -> None:
         while self._deliveries and self._deliveries[0].done():
-            self._deliveries.pop(0).result()
+            self._deliveries.pop(0).result()  # waits: it is done
 
     async def _deliver(self, version: int, before: asyncio.Task[None] | None) -> None:
         if before is not None:
-            await asyncio.shield(before)
+            await asyncio.shield(before)  # waits: every wait of a delivery has a deadline of its own
         for attempt in range(1, self.settings.attempts + 1):
             waiting = [replica for replica in self._replicas.values() if replica.serves != version]
             failed = await self._attempt(version, waiting)
@@ -238,7 +241,9 @@ class Publisher:
             raise PublishError(f"no generator is left to serve version {version}: {self.lost}")
         await self._route(paused=[])
         if version > 0:
-            await within(CALL_DEADLINE_S, self.buffer.published.call_one(version), "the buffer to release slots")
+            call = self.buffer.published.call_one(version)
+            await within(CALL_DEADLINE_S, call, "the buffer to release slots", on="buffer")
+        presence.progress("version published")
 
     async def _attempt(self, version: int, replicas: list[_Replica]) -> dict[int, Exception]:
         """Transfer to and commit on ``replicas``; why it failed, by replica. Raises PublishError if trainers fail."""
@@ -260,8 +265,9 @@ class Publisher:
         arrived = [replica for replica in replicas if replica.index not in failed]
         commits = await self._gather(
             (
+                f"generator {replica.index}",
+                f"to commit version {version}",
                 replica.handle.commit.call_one(version, version % SLOTS, checksums),
-                f"generator {replica.index} to commit version {version}",
             )
             for replica in arrived
         )
@@ -283,13 +289,14 @@ class Publisher:
         ranks = self._ranks
         answers = await self._gather(
             [
-                (rank.send.call_one(version, slot), f"trainer rank {r} to send version {version}")
+                (f"trainer rank {r}", f"to send version {version}", rank.send.call_one(version, slot))
                 for r, rank in enumerate(ranks)
             ]
             + [
                 (
+                    f"generator {replica.index}",
+                    f"to receive version {version}",
                     replica.handle.receive.call_one(version, slot),
-                    f"generator {replica.index} to receive version {version}",
                 )
                 for replica in replicas
             ]
@@ -303,9 +310,9 @@ class Publisher:
         return dict(zip(self.manifest.names, totals, strict=True)), by_replica
 
     async def _gather(self, calls: Any) -> list[Any]:
-        """Answers or exceptions of ``(call, what)``, each within the deadline of a transfer."""
+        """Answers or exceptions of ``(who, to do what, call)``, each within the deadline of a transfer."""
         deadline = self.settings.deadline_s + CALL_DEADLINE_S
-        waits = [within(deadline, call, what) for call, what in calls]
+        waits = [within(deadline, call, f"{who} {what}", on=who) for who, what, call in calls]
         return await asyncio.gather(*waits, return_exceptions=True)
 
     async def _all_ready(self, version: int, replicas: list[_Replica]) -> dict[int, Exception]:
@@ -327,7 +334,7 @@ class Publisher:
     async def _unanswered(actor: Any, name: str) -> str | None:
         """None if the actor answers, or what is wrong with it."""
         try:
-            await within(ANSWER_DEADLINE_S, actor.ready.call_one(), f"{name} to say that it is there")
+            await within(ANSWER_DEADLINE_S, actor.ready.call_one(), f"{name} to say that it is there", on=name)
         except Exception as error:
             return f"{name} does not answer: {_told(error)}"
         return None
@@ -340,33 +347,36 @@ class Publisher:
 
     async def _route(self, paused: list[int]) -> None:
         if self.routing is not None:
-            await self.routing(paused, list(self.lost))
+            await self.routing(paused, list(self.lost))  # waits: pipeline.routing has a deadline
 
     # -- meetings --------------------------------------------------------------------------------------------------
 
     async def _set_up(self, index: int, generator: Any) -> None:
         set_up = generator.weights_setup.call_one(self.manifest, self.settings)
-        await within(CALL_DEADLINE_S, set_up, f"generator {index} to make room for versions")
+        name = f"generator {index}"
+        await within(CALL_DEADLINE_S, set_up, f"{name} to make room for versions", on=name)
         self._replicas[index] = _Replica(index, generator)
 
     async def _verify_frozen(self, index: int, generator: Any) -> None:
         """Raise if adapters that are trained here are to be served on another model."""
         if self._frozen is not None:
             call = generator.verify_frozen.call_one(*self._frozen)
-            await within(CALL_DEADLINE_S, call, f"generator {index} to compare its model with the trainer's")
+            await within(CALL_DEADLINE_S, call, f"generator {index} to compare its model", on=f"generator {index}")
 
     async def _meet(self, indices: list[int]) -> None:
         """Connect the trainer ranks with these replicas, and nobody else."""
         self._met = None
-        opened = await within(CALL_DEADLINE_S, self.trainer.weights_open.call(), "trainer ranks to open a meeting")
+        call = self.trainer.weights_open.call()
+        opened = await within(CALL_DEADLINE_S, call, "trainer ranks to open a meeting", on="trainer ranks")
         addresses = [address for _, address in sorted(opened.values())]
         count = len(indices)
         answers = await self._gather(
-            [(self.trainer.weights_connect.call(addresses, count), "trainer ranks to meet the generators")]
+            [("trainer ranks", "to meet the generators", self.trainer.weights_connect.call(addresses, count))]
             + [
                 (
+                    f"generator {index}",
+                    "to meet the trainer ranks",
                     self._replicas[index].handle.weights_connect.call_one(addresses, position, count),
-                    f"generator {index} to meet the trainer ranks",
                 )
                 for position, index in enumerate(indices)
             ]
@@ -378,7 +388,8 @@ class Publisher:
 
 
 async def _plan(trainer: Any, dtype: str) -> Manifest:
-    answers = await within(CALL_DEADLINE_S, trainer.owned_runs.call(), "trainer ranks to say what they own")
+    call = trainer.owned_runs.call()
+    answers = await within(CALL_DEADLINE_S, call, "trainer ranks to say what they own", on="trainer ranks")
     by_rank = sorted(answers.values(), key=lambda answer: answer[0])
     served = getattr(torch, dtype)
     tensors = [(name, shape, served) for name, shape in by_rank[0][1]]
@@ -388,7 +399,11 @@ async def _plan(trainer: Any, dtype: str) -> Manifest:
 async def _frozen(trainer: Any, dtype: str) -> tuple[Manifest, dict[str, int]] | None:
     """What all trainer ranks leave as it is, and its checksums; None if that is nothing."""
     call = trainer.frozen_checksums.call(dtype)
-    answers = list((await within(CALL_DEADLINE_S, call, "trainer ranks to sum up their frozen weights")).values())
+    answers = list(
+        (
+            await within(CALL_DEADLINE_S, call, "trainer ranks to sum up their frozen weights", on="trainer ranks")
+        ).values()
+    )
     tensors = answers[0][0]
     if not tensors:
         return None

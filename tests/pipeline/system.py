@@ -19,6 +19,7 @@ from monarch_rl.generator.router import Router
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.publishing import Publisher
 from monarch_rl.runtime.cluster import Cluster
+from monarch_rl.runtime.deadlines import Patience
 from monarch_rl.trainer.actor import TrainerPlan
 from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.weights.transport import TransferSettings
@@ -77,7 +78,7 @@ class System:
     ) -> System:
         """A fresh trainer on the first slots, whose weights are published as ``version`` to running generators."""
         buffer = cluster.spawn("buffer", 1).spawn("buffer", Buffer, GROUPS, 1, version)
-        plan = TrainerPlan(model, TrainerSettings(ranks, lr=lr, lora=lora), 100, 1.0, NEW_TOKENS, 60.0)
+        plan = TrainerPlan(model, TrainerSettings(ranks, lr=lr, lora=lora), 100, 1.0, NEW_TOKENS)
         trainer = await pipeline.start_trainer(cluster, plan, buffer, first_slot=0)
         publisher = await Publisher.connect(trainer, generators, buffer, transfer, "float32")
         system = cls(trainer, generators, buffer, publisher, version)
@@ -115,7 +116,7 @@ class System:
     async def step(self, seed: int) -> None:
         """Play, update, publish, and wait until the new version is served."""
         await self.play(seed)
-        await pipeline.update(self.trainer, self.buffer, self.version, 60.0)
+        await pipeline.update(self.trainer, self.buffer, self.version, Patience(60.0))
         self.version += 1
         await self.publisher.publish(self.version)
         await self.publisher.settled()

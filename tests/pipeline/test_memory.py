@@ -140,7 +140,7 @@ def test_no_rank_takes_more_than_two_buckets_beside_what_it_must_hold(
         async def go() -> tuple[list[int], int, int]:
             mesh = cluster.spawn("trainer", 2, first_slot=0)
             await init_torch_distributed_env(mesh)
-            plan = TrainerPlan(model, TrainerSettings(), 1, 1.0, 8, 60.0)
+            plan = TrainerPlan(model, TrainerSettings(), 1, 1.0, 8)
             trainer = mesh.spawn("trainer", MeasuredTrainer, plan, None)
             await ask(trainer.setup.call(), "trainer ranks to load the model")
             generator = cluster.spawn("generator", 1, first_slot=2).spawn("generator", MeasuredGenerator)

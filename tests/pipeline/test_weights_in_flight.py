@@ -15,6 +15,7 @@ from monarch_rl import pipeline
 from monarch_rl.episode import Completion, Sampling
 from monarch_rl.generator.router import Router
 from monarch_rl.runtime.cluster import Cluster, launch
+from monarch_rl.runtime.deadlines import Patience
 from monarch_rl.weights.transport import TRANSPORTS
 from tests.generator.helpers import make_model
 from tests.pipeline.system import ENGINES, TRANSFER, VOCABULARY, System, start_inspected
@@ -199,7 +200,7 @@ def test_a_version_that_arrives_wrong_is_not_served(cluster: Cluster, model: Pat
     async def go() -> None:
         system = await System.start(cluster, model, generators, lr=3e-3, version=90)
         await system.play(0)
-        await pipeline.update(system.trainer, system.buffer, 90, 60.0)
+        await pipeline.update(system.trainer, system.buffer, 90, Patience(60.0))
         wrong = {name: 0 for name in system.publisher.manifest.names}
         await system.trainer.snapshot.call(91, 1)
         await asyncio.gather(system.trainer.send.call(91, 1), *(g.receive.call_one(91, 1) for g in generators))

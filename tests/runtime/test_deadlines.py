@@ -5,8 +5,11 @@ import pickle
 import time
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from monarch_rl.runtime.deadlines import DeadlineExceeded, within
+from monarch_rl.runtime import presence
+from monarch_rl.runtime.deadlines import DeadlineExceeded, Patience, within
 
 
 async def never() -> None:
@@ -76,3 +79,65 @@ def test_a_cancelled_waiter_cancels_what_it_waits_for() -> None:
         return inner.cancelled()
 
     assert asyncio.run(wait())
+
+
+def test_a_wait_can_be_seen_from_another_thread_while_it_lasts() -> None:
+    async def trainer_step() -> tuple[list[presence.Wait], list[presence.Wait]]:
+        presence.enlist("trainer rank 1")
+        try:
+            waiter = asyncio.create_task(within(60, never(), "the batch of step 41", on="buffer"))
+            await asyncio.sleep(0)
+            seen = await asyncio.to_thread(presence.waits)
+            waiter.cancel()
+            await asyncio.wait({waiter}, timeout=5)
+            return seen, presence.waits()
+        finally:
+            presence.dismiss("trainer rank 1")
+
+    (wait,), after = asyncio.run(trainer_step())
+    assert (wait.owner, wait.what, wait.on, wait.deadline_s) == ("trainer rank 1", "the batch of step 41", "buffer", 60)
+    assert 0 <= time.monotonic() - wait.since < 60
+    assert after == []
+
+
+def test_the_error_names_the_actor_on_whose_loop_it_was() -> None:
+    async def trainer_step() -> None:
+        presence.enlist("trainer rank 1")
+        try:
+            await within(0.01, never(), "a batch", on="buffer")
+        finally:
+            presence.dismiss("trainer rank 1")
+
+    with pytest.raises(DeadlineExceeded, match=r"^trainer rank 1 \(.*trainer_step, process \d+\) waited 0.01 s"):
+        asyncio.run(trainer_step())
+
+
+SECONDS = st.floats(0, 1e4)
+
+
+@given(st.lists(SECONDS, max_size=30), st.floats(0.1, 1e4), SECONDS, st.floats(1, 20), st.integers(1, 25))
+def test_patience_is_the_ceiling_first_and_then_a_multiple_of_the_longest_recent_step(
+    steps: list[float], ceiling: float, floor: float, factor: float, memory: int
+) -> None:
+    patience = Patience(ceiling, floor_s=floor, factor=factor, memory=memory)
+    assert patience.limit_s == ceiling
+    for number, seconds in enumerate(steps, 1):
+        patience.saw(seconds)
+        wanted = factor * max(steps[:number][-memory:])
+        assert patience.limit_s == pytest.approx(sorted([wanted, floor, ceiling])[1] if floor <= ceiling else ceiling)
+
+
+def test_patience_remembers_steps_that_end_well_only() -> None:
+    patience = Patience(100, floor_s=0, factor=2)
+    with pytest.raises(LookupError), patience.step() as limit:
+        assert limit == 100
+        raise LookupError
+    assert patience.limit_s == 100
+    with patience.step():
+        pass
+    assert patience.limit_s < 10
+
+
+def test_patience_refuses_what_makes_no_sense() -> None:
+    with pytest.raises(ValueError, match="ceiling_s must be above 0.*got 0"):
+        Patience(0)

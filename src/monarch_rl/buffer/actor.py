@@ -7,6 +7,7 @@ Rollout workers ``admit`` and ``put`` (or ``drop``); trainer ranks ``take``; the
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +17,9 @@ from monarch.actor import Actor, concurrent_endpoint
 from monarch_rl.algorithms.packing import plan_microbatches
 from monarch_rl.buffer.core import BufferCore, Counts, Ticket, token_lags
 from monarch_rl.episode import BatchShard, Group
+from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import DeadlineExceeded
+from monarch_rl.runtime.presence import Wait
 
 
 class BufferClosed(RuntimeError):
@@ -46,6 +49,7 @@ class Buffer(Actor):
         self._leases: dict[int, Lease] = {}
         self._plan: tuple[tuple[int, int, int], list[BatchShard]] | None = None
         self._changed = asyncio.Condition()
+        presence.enlist("buffer", self._account)
 
     @concurrent_endpoint
     async def admit(self, worker: str, timeout_s: float) -> Ticket | None:
@@ -174,6 +178,27 @@ class Buffer(Actor):
                 f"trainer ranks disagree on (version, dp_size, token_budget): {self._plan[0]} before, {key} now"
             )
         return self._plan[1]
+
+    def _account(self) -> list[Wait]:
+        """What the next batch lacks, as waits: groups on who plays them, new ones on workers and on what frees slots.
+
+        Called on another thread: it only reads what does not pass through a wrong state.
+        """
+        core, missing, leases = self._core, self._core.missing(), self._leases.copy()
+        here = f"{core.groups_per_step - len(missing)} of {core.groups_per_step} groups of the batch are in"
+        owed = []
+        for group in missing:
+            lease = leases.get(group) if group is not None else None
+            if lease is not None:
+                what = f"group {group}, held by {lease.worker} ({here})"
+                owed.append(Wait("buffer", what, lease.worker, lease.since, math.inf))
+        if None in missing:
+            now = time.monotonic()
+            owed.append(Wait("buffer", f"workers to start groups ({here})", "rollout workers", now, math.inf))
+            if core.version > core.published_version:
+                what = f"version {core.version} to be served, which frees slots ({here})"
+                owed.append(Wait("buffer", what, "controller", now, math.inf))
+        return owed
 
     def _report(self) -> str:
         counts = self._core.counts()

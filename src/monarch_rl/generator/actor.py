@@ -19,6 +19,7 @@ from monarch_rl.adapter import FULL_TRAINING, LoraSettings
 from monarch_rl.generator.engine import CommitReport, Engine, GenerationError
 from monarch_rl.generator.link import Answer, Request, answer_all
 from monarch_rl.generator.settings import GeneratorSettings
+from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.weights.manifest import Manifest
 from monarch_rl.weights.transport import Receiver, TransferSettings, make_receiver
@@ -68,11 +69,13 @@ class Generator(Actor):
         if self._engine is not None:
             raise RuntimeError(f"generator {self._replica} has an engine already")
         self._replica = replica
+        presence.enlist(f"generator {replica}")
         started = time.perf_counter()
         self._engine = await within(
             settings.start_deadline_s,
             Engine.start(model_path, settings, replica, lora),
             f"SGLang's engine of generator {replica} to load {model_path}",
+            on=f"the engine of generator {replica}",
         )
         return time.perf_counter() - started
 
@@ -82,7 +85,9 @@ class Generator(Actor):
 
         This is :class:`~monarch_rl.generator.router.Router`'s: ask through one. See :meth:`Engine.generate`.
         """
-        await self._verified.wait()
+        if not self._verified.is_set():
+            with presence.waiting("a version that is verified", on="controller"):
+                await self._verified.wait()  # waits: whoever asks keeps the deadline
         await answer_all(requests, port, self._running.generate, GenerationError)
 
     @concurrent_endpoint
@@ -106,7 +111,7 @@ class Generator(Actor):
         weights.received = None
         meeting = weights.receiver.connect(addresses, position, receivers)
         what = f"the trainer ranks to meet generator {self._replica}"
-        await within(weights.deadline_s + TRANSFER_GRACE_S, meeting, what)
+        await within(weights.deadline_s + TRANSFER_GRACE_S, meeting, what, on="trainer ranks")
 
     @concurrent_endpoint
     async def receive(self, version: int, slot: int) -> int:
@@ -119,7 +124,7 @@ class Generator(Actor):
             weights.received = None
             transfer = weights.receiver.receive(version, slot)
             what = f"version {version} from the trainer ranks (generator {self._replica})"
-            nbytes = sum(await within(weights.deadline_s + TRANSFER_GRACE_S, transfer, what))
+            nbytes = sum(await within(weights.deadline_s + TRANSFER_GRACE_S, transfer, what, on="trainer ranks"))
             weights.received = version
             return nbytes
 

@@ -55,6 +55,7 @@ from monarch_rl.generator.settings import (
     cores_of_ranks,
     engine_arguments,
 )
+from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import DeadlineExceeded, within
 from monarch_rl.weights.area import Area
 from monarch_rl.weights.manifest import Manifest
@@ -157,7 +158,9 @@ class Engine:
         self.generated_tokens = 0
         self.finished_requests = 0
         self._processes = _take_over_watch(engine)
-        for process in self._processes:
+        for rank, process in enumerate(self._processes):
+            name = self._name if settings.tp == 1 else f"{self._name} (rank {rank})"
+            presence.helper(process.pid, name)
             asyncio.get_running_loop().add_reader(process.sentinel, self._process_ended, process)
 
     @classmethod
@@ -210,7 +213,8 @@ class Engine:
             serialized_named_tensors=[MultiprocessingSerializer.serialize({})] * self._ranks,
             pinned=True,
         )
-        answer = await self._or_stopped(self._engine.tokenizer_manager.load_lora_adapter_from_tensors(request, None))
+        load = self._engine.tokenizer_manager.load_lora_adapter_from_tensors(request, None)
+        answer = await self._or_stopped(load, "the adapter to be loaded")
         if not answer.success:
             await self.shutdown()
             raise RuntimeError(f"generator {self._replica}: SGLang refused the adapter: {answer.error_message}")
@@ -226,10 +230,14 @@ class Engine:
         """SGLang's processes."""
         return list(self._engine.get_all_child_pids())
 
+    @property
+    def _name(self) -> str:
+        return f"the engine of generator {self._replica}"
+
     def check(self) -> None:
         """Raise EngineStopped if the engine is gone."""
         if self._stopped.done():
-            raise EngineStopped(self._stopped.result())
+            raise EngineStopped(self._stopped.result())  # waits: it is done
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
         """Draw tokens until a stop token or the length limit; waits while a commit is going on.
@@ -249,7 +257,7 @@ class Engine:
             while True:
                 # Held here and not by SGLang: the prefix cache's version must be that of the weights it is used with.
                 while not self._serving.is_set():
-                    await self._or_stopped(self._serving.wait())
+                    await self._or_stopped(self._serving.wait(), "a commit to end")
                 self.check()
                 left = sampling.max_new_tokens - len(drawn)
                 part = await self._draw(prompt_ids + drawn, params | {"max_new_tokens": left})
@@ -280,7 +288,8 @@ class Engine:
                     cache_salt=str(self._version),
                     lora_path=ADAPTER if self._adapted else None,
                     rid=request,
-                )
+                ),
+                f"tokens after {len(prompt_ids)} others",
             )
         except ValueError as error:
             raise GenerationError(str(error)) from error
@@ -291,6 +300,7 @@ class Engine:
                 self._idle.set()
         completion = to_completion(answer, interrupted)
         self.generated_tokens += len(completion.token_ids)
+        presence.progress("tokens drawn")
         return completion
 
     def _stops(self, sampling: Sampling) -> set[int]:
@@ -299,11 +309,13 @@ class Engine:
             return set()
         return set(sampling.stop_token_ids) | self._engine.tokenizer_manager.model_config.hf_eos_token_id
 
-    async def _or_stopped(self, awaitable: Any) -> Any:
-        """SGLang's requests wait for ever once its processes are gone."""
+    async def _or_stopped(self, awaitable: Any, what: str) -> Any:
+        """SGLang's requests wait for ever once its processes are gone. ``what`` is as in ``within``."""
         task = asyncio.ensure_future(awaitable)
         try:
-            await asyncio.wait({task, self._stopped}, return_when=asyncio.FIRST_COMPLETED)
+            with presence.waiting(what, on=self._name):
+                # waits: whoever asks this replica keeps the deadline, as it alone knows how long its request is
+                await asyncio.wait({task, self._stopped}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             finished = task.done()
             task.cancel()
@@ -313,8 +325,9 @@ class Engine:
 
     def _process_ended(self, process: Any) -> None:
         asyncio.get_running_loop().remove_reader(process.sentinel)
+        presence.no_helper(process.pid)
         if not self._stopped.done():
-            process.join()
+            process.join()  # waits: it has ended
             self._stopped.set_result(
                 f"generator {self._replica}: SGLang's process {process.pid} ended by itself, exit code "
                 f"{process.exitcode}; what it said last is in its output"
@@ -388,7 +401,8 @@ class Engine:
     async def _load(self, loader: str, area: bytes, sheet: LoadSheet, otherwise: str) -> None:
         """Let ``loader`` run on all ranks, and serve if what they hold is the trainer's; else raise ``otherwise``."""
         self.clock.pause()
-        failures = await self._or_stopped(self._replace_weights(loader, area, sheet.handle))
+        loading = self._replace_weights(loader, area, sheet.handle)
+        failures = await self._or_stopped(loading, "weights to be loaded")
         refusal = sheet.judge()
         if refusal is not None:
             error = WeightMismatch if refusal.differs else CommitError
@@ -415,7 +429,7 @@ class Engine:
             return
         try:
             what = f"requests to end before version {version}"
-            await self._or_stopped(within(deadline, self._idle.wait(), what))
+            await self._or_stopped(within(deadline, self._idle.wait(), what, on=self._name), what)
         except DeadlineExceeded as error:
             self._serving.set()
             raise StillRunning(
@@ -439,6 +453,7 @@ class Engine:
         )
         mode = "retract" if self._in_flight == "recompute" else "in_place"
         manager.auto_create_handle_loop()
+        # waits: commit() gives all of these up when the engine is gone, and whoever asks for it keeps the deadline
         await manager.pause_generation(io.PauseGenerationReqInput(mode=mode))
         # The manager's own methods hold a lock until the scheduler has answered; what they call does not.
         calls = [
@@ -447,10 +462,12 @@ class Engine:
             asyncio.ensure_future(manager.end_weight_update_communicator(io.EndWeightUpdateReqInput())),
         ]
         await asyncio.sleep(0)  # each call sends its message in its first turn
-        await manager.continue_generation(io.ContinueGenerationReqInput())
+        await manager.continue_generation(io.ContinueGenerationReqInput())  # waits: as above
         # The answer to this comes after the continuation, of which SGLang says nothing.
-        await manager.update_weight_version(io.UpdateWeightVersionReqInput(new_version=str(self._version)))
-        answers = [answer for answered in await asyncio.gather(*calls) for answer in answered]
+        update_version = io.UpdateWeightVersionReqInput(new_version=str(self._version))
+        await manager.update_weight_version(update_version)  # waits: as above
+        answered = await asyncio.gather(*calls)  # waits: as above
+        answers = [answer for answers in answered for answer in answers]
         return [f"SGLang said {answer.message}" for answer in answers if not answer.success]
 
     async def shutdown(self) -> None:
@@ -462,6 +479,7 @@ class Engine:
             self._stopped.set_result("the engine was stopped")
         for process in self._processes:
             asyncio.get_running_loop().remove_reader(process.sentinel)
+            presence.no_helper(process.pid)
         manager = self._engine.tokenizer_manager
         for task in manager.asyncio_tasks:
             task.cancel()

@@ -31,10 +31,11 @@ class Outlet(Protocol):
 
 
 class Link:
-    """The caller's end; ``replica`` is the handle of one :class:`Generator`. Use from one event loop."""
+    """The caller's end; ``replica`` is the handle of a :class:`Generator` called ``name``. Use from one event loop."""
 
-    def __init__(self, replica: Any, deadline_s: float) -> None:
+    def __init__(self, replica: Any, deadline_s: float, name: str) -> None:
         self._replica = replica
+        self._name = name
         self._deadline_s = deadline_s
         self._outbox: list[tuple[Request, asyncio.Future[Completion]]] = []
         self._exchanges: set[asyncio.Task[None]] = set()
@@ -69,7 +70,8 @@ class Link:
         # The call ends with the last request, or with the error that keeps the rest from being answered.
         call = asyncio.ensure_future(_started(self._replica.generate.call_one(requests, port)))
         try:
-            await within(self._deadline_s, _collect(receiver, call, answers), f"{len(requests)} requests")
+            collecting = _collect(receiver, call, answers)
+            await within(self._deadline_s, collecting, f"{len(requests)} requests", on=self._name)
         finally:
             call.cancel()
 
@@ -88,7 +90,7 @@ async def _collect(receiver: Any, call: asyncio.Future[None], answers: list[asyn
     while left:
         arriving = asyncio.ensure_future(_started(receiver.recv()))
         # A call that ended well may be heard of before the last answers, one that failed is the end.
-        await asyncio.wait({arriving, call}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({arriving, call}, return_when=asyncio.FIRST_COMPLETED)  # waits: within _exchange's deadline
         if not arriving.done():
             call.result()
         for index, found in await arriving:
@@ -99,12 +101,12 @@ async def _collect(receiver: Any, call: asyncio.Future[None], answers: list[asyn
                 answers[index].set_exception(found)
             else:
                 answers[index].set_result(found)
-    await call
+    await call  # waits: within _exchange's deadline
 
 
 async def _started(awaitable: Awaitable[Any]) -> Any:
     """Monarch's futures and tasks are no coroutines; asyncio wants one."""
-    return await awaitable
+    return await awaitable  # waits: as long as who calls this
 
 
 class Answers:

@@ -32,7 +32,7 @@ class Router:
             raise ValueError("a router needs at least one replica")
         self._replicas = list(replicas)
         self._deadline_s = deadline_s
-        self._links = [Link(replica, deadline_s) for replica in self._replicas]
+        self._links = [Link(replica, deadline_s, f"generator {i}") for i, replica in enumerate(self._replicas)]
         self._in_flight = [0] * len(self._replicas)
         self._groups: OrderedDict[int, int] = OrderedDict()
         self._paused: set[int] = set()
@@ -70,7 +70,8 @@ class Router:
             replica = self._replica_of(group)
             if replica is None:
                 self._changed.clear()
-                await within(self._deadline_s, self._changed.wait(), f"a generator in the routing for group {group}")
+                what = f"a generator in the routing for group {group}"
+                await within(self._deadline_s, self._changed.wait(), what, on="controller")
                 continue
             self._in_flight[replica] += 1
             try:
@@ -79,6 +80,7 @@ class Router:
                     self._links[replica].ask(prompt_ids, sampling),
                     f"generator {replica} to answer a request of group {group} "
                     f"({len(prompt_ids)} prompt tokens, at most {sampling.max_new_tokens} new ones)",
+                    on=f"generator {replica}",
                 )
             except ReplicaLost as error:
                 if replica not in self._lost:

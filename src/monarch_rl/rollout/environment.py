@@ -52,4 +52,4 @@ class SingleTurn:
         return [Message("user", self._prompt)]
 
     async def step(self, text: str) -> StepResult:
-        return StepResult(reward=await self._score(text), done=True)
+        return StepResult(reward=await self._score(text), done=True)  # waits: play() has a deadline for a step

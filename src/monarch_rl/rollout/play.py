@@ -61,7 +61,8 @@ async def play(
         if limit is not None and len(history) + sampling.max_new_tokens > limit:
             raise EpisodeFailed(f"prompt leaves no room within {limit} tokens")
         what = f"turn {len(turns)} of an episode of group {group} from the generators"
-        completion = await within(settings.generate_deadline_s, generator.generate(history, sampling, group), what)
+        drawing = generator.generate(history, sampling, group)
+        completion = await within(settings.generate_deadline_s, drawing, what, on="generators")
         drawn = completion.token_ids.tolist()
         history += drawn
         turns.append(Turn.from_completion(context, completion))
@@ -75,7 +76,7 @@ async def play(
 async def _answer(answer: Coroutine[Any, Any, T], settings: RolloutSettings, name: str) -> T:
     """Await the environment; whatever goes wrong in it costs the episode and gets a countable reason."""
     try:
-        return await within(settings.step_deadline_s, answer, f"the environment's {name}")
+        return await within(settings.step_deadline_s, answer, f"the environment's {name}", on="the environment")
     except ScoringFailed as error:
         raise EpisodeFailed(error.reason) from error
     except DeadlineExceeded as error:
@@ -98,8 +99,8 @@ async def all_or_none(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Run them at once; the first exception cancels the others, waits for them, and is raised as it is."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
-        return await asyncio.gather(*tasks)
+        return await asyncio.gather(*tasks)  # waits: as long as what is run, whose waits are its own
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)  # waits: they are done or cancelled

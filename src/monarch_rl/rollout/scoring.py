@@ -61,7 +61,7 @@ class Scorer:
             raise ScorerBroken("the scoring processes do not run; what they said stands on stderr")
         future = self._pool.schedule(_run, args=(function, args), timeout=self.deadline_s)
         try:
-            result: float | tuple[str, str] = await asyncio.wrap_future(future)
+            result: float | tuple[str, str] = await asyncio.wrap_future(future)  # waits: the pool has the deadline
         except TimeoutError:
             raise ScoringFailed(f"score took over {self.deadline_s:g} s") from None
         except ProcessExpired as error:
@@ -75,7 +75,7 @@ class Scorer:
     def close(self) -> None:
         """End the processes. Blocks for a moment; call it off the event loop."""
         self._pool.stop()
-        self._pool.join()
+        self._pool.join()  # waits: stop() kills what does not end
 
 
 def _start(parent: int, warm_up: Callable[[], object] | None) -> None:

@@ -19,6 +19,7 @@ from monarch_rl.rollout.scoring import Scorer
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.tasks import Item, TaskSettings, TaskSource, load_data_set, score
 from monarch_rl.rollout.tokenizer import Tokenizer
+from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import within
 
 BUFFER_DEADLINE_S = 60.0
@@ -95,6 +96,7 @@ class RolloutWorker(Actor):
         self._task = task
         self._model = model
         self._name = f"rollout worker {current_rank().rank}"
+        presence.enlist(self._name)
         self._scorer: Scorer | None = None
         self._running: asyncio.Task[None] | None = None
         self._limit: int | None = None
@@ -105,7 +107,7 @@ class RolloutWorker(Actor):
         self._episodes = 0
         self._tokens = 0
         self._recent: deque[tuple[float, int]] = deque(maxlen=RECENT_EPISODES)
-        self._samples: deque[dict[str, Any]] = deque(maxlen=RECENT_EPISODES)
+        self._samples: deque[tuple[int, Item, Episode]] = deque(maxlen=RECENT_EPISODES)
 
     @concurrent_endpoint
     async def setup(self, buffer: Any, generator: RoutedGenerators, episode_limit: int | None = None) -> None:
@@ -131,7 +133,7 @@ class RolloutWorker(Actor):
             raise RuntimeError(f"{self._name} runs already")
         self._running = running = asyncio.ensure_future(self._play_until_closed())
         try:
-            await asyncio.wait({running})
+            await asyncio.wait({running})  # waits: as long as the run; close() ends it
         finally:
             running.cancel()
             self._running = None
@@ -147,7 +149,9 @@ class RolloutWorker(Actor):
         async def one(index: int) -> Episode | EpisodeFailed:
             async with places:
                 item = await asyncio.to_thread(self._held_out.item, index)
-                return await self._episode(item, sampling, group=-1 - index)
+                episode = await self._episode(item, sampling, group=-1 - index)
+                presence.progress("held-out item played")
+                return episode
 
         episodes = await all_or_none([one(index) for index in indices])
         failed = Counter(episode.reason for episode in episodes if isinstance(episode, EpisodeFailed))
@@ -175,7 +179,8 @@ class RolloutWorker(Actor):
         """The newest ``limit`` training episodes since the last call, as JSON objects to look at."""
         newest = list(self._samples)[-limit:]
         self._samples.clear()
-        return newest
+        # Text of long answers takes tens of milliseconds: on a thread, and only of what is asked for.
+        return await asyncio.to_thread(lambda: [self._sample(*episode) for episode in newest])
 
     @concurrent_endpoint
     async def route(self, paused: list[int], lost: list[int]) -> None:
@@ -202,13 +207,14 @@ class RolloutWorker(Actor):
         """Every place plays one group after the other; the first that hears of the end ends the others."""
         places = [asyncio.ensure_future(self._place()) for _ in range(self._settings.concurrent_groups)]
         try:
+            # waits: as long as the run; close() ends it
             done, _ = await asyncio.wait(places, return_when=asyncio.FIRST_COMPLETED)
             for place in done:
                 place.result()
         finally:
             for place in places:
                 place.cancel()
-            await asyncio.gather(*places, return_exceptions=True)
+            await asyncio.gather(*places, return_exceptions=True)  # waits: they are done or cancelled
 
     async def _place(self) -> None:
         while True:
@@ -216,7 +222,7 @@ class RolloutWorker(Actor):
             try:
                 slot = self._settings.slot_deadline_s
                 admission = self._buffer.admit.call_one(self._name, slot)
-                ticket = await within(slot + BUFFER_DEADLINE_S, admission, "a slot from the buffer")
+                ticket = await within(slot + BUFFER_DEADLINE_S, admission, "a slot from the buffer", on="buffer")
             finally:
                 self._waiting -= 1
             if ticket is None:
@@ -241,12 +247,15 @@ class RolloutWorker(Actor):
         if len(episodes) >= min(2, size):
             self._groups["put"] += 1
             data = Group(group_id, item.index, episodes).to_bytes()
-            await within(BUFFER_DEADLINE_S, self._buffer.put.call_one(data), f"the buffer to take group {group_id}")
+            put = self._buffer.put.call_one(data)
+            await within(BUFFER_DEADLINE_S, put, f"the buffer to take group {group_id}", on="buffer")
+            presence.progress("group put")
         else:
             self._groups["dropped"] += 1
             reason = lost.most_common(1)[0][0]
             drop = self._buffer.drop.call_one(group_id, reason)
-            await within(BUFFER_DEADLINE_S, drop, f"the buffer to drop group {group_id}")
+            await within(BUFFER_DEADLINE_S, drop, f"the buffer to drop group {group_id}", on="buffer")
+            presence.progress("group dropped")
 
     async def _episode(self, item: Item, sampling: Sampling, group: int) -> Episode | EpisodeFailed:
         """The episode, or why it failed: failures are values here, so that they cost no other episode."""
@@ -276,17 +285,18 @@ class RolloutWorker(Actor):
         self._episodes += 1
         self._tokens += episode.num_trainable
         self._recent.append((episode.reward, episode.num_trainable))
+        self._samples.append((group_id, item, episode))
+
+    def _sample(self, group_id: int, item: Item, episode: Episode) -> dict[str, Any]:
         versions = episode.policy_versions[episode.trainable]
-        self._samples.append(
-            {
-                "group": group_id,
-                "task_index": item.index,
-                "prompt": item.prompt,
-                "turns": [self._tokenizer.decode(turn.token_ids[turn.trainable].tolist()) for turn in episode.turns],
-                "answer": item.answer,
-                "reward": episode.reward,
-                "finish_reason": episode.finish_reason,
-                "tokens": episode.num_trainable,
-                "versions": [int(versions.min()), int(versions.max())] if len(versions) else [],
-            }
-        )
+        return {
+            "group": group_id,
+            "task_index": item.index,
+            "prompt": item.prompt,
+            "turns": [self._tokenizer.decode(turn.token_ids[turn.trainable].tolist()) for turn in episode.turns],
+            "answer": item.answer,
+            "reward": episode.reward,
+            "finish_reason": episode.finish_reason,
+            "tokens": episode.num_trainable,
+            "versions": [int(versions.min()), int(versions.max())] if len(versions) else [],
+        }

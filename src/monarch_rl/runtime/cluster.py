@@ -26,6 +26,8 @@ from monarch_rl.runtime.devices import Devices, TooFewDevices, devices, launched
 from monarch_rl.runtime.distributed import init_torch_distributed_env
 from monarch_rl.runtime.host import HostProcess
 from monarch_rl.runtime.lifetime import die_with_parent
+from monarch_rl.runtime.lookout import Lookout
+from monarch_rl.runtime.meshes import members
 from monarch_rl.runtime.network import free_port, host_address
 from monarch_rl.runtime.signals import interrupts
 from monarch_rl.runtime.torchrun import Controller, Follower, Node, Rank, clean
@@ -56,6 +58,8 @@ FAULT_DEADLINE_S = 2.5
 """Seconds after which the loss of a process has been noticed: it is looked for every second."""
 STATE_DEADLINE_S = 20.0
 """Seconds of silence after which a host, or a process asked for its state, counts as lost."""
+LOOKOUT = "lookout"
+"""The actor beside every other one."""
 HOST_DEADLINE_S = 8.0
 """Seconds for a host process to kill what is left below it and end."""
 
@@ -70,6 +74,8 @@ class Cluster:
     """The slots of the launch."""
     faults: list[MeshFailure] = field(default_factory=list)
     """Failures of actors or processes that nobody above them handled, oldest first."""
+    lookouts: list[tuple[str, list[Any]]] = field(default_factory=list)
+    """Of every mesh spawned: its name, and a handle of each process's lookout, by rank."""
     _device_names: tuple[tuple[str, ...], ...] = ()
     _meshes: list[tuple[str, ProcMesh]] = field(default_factory=list)
     _ending: bool = False
@@ -123,6 +129,7 @@ class Cluster:
         chosen = self.hosts.slice(hosts=slice(first_host, first_host + num_hosts))
         mesh = chosen.spawn_procs(per_host={"gpus": per_host}, name=name, bootstrap_command=bootstrap)
         self._meshes.append((name, mesh))
+        self.lookouts.append((name, members(mesh.spawn(LOOKOUT, Lookout))))
         return mesh
 
     def _place(self, name: str, first_slot: int, processes: int, slots_per_process: int) -> tuple[int, int]:
@@ -141,8 +148,8 @@ class Cluster:
 
     def _fault(self, failure: MeshFailure) -> None:
         """Monarch's last word on a failure that no supervisor took. Returning keeps the controller alive."""
-        # Each process has a hidden mesh for its logs, which fails along with the ones that matter.
-        if self._ending or failure.mesh_name.startswith("logger-"):
+        # Each process has a hidden mesh for its logs, and a lookout, which fail along with the ones that matter.
+        if self._ending or failure.mesh_name.startswith(("logger-", f"{LOOKOUT}-")):
             logger.debug("mesh %s failed: %s", failure.mesh_name, failure.report())
             return
         self.faults.append(failure)
@@ -164,7 +171,7 @@ class Cluster:
 
 async def _settled(stop: Awaitable[Any], what: str) -> None:
     try:
-        await within(STOP_DEADLINE_S, stop, what)
+        await within(STOP_DEADLINE_S, stop, what, on="Monarch")
     except Exception as error:  # a mesh that failed cannot always be stopped; the host kills what is left
         logger.warning("at the end of the run: %s", error)
 
@@ -215,7 +222,7 @@ def launch() -> Iterator[Cluster | None]:
 def _follow(follower: Follower) -> None:
     try:
         follower.join(_start_host)
-        well = follower.wait()
+        well = follower.wait()  # waits: as long as the controller lives, which is asked every few seconds
     finally:
         follower.close(HOST_DEADLINE_S)
     if not well:
@@ -266,7 +273,7 @@ def _attach(nodes: Sequence[Node]) -> Cluster:
     hosts = monarch.actor.attach_to_workers(ca="trust_all_connections", workers=workers, name="hosts")
     cluster = Cluster(hosts, devices(), _device_names=tuple(node.devices for node in nodes))
     monarch.actor.unhandled_fault_hook = cluster._fault  # the default interrupts the main thread
-    asyncio.run(within(START_DEADLINE_S, hosts.initialized, f"the hosts at {workers} to come up"))
+    asyncio.run(within(START_DEADLINE_S, hosts.initialized, f"the hosts at {workers} to come up", on="Monarch"))
     return cluster
 
 

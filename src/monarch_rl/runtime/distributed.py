@@ -56,5 +56,5 @@ async def init_torch_distributed_env(mesh: ProcMesh) -> None:
     actors = mesh.spawn("torch_distributed_env", _Environment)
     first = actors.slice(**dict.fromkeys(mesh.extent.labels, 0))
     what = f"the processes of mesh {mesh.extent} to come up"
-    address, port = await within(SET_UP_DEADLINE_S, first.meeting_point.call_one(), what)
-    await within(SET_UP_DEADLINE_S, actors.enter.call(address, port), what)
+    address, port = await within(SET_UP_DEADLINE_S, first.meeting_point.call_one(), what, on="Monarch")
+    await within(SET_UP_DEADLINE_S, actors.enter.call(address, port), what, on="Monarch")

@@ -147,7 +147,7 @@ class Controller:
             what = f"torchrun ranks {missing} to call in"
             self._server.settimeout(max(0.001, deadline - time.monotonic()))
             try:
-                peer = Peer(self._server.accept()[0])
+                peer = Peer(self._server.accept()[0])  # waits: until the socket's timeout, set above
             except TimeoutError:
                 raise DeadlineExceeded(f"waited {MEETING_S:g} s for {what}", what, MEETING_S) from None
             hello = peer.receive(MEETING_S, what)

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-from monarch.actor import Actor, concurrent_endpoint
+from monarch.actor import Actor, concurrent_endpoint, current_rank
 
+from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.network import host_address
 from monarch_rl.trainer.settings import TrainerSettings
@@ -40,14 +41,13 @@ class TrainerPlan:
     """Of the sampling distribution."""
     max_new_tokens: int
     """Tokens that an episode may draw: the normaliser of the ``constant`` aggregation."""
-    batch_deadline_s: float
-    """Seconds to wait for a batch before the run fails."""
 
 
 class Trainer(Actor):
     """One rank. All ranks get every call; training runs on one thread, checksums on another."""
 
     def __init__(self, plan: TrainerPlan, buffer: Any) -> None:
+        presence.enlist(f"trainer rank {current_rank().rank}")
         self._plan = plan
         self._buffer = buffer
         # One thread for all of torch: FSDP and autograd keep state per thread.
@@ -91,8 +91,12 @@ class Trainer(Actor):
         return {"rank": self._policy.rank, "parameters": held}
 
     @concurrent_endpoint
-    async def update(self, version: int) -> dict[str, float]:
+    async def update(self, version: int, batch_deadline_s: float) -> dict[str, float]:
         """Take this rank's share of the batch for the update from ``version``, and make one optimiser step.
+
+        Args:
+            version: the version being updated.
+            batch_deadline_s: seconds to wait for the batch.
 
         Returns:
             The metrics of :meth:`Policy.update`, with ``wait_s`` (seconds without a batch: idle) and
@@ -108,11 +112,12 @@ class Trainer(Actor):
         plan, policy = self._plan, self.policy
         started = time.perf_counter()
         shard: BatchShard = await within(
-            plan.batch_deadline_s + 10,
+            batch_deadline_s + 10,
             self._buffer.take.call_one(
-                version, policy.rank, policy.world_size, plan.settings.tokens_per_microbatch, plan.batch_deadline_s
+                version, policy.rank, policy.world_size, plan.settings.tokens_per_microbatch, batch_deadline_s
             ),
-            f"trainer rank {policy.rank} waits for the batch of version {version} from the buffer",
+            f"the batch of step {version + 1}",
+            on="buffer",
         )
         taken = time.perf_counter()
 

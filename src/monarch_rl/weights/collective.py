@@ -54,7 +54,7 @@ class _Group:
         work = self._group.broadcast([tensor], self._options)
 
         def wait() -> None:
-            work.wait()
+            work.wait()  # waits: until the group's timeout
             if self._device.type == "cuda":
                 torch.cuda.current_stream(self._device).synchronize()
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from monarch_rl.runtime.deadlines import within
 from monarch_rl.weights.area import Area
 from monarch_rl.weights.manifest import ALIGNMENT, Manifest
 from monarch_rl.weights.transport import SLOTS, TransferError, TransferSettings
@@ -196,7 +197,8 @@ class RdmaSender:
         registered, self._registered, self._slots = self._registered, [], []
         for buffers in registered:
             for buffer in (buffers.header, *buffers.data):
-                await buffer.drop()  # Monarch keeps the memory until then
+                # Monarch keeps the memory until then.
+                await within(SILENCE_S, buffer.drop(), "registered memory to be given back", on="Monarch")
 
 
 class RdmaReceiver:
@@ -324,7 +326,7 @@ async def _read(buffer: RDMABuffer, into: torch.Tensor, deadline: float, what: s
     seconds = max(1, min(SILENCE_S, math.ceil(left)))
     try:
         # Monarch's timeout ends the read itself: it cannot write later to memory that is used again.
-        await buffer.read_into(into, timeout=seconds)
+        await buffer.read_into(into, timeout=seconds)  # waits: until Monarch's timeout, which holds
     except Exception as error:
         raise TransferError(
             f"could not read {what} within {seconds} s; its process is dead, stuck or has closed: {error}"
@@ -334,6 +336,7 @@ async def _read(buffer: RDMABuffer, into: torch.Tensor, deadline: float, what: s
 async def _all(steps: Iterable[Coroutine[None, None, T]]) -> list[T]:
     """Await all, whatever happens to some; then raise the first error."""
     done: list[T] = []
+    # waits: until each step's own deadline
     for result in await asyncio.gather(*steps, return_exceptions=True):
         if isinstance(result, BaseException):
             raise result

@@ -1,0 +1,88 @@
+"""What actors do on their event loops, timed at realistic sizes: `python benchmarks/loop_work.py`.
+
+An event loop that computes answers nobody. What takes longer than about 20 ms belongs on a thread.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import tyro
+
+from monarch_rl.buffer.actor import _cut
+from monarch_rl.episode import Completion, Episode, Group, Turn
+from monarch_rl.rollout.tokenizer import Tokenizer
+
+LIMIT_MS = 20.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Sizes of a batch."""
+
+    model: str = ".cache/tiny-qwen3"
+    """Folder of the tokenizer."""
+    groups: int = 32
+    """Groups of a batch."""
+    episodes: int = 16
+    """Episodes of a group."""
+    tokens: int = 1024
+    """Tokens drawn in an episode."""
+    rounds: int = 9
+    """Of each; the best is shown, as others may use the machine."""
+
+
+def make_group(s: Settings, number: int) -> Group:
+    """A group of random tokens."""
+    rng = np.random.default_rng(number)
+
+    def episode() -> Episode:
+        drawn = Completion(
+            rng.integers(0, 32, s.tokens).astype(np.int32),
+            rng.normal(size=s.tokens).astype(np.float32),
+            np.zeros(s.tokens, np.int32),
+            "stop",
+        )
+        return Episode([Turn.from_completion([1] * 200, drawn)], 1.0, "stop")
+
+    return Group(number, number, [episode() for _ in range(s.episodes)])
+
+
+def best_ms(work: Callable[[], object], rounds: int) -> float:
+    times = []
+    for _ in range(rounds):
+        before = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - before)
+    return min(times) * 1e3
+
+
+def main(s: Settings) -> None:
+    groups = [make_group(s, number) for number in range(s.groups)]
+    data = groups[0].to_bytes()
+    tokenizer = Tokenizer(s.model)
+    drawn = groups[0].episodes[0].turns[0].token_ids.tolist()
+    budget = 4 * (s.tokens + 200)
+    shard = _cut(groups, 0, 2, budget, 2)[0]
+    work: dict[str, Callable[[], object]] = {
+        "rollout worker: tokens of one answer to text": lambda: tokenizer.decode(drawn),
+        "rollout worker: 8 answers to text (on a thread)": lambda: [tokenizer.decode(drawn) for _ in range(8)],
+        "rollout worker: a group to bytes": groups[0].to_bytes,
+        "buffer: a group from bytes": lambda: Group.from_bytes(data),
+        "buffer: a batch cut into two shards": lambda: _cut(groups, 0, 2, budget, 2),
+        "buffer, trainer: a shard to a pickle and back": lambda: pickle.loads(pickle.dumps(shard)),
+    }
+    print(f"{s.groups} groups x {s.episodes} episodes x {s.tokens} tokens; {len(data) / 1e6:.2f} MB a group")
+    shares = {name: best_ms(call, s.rounds) / LIMIT_MS for name, call in work.items()}
+    for name, share in shares.items():
+        print(f"{name:50s} {share:6.2f} of {LIMIT_MS:g} ms")
+    print(json.dumps({name: round(share, 3) for name, share in shares.items()}))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Settings, description=__doc__))

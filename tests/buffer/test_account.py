@@ -1,0 +1,56 @@
+"""What the buffer waits for, as its process's lookout tells it: leases by holder, and whoever brings the rest."""
+
+from __future__ import annotations
+
+import asyncio
+
+from monarch.actor import this_host
+
+from monarch_rl.buffer.actor import Buffer
+from monarch_rl.runtime.deadlines import within
+from monarch_rl.runtime.lookout import Lookout
+from tests.buffer.helpers import group
+
+WAIT_S = 30.0
+
+
+async def account() -> list[list[tuple[str, str]]]:
+    """(on, what) at each stage of two steps without lag."""
+    procs = this_host().spawn_procs(per_host={"buffer": 1}, name="buffer")
+    try:
+        buffer, lookout = procs.spawn("buffer", Buffer, 2, 0), procs.spawn("lookout", Lookout)
+        told = []
+
+        async def look() -> None:
+            seen = await lookout.look.call_one()
+            assert {wait.owner for wait in seen.waits} <= {"buffer"} and seen.name in ("buffer", None)
+            assert all(0 <= seen.now - wait.since < WAIT_S for wait in seen.waits)
+            told.append([(wait.on, wait.what) for wait in seen.waits])
+
+        await buffer.counts.call_one()
+        await look()
+        first = await buffer.admit.call_one("rollout worker 1", WAIT_S)
+        second = await buffer.admit.call_one("rollout worker 2", WAIT_S)
+        await buffer.put.call_one(group(first.group_id, [0], [0]).to_bytes())
+        await look()
+        await buffer.put.call_one(group(second.group_id, [0], [0]).to_bytes())
+        await look()
+        await buffer.take.call_one(0, 0, 1, 64, WAIT_S)
+        await buffer.trained.call_one(1)
+        await look()
+        return told
+    finally:
+        await within(20, procs.stop(), "the buffer's process to stop")
+
+
+def test_leases_are_waits_on_their_holders() -> None:
+    empty, playing, full, trained = asyncio.run(asyncio.wait_for(account(), 60))
+    assert empty == [("rollout workers", "workers to start groups (0 of 2 groups of the batch are in)")]
+    held = "group 1, held by rollout worker 2 (1 of 2 groups of the batch are in)"
+    assert playing == [("rollout worker 2", held)]
+    assert full == []
+    here = "(0 of 2 groups of the batch are in)"
+    assert sorted(trained) == [
+        ("controller", f"version 1 to be served, which frees slots {here}"),
+        ("rollout workers", f"workers to start groups {here}"),
+    ]

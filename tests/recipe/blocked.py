@@ -1,0 +1,39 @@
+"""recipes/grpo.py, whose trainer rank 1 blocks its loop once FOLDER/go is there: ``blocked.py FOLDER ARGUMENTS...``
+
+It writes FOLDER/blocked before.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
+
+import grpo  # noqa: E402
+
+from monarch_rl import pipeline  # noqa: E402
+from monarch_rl.trainer.actor import Trainer  # noqa: E402
+
+FOLDER = Path(sys.argv[1])
+
+
+class BlockedTrainer(Trainer):
+    """Rank 1 sleeps in a way that nothing else on its event loop can go on."""
+
+    @property
+    def policy(self) -> Any:
+        found = super().policy
+        if found.rank == 1 and (FOLDER / "go").exists():
+            (FOLDER / "blocked").write_text("now")
+            time.sleep(600)
+        return found
+
+
+if __name__ == "__main__":
+    pipeline.Trainer = BlockedTrainer  # type: ignore[misc]
+    grpo.main(tyro.cli(grpo.Settings, args=sys.argv[2:]))

@@ -1,0 +1,111 @@
+"""Real processes stopped, or blocked, in a real run: it ends by itself and says who held it up, along the waits.
+
+Recipes are run as a user runs them. Engines are few: one run a fault.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.recipe.running import process_named, recipe, wait_for_step
+from tests.runtime.launched import Launched, Start, launching
+from tools.make_tiny_model import Settings as TinyModel
+from tools.make_tiny_model import write_random_model
+
+pytestmark = pytest.mark.slow
+
+ACT_S = 60.0
+"""Seconds from the fault to the end of the run, by default settings."""
+GONE_S = 12.0
+BLOCKED = Path(__file__).with_name("blocked.py")
+BATCH = r"trainer rank \d has waited \d+ s for the batch of step \d+; buffer has waited \d+ s for "
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Qwen3 that spells in characters."""
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    write_random_model(folder, TinyModel(hidden_size=64, layers=2))
+    return folder
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    """Start commands; whatever a failed test leaves of them is killed."""
+    monkeypatch.setenv("SPT_NOENV", "1")  # SGLang's processes change their title, see tests/test_recipe.py
+    with launching(tmp_path) as begin:
+        yield begin
+
+
+def ends_with(run: Launched, since: float, chain: str, folder: Path) -> str:
+    """Wait for the end; the message, and the report in the run's folder, tell ``chain``. Returns the report."""
+    code = run.wait(ACT_S)
+    seconds = time.monotonic() - since
+    assert code == 1 and seconds < ACT_S, f"exit code {code} after {seconds:.1f} s\n{run.output()}"
+    run.assert_gone(GONE_S)
+    (path,) = folder.glob("*/stall-*.txt")
+    report = path.read_text()
+    for text in (report.splitlines()[0], run.output()):
+        assert re.search(chain, text), text
+    assert re.search(rf"^monarch_rl\.runtime\.watch\.Stalled: .*{chain}", run.output(), re.MULTILINE), run.output()
+    return report
+
+
+def stop(run: Launched, process: str) -> float:
+    """Stop a process of a run that is under way; returns when."""
+    wait_for_step(run)
+    process_named(run, process).send_signal(signal.SIGSTOP)
+    return time.monotonic()
+
+
+# Without lag, and with answers that take seconds to draw, the trainer waits for its batch when a step was just shown.
+WAITING = ["--steps=500", "--max-policy-lag=0", "--rollout.max-new-tokens=100", "--generator.replicas=1"]
+
+
+def test_a_stopped_rollout_worker_is_named_along_the_chain(start: Start, model: Path, tmp_path: Path) -> None:
+    run = start([sys.executable, *recipe(model, tmp_path / "runs", *WAITING, "--rollout.workers=2")])
+    since = stop(run, "rollout-1")
+    chain = BATCH + (
+        r"group \d+, held by rollout worker 1 \(\d of 8 groups of the batch are in\); "
+        r"rollout worker 1 stopped answering \d+ s ago; its process \d+ is stopped"
+    )
+    report = ends_with(run, since, chain, tmp_path / "runs")
+    assert "--- rollout worker 1\nProcess" in report, "no stacks by py-spy"
+    assert re.search(r"--- trainer rank \d\nthread ", report), "no stacks by the process itself"
+    assert re.search(r"^rollout worker 0 \(process \d+\): answers", report, re.MULTILINE), "not every process is listed"
+
+
+def test_a_stopped_engine_is_named_along_the_chain(start: Start, model: Path, tmp_path: Path) -> None:
+    run = start([sys.executable, *recipe(model, tmp_path / "runs", *WAITING)])
+    since = stop(run, "sglang::scheduler")
+    chain = BATCH + (
+        r"group (?P<group>\d+), held by rollout worker 0 \(\d of 8 groups of the batch are in\); "
+        r"rollout worker 0 has waited \d+ s for generator 0 to answer a request of group (?P=group) .*; "
+        r"generator 0 has waited \d+ s for tokens after \d+ others; "
+        r"the engine of generator 0 has been stopped for \d+ s \(process \d+\)"
+    )
+    report = ends_with(run, since, chain, tmp_path / "runs")
+    assert "--- the engine of generator 0\nProcess" in report, "no stacks by py-spy"
+
+
+def test_a_blocked_trainer_rank_is_named_with_the_line_that_blocks_it(
+    start: Start, model: Path, tmp_path: Path
+) -> None:
+    """Its event loop sleeps in a call of Python; the process is there and answers."""
+    _, *arguments = recipe(model, tmp_path / "runs", "--steps=500", "--generator.replicas=1")
+    run = start([sys.executable, str(BLOCKED), str(tmp_path), *arguments])
+    wait_for_step(run)
+    (tmp_path / "go").touch()
+    run.wait_for(tmp_path / "blocked")
+    since = time.monotonic()
+    chain = r"trainer rank 1 has blocked its event loop for \d+ s; its process \d+ uses \d% of a core"
+    report = ends_with(run, since, chain, tmp_path / "runs")
+    stacks = report.split("--- trainer rank 1\n")[1].split("\n--- ")[0]
+    assert re.search(r"the loop of trainer rank 1\n(.*\n)*.*blocked\.py.*in policy\n\s+time\.sleep", stacks), stacks

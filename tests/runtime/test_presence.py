@@ -1,0 +1,120 @@
+"""What a process can tell of itself."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from monarch_rl.runtime import presence
+from monarch_rl.runtime.presence import KEPT_PER_DEBTOR, Wait
+
+
+@pytest.fixture(autouse=True)
+def nobody() -> Iterator[None]:
+    """Tests share this process."""
+    assert not presence.hearts() and not presence.waits()
+    yield
+    assert not presence.hearts() and not presence.waits()
+
+
+def test_owners_are_told_apart_by_their_loops() -> None:
+    async def act(name: str) -> str:
+        presence.enlist(name)
+        await asyncio.sleep(0)
+        found = presence.owner()
+        presence.dismiss(name)
+        return found
+
+    found: dict[str, str] = {}
+
+    def run(name: str) -> None:
+        found[name] = asyncio.run(act(name))
+
+    threads = [threading.Thread(target=run, args=[name]) for name in ("buffer", "generator 1")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert found == {"buffer": "buffer", "generator 1": "generator 1"}
+
+
+def test_a_thread_waits_for_its_process() -> None:
+    async def act() -> str:
+        presence.enlist("trainer rank 0")
+        found = await asyncio.to_thread(presence.owner)
+        presence.dismiss("trainer rank 0")
+        return found
+
+    assert asyncio.run(act()) == "trainer rank 0"
+    assert presence.owner().startswith("process ")
+
+
+def test_of_many_waits_on_one_process_the_oldest_that_differ_are_told() -> None:
+    async def act() -> list[Wait]:
+        stack = [presence.waiting(f"token {i}", on="generator 0") for i in range(50) for _ in range(3)]
+        stack.append(presence.waiting("a slot", on="buffer"))
+        for block in stack:
+            block.__enter__()
+        found = presence.waits()
+        for block in reversed(stack):
+            block.__exit__(None, None, None)
+        return found
+
+    found = asyncio.run(act())
+    assert [wait.what for wait in found] == [f"token {i}" for i in range(KEPT_PER_DEBTOR)] + ["a slot"]
+
+
+def test_an_account_adds_what_is_not_awaited() -> None:
+    async def act() -> list[Wait]:
+        lease = Wait("buffer", "group 327", "rollout worker 2", time.monotonic(), 60.0)
+        presence.enlist("buffer", account=lambda: [lease])
+        try:
+            return await asyncio.to_thread(presence.waits)
+        finally:
+            presence.dismiss("buffer")
+
+    assert [(wait.what, wait.on) for wait in asyncio.run(act())] == [("group 327", "rollout worker 2")]
+
+
+def test_a_blocked_loop_is_seen_while_it_is_blocked_and_afterwards() -> None:
+    blocked, seen = threading.Event(), threading.Event()
+
+    async def act() -> list[float]:
+        presence.enlist("trainer rank 0")
+        heart, thread = presence.hearts()["trainer rank 0"]
+        assert thread == threading.get_ident()
+        await asyncio.sleep(0.2)
+        assert heart.take() and heart.silent_s() < 10
+        blocked.set()
+        assert seen.wait(30), "nobody saw it"  # what an actor must not do
+        await asyncio.sleep(0.2)
+        lags = heart.take()
+        presence.dismiss("trainer rank 0")
+        return lags
+
+    lags: list[float] = []
+    thread = threading.Thread(target=lambda: lags.extend(asyncio.run(act())))
+    thread.start()
+    assert blocked.wait(10)
+    (heart, _) = presence.hearts()["trainer rank 0"]
+    deadline = time.monotonic() + 20
+    while heart.silent_s() < 0.5 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    silent = heart.silent_s()
+    seen.set()
+    thread.join(10)
+    assert silent >= 0.5
+    assert max(lags) >= 0.5
+
+
+def test_progress_is_counted_by_kind() -> None:
+    before = presence.marks().get("group put")
+    presence.progress("group put")
+    presence.progress("group put")
+    mark = presence.marks()["group put"]
+    assert mark.count == (before.count if before else 0) + 2
+    assert 0 <= time.monotonic() - mark.last < 10

@@ -1,0 +1,172 @@
+"""From who waits for whom to the culprit, and to the sentence that tells it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from monarch_rl.runtime.lookout import Glimpse, ProcessState
+from monarch_rl.runtime.presence import Wait
+from monarch_rl.runtime.stall import Picture, Process, listed, told
+
+NOW = 1000.0
+SILENCE_S = 15.0
+
+
+def process(name: str, *waits: tuple[str, str, float], status: str = "sleeping", **known: float) -> Process:
+    """A process that waits ``(for what, on whom, since how many seconds)``; ``blocked_s`` and others as known."""
+    owed = [Wait(name, what, on, NOW - since, math.inf) for what, on, since in waits]
+    blocked = known.pop("blocked_s", 0.0)
+    glimpse = Glimpse(name, 100, "m", NOW, owed, {}, blocked, [], {})
+    asked = None if name.startswith("the engine") else glimpse
+    return Process(name, 100, "m", asked, state=ProcessState(status, 0.0), **known)
+
+
+def picture(*processes: Process) -> Picture:
+    return Picture({found.name: found for found in processes}, SILENCE_S)
+
+
+def sentence(seen: Picture) -> str:
+    return told(seen.chain(), SILENCE_S)
+
+
+CONTROLLER = process("controller", ("trainer ranks to make step 41", "trainer ranks", 20.0))
+RANK_0 = process("trainer rank 0", ("the batch of step 41", "buffer", 21.0))
+GROUP = "group 327, held by rollout worker 2 (7 of 8 groups of the batch are in)"
+BUFFER = process("buffer", (GROUP, "rollout worker 2", 25.0))
+WORKER_1 = process("rollout worker 1", ("a slot from the buffer", "buffer", 20.0))
+WORKER_2 = process(
+    "rollout worker 2",
+    ("a slot from the buffer", "buffer", 30.0),
+    ("turn 0 of an episode of group 327 from the generators", "generators", 25.0),
+    ("generator 1 to answer a request of group 326", "generator 1", 26.0),
+    ("generator 1 to answer a request of group 327", "generator 1", 25.0),
+)
+GENERATOR_1 = process("generator 1", ("tokens after 9 others", "the engine of generator 1", 25.0))
+ENGINE_1 = process("the engine of generator 1")
+
+
+def test_the_chain_goes_from_the_trainer_to_a_process_that_is_stopped() -> None:
+    stopped = process("generator 1", status="stopped", silent_s=17.0, ended_s=16.0)
+    seen = picture(CONTROLLER, RANK_0, BUFFER, WORKER_1, WORKER_2, stopped)
+    assert seen.culprits() == [stopped]
+    assert sentence(seen) == (
+        "trainer rank 0 has waited 21 s for the batch of step 41; "
+        "buffer has waited 25 s for group 327, held by rollout worker 2 (7 of 8 groups of the batch are in); "
+        "rollout worker 2 has waited 25 s for generator 1 to answer a request of group 327; "
+        "generator 1 stopped answering 17 s ago; its process 100 is stopped"
+    )
+
+
+def test_the_chain_goes_on_into_an_engine() -> None:
+    engine = process("the engine of generator 1", status="stopped", ended_s=16.0)
+    seen = picture(RANK_0, BUFFER, WORKER_2, GENERATOR_1, engine)
+    assert seen.culprits() == [engine]
+    assert sentence(seen).endswith(
+        "generator 1 has waited 25 s for tokens after 9 others; "
+        "the engine of generator 1 has been stopped for 16 s (process 100)"
+    )
+
+
+def test_a_trainer_rank_that_all_wait_for_is_named_by_the_controller() -> None:
+    blocked = process("trainer rank 1", blocked_s=18.0)
+    seen = picture(CONTROLLER, process("trainer rank 0"), blocked, BUFFER)
+    assert seen.culprits() == [blocked]
+    assert sentence(seen) == (
+        "controller has waited 20 s for trainer ranks to make step 41; "
+        "trainer rank 1 has blocked its event loop for 18 s; its process 100 uses 0% of a core"
+    )
+
+
+def test_a_culprit_nobody_waits_for_is_named_all_the_same() -> None:
+    stopped = process("generator 1", status="stopped", silent_s=17.0, ended_s=16.0)
+    seen = picture(RANK_0, process("buffer"), stopped)
+    assert sentence(seen) == "generator 1 stopped answering 17 s ago; its process 100 is stopped"
+
+
+def test_a_machine_on_which_nobody_answers() -> None:
+    lost = process("generator 1", silent_s=17.0)
+    lost.state = None
+    assert picture(lost).culprits() == [lost]
+    assert "nobody on its machine answers" in sentence(picture(lost))
+
+
+@pytest.mark.parametrize(
+    "busy",
+    [
+        process("trainer rank 1", cpu_share=0.9, silent_s=100.0),
+        process("trainer rank 1", cpu_share=0.9, blocked_s=100.0),
+        process("trainer rank 1", silent_s=14.0),
+        process("trainer rank 1", status="stopped", ended_s=3.0),
+    ],
+    ids=["a long call", "a loop at work", "not yet", "stopped just now"],
+)
+def test_who_is_at_work_or_only_late_is_no_culprit(busy: Process) -> None:
+    assert picture(CONTROLLER, busy).culprits() == []
+
+
+def test_who_is_at_work_counts_only_where_the_trainer_waits_for_it() -> None:
+    busy = process("the engine of generator 1", cpu_share=0.9)
+    assert picture(RANK_0, BUFFER, WORKER_2, GENERATOR_1, busy).at_work()
+    assert not picture(RANK_0, BUFFER, WORKER_1, GENERATOR_1, busy).at_work()
+    assert not picture(RANK_0, process("controller", cpu_share=0.9)).at_work()
+
+
+def test_a_wait_for_something_outside_counts_as_work() -> None:
+    outside = process("rollout worker 2", ("the environment's step", "the environment", 40.0))
+    assert picture(RANK_0, BUFFER, outside).at_work()
+    assert sentence(picture(RANK_0, BUFFER, outside)).endswith(
+        "rollout worker 2 answers; its process 100 uses 0% of a core"
+    )
+
+
+def test_a_stall_without_a_culprit_is_told_to_where_it_ends() -> None:
+    seen = picture(CONTROLLER, RANK_0, BUFFER, process("rollout worker 2"))
+    assert seen.culprits() == [] and not seen.at_work()
+    assert sentence(seen).endswith("rollout worker 2 waits for nobody; its process 100 uses 0% of a core")
+
+
+def test_a_circle_is_told_once_around() -> None:
+    circle = process("buffer", ("version 7 to be served", "controller", 30.0))
+    seen = picture(CONTROLLER, RANK_0, circle)
+    assert not seen.at_work()
+    assert sentence(seen).startswith("trainer rank 0 has waited 21 s for the batch of step 41; buffer has waited 30 s")
+
+
+def test_all_processes_and_their_waits_are_listed() -> None:
+    lines = listed([WORKER_2, ENGINE_1], SILENCE_S).splitlines()
+    assert lines[0].startswith("rollout worker 2 (process 100): answers") and len(lines) == 6
+    waited = "rollout worker 2 has waited 25 s for generator 1 to answer a request of group 327"
+    assert f"    {waited} [generator 1]" in lines
+
+
+NAMES = ["trainer rank 0", "controller", *[f"rollout worker {i}" for i in range(6)]]
+
+
+@given(
+    st.dictionaries(st.sampled_from(NAMES), st.lists(st.sampled_from(NAMES), max_size=4)), st.sampled_from(NAMES[2:])
+)
+def test_the_chain_is_a_path_of_waits_that_ends_at_the_culprit(waits: dict[str, list[str]], culprit: str) -> None:
+    """Whatever waits for whom, circles too; and it is there whenever a path is."""
+    everybody = [process(name, *[(on, on, 1.0) for on in waits.get(name, [])]) for name in NAMES if name != culprit]
+    stopped = process(culprit, status="stopped", silent_s=20.0)
+    chain = picture(*everybody, stopped).chain()
+    assert chain[-1].process is stopped
+    for before, link in zip(chain, chain[1:], strict=False):
+        assert link.before is before and link.process.name in waits[before.process.name]
+    assert len({link.process.name for link in chain}) == len(chain)
+
+    open_ends, reached = [name for name in NAMES[:2] if waits.get(name) or name == "controller"], set()
+    while open_ends:
+        name = open_ends.pop()
+        if name not in reached and name != culprit:
+            reached.add(name)
+            open_ends += waits.get(name, [])
+        reached.add(name)
+    if culprit in reached:
+        assert chain[0].process.name in NAMES[:2]
+    else:
+        assert len(chain) == 1

@@ -1,0 +1,248 @@
+"""The watch over real processes that are stopped, blocked, busy or idle; short times, and no torch in them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from monarch.actor import Actor, concurrent_endpoint, current_rank
+
+from monarch_rl.runtime import presence
+from monarch_rl.runtime.cluster import Cluster, launch
+from monarch_rl.runtime.deadlines import DeadlineExceeded, within
+from monarch_rl.runtime.watch import Stalled, watched
+from tests.rollout.test_scoring import wait_until_dead
+
+STALL_S = 1.5
+"""Ten times shorter than the default; a process answers in some milliseconds."""
+PATIENCE_S = 40.0
+"""Seconds for whatever must happen."""
+
+
+class Player(Actor):
+    """A trainer rank or a rollout worker that does what it is told."""
+
+    def __init__(self, kind: str) -> None:
+        presence.enlist(f"{kind} {current_rank().rank}")
+
+    @concurrent_endpoint
+    async def pid(self) -> int:
+        return os.getpid()
+
+    @concurrent_endpoint
+    async def wait(self, what: str, on: str) -> None:
+        await within(600, asyncio.Event().wait(), what, on=on)
+
+    @concurrent_endpoint
+    async def block(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    @concurrent_endpoint
+    async def spin(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            sum(range(1000))
+
+    @concurrent_endpoint
+    async def advance(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            presence.progress("group put")
+            await asyncio.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """One for all tests: each has meshes of its own, and what it killed must not trouble the next."""
+    with launch() as launched:
+        assert launched is not None
+        yield launched
+
+
+async def players(cluster: Cluster, kind: str) -> tuple[list[Any], list[int]]:
+    """Two processes with a player each; handles and pids."""
+    mesh = cluster.spawn(kind.split()[0], 2)
+    actors = mesh.spawn("players", Player, kind)
+    pids = await within(PATIENCE_S, actors.pid.call(), "the players", on="Monarch")
+    return [actors.slice(gpus=rank) for rank in range(2)], [pids.item(gpus=rank, hosts=0) for rank in range(2)]
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        await within(90, test(), "the test", on="the test")
+
+    asyncio.run(bounded())
+
+
+async def stalled(cluster: Cluster, folder: Path, work: Callable[[], Awaitable[Any]]) -> tuple[str, float]:
+    """Do ``work`` until the watch ends it; its message, and the seconds it took."""
+    started = time.monotonic()
+    with pytest.raises(Stalled) as caught:
+        async with watched(cluster, folder, STALL_S):
+            await within(PATIENCE_S, work(), "work that cannot end", on="rollout worker 0")
+    return str(caught.value), time.monotonic() - started
+
+
+@pytest.mark.parametrize("machine", ["this machine", "another machine"])
+def test_a_stopped_process_is_named_and_killed(
+    cluster: Cluster, tmp_path: Path, machine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the controller cannot look at it: then another process that is there does, and kills it."""
+    if machine == "another machine":
+        monkeypatch.setattr("monarch_rl.runtime.lookout.machine", lambda: "the controller's")
+        monkeypatch.delattr("monarch_rl.runtime.lookout.stacks_of")
+        monkeypatch.delattr("monarch_rl.runtime.lookout.kill")
+
+    async def test() -> None:
+        ranks, _ = await players(cluster, "trainer rank")
+        workers, pids = await players(cluster, "rollout worker")
+
+        async def work() -> None:
+            waiting = asyncio.ensure_future(ranks[0].wait.call_one("the batch of step 1", "rollout worker 1"))
+            others = asyncio.ensure_future(workers[0].advance.call_one(PATIENCE_S))  # whatever else goes on
+            await asyncio.sleep(STALL_S)  # it has answered before
+            os.kill(pids[1], signal.SIGSTOP)
+            await asyncio.gather(waiting, others)
+
+        message, _ = await stalled(cluster, tmp_path, work)
+        chain = (
+            r"trainer rank 0 has waited \d+ s for the batch of step 1; rollout worker 1 stopped answering \d+ s ago; "
+        )
+        assert re.match(rf"{chain}its process {pids[1]} is stopped\. Nothing has advanced for \d s\.$", message), (
+            message
+        )
+        await asyncio.to_thread(wait_until_dead, pids[1], 10)
+        (report,) = tmp_path.glob("stall-*.txt")
+        text = report.read_text()
+        assert text.startswith(message) and "--- trainer rank 0\nthread " in text
+        assert f"--- rollout worker 1\nProcess {pids[1]}" in text and "EpollSelector.select" in text
+        assert re.search(r"^rollout worker 0 \(process \d+\): waits for nobody", text, re.MULTILINE)
+
+    run(test)
+
+
+def test_a_culprit_that_is_replaced_does_not_end_the_run(cluster: Cluster, tmp_path: Path) -> None:
+    async def test() -> None:
+        _, pids = await players(cluster, "generator")
+        asked: list[str] = []
+        replaced = asyncio.Event()
+
+        async def recover(culprit: str) -> bool:
+            asked.append(culprit)
+            os.kill(pids[0], signal.SIGCONT)
+            asyncio.get_running_loop().call_later(2 * STALL_S, replaced.set)
+            return True
+
+        async with watched(cluster, tmp_path, STALL_S, recover):
+            await asyncio.sleep(STALL_S)
+            os.kill(pids[0], signal.SIGSTOP)
+            await within(PATIENCE_S, replaced.wait(), "a replacement", on="the test")
+        assert asked == ["generator 0"]
+        assert psutil.Process(pids[0]).is_running()
+
+    run(test)
+
+
+def test_who_computes_is_left_alone_however_long_and_shows_in_the_lag(
+    cluster: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test() -> None:
+        ranks, _ = await players(cluster, "trainer rank")
+        async with watched(cluster, tmp_path, STALL_S) as watch:
+            await within(PATIENCE_S, ranks[0].spin.call_one(5 * STALL_S), "the ranks", on="trainer ranks")
+            lag: dict[str, float] = {}
+            deadline = time.monotonic() + PATIENCE_S
+            while lag.get("loop_lag/trainer_max_ms", 0) < 4 * STALL_S * 1e3:
+                assert time.monotonic() < deadline, lag
+                lag |= watch.loop_lag()
+                await asyncio.sleep(0.1)
+        assert not list(tmp_path.glob("stall-*")), "a report was written"
+        assert re.search(r"the event loop of trainer rank 0 turned \d\.\d s too late", caplog.text)
+
+    run(test)
+
+
+def test_a_deadline_that_passes_leaves_a_report(cluster: Cluster, tmp_path: Path) -> None:
+    """Whoever computes for ever is no culprit for the watch; the deadline ends it, and the report shows where it is."""
+
+    async def test() -> None:
+        ranks, _ = await players(cluster, "trainer rank")
+        with pytest.raises(DeadlineExceeded, match="step 1"):
+            async with watched(cluster, tmp_path, STALL_S):
+                await asyncio.sleep(STALL_S)
+                await within(2 * STALL_S, ranks[0].spin.call_one(10.0), "step 1", on="trainer ranks")
+        (report,) = tmp_path.glob("stall-*.txt")
+        assert re.search(r"trainer rank 0 \(process \d+\): .*its process \d+ uses \d+% of a core", report.read_text())
+
+    run(test)
+
+
+def test_a_blocked_loop_is_named_with_the_line_that_blocks_it(cluster: Cluster, tmp_path: Path) -> None:
+    async def test() -> None:
+        workers, pids = await players(cluster, "rollout worker")
+
+        async def work() -> None:
+            await asyncio.sleep(STALL_S)
+            presence.progress("version published")  # or it would be ended for being stuck
+            await workers[0].block.call_one(600)
+
+        message, _ = await stalled(cluster, tmp_path, work)
+        end = rf"rollout worker 0 has blocked its event loop for \d+ s; its process {pids[0]} uses \d% of a core"
+        assert re.match(rf"controller has waited \d+ s for work that cannot end; {end}", message), message
+        (report,) = tmp_path.glob("stall-*.txt")
+        assert re.search(
+            r"the loop of rollout worker 0\n(.*\n)*.*in block\n\s+time\.sleep\(seconds\)", report.read_text()
+        )
+
+    run(test)
+
+
+def test_a_stall_without_a_culprit_ends_with_the_waits_as_far_as_they_go(cluster: Cluster, tmp_path: Path) -> None:
+    async def test() -> None:
+        ranks, _ = await players(cluster, "trainer rank")
+        workers, _ = await players(cluster, "rollout worker")
+
+        async def work() -> None:
+            waiting = ranks[0].wait.call_one("the batch of step 1", "rollout worker 0")
+            await asyncio.gather(waiting, workers[0].advance.call_one(4 * STALL_S))
+
+        message, seconds = await stalled(cluster, tmp_path, work)
+        assert seconds >= 6 * STALL_S, "it was ended while it advanced"
+        assert "; rollout worker 0 waits for nobody; its process" in message
+
+    run(test)
+
+
+def test_a_blocked_controller_is_ended_at_once(tmp_path: Path) -> None:
+    script = tmp_path / "controller.py"
+    script.write_text(
+        f"""
+import asyncio, pathlib, time
+from monarch_rl.runtime import watch
+from monarch_rl.runtime.cluster import launch
+
+watch.END_S = 1.0
+
+async def main(cluster):
+    async with watch.watched(cluster, pathlib.Path({str(tmp_path)!r}), 1.0):
+        await asyncio.sleep(0.5)
+        time.sleep(600)
+
+with launch() as cluster:
+    asyncio.run(main(cluster))
+"""
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 1, done.stderr
+    assert re.search(r"ending at once\. controller has blocked its event loop for \d+ s", done.stderr), done.stderr
+    assert "time.sleep(600)" in done.stderr
