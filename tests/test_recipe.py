@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.tasks import TaskSettings
@@ -88,7 +89,7 @@ def test_adapters(start: Start, model: Path, tmp_path: Path) -> None:
 
 def test_torchrun_without_lag(start: Start, model: Path, tmp_path: Path) -> None:
     """Trained in float32 and served in bfloat16, as on a GPU, over the transport that is the fastest here."""
-    settings = ["--max-policy-lag=0", "--generator.dtype=bfloat16", "--weights.transport=auto"]
+    settings = ["--buffer.max-policy-lag=0", "--generator.dtype=bfloat16", "--weights.transport=auto"]
     run = start([*TORCHRUN, "--nproc-per-node=4", *recipe(model, tmp_path / "runs", *settings)])
     assert run.wait(RUN_S) == 0, run.output()
     run.assert_gone(GONE_S)
@@ -101,7 +102,7 @@ def test_torchrun_without_lag(start: Start, model: Path, tmp_path: Path) -> None
 def test_two_nodes(start: Start, model: Path, tmp_path: Path) -> None:
     """Two agents play two machines: the first holds the trainer ranks, the second the generators, over RDMA."""
     job = ["--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d", "--local-addr=127.0.0.1"]
-    job += [f"--rdzv-endpoint=127.0.0.1:{free_port()}", *recipe(model, tmp_path / "runs", "--max-policy-lag=1")]
+    job += [f"--rdzv-endpoint=127.0.0.1:{free_port()}", *recipe(model, tmp_path / "runs", "--buffer.max-policy-lag=1")]
     job += ["--weights.transport=rdma", "--weights.delta"]
     agents = [start([*TORCHRUN, *job]) for _ in range(2)]
     most = [0, 0]
@@ -219,7 +220,7 @@ TURNS_OF_16 = RolloutSettings(max_new_tokens=16)
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"max_policy_lag": -1}, ["max-policy-lag must not be negative", "0 is synchronous", "-1"]),
+        ({"buffer": BufferSettings(window=65)}, ["buffer.window 65", "at most max-policy-lag 2 x", "= 64"]),
         ({"steps": 0}, ["steps", "at least 1"]),
         ({"held_out": 201}, ["held-out 201", "task.held-out-size 200"]),
         ({"rollout": RolloutSettings(group_size=1)}, ["rollout.group-size must be at least 2", "advantages"]),
@@ -303,7 +304,7 @@ def on_command_line(*command: str, columns: int = 200) -> subprocess.CompletedPr
     ("arguments", "code", "said"),
     [
         (["--model=no-such/model"], 1, ["error: no such model: no-such/model", "Give a folder with config.json"]),
-        (["--max-policy-lag=-1"], 1, ["error: max-policy-lag must not be negative"]),
+        (["--buffer.max-policy-lag=-1"], 2, ["max-policy-lag must not be negative", "0 is synchronous", "-1"]),
         (["--trainer.ranks=0"], 2, ["trainer.ranks must be at least 1, got 0"]),
         (["--step=3"], 2, ["Unrecognized options: --step", "--steps"]),
     ],

@@ -12,7 +12,8 @@ import pytest
 from monarch.actor import ActorError, this_host
 
 from monarch_rl.buffer.actor import Buffer, BufferClosed
-from monarch_rl.buffer.core import RUN_ENDED, STALE
+from monarch_rl.buffer.ledger import RUN_ENDED, STALE
+from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.episode import Group
 from monarch_rl.runtime.deadlines import DeadlineExceeded, within
 from tests.buffer.helpers import episode, group
@@ -21,10 +22,10 @@ WAIT_S = 30.0
 
 
 @asynccontextmanager
-async def buffer_actor(*args: int) -> AsyncIterator[Any]:
+async def buffer_actor(groups: int, lag: int, version: int = 0, **settings: Any) -> AsyncIterator[Any]:
     procs = this_host().spawn_procs(per_host={"buffer": 1}, name="buffer")
     try:
-        yield procs.spawn("buffer", Buffer, *args)
+        yield procs.spawn("buffer", Buffer, groups, BufferSettings(lag, **{"window": 0, **settings}), version)
     finally:
         await within(20, procs.stop(), "the buffer's process to stop")
 
@@ -50,7 +51,7 @@ def test_steps_through_waiting_calls() -> None:
             await fill(buffer, 4)
             shard = await within(WAIT_S, waiting_take, "the first batch")
             waiting_admit = asyncio.ensure_future(buffer.admit.call_one("worker 1", WAIT_S))
-            assert shard.version == 0 and shard.num_episodes == 4
+            assert shard.version == 0 and shard.unpack().num_episodes == 4
             await buffer.trained.call_one(1)
             counts = await buffer.counts.call_one()
             assert (counts.slots_free, counts.unpublished, counts.trained) == (0, 2, 2)
@@ -120,8 +121,8 @@ def test_shards_hold_each_episode_once_and_all_rewards() -> None:
                 await buffer.admit.call_one("worker 0", WAIT_S)
                 await buffer.put.call_one(one.to_bytes())
             calls = [buffer.take.call_one(0, rank, 2, 12, WAIT_S) for rank in range(2)]
-            shards = await asyncio.gather(*calls)
-            again = await buffer.take.call_one(0, 1, 2, 12, WAIT_S)
+            shards = [shard.unpack() for shard in await asyncio.gather(*calls)]
+            again = (await buffer.take.call_one(0, 1, 2, 12, WAIT_S)).unpack()
             assert again.microbatches[0][0][:2] == shards[1].microbatches[0][0][:2]
             assert len(shards[0].microbatches) == len(shards[1].microbatches)
             places = []

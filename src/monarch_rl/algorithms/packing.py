@@ -12,6 +12,10 @@ def plan_microbatches(lengths: Sequence[int], token_budget: int, dp_size: int) -
     only the wait of a rank with fewer tokens for one with more. The longest episode goes first, each into the
     micro-batch with the fewest tokens (LPT; Graham, 1969), with as few micro-batches as hold them all.
 
+    Any two micro-batches differ by at most the longest episode (the last one put into the larger found it no larger
+    than the other). Micro-batches of like size run at the same time on all ranks, so the waits of a rank, summed over
+    all of its micro-batches, are at most the longest episode too.
+
     Args:
         lengths: tokens of each episode.
         token_budget: tokens that one micro-batch may have.
@@ -41,5 +45,6 @@ def plan_microbatches(lengths: Sequence[int], token_budget: int, dp_size: int) -
             bins[target].append(i)
             tokens[target] += lengths[i]
         if max(tokens) <= token_budget:
-            return [[sorted(bins[k * dp_size + rank]) for k in range(rounds)] for rank in range(dp_size)]
+            by_size = sorted(range(len(bins)), key=lambda b: (-tokens[b], b))
+            return [[sorted(bins[b]) for b in by_size[rank::dp_size]] for rank in range(dp_size)]
         rounds += 1
