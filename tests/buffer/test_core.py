@@ -336,7 +336,7 @@ def test_what_does_not_fit_waits_but_never_what_the_next_batch_needs() -> None:
         assert buffer.reserve(group_id, MIB // 2)
         buffer.put(packed(group_id, [0], nbytes=MIB // 2))
     assert not buffer.reserve(4, 1)
-    with pytest.raises(ValueError, match="group 4 cannot be put: its 1 bytes do not fit .* max-mib 1; reserve"):
+    with pytest.raises(ValueError, match="group 4 cannot be put: its 1 bytes do not fit .* buffer.max-mib 1; reserve"):
         buffer.put(packed(4, [0], nbytes=1))
     for group_id in (0, 1):
         assert buffer.reserve(group_id, MIB)

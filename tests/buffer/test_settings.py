@@ -42,7 +42,7 @@ def test_the_default_window_fits_every_depth(lag: int, groups: int) -> None:
     core = BufferCore(groups, BufferSettings(lag))
     assert core.slots is not None and core.window is not None
     assert groups <= core.slots == (lag + 1) * groups - core.window
-    assert (core.window == 0) == (lag == 0 or groups == 1)
+    assert core.window == max(0, (lag - 1) * groups) // 4
 
 
 def test_one_setting_chooses_the_depth() -> None:

@@ -14,8 +14,9 @@ class BufferSettings:
     """Versions that a trained token may be behind; 0 is synchronous, more keeps the devices busier. None is a stream:
     nothing bounds the lag."""
     window: int | Literal["auto", "greedy"] = "auto"
-    """Groups admitted later that may be trained before a slow one; each costs a slot. `auto`: half a batch, at most
-    max-policy-lag batches; `greedy`: any number, with late drop or mask, or in a stream."""
+    """Groups admitted later that may be trained before a slow one; each costs a slot. `auto`: a quarter of a batch for
+    each version of lag above 1 (benchmarks/buffer_window.py); `greedy`: any number, with late drop or mask, or in a
+    stream."""
     late: Literal["wait", "drop", "mask"] = "wait"
     """What becomes of a group slower than the bound: `wait`: the trainer waits for it; `drop`: it is lost; `mask`: its
     tokens above the bound are. The last two train fewer long answers than were generated."""
@@ -73,7 +74,7 @@ class BufferSettings:
             return None if self.window == "auto" else self.window
         room = self.max_policy_lag * groups_per_step
         if self.window == "auto":
-            return min(groups_per_step // 2, room)
+            return max(0, room - groups_per_step) // 4
         if self.window > room:
             raise ValueError(
                 f"buffer.window {self.window} leaves less than a batch of slots: at most max-policy-lag "
