@@ -154,8 +154,11 @@ class Buffer(Actor):
 
         def settled() -> bool:
             nonlocal batch
+            taken = self._core.taken
             batch = self._core.take(version)
             self._note_order_wait()
+            if self._core.taken > taken:  # others are due next now, and have room whatever is here
+                self._changed.notify_all()
             return batch is not None or self._core.closed
 
         async with self._changed:

@@ -97,9 +97,14 @@ class BufferCore:
         """None is any number."""
         if self.slots is None:
             return None
-        used = len(self._live) + self._taken() + sum(self._unpublished.values())
+        used = len(self._live) + self.taken + sum(self._unpublished.values())
         assert used <= self.slots, f"{used} slots used of {self.slots}"
         return self.slots - used
+
+    @property
+    def taken(self) -> int:
+        """Groups in the batch that is being trained."""
+        return len(self._batch[1]) if self._batch is not None else 0
 
     # -- workers ----------------------------------------------------------------------------------------------
 
@@ -229,7 +234,7 @@ class BufferCore:
         if version != self.version + 1 or self._batch is None:
             raise ValueError(
                 f"version {version} cannot have been trained: the policy is at {self.version} "
-                f"and {self._taken()} groups are taken"
+                f"and {self.taken} groups are taken"
             )
         batch, live = self._batch
         self._ledger.note_trained(len(live), batch.lag_counts)
@@ -286,7 +291,7 @@ class BufferCore:
             wasted_tokens=dict(self._ledger.wasted_tokens),
             playing=playing,
             complete=len(self._live) - playing,
-            taken=self._taken(),
+            taken=self.taken,
             unpublished=sum(self._unpublished.values()),
             slots=self.slots,
             slots_free=self.slots_free,
@@ -345,9 +350,6 @@ class BufferCore:
         return core
 
     # -- inside -----------------------------------------------------------------------------------------------
-
-    def _taken(self) -> int:
-        return len(self._batch[1]) if self._batch is not None else 0
 
     def _given_up(self, group_id: int, attempt: int) -> bool:
         """Nobody expects this play of the group any more: the run ended, or another worker has the group."""
