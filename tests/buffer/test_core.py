@@ -184,6 +184,25 @@ def test_a_window_lets_that_many_groups_pass_and_costs_as_many_slots() -> None:
     assert ids(buffer) == [slow, 3] and not buffer.held_back
 
 
+def test_the_example_of_the_docs() -> None:
+    buffer = core(2, 2, window=2)
+    slow, *others = admit(buffer, 9)
+    assert [slow, *others] == [0, 1, 2, 3]
+    for group_id in (1, 2):
+        buffer.put(packed(group_id, [0]))
+    assert ids(buffer) == [1, 2]
+    buffer.trained(1)
+    buffer.published(1)
+    assert admit(buffer, 9) == [4, 5]
+    buffer.put(packed(3, [0]))
+    buffer.put(packed(4, [1]))
+    assert ids(buffer) is None
+    buffer.put(packed(0, [0, 1]))
+    assert ids(buffer) == [0, 3]
+    buffer.trained(2)
+    assert buffer.counts().lag_counts == [3, 2, 0]
+
+
 def test_the_window_counts_for_every_group_by_itself() -> None:
     buffer = core(1, 4, window=2)
     admit(buffer, 3)
