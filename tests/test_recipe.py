@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from monarch_rl.buffer.ledger import EQUAL_REWARDS, REJECTED
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.rollout.settings import RolloutSettings
@@ -85,6 +86,24 @@ def test_adapters(start: Start, model: Path, tmp_path: Path) -> None:
     config = json.loads(adapter.read_text())
     assert (config["r"], config["base_model_name_or_path"]) == (8, str(model))
     assert adapter.with_name("adapter_model.safetensors").is_file()
+
+
+def test_a_stream_that_filters_and_rejects(start: Start, model: Path, tmp_path: Path) -> None:
+    """Without a bound the buffer still leaves out what its rules say, counts it, and fills the batches."""
+    rules = ["--buffer.max-policy-lag=None", "--buffer.reject-lag=0", "--buffer.drop-equal-rewards"]
+    run = start([sys.executable, *recipe(model, tmp_path / "runs", *rules, "--trainer.loss.lag-discount=0.5")])
+    assert run.wait(RUN_S) == 0, run.output()
+    run.assert_gone(GONE_S)
+    assert_no_traceback(run.output())
+    assert "stream: nothing bounds the lag" in run.output()
+    (file,) = (tmp_path / "runs").glob("*/metrics.jsonl")
+    rows = [row for row in map(json.loads, file.read_text().splitlines()) if "lag/max" in row]
+    assert [row["buffer/trained"] for row in rows] == [8, 16, 24]
+    assert {row["lag/max"] for row in rows} == {0}
+    last = rows[-1]
+    dropped = {name.removeprefix("dropped/"): count for name, count in last.items() if name.startswith("dropped/")}
+    assert dropped and set(dropped) <= {EQUAL_REWARDS, REJECTED}
+    assert last["wasted/tokens"] >= sum(dropped.values()) and last["wasted/seconds"] > 0
 
 
 def test_torchrun_without_lag(start: Start, model: Path, tmp_path: Path) -> None:

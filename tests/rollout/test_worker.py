@@ -146,6 +146,7 @@ def test_scores_that_raise_or_hang_or_crash_cost_their_episode_only(processes: P
                 "score ended its process",
                 "score raised SystemExit",
             }
+            assert stats.failed_tokens == 2 * sum(stats.failed.values())  # a digit and the end
             assert set(stats.failed) == every_group and all(count >= 2 for count in stats.failed.values())
             await s.buffer.close.call_one()
             await within(WAIT_S, playing, "the worker to hear of the end")

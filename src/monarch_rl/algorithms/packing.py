@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 
 
@@ -40,10 +41,12 @@ def plan_microbatches(lengths: Sequence[int], token_budget: int, dp_size: int) -
     while True:
         bins: list[list[int]] = [[] for _ in range(rounds * dp_size)]
         tokens = [0] * len(bins)
+        emptiest = [(0, b) for b in range(len(bins))]
         for i in order:
-            target = min(range(len(bins)), key=lambda b: (tokens[b], b))
+            target = emptiest[0][1]
             bins[target].append(i)
             tokens[target] += lengths[i]
+            heapq.heapreplace(emptiest, (tokens[target], target))
         if max(tokens) <= token_budget:
             by_size = sorted(range(len(bins)), key=lambda b: (-tokens[b], b))
             return [[sorted(bins[b]) for b in by_size[rank::dp_size]] for rank in range(dp_size)]

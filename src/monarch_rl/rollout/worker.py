@@ -245,7 +245,8 @@ class RolloutWorker(Actor):
             self._record(group_id, item, episode)
         if len(episodes) >= min(2, size):
             group = Group(group_id, item.index, episodes, failed=len(lost), attempt=attempt)
-            await self._outbox.put(group_id, attempt, group.to_bytes())
+            data = await asyncio.to_thread(group.to_bytes)
+            await self._outbox.put(group_id, attempt, data)
             self._groups["put"] += 1
         else:
             reason = Counter(episode.reason for episode in lost).most_common(1)[0][0]
