@@ -14,8 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 import tyro
 
-from monarch_rl.buffer.actor import _cut
+from monarch_rl.buffer.actor import cut
+from monarch_rl.buffer.core import Batch
 from monarch_rl.episode import Completion, Episode, Group, Turn
+from monarch_rl.packed import PackedGroup
 from monarch_rl.rollout.tokenizer import Tokenizer
 
 LIMIT_MS = 20.0
@@ -68,13 +70,15 @@ def main(s: Settings) -> None:
     tokenizer = Tokenizer(s.model)
     drawn = groups[0].episodes[0].turns[0].token_ids.tolist()
     budget = 4 * (s.tokens + 200)
-    shard = _cut(groups, 0, 2, budget, 2)[0]
+    packed = [PackedGroup.read(group.to_bytes()) for group in groups]
+    batch = Batch(0, packed, None, np.asarray([sum(group.trainable for group in packed)]))
+    shard = cut(batch, 2, budget)[0]
     work: dict[str, Callable[[], object]] = {
         "rollout worker: tokens of one answer to text": lambda: tokenizer.decode(drawn),
         "rollout worker: 8 answers to text (on a thread)": lambda: [tokenizer.decode(drawn) for _ in range(8)],
         "rollout worker: a group to bytes": groups[0].to_bytes,
-        "buffer: a group from bytes": lambda: Group.from_bytes(data),
-        "buffer: a batch cut into two shards": lambda: _cut(groups, 0, 2, budget, 2),
+        "buffer: a group read": lambda: PackedGroup.read(data),
+        "buffer: a batch cut into two shards": lambda: cut(batch, 2, budget),
         "buffer, trainer: a shard to a pickle and back": lambda: pickle.loads(pickle.dumps(shard)),
     }
     print(f"{s.groups} groups x {s.episodes} episodes x {s.tokens} tokens; {len(data) / 1e6:.2f} MB a group")

@@ -14,6 +14,7 @@ from monarch.actor import concurrent_endpoint
 
 from monarch_rl import pipeline
 from monarch_rl.buffer.actor import Buffer
+from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.episode import Episode, Group, Turn
 from monarch_rl.runtime.cluster import Cluster, init_torch_distributed_env
 from monarch_rl.runtime.deadlines import Patience, within
@@ -86,7 +87,7 @@ class Training:
     @classmethod
     async def start(cls, cluster: Cluster, plan: TrainerPlan, groups: list[Group], steps: int) -> Training:
         """``steps``: most that will be made."""
-        buffer = cluster.spawn("buffer", 1).spawn("buffer", Buffer, len(groups), steps)
+        buffer = cluster.spawn("buffer", 1).spawn("buffer", Buffer, len(groups), BufferSettings(steps))
         mesh = cluster.spawn("trainer", plan.settings.ranks, first_slot=0)
         await init_torch_distributed_env(mesh)
         trainer = mesh.spawn("trainer", TrainerBeside, plan, buffer)

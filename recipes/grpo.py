@@ -6,7 +6,7 @@
 
 Trainer ranks and generator replicas hold different devices. Rollout workers play groups of episodes on the
 generators and put them into a buffer; the trainer takes a batch, makes one optimiser step, and the new weights
-flow to the generators while they decode. No token is trained that is more than max_policy_lag versions old.
+flow to the generators while they decode. No token is trained that is more than buffer.max-policy-lag versions old.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 import tyro
 
 from monarch_rl import pipeline
+from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.generator.settings import GeneratorSettings, check_tp
 from monarch_rl.model_folder import read_config, resolve_model
 from monarch_rl.observe.console import Console
@@ -53,8 +54,6 @@ class Settings:
     """Optimiser steps."""
     groups_per_step: int = 32
     """Prompts of one optimiser step; each is played rollout.group-size times."""
-    max_policy_lag: int = 2
-    """Versions that a trained token may be behind; 0 is synchronous, more keeps the devices busier."""
     held_out: int = 200
     """Held-out items played before and after training."""
     output: Path = Path("runs")
@@ -64,6 +63,7 @@ class Settings:
     the longest recent one, if that is less, but at least 120."""
     stall_s: float = STALL_S
     """Seconds after which a process that cannot go on ends the run, with a report; a stall without one takes twice."""
+    buffer: BufferSettings = field(default_factory=BufferSettings)
     task: TaskSettings = field(default_factory=lambda: TASK)
     trainer: TrainerSettings = field(default_factory=lambda: TrainerSettings(lr=3e-4, lr_warmup_steps=5))
     generator: GeneratorSettings = field(default_factory=GeneratorSettings)
@@ -73,8 +73,6 @@ class Settings:
 
 def check(s: Settings) -> Path:
     """Refuse what cannot work, before anything is spawned; returns the model's folder."""
-    if s.max_policy_lag < 0:
-        raise ValueError(f"max-policy-lag must not be negative (0 is synchronous), got {s.max_policy_lag}")
     if s.groups_per_step < 1 or s.steps < 1 or s.held_out < 1 or min(s.step_deadline_s, s.stall_s) <= 0:
         raise ValueError("groups-per-step, steps and held-out must be at least 1, step-deadline-s and stall-s above 0")
     if s.held_out > s.task.held_out_size:
@@ -83,6 +81,7 @@ def check(s: Settings) -> Path:
         raise ValueError("rollout.group-size must be at least 2: advantages compare the episodes of a group")
     if s.rollout.temperature == 0:
         raise ValueError("rollout.temperature must be above 0: greedy episodes of a group are all the same")
+    s.buffer.window_for(s.groups_per_step)
     episodes = s.groups_per_step * s.rollout.group_size
     if episodes % s.trainer.ranks:
         raise ValueError(
@@ -136,7 +135,7 @@ async def train(cluster: Cluster, s: Settings, model: Path, folder: Path) -> Non
     """The run: start the four kinds of actor, then take, update, publish, repeat."""
     drawn = s.rollout.max_turns * s.rollout.max_new_tokens
     plan = TrainerPlan(model, s.trainer, s.steps, s.rollout.temperature, drawn)
-    buffer = await pipeline.start_buffer(cluster, s.groups_per_step, s.max_policy_lag)
+    buffer = await pipeline.start_buffer(cluster, s.groups_per_step, s.buffer)
     trainer, generators = await asyncio.gather(
         pipeline.start_trainer(cluster, plan, buffer, first_slot=0),
         pipeline.start_generators(cluster, model, s.generator, s.trainer.ranks, s.trainer.lora),
@@ -184,7 +183,7 @@ def main(s: Settings) -> None:
         folder = s.output / f"grpo-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         folder.mkdir(parents=True)
         (folder / "settings.json").write_text(json.dumps(asdict(s), indent=2, default=str))
-        print(pipeline.schedule(s.groups_per_step, s.rollout.group_size, s.max_policy_lag), f"Run folder: {folder}")
+        print(pipeline.schedule(s.groups_per_step, s.rollout.group_size, s.buffer), f"Run folder: {folder}")
         asyncio.run(train(cluster, s, model, folder.resolve()))
 
 

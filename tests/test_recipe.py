@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from monarch_rl.buffer.ledger import EQUAL_REWARDS, REJECTED
+from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.tasks import TaskSettings
@@ -86,9 +88,27 @@ def test_adapters(start: Start, model: Path, tmp_path: Path) -> None:
     assert adapter.with_name("adapter_model.safetensors").is_file()
 
 
+def test_a_stream_that_filters_and_rejects(start: Start, model: Path, tmp_path: Path) -> None:
+    """Without a bound the buffer still leaves out what its rules say, counts it, and fills the batches."""
+    rules = ["--buffer.max-policy-lag=None", "--buffer.reject-lag=0", "--buffer.drop-equal-rewards"]
+    run = start([sys.executable, *recipe(model, tmp_path / "runs", *rules, "--trainer.loss.lag-discount=0.5")])
+    assert run.wait(RUN_S) == 0, run.output()
+    run.assert_gone(GONE_S)
+    assert_no_traceback(run.output())
+    assert "stream: nothing bounds the lag" in run.output()
+    (file,) = (tmp_path / "runs").glob("*/metrics.jsonl")
+    rows = [row for row in map(json.loads, file.read_text().splitlines()) if "lag/max" in row]
+    assert [row["buffer/trained"] for row in rows] == [8, 16, 24]
+    assert {row["lag/max"] for row in rows} == {0}
+    last = rows[-1]
+    dropped = {name.removeprefix("dropped/"): count for name, count in last.items() if name.startswith("dropped/")}
+    assert dropped and set(dropped) <= {EQUAL_REWARDS, REJECTED}
+    assert last["wasted/tokens"] >= sum(dropped.values()) and last["wasted/seconds"] > 0
+
+
 def test_torchrun_without_lag(start: Start, model: Path, tmp_path: Path) -> None:
     """Trained in float32 and served in bfloat16, as on a GPU, over the transport that is the fastest here."""
-    settings = ["--max-policy-lag=0", "--generator.dtype=bfloat16", "--weights.transport=auto"]
+    settings = ["--buffer.max-policy-lag=0", "--generator.dtype=bfloat16", "--weights.transport=auto"]
     run = start([*TORCHRUN, "--nproc-per-node=4", *recipe(model, tmp_path / "runs", *settings)])
     assert run.wait(RUN_S) == 0, run.output()
     run.assert_gone(GONE_S)
@@ -101,7 +121,7 @@ def test_torchrun_without_lag(start: Start, model: Path, tmp_path: Path) -> None
 def test_two_nodes(start: Start, model: Path, tmp_path: Path) -> None:
     """Two agents play two machines: the first holds the trainer ranks, the second the generators, over RDMA."""
     job = ["--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d", "--local-addr=127.0.0.1"]
-    job += [f"--rdzv-endpoint=127.0.0.1:{free_port()}", *recipe(model, tmp_path / "runs", "--max-policy-lag=1")]
+    job += [f"--rdzv-endpoint=127.0.0.1:{free_port()}", *recipe(model, tmp_path / "runs", "--buffer.max-policy-lag=1")]
     job += ["--weights.transport=rdma", "--weights.delta"]
     agents = [start([*TORCHRUN, *job]) for _ in range(2)]
     most = [0, 0]
@@ -230,7 +250,7 @@ TURNS_OF_16 = RolloutSettings(max_new_tokens=16)
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"max_policy_lag": -1}, ["max-policy-lag must not be negative", "0 is synchronous", "-1"]),
+        ({"buffer": BufferSettings(window=65)}, ["buffer.window 65", "at most max-policy-lag 2 x", "= 64"]),
         ({"steps": 0}, ["steps", "at least 1"]),
         ({"held_out": 201}, ["held-out 201", "task.held-out-size 200"]),
         ({"rollout": RolloutSettings(group_size=1)}, ["rollout.group-size must be at least 2", "advantages"]),
@@ -314,7 +334,7 @@ def on_command_line(*command: str, columns: int = 200) -> subprocess.CompletedPr
     ("arguments", "code", "said"),
     [
         (["--model=no-such/model"], 1, ["error: no such model: no-such/model", "Give a folder with config.json"]),
-        (["--max-policy-lag=-1"], 1, ["error: max-policy-lag must not be negative"]),
+        (["--buffer.max-policy-lag=-1"], 2, ["max-policy-lag must not be negative", "0 is synchronous", "-1"]),
         (["--trainer.ranks=0"], 2, ["trainer.ranks must be at least 1, got 0"]),
         (["--step=3"], 2, ["Unrecognized options: --step", "--steps"]),
     ],

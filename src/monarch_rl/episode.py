@@ -4,20 +4,18 @@ Shapes: ``n`` is the number of tokens of a turn. Tokens are stored as arrays per
 token. Token-in, token-out: ``token_ids`` are the ids the engine was given and the ids it drew; text is never
 tokenised a second time.
 
-A :class:`Group` (all episodes of one prompt) crosses processes and disks as bytes: safetensors for the arrays
-and JSON, in the safetensors header, for the rest.
+A :class:`Group` (all episodes of one prompt) crosses processes and disks as bytes, without pickle
+(``packed.py``): a JSON header with what deciding about a group needs, then each episode by itself, so that it can be
+handed on without being read.
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import load, save
 
-FORMAT_VERSION = 1
 NO_VERSION = -1
 """``policy_versions`` of a token that no policy drew (prompt and environment tokens)."""
 
@@ -67,6 +65,28 @@ class Turn:
         lengths = {len(self.token_ids), len(self.logprobs), len(self.policy_versions), len(self.trainable)}
         if len(lengths) != 1:
             raise ValueError(f"the arrays of a turn must have one length, got {sorted(lengths)}")
+
+    @property
+    def runs(self) -> list[tuple[int, int, bool]]:
+        """The turn cut into runs of one version and trainability: ``(tokens, policy version, trainable)``."""
+        if not len(self.token_ids):
+            return []
+        changes = (np.diff(self.policy_versions) != 0) | (self.trainable[1:] != self.trainable[:-1])
+        starts = [0, *(np.flatnonzero(changes) + 1).tolist()]
+        ends = [*starts[1:], len(self.token_ids)]
+        return [
+            (end - start, int(self.policy_versions[start]), bool(self.trainable[start]))
+            for start, end in zip(starts, ends, strict=True)
+        ]
+
+    @classmethod
+    def from_runs(cls, runs: list[tuple[int, int, bool]], token_ids: np.ndarray, drawn: np.ndarray) -> Turn:
+        """The inverse of :attr:`runs`; ``drawn`` are the log-probs of the trainable tokens, float32."""
+        lengths, versions, trainable = zip(*runs, strict=True) if runs else ((), (), ())
+        mask = np.repeat(np.asarray(trainable, bool), lengths)
+        logprobs = np.zeros(len(token_ids), np.float32)
+        logprobs[mask] = drawn
+        return cls(token_ids, logprobs, np.repeat(np.asarray(versions, np.int32), lengths), mask)
 
     @classmethod
     def from_completion(cls, context_ids: list[int], completion: Completion) -> Turn:
@@ -140,6 +160,10 @@ class Group:
     task_index: int
     """Which item of the training set the prompt is."""
     episodes: list[Episode]
+    failed: int = 0
+    """Episodes that were begun, failed and are not here."""
+    attempt: int = 0
+    """How often the group was begun anew because its worker was lost; with ``group_id`` it names a lease."""
 
     @property
     def rewards(self) -> np.ndarray:
@@ -153,44 +177,18 @@ class Group:
         return min(versions, default=None)
 
     def to_bytes(self) -> bytes:
-        """The flat, versioned form: safetensors arrays with a JSON header, no pickle."""
-        turns = [turn for episode in self.episodes for turn in episode.turns]
-        header = {
-            "format": FORMAT_VERSION,
-            "group_id": self.group_id,
-            "task_index": self.task_index,
-            "episodes": [
-                {
-                    "turns": [len(turn.token_ids) for turn in episode.turns],
-                    "reward": episode.reward,
-                    "finish_reason": episode.finish_reason,
-                    "info": episode.info,
-                }
-                for episode in self.episodes
-            ],
-        }
-        names = ("token_ids", "logprobs", "policy_versions", "trainable")
-        empty = Turn(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), np.zeros(0, bool))
-        arrays = {name: np.concatenate([getattr(turn, name) for turn in (turns or [empty])]) for name in names}
-        return save(arrays, metadata={"group": json.dumps(header)})
+        """The flat, versioned form (:mod:`monarch_rl.packed`). Raises ValueError if a log-prob is not 0 where not
+        trainable: it would be lost."""
+        from monarch_rl.packed import pack_group  # needs the types of this module
+
+        return pack_group(self)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Group:
-        """Read :meth:`to_bytes`. Raises ValueError on another format version."""
-        length = int.from_bytes(data[:8], "little")
-        header = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["group"])
-        if header["format"] != FORMAT_VERSION:
-            raise ValueError(f"group format {header['format']} cannot be read here, only {FORMAT_VERSION}")
-        arrays = load(data)
-        episodes, start = [], 0
-        for entry in header["episodes"]:
-            turns = []
-            for size in entry["turns"]:
-                cut = slice(start, start + size)
-                turns.append(Turn(**{name: array[cut] for name, array in arrays.items()}))
-                start += size
-            episodes.append(Episode(turns, entry["reward"], entry["finish_reason"], entry["info"]))
-        return cls(header["group_id"], header["task_index"], episodes)
+        """Read :meth:`to_bytes`. Raises ValueError on another format version, or if bytes are missing."""
+        from monarch_rl.packed import PackedGroup  # needs the types of this module
+
+        return PackedGroup.read(data).unpack()
 
 
 @dataclass(slots=True)

@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,13 +25,15 @@ from monarch.actor import ProcMesh
 
 from monarch_rl.adapter import FULL_TRAINING, LoraSettings
 from monarch_rl.buffer.actor import Buffer
+from monarch_rl.buffer.ledger import Counts
+from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.generator.actor import Generator
 from monarch_rl.generator.router import Router
 from monarch_rl.generator.settings import GeneratorSettings, resolve_dtype
 from monarch_rl.publishing import Publisher, Routing
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.tasks import TaskSettings
-from monarch_rl.rollout.worker import Evaluation, RolloutWorker
+from monarch_rl.rollout.worker import Evaluation, RolloutWorker, WorkerStats
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.cluster import Cluster, init_torch_distributed_env
 from monarch_rl.runtime.deadlines import Patience, within
@@ -51,10 +54,10 @@ HELD_OUT_ITEM_S = 30.0
 T = TypeVar("T")
 
 
-async def start_buffer(cluster: Cluster, groups_per_step: int, max_policy_lag: int) -> Any:
+async def start_buffer(cluster: Cluster, groups_per_step: int, settings: BufferSettings) -> Any:
     """Spawn the buffer actor on the first host."""
     mesh = cluster.spawn("buffer", 1)
-    return mesh.spawn("buffer", Buffer, groups_per_step, max_policy_lag)
+    return mesh.spawn("buffer", Buffer, groups_per_step, settings)
 
 
 async def start_trainer(cluster: Cluster, plan: TrainerPlan, buffer: Any, first_slot: int) -> Any:
@@ -131,13 +134,22 @@ def served_dtype(settings: GeneratorSettings, cluster: Cluster) -> str:
     return resolve_dtype(settings.dtype, cluster.devices.kind == "cuda")
 
 
-def schedule(groups_per_step: int, group_size: int, max_policy_lag: int) -> str:
-    """The schedule that the settings amount to, as a sentence for the start of a run."""
-    slots = (max_policy_lag + 1) * groups_per_step
-    return (
-        f"{groups_per_step} prompts x {group_size} episodes = {groups_per_step * group_size} episodes a step; "
-        f"lag <= {max_policy_lag}; buffer of {slots} groups."
-    )
+def schedule(groups_per_step: int, group_size: int, buffer: BufferSettings) -> str:
+    """The schedule that the settings amount to, in sentences for the start of a run."""
+    slots, window = buffer.slots_for(groups_per_step), buffer.window_for(groups_per_step)
+    order = "any number of groups may" if window is None else f"at most {window} groups may"
+    batch = f"{groups_per_step} prompts x {group_size} episodes = {groups_per_step * group_size} episodes a step; "
+    if slots is None:
+        return (
+            f"{batch}stream: nothing bounds the lag. Tokens may be trained however old they are, above all where "
+            f"generators are faster than the trainer; {order} overtake another."
+        )
+    late = {
+        "wait": "the trainer waits for it then",
+        "drop": "a group above the bound is dropped",
+        "mask": "tokens above the bound are not trained",
+    }[buffer.late]
+    return f"{batch}lag <= {buffer.max_policy_lag}; buffer of {slots} groups; {order} overtake another: {late}."
 
 
 async def update(trainer: Any, buffer: Any, version: int, patience: Patience) -> list[dict[str, float]]:
@@ -209,24 +221,26 @@ class Observer:
         self._buffer = buffer
         self._rollouts = rollouts
         self._then = 0.0
-        self._engines: dict[int, tuple[int, float]] = {}
-        """Tokens drawn and seconds busy so far, of each replica that is there."""
+        self._engines: dict[int, _Engine] = {}
+        """The replicas that are there."""
+        self._drawn, self._device_s = 0, 0.0
+        """Tokens drawn by all replicas, and seconds that their devices were busy, since ``begin``."""
 
     async def begin(self) -> None:
         """Start the clock: rates and shares of the first step count from here."""
         self._then, self._engines = time.perf_counter(), await self._ask_engines()
 
-    async def _ask_engines(self) -> dict[int, tuple[int, float]]:
+    async def _ask_engines(self) -> dict[int, _Engine]:
         """A replica that is lost meanwhile is left out: what happens to it is the publisher's to say."""
 
-        async def ask(index: int, generator: Any) -> tuple[int, tuple[int, float]] | None:
+        async def ask(index: int, generator: Any) -> tuple[int, _Engine] | None:
             try:
                 call, name = generator.stats.call_one(), f"generator {index}"
                 found = await within(CALL_DEADLINE_S, call, f"the figures of {name}", on=name)
             except Exception as error:
                 logger.warning("no figures of generator %d: %s", index, str(error).splitlines()[0])
                 return None
-            return index, (found["generated_tokens"], found["busy_seconds"])
+            return index, _Engine(found["generated_tokens"], found["busy_seconds"], found["devices"])
 
         asked = [ask(index, generator) for index, generator in self._publisher.generators.items()]
         return dict(answer for answer in await asyncio.gather(*asked) if answer)
@@ -248,14 +262,15 @@ class Observer:
         engines = await self._ask_engines()
         now = time.perf_counter()
         elapsed = now - self._then
-        both = [(*self._engines.get(index, (0, 0.0)), *found) for index, found in engines.items()]
-        tokens = sum(after - before for before, _, after, _ in both)
-        busy = sum(after - before for _, before, _, after in both)
+        since = [found.since(self._engines.get(index)) for index, found in engines.items()]
+        tokens, busy = sum(one.tokens for one in since), sum(one.busy_s for one in since)
+        self._drawn += tokens
+        self._device_s += sum(one.busy_s * one.devices for one in since)
         values = {_metric_name(name): value for name, value in trained[0].items()}
         values["time/step_s"] = elapsed
         computing = float(np.mean([rank["step_s"] for rank in trained])) + (swap.snapshot_s if swap else 0.0)
         values["trainer/idle_share"] = max(0.0, 1.0 - computing / elapsed)
-        values["generator/idle_share"] = max(0.0, 1.0 - busy / (elapsed * max(len(both), 1)))
+        values["generator/idle_share"] = max(0.0, 1.0 - busy / (elapsed * max(len(since), 1)))
         values["generator/replicas"] = float(len(self._publisher.generators))
         values["tokens_per_second"] = tokens / elapsed
         if swap is not None:
@@ -266,14 +281,38 @@ class Observer:
             values["weights/served_version"] = swap.version
         values["buffer/admitted"] = counts.admitted
         values["buffer/trained"] = counts.trained
-        lost = Counter(counts.dropped)
-        for worker in stats.values():
-            lost.update({f"episode {reason}": count for reason, count in worker.failed.items()})
-        values |= {f"dropped/{reason}": float(count) for reason, count in lost.items()}
+        values["buffer/mib"] = counts.nbytes / 2**20
+        values["buffer/order_waits"] = counts.order_waits
+        values["buffer/order_wait_s"] = counts.order_wait_s
+        values |= self._lost(counts, list(stats.values()))
         self._then, self._engines = now, engines
         with self._rollouts.open("a") as file:
             file.writelines(json.dumps(sample) + "\n" for batch in samples.values() for sample in batch)
         return values
+
+    def _lost(self, counts: Counts, workers: list[WorkerStats]) -> dict[str, float]:
+        """What was drawn and is not trained: groups and episodes by reason, tokens, and their share of the devices."""
+        lost = Counter(counts.dropped)
+        for worker in workers:
+            lost.update({f"episode {reason}": count for reason, count in worker.failed.items()})
+        tokens = sum(counts.wasted_tokens.values()) + sum(worker.failed_tokens for worker in workers)
+        values = {f"dropped/{reason}": float(count) for reason, count in lost.items()}
+        values |= {f"wasted/{reason}_tokens".replace(" ", "_"): float(n) for reason, n in counts.wasted_tokens.items()}
+        return values | {"wasted/tokens": tokens, "wasted/seconds": tokens * self._device_s / max(self._drawn, 1)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Engine:
+    """What a replica has done."""
+
+    tokens: int
+    busy_s: float
+    devices: int
+
+    def since(self, before: _Engine | None) -> _Engine:
+        if before is None:
+            return self
+        return _Engine(self.tokens - before.tokens, self.busy_s - before.busy_s, self.devices)
 
 
 _GROUPED = {

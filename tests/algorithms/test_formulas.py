@@ -108,3 +108,9 @@ def test_token_weights(lengths: list[int], max_tokens: int) -> None:
 def test_an_unknown_aggregation_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown aggregation 'mean'"):
         aggregation.token_weights(torch.ones(1), "mean", batch_tokens=1, batch_episodes=1, max_tokens=1)  # type: ignore[arg-type]
+
+
+@given(st.lists(st.integers(0, 9), max_size=40), st.floats(0, 1))
+def test_lag_discount(lags: list[int], factor: float) -> None:
+    found = corrections.lag_discount(torch.tensor(lags, dtype=torch.int64), factor).numpy()
+    np.testing.assert_allclose(found, [np.prod([factor] * lag) for lag in lags], rtol=1e-4, atol=1e-30)

@@ -1,12 +1,17 @@
-"""Groups made of versions only."""
+"""Groups made of versions only, and cores that are settled in a line."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
+from monarch_rl.buffer.core import BufferCore
+from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.episode import Completion, Episode, Group, Turn
+from monarch_rl.packed import PackedEpisode, PackedGroup
 
 
 def episode(versions: Sequence[int], reward: float = 0.0, prompt: int = 2) -> Episode:
@@ -17,4 +22,22 @@ def episode(versions: Sequence[int], reward: float = 0.0, prompt: int = 2) -> Ep
 
 
 def group(group_id: int, *versions: Sequence[int]) -> Group:
+    """An episode for each list of versions, with rewards 0, 1, ..."""
     return Group(group_id, group_id, [episode(v, reward=float(i)) for i, v in enumerate(versions)])
+
+
+def packed(
+    group_id: int, *versions: Sequence[int], attempt: int = 0, failed: int = 0, equal: bool = False, nbytes: int = 0
+) -> PackedGroup:
+    """What the buffer reads of :func:`group`'s bytes, without them. ``equal``: all rewards are."""
+    episodes = [
+        PackedEpisode(0.0 if equal else float(i), 2 + len(v), dict(Counter(v)), b"") for i, v in enumerate(versions)
+    ]
+    return PackedGroup(group_id, group_id, episodes, failed, attempt, bytes(nbytes))
+
+
+def core(groups_per_step: int, max_policy_lag: int | None, version: int = 0, **settings: Any) -> BufferCore:
+    """A core in strict order unless ``settings`` say otherwise."""
+    if settings.get("late", "wait") == "wait":
+        settings.setdefault("window", 0)
+    return BufferCore(groups_per_step, BufferSettings(max_policy_lag, **settings), version)

@@ -12,8 +12,10 @@ import pytest
 from monarch.actor import ActorError, this_host
 
 from monarch_rl.buffer.actor import Buffer, BufferClosed
-from monarch_rl.buffer.core import RUN_ENDED, STALE
+from monarch_rl.buffer.ledger import PLAYED_AGAIN, RUN_ENDED, STALE
+from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.episode import Group
+from monarch_rl.rollout.outbox import Outbox
 from monarch_rl.runtime.deadlines import DeadlineExceeded, within
 from tests.buffer.helpers import episode, group
 
@@ -21,10 +23,10 @@ WAIT_S = 30.0
 
 
 @asynccontextmanager
-async def buffer_actor(*args: int) -> AsyncIterator[Any]:
+async def buffer_actor(groups: int, lag: int, version: int = 0, **settings: Any) -> AsyncIterator[Any]:
     procs = this_host().spawn_procs(per_host={"buffer": 1}, name="buffer")
     try:
-        yield procs.spawn("buffer", Buffer, *args)
+        yield procs.spawn("buffer", Buffer, groups, BufferSettings(lag, **{"window": 0, **settings}), version)
     finally:
         await within(20, procs.stop(), "the buffer's process to stop")
 
@@ -50,7 +52,7 @@ def test_steps_through_waiting_calls() -> None:
             await fill(buffer, 4)
             shard = await within(WAIT_S, waiting_take, "the first batch")
             waiting_admit = asyncio.ensure_future(buffer.admit.call_one("worker 1", WAIT_S))
-            assert shard.version == 0 and shard.num_episodes == 4
+            assert shard.version == 0 and shard.unpack().num_episodes == 4
             await buffer.trained.call_one(1)
             counts = await buffer.counts.call_one()
             assert (counts.slots_free, counts.unpublished, counts.trained) == (0, 2, 2)
@@ -120,8 +122,8 @@ def test_shards_hold_each_episode_once_and_all_rewards() -> None:
                 await buffer.admit.call_one("worker 0", WAIT_S)
                 await buffer.put.call_one(one.to_bytes())
             calls = [buffer.take.call_one(0, rank, 2, 12, WAIT_S) for rank in range(2)]
-            shards = await asyncio.gather(*calls)
-            again = await buffer.take.call_one(0, 1, 2, 12, WAIT_S)
+            shards = [shard.unpack() for shard in await asyncio.gather(*calls)]
+            again = (await buffer.take.call_one(0, 1, 2, 12, WAIT_S)).unpack()
             assert again.microbatches[0][0][:2] == shards[1].microbatches[0][0][:2]
             assert len(shards[0].microbatches) == len(shards[1].microbatches)
             places = []
@@ -157,3 +159,113 @@ def test_slots_of_stale_groups_go_to_waiting_workers() -> None:
             assert counts.dropped == {STALE: 1}
 
     run(test)
+
+
+def test_groups_of_a_lost_worker_go_to_another_and_its_late_puts_are_ignored() -> None:
+    async def test() -> None:
+        async with buffer_actor(2, 0) as buffer:
+            tickets = [await buffer.admit.call_one("worker 0", WAIT_S) for _ in range(2)]
+            await buffer.put.call_one(group(0, [0], [0]).to_bytes())
+            waiting = asyncio.ensure_future(buffer.admit.call_one("worker 1", WAIT_S))
+            assert await buffer.release.call_one("worker 0") == [1]
+            ticket = await within(WAIT_S, waiting, "the lost worker's group")
+            assert (ticket.group_id, ticket.task_cursor, ticket.attempt) == (1, tickets[1].task_cursor, 1)
+            assert "held: group 1 by worker 1" in await buffer.report.call_one()
+            await buffer.put.call_one(group(1, [0], [0]).to_bytes())  # worker 0 was only slow
+            await buffer.drop.call_one(1, "score hung")
+            counts = await buffer.counts.call_one()
+            assert (counts.playing, counts.wasted_tokens, counts.dropped) == (1, {PLAYED_AGAIN: 2}, {})
+            assert "held: group 1 by worker 1" in await buffer.report.call_one()
+            again = group(1, [0], [0])
+            again.attempt = 1
+            await buffer.put.call_one(again.to_bytes())
+            shard = await buffer.take.call_one(0, 0, 1, 64, WAIT_S)
+            assert shard.unpack().num_episodes == 4
+
+    run(test)
+
+
+def test_waits_for_a_slow_group_are_counted() -> None:
+    async def test() -> None:
+        async with buffer_actor(1, 2) as buffer:
+            await buffer.admit.call_one("worker 0", WAIT_S)
+            take = asyncio.ensure_future(buffer.take.call_one(0, 0, 1, 64, WAIT_S))
+            await fill(buffer, 2)
+            await buffer.put.call_one(group(0, [0]).to_bytes())
+            await within(WAIT_S, take, "the batch")
+            counts = await buffer.counts.call_one()
+            assert counts.order_waits == 1 and 0 < counts.order_wait_s < WAIT_S
+            await buffer.trained.call_one(1)
+            await buffer.take.call_one(1, 0, 1, 64, WAIT_S)
+            assert (await buffer.counts.call_one()).order_waits == 1
+
+    run(test)
+
+
+def large(group_id: int) -> bytes:
+    """Some 0.6 MiB."""
+    return group(group_id, [0] * 75_000).to_bytes()
+
+
+def test_a_group_without_room_waits_at_its_worker() -> None:
+    async def test() -> None:
+        async with buffer_actor(1, 3, max_mib=1) as buffer:
+            outbox = Outbox(buffer, "worker 0", WAIT_S)
+            for _ in range(4):
+                await buffer.admit.call_one("worker 0", WAIT_S)
+            await outbox.put(1, 0, large(1))
+            waiting = asyncio.ensure_future(outbox.put(2, 0, large(2)))
+            with pytest.raises(ActorError) as failure:
+                await buffer.reserve.call_one(3, 0, 2**20, "worker 0", 0.1)
+            message = str(failure.value.exception)
+            assert "worker 0 waited 0.1 s for room for the 1048576 bytes of group 3" in message and "0.6 MiB" in message
+            with pytest.raises(ActorError, match="group 3 cannot be put: .* reserve room first"):
+                await buffer.put.call_one(large(3))
+            counts = await buffer.counts.call_one()
+            assert counts.complete == 1 and counts.nbytes < 2**20 and not waiting.done()
+            await outbox.put(0, 0, large(0))  # the next batch's: it has room, whoever waits
+            await buffer.take.call_one(0, 0, 1, 10**6, WAIT_S)
+            assert not waiting.done()
+            await buffer.trained.call_one(1)
+            await buffer.take.call_one(1, 0, 1, 10**6, WAIT_S)
+            await within(WAIT_S, waiting, "room for the group that is due next")
+
+    run(test)
+
+
+def test_an_outbox_hands_on_what_the_buffer_refuses() -> None:
+    async def test() -> None:
+        async with buffer_actor(1, 1) as buffer:
+            outbox = Outbox(buffer, "worker 0", WAIT_S)
+            with pytest.raises(ActorError, match="group 5 cannot be given room: it is not admitted"):
+                await within(WAIT_S, outbox.put(5, 0, group(5, [0]).to_bytes()), "the refusal")
+            await buffer.admit.call_one("worker 0", WAIT_S)
+            await within(WAIT_S, outbox.put(0, 0, group(0, [0]).to_bytes()), "a put after a refusal")
+
+    run(test)
+
+
+def test_groups_that_are_complete_at_once_travel_in_one_call() -> None:
+    async def test() -> None:
+        async with buffer_actor(8, 0) as buffer:
+            counting = CountingBuffer(buffer)
+            outbox = Outbox(counting, "worker 0", WAIT_S)
+            ids = [(await buffer.admit.call_one("worker 0", WAIT_S)).group_id for _ in range(8)]
+            await asyncio.gather(*(outbox.put(i, 0, group(i, [0]).to_bytes()) for i in ids))
+            assert counting.puts == [8]
+            assert (await buffer.counts.call_one()).complete == 8
+
+    run(test)
+
+
+class CountingBuffer:
+    """The handle, and how many groups each put carried."""
+
+    def __init__(self, buffer: Any) -> None:
+        self.offer, self.reserve, self.puts = buffer.offer, buffer.reserve, list[int]()
+        self._put = buffer.put
+        self.put = self
+
+    def call_one(self, *groups: bytes) -> Any:
+        self.puts.append(len(groups))
+        return self._put.call_one(*groups)

@@ -4,276 +4,391 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from monarch_rl.buffer.core import RUN_ENDED, STALE, BufferCore, token_lags
-from monarch_rl.episode import Group
-from tests.buffer.helpers import group
-
-
-class AnyOrder(RuleBasedStateMachine):
-    """Admissions, puts, drops, takes, training and publication in any order.
-
-    The generators are modelled as the buffer's premise states: a token of a group is drawn by any version from the
-    one published when the group was admitted up to the newest trained one (a replica may commit a version before all
-    did, that is, before it is published).
-    """
-
-    @initialize(k=st.integers(1, 4), lag=st.integers(0, 3), version=st.sampled_from([0, 7]))
-    def start(self, k: int, lag: int, version: int) -> None:
-        self.core = BufferCore(k, lag, version=version)
-        self.k, self.lag, self.first = k, lag, version
-        self.playing: dict[int, int] = {}  # group id -> version published at its admission
-        self.taken: list[int] = []
-        self.order: list[int] = []  # of training
-        self.dropped: list[int] = []
-        self.tokens = [0] * (lag + 1)
-
-    @rule()
-    def admit(self) -> None:
-        free = self.core.slots_free
-        ticket = self.core.admit()
-        assert (ticket is not None) == (free > 0)
-        if ticket is not None:
-            self.playing[ticket.group_id] = self.core.published_version
-
-    def _versions(self, data: st.DataObject, group_id: int) -> list[int]:
-        span = st.integers(self.playing[group_id], self.core.version)
-        return sorted(data.draw(st.lists(span, min_size=1, max_size=3)))
-
-    @precondition(lambda self: self.playing)
-    @rule(data=st.data())
-    def put(self, data: st.DataObject) -> None:
-        group_id = data.draw(st.sampled_from(sorted(self.playing)))
-        self.core.put(group(group_id, self._versions(data, group_id), self._versions(data, group_id)))
-        del self.playing[group_id]
-
-    @precondition(lambda self: self.playing)
-    @rule(data=st.data(), reason=st.sampled_from(["score hung", "score raised"]))
-    def drop(self, data: st.DataObject, reason: str) -> None:
-        group_id = data.draw(st.sampled_from(sorted(self.playing)))
-        self.core.drop(group_id, reason)
-        del self.playing[group_id]
-        self.dropped.append(group_id)
-
-    @rule()
-    def take(self) -> None:
-        batch = self.core.take(self.core.version)
-        assert batch is None or batch is self.core.take(self.core.version)
-        self.taken = [g.group_id for g in batch or []]
-
-    @precondition(lambda self: self.taken)
-    @rule()
-    def train(self) -> None:
-        batch = self.core.take(self.core.version)
-        assert batch is not None and [g.group_id for g in batch] == self.taken and len(batch) == self.k
-        for g in batch:
-            for e in g.episodes:
-                for version in e.policy_versions[e.trainable]:
-                    lag = self.core.version - int(version)
-                    assert 0 <= lag <= self.lag
-                    self.tokens[lag] += 1
-        self.core.trained(self.core.version + 1)
-        self.order += self.taken
-        self.taken = []
-
-    @rule(data=st.data())
-    def publish(self, data: st.DataObject) -> None:
-        self.core.published(data.draw(st.integers(self.core.published_version, self.core.version)))
-
-    @rule(data=st.data())
-    def everything_that_can_complete_completes(self, data: st.DataObject) -> None:
-        """Then the trainer gets its batch: nothing starves it."""
-        for group_id in sorted(self.playing):
-            self.core.put(group(group_id, self._versions(data, group_id)))
-        self.playing = {}
-        if self.taken:
-            self.train()
-        self.core.published(self.core.version)
-        while (ticket := self.core.admit()) is not None:
-            self.core.put(group(ticket.group_id, [self.core.version]))
-        self.take()
-        assert self.taken
-
-    @invariant()
-    def slots_in_are_slots_out(self) -> None:
-        counts = self.core.counts()
-        held = counts.playing + counts.complete + counts.taken + counts.unpublished
-        assert counts.slots == (self.lag + 1) * self.k == counts.slots_free + held
-
-    @invariant()
-    def each_group_ends_once(self) -> None:
-        counts = self.core.counts()
-        assert counts.admitted == (
-            counts.trained + sum(counts.dropped.values()) + counts.playing + counts.complete + counts.taken
-        )
-        assert counts.playing == len(self.playing)
-        ended = self.order + self.taken + self.dropped
-        assert len(set(ended)) == len(ended)
-        assert sum(counts.dropped.values()) == len(self.dropped)
-
-    @invariant()
-    def training_is_in_admission_order(self) -> None:
-        assert self.order == sorted(self.order)
-
-    @invariant()
-    def the_bound_holds_without_the_guard(self) -> None:
-        assert STALE not in self.core.counts().dropped
-
-    @invariant()
-    def lag_is_counted(self) -> None:
-        counts = self.core.counts()
-        assert counts.lag_counts == self.tokens
-        assert counts.trained == len(self.order) == self.k * (counts.version - self.first)
-
-    def teardown(self) -> None:
-        if hasattr(self, "core"):
-            self.core.close()
-            counts = self.core.counts()
-            assert counts.playing == counts.complete == 0
-            assert counts.admitted == counts.trained + sum(counts.dropped.values()) + counts.taken
+from monarch_rl.buffer.core import BufferCore
+from monarch_rl.buffer.ledger import (
+    EQUAL_REWARDS,
+    LATE,
+    MASKED,
+    PARTIAL,
+    PLAYED_AGAIN,
+    REJECTED,
+    RUN_ENDED,
+    STALE,
+)
+from monarch_rl.buffer.rules import token_lags
+from monarch_rl.buffer.settings import BufferSettings
+from monarch_rl.packed import PackedGroup
+from tests.buffer.helpers import core, packed
 
 
-TestAnyOrder = AnyOrder.TestCase
-TestAnyOrder.settings = settings(max_examples=150, stateful_step_count=60)
-
-
-def play(core: BufferCore, groups: int) -> None:
+def play(buffer: BufferCore, groups: int) -> None:
     for _ in range(groups):
-        ticket = core.admit()
+        ticket = buffer.admit()
         assert ticket is not None
-        core.put(group(ticket.group_id, [core.published_version]))
+        buffer.put(packed(ticket.group_id, [buffer.published_version]))
 
 
-def step(core: BufferCore) -> list[Group]:
-    batch = core.take(core.version)
+def step(buffer: BufferCore) -> list[PackedGroup]:
+    batch = buffer.take(buffer.version)
     assert batch is not None
-    core.trained(core.version + 1)
-    return batch
+    buffer.trained(buffer.version + 1)
+    return batch.groups
 
 
 def test_depth_zero_is_synchronous() -> None:
-    core = BufferCore(3, 0)
+    buffer = core(3, 0)
     for version in range(4):
-        play(core, 3)
-        assert core.admit() is None
-        batch = step(core)
-        assert {int(v) for g in batch for e in g.episodes for v in e.policy_versions[e.trainable]} == {version}
-        assert core.admit() is None  # trained is not served
-        core.published(version + 1)
-    assert core.counts().lag_counts == [4 * 3]
+        play(buffer, 3)
+        assert buffer.admit() is None
+        batch = step(buffer)
+        assert {int(v) for g in batch for e in g.episodes for v in e.drawn} == {version}
+        assert buffer.admit() is None  # trained is not served
+        buffer.published(version + 1)
+    assert buffer.counts().lag_counts == [4 * 3]
 
 
 def test_trainer_may_be_ahead_of_what_is_served() -> None:
-    core = BufferCore(2, 2)
-    play(core, 6)
+    buffer = core(2, 2)
+    play(buffer, 6)
     for _ in range(3):
-        step(core)
-    assert (core.version, core.published_version) == (3, 0)
-    assert core.admit() is None  # a token of version 0 would be three versions behind
-    assert core.counts().lag_counts == [2, 2, 2]
-    core.published(1)
-    assert core.slots_free == 2
-    core.published(3)
-    assert core.slots_free == 6
-    assert core.counts().mean_lag == 1.0
+        step(buffer)
+    assert (buffer.version, buffer.published_version) == (3, 0)
+    assert buffer.admit() is None  # a token of version 0 would be three versions behind
+    assert buffer.counts().lag_counts == [2, 2, 2]
+    buffer.published(1)
+    assert buffer.slots_free == 2
+    buffer.published(3)
+    assert buffer.slots_free == 6
+    assert buffer.counts().mean_lag == 1.0
 
 
 def test_batches_wait_for_the_oldest_group() -> None:
-    core = BufferCore(1, 1)
-    first, second = core.admit(), core.admit()
+    buffer = core(1, 1)
+    first, second = buffer.admit(), buffer.admit()
     assert first is not None and second is not None
-    core.put(group(second.group_id, [0]))
-    assert core.take(0) is None
-    assert core.missing() == [first.group_id]
-    core.drop(first.group_id, "score hung")
-    batch = core.take(0)
-    assert batch is not None and [g.group_id for g in batch] == [second.group_id]
+    buffer.put(packed(second.group_id, [0]))
+    assert buffer.take(0) is None
+    assert buffer.missing() == [first.group_id]
+    buffer.drop(first.group_id, "score hung")
+    batch = buffer.take(0)
+    assert batch is not None and [g.group_id for g in batch.groups] == [second.group_id]
 
 
 def test_stale_groups_are_dropped_and_never_trained_if_a_generator_breaks_its_promise() -> None:
-    core = BufferCore(1, 1, version=5)
+    buffer = core(1, 1, version=5)
     for _ in range(2):
-        ticket = core.admit()
+        ticket = buffer.admit()
         assert ticket is not None
-        core.put(group(ticket.group_id, [5], [3, 5]))
-    assert core.take(5) is None
-    assert core.counts().dropped == {STALE: 2}
-    assert core.slots_free == 2
+        assert not buffer.put(packed(ticket.group_id, [5], [3, 5]))
+    assert buffer.take(5) is None
+    counts = buffer.counts()
+    assert (counts.dropped, counts.wasted_tokens, counts.slots_free) == ({STALE: 2}, {STALE: 6}, 2)
 
 
 def test_what_cannot_be_is_refused_by_name_and_state() -> None:
-    core = BufferCore(1, 1)
+    buffer = core(1, 1)
     with pytest.raises(ValueError, match="group 0 cannot be put: it is not admitted"):
-        core.put(group(0, [0]))
-    ticket = core.admit()
+        buffer.put(packed(0, [0]))
+    ticket = buffer.admit()
     assert ticket is not None
     with pytest.raises(ValueError, match="group 0 cannot be put: it has no token to train"):
-        core.put(group(0))
+        buffer.put(packed(0))
     with pytest.raises(ValueError, match="version 1 drew a token of it, but only 0"):
-        core.put(group(0, [1]))
-    core.put(group(0, [0]))
+        buffer.put(packed(0, [1]))
+    buffer.put(packed(0, [0]))
     with pytest.raises(ValueError, match="group 0 cannot be put: it is complete already"):
-        core.put(group(0, [0]))
+        buffer.put(packed(0, [0]))
     with pytest.raises(ValueError, match="version 1 cannot have been trained: .* 0 groups are taken"):
-        core.trained(1)
+        buffer.trained(1)
     with pytest.raises(ValueError, match="version 1 was asked for, but the policy is at 0"):
-        core.take(1)
-    core.take(0)
+        buffer.take(1)
+    buffer.take(0)
     with pytest.raises(ValueError, match=r"group 0 cannot be dropped \(late\): it is in the batch that updates"):
-        core.drop(0, "late")
+        buffer.drop(0, "late")
     with pytest.raises(ValueError, match="version 1 cannot be published: 0 is, and 0 is trained"):
-        core.published(1)
-    core.trained(1)
+        buffer.published(1)
+    buffer.trained(1)
     with pytest.raises(ValueError, match="version 1 cannot have been trained"):
-        core.trained(1)
+        buffer.trained(1)
     with pytest.raises(ValueError, match="group 0 cannot be put: it is trained or dropped already"):
-        core.put(group(0, [0]))
-    core.published(1)
+        buffer.put(packed(0, [0]))
+    buffer.published(1)
     with pytest.raises(ValueError, match="version 0 cannot be published"):
-        core.published(0)
-
-
-def test_settings_out_of_range_are_refused() -> None:
-    with pytest.raises(ValueError, match="groups_per_step must be at least 1"):
-        BufferCore(0, 0)
-    with pytest.raises(ValueError, match="max_policy_lag must not be negative"):
-        BufferCore(1, -1)
+        buffer.published(0)
 
 
 def test_close_accounts_for_every_group() -> None:
-    core = BufferCore(1, 3)
-    play(core, 2)
-    late = core.admit()
-    assert late is not None and core.take(0) is not None
-    core.close()
-    assert core.admit() is None
-    core.put(group(late.group_id, [0]))  # its worker has not heard of the end
-    core.drop(1, "score hung")
-    core.trained(1)
-    assert core.take(1) is None
-    counts = core.counts()
+    buffer = core(1, 3)
+    play(buffer, 2)
+    late = buffer.admit()
+    assert late is not None and buffer.take(0) is not None
+    buffer.close()
+    assert buffer.admit() is None
+    buffer.put(packed(late.group_id, [0]))  # its worker has not heard of the end
+    buffer.drop(1, "score hung")
+    buffer.trained(1)
+    assert buffer.take(1) is None
+    counts = buffer.counts()
     assert (counts.admitted, counts.trained, counts.dropped) == (3, 1, {RUN_ENDED: 2})
 
 
 def test_resumed_run_goes_on_with_its_tasks_and_versions() -> None:
-    core = BufferCore(1, 0, version=9, task_cursor=40)
-    ticket = core.admit()
+    buffer = BufferCore(1, BufferSettings(0), version=9, task_cursor=40)
+    ticket = buffer.admit()
     assert ticket is not None and (ticket.group_id, ticket.task_cursor) == (0, 40)
-    core.put(group(0, [9]))
-    assert core.take(9) is not None
+    buffer.put(packed(0, [9]))
+    assert buffer.take(9) is not None
 
 
 def test_token_lags() -> None:
-    groups = [group(0, [3, 5], [4]), group(1, [5, 5])]
-    assert token_lags(groups, 5, 3).tolist() == [3, 1, 1]
-    assert token_lags([], 5, 2).dtype == np.int64
-    for version in (7, 4):
-        with pytest.raises(ValueError, match="group 0 has token lags"):
-            token_lags(groups, version, 4)
+    groups = [packed(0, [3, 5], [4]), packed(1, [5, 5])]
+    assert token_lags(groups, 5, None, 2).tolist() == [3, 1, 1]
+    assert token_lags(groups, 5, 4, 1).tolist() == [3, 1]
+    assert token_lags(groups, 7, None, None).tolist() == [0, 0, 3, 1, 1]
+    assert token_lags([], 5, None, 1).tolist() == [0, 0] and token_lags([], 5, None, 1).dtype == np.int64
+    with pytest.raises(ValueError, match="group 0 has 1 tokens of version 3 in the batch that updates version 7"):
+        token_lags(groups, 7, None, 3)
+    with pytest.raises(ValueError, match="group 0 has 1 tokens of version 5 in the batch that updates version 4"):
+        token_lags(groups, 4, None, 3)
 
 
 def test_mean_lag_before_the_first_step() -> None:
-    assert math.isnan(BufferCore(1, 0).counts().mean_lag)
+    assert math.isnan(core(1, 0).counts().mean_lag)
+
+
+def admit(buffer: BufferCore, groups: int) -> list[int]:
+    tickets = [buffer.admit() for _ in range(groups)]
+    return [ticket.group_id for ticket in tickets if ticket is not None]
+
+
+def ids(buffer: BufferCore) -> list[int] | None:
+    batch = buffer.take(buffer.version)
+    return [g.group_id for g in batch.groups] if batch is not None else None
+
+
+def test_a_window_lets_that_many_groups_pass_and_costs_as_many_slots() -> None:
+    buffer = core(2, 2, window=3)
+    assert (buffer.slots, buffer.window) == (3, 3)
+    slow, *others = admit(buffer, 3)
+    for group_id in others:
+        buffer.put(packed(group_id, [0]))
+    assert ids(buffer) == others  # two of three
+    buffer.trained(1)
+    buffer.published(1)
+    for group_id in admit(buffer, 2):
+        buffer.put(packed(group_id, [1]))
+    assert ids(buffer) is None and buffer.held_back  # one more would be four
+    assert buffer.missing() == [slow]
+    buffer.put(packed(slow, [0, 1]))
+    assert ids(buffer) == [slow, 3] and not buffer.held_back
+
+
+def test_the_example_of_the_docs() -> None:
+    buffer = core(2, 2, window=2)
+    slow, *others = admit(buffer, 9)
+    assert [slow, *others] == [0, 1, 2, 3]
+    for group_id in (1, 2):
+        buffer.put(packed(group_id, [0]))
+    assert ids(buffer) == [1, 2]
+    buffer.trained(1)
+    buffer.published(1)
+    assert admit(buffer, 9) == [4, 5]
+    buffer.put(packed(3, [0]))
+    buffer.put(packed(4, [1]))
+    assert ids(buffer) is None
+    buffer.put(packed(0, [0, 1]))
+    assert ids(buffer) == [0, 3]
+    buffer.trained(2)
+    assert buffer.counts().lag_counts == [3, 2, 0]
+
+
+def test_the_window_counts_for_every_group_by_itself() -> None:
+    buffer = core(1, 4, window=2)
+    admit(buffer, 3)
+    for group_id in (2, 1):
+        buffer.put(packed(group_id, [0]))
+        assert ids(buffer) == [group_id]
+        buffer.trained(buffer.version + 1)
+    buffer.published(2)
+    (last,) = admit(buffer, 1)
+    buffer.put(packed(last, [2]))
+    assert ids(buffer) is None  # 0 was overtaken by 2 and 1
+    buffer.drop(0, "score hung")
+    assert ids(buffer) == [last]
+
+
+def test_without_a_bound_nothing_but_bytes_holds_groups_back() -> None:
+    buffer = core(1, None, window="greedy")
+    slow, *others = admit(buffer, 50)
+    assert (buffer.slots, buffer.slots_free, buffer.counts().slots) == (None, None, None)
+    for group_id in others:
+        buffer.put(packed(group_id, [0]))
+        assert ids(buffer) == [group_id]
+        buffer.trained(buffer.version + 1)
+    buffer.put(packed(slow, [0]))
+    step(buffer)
+    assert buffer.counts().lag_counts == [1] * 50
+
+
+def late(policy: str) -> BufferCore:
+    """Three versions were made while the first group was played, of tokens drawn by versions 0 to 3."""
+    buffer = core(1, 1, late=policy)
+    admit(buffer, 1)
+    for _ in range(3):
+        for group_id in admit(buffer, 1):
+            buffer.put(packed(group_id, [buffer.version]))
+        step(buffer)
+        buffer.published(buffer.version)
+    return buffer
+
+
+def test_late_drop_loses_the_group() -> None:
+    buffer = late("drop")
+    assert not buffer.put(packed(0, [0, 1, 2, 3], [3]))
+    counts = buffer.counts()
+    assert (counts.dropped, counts.wasted_tokens, counts.slots_free) == ({LATE: 1}, {LATE: 5}, 2)
+
+
+def test_late_mask_loses_the_tokens_above_the_bound() -> None:
+    buffer = late("mask")
+    assert buffer.put(packed(0, [0, 1, 2, 3], [1]))
+    batch = buffer.take(3)
+    assert batch is not None and batch.oldest == 2
+    assert batch.lag_counts.tolist() == [1, 1]
+    buffer.trained(4)
+    assert buffer.counts().wasted_tokens == {MASKED: 3}
+    buffer = late("mask")
+    assert not buffer.put(packed(0, [0, 1], [1]))
+    assert buffer.counts().dropped == {LATE: 1}
+
+
+@pytest.mark.parametrize("reject", ["drop", "mask"])
+def test_what_is_above_reject_lag_is_left_out_when_it_would_be_trained(reject: str) -> None:
+    buffer = core(1, 3, reject_lag=1, reject=reject)
+    for group_id, versions in zip(admit(buffer, 4), ([0], [0], [0, 0], [0, 0]), strict=True):
+        buffer.put(packed(group_id, versions))
+    step(buffer)
+    assert buffer.counts().dropped == {}
+    step(buffer)  # lag 1
+    counts = buffer.counts()
+    assert (counts.dropped, counts.wasted_tokens) == ({REJECTED: 2}, {REJECTED: 4})
+    assert counts.slots_free == 2  # two are not published
+    buffer.published(2)
+    for group_id in admit(buffer, 1):
+        buffer.put(packed(group_id, [2]))
+    step(buffer)
+
+
+def test_reject_mask_keeps_the_fresh_tokens() -> None:
+    buffer = core(1, 3, reject_lag=0)
+    for group_id in admit(buffer, 2):
+        buffer.put(packed(group_id, [0]))
+    (slow,) = admit(buffer, 1)
+    step(buffer)
+    buffer.published(1)
+    assert buffer.counts().dropped == {REJECTED: 1}
+    assert buffer.put(packed(slow, [0, 0, 1]))
+    batch = buffer.take(1)
+    assert batch is not None and (batch.oldest, batch.lag_counts.tolist()) == (1, [1, 0, 0, 0])
+
+
+def test_equal_rewards_are_filtered_and_the_batch_is_refilled_exactly() -> None:
+    buffer = core(2, 0, drop_equal_rewards=True)
+    for equal in (True, False, True, True, False):
+        (group_id,) = admit(buffer, 1)
+        assert buffer.put(packed(group_id, [0], [0], equal=equal)) != equal
+    assert ids(buffer) == [1, 4]
+    assert buffer.counts().dropped == {EQUAL_REWARDS: 3} and buffer.counts().wasted_tokens == {EQUAL_REWARDS: 6}
+
+
+def test_filtering_ends_at_its_limit() -> None:
+    buffer = core(2, 0, drop_equal_rewards=True, max_filtered=3)
+    for version in range(2):
+        puts = 0
+        while ids(buffer) is None:
+            (group_id,) = admit(buffer, 1)
+            buffer.put(packed(group_id, [version], [version], equal=True))
+            puts += 1
+        assert puts == 3 * 2 + 2
+        buffer.trained(version + 1)
+        buffer.published(version + 1)
+
+
+def test_partial_groups_are_trained_or_dropped() -> None:
+    for policy, kept in (("train", True), ("drop", False)):
+        buffer = core(1, 0, partial=policy)
+        admit(buffer, 1)
+        assert buffer.put(packed(0, [0], [0], failed=1)) == kept
+        assert buffer.counts().dropped == ({} if kept else {PARTIAL: 1})
+
+
+def test_groups_of_a_lost_worker_are_begun_anew_in_their_places() -> None:
+    buffer = core(2, 1, version=0)
+    admit(buffer, 4)
+    buffer.put(packed(2, [0]))
+    buffer.reserve(3, 100)
+    assert buffer.release([0, 2, 3]) == [0, 3]
+    assert buffer.counts().nbytes == 0 and buffer.slots_free == 0
+    with pytest.raises(ValueError, match="group 0 cannot be put: it is waiting for a worker"):
+        buffer.put(packed(0, [0], attempt=1))
+    assert not buffer.put(packed(0, [0, 0]))  # its first worker was not dead after all
+    buffer.drop(3, "score hung")  # the same
+    again = [buffer.admit(), buffer.admit()]
+    assert [(t.group_id, t.task_cursor, t.attempt) for t in again if t] == [(0, 0, 1), (3, 3, 1)]
+    buffer.put(packed(1, [0]))
+    assert ids(buffer) is None
+    assert buffer.put(packed(0, [0], attempt=1))
+    assert ids(buffer) == [0, 1]
+    buffer.trained(1)
+    assert not buffer.put(packed(0, [0, 0]))  # later still
+    assert buffer.counts().wasted_tokens == {PLAYED_AGAIN: 4}
+
+
+MIB = 2**20
+
+
+def test_what_does_not_fit_waits_but_never_what_the_next_batch_needs() -> None:
+    buffer = core(2, 2, max_mib=1)
+    admit(buffer, 6)
+    for group_id in (2, 3):
+        assert buffer.reserve(group_id, MIB // 2)
+        buffer.put(packed(group_id, [0], nbytes=MIB // 2))
+    assert not buffer.reserve(4, 1)
+    with pytest.raises(ValueError, match="group 4 cannot be put: its 1 bytes do not fit .* buffer.max-mib 1; reserve"):
+        buffer.put(packed(4, [0], nbytes=1))
+    for group_id in (0, 1):
+        assert buffer.reserve(group_id, MIB)
+        buffer.put(packed(group_id, [0], nbytes=MIB))
+    assert buffer.counts().nbytes == 3 * MIB
+    assert ids(buffer) == [0, 1] and not buffer.reserve(5, 1)
+    buffer.trained(1)
+    assert buffer.counts().nbytes == MIB
+    assert ids(buffer) == [2, 3] and buffer.reserve(4, 1)  # now it is among the first two
+    buffer.trained(2)
+    assert buffer.counts().nbytes == 1
+
+
+def test_a_core_goes_on_from_its_state() -> None:
+    from monarch_rl.packed import PackedGroup as Read
+    from tests.buffer.helpers import group
+
+    settings = BufferSettings(2, window=1)
+    buffer = BufferCore(2, settings, task_cursor=7)
+    admit(buffer, 5)
+    for group_id in (1, 2, 3):
+        buffer.put(Read.read(group(group_id, [0], [0]).to_bytes()))
+    assert ids(buffer) is None
+    buffer.put(Read.read(group(0, [0], [0]).to_bytes()))
+    step(buffer)
+    assert ids(buffer) == [2, 3]
+    resumed = BufferCore.restore(2, settings, buffer.state())
+    assert (resumed.version, resumed.published_version) == (1, 1)
+    assert ids(resumed) == [2, 3]  # its update was not made
+    again, new = resumed.admit(), resumed.admit()
+    assert again is not None and (again.group_id, again.task_cursor, again.attempt) == (4, 11, 1)
+    assert new is not None and (new.group_id, new.task_cursor) == (5, 12)
+    resumed.trained(2)
+    assert resumed.counts().trained == 4 and resumed.counts().lag_counts == [4, 4, 0]
+    with pytest.raises(ValueError, match="a buffer with slots 5 cannot go on with 6"):
+        BufferCore.restore(2, BufferSettings(2, window=0), buffer.state())

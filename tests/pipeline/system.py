@@ -13,6 +13,7 @@ from monarch.actor import concurrent_endpoint
 from monarch_rl import pipeline
 from monarch_rl.adapter import FULL_TRAINING, LoraSettings
 from monarch_rl.buffer.actor import Buffer
+from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.episode import Completion, Episode, Group, Sampling, Turn
 from monarch_rl.generator.actor import Generator
 from monarch_rl.generator.router import Router
@@ -77,7 +78,7 @@ class System:
         ranks: int = 2,
     ) -> System:
         """A fresh trainer on the first slots, whose weights are published as ``version`` to running generators."""
-        buffer = cluster.spawn("buffer", 1).spawn("buffer", Buffer, GROUPS, 1, version)
+        buffer = cluster.spawn("buffer", 1).spawn("buffer", Buffer, GROUPS, BufferSettings(1), version)
         plan = TrainerPlan(model, TrainerSettings(ranks, lr=lr, lora=lora), 100, 1.0, NEW_TOKENS)
         trainer = await pipeline.start_trainer(cluster, plan, buffer, first_slot=0)
         publisher = await Publisher.connect(trainer, generators, buffer, transfer, "float32")

@@ -46,7 +46,7 @@ def test_depth_zero_makes_the_updates_of_a_plain_synchronous_loop(tmp_path: Path
         "output": tmp_path / "runs",
         "steps": SETTINGS["steps"],
         "groups-per-step": SETTINGS["groups_per_step"],
-        "max-policy-lag": 0,
+        "buffer.max-policy-lag": 0,
         "held-out": 4,
         "rollout.group-size": SETTINGS["group_size"],
         "rollout.max-new-tokens": SETTINGS["max_new_tokens"],

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from monarch_rl.buffer.settings import BufferSettings
 from tests.runtime.launched import Launched
 
 ROOT = Path(__file__).parents[2]
@@ -68,6 +69,11 @@ def assert_no_traceback(output: str) -> None:
     assert f'File "{RECIPE}"' not in output, output
 
 
+def window_of(max_policy_lag: int) -> int:
+    """The default window of a run with 8 groups a step."""
+    return BufferSettings(max_policy_lag).window_for(8) or 0
+
+
 def check_run(output: str, start_model: Path, max_policy_lag: int) -> None:
     """Check all that a finished run printed and wrote."""
     assert_no_traceback(output)
@@ -75,8 +81,10 @@ def check_run(output: str, start_model: Path, max_policy_lag: int) -> None:
     assert found, output
     folder = Path(found[1])
     assert f"metrics, rollouts and the model are in {folder}" in output
-    assert f"lag <= {max_policy_lag}; buffer of {8 * (max_policy_lag + 1)} groups" in output
-    assert json.loads((folder / "settings.json").read_text())["max_policy_lag"] == max_policy_lag
+    window = window_of(max_policy_lag)
+    slots = 8 * (max_policy_lag + 1) - window
+    assert f"lag <= {max_policy_lag}; buffer of {slots} groups; at most {window} groups may overtake" in output
+    assert json.loads((folder / "settings.json").read_text())["buffer"]["max_policy_lag"] == max_policy_lag
     check_metrics(folder, max_policy_lag)
     check_rollouts(folder, max_policy_lag)
     check_model(folder / "model", start_model)
@@ -111,10 +119,10 @@ def check_rollouts(folder: Path, max_policy_lag: int) -> None:
     for row in rows:
         assert set(row) == ROW
         assert row["prompt"].endswith(" -> ") and row["tokens"] <= 8
-        # A group trained at step s, the s-th 8 groups in order, was drawn by the versions from s - lag to s.
-        step = row["group"] // 8
+        # A group is trained at the step of its place in the order, or later if some of the window overtake it.
+        step, latest = row["group"] // 8, (row["group"] + window_of(max_policy_lag)) // 8
         first, last = row["versions"]
-        assert max(0, step - max_policy_lag) <= first <= last <= step, row
+        assert max(0, step - max_policy_lag) <= first <= last <= latest, row
 
 
 def check_model(saved: Path, start: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 from monarch.actor import ActorError, this_host
 
 from monarch_rl.buffer.actor import Buffer
+from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.rollout.play import episode_seed
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.tasks import TaskSettings, TaskSource
@@ -65,7 +66,7 @@ async def system(
     kind: type[RolloutWorker] = RolloutWorker,
     max_policy_lag: int = 1,
 ) -> AsyncIterator[System]:
-    buffer = processes.shared.spawn("buffer", Buffer, 2, max_policy_lag)
+    buffer = processes.shared.spawn("buffer", Buffer, 2, BufferSettings(max_policy_lag, window=0))
     generator = processes.shared.spawn("generator", StandInGenerator, Tokenizer(model).stop_token_ids[0])
     mesh = processes.rollout.slice(worker=slice(0, settings.workers))
     workers = mesh.spawn("workers", kind, settings, SUMS, model)
@@ -85,7 +86,7 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 
 async def train(system: System, version: int) -> Any:
     """One step of a trainer that trains nothing."""
-    shard = await system.buffer.take.call_one(version, 0, 1, 10_000, WAIT_S)
+    shard = (await system.buffer.take.call_one(version, 0, 1, 10_000, WAIT_S)).unpack()
     await system.buffer.trained.call_one(version + 1)
     await system.generator.serve.call_one(version + 1)
     await system.buffer.published.call_one(version + 1)
@@ -145,6 +146,7 @@ def test_scores_that_raise_or_hang_or_crash_cost_their_episode_only(processes: P
                 "score ended its process",
                 "score raised SystemExit",
             }
+            assert stats.failed_tokens == 2 * sum(stats.failed.values())  # a digit and the end
             assert set(stats.failed) == every_group and all(count >= 2 for count in stats.failed.values())
             await s.buffer.close.call_one()
             await within(WAIT_S, playing, "the worker to hear of the end")
@@ -224,7 +226,7 @@ def test_sigkill_of_a_worker_leaves_no_scorer(model: str) -> None:
         shared = host.spawn_procs(per_host={"p": 1}, name="shared")
         mesh = host.spawn_procs(per_host={"worker": 1}, name="killed")
         try:
-            buffer = shared.spawn("buffer", Buffer, 1, 0)
+            buffer = shared.spawn("buffer", Buffer, 1, BufferSettings(0))
             generator = shared.spawn("generator", StandInGenerator, Tokenizer(model).stop_token_ids[0])
             worker = mesh.spawn("workers", TouchyWorker, settings, SUMS, model)
             await within(WAIT_S, worker.setup.call_one(buffer, Handle(generator)), "the worker to set up")

@@ -37,3 +37,20 @@ def mismatch_k3(old_logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor) ->
     """
     log_ratio = old_logprobs.detach() - behaviour_logprobs
     return torch.expm1(log_ratio) - log_ratio
+
+
+def lag_discount(lags: torch.Tensor, factor: float) -> torch.Tensor:
+    """``factor ** lag``: stale tokens count less.
+
+    A heuristic: asynchronous SGD gains from steps that shrink with staleness (arXiv:1511.05950 divides by it), but
+    nothing there speaks of single tokens, or of language models. Unlike the
+    importance weight it asks for no log-prob, and it is biased: it shrinks the update by the lag of its tokens.
+
+    Args:
+        lags: int[N], the version being updated minus the one that drew each token.
+        factor: 1 is off, 0 trains tokens of lag 0 alone.
+
+    Returns:
+        float32[N].
+    """
+    return torch.pow(torch.tensor(factor, dtype=torch.float32, device=lags.device), lags)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 
 
@@ -11,6 +12,10 @@ def plan_microbatches(lengths: Sequence[int], token_budget: int, dp_size: int) -
     An episode's tokens stand one after the other in its micro-batch, without padding, so what is wasted is
     only the wait of a rank with fewer tokens for one with more. The longest episode goes first, each into the
     micro-batch with the fewest tokens (LPT; Graham, 1969), with as few micro-batches as hold them all.
+
+    Any two micro-batches differ by at most the longest episode (the last one put into the larger found it no larger
+    than the other). Micro-batches of like size run at the same time on all ranks, so the waits of a rank, summed over
+    all of its micro-batches, are at most the longest episode too.
 
     Args:
         lengths: tokens of each episode.
@@ -36,10 +41,13 @@ def plan_microbatches(lengths: Sequence[int], token_budget: int, dp_size: int) -
     while True:
         bins: list[list[int]] = [[] for _ in range(rounds * dp_size)]
         tokens = [0] * len(bins)
+        emptiest = [(0, b) for b in range(len(bins))]
         for i in order:
-            target = min(range(len(bins)), key=lambda b: (tokens[b], b))
+            target = emptiest[0][1]
             bins[target].append(i)
             tokens[target] += lengths[i]
+            heapq.heapreplace(emptiest, (tokens[target], target))
         if max(tokens) <= token_budget:
-            return [[sorted(bins[k * dp_size + rank]) for k in range(rounds)] for rank in range(dp_size)]
+            by_size = sorted(range(len(bins)), key=lambda b: (-tokens[b], b))
+            return [[sorted(bins[b]) for b in by_size[rank::dp_size]] for rank in range(dp_size)]
         rounds += 1

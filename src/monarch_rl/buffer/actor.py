@@ -1,7 +1,8 @@
 """The buffer as a Monarch actor: :mod:`monarch_rl.buffer.core` plus waiting, leases and the cut into shards.
 
-Rollout workers ``admit`` and ``put`` (or ``drop``); trainer ranks ``take``; the pipeline reports ``trained`` and
-``published`` and ends with ``close``. All endpoints are concurrent: one that waits never blocks another.
+Rollout workers ``admit``, ``offer`` or ``reserve`` room, and ``put`` (or ``drop``); trainer ranks ``take``; the
+pipeline reports ``trained`` and ``published``, has the groups of a lost worker played again by others (``release``),
+and ends with ``close``. All endpoints are concurrent: one that waits never blocks another.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ import asyncio
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from monarch.actor import Actor, concurrent_endpoint
 
 from monarch_rl.algorithms.packing import plan_microbatches
-from monarch_rl.buffer.core import BufferCore, Counts, Ticket, token_lags
-from monarch_rl.episode import BatchShard, Group
+from monarch_rl.buffer.core import Batch, BufferCore, Ticket
+from monarch_rl.buffer.ledger import Counts
+from monarch_rl.buffer.settings import BufferSettings
+from monarch_rl.packed import PackedGroup, PackedShard
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import DeadlineExceeded
 from monarch_rl.runtime.presence import Wait
@@ -32,6 +35,7 @@ class Lease:
 
     worker: str
     since: float
+    attempt: int = 0
 
 
 class Buffer(Actor):
@@ -39,16 +43,18 @@ class Buffer(Actor):
 
     Args:
         groups_per_step: groups of one optimiser step.
-        max_policy_lag: largest lag of a trained token; 0 is synchronous.
+        settings: see there.
         version: optimiser steps done, and served, at the start.
         task_cursor: where in the stream of tasks to start.
     """
 
-    def __init__(self, groups_per_step: int, max_policy_lag: int, version: int = 0, task_cursor: int = 0) -> None:
-        self._core = BufferCore(groups_per_step, max_policy_lag, version, task_cursor)
+    def __init__(self, groups_per_step: int, settings: BufferSettings, version: int = 0, task_cursor: int = 0) -> None:
+        self._core = BufferCore(groups_per_step, settings, version, task_cursor)
         self._leases: dict[int, Lease] = {}
-        self._plan: tuple[tuple[int, int, int], list[BatchShard]] | None = None
+        self._plan: tuple[tuple[int, int, int], list[PackedShard]] | None = None
         self._changed = asyncio.Condition()
+        self._held_back_since: float | None = None
+        self._order_waits, self._order_wait_s = 0, 0.0
         presence.enlist("buffer", self._account)
 
     @concurrent_endpoint
@@ -70,28 +76,66 @@ class Buffer(Actor):
         async with self._changed:
             await self._until(settled, timeout_s, worker, "a free slot of the buffer")
         if ticket is not None:
-            self._leases[ticket.group_id] = Lease(worker, time.monotonic())
+            self._leases[ticket.group_id] = Lease(worker, time.monotonic(), ticket.attempt)
         return ticket
 
     @concurrent_endpoint
-    async def put(self, data: bytes) -> None:
-        """Hand in a complete group (:meth:`Group.to_bytes`). Raises ValueError if the group is not being played."""
-        group = Group.from_bytes(data)
+    async def offer(self, sizes: list[tuple[int, int, int]]) -> list[bool]:
+        """Ask for room without waiting: which of ``(group id, attempt, bytes)`` may be put now."""
+        return [self._core.reserve(group_id, nbytes, attempt) for group_id, attempt, nbytes in sizes]
+
+    @concurrent_endpoint
+    async def reserve(self, group_id: int, attempt: int, nbytes: int, worker: str, timeout_s: float) -> None:
+        """Wait until a complete group of ``nbytes`` may be put.
+
+        Raises:
+            DeadlineExceeded: no room within ``timeout_s`` seconds; says what takes it.
+        """
+
+        def settled() -> bool:
+            return self._core.reserve(group_id, nbytes, attempt)
+
         async with self._changed:
-            self._core.put(group)
-            self._leases.pop(group.group_id, None)
+            await self._until(settled, timeout_s, worker, f"room for the {nbytes} bytes of group {group_id}")
+
+    @concurrent_endpoint
+    async def put(self, *groups: bytes) -> None:
+        """Hand in complete groups (:meth:`Group.to_bytes`).
+
+        Raises:
+            ValueError: a group is not being played, or does not fit and had no room reserved.
+        """
+        async with self._changed:
+            for data in groups:
+                group = PackedGroup.read(data)
+                self._core.put(group)
+                self._end_lease(group.group_id, group.attempt)
             self._changed.notify_all()
 
     @concurrent_endpoint
-    async def drop(self, group_id: int, reason: str) -> None:
-        """Give a group up. Raises ValueError if it is not here."""
+    async def drop(self, group_id: int, reason: str, tokens: int = 0, attempt: int = 0) -> None:
+        """Give a group up for which ``tokens`` were drawn. Raises ValueError if it is not here."""
         async with self._changed:
-            self._core.drop(group_id, reason)
-            self._leases.pop(group_id, None)
+            self._core.drop(group_id, reason, tokens, attempt)
+            self._end_lease(group_id, attempt)
             self._changed.notify_all()
 
     @concurrent_endpoint
-    async def take(self, version: int, dp_rank: int, dp_size: int, token_budget: int, timeout_s: float) -> BatchShard:
+    async def release(self, worker: str) -> list[int]:
+        """A worker is lost: the groups that it was playing are begun anew by others, in the same slots and places.
+
+        What it still puts of them is ignored. Returns their ids.
+        """
+        async with self._changed:
+            held = [group_id for group_id, lease in self._leases.items() if lease.worker == worker]
+            released = self._core.release(held)
+            for group_id in held:
+                del self._leases[group_id]
+            self._changed.notify_all()
+        return released
+
+    @concurrent_endpoint
+    async def take(self, version: int, dp_rank: int, dp_size: int, token_budget: int, timeout_s: float) -> PackedShard:
         """Wait for the batch that updates ``version`` and get one rank's share of it.
 
         All ranks must ask with the same ``version``, ``dp_size`` and ``token_budget``; asking again is harmless.
@@ -110,13 +154,14 @@ class Buffer(Actor):
         """
         if not 0 <= dp_rank < dp_size:
             raise ValueError(f"dp_rank {dp_rank} is not within dp_size {dp_size}")
-        batch: list[Group] | None = None
+        batch: Batch | None = None
 
         def settled() -> bool:
             nonlocal batch
-            slots_free = self._core.slots_free
+            taken = self._core.taken
             batch = self._core.take(version)
-            if self._core.slots_free > slots_free:  # stale groups went
+            self._note_order_wait()
+            if self._core.taken > taken:  # others are due next now, and have room whatever is here
                 self._changed.notify_all()
             return batch is not None or self._core.closed
 
@@ -134,6 +179,7 @@ class Buffer(Actor):
         async with self._changed:
             self._core.trained(version)
             self._plan = None
+            self._changed.notify_all()  # room; and slots, if groups were left out
 
     @concurrent_endpoint
     async def published(self, version: int) -> None:
@@ -144,7 +190,7 @@ class Buffer(Actor):
 
     @concurrent_endpoint
     async def counts(self) -> Counts:
-        return self._core.counts()
+        return self._counts()
 
     @concurrent_endpoint
     async def report(self) -> str:
@@ -158,7 +204,24 @@ class Buffer(Actor):
             self._core.close()
             self._leases.clear()
             self._changed.notify_all()
-        return self._core.counts()
+        return self._counts()
+
+    def _counts(self) -> Counts:
+        return replace(self._core.counts(), order_waits=self._order_waits, order_wait_s=self._order_wait_s)
+
+    def _note_order_wait(self) -> None:
+        """Measure how long batches are held back for a slow group; called while a rank waits for one."""
+        if self._core.held_back:
+            self._held_back_since = self._held_back_since or time.monotonic()
+        elif self._held_back_since is not None:
+            self._order_waits += 1
+            self._order_wait_s += time.monotonic() - self._held_back_since
+            self._held_back_since = None
+
+    def _end_lease(self, group_id: int, attempt: int) -> None:
+        lease = self._leases.get(group_id)
+        if lease is not None and lease.attempt == attempt:
+            del self._leases[group_id]
 
     async def _until(self, settled: Callable[[], bool], timeout_s: float, who: str, what: str) -> None:
         """Wait, holding the condition, until ``settled``; at the deadline say what was waited for and what is here."""
@@ -169,10 +232,10 @@ class Buffer(Actor):
             message = f"{who} waited {timeout_s:g} s for {what}; {self._report()}"
             raise DeadlineExceeded(message, what, timeout_s) from None
 
-    def _shards(self, batch: list[Group], version: int, dp_size: int, token_budget: int) -> list[BatchShard]:
+    def _shards(self, batch: Batch, version: int, dp_size: int, token_budget: int) -> list[PackedShard]:
         key = (version, dp_size, token_budget)
         if self._plan is None:
-            self._plan = key, _cut(batch, version, dp_size, token_budget, self._core.max_policy_lag + 1)
+            self._plan = key, cut(batch, dp_size, token_budget)
         elif self._plan[0] != key:
             raise ValueError(
                 f"trainer ranks disagree on (version, dp_size, token_budget): {self._plan[0]} before, {key} now"
@@ -214,26 +277,29 @@ class Buffer(Actor):
         if unadmitted:
             next_batch += f" and {unadmitted} that no worker has asked for"
         return (
-            f"policy version {counts.version}, published {counts.published}; slots: {counts.slots_free} free of "
-            f"{counts.slots}, {counts.playing} playing, {counts.complete} complete, {counts.taken} in training, "
+            f"policy version {counts.version}, published {counts.published}; slots: "
+            f"{'any number' if counts.slots is None else f'{counts.slots_free} free of {counts.slots}'}, "
+            f"{counts.playing} playing, {counts.complete} complete, {counts.taken} in training, "
             f"{counts.unpublished} trained and not published; the next batch misses "
-            f"{next_batch if missing else 'nothing'}; held: {'; '.join(holders) or 'none'}; "
+            f"{next_batch if missing else 'nothing'}; {counts.nbytes / 2**20:.1f} MiB; "
+            f"held: {'; '.join(holders) or 'none'}; "
             f"dropped so far: {counts.dropped or 'none'}"
         )
 
 
-def _cut(batch: list[Group], version: int, dp_size: int, token_budget: int, bins: int) -> list[BatchShard]:
-    """One shard a rank, all with the same number of micro-batches."""
-    places = [(g, e, episode) for g, group in enumerate(batch) for e, episode in enumerate(group.episodes)]
-    plan = plan_microbatches([episode.num_tokens for _, _, episode in places], token_budget, dp_size)
-    trainable = sum(episode.num_trainable for _, _, episode in places)
+def cut(batch: Batch, dp_size: int, token_budget: int) -> list[PackedShard]:
+    """One shard a rank, all with the same number of micro-batches; ranks differ by less than one episode's tokens."""
+    places = [(g, e, episode) for g, group in enumerate(batch.groups) for e, episode in enumerate(group.episodes)]
+    plan = plan_microbatches([episode.tokens for _, _, episode in places], token_budget, dp_size)
     return [
-        BatchShard(
-            version=version,
-            rewards=[group.rewards for group in batch],
-            microbatches=[[places[i] for i in microbatch] for microbatch in microbatches],
-            trainable_tokens=trainable,
-            lag_counts=token_lags(batch, version, bins),
+        PackedShard(
+            version=batch.version,
+            rewards=[group.rewards for group in batch.groups],
+            places=[[(*places[i][:2], len(places[i][2].data)) for i in microbatch] for microbatch in microbatches],
+            data=b"".join(places[i][2].data for microbatch in microbatches for i in microbatch),
+            trainable_tokens=int(batch.lag_counts.sum()),
+            lag_counts=batch.lag_counts,
+            oldest=batch.oldest,
         )
         for microbatches in plan
     ]

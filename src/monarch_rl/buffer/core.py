@@ -1,43 +1,29 @@
-"""Which groups may start, which are trained next, and why no trained token is staler than allowed.
+"""Which groups may start, which are trained next, and what is left out.
 
-The rules. A group needs a *slot* to start (``admit``); there are ``S = (max_policy_lag + 1) * groups_per_step``
-slots. The batch that updates version ``v`` is made of the ``groups_per_step`` groups that were admitted first
-among those still here, and only once all of them are complete (``take``). A slot returns when its group is
-dropped, or when the version made from its batch is *published*, that is, served by every generator.
-
-Theorem. A token trained in the update of version ``v`` was drawn by a version ``u >= v - max_policy_lag``.
-
-Proof. Let ``k = groups_per_step``, and let ``p`` be the last published version when the token's group was
-admitted. Generators serve ``p`` or later from then on, so ``p <= u``. If ``v <= p`` there is nothing to show. Else
-consider the batches that update ``p, p + 1, ..., v - 1``: ``v - p`` batches of ``k`` groups each. All these groups
-were admitted before ours, as batches go in admission order; and all of them held a slot when ours was admitted, as
-the versions made from them (``p + 1`` and later) were not published. So ``(v - p) * k`` slots were taken besides
-ours: ``(v - p) * k <= S - 1 < (max_policy_lag + 1) * k``, hence ``v - p <= max_policy_lag``, and
-``v - u <= v - p``. Dropped groups are in no batch and hold no slot, so they change nothing.
-
-Two remarks. The lag is counted against the version being *updated*, which may be ahead of the one that is served
-(an update is done, its publication is not): the proof covers it because slots return on publication and not on
-training. And with ``max_policy_lag = 0`` all ``k`` slots belong to one batch, so every token of it was drawn by the
-very version that it updates: synchronous RL by the same code.
-
-The premise, that generators never serve less than what is published, is theirs to keep. Should it be broken,
-``take`` sees it in the tokens' own versions and drops the group as ``stale``: it is counted and never trained.
+A group needs a *slot* to start (``admit``); there are ``(max_policy_lag + 1) * groups_per_step - window`` of them. The
+batch that updates version ``v`` is made of the first ``groups_per_step`` complete groups in order of admission, but no
+group is overtaken by more than ``window`` others in its life (``take``, ``order.py``). A slot returns when its group
+is dropped, or when the version made from its batch is *published*, that is, served by every generator. It follows
+that no token is trained more than ``max_policy_lag`` versions after the one that drew it: docs/buffer.md has the
+proof, and ``take`` asserts it over the tokens' own versions.
 
 This module knows no actors and never waits.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
 
 import numpy as np
 
-from monarch_rl.episode import Group
-
-STALE = "stale"
-"""Reason of a group dropped by ``take`` because its oldest token is above the bound."""
-RUN_ENDED = "run ended"
-"""Reason of the groups that were still here when the run was closed."""
+from monarch_rl.buffer.ledger import MASKED, PLAYED_AGAIN, RUN_ENDED, Counts, Ledger
+from monarch_rl.buffer.order import Live, next_batch, note_overtaking
+from monarch_rl.buffer.rules import Rules, token_lags
+from monarch_rl.buffer.settings import BufferSettings
+from monarch_rl.packed import PackedGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,52 +34,22 @@ class Ticket:
     """Counts admissions: 0, 1, 2, ..."""
     task_cursor: int
     """Position in the stream of tasks; differs from ``group_id`` only in a resumed run."""
+    attempt: int = 0
+    """How often the group was begun before, by workers that were lost."""
 
 
-@dataclass(slots=True)
-class Counts:
-    """What became of the groups so far. ``admitted = trained + dropped + playing + complete + taken``."""
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The groups of one optimiser step."""
 
-    admitted: int
-    trained: int
-    dropped: dict[str, int]
-    """Groups by reason."""
-    playing: int
-    """Admitted and not yet put."""
-    complete: int
-    """Put and waiting for the trainer."""
-    taken: int
-    """In the batch being trained."""
-    unpublished: int
-    """Trained, but the version made from them is not served yet: they hold their slots."""
-    slots: int
-    slots_free: int
     version: int
-    """Optimiser steps done."""
-    published: int
-    """The version that every generator serves."""
-    lag_counts: list[int] = field(default_factory=list)
-    """Trained tokens by lag 0, 1, ..., ``max_policy_lag``."""
-
-    @property
-    def mean_lag(self) -> float:
-        """Mean lag over all trained tokens; nan before the first."""
-        total = sum(self.lag_counts)
-        return sum(lag * count for lag, count in enumerate(self.lag_counts)) / total if total else float("nan")
-
-
-def token_lags(groups: list[Group], version: int, bins: int) -> np.ndarray:
-    """Trainable tokens by lag against ``version``: int64[bins]. Raises ValueError on a lag outside the bins."""
-    counts = np.zeros(bins, np.int64)
-    for group in groups:
-        for episode in group.episodes:
-            lags = version - episode.policy_versions[episode.trainable]
-            if len(lags) and (lags.min() < 0 or lags.max() >= bins):
-                raise ValueError(
-                    f"group {group.group_id} has token lags {lags.min()}..{lags.max()}, allowed are 0..{bins - 1}"
-                )
-            counts += np.bincount(lags, minlength=bins)
-    return counts
+    """The version that they update."""
+    groups: list[PackedGroup]
+    """In order of admission."""
+    oldest: int | None
+    """Tokens that earlier versions drew are not trained; None trains all."""
+    lag_counts: np.ndarray
+    """int64[L]: tokens to train by lag 0, 1, ..."""
 
 
 class BufferCore:
@@ -101,7 +57,7 @@ class BufferCore:
 
     Args:
         groups_per_step: groups of one optimiser step.
-        max_policy_lag: largest lag of a trained token; 0 is synchronous.
+        settings: see there.
         version: optimiser steps done, and served, at the start (a resumed run starts above 0).
         task_cursor: where in the stream of tasks to start.
 
@@ -110,102 +66,187 @@ class BufferCore:
             asked for what cannot be.
     """
 
-    def __init__(self, groups_per_step: int, max_policy_lag: int, version: int = 0, task_cursor: int = 0) -> None:
+    def __init__(self, groups_per_step: int, settings: BufferSettings, version: int = 0, task_cursor: int = 0) -> None:
         if groups_per_step < 1:
             raise ValueError(f"groups_per_step must be at least 1, got {groups_per_step}")
-        if max_policy_lag < 0:
-            raise ValueError(f"max_policy_lag must not be negative (0 is synchronous), got {max_policy_lag}")
         self.groups_per_step = groups_per_step
-        self.max_policy_lag = max_policy_lag
-        self.slots = (max_policy_lag + 1) * groups_per_step
+        self.settings = settings
+        self.window = settings.window_for(groups_per_step)
+        self.slots = settings.slots_for(groups_per_step)
+        self.max_bytes = settings.max_mib * 2**20
         self.version = version
         self.published_version = version
         self.closed = False
         self._first_task = task_cursor
         self._admitted = 0
-        self._trained = 0
-        self._dropped: dict[str, int] = {}
-        self._live: dict[int, Group | None] = {}
-        """In admission order (dicts keep it); None while the group is being played."""
-        self._taken: list[Group] = []
+        self._live: dict[int, Live] = {}
+        """In order of admission: dicts keep it."""
+        self._idle: list[int] = []
+        """Groups whose worker was lost, the first admitted first."""
+        self._attempts: dict[int, int] = {}
+        """Of the groups that were begun anew, here or gone."""
+        self._batch: tuple[Batch, list[Live]] | None = None
         self._unpublished: dict[int, int] = {}
         """Groups by the version that was made from them."""
-        self._lag_counts = np.zeros(max_policy_lag + 1, np.int64)
+        self._rules = Rules(settings, groups_per_step)
+        self._nbytes = 0
+        self._ledger = Ledger()
 
     @property
-    def slots_free(self) -> int:
-        used = len(self._live) + len(self._taken) + sum(self._unpublished.values())
+    def slots_free(self) -> int | None:
+        """None is any number."""
+        if self.slots is None:
+            return None
+        used = len(self._live) + self.taken + sum(self._unpublished.values())
         assert used <= self.slots, f"{used} slots used of {self.slots}"
         return self.slots - used
 
-    def admit(self) -> Ticket | None:
-        """Start a group if a slot is free and the run is not closed."""
-        if self.closed or not self.slots_free:
-            return None
-        ticket = Ticket(self._admitted, self._first_task + self._admitted)
-        self._live[ticket.group_id] = None
-        self._admitted += 1
-        return ticket
+    @property
+    def taken(self) -> int:
+        """Groups in the batch that is being trained."""
+        return len(self._batch[1]) if self._batch is not None else 0
 
-    def put(self, group: Group) -> None:
-        """Hand in a complete group. After ``close`` this changes nothing: the group is counted already."""
-        if self._ended_with_run(group.group_id):
-            return
-        if self._live.get(group.group_id, group) is not None:
-            raise ValueError(f"group {group.group_id} cannot be put: it is {self._state(group.group_id)}")
-        if group.oldest_version is None:
+    # -- workers ----------------------------------------------------------------------------------------------
+
+    def admit(self) -> Ticket | None:
+        """Start a group if a slot is free and the run is not closed; first those that a lost worker had begun."""
+        if self.closed:
+            return None
+        if self._idle:
+            one = self._live[self._idle.pop(0)]
+            one.idle = False
+        elif self.slots_free == 0:
+            return None
+        else:
+            one = Live(self._admitted, self._first_task + self._admitted)
+            self._live[one.group_id] = one
+            self._admitted += 1
+        return Ticket(one.group_id, one.task_cursor, one.attempt)
+
+    def reserve(self, group_id: int, nbytes: int, attempt: int = 0) -> bool:
+        """Promise room for a group of ``nbytes`` bytes; False if it has to wait.
+
+        The groups admitted first among those still here, as many as a batch has, never wait: with them the next batch
+        is complete, and its training makes room. A group that is not expected any more never waits either.
+        """
+        if self._given_up(group_id, attempt):
+            return True
+        one = self._playing(group_id, "be given room")
+        if one.reserved:
+            return True
+        fits = self._nbytes + nbytes <= self.max_bytes
+        if not fits and group_id not in islice(self._live, self.groups_per_step):
+            return False
+        one.reserved = nbytes
+        self._nbytes += nbytes
+        return True
+
+    def put(self, group: PackedGroup) -> bool:
+        """Hand in a complete group; True if it is kept.
+
+        It is not if a rule of the settings leaves it out, if it was given to another worker, or after ``close``.
+        """
+        if self._given_up(group.group_id, group.attempt):
+            if not self.closed:
+                self._ledger.note_wasted(PLAYED_AGAIN, group.trainable)
+            return False
+        one = self._playing(group.group_id, "be put")
+        if group.newest_version is None:
             raise ValueError(f"group {group.group_id} cannot be put: it has no token to train")
-        newest = max(int(episode.policy_versions.max()) for episode in group.episodes if episode.num_tokens)
-        if newest > self.version:
+        if group.newest_version > self.version:
             raise ValueError(
-                f"group {group.group_id} cannot be put: version {newest} drew a token of it, "
+                f"group {group.group_id} cannot be put: version {group.newest_version} drew a token of it, "
                 f"but only {self.version} optimiser steps were reported"
             )
-        self._live[group.group_id] = group
+        if not self.reserve(group.group_id, group.nbytes, group.attempt):
+            raise ValueError(
+                f"group {group.group_id} cannot be put: its {group.nbytes} bytes do not fit beside "
+                f"{self._nbytes} within buffer.max-mib {self.settings.max_mib}; reserve room first"
+            )
+        self._nbytes += group.nbytes - one.reserved
+        one.reserved, one.group = 0, group
+        reason = self._rules.on_arrival(group, self.version)
+        if reason is not None:
+            self.drop(group.group_id, reason, attempt=group.attempt)
+        return reason is None
 
-    def drop(self, group_id: int, reason: str) -> None:
-        """Give a group up, played or complete; its slot is free again. After ``close`` this changes nothing."""
-        if self._ended_with_run(group_id):
+    def drop(self, group_id: int, reason: str, tokens: int = 0, attempt: int = 0) -> None:
+        """Give a group up, played or complete; its slot is free again.
+
+        Changes nothing after ``close``, or if the group was given to another worker.
+
+        Args:
+            tokens: that were drawn for it, if it was not put.
+        """
+        if self._given_up(group_id, attempt):
             return
         if group_id not in self._live:
             raise ValueError(f"group {group_id} cannot be dropped ({reason}): it is {self._state(group_id)}")
-        del self._live[group_id]
-        self._dropped[reason] = self._dropped.get(reason, 0) + 1
+        one = self._live.pop(group_id)
+        self._nbytes -= one.reserved + (one.group.nbytes if one.group else 0)
+        if one.idle:
+            self._idle.remove(group_id)
+        self._ledger.note_dropped(reason, one.group.trainable if one.group else tokens)
 
-    def take(self, version: int) -> list[Group] | None:
-        """The batch that updates ``version``, oldest first; None while one of its groups is missing.
+    def release(self, group_ids: Iterable[int]) -> list[int]:
+        """The worker that played these groups is lost: others begin them anew, in the same slots and places.
 
-        Asked again for the same version it gives the same batch, so that every trainer rank can ask. Groups whose
-        tokens are too stale are dropped first.
+        Returns:
+            Those that were being played; the others are complete or gone, and stay as they are.
+        """
+        released = [group_id for group_id in group_ids if group_id in self._live]
+        released = [group_id for group_id in released if not self._live[group_id].group]
+        released = [group_id for group_id in released if not self._live[group_id].idle]
+        for group_id in released:
+            one = self._live[group_id]
+            self._nbytes -= one.reserved
+            one.reserved, one.idle, one.attempt = 0, True, one.attempt + 1
+            self._attempts[group_id] = one.attempt
+        self._idle = sorted(self._idle + released)
+        return released
+
+    # -- trainer ----------------------------------------------------------------------------------------------
+
+    def take(self, version: int) -> Batch | None:
+        """The batch that updates ``version``; None while one of its groups is missing.
+
+        Asked again for the same version it gives the same batch, so that every trainer rank can ask.
+
+        Raises:
+            ValueError: another version is next; or a token above the bound would be trained, which no order of calls
+                brings about.
         """
         if version != self.version:
             raise ValueError(f"a batch for version {version} was asked for, but the policy is at {self.version}")
-        if self._taken:
-            return self._taken
-        for group_id, group in list(self._live.items()):
-            oldest = group.oldest_version if group is not None else None
-            if oldest is not None and version - oldest > self.max_policy_lag:
-                self.drop(group_id, STALE)
-        if self.missing() or self.closed:
-            return None
-        batch = [group for group in self._oldest().values() if group is not None]
-        for group in batch:
-            del self._live[group.group_id]
-        self._taken = batch
-        return batch
+        if self._batch is None and not self.closed:
+            live = next_batch(self._live.values(), self.groups_per_step, self.window)
+            if live is not None:
+                groups = [one.group for one in live if one.group is not None]
+                oldest = self._rules.oldest(version)
+                lags = token_lags(groups, version, oldest, self.settings.max_policy_lag)
+                self._batch = Batch(version, groups, oldest, lags), live
+                for one in live:
+                    del self._live[one.group_id]
+        return self._batch[0] if self._batch is not None else None
 
     def trained(self, version: int) -> None:
         """The optimiser step that made ``version`` is done, with the batch taken for ``version - 1``."""
-        if version != self.version + 1 or not self._taken:
+        if version != self.version + 1 or self._batch is None:
             raise ValueError(
                 f"version {version} cannot have been trained: the policy is at {self.version} "
-                f"and {len(self._taken)} groups are taken"
+                f"and {self.taken} groups are taken"
             )
-        self._lag_counts += token_lags(self._taken, self.version, self.max_policy_lag + 1)
-        self._trained += len(self._taken)
-        self._unpublished[version] = len(self._taken)
-        self._taken = []
-        self.version = version
+        batch, live = self._batch
+        self._ledger.note_trained(len(live), batch.lag_counts)
+        self._ledger.note_wasted(MASKED, sum(g.trainable for g in batch.groups) - int(batch.lag_counts.sum()))
+        self._nbytes -= sum(group.nbytes for group in batch.groups)
+        self._unpublished[version] = len(live)
+        note_overtaking(self._live.values(), [one.group_id for one in live])
+        self._batch, self._rules.filtered, self.version = None, 0, version
+        for one in list(self._live.values()):
+            reason = self._rules.lag_reason(one.group, version) if one.group is not None else None
+            if reason is not None:
+                self.drop(one.group_id, reason, attempt=one.attempt)
 
     def published(self, version: int) -> None:
         """Every generator serves ``version`` now: the slots of all batches up to it are free again."""
@@ -221,44 +262,112 @@ class BufferCore:
 
         A batch that is being trained may still be reported as trained.
         """
-        for group_id in list(self._live):
-            self.drop(group_id, RUN_ENDED)
+        for one in list(self._live.values()):
+            self.drop(one.group_id, RUN_ENDED, attempt=one.attempt)
         self.closed = True
 
+    # -- figures ----------------------------------------------------------------------------------------------
+
     def missing(self) -> list[int | None]:
-        """The groups that the next batch waits for; None stands for one that is not even admitted."""
-        oldest = self._oldest()
-        playing: list[int | None] = [group_id for group_id, group in oldest.items() if group is None]
-        return playing + [None] * (self.groups_per_step - len(oldest))
+        """The groups with which the next batch would be complete; None stands for one that is not even admitted."""
+        first = list(islice(self._live.values(), self.groups_per_step))
+        playing: list[int | None] = [one.group_id for one in first if one.group is None]
+        return playing + [None] * (self.groups_per_step - len(first))
+
+    @property
+    def held_back(self) -> bool:
+        """Enough groups are complete for a batch, but a slow one is due first."""
+        complete = sum(one.group is not None for one in self._live.values())
+        if self._batch is not None or complete < self.groups_per_step:
+            return False
+        return next_batch(self._live.values(), self.groups_per_step, self.window) is None
 
     def counts(self) -> Counts:
-        playing = sum(group is None for group in self._live.values())
+        playing = sum(one.group is None for one in self._live.values())
         return Counts(
             admitted=self._admitted,
-            trained=self._trained,
-            dropped=dict(self._dropped),
+            trained=self._ledger.trained,
+            dropped=dict(self._ledger.dropped),
+            wasted_tokens=dict(self._ledger.wasted_tokens),
             playing=playing,
             complete=len(self._live) - playing,
-            taken=len(self._taken),
+            taken=self.taken,
             unpublished=sum(self._unpublished.values()),
             slots=self.slots,
             slots_free=self.slots_free,
             version=self.version,
             published=self.published_version,
-            lag_counts=self._lag_counts.tolist(),
+            nbytes=self._nbytes,
+            lag_counts=self._ledger.lag_counts.tolist(),
         )
 
-    def _oldest(self) -> dict[int, Group | None]:
-        return dict(list(self._live.items())[: self.groups_per_step])
+    # -- resuming ---------------------------------------------------------------------------------------------
 
-    def _ended_with_run(self, group_id: int) -> bool:
-        return self.closed and 0 <= group_id < self._admitted
+    def state(self) -> dict[str, Any]:
+        """All that a resumed run needs, in plain values (complete groups as their bytes)."""
+        taken = self._batch[1] if self._batch is not None else []
+        live = sorted([*taken, *self._live.values()], key=lambda one: one.group_id)
+        return {
+            "groups_per_step": self.groups_per_step,
+            "slots": self.slots,
+            "window": self.window,
+            "version": self.version,
+            "first_task": self._first_task,
+            "admitted": self._admitted,
+            "attempts": dict(self._attempts),
+            "filtered": self._rules.filtered,
+            "ledger": self._ledger.state(),
+            "live": [
+                (one.group_id, one.task_cursor, one.attempt, one.overtaken, one.group.data if one.group else None)
+                for one in live
+            ],
+        }
+
+    @classmethod
+    def restore(cls, groups_per_step: int, settings: BufferSettings, state: dict[str, Any]) -> BufferCore:
+        """Go on from :meth:`state`, once every generator serves its version.
+
+        A batch that was being trained is complete again, and groups that were being played are begun anew.
+
+        Raises:
+            ValueError: the settings give other slots, another window or another batch than the state had.
+        """
+        core = cls(groups_per_step, settings, state["version"], state["first_task"])
+        for name in ("groups_per_step", "slots", "window"):
+            if getattr(core, name) != state[name]:
+                raise ValueError(
+                    f"a buffer with {name} {state[name]} cannot go on with {getattr(core, name)}: its bound was "
+                    "counted with the former; resume with the same groups-per-step and buffer settings"
+                )
+        core._admitted, core._rules.filtered = state["admitted"], state["filtered"]
+        core._attempts = dict(state["attempts"])
+        core._ledger = Ledger.restore(state["ledger"])
+        for group_id, task_cursor, attempt, overtaken, data in state["live"]:
+            group = PackedGroup.read(data) if data is not None else None
+            core._live[group_id] = Live(group_id, task_cursor, attempt, overtaken=overtaken, group=group)
+            core._nbytes += group.nbytes if group is not None else 0
+        core.release(list(core._live))
+        return core
+
+    # -- inside -----------------------------------------------------------------------------------------------
+
+    def _given_up(self, group_id: int, attempt: int) -> bool:
+        """Nobody expects this play of the group any more: the run ended, or another worker has the group."""
+        ended = self.closed and 0 <= group_id < self._admitted
+        return ended or attempt < self._attempts.get(group_id, 0)
+
+    def _playing(self, group_id: int, verb: str) -> Live:
+        one = self._live.get(group_id)
+        if one is None or one.group is not None or one.idle:
+            raise ValueError(f"group {group_id} cannot {verb}: it is {self._state(group_id)}")
+        return one
 
     def _state(self, group_id: int) -> str:
         if not 0 <= group_id < self._admitted:
             return "not admitted"
         if group_id in self._live:
-            return "being played" if self._live[group_id] is None else "complete already"
-        if any(group.group_id == group_id for group in self._taken):
+            one = self._live[group_id]
+            return "complete already" if one.group else "waiting for a worker" if one.idle else "being played"
+        if self._batch is not None and any(one.group_id == group_id for one in self._batch[1]):
             return f"in the batch that updates version {self.version}"
         return "trained or dropped already"

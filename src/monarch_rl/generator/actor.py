@@ -50,6 +50,7 @@ class Generator(Actor):
         self._verified = asyncio.Event()
         self._verified.set()
         self._replica = 0
+        self._devices = 1
 
     @property
     def _running(self) -> Engine:
@@ -68,7 +69,7 @@ class Generator(Actor):
         """
         if self._engine is not None:
             raise RuntimeError(f"generator {self._replica} has an engine already")
-        self._replica = replica
+        self._replica, self._devices = replica, settings.tp
         presence.enlist(f"generator {replica}")
         started = time.perf_counter()
         self._engine = await within(
@@ -162,6 +163,7 @@ class Generator(Actor):
         engine = self._running
         return {
             "replica": self._replica,
+            "devices": self._devices,
             "version": engine.version,
             "generated_tokens": engine.generated_tokens,
             "finished_requests": engine.finished_requests,

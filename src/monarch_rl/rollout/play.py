@@ -31,6 +31,8 @@ class EpisodeFailed(Exception):
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
+        self.tokens = 0
+        """Drawn before it failed."""
 
 
 async def play(
@@ -52,9 +54,27 @@ async def play(
         DeadlineExceeded: the generator did not answer in time. It and other errors of the generator are not
             this episode's fault and end the run.
     """
+    turns: list[Turn] = []
+    try:
+        return await _play(environment, generator, tokenizer, sampling, group, settings, limit, turns)
+    except EpisodeFailed as failure:
+        failure.tokens = sum(int(turn.trainable.sum()) for turn in turns)
+        raise
+
+
+async def _play(
+    environment: Environment,
+    generator: GeneratorHandle,
+    tokenizer: Tokenizer,
+    sampling: Sampling,
+    group: int,
+    settings: RolloutSettings,
+    limit: int | None,
+    turns: list[Turn],
+) -> Episode:
+    """See :func:`play`; ``turns`` grows by what was drawn."""
     context = tokenizer.render(await _answer(environment.reset(), settings, "reset"))
     history: list[int] = []
-    turns: list[Turn] = []
     reward = 0.0
     while True:
         history += context

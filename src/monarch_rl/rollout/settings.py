@@ -32,7 +32,8 @@ class RolloutSettings:
     generate_deadline_s: float = 600.0
     """Seconds of one turn of the policy; more ends the run."""
     slot_deadline_s: float = 3600.0
-    """Seconds that a worker may wait for a free slot, that is, for the trainer; more ends the run."""
+    """Seconds that a worker may wait for a free slot of the buffer, or for room, that is, for the trainer; more ends
+    the run."""
 
     def __post_init__(self) -> None:
         for name in ("workers", "concurrent_groups", "group_size", "max_new_tokens", "max_turns", "scorer_processes"):

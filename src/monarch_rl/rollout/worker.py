@@ -14,6 +14,7 @@ from monarch.actor import Actor, concurrent_endpoint, current_rank
 
 from monarch_rl.episode import Episode, Group, Sampling
 from monarch_rl.rollout.environment import Environment, SingleTurn
+from monarch_rl.rollout.outbox import BUFFER_DEADLINE_S, Outbox
 from monarch_rl.rollout.play import EpisodeFailed, GeneratorHandle, all_or_none, episode_seed, play
 from monarch_rl.rollout.scoring import Scorer
 from monarch_rl.rollout.settings import RolloutSettings
@@ -22,8 +23,6 @@ from monarch_rl.rollout.tokenizer import Tokenizer
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import within
 
-BUFFER_DEADLINE_S = 60.0
-"""Seconds for a call of the buffer that does not wait for anybody else."""
 RECENT_EPISODES = 256
 """Episodes behind the recent means and the samples."""
 
@@ -44,6 +43,8 @@ class WorkerStats:
     """Episodes lost, by reason."""
     tokens: int
     """Tokens drawn for scored episodes."""
+    failed_tokens: int
+    """Tokens drawn for lost episodes."""
     recent_reward: float
     """Mean reward of the last episodes (up to 256); nan before the first."""
     recent_tokens: float
@@ -106,6 +107,7 @@ class RolloutWorker(Actor):
         self._failed: Counter[str] = Counter()
         self._episodes = 0
         self._tokens = 0
+        self._failed_tokens = 0
         self._recent: deque[tuple[float, int]] = deque(maxlen=RECENT_EPISODES)
         self._samples: deque[tuple[int, Item, Episode]] = deque(maxlen=RECENT_EPISODES)
 
@@ -117,6 +119,7 @@ class RolloutWorker(Actor):
             episode_limit: tokens that an episode may have, prompts and drawn ones; None is any number.
         """
         self._buffer = buffer
+        self._outbox = Outbox(buffer, self._name, self._settings.slot_deadline_s)
         self._limit = episode_limit
         self._generator = generator
         self._tokenizer = await asyncio.to_thread(Tokenizer, self._model)
@@ -170,6 +173,7 @@ class RolloutWorker(Actor):
             episodes=self._episodes,
             failed=dict(self._failed),
             tokens=self._tokens,
+            failed_tokens=self._failed_tokens,
             recent_reward=float(np.mean(rewards)) if rewards else float("nan"),
             recent_tokens=float(np.mean(tokens)) if tokens else float("nan"),
         )
@@ -229,32 +233,34 @@ class RolloutWorker(Actor):
                 return
             self._playing += 1
             try:
-                await self._play_group(ticket.group_id, ticket.task_cursor)
+                await self._play_group(ticket.group_id, ticket.task_cursor, ticket.attempt)
             finally:
                 self._playing -= 1
 
-    async def _play_group(self, group_id: int, task_cursor: int) -> None:
+    async def _play_group(self, group_id: int, task_cursor: int, attempt: int) -> None:
         """Play a group and put it, or drop it when too few of its episodes are left to be compared."""
         item = await asyncio.to_thread(self._train.item, task_cursor)
         size, temperature = self._settings.group_size, self._settings.temperature
         samplings = [self._sampling(temperature, episode_seed(self._settings.seed, group_id, i)) for i in range(size)]
         played = await all_or_none([self._episode(item, sampling, group_id) for sampling in samplings])
-        lost = Counter(episode.reason for episode in played if isinstance(episode, EpisodeFailed))
-        self._failed.update(lost)
+        lost = [episode for episode in played if isinstance(episode, EpisodeFailed)]
+        self._failed.update(episode.reason for episode in lost)
+        self._failed_tokens += sum(episode.tokens for episode in lost)
         episodes = [episode for episode in played if isinstance(episode, Episode)]
         for episode in episodes:
             self._record(group_id, item, episode)
         if len(episodes) >= min(2, size):
+            group = Group(group_id, item.index, episodes, failed=len(lost), attempt=attempt)
+            data = await asyncio.to_thread(group.to_bytes)
+            await self._outbox.put(group_id, attempt, data)
             self._groups["put"] += 1
-            data = Group(group_id, item.index, episodes).to_bytes()
-            put = self._buffer.put.call_one(data)
-            await within(BUFFER_DEADLINE_S, put, f"the buffer to take group {group_id}", on="buffer")
             presence.progress("group put")
         else:
-            self._groups["dropped"] += 1
-            reason = lost.most_common(1)[0][0]
-            drop = self._buffer.drop.call_one(group_id, reason)
+            reason = Counter(episode.reason for episode in lost).most_common(1)[0][0]
+            tokens = sum(episode.num_trainable for episode in episodes)
+            drop = self._buffer.drop.call_one(group_id, reason, tokens, attempt)
             await within(BUFFER_DEADLINE_S, drop, f"the buffer to drop group {group_id}", on="buffer")
+            self._groups["dropped"] += 1
             presence.progress("group dropped")
 
     async def _episode(self, item: Item, sampling: Sampling, group: int) -> Episode | EpisodeFailed:

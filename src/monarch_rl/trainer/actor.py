@@ -22,7 +22,8 @@ from monarch_rl.weights.manifest import Manifest
 from monarch_rl.weights.transport import Sender, TransferSettings, make_sender
 
 if TYPE_CHECKING:
-    from monarch_rl.episode import BatchShard, Group
+    from monarch_rl.episode import Group
+    from monarch_rl.packed import PackedShard
     from monarch_rl.trainer.policy import Policy
 
 T = TypeVar("T")
@@ -111,7 +112,7 @@ class Trainer(Actor):
 
         plan, policy = self._plan, self.policy
         started = time.perf_counter()
-        shard: BatchShard = await within(
+        packed: PackedShard = await within(
             batch_deadline_s + 10,
             self._buffer.take.call_one(
                 version, policy.rank, policy.world_size, plan.settings.tokens_per_microbatch, batch_deadline_s
@@ -122,20 +123,20 @@ class Trainer(Actor):
         taken = time.perf_counter()
 
         def step() -> dict[str, float]:
-            batches = pack_shard(shard, plan.settings.loss, plan.max_new_tokens, policy.device)
+            batches = pack_shard(packed.unpack(), plan.settings.loss, plan.max_new_tokens, policy.device)
             return policy.update(batches, reinforcement(plan.settings.loss))
 
         metrics = await self._on(self._compute, step)
-        lags = shard.lag_counts
+        lags = packed.lag_counts
         tokens = max(int(lags.sum()), 1)
         return metrics | {
             "wait_s": taken - started,
             "step_s": time.perf_counter() - taken,
             "lag_mean": float((lags * range(len(lags))).sum() / tokens),
             "lag_max": float(max((lag for lag, count in enumerate(lags) if count), default=0)),
-            "reward_mean": float(np.mean(np.concatenate(shard.rewards))),
-            "reward_std": float(np.std(np.concatenate(shard.rewards))),
-            "equal_reward_groups": float(np.mean([np.ptp(rewards) == 0 for rewards in shard.rewards])),
+            "reward_mean": float(np.mean(np.concatenate(packed.rewards))),
+            "reward_std": float(np.std(np.concatenate(packed.rewards))),
+            "equal_reward_groups": float(np.mean([np.ptp(rewards) == 0 for rewards in packed.rewards])),
         }
 
     @concurrent_endpoint

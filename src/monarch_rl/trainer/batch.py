@@ -35,8 +35,8 @@ class MicroBatch:
     """float32[N]."""
     weights: torch.Tensor
     """float32[N]: what each token counts in the loss."""
-    on_policy: torch.Tensor
-    """bool[N]: drawn under the version that the update starts from."""
+    lags: torch.Tensor
+    """int64[N]: the version that the update starts from minus the one that drew the token."""
     padding: int = 0
     """Inputs that stand for nothing: 1 on a rank without episodes."""
 
@@ -81,7 +81,7 @@ def pack(
         behaviour_logprobs=row(logprobs),
         advantages=_per_token(advantages, counts, device),
         weights=_per_token(weights, counts, device),
-        on_policy=row(versions) == version,
+        lags=version - row(versions).long(),
         padding=0 if episodes else 1,
     )
 

@@ -23,7 +23,8 @@ def reinforcement(settings: LossSettings) -> Objective:
     def objective(logprobs: torch.Tensor, entropies: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, Sums]:
         keep = corrections.finite_tokens(batch.behaviour_logprobs)
         logprobs, behaviour = logprobs[keep], batch.behaviour_logprobs[keep]
-        advantages, weights, on_policy = batch.advantages[keep], batch.weights[keep], batch.on_policy[keep]
+        advantages, lags = batch.advantages[keep], batch.lags[keep]
+        weights, on_policy = batch.weights[keep] * corrections.lag_discount(lags, settings.lag_discount), lags == 0
         # One optimiser step a batch: the trainer's policy when the batch was formed is the current one.
         old = logprobs.detach()
         reference = old if settings.ratio_to == "trainer" else behaviour

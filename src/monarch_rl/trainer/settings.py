@@ -27,6 +27,9 @@ class LossSettings:
     importance_cap: float = 2.0
     """Truncated importance sampling: tokens weigh min(pi_trainer / pi_engine, cap); with `ratio_to trainer` only.
     Larger is less biased and noisier; 0 switches it off."""
+    lag_discount: float = 1.0
+    """Tokens weigh lag_discount ** lag (a heuristic); 1 is off. Less trusts stale tokens less, and learns less from
+    them."""
     aggregation: Aggregation = "constant"
     """`constant` divides by episodes x max tokens (Dr.GRPO), `token_mean` by tokens (DAPO), `sequence_mean` first
     by each episode's tokens (GRPO)."""
@@ -36,6 +39,8 @@ class LossSettings:
             raise ValueError(f"clip_low must be in [0, 1), got {self.clip_low}")
         if self.clip_high < 0:
             raise ValueError(f"clip_high must not be negative, got {self.clip_high}")
+        if not 0 <= self.lag_discount <= 1:
+            raise ValueError(f"lag_discount must be in [0, 1] (1 is off), got {self.lag_discount}")
         if self.importance_cap < 0:
             raise ValueError(f"importance_cap must not be negative (0 is off), got {self.importance_cap}")
 

@@ -1,0 +1,190 @@
+"""How many groups go through the buffer: producers admit, offer and put, trainer ranks take, each in its own process.
+
+    python benchmarks/buffer.py
+
+A group is 16 episodes of 1,000 drawn tokens and a prompt of 100. The yardstick is a bare actor that is sent the same
+bytes in calls of the same size, and gives as many back, between the same processes; both sides take turns. The last
+line is JSON: rates of this machine and hour, and their ratio, which holds elsewhere too.
+"""
+
+from __future__ import annotations
+
+import monarch_rl  # isort: skip  # noqa: F401  its settings for Monarch count only if it is imported first
+
+import asyncio
+import json
+import os
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import tyro
+from monarch.actor import Actor, concurrent_endpoint
+
+from monarch_rl.buffer.actor import Buffer
+from monarch_rl.buffer.settings import BufferSettings
+from monarch_rl.episode import Completion, Episode, Group, Turn
+from monarch_rl.rollout.outbox import MESSAGE_BYTES, Outbox
+from monarch_rl.runtime.cluster import Cluster, launch
+from monarch_rl.runtime.deadlines import within
+
+WAIT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Groups through the buffer (see the top of this file)."""
+
+    producers: int = 2
+    """Processes that put."""
+    ranks: int = 2
+    """Processes that take."""
+    groups_per_step: int = 64
+    """Groups of a batch."""
+    steps: int = 32
+    """Batches of a round."""
+    places: int = 64
+    """Groups that each producer has under way."""
+    group_size: int = 16
+    """Episodes of a group."""
+    prompt_tokens: int = 100
+    """Tokens of a prompt."""
+    new_tokens: int = 1000
+    """Tokens drawn for an episode."""
+    rounds: int = 5
+    """Rounds of both sides; the first does not count."""
+
+
+GROUP_ID = 10**9
+"""Stands for the number of the group in a template, as wide as any."""
+
+
+def template(s: Settings) -> bytes:
+    """A group whose number is still to be filled in: packing random tokens is not what is measured."""
+    rng = np.random.default_rng(0)
+
+    def episode(reward: int) -> Episode:
+        ids, logprobs = rng.integers(0, 150_000, s.new_tokens), -rng.exponential(1.0, s.new_tokens)
+        drawn = Completion(ids, logprobs.astype(np.float32), np.zeros(s.new_tokens, np.int32), "length")
+        return Episode([Turn.from_completion(list(range(s.prompt_tokens)), drawn)], float(reward), "length")
+
+    return Group(GROUP_ID, 0, [episode(i % 2) for i in range(s.group_size)]).to_bytes()
+
+
+class Bare(Actor):
+    """Takes bytes and gives bytes."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    @concurrent_endpoint
+    async def put(self, *groups: bytes) -> None:
+        pass
+
+    @concurrent_endpoint
+    async def take(self) -> bytes:
+        return self._data
+
+
+class Producer(Actor):
+    def __init__(self, settings: Settings, data: bytes) -> None:
+        self._settings = settings
+        self._data = data
+
+    def _group(self, group_id: int) -> bytes:
+        return self._data.replace(str(GROUP_ID).encode(), str(group_id).rjust(len(str(GROUP_ID))).encode(), 1)
+
+    @concurrent_endpoint
+    async def feed(self, buffer: Any, name: str) -> None:
+        """Until the buffer is closed."""
+        outbox = Outbox(buffer, name, WAIT_S)
+
+        async def place() -> None:
+            while (ticket := await buffer.admit.call_one(name, WAIT_S)) is not None:
+                await outbox.put(ticket.group_id, ticket.attempt, self._group(ticket.group_id))
+
+        await asyncio.gather(*(place() for _ in range(self._settings.places)))
+
+    @concurrent_endpoint
+    async def feed_bare(self, bare: Any, groups: int) -> None:
+        """As many groups in calls as large as the outbox's, two at a time: one is packed while one travels."""
+        per_call = max(1, MESSAGE_BYTES // len(self._data))
+        left = groups
+
+        async def sender() -> None:
+            nonlocal left
+            while left > 0:
+                size, left = min(per_call, left), left - per_call
+                await bare.put.call_one(*(self._group(i) for i in range(size)))
+
+        await asyncio.gather(sender(), sender())
+
+
+class Rank(Actor):
+    @concurrent_endpoint
+    async def take(self, buffer: Any, version: int, rank: int, ranks: int) -> int:
+        return len((await buffer.take.call_one(version, rank, ranks, 2**20, WAIT_S)).data)
+
+    @concurrent_endpoint
+    async def take_bare(self, bare: Any, calls: int) -> None:
+        for _ in range(calls):
+            await bare.take.call_one()
+
+
+async def through_buffer(s: Settings, cluster: Cluster, producers: list[Any], ranks: list[Any], mesh: Any) -> float:
+    """Seconds of a round."""
+    buffer = mesh.spawn(f"buffer{time.monotonic_ns()}", Buffer, s.groups_per_step, BufferSettings(2))
+    feeding = [asyncio.ensure_future(p.feed.call_one(buffer, f"producer {i}")) for i, p in enumerate(producers)]
+    started = time.perf_counter()
+    for version in range(s.steps):
+        takes = [rank.take.call_one(buffer, version, i, s.ranks) for i, rank in enumerate(ranks)]
+        await within(WAIT_S, asyncio.gather(*takes), f"the batch of version {version}")
+        await within(WAIT_S, buffer.trained.call_one(version + 1), "the buffer to note the step")
+        await within(WAIT_S, buffer.published.call_one(version + 1), "the buffer to release slots")
+    seconds = time.perf_counter() - started
+    await within(WAIT_S, buffer.close.call_one(), "the buffer to close")
+    await within(WAIT_S, asyncio.gather(*feeding), "the producers to end")
+    return seconds
+
+
+async def through_bare(s: Settings, producers: list[Any], ranks: list[Any], mesh: Any, nbytes: int) -> float:
+    """Seconds of a round: as many bytes as a batch a step, in each direction."""
+    share = os.urandom(nbytes * s.groups_per_step // s.ranks)
+    bare = mesh.spawn(f"bare{time.monotonic_ns()}", Bare, share)
+    calls = [p.feed_bare.call_one(bare, s.groups_per_step * s.steps // s.producers) for p in producers]
+    calls += [rank.take_bare.call_one(bare, s.steps) for rank in ranks]
+    started = time.perf_counter()
+    await within(WAIT_S, asyncio.gather(*calls), "the bare calls")
+    return time.perf_counter() - started
+
+
+async def measure(cluster: Cluster, s: Settings) -> dict[str, Any]:
+    data = template(s)
+    producers = [cluster.spawn(f"producer{i}", 1).spawn("producer", Producer, s, data) for i in range(s.producers)]
+    ranks = [cluster.spawn(f"rank{i}", 1).spawn("rank", Rank) for i in range(s.ranks)]
+    mesh = cluster.spawn("buffer", 1)
+    groups = s.groups_per_step * s.steps
+    ours, bare = [], []
+    for number in range(s.rounds):
+        ours.append(groups / await through_buffer(s, cluster, producers, ranks, mesh))
+        bare.append(groups / await through_bare(s, producers, ranks, mesh, len(data)))
+        print(f"round {number}: {ours[-1]:,.0f} groups/s, bare actor {bare[-1]:,.0f}", flush=True)
+    rate, limit = statistics.median(ours[1:]), statistics.median(bare[1:])
+    return {
+        "groups_per_s": round(rate),
+        "mb_per_s_each_way": round(rate * len(data) / 1e6),
+        "bytes_per_group": len(data),
+        "bare_groups_per_s": round(limit),
+        "share_of_bare": round(statistics.median(a / b for a, b in zip(ours[1:], bare[1:], strict=True)), 3),
+        "cores": os.cpu_count(),
+        **asdict(s),
+    }
+
+
+if __name__ == "__main__":
+    settings = tyro.cli(Settings, description=__doc__)
+    with launch() as launched:
+        if launched is not None:
+            print(json.dumps(asyncio.run(measure(launched, settings))))

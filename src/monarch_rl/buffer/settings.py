@@ -1,0 +1,89 @@
+"""What a user sets about the buffer. docs/buffer.md says what each setting is worth and costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class BufferSettings:
+    """How far generation may run ahead, in which order groups are trained, and what is left out."""
+
+    max_policy_lag: int | None = 2
+    """Versions that a trained token may be behind; 0 is synchronous, more keeps the devices busier. None is a stream:
+    nothing bounds the lag."""
+    window: int | Literal["auto", "greedy"] = "auto"
+    """Groups admitted later that may be trained before a slow one; each costs a slot. `auto`: a quarter of a batch for
+    each version of lag above 1 (benchmarks/buffer_window.py); `greedy`: any number, with late drop or mask, or in a
+    stream."""
+    late: Literal["wait", "drop", "mask"] = "wait"
+    """What becomes of a group slower than the bound: `wait`: the trainer waits for it; `drop`: it is lost; `mask`: its
+    tokens above the bound are. The last two train fewer long answers than were generated."""
+    reject_lag: int | None = None
+    """Leave out what is staler than this when it would be trained; below max-policy-lag. None leaves out nothing."""
+    reject: Literal["drop", "mask"] = "mask"
+    """What reject-lag leaves out: the whole group, or its stale tokens."""
+    drop_equal_rewards: bool = False
+    """Drop groups whose rewards are all equal, and play others (dynamic sampling, DAPO, arXiv:2503.14476)."""
+    max_filtered: int = 10
+    """Batches' worth of groups that drop-equal-rewards may drop for one batch (10 in DAPO's own code); what comes
+    beyond is trained, so that a task that is solved does not stop the run."""
+    partial: Literal["train", "drop"] = "train"
+    """A group of which some episodes failed: trained if two are left, or dropped."""
+    max_mib: int = 4096
+    """MiB of complete groups that are held; workers keep what is beyond. 4096 holds 30,000 episodes of 16,000 tokens
+    each; no batch ever waits for room."""
+
+    def __post_init__(self) -> None:
+        if self.max_policy_lag is not None and self.max_policy_lag < 0:
+            raise ValueError(f"max-policy-lag must not be negative (0 is synchronous), got {self.max_policy_lag}")
+        if isinstance(self.window, int) and self.window < 0:
+            raise ValueError(f"buffer.window must not be negative, got {self.window}")
+        if self.max_policy_lag is None and self.late != "wait":
+            raise ValueError(f"buffer.late {self.late} has no bound to act on: give a max-policy-lag")
+        if self.late != "wait" and isinstance(self.window, int):
+            raise ValueError(
+                f"buffer.late {self.late} has nothing to act on: with a window of {self.window} no group is ever above "
+                "the bound. Leave buffer.window out, or say late wait"
+            )
+        if self.max_policy_lag is not None and self.late == "wait" and self.window == "greedy":
+            raise ValueError("buffer.window greedy breaks the bound: say buffer.late drop or mask, or give a number")
+        if self.reject_lag is not None and self.reject_lag < 0:
+            raise ValueError(f"buffer.reject-lag must not be negative, got {self.reject_lag}")
+        bound = self.max_policy_lag
+        if self.reject_lag is not None and bound is not None and self.reject_lag >= bound:
+            raise ValueError(
+                f"buffer.reject-lag {self.reject_lag} leaves out nothing: it must be below max-policy-lag "
+                f"{self.max_policy_lag}"
+            )
+        if self.max_filtered < 1:
+            raise ValueError(f"buffer.max-filtered must be at least 1, got {self.max_filtered}")
+        if self.max_mib < 1:
+            raise ValueError(f"buffer.max-mib must be at least 1, got {self.max_mib}")
+
+    def window_for(self, groups_per_step: int) -> int | None:
+        """Groups that may overtake another one; None is any number.
+
+        Raises:
+            ValueError: the window leaves no slots for a batch.
+        """
+        if self.window == "greedy" or self.late != "wait":
+            return None
+        if self.max_policy_lag is None:
+            return None if self.window == "auto" else self.window
+        room = self.max_policy_lag * groups_per_step
+        if self.window == "auto":
+            return max(0, room - groups_per_step) // 4
+        if self.window > room:
+            raise ValueError(
+                f"buffer.window {self.window} leaves less than a batch of slots: at most max-policy-lag "
+                f"{self.max_policy_lag} x groups-per-step {groups_per_step} = {room}"
+            )
+        return self.window
+
+    def slots_for(self, groups_per_step: int) -> int | None:
+        """Groups that may be under way at a time; None is any number. Raises ValueError as :meth:`window_for`."""
+        if self.max_policy_lag is None:
+            return None
+        return (self.max_policy_lag + 1) * groups_per_step - (self.window_for(groups_per_step) or 0)

@@ -1,0 +1,100 @@
+"""Many workers and many trainer ranks at one buffer, each in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+from monarch.actor import Actor, concurrent_endpoint, current_rank, this_host
+
+from monarch_rl.buffer.actor import Buffer
+from monarch_rl.buffer.settings import BufferSettings
+from monarch_rl.episode import Group
+from monarch_rl.rollout.outbox import Outbox
+from monarch_rl.runtime.deadlines import within
+from tests.buffer.helpers import episode
+
+WORKERS, RANKS, GROUPS, SIZE, STEPS = 3, 3, 4, 5, 12
+TOKEN_BUDGET, LONGEST = 90, 40
+WAIT_S = 60.0
+
+
+def make(group_id: int, version: int, attempt: int) -> Group:
+    """Episodes of lengths that only the group decides; the reward names the episode."""
+    rng = random.Random(group_id)
+    lengths = [rng.randint(1, LONGEST - 2) for _ in range(SIZE)]
+    episodes = [episode([version] * n, reward=float(SIZE * group_id + i)) for i, n in enumerate(lengths)]
+    return Group(group_id, group_id, episodes, attempt=attempt)
+
+
+class Player(Actor):
+    @concurrent_endpoint
+    async def play(self, buffer: Any) -> int:
+        """Until the buffer is closed; some groups are dropped. Returns how many were put."""
+        name, puts = f"player {current_rank().rank}", 0
+        outbox = Outbox(buffer, name, WAIT_S)
+
+        async def place() -> None:
+            nonlocal puts
+            while (ticket := await buffer.admit.call_one(name, WAIT_S)) is not None:
+                version = (await buffer.counts.call_one()).published
+                if ticket.group_id % 7 == 3:
+                    await buffer.drop.call_one(ticket.group_id, "score hung")
+                    continue
+                await outbox.put(ticket.group_id, 0, make(ticket.group_id, version, 0).to_bytes())
+                puts += 1
+
+        await asyncio.gather(*(place() for _ in range(3)))
+        return puts
+
+
+class Rank(Actor):
+    @concurrent_endpoint
+    async def take(self, buffer: Any, version: int) -> Any:
+        rank = current_rank().rank
+        shard = (await buffer.take.call_one(version, rank, RANKS, TOKEN_BUDGET, WAIT_S)).unpack()
+        return shard.rewards, [[(g, e, one.num_tokens, one.reward) for g, e, one in mb] for mb in shard.microbatches]
+
+
+async def system() -> None:
+    host = this_host()
+    meshes = [host.spawn_procs(per_host={"p": n}, name=name) for name, n in (("b", 1), ("w", WORKERS), ("t", RANKS))]
+    try:
+        buffer = meshes[0].spawn("buffer", Buffer, GROUPS, BufferSettings(2))
+        players, ranks = meshes[1].spawn("players", Player), meshes[2].spawn("ranks", Rank)
+        playing = asyncio.ensure_future(players.play.call(buffer))
+        trained: list[float] = []
+        for version in range(STEPS):
+            shards = list((await within(WAIT_S, ranks.take.call(buffer, version), "all ranks' shards")).values())
+            check(shards, trained)
+            await buffer.trained.call_one(version + 1)
+            await buffer.published.call_one(version + 1)
+        counts = await buffer.close.call_one()
+        await within(WAIT_S, playing, "the players to end")
+        assert counts.trained == STEPS * GROUPS and counts.dropped["score hung"] >= 1
+        assert counts.admitted == counts.trained + sum(counts.dropped.values())
+        assert len(trained) == len(set(trained)) == STEPS * GROUPS * SIZE
+    finally:
+        for mesh in meshes:
+            await within(20, mesh.stop(), "processes to stop")
+
+
+def check(shards: list[Any], trained: list[float]) -> None:
+    """All ranks have one batch, every episode of it once, and tokens that differ by at most the longest episode."""
+    rewards, places, tokens = shards[0][0], [], []
+    assert len({len(microbatches) for _, microbatches in shards}) == 1
+    for of_batch, microbatches in shards:
+        assert [one.tolist() for one in of_batch] == [one.tolist() for one in rewards]
+        for microbatch in microbatches:
+            assert sum(n for _, _, n, _ in microbatch) <= TOKEN_BUDGET
+            places += [(g, e) for g, e, _, _ in microbatch]
+            trained += [reward for _, _, _, reward in microbatch]
+            assert all(reward == rewards[g][e] for g, e, _, reward in microbatch)
+        tokens.append(sum(n for microbatch in microbatches for _, _, n, _ in microbatch))
+    assert sorted(places) == [(g, e) for g in range(GROUPS) for e in range(SIZE)]
+    assert max(tokens) - min(tokens) <= LONGEST
+
+
+def test_all_ranks_agree_and_every_episode_is_trained_once() -> None:
+    asyncio.run(system())

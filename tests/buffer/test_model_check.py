@@ -1,0 +1,166 @@
+"""Every reachable state of a small buffer, breadth first: up to 3 groups, 2 workers, lag up to 2, every window.
+
+A state is a core and what surrounds it: who plays which group, and who was lost while he did. Tokens are drawn by the
+oldest or the newest version that the premise allows (from the one published when the group was admitted to the
+newest trained one): the lag depends on these two alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from monarch_rl.buffer.core import BufferCore
+from monarch_rl.buffer.ledger import STALE
+from monarch_rl.packed import PackedGroup
+from tests.buffer.helpers import core, packed
+
+GROUPS, WORKERS, LOSSES = 3, 2, 2
+
+
+@dataclass(frozen=True)
+class State:
+    """Who plays what: ``(group, attempt)`` of each worker that has one."""
+
+    core: BufferCore
+    plays: tuple[tuple[int, int] | None, ...] = (None,) * WORKERS
+    lost: tuple[tuple[int, int], ...] = ()
+    losses: int = 0
+    published_at: dict[int, int] = field(default_factory=dict)
+
+    def key(self) -> Any:
+        state = self.core.state()
+        live = tuple((one[:4], self.core._live[one[0]].group is None) for one in state["live"] if self._live(one[0]))
+        drawn = tuple((g, _oldest(one)) for g, one in self.core._live.items())
+        batch = self.core._batch
+        taken = tuple((g.group_id, g.oldest_version) for g in batch[0].groups) if batch else ()
+        counts = self.core.counts()
+        totals = (counts.trained, tuple(sorted(counts.dropped.items())), tuple(self.core._unpublished.items()))
+        versions = (self.core.version, self.core.published_version, tuple(sorted(self.published_at.items())))
+        return live, drawn, taken, totals, versions, self.plays, self.lost, self.losses, tuple(self.core._idle)
+
+    def _live(self, group_id: int) -> bool:
+        return group_id in self.core._live
+
+
+def _oldest(one: Any) -> int | None:
+    return one.group.oldest_version if one.group else None
+
+
+@functools.cache
+def drawn_group(group_id: int, attempt: int, version: int) -> PackedGroup:
+    return packed(group_id, [version], attempt=attempt)
+
+
+def clone(state: State) -> State:
+    groups = [one.group for one in state.core._live.values()]
+    groups += state.core._batch[0].groups if state.core._batch else []
+    return replace(
+        state,
+        core=copy.deepcopy(state.core, {id(group): group for group in groups}),  # groups never change
+        published_at=dict(state.published_at),
+    )
+
+
+def successors(state: State) -> Iterator[tuple[bool, State]]:
+    """``(whether this is progress, the state after)`` of all that can happen: losses and drops are not progress."""
+
+    def with_play(after: State, worker: int, play: tuple[int, int] | None) -> State:
+        return replace(after, plays=tuple(play if w == worker else old for w, old in enumerate(after.plays)))
+
+    for worker, play in enumerate(state.plays):
+        if play is None:
+            if state.core._admitted < GROUPS or state.core._idle:
+                after = clone(state)
+                ticket = after.core.admit()
+                if ticket is not None:
+                    after.published_at.setdefault(ticket.group_id, after.core.published_version)
+                    yield True, with_play(after, worker, (ticket.group_id, ticket.attempt))
+            continue
+        for version in {state.published_at[play[0]], state.core.version}:
+            after = clone(state)
+            after.core.put(drawn_group(*play, version))
+            yield True, with_play(after, worker, None)
+        after = clone(state)
+        after.core.drop(play[0], "score raised", attempt=play[1])
+        yield False, with_play(after, worker, None)
+        if state.losses < LOSSES:
+            after = clone(state)
+            assert after.core.release([play[0]]) == [play[0]]
+            after = replace(after, lost=(*after.lost, play), losses=after.losses + 1)
+            yield False, with_play(after, worker, None)
+    for play in state.lost:
+        after = clone(state)
+        assert not after.core.put(drawn_group(*play, state.core.version))
+        yield False, replace(after, lost=tuple(other for other in state.lost if other != play))
+    if state.core._batch is None:
+        after = clone(state)
+        if after.core.take(after.core.version) is not None:
+            yield True, after
+    else:
+        after = clone(state)
+        after.core.trained(after.core.version + 1)
+        yield True, after
+    for version in range(state.core.published_version + 1, state.core.version + 1):
+        after = clone(state)
+        after.core.published(version)
+        yield True, after
+
+
+def check(state: State) -> None:
+    """Invariants 1 to 3, and at depth 0 the sixth."""
+    buffer, counts = state.core, state.core.counts()
+    assert STALE not in counts.dropped, "the bound did not hold by structure"
+    held = counts.playing + counts.complete + counts.taken + counts.unpublished
+    assert counts.slots == held + (counts.slots_free or 0)
+    ended = counts.trained + sum(counts.dropped.values())
+    assert counts.admitted == ended + counts.playing + counts.complete + counts.taken
+    assert counts.playing == sum(play is not None for play in state.plays) + len(buffer._idle)
+    assert all(one.overtaken <= (buffer.window or 0) for one in buffer._live.values())
+    if buffer._batch is not None:
+        lags = [buffer.version - version for g in buffer._batch[0].groups for e in g.episodes for version in e.drawn]
+        assert min(lags) >= 0 and max(lags) <= (buffer.settings.max_policy_lag or 0)
+
+
+def explore(first: State) -> int:
+    """Check every state that can be reached; returns how many there are."""
+    seen, waiting = {first.key()}, deque([first])
+    while waiting:
+        state = waiting.popleft()
+        check(state)
+        can_go_on = False
+        for progress, after in successors(state):
+            can_go_on |= progress
+            if (key := after.key()) not in seen:
+                seen.add(key)
+                waiting.append(after)
+        if not can_go_on:  # then all is done but what is too little for a batch
+            counts = state.core.counts()
+            assert counts.admitted == GROUPS and counts.complete < state.core.groups_per_step, counts
+            assert counts.playing == counts.taken == counts.unpublished == 0, counts
+    return len(seen)
+
+
+CASES = [(k, lag, window) for k in (1, 2) for lag in (0, 1, 2) for window in range(min(lag * k, GROUPS - 1) + 1)]
+
+
+@pytest.mark.parametrize(("k", "lag", "window"), CASES)
+def test_every_state_keeps_the_invariants_and_leads_on(k: int, lag: int, window: int) -> None:
+    states = explore(State(core(k, lag, window=window)))
+    print(f"{k} groups a step, lag <= {lag}, window {window}: {states} states")
+    assert states > 50
+
+
+@pytest.mark.parametrize(("k", "lag", "window"), [(1, 0, 0), (2, 0, 0), (1, 1, 0), (1, 1, 1)])
+def test_one_slot_more_would_break_the_bound(k: int, lag: int, window: int) -> None:
+    buffer = core(k, lag, window=window)
+    assert buffer.slots is not None
+    buffer.slots += 1
+    with pytest.raises(AssertionError, match="the bound did not hold"):
+        explore(State(buffer))

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from monarch_rl.buffer.core import BufferCore
+from monarch_rl.buffer.settings import BufferSettings
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"max_policy_lag": -1}, "max-policy-lag must not be negative .0 is synchronous., got -1"),
+        ({"window": -1}, "buffer.window must not be negative"),
+        ({"max_policy_lag": None, "late": "drop"}, "buffer.late drop has no bound to act on"),
+        ({"late": "mask", "window": 4}, "buffer.late mask has nothing to act on: with a window of 4"),
+        ({"window": "greedy"}, "buffer.window greedy breaks the bound: say buffer.late drop or mask"),
+        ({"reject_lag": -1}, "buffer.reject-lag must not be negative"),
+        ({"reject_lag": 2}, "buffer.reject-lag 2 leaves out nothing: it must be below max-policy-lag 2"),
+        ({"max_filtered": 0}, "buffer.max-filtered must be at least 1"),
+        ({"max_mib": 0}, "buffer.max-mib must be at least 1"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        BufferSettings(**settings)
+
+
+def test_a_window_must_leave_a_batch_of_slots() -> None:
+    with pytest.raises(ValueError, match="buffer.window 9 leaves less than a batch .* 2 x groups-per-step 4 = 8"):
+        BufferCore(4, BufferSettings(2, window=9))
+    assert BufferCore(4, BufferSettings(2, window=8)).slots == 4
+    with pytest.raises(ValueError, match="groups_per_step must be at least 1"):
+        BufferCore(0, BufferSettings())
+
+
+@given(st.integers(0, 9), st.integers(1, 99))
+def test_the_default_window_fits_every_depth(lag: int, groups: int) -> None:
+    core = BufferCore(groups, BufferSettings(lag))
+    assert core.slots is not None and core.window is not None
+    assert groups <= core.slots == (lag + 1) * groups - core.window
+    assert core.window == max(0, (lag - 1) * groups) // 4
+
+
+def test_one_setting_chooses_the_depth() -> None:
+    assert [BufferCore(4, BufferSettings(lag, window=0)).slots for lag in (0, 1, 7)] == [4, 8, 32]
+    stream = BufferCore(4, BufferSettings(None))
+    assert (stream.slots, stream.window) == (None, None)
+    assert BufferCore(4, BufferSettings(2, late="drop")).slots == 12
