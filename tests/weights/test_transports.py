@@ -27,7 +27,8 @@ from monarch_rl.weights.transport import (
 CPU = torch.device("cpu")
 TENSORS = [("wide", (1000, 700), torch.float32), ("odd", (7, 3), torch.float32), ("norm", (5,), torch.float32)]
 ALL_BYTES = 4 * (700_000 + 21 + 5)
-JOIN_S = 40
+JOIN_S = 120
+"""Seconds for an answer, the first of which waits for imports: some 4 when nothing else runs, over 40 were seen."""
 BOTH: tuple[TransportName, ...] = ("collective", "shared_memory")
 
 
