@@ -10,7 +10,7 @@ import logging
 import math
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -92,8 +92,10 @@ class Sight:
         self._cluster, self._silence_s, self._interval_s, self._lag = cluster, silence_s, interval_s, lag
         self._watched: dict[tuple[int, int], _Watched] = {}
         """By the place of its mesh among the cluster's, and its rank there."""
-        self._seen: dict[tuple[str, int | None], tuple[float, float, float]] = {}
-        """By machine and pid: when it was seen from outside, its CPU seconds then, and since when it is in ENDED."""
+        self._used: dict[tuple[str, int | None], deque[tuple[float, float]]] = defaultdict(deque)
+        """By machine and pid: when it was seen from outside during the last ``silence_s``, and its CPU seconds then."""
+        self._ended: dict[tuple[str, int | None], float] = {}
+        """By machine and pid: when it was first seen in one of the states ENDED, in which it still is."""
         self._asking: set[asyncio.Task[None]] = set()
 
     def meet_new(self) -> None:
@@ -140,7 +142,8 @@ class Sight:
 
     def forgive(self) -> None:
         """Count silences from now on: until now this process was not in a state to hear."""
-        self._seen.clear()
+        self._used.clear()
+        self._ended.clear()
         for watched in self._watched.values():
             watched.heard = time.monotonic() if watched.heard is not None else None
 
@@ -185,16 +188,24 @@ class Sight:
         return dict(await self._through(machine, lambda there: there.states.call_one(pids), "a look at processes", {}))
 
     def _compare(self, process: Process, now: float) -> None:
-        """Set what follows from how the process was when it was seen last."""
+        """Set what follows from how the process was before."""
         if process.state is None:
             process.cpu_share = process.ended_s = 0.0
             return
-        before, used, ended = self._seen.get((process.machine, process.pid), (now, process.state.cpu_s, math.inf))
-        ended = min(ended, now) if process.state.status in ENDED else math.inf
-        self._seen[process.machine, process.pid] = now, process.state.cpu_s, ended
-        process.ended_s = now - ended if ended < math.inf else 0.0
+        key = process.machine, process.pid
+        if process.state.status in ENDED:
+            process.ended_s = now - self._ended.setdefault(key, now)
+        else:
+            process.ended_s = 0.0
+            self._ended.pop(key, None)
+        # Over all of the time that makes a culprit: on a crowded machine a process at work waits long for a core.
+        used = self._used[key]
+        used.append((now, process.state.cpu_s))
+        while used[0][0] < now - self._silence_s:
+            used.popleft()
+        seconds = now - used[0][0]
         # Seen for the first time it counts as at work.
-        process.cpu_share = max(0.0, process.state.cpu_s - used) / (now - before) if now > before else 1.0
+        process.cpu_share = (used[-1][1] - used[0][1]) / seconds if seconds > 0 else 1.0
 
     async def _through(self, machine: str, ask: Callable[[Any], Awaitable[Any]], what: str, otherwise: Any) -> Any:
         """What the lookout on ``machine`` that was heard of last answers."""

@@ -45,7 +45,7 @@ class Process:
     ended_s: float = 0.0
     """Since it was first seen in one of the states :data:`ENDED`."""
     cpu_share: float = 0.0
-    """Of a core, lately."""
+    """Of a core, over the time without an answer that makes a culprit."""
 
     @property
     def waits(self) -> list[Wait]:
