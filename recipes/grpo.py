@@ -150,7 +150,7 @@ async def train(cluster: Cluster, s: Settings, model: Path, folder: Path) -> Non
 
     observer = pipeline.Observer(publisher, workers, buffer, folder / "rollouts.jsonl")
     with Metrics(folder) as metrics, Console(s.steps) as console:
-        async with watched(cluster, folder, s.stall_s) as watch:
+        async with watched(cluster, folder, s.stall_s, publisher.do_without) as watch:
             before = await pipeline.evaluate(workers, s.held_out)
             metrics.log(0, before.metrics())
             console.note(f"before: {before}")

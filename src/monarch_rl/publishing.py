@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -198,6 +199,22 @@ class Publisher:
         self.lost.pop(index, None)
         self._send_on(self._newest[0])
 
+    async def do_without(self, process: str) -> bool:
+        """Give up the replica that ``process`` (``"generator 1"``, ``"the engine of generator 1"``) belongs to.
+
+        Returns:
+            Whether the run can go on: it was one of the replicas, and others are left.
+        """
+        found = re.search(r"\bgenerator (\d+)", process)
+        if found is None:
+            return False
+        index = int(found[1])
+        if index in self._replicas and len(self._replicas) > 1:
+            self._give_up(index, f"{process} does not answer, or is stopped")
+            self._met = None
+            await self._route_verified()
+        return index in self.lost
+
     async def _snapshot(self, version: int) -> float:
         call = self.trainer.snapshot.call(version, version % SLOTS)
         what = f"trainer ranks to copy version {version}"
@@ -225,6 +242,8 @@ class Publisher:
             if not failed:
                 break
             for index, error in failed.items():
+                if index in self.lost:  # meanwhile, by do_without
+                    continue
                 last = attempt == self.settings.attempts
                 gone = await self._unanswered(self._replicas[index].handle, f"generator {index}")
                 if gone or last:
@@ -234,8 +253,7 @@ class Publisher:
                         "generator %d did not take version %d (attempt %d of %d) and is sent it again: %s",
                         *(index, version, attempt, self.settings.attempts, _told(error)),
                     )
-            # One that only missed a transfer serves the version before, which is whole: nothing is published yet.
-            await self._route(paused=[index for index, replica in self._replicas.items() if replica.serves is None])
+            await self._route_verified()
             self._met = None
         if not self._replicas:
             raise PublishError(f"no generator is left to serve version {version}: {self.lost}")
@@ -344,6 +362,10 @@ class Publisher:
         self.lost[index] = why
         left = ", ".join(str(other) for other in self._replicas) or "none"
         logger.error("generator %d is lost (%s); generators left: %s", index, why, left)
+
+    async def _route_verified(self) -> None:
+        """One that only missed a transfer serves the version before, which is whole: nothing is published yet."""
+        await self._route(paused=[index for index, replica in self._replicas.items() if replica.serves is None])
 
     async def _route(self, paused: list[int]) -> None:
         if self.routing is not None:

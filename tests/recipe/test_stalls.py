@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.recipe.running import process_named, recipe, wait_for_step
+from tests.recipe.running import process_named, recipe, wait_for_line, wait_for_step
 from tests.runtime.launched import Launched, Start, launching
 from tools.make_tiny_model import Settings as TinyModel
 from tools.make_tiny_model import write_random_model
@@ -24,6 +24,8 @@ pytestmark = pytest.mark.slow
 ACT_S = 60.0
 """Seconds from the fault to the end of the run, by default settings."""
 GONE_S = 12.0
+STOP_S = 40.0
+"""Seconds from a signal to the end of the run: see tests/test_recipe.py."""
 BLOCKED = Path(__file__).with_name("blocked.py")
 BATCH = r"trainer rank \d has waited \d+ s for the batch of step \d+; buffer has waited \d+ s for "
 
@@ -66,7 +68,7 @@ def stop(run: Launched, process: str) -> float:
 
 
 # Without lag, and with answers that take seconds to draw, the trainer waits for its batch when a step was just shown.
-WAITING = ["--steps=500", "--max-policy-lag=0", "--rollout.max-new-tokens=100", "--generator.replicas=1"]
+WAITING = ["--steps=500", "--buffer.max-policy-lag=0", "--rollout.max-new-tokens=100", "--generator.replicas=1"]
 
 
 def test_a_stopped_rollout_worker_is_named_along_the_chain(start: Start, model: Path, tmp_path: Path) -> None:
@@ -93,6 +95,20 @@ def test_a_stopped_engine_is_named_along_the_chain(start: Start, model: Path, tm
     )
     report = ends_with(run, since, chain, tmp_path / "runs")
     assert "--- the engine of generator 0\nProcess" in report, "no stacks by py-spy"
+
+
+@pytest.mark.parametrize("process", ["generator1-0", "sglang::scheduler"])
+def test_a_stopped_replica_is_given_up_and_the_run_goes_on(
+    start: Start, model: Path, tmp_path: Path, process: str
+) -> None:
+    run = start([sys.executable, *recipe(model, tmp_path / "runs", "--steps=500")])
+    stop(run, process)
+    lost = wait_for_line(run, r"^generator (\d) is lost \(.*(stopped|does not answer)")
+    after = int(wait_for_line(run, r"^step (\d+)/500", after=lost)[1])
+    wait_for_line(run, rf"^step {after + 5}/500", after=lost)
+    run.process.terminate()
+    assert run.wait(STOP_S) == 143, run.output()
+    run.assert_gone(GONE_S)
 
 
 def test_a_blocked_trainer_rank_is_named_with_the_line_that_blocks_it(

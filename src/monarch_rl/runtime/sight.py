@@ -233,7 +233,9 @@ class Sight:
         return str(await self._through(process.machine, lambda there: there.stacks_of.call_one(pid), "stacks", missing))
 
     async def kill(self, process: Process) -> None:
-        """End a process, wherever it runs."""
+        """End a process, wherever it runs, and expect nothing of it any more."""
+        for watched in self._watched.values():
+            watched.failed = watched.failed or watched.process is process
         if process.pid is None:
             return
         if process.machine == lookout.machine():

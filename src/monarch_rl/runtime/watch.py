@@ -16,8 +16,8 @@ of whoever waits for it (:class:`~monarch_rl.runtime.deadlines.Patience`). A GPU
 waits for it by polling. What is outside the run, such as an environment's service, has deadlines of its own.
 
 Acting is: one message that follows the waits from the trainer to the culprit, with the stacks of the processes on the
-way, logged and written to ``stall-*.txt`` in the run's folder; then ``recover`` is asked; if it cannot help, the
-culprit is killed, so that ending does not wait for it, and the run ends with :class:`Stalled`.
+way, logged and written to ``stall-*.txt`` in the run's folder; then ``recover`` is asked. The culprit is killed in any
+case, so that nobody waits for it; if ``recover`` could not help, the run ends with :class:`Stalled`.
 """
 
 from __future__ import annotations
@@ -164,6 +164,7 @@ class Watch:
             return
         message = await self._report(picture, paused)
         if culprits and await self._recovered(culprits[0].name):
+            await self._sight.kill(culprits[0])
             self._forgive()
             return
         await self._end(message, culprits)
@@ -228,8 +229,8 @@ async def watched(
         cluster: whose processes are watched, new ones as they are spawned.
         folder: where ``stall-*.txt`` is written.
         stall_s: seconds after which a process that cannot go on is a culprit.
-        recover: asked to replace a culprit before the run is ended for it, on the event loop of the block; by default
-            nothing is replaced.
+        recover: asked to replace a culprit, or to do without it, before the run is ended for it, on the event loop of
+            the block; by default it ends.
 
     Raises:
         Stalled: the run could not go on.
