@@ -87,6 +87,10 @@ class GeneratorBeside(Generator):
     _emitted: list[float]
     _watching = False
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._verified.set()  # the model's own weights are drawn from
+
     @concurrent_endpoint
     async def watch(self, prompt: list[int], tokens: int) -> None:
         """Stream one request after the other until :meth:`stop_watching`."""

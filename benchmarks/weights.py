@@ -3,8 +3,8 @@
     python benchmarks/weights.py
     python benchmarks/weights.py --sizes-mb 3 30 --transports collective shared_memory
 
-A real trainer mesh of two ranks and a real engine of one replica hold a random Qwen3 of each size. While the engine
-decodes, versions are published by each transport in turn. Prints a line per size and transport and, last, all figures
+A real trainer mesh of two ranks and a real engine of one replica hold a random Qwen3 of each size. Versions are
+published by each transport in turn, alone, and while the engine decodes. Prints a line per size and, last, all figures
 as one line of JSON; --plot draws rate against size. benchmarks/README.md says what each figure means.
 """
 

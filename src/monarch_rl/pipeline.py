@@ -275,6 +275,7 @@ class Observer:
         values["tokens_per_second"] = tokens / elapsed
         if swap is not None:
             values["weights/swap_ms"] = swap.paused_s * 1e3
+            values["weights/verify_share"] = swap.verify_share
             values["weights/transfer_ms"] = swap.transfer_s * 1e3
             values["weights/snapshot_ms"] = swap.snapshot_s * 1e3
             values["weights/sent_share"] = swap.sent_bytes / swap.nbytes

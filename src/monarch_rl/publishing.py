@@ -16,7 +16,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -25,8 +25,9 @@ import torch
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.meshes import members
+from monarch_rl.weights.checksum import signed
 from monarch_rl.weights.manifest import Manifest, lay_out, make_manifest
-from monarch_rl.weights.transport import SLOTS, TRANSPORTS, TransferSettings, TransportName
+from monarch_rl.weights.transport import SLOTS, TRANSPORTS, StillServing, TransferSettings, TransportName
 
 logger = logging.getLogger("monarch_rl")
 
@@ -55,6 +56,8 @@ class SwapReport:
     """From trainer ranks to the generators, while decoding went on."""
     paused_s: float
     """The longest time that a replica did not decode."""
+    verify_share: float
+    """Of that time, the part that computed checksums: the largest share of a replica."""
     nbytes: int
     """Bytes of the version."""
     sent_bytes: int
@@ -62,9 +65,21 @@ class SwapReport:
 
 
 @dataclass
+class _Delivery:
+    """What the delivery of one version has taken so far, over all attempts: see :class:`SwapReport`."""
+
+    transfer_s: float = 0.0
+    paused_s: float = 0.0
+    verify_share: float = 0.0
+    sent_bytes: int = 0
+
+
+@dataclass
 class _Replica:
     index: int
     handle: Any
+    hold_s: float
+    """Seconds for which its running sequences may hold up a commit."""
     serves: int | None = None
     """The version it was last known to serve."""
 
@@ -87,8 +102,10 @@ class Publisher:
     _deliveries: list[asyncio.Task[None]] = field(default_factory=list, repr=False)
     _met: list[int] | None = field(default=None, repr=False)
     """The replicas that are connected with the trainer ranks."""
-    _newest: tuple[int, float] | None = field(default=None, repr=False)
-    """Version and seconds of the newest snapshot."""
+    _newest: int | None = field(default=None, repr=False)
+    """Version of the newest snapshot."""
+    _snapshot_s: dict[int, float] = field(default_factory=dict, repr=False)
+    """Seconds of the snapshots of versions that are on their way."""
     _frozen: tuple[Manifest, dict[str, int]] | None = field(default=None, repr=False)
     """With adapters: the weights that are not sent, and the trainer's checksums of them."""
 
@@ -118,7 +135,7 @@ class Publisher:
         await within(CALL_DEADLINE_S, set_up, "trainer ranks to make room for snapshots", on="trainer ranks")
         for index, generator in enumerate(generators):
             await self._set_up(index, generator)
-        await self._meet(list(range(len(generators))))
+        await self._meet(list(self._replicas.values()))
 
     async def _fastest(self, generators: Sequence[Any]) -> TransferSettings:
         """Send the weights by every transport, commit nothing, and choose; prints what was measured."""
@@ -167,7 +184,8 @@ class Publisher:
         """
         while len(self._deliveries) >= SLOTS:
             await self._deliveries.pop(0)  # waits: every wait of a delivery has a deadline of its own
-        self._newest = version, await self._snapshot(version)
+        self._snapshot_s[version] = await self._snapshot(version)
+        self._newest = version
         self._send_on(version)
 
     async def or_failed(self, work: Awaitable[T]) -> T:
@@ -197,7 +215,7 @@ class Publisher:
         await self._verify_frozen(index, generator)
         await self._set_up(index, generator)
         self.lost.pop(index, None)
-        self._send_on(self._newest[0])
+        self._send_on(self._newest)
 
     async def do_without(self, process: str) -> bool:
         """Give up the replica that ``process`` (``"generator 1"``, ``"the engine of generator 1"``) belongs to.
@@ -235,35 +253,57 @@ class Publisher:
 
     async def _deliver(self, version: int, before: asyncio.Task[None] | None) -> None:
         if before is not None:
-            await asyncio.shield(before)  # waits: every wait of a delivery has a deadline of its own
-        for attempt in range(1, self.settings.attempts + 1):
-            waiting = [replica for replica in self._replicas.values() if replica.serves != version]
-            failed = await self._attempt(version, waiting)
+            await asyncio.shield(before)  # waits: its calls have deadlines
+        took, attempts = _Delivery(), 0
+        while waiting := [replica for replica in self._replicas.values() if replica.serves != version]:
+            last = attempts + 1 == self.settings.attempts
+            # In a common transfer one that fails may take the others along: at last each has one of its own.
+            parts = [[replica] for replica in waiting] if last and attempts else [waiting]
+            failed: dict[int, Exception] = {}
+            for part in parts:
+                failed |= await self._attempt(version, part, took)
             if not failed:
-                break
+                continue
+            gone = await self._gone(failed)
+            if not gone and failed.keys() <= self._replicas.keys():  # else who is gone is to blame
+                attempts += 1
             for index, error in failed.items():
-                if index in self.lost:  # meanwhile, by do_without
-                    continue
-                last = attempt == self.settings.attempts
-                gone = await self._unanswered(self._replicas[index].handle, f"generator {index}")
-                if gone or last:
-                    self._give_up(index, f"{gone or f'no version in {attempt} attempts'}: {_told(error)}")
-                else:
+                if index in gone or (last and not gone):
+                    why = gone.get(index) or f"no version in {attempts} attempts"
+                    self._give_up(index, f"{why}: {_told(error)}")
+                elif index in self._replicas:
                     logger.warning(
                         "generator %d did not take version %d (attempt %d of %d) and is sent it again: %s",
-                        *(index, version, attempt, self.settings.attempts, _told(error)),
+                        *(index, version, max(attempts, 1), self.settings.attempts, _told(error)),
                     )
             await self._route_verified()
             self._met = None
         if not self._replicas:
-            raise PublishError(f"no generator is left to serve version {version}: {self.lost}")
+            reasons = "; ".join(f"generator {index}: {why}" for index, why in self.lost.items())
+            raise PublishError(f"no generator is left to serve version {version}. {reasons}")
+        self.last = SwapReport(
+            version,
+            self._snapshot_s.pop(version, 0.0),
+            took.transfer_s,
+            took.paused_s,
+            took.verify_share,
+            self.manifest.nbytes,
+            took.sent_bytes,
+        )
         await self._route(paused=[])
         if version > 0:
             call = self.buffer.published.call_one(version)
             await within(CALL_DEADLINE_S, call, "the buffer to release slots", on="buffer")
         presence.progress("version published")
 
-    async def _attempt(self, version: int, replicas: list[_Replica]) -> dict[int, Exception]:
+    async def _gone(self, indices: Iterable[int]) -> dict[int, str]:
+        """Which of these replicas do not answer, and what is wrong with them."""
+        asked = [self._replicas[index] for index in indices if index in self._replicas]
+        answers = [self._unanswered(replica.handle, f"generator {replica.index}") for replica in asked]
+        found = zip(asked, await asyncio.gather(*answers), strict=True)
+        return {replica.index: why for replica, why in found if why}
+
+    async def _attempt(self, version: int, replicas: list[_Replica], took: _Delivery) -> dict[int, Exception]:
         """Transfer to and commit on ``replicas``; why it failed, by replica. Raises PublishError if trainers fail."""
         # A rank that enters a collective early waits inside it: first every peer's answer, then the transfer.
         failed = await self._all_ready(version, replicas)
@@ -273,31 +313,35 @@ class Publisher:
         started = time.perf_counter()
         try:
             if self._met != [replica.index for replica in replicas]:
-                await self._meet([replica.index for replica in replicas])
+                await self._meet(replicas)
             checksums, received = await self._transfer(version, replicas)
         except Exception as error:
             await self._blame_trainer(version, error)
             return failed | {replica.index: error for replica in replicas}
-        transferred = time.perf_counter()
+        took.transfer_s += time.perf_counter() - started
         failed |= {index: found for index, found in received.items() if isinstance(found, Exception)}
         arrived = [replica for replica in replicas if replica.index not in failed]
         commits = await self._gather(
             (
-                f"generator {replica.index}",
-                f"to commit version {version}",
-                replica.handle.commit.call_one(version, version % SLOTS, checksums),
-            )
-            for replica in arrived
+                (
+                    f"generator {replica.index}",
+                    f"to commit version {version}",
+                    replica.handle.commit.call_one(version, version % SLOTS, checksums),
+                )
+                for replica in arrived
+            ),
+            max((replica.hold_s for replica in arrived), default=0.0),
         )
-        paused = 0.0
         for replica, report in zip(arrived, commits, strict=True):
             if isinstance(report, Exception):
-                replica.serves, failed[replica.index] = None, report
-            else:
-                replica.serves, paused = version, max(paused, report.paused_seconds)
-        if arrived and self._newest is not None:
-            sent = max(received[replica.index] for replica in arrived)
-            self.last = SwapReport(version, self._newest[1], transferred - started, paused, self.manifest.nbytes, sent)
+                failed[replica.index] = report
+                if not isinstance(getattr(report, "exception", report), StillServing):  # Monarch wraps it
+                    replica.serves = None
+                continue
+            replica.serves = version
+            took.sent_bytes = max(took.sent_bytes, received[replica.index])
+            took.paused_s = max(took.paused_s, report.paused_seconds)
+            took.verify_share = max(took.verify_share, report.verification_share)
         return failed
 
     async def _transfer(self, version: int, replicas: list[_Replica]) -> tuple[dict[str, int], dict[int, Any]]:
@@ -323,13 +367,13 @@ class Publisher:
         unsent = [found for found in sums if isinstance(found, Exception)]
         if unsent:
             raise unsent[0]
-        totals = [_signed(sum(column)) for column in zip(*sums, strict=True)]
+        totals = [signed(sum(column)) for column in zip(*sums, strict=True)]
         by_replica = {replica.index: found for replica, found in zip(replicas, received, strict=True)}
         return dict(zip(self.manifest.names, totals, strict=True)), by_replica
 
-    async def _gather(self, calls: Any) -> list[Any]:
-        """Answers or exceptions of ``(who, to do what, call)``, each within the deadline of a transfer."""
-        deadline = self.settings.deadline_s + CALL_DEADLINE_S
+    async def _gather(self, calls: Any, hold_s: float = 0.0) -> list[Any]:
+        """Answers or exceptions of ``(who, to do what, call)``, each within the deadline of a transfer + ``hold_s``."""
+        deadline = self.settings.deadline_s + CALL_DEADLINE_S + hold_s
         waits = [within(deadline, call, f"{who} {what}", on=who) for who, what, call in calls]
         return await asyncio.gather(*waits, return_exceptions=True)
 
@@ -338,9 +382,8 @@ class Publisher:
             gone = await self._unanswered(rank, f"trainer rank {r}")
             if gone:
                 raise PublishError(f"version {version} cannot be sent: {gone}")
-        asked = [self._unanswered(replica.handle, f"generator {replica.index}") for replica in replicas]
-        found = zip(replicas, await asyncio.gather(*asked), strict=True)
-        return {replica.index: PublishError(gone) for replica, gone in found if gone}
+        absent = await self._gone(replica.index for replica in replicas)
+        return {index: PublishError(why) for index, why in absent.items()}
 
     async def _blame_trainer(self, version: int, error: Exception) -> None:
         for r, rank in enumerate(self._ranks):
@@ -358,7 +401,8 @@ class Publisher:
         return None
 
     def _give_up(self, index: int, why: str) -> None:
-        del self._replicas[index]
+        if self._replicas.pop(index, None) is None:  # meanwhile, by do_without
+            return
         self.lost[index] = why
         left = ", ".join(str(other) for other in self._replicas) or "none"
         logger.error("generator %d is lost (%s); generators left: %s", index, why, left)
@@ -376,8 +420,8 @@ class Publisher:
     async def _set_up(self, index: int, generator: Any) -> None:
         set_up = generator.weights_setup.call_one(self.manifest, self.settings)
         name = f"generator {index}"
-        await within(CALL_DEADLINE_S, set_up, f"{name} to make room for versions", on=name)
-        self._replicas[index] = _Replica(index, generator)
+        hold_s = await within(CALL_DEADLINE_S, set_up, f"{name} to make room for versions", on=name)
+        self._replicas[index] = _Replica(index, generator, hold_s)
 
     async def _verify_frozen(self, index: int, generator: Any) -> None:
         """Raise if adapters that are trained here are to be served on another model."""
@@ -385,28 +429,28 @@ class Publisher:
             call = generator.verify_frozen.call_one(*self._frozen)
             await within(CALL_DEADLINE_S, call, f"generator {index} to compare its model", on=f"generator {index}")
 
-    async def _meet(self, indices: list[int]) -> None:
+    async def _meet(self, replicas: list[_Replica]) -> None:
         """Connect the trainer ranks with these replicas, and nobody else."""
         self._met = None
         call = self.trainer.weights_open.call()
         opened = await within(CALL_DEADLINE_S, call, "trainer ranks to open a meeting", on="trainer ranks")
         addresses = [address for _, address in sorted(opened.values())]
-        count = len(indices)
+        count = len(replicas)
         answers = await self._gather(
             [("trainer ranks", "to meet the generators", self.trainer.weights_connect.call(addresses, count))]
             + [
                 (
-                    f"generator {index}",
+                    f"generator {replica.index}",
                     "to meet the trainer ranks",
-                    self._replicas[index].handle.weights_connect.call_one(addresses, position, count),
+                    replica.handle.weights_connect.call_one(addresses, position, count),
                 )
-                for position, index in enumerate(indices)
+                for position, replica in enumerate(replicas)
             ]
         )
         for error in answers:
             if isinstance(error, Exception):
                 raise error
-        self._met = indices
+        self._met = [replica.index for replica in replicas]
 
 
 async def _plan(trainer: Any, dtype: str) -> Manifest:
@@ -430,18 +474,13 @@ async def _frozen(trainer: Any, dtype: str) -> tuple[Manifest, dict[str, int]] |
     if not tensors:
         return None
     specs, nbytes = lay_out([(name, shape, getattr(torch, dtype)) for name, shape in tensors])
-    totals = [_signed(sum(column)) for column in zip(*(sums for _, sums in answers), strict=True)]
+    totals = [signed(sum(column)) for column in zip(*(sums for _, sums in answers), strict=True)]
     return Manifest(specs, nbytes, ()), dict(zip((name for name, _ in tensors), totals, strict=True))
 
 
 def _heard(delivery: asyncio.Task[None]) -> None:
     if not delivery.cancelled():
         delivery.exception()
-
-
-def _signed(total: int) -> int:
-    """The checksums of shards add up modulo 2**64, as signed numbers."""
-    return (total + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def _told(error: BaseException) -> str:

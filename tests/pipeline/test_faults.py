@@ -176,7 +176,7 @@ async def restarted(harness: Harness, caplog: pytest.LogCaptureFixture) -> None:
     await harness.system.publisher.add(3, harness.generators[3])
     await harness.system.publisher.settled()
     assert harness.lost == [2, 1]
-    await early
+    assert set((await early).policy_versions.tolist()) == {harness.system.version}
     await harness.serving(0, 3)
     await harness.step()
     await harness.serving(0, 3)

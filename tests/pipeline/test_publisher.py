@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,9 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monarch_rl.publishing import Publisher, _signed
+from monarch_rl.publishing import Publisher, PublishError
+from monarch_rl.weights.checksum import signed
 from monarch_rl.weights.manifest import Manifest
-from monarch_rl.weights.transport import TransferSettings
+from monarch_rl.weights.transport import StillServing, TransferSettings
 
 
 def publisher() -> Publisher:
@@ -49,4 +53,185 @@ def test_a_delivery_that_arrives_changes_nothing() -> None:
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=5))
 def test_checksums_of_shards_add_up_as_int64_do(sums: list[int]) -> None:
     total = torch.tensor(sums, dtype=torch.int64).sum()
-    assert _signed(sum(sums)) == int(total)
+    assert signed(sum(sums)) == int(total)
+
+
+# -- who is to blame: handles that answer as told, no processes -----------------------------------------------------
+
+
+class Handle:
+    """A handle of an actor, whose endpoints are coroutine functions."""
+
+    def __init__(self, **endpoints: Callable[..., Any]) -> None:
+        for name, endpoint in endpoints.items():
+            setattr(self, name, SimpleNamespace(call_one=endpoint, call=endpoint))
+
+
+def says(answer: Any = None) -> Callable[..., Any]:
+    async def endpoint(*_: Any) -> Any:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    return endpoint
+
+
+@dataclass
+class Report:
+    paused_seconds: float = 0.1
+    verification_share: float = 0.2
+
+
+class Replica(Handle):
+    """Takes every version, unless told otherwise. ``received`` counts the calls."""
+
+    def __init__(self, **endpoints: Callable[..., Any]) -> None:
+        self.received = 0
+
+        async def receive(*_: Any) -> int:
+            self.received += 1
+            return 1
+
+        usual: dict[str, Callable[..., Any]] = {
+            "ready": says(),
+            "weights_setup": says(0.0),
+            "weights_connect": says(),
+            "receive": receive,
+            "commit": says(Report()),
+        }
+        super().__init__(**usual | endpoints)
+
+
+class Harness:
+    """A publisher of one trainer rank, whose ``send`` is given."""
+
+    def __init__(self, *replicas: Handle, send: Callable[..., Any] | None = None, attempts: int = 3) -> None:
+        rank = Handle(ready=says(), send=send or says([]))
+        trainer = Handle(weights_open=says({0: (0, b"")}), weights_connect=says(), snapshot=says({0: 0.01}))
+        self.served: list[int] = []
+        self.routes: list[tuple[list[int], list[int]]] = []
+
+        async def published(version: int) -> None:
+            self.served.append(version)
+
+        async def routing(paused: list[int], lost: list[int]) -> None:
+            self.routes.append((paused, lost))
+
+        settings = TransferSettings(attempts=attempts)
+        buffer = Handle(published=published)
+        self.publisher = Publisher(trainer, buffer, settings, Manifest((), 0, ()), routing, _ranks=[rank])
+        self.replicas = replicas
+
+    async def publish(self, *versions: int) -> None:
+        if not self.publisher.generators:
+            for index, replica in enumerate(self.replicas):
+                await self.publisher._set_up(index, replica)
+        for version in versions:
+            await self.publisher.publish(version)
+        await self.publisher.settled()
+
+
+def test_one_that_never_receives_is_given_up_alone() -> None:
+    """A collective fails for all of its members, and all of them answer: only at last each is sent it alone."""
+    sick = Replica(receive=says(RuntimeError("no route to host")))
+    together: list[int] = []
+
+    async def send(*_: Any) -> list[int]:
+        if len(harness.publisher._met or []) > 1:
+            together.append(1)
+            raise RuntimeError("connection closed by peer")
+        return []
+
+    harness = Harness(Replica(), sick, Replica(), send=send)
+    asyncio.run(harness.publish(1))
+    assert list(harness.publisher.lost) == [1] and "no version in 3 attempts" in harness.publisher.lost[1]
+    assert list(harness.publisher.generators) == [0, 2] and len(together) == 2
+    assert harness.served == [1] and harness.routes[-1] == ([], [1])
+
+
+def test_one_that_is_gone_is_to_blame_even_at_the_only_attempt() -> None:
+    answers = iter([None, RuntimeError("Killed(sig=9)")])
+
+    async def ready() -> None:
+        if (error := next(answers)) is not None:
+            raise error
+
+    async def send(*_: Any) -> list[int]:
+        if len(harness.publisher.generators) > 1:
+            raise RuntimeError("connection closed by peer")
+        return []
+
+    harness = Harness(Replica(), Replica(ready=ready), send=send, attempts=1)
+    asyncio.run(harness.publish(1))
+    assert "Killed(sig=9)" in harness.publisher.lost[1] and list(harness.publisher.generators) == [0]
+    assert harness.served == [1]
+
+
+def test_nobody_left_is_an_error_that_names_all() -> None:
+    harness = Harness(*[Replica(commit=says(RuntimeError(f"broken {i}"))) for i in range(2)], attempts=1)
+    with pytest.raises(PublishError, match=r"generator 0: .*broken 0; generator 1: .*broken 1"):
+        asyncio.run(harness.publish(1))
+
+
+def test_a_replica_given_up_while_its_answer_is_waited_for_does_not_disturb_the_delivery() -> None:
+    async def go() -> None:
+        asked, answer = asyncio.Event(), asyncio.get_running_loop().create_future()
+
+        async def ready() -> None:
+            asked.set()
+            await answer
+
+        harness = Harness(Replica(), Replica(ready=ready))
+        publishing = asyncio.create_task(harness.publish(1))
+        await asked.wait()
+        assert await harness.publisher.do_without("the engine of generator 1")
+        answer.set_exception(RuntimeError("Killed(sig=9)"))
+        await publishing
+        assert list(harness.publisher.lost) == [1] and harness.served == [1]
+        assert not await harness.publisher.do_without("generator 0"), "the last one was given up"
+        assert not await harness.publisher.do_without("rollout worker 0")
+
+    asyncio.run(go())
+
+
+def test_one_that_could_not_commit_yet_stays_in_the_routing_and_one_that_broke_does_not() -> None:
+    def once(error: Exception) -> Callable[..., Any]:
+        """The first version is committed, the second one at the second attempt."""
+        answers = iter([None, error])
+
+        async def commit(*_: Any) -> Report:
+            if (found := next(answers, None)) is not None:
+                raise found
+            return Report()
+
+        return commit
+
+    harness = Harness(Replica(commit=once(StillServing("requests run"))), Replica(commit=once(RuntimeError("bits"))))
+    asyncio.run(harness.publish(1, 2))
+    assert harness.routes == [([], []), ([1], []), ([], [])]
+    last = harness.publisher.last
+    assert last is not None and (last.version, last.snapshot_s, last.paused_s) == (2, 0.01, 0.1)
+    assert last.verify_share == pytest.approx(0.2)
+
+
+def test_two_versions_are_on_their_way_and_a_third_waits() -> None:
+    async def go() -> None:
+        gate = asyncio.Event()
+
+        async def receive(*_: Any) -> int:
+            await gate.wait()
+            return 1
+
+        harness = Harness(Replica(receive=receive))
+        await harness.publisher._set_up(0, harness.replicas[0])
+        await harness.publisher.publish(1)
+        await harness.publisher.publish(2)
+        third = asyncio.create_task(harness.publisher.publish(3))
+        await asyncio.sleep(0.05)
+        assert not third.done() and harness.publisher._newest == 2, "a slot that is being read was written to"
+        gate.set()
+        await third
+        await harness.publisher.settled()
+        assert harness.served == [1, 2, 3]
+
+    asyncio.run(go())

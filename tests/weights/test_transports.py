@@ -219,6 +219,32 @@ def test_a_killed_sender_is_an_error_within_the_deadline() -> None:
         assert time.monotonic() - started < 15
 
 
+def test_the_loss_of_one_receiver_is_heard_of_by_the_others_at_once() -> None:
+    """Not at the deadline: whoever fails leaves, and its connections tell."""
+    with Processes(settings("collective", deadline_s=300)) as running:
+        running.meet(running.receivers)
+        assert running.transfer(1, running.receivers)[1] == [ALL_BYTES] * 2
+        for pipe in (*running.senders, running.receivers[0]):
+            pipe.send(("receive" if pipe is running.receivers[0] else "send", 2))
+        running.processes[-1].kill()
+        started = time.monotonic()
+        for pipe in (*running.senders, running.receivers[0]):
+            running.answer(pipe)
+        assert time.monotonic() - started < 30
+
+
+def test_the_first_update_is_waited_for() -> None:
+    """Version 0 is not what areas hold that nobody has written to."""
+    with Processes(settings("shared_memory", delta=True)) as running:
+        running.meet(running.receivers)
+        for pipe in running.receivers:
+            pipe.send(("receive", 0))
+        assert not running.receivers[0].poll(1)
+        for pipe in running.senders:
+            pipe.send(("send", 0))
+        assert min(running.answer(pipe) for pipe in running.receivers) > ALL_BYTES
+
+
 def test_a_late_sender_is_named() -> None:
     """Nothing moves through shared memory: what is missing is a rank's word that its part is there."""
     with Processes(settings("shared_memory", deadline_s=2)) as running:

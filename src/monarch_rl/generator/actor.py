@@ -48,7 +48,7 @@ class Generator(Actor):
         self._last_commit: CommitReport | None = None
         self._transfer_lock = asyncio.Lock()
         self._verified = asyncio.Event()
-        self._verified.set()
+        """Set once a version was committed: nothing is drawn before."""
         self._replica = 0
         self._devices = 1
 
@@ -92,8 +92,10 @@ class Generator(Actor):
         await answer_all(requests, port, self._running.generate, GenerationError)
 
     @concurrent_endpoint
-    async def weights_setup(self, manifest: Manifest, settings: TransferSettings) -> None:
+    async def weights_setup(self, manifest: Manifest, settings: TransferSettings) -> float:
         """Make the receiving end. From here on nothing is drawn before a version was committed and verified.
+
+        Returns the seconds for which running sequences may hold up a commit.
 
         Args:
             manifest: of every version to come.
@@ -104,6 +106,7 @@ class Generator(Actor):
         receiver = await asyncio.to_thread(make_receiver, manifest, settings, _device())
         self._weights = _Weights(manifest, receiver, settings.deadline_s)
         self._verified.clear()
+        return self._engine.hold_s if self._engine is not None else 0.0
 
     @concurrent_endpoint
     async def weights_connect(self, addresses: list[bytes], position: int, receivers: int) -> None:

@@ -59,6 +59,7 @@ from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import DeadlineExceeded, within
 from monarch_rl.weights.area import Area
 from monarch_rl.weights.manifest import Manifest
+from monarch_rl.weights.transport import StillServing
 
 KILL_SECONDS = 10.0
 """How long a killed engine process may take to be gone."""
@@ -80,7 +81,7 @@ class CommitError(RuntimeError):
     """A version could not be loaded; the engine stays paused and serves nothing."""
 
 
-class StillRunning(RuntimeError):
+class StillRunning(StillServing):
     """The running sequences did not end in time; the version before is served on."""
 
 
@@ -347,6 +348,11 @@ class Engine:
             params["sampling_seed"] = seed
         return params
 
+    @property
+    def hold_s(self) -> float:
+        """Seconds for which running sequences may hold up a commit."""
+        return {"drain": self._drain_deadline_s, "resume": INTERRUPT_DEADLINE_S}.get(self._in_flight, 0.0)
+
     async def commit(self, version: int, manifest: Manifest, area: bytes, expected: dict[str, int]) -> CommitReport:
         """Replace the weights by those in an area and serve them as ``version``.
 
@@ -419,12 +425,12 @@ class Engine:
 
     async def _settle_running(self, version: int) -> None:
         """Let no request be in SGLang under ``drain`` and ``resume``; requests that come are held back already."""
-        deadline = self._drain_deadline_s
+        deadline, mend = self.hold_s, "Allow more time (drain_deadline_s), draw fewer tokens a request"
         if self._in_flight == "resume":
             await asyncio.sleep(0)  # a request that was let in just now is sent in its first turn
             self._running = dict.fromkeys(self._running, True)
             self._engine.tokenizer_manager.abort_request(abort_all=True)
-            deadline = INTERRUPT_DEADLINE_S
+            mend = "The engine did not end them, though it was told to"
         if self._in_flight not in ("resume", "drain"):
             return
         try:
@@ -434,8 +440,8 @@ class Engine:
             self._serving.set()
             raise StillRunning(
                 f"version {version} is not served, version {self._version} is: {len(self._running)} requests still run "
-                f"{deadline:g} s after new ones were held back. Allow more time (drain_deadline_s), draw fewer tokens "
-                "a request, or let sequences go on across commits (in_flight)."
+                f"{deadline:g} s after new ones were held back. {mend}, or let sequences go on across commits "
+                "(in_flight)."
             ) from error
 
     async def _replace_weights(self, loader: str, area: bytes, sheet: bytes) -> list[str]:

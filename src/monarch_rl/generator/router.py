@@ -55,7 +55,7 @@ class Router:
 
         Both are all there are: a replica that is in neither takes requests (again).
         """
-        for replica in set(lost) - self._lost:
+        for replica in lost:  # one known to be lost may still have requests that nobody has ended
             self._links[replica].give_up(f"generator {replica} was given up")
         self._paused, self._lost = set(paused), set(lost)
         self._changed.set()

@@ -36,8 +36,9 @@ _DEVICE_WORDS = 1 << 24
 """Words of a piece elsewhere: a device reads its memory fast, and a call costs microseconds."""
 
 
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >= 1 << 63 else value
+def signed(value: int) -> int:
+    """``value`` modulo 2**64 as a signed 64-bit number: how checksums of parts add up."""
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def _logical_shift(x: torch.Tensor, bits: int) -> torch.Tensor:
@@ -46,9 +47,9 @@ def _logical_shift(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 def _spread(index: torch.Tensor) -> torch.Tensor:
     """splitmix64 of int64 indices; int64 arithmetic wraps, which is arithmetic mod 2**64."""
-    x = index * _signed(0x9E3779B97F4A7C15)
-    x = (x ^ _logical_shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _logical_shift(x, 27)) * _signed(0x94D049BB133111EB)
+    x = index * signed(0x9E3779B97F4A7C15)
+    x = (x ^ _logical_shift(x, 30)) * signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _logical_shift(x, 27)) * signed(0x94D049BB133111EB)
     return x ^ _logical_shift(x, 31)
 
 

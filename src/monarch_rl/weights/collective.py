@@ -1,6 +1,6 @@
-"""Transport ``collective``: every trainer rank broadcasts what it owns to all generator ranks, in buckets.
+"""Transport ``collective``: every trainer rank broadcasts what it owns to all generator replicas, in buckets.
 
-There is one process group for each trainer rank, of that rank (0) and all generator ranks (1, 2, ...), beside
+There is one process group for each trainer rank, of that rank (0) and all replicas (1, 2, ...), beside
 and independent of the trainers' own world: gloo on CPUs, NCCL on GPUs. No rank ever holds more of the model
 than its own shards' snapshots and, on the receiving side, the version that arrives and two buckets. Large shards
 arrive where they belong, small ones share buckets.
@@ -109,10 +109,15 @@ class CollectiveSender:
     async def send(self, version: int, slot: int, nbytes: int | None = None) -> None:
         if self._group is None:
             raise TransferError(f"trainer rank {self._rank} sends version {version} before connect()")
+        failure = ""
         try:
             await self._on_thread(self._send, self._group, version, self._snapshots[slot], nbytes)
         except RuntimeError as error:
-            raise TransferError(f"trainer rank {self._rank} could not send version {version}: {error}") from error
+            failure = str(error)
+        if failure:
+            # Not inside the handler: the error's frames hold the group, and its connections tell the others.
+            self._leave()
+            raise TransferError(f"trainer rank {self._rank} could not send version {version}: {failure}")
 
     def _send(self, group: _Group, version: int, snapshot: torch.Tensor, nbytes: int | None) -> None:
         left = snapshot.numel() if nbytes is None else nbytes
@@ -134,7 +139,10 @@ class CollectiveSender:
         self._thread.shutdown(wait=False)
 
     def _leave(self) -> None:
-        """Give up the group; a transfer that hangs in it ends by its own deadline, on a thread nobody waits for."""
+        """Give up the group, so that whoever waits in it hears of it at once.
+
+        A transfer of our own that hangs in it ends by its own deadline, on a thread nobody waits for.
+        """
         if self._group is not None:
             self._group.abort()
             self._group = None
@@ -186,7 +194,13 @@ class CollectiveReceiver:
     async def receive(self, version: int, slot: int) -> list[int]:
         if not self._groups:
             raise TransferError(f"a generator receives version {version} before connect()")
-        return await self._on_thread(self._receive, version)
+        failure = ""
+        try:
+            return await self._on_thread(self._receive, version)
+        except RuntimeError as error:
+            failure = str(error)
+        self._leave()  # as the sender
+        raise TransferError(failure)
 
     def _receive(self, version: int) -> list[int]:
         received = []
@@ -194,9 +208,8 @@ class CollectiveReceiver:
             try:
                 received.append(self._receive_from(group, plan, version, self._area.buffer))
             except RuntimeError as error:
-                raise TransferError(
-                    f"could not receive version {version} from trainer rank {rank} ({self._addresses[rank]}): {error}"
-                ) from error
+                sender = f"trainer rank {rank} ({self._addresses[rank]})"
+                raise TransferError(f"could not receive version {version} from {sender}: {error}") from error
         return received
 
     def _receive_from(self, group: _Group, plan: list[list[Piece]], version: int, staging: torch.Tensor) -> int:

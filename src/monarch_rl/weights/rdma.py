@@ -35,7 +35,8 @@ T = TypeVar("T")
 
 SILENCE_S = 5
 """Seconds (whole ones) that one read may take. Monarch does not notice a dead owner of memory: reads run into this.
-A bucket of 64 MiB needs 13 MiB/s to arrive in time."""
+All reads under way of all replicas share an owner's connection: one replica with reads of 64 MiB from two ranks needs
+26 MiB/s of each, two replicas twice that. Where there is less, smaller buckets help."""
 _IN_FLIGHT = 4
 """Reads of one replica under way at a time, at most; each has a landing buffer."""
 _LANDING_BYTES = 16 << 20
@@ -329,7 +330,8 @@ async def _read(buffer: RDMABuffer, into: torch.Tensor, deadline: float, what: s
         await buffer.read_into(into, timeout=seconds)  # waits: until Monarch's timeout, which holds
     except Exception as error:
         raise TransferError(
-            f"could not read {what} within {seconds} s; its process is dead, stuck or has closed: {error}"
+            f"could not read {what} within {seconds} s; its process is dead, stuck or has closed, "
+            f"or too many bytes are under way (--weights.bucket-mib): {error}"
         ) from error
 
 

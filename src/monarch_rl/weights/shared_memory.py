@@ -67,6 +67,8 @@ class SharedMemorySender:
         if self._rank == 0 and not self._own:
             size = self._manifest.nbytes + NOTES_BYTES * len(self._manifest.shards)
             self._own = [await asyncio.to_thread(Area, size, self._device) for _ in range(SLOTS)]
+            for area in self._own:
+                area.buffer[-NOTES_BYTES * len(self._manifest.shards) :].view(torch.int64).fill_(NOTHING)
         return pickle.dumps((this_host(), [area.handle for area in self._own]))
 
     async def connect(self, addresses: list[bytes], receivers: int) -> None:

@@ -1,23 +1,24 @@
 """The interface of a transport: how the bytes of a version get from trainer ranks to where engines load them.
 
 A transport is a pair of classes, found by name in :data:`TRANSPORTS`: a sender for every trainer rank and a receiver
-for every generator replica. The control plane (``publishing.py``) calls them in this order:
+for every generator replica, whatever number of engine ranks it has. The control plane (``publishing.py``) calls them in
+this order:
 
     sender.open()                                        every trainer rank: a meeting, and the address it has there
     sender.connect(...), receiver.connect(...)           all at once: they meet
     sender.send(version, slot), receiver.receive(version, slot)             all at once, for each version
 
-Each side has two slots and uses them in turn, so that a trainer can take the snapshot of a version while the one before
+A sender has two slots and uses them in turn, so that a trainer can take the snapshot of a version while the one before
 is still under way. Nobody enters a transfer before all have said that they are ready, and one that does not end within
-the deadline raises on every rank. When a member is lost or comes back, ``open`` and ``connect`` are called again;
-nothing else of the run is touched. Decoding goes on throughout: what is received is not yet what is served.
+the deadline raises where it is waited for. When a member is lost or comes back, ``open`` and ``connect`` are called
+again; nothing else of the run is touched. Decoding goes on throughout: what is received is not yet what is served.
 """
 
 from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 
@@ -34,22 +35,26 @@ class TransferSettings:
     """How new weights reach the generators."""
 
     transport: TransportName = "collective"
-    """`collective` broadcasts from every trainer rank to all generator ranks: NCCL on GPUs, gloo on CPUs.
+    """`collective` broadcasts from every trainer rank to all replicas: NCCL on GPUs, gloo on CPUs.
     `rdma`: replicas read out of the trainer ranks' memory, by ibverbs, or over Monarch's TCP connections.
     `shared_memory`, on one host: trainer ranks write a version where engines load it from. `auto` measures those that
     work with the run's own model at the start, and takes the fastest."""
     bucket_mib: int = 64
-    """MiB sent at a time. Each generator rank holds two buckets beside a version; smaller ones cost more calls."""
+    """MiB sent at a time. With `collective` each replica holds two buckets beside a version; smaller ones cost more
+    calls. With `delta`, at most 4."""
     delta: bool = False
-    """Send only the elements whose bits changed, found and put back without loss. Costs a version more on each side
-    and a look at every byte; docs/weights.md says when it pays. `shared_memory` has no way to save on: there it only
-    costs."""
+    """Send only the elements whose bits changed, found and put back without loss. Costs up to three more copies of a
+    rank's shards, two more versions on a replica, and a look at every byte; docs/weights.md says when it pays.
+    `shared_memory` has no way to save on: there it only costs."""
     deadline_s: float = 120.0
     """Seconds that one transfer may take before it fails; the old version stays served."""
     attempts: int = 3
-    """Times that a version is sent to a replica that could not take it; then the replica is given up."""
+    """Times that a version is sent to a replica that answers and could not take it, the last time to it alone; then the
+    replica is given up."""
 
     def __post_init__(self) -> None:
+        if self.transport not in get_args(TransportName):
+            raise ValueError(f"transport must be one of {', '.join(get_args(TransportName))}, got {self.transport!r}")
         if self.bucket_mib < 1:
             raise ValueError(f"bucket_mib must be at least 1 MiB, got {self.bucket_mib}")
         if self.deadline_s <= 0:
@@ -110,6 +115,10 @@ class Receiver(Protocol):
 
 class TransferError(RuntimeError):
     """A transfer failed or was not of the version that was asked for; the area holds nothing of use."""
+
+
+class StillServing(RuntimeError):
+    """A version was not committed, and the one before is served on."""
 
 
 TRANSPORTS: dict[TransportName, tuple[str, str, str]] = {
