@@ -101,11 +101,19 @@ def test_a_machine_on_which_nobody_answers() -> None:
         process("trainer rank 1", cpu_share=0.9, blocked_s=100.0),
         process("trainer rank 1", silent_s=14.0),
         process("trainer rank 1", status="stopped", ended_s=3.0),
+        process("trainer rank 1", status="gone", silent_s=30.0, ended_s=30.0),
     ],
-    ids=["a long call", "a loop at work", "not yet", "stopped just now"],
+    ids=["a long call", "a loop at work", "not yet", "stopped just now", "lost, as Monarch will say"],
 )
 def test_who_is_at_work_or_only_late_is_no_culprit(busy: Process) -> None:
     assert picture(CONTROLLER, busy).culprits() == []
+
+
+def test_a_loss_that_goes_unnoticed_makes_a_culprit_in_the_end() -> None:
+    lost = process("trainer rank 1", status="gone", silent_s=38.0, ended_s=38.0)
+    assert picture(CONTROLLER, lost).culprits() == [lost]
+    just = process("trainer rank 1", status="gone", silent_s=5.0, ended_s=5.0)
+    assert picture(CONTROLLER, just).at_work(), "or the run would end as stuck before Monarch has spoken"
 
 
 def test_who_is_at_work_counts_only_where_the_trainer_waits_for_it() -> None:

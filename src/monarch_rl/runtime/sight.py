@@ -158,13 +158,14 @@ class Sight:
             heard = watched.heard if watched.heard is not None else now
             process.silent_s = max(0.0, now - heard - self._interval_s)
             picture.processes[process.name] = process
-            for pid, name in (process.glimpse.helpers if process.glimpse is not None else {}).items():
-                picture.processes[name] = Process(name, pid, process.machine)
+            if process.glimpse is not None and not watched.failed:  # helpers end with whom they help
+                for pid, name in process.glimpse.helpers.items():
+                    picture.processes[name] = Process(name, pid, process.machine)
         await self._look_from_outside(picture)
         for watched in self._watched.values():  # what Monarch lost is its to report, unless it is only stopped
             state = watched.process.state
             here = picture.processes.get(watched.process.name) is watched.process
-            if here and watched.failed and (state is None or state.status in ("zombie", "dead", "gone")):
+            if here and watched.failed and (state is None or watched.process.lost):
                 del picture.processes[watched.process.name]
         return picture
 

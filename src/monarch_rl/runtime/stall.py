@@ -21,8 +21,13 @@ CONTROLLER = "controller"
 """The recipe's own process, as it is called in waits. It waits for everybody, and only moves messages."""
 OUTSIDE = ("the environment", "the disk")
 """What waits may be on that is no process of the run: they have deadlines of their own, and are no stall."""
-ENDED = ("stopped", "tracing-stop", "zombie", "dead", "gone")
+LOST = ("zombie", "dead", "gone")
+"""States of a process that is no more."""
+ENDED = ("stopped", "tracing-stop", *LOST)
 """States from which a process does not go on by itself."""
+LOST_FACTOR = 2.5
+"""A lost process is Monarch's to report, within 2 s, or some 30 s on a crowded machine, and a lost generator costs
+nothing but itself. Only a loss that goes unnoticed for longer, in units of ``silence_s``, is a stall."""
 
 
 GROUP = re.compile(r"\bgroup \d+\b")
@@ -60,6 +65,11 @@ class Process:
     def works(self) -> bool:
         """Whether it uses the CPU."""
         return self.cpu_share >= IDLE_SHARE
+
+    @property
+    def lost(self) -> bool:
+        """Whether it is no more."""
+        return self.state is not None and self.state.status in LOST
 
     def unwell_s(self) -> float:
         """Seconds for which it has not been able to go on; 0 for one that is at work, however long that takes.
@@ -111,7 +121,8 @@ class Picture:
         """The processes that cannot go on, the one that is reached first from the trainer at the head."""
         reached = [link.process for link in self._reached()]
         rest = [process for process in self.processes.values() if process not in reached]
-        return [process for process in reached + rest if process.unwell_s() >= self.silence_s]
+        limits = {True: LOST_FACTOR * self.silence_s, False: self.silence_s}
+        return [process for process in reached + rest if process.unwell_s() >= limits[process.lost]]
 
     def chain(self) -> list[Link]:
         """Who waits for whom, from the trainer, or else the controller, to the first culprit.
@@ -132,9 +143,12 @@ class Picture:
         return chain
 
     def at_work(self) -> bool:
-        """Whether somebody that the trainer waits for, directly or not, works, or waits for something outside."""
+        """Whether somebody that the trainer waits for, directly or not, works, waits for something outside, or is lost,
+        of which others will hear."""
         reached = [link.process for link in self._reached() if link.process.name != CONTROLLER]
-        return any(process.works or any(wait.on in OUTSIDE for wait in process.waits) for process in reached)
+        return any(
+            process.works or process.lost or any(wait.on in OUTSIDE for wait in process.waits) for process in reached
+        )
 
     def _off_the_track(self, before: Wait | None, wait: Wait) -> tuple[bool, bool]:
         """Sorts waits: first those for the group that ``before`` is for; those on one process before those on many."""
