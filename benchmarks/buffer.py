@@ -135,7 +135,9 @@ class Rank(Actor):
 
 async def through_buffer(s: Settings, cluster: Cluster, producers: list[Any], ranks: list[Any], mesh: Any) -> float:
     """Seconds of a round."""
-    buffer = mesh.spawn(f"buffer{time.monotonic_ns()}", Buffer, s.groups_per_step, BufferSettings(2))
+    # All tokens are of version 0, so no lag may be too large; the window leaves the slots of max-policy-lag 2.
+    settings = BufferSettings(s.steps + 2, window=s.steps * s.groups_per_step)
+    buffer = mesh.spawn(f"buffer{time.monotonic_ns()}", Buffer, s.groups_per_step, settings)
     feeding = [asyncio.ensure_future(p.feed.call_one(buffer, f"producer {i}")) for i, p in enumerate(producers)]
     started = time.perf_counter()
     for version in range(s.steps):
