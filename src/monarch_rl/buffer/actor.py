@@ -65,20 +65,28 @@ class Buffer(Actor):
         Raises:
             DeadlineExceeded: no slot within ``timeout_s`` seconds; says what holds them.
         """
-        ticket: Ticket | None = None
+        tickets = await self._admit(worker, 1, timeout_s)
+        return tickets[0] if tickets else None
+
+    @concurrent_endpoint
+    async def admit_many(self, worker: str, most: int, timeout_s: float) -> list[Ticket]:
+        """:meth:`admit` for up to ``most`` groups: as many as have a slot as soon as one has; none at the end."""
+        return await self._admit(worker, most, timeout_s)
+
+    async def _admit(self, worker: str, most: int, timeout_s: float) -> list[Ticket]:
+        tickets: list[Ticket] = []
         losses = self._lost[worker]
 
         def served() -> bool:
-            nonlocal ticket
             if self._lost[worker] != losses:
                 return True
-            ticket = self._core.admit()
-            if ticket is not None:
+            while len(tickets) < most and (ticket := self._core.admit()) is not None:
+                tickets.append(ticket)
                 self._leases[ticket.group_id] = Lease(worker, time.monotonic(), ticket.attempt)
-            return ticket is not None or self._core.closed
+            return bool(tickets) or self._core.closed
 
         await self._wait(self._slots, served, timeout_s, worker, "a free slot of the buffer")
-        return ticket
+        return tickets
 
     @concurrent_endpoint
     async def offer(self, sizes: list[tuple[int, int, int]]) -> list[bool]:
