@@ -4,7 +4,8 @@
 
 A group is 16 episodes of 1,000 drawn tokens and a prompt of 100. The yardstick is a bare actor that is sent the same
 bytes in calls of the same size, and gives as many back, between the same processes; both sides take turns. The last
-line is JSON: rates of this machine and hour, and their ratio, which holds elsewhere too.
+line is JSON: rates of this machine and hour, their ratio, which holds elsewhere too, and the CPU time that a group
+takes in all processes and in the buffer's alone, which depends less on what else the machine does.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from monarch.actor import Actor, concurrent_endpoint
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.episode import Completion, Episode, Group, Turn
+from monarch_rl.rollout.admissions import Admissions
 from monarch_rl.rollout.outbox import MESSAGE_BYTES, Outbox
 from monarch_rl.runtime.cluster import Cluster, launch
 from monarch_rl.runtime.deadlines import within
@@ -73,6 +75,13 @@ def template(s: Settings) -> bytes:
     return Group(GROUP_ID, 0, [episode(i % 2) for i in range(s.group_size)]).to_bytes()
 
 
+class Clock(Actor):
+    @concurrent_endpoint
+    async def cpu_seconds(self) -> float:
+        """CPU time of this process so far."""
+        return time.process_time()
+
+
 class Bare(Actor):
     """Takes bytes and gives bytes."""
 
@@ -99,10 +108,10 @@ class Producer(Actor):
     @concurrent_endpoint
     async def feed(self, buffer: Any, name: str) -> None:
         """Until the buffer is closed."""
-        outbox = Outbox(buffer, name, WAIT_S)
+        admissions, outbox = Admissions(buffer, name, WAIT_S), Outbox(buffer, name, WAIT_S)
 
         async def place() -> None:
-            while (ticket := await buffer.admit.call_one(name, WAIT_S)) is not None:
+            while (ticket := await admissions.ticket()) is not None:
                 await outbox.put(ticket.group_id, ticket.attempt, self._group(ticket.group_id))
 
         await asyncio.gather(*(place() for _ in range(self._settings.places)))
@@ -133,9 +142,11 @@ class Rank(Actor):
             await bare.take.call_one()
 
 
-async def through_buffer(s: Settings, cluster: Cluster, producers: list[Any], ranks: list[Any], mesh: Any) -> float:
+async def through_buffer(s: Settings, producers: list[Any], ranks: list[Any], mesh: Any) -> float:
     """Seconds of a round."""
-    buffer = mesh.spawn(f"buffer{time.monotonic_ns()}", Buffer, s.groups_per_step, BufferSettings(2))
+    # All tokens are of version 0, so no lag may be too large; the window leaves the slots of max-policy-lag 2.
+    settings = BufferSettings(s.steps + 2, window=s.steps * s.groups_per_step)
+    buffer = mesh.spawn(f"buffer{time.monotonic_ns()}", Buffer, s.groups_per_step, settings)
     feeding = [asyncio.ensure_future(p.feed.call_one(buffer, f"producer {i}")) for i, p in enumerate(producers)]
     started = time.perf_counter()
     for version in range(s.steps):
@@ -160,24 +171,42 @@ async def through_bare(s: Settings, producers: list[Any], ranks: list[Any], mesh
     return time.perf_counter() - started
 
 
+async def cpu_ms(clocks: list[Any]) -> np.ndarray:
+    """CPU time so far: of all processes, and of the buffer's (the last) alone."""
+    seconds = await within(WAIT_S, asyncio.gather(*(c.cpu_seconds.call_one() for c in clocks)), "the clocks")
+    return np.asarray([sum(seconds), seconds[-1]]) * 1e3
+
+
 async def measure(cluster: Cluster, s: Settings) -> dict[str, Any]:
     data = template(s)
-    producers = [cluster.spawn(f"producer{i}", 1).spawn("producer", Producer, s, data) for i in range(s.producers)]
-    ranks = [cluster.spawn(f"rank{i}", 1).spawn("rank", Rank) for i in range(s.ranks)]
+    producer_meshes = [cluster.spawn(f"producer{i}", 1) for i in range(s.producers)]
+    rank_meshes = [cluster.spawn(f"rank{i}", 1) for i in range(s.ranks)]
+    producers = [one.spawn("producer", Producer, s, data) for one in producer_meshes]
+    ranks = [one.spawn("rank", Rank) for one in rank_meshes]
     mesh = cluster.spawn("buffer", 1)
+    clocks = [actor.spawn("clock", Clock) for actor in (*producer_meshes, *rank_meshes, mesh)]
     groups = s.groups_per_step * s.steps
-    ours, bare = [], []
+    ours, bare, cpu = [], [], []
     for number in range(s.rounds):
-        ours.append(groups / await through_buffer(s, cluster, producers, ranks, mesh))
+        before = await cpu_ms(clocks)
+        ours.append(groups / await through_buffer(s, producers, ranks, mesh))
+        between = await cpu_ms(clocks)
         bare.append(groups / await through_bare(s, producers, ranks, mesh, len(data)))
+        after = await cpu_ms(clocks)
+        cpu.append([(between - before) / groups, (after - between) / groups])
         print(f"round {number}: {ours[-1]:,.0f} groups/s, bare actor {bare[-1]:,.0f}", flush=True)
     rate, limit = statistics.median(ours[1:]), statistics.median(bare[1:])
+    per_group = np.median(cpu[1:], axis=0)
     return {
         "groups_per_s": round(rate),
         "mb_per_s_each_way": round(rate * len(data) / 1e6),
         "bytes_per_group": len(data),
         "bare_groups_per_s": round(limit),
         "share_of_bare": round(statistics.median(a / b for a, b in zip(ours[1:], bare[1:], strict=True)), 3),
+        "cpu_ms_per_group": round(per_group[0][0], 3),
+        "cpu_ms_per_group_in_buffer": round(per_group[0][1], 3),
+        "bare_cpu_ms_per_group": round(per_group[1][0], 3),
+        "bare_cpu_ms_per_group_in_actor": round(per_group[1][1], 3),
         "cores": os.cpu_count(),
         **asdict(s),
     }

@@ -15,6 +15,7 @@ from monarch_rl.buffer.actor import Buffer, BufferClosed
 from monarch_rl.buffer.ledger import PLAYED_AGAIN, RUN_ENDED, STALE
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.episode import Group
+from monarch_rl.rollout.admissions import Admissions
 from monarch_rl.rollout.outbox import Outbox
 from monarch_rl.runtime.deadlines import DeadlineExceeded, within
 from tests.buffer.helpers import episode, group
@@ -166,8 +167,11 @@ def test_groups_of_a_lost_worker_go_to_another_and_its_late_puts_are_ignored() -
         async with buffer_actor(2, 0) as buffer:
             tickets = [await buffer.admit.call_one("worker 0", WAIT_S) for _ in range(2)]
             await buffer.put.call_one(group(0, [0], [0]).to_bytes())
+            dead = asyncio.ensure_future(buffer.admit.call_one("worker 0", WAIT_S))
             waiting = asyncio.ensure_future(buffer.admit.call_one("worker 1", WAIT_S))
+            await buffer.counts.call_one()
             assert await buffer.release.call_one("worker 0") == [1]
+            assert await within(WAIT_S, dead, "the end of a wait for which nobody is left") is None
             ticket = await within(WAIT_S, waiting, "the lost worker's group")
             assert (ticket.group_id, ticket.task_cursor, ticket.attempt) == (1, tickets[1].task_cursor, 1)
             assert "held: group 1 by worker 1" in await buffer.report.call_one()
@@ -229,6 +233,25 @@ def test_a_group_without_room_waits_at_its_worker() -> None:
             await buffer.trained.call_one(1)
             await buffer.take.call_one(1, 0, 1, 10**6, WAIT_S)
             await within(WAIT_S, waiting, "room for the group that is due next")
+
+    run(test)
+
+
+def test_places_are_admitted_together_and_hear_of_deadline_and_end() -> None:
+    async def test() -> None:
+        async with buffer_actor(3, 0) as buffer:
+            admissions = Admissions(buffer, "worker 0", WAIT_S)
+            tickets = await asyncio.gather(*(admissions.ticket() for _ in range(2)))
+            assert [ticket.group_id for ticket in tickets] == [0, 1]
+            impatient = Admissions(buffer, "worker 1", 0.1)
+            assert (await impatient.ticket()).group_id == 2
+            waits = await asyncio.gather(*(impatient.ticket() for _ in range(2)), return_exceptions=True)
+            assert all("worker 1 waited 0.1 s for a free slot" in str(error) for error in waits)
+            waiting = [asyncio.ensure_future(admissions.ticket()) for _ in range(3)]
+            await buffer.drop.call_one(1, "score hung")
+            assert (await within(WAIT_S, waiting[0], "the slot")).group_id == 3
+            await buffer.close.call_one()
+            assert await within(WAIT_S, asyncio.gather(*waiting[1:]), "the end") == [None, None]
 
     run(test)
 

@@ -11,6 +11,7 @@ from monarch.actor import Actor, concurrent_endpoint, current_rank, this_host
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.episode import Group
+from monarch_rl.rollout.admissions import Admissions
 from monarch_rl.rollout.outbox import Outbox
 from monarch_rl.runtime.deadlines import within
 from tests.buffer.helpers import episode
@@ -33,11 +34,11 @@ class Player(Actor):
     async def play(self, buffer: Any) -> int:
         """Until the buffer is closed; some groups are dropped. Returns how many were put."""
         name, puts = f"player {current_rank().rank}", 0
-        outbox = Outbox(buffer, name, WAIT_S)
+        admissions, outbox = Admissions(buffer, name, WAIT_S), Outbox(buffer, name, WAIT_S)
 
         async def place() -> None:
             nonlocal puts
-            while (ticket := await buffer.admit.call_one(name, WAIT_S)) is not None:
+            while (ticket := await admissions.ticket()) is not None:
                 version = (await buffer.counts.call_one()).published
                 if ticket.group_id % 7 == 3:
                     await buffer.drop.call_one(ticket.group_id, "score hung")

@@ -7,9 +7,9 @@ and ends with ``close``. All endpoints are concurrent: one that waits never bloc
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -19,6 +19,7 @@ from monarch_rl.algorithms.packing import plan_microbatches
 from monarch_rl.buffer.core import Batch, BufferCore, Ticket
 from monarch_rl.buffer.ledger import Counts
 from monarch_rl.buffer.settings import BufferSettings
+from monarch_rl.buffer.waiting import Line
 from monarch_rl.packed import PackedGroup, PackedShard
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import DeadlineExceeded
@@ -52,32 +53,44 @@ class Buffer(Actor):
         self._core = BufferCore(groups_per_step, settings, version, task_cursor)
         self._leases: dict[int, Lease] = {}
         self._plan: tuple[tuple[int, int, int], list[PackedShard]] | None = None
-        self._changed = asyncio.Condition()
+        self._slots, self._room, self._batches = Line(alike=True), Line(), Line()
+        self._lost: Counter[str] = Counter()
+        """How often a worker of this name was lost."""
         self._held_back_since: float | None = None
         self._order_waits, self._order_wait_s = 0, 0.0
         presence.enlist("buffer", self._account)
 
     @concurrent_endpoint
     async def admit(self, worker: str, timeout_s: float) -> Ticket | None:
-        """Wait for a slot and start a group in it; None when the run has ended.
+        """Wait for a slot and start a group in it; None when the run has ended, or the worker was given up as lost.
 
         The deadline is kept here and not by the caller: a caller that stopped listening would still be given a slot.
 
         Raises:
             DeadlineExceeded: no slot within ``timeout_s`` seconds; says what holds them.
         """
-        ticket: Ticket | None = None
+        tickets = await self._admit(worker, 1, timeout_s)
+        return tickets[0] if tickets else None
 
-        def settled() -> bool:
-            nonlocal ticket
-            ticket = self._core.admit()
-            return ticket is not None or self._core.closed
+    @concurrent_endpoint
+    async def admit_many(self, worker: str, most: int, timeout_s: float) -> list[Ticket]:
+        """:meth:`admit` for up to ``most`` groups: as many as have a slot as soon as one has; none at the end."""
+        return await self._admit(worker, most, timeout_s)
 
-        async with self._changed:
-            await self._until(settled, timeout_s, worker, "a free slot of the buffer")
-        if ticket is not None:
-            self._leases[ticket.group_id] = Lease(worker, time.monotonic(), ticket.attempt)
-        return ticket
+    async def _admit(self, worker: str, most: int, timeout_s: float) -> list[Ticket]:
+        tickets: list[Ticket] = []
+        losses = self._lost[worker]
+
+        def served() -> bool:
+            if self._lost[worker] != losses:
+                return True
+            while len(tickets) < most and (ticket := self._core.admit()) is not None:
+                tickets.append(ticket)
+                self._leases[ticket.group_id] = Lease(worker, time.monotonic(), ticket.attempt)
+            return bool(tickets) or self._core.closed
+
+        await self._wait(self._slots, served, timeout_s, worker, "a free slot of the buffer")
+        return tickets
 
     @concurrent_endpoint
     async def offer(self, sizes: list[tuple[int, int, int]]) -> list[bool]:
@@ -92,11 +105,11 @@ class Buffer(Actor):
             DeadlineExceeded: no room within ``timeout_s`` seconds; says what takes it.
         """
 
-        def settled() -> bool:
+        def served() -> bool:
             return self._core.reserve(group_id, nbytes, attempt)
 
-        async with self._changed:
-            await self._until(settled, timeout_s, worker, f"room for the {nbytes} bytes of group {group_id}")
+        what = f"room for the {nbytes} bytes of group {group_id}"
+        await self._wait(self._room, served, timeout_s, worker, what)
 
     @concurrent_endpoint
     async def put(self, *groups: bytes) -> None:
@@ -105,33 +118,33 @@ class Buffer(Actor):
         Raises:
             ValueError: a group is not being played, or does not fit and had no room reserved.
         """
-        async with self._changed:
-            for data in groups:
-                group = PackedGroup.read(data)
-                self._core.put(group)
-                self._end_lease(group.group_id, group.attempt)
-            self._changed.notify_all()
+        for data in groups:
+            group = PackedGroup.read(data)
+            self._core.put(group)
+            self._end_lease(group.group_id, group.attempt)
+        self._serve()
 
     @concurrent_endpoint
     async def drop(self, group_id: int, reason: str, tokens: int = 0, attempt: int = 0) -> None:
         """Give a group up for which ``tokens`` were drawn. Raises ValueError if it is not here."""
-        async with self._changed:
-            self._core.drop(group_id, reason, tokens, attempt)
-            self._end_lease(group_id, attempt)
-            self._changed.notify_all()
+        self._core.drop(group_id, reason, tokens, attempt)
+        self._end_lease(group_id, attempt)
+        self._serve()
 
     @concurrent_endpoint
     async def release(self, worker: str) -> list[int]:
         """A worker is lost: the groups that it was playing are begun anew by others, in the same slots and places.
 
-        What it still puts of them is ignored. Returns their ids.
+        What it still puts of them is ignored, and its calls that wait for a slot get none. Another worker may go by its
+        name from now on. Returns the groups' ids.
         """
-        async with self._changed:
-            held = [group_id for group_id, lease in self._leases.items() if lease.worker == worker]
-            released = self._core.release(held)
-            for group_id in held:
-                del self._leases[group_id]
-            self._changed.notify_all()
+        self._lost[worker] += 1
+        held = [group_id for group_id, lease in self._leases.items() if lease.worker == worker]
+        for group_id in held:
+            del self._leases[group_id]
+        released = self._core.release(held)
+        self._slots.serve(everybody=True)
+        self._serve()
         return released
 
     @concurrent_endpoint
@@ -156,19 +169,15 @@ class Buffer(Actor):
             raise ValueError(f"dp_rank {dp_rank} is not within dp_size {dp_size}")
         batch: Batch | None = None
 
-        def settled() -> bool:
+        def served() -> bool:
             nonlocal batch
-            taken = self._core.taken
             batch = self._core.take(version)
             self._note_order_wait()
-            if self._core.taken > taken:  # others are due next now, and have room whatever is here
-                self._changed.notify_all()
             return batch is not None or self._core.closed
 
-        async with self._changed:
-            await self._until(
-                settled, timeout_s, f"trainer rank {dp_rank}", f"the batch that updates version {version}"
-            )
+        what = f"the batch that updates version {version}"
+        await self._wait(self._batches, served, timeout_s, f"trainer rank {dp_rank}", what)
+        self._room.serve()  # others are due next now, and have room whatever is here
         if batch is None:
             raise BufferClosed(f"no batch for version {version}: the run has ended")
         return self._shards(batch, version, dp_size, token_budget)[dp_rank]
@@ -176,17 +185,15 @@ class Buffer(Actor):
     @concurrent_endpoint
     async def trained(self, version: int) -> None:
         """The optimiser step that made ``version`` is done on every rank."""
-        async with self._changed:
-            self._core.trained(version)
-            self._plan = None
-            self._changed.notify_all()  # room; and slots, if groups were left out
+        self._core.trained(version)
+        self._plan = None
+        self._serve()
 
     @concurrent_endpoint
     async def published(self, version: int) -> None:
         """Every generator serves ``version``."""
-        async with self._changed:
-            self._core.published(version)
-            self._changed.notify_all()
+        self._core.published(version)
+        self._serve()
 
     @concurrent_endpoint
     async def counts(self) -> Counts:
@@ -200,10 +207,10 @@ class Buffer(Actor):
     @concurrent_endpoint
     async def close(self) -> Counts:
         """End the run: waiting workers get None, waiting trainer ranks BufferClosed. Returns the last counts."""
-        async with self._changed:
-            self._core.close()
-            self._leases.clear()
-            self._changed.notify_all()
+        self._core.close()
+        self._leases.clear()
+        self._slots.serve(everybody=True)
+        self._serve()
         return self._counts()
 
     def _counts(self) -> Counts:
@@ -223,14 +230,17 @@ class Buffer(Actor):
         if lease is not None and lease.attempt == attempt:
             del self._leases[group_id]
 
-    async def _until(self, settled: Callable[[], bool], timeout_s: float, who: str, what: str) -> None:
-        """Wait, holding the condition, until ``settled``; at the deadline say what was waited for and what is here."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._changed.wait_for(settled)
-        except TimeoutError:
+    def _serve(self) -> None:
+        """The state has changed: see who can go on."""
+        self._batches.serve()
+        self._slots.serve()
+        self._room.serve()
+
+    async def _wait(self, line: Line, served: Callable[[], bool], timeout_s: float, who: str, what: str) -> None:
+        """Wait in ``line``; at the deadline say what was waited for and what is here."""
+        if not await line.wait(served, timeout_s):  # waits: timeout_s at most
             message = f"{who} waited {timeout_s:g} s for {what}; {self._report()}"
-            raise DeadlineExceeded(message, what, timeout_s) from None
+            raise DeadlineExceeded(message, what, timeout_s)
 
     def _shards(self, batch: Batch, version: int, dp_size: int, token_budget: int) -> list[PackedShard]:
         key = (version, dp_size, token_budget)

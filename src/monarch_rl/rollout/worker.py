@@ -13,6 +13,7 @@ import numpy as np
 from monarch.actor import Actor, concurrent_endpoint, current_rank
 
 from monarch_rl.episode import Episode, Group, Sampling
+from monarch_rl.rollout.admissions import Admissions
 from monarch_rl.rollout.environment import Environment, SingleTurn
 from monarch_rl.rollout.outbox import BUFFER_DEADLINE_S, Outbox
 from monarch_rl.rollout.play import EpisodeFailed, GeneratorHandle, all_or_none, episode_seed, play
@@ -119,6 +120,7 @@ class RolloutWorker(Actor):
             episode_limit: tokens that an episode may have, prompts and drawn ones; None is any number.
         """
         self._buffer = buffer
+        self._admissions = Admissions(buffer, self._name, self._settings.slot_deadline_s)
         self._outbox = Outbox(buffer, self._name, self._settings.slot_deadline_s)
         self._limit = episode_limit
         self._generator = generator
@@ -224,9 +226,7 @@ class RolloutWorker(Actor):
         while True:
             self._waiting += 1
             try:
-                slot = self._settings.slot_deadline_s
-                admission = self._buffer.admit.call_one(self._name, slot)
-                ticket = await within(slot + BUFFER_DEADLINE_S, admission, "a slot from the buffer", on="buffer")
+                ticket = await self._admissions.ticket()
             finally:
                 self._waiting -= 1
             if ticket is None:

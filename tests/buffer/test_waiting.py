@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+import pytest
+
+from monarch_rl.buffer.waiting import Line
+
+WAIT_S = 20.0
+
+
+def test_first_come_first_served_and_nobody_else_is_tried() -> None:
+    async def test() -> None:
+        line, free, tried, order = Line(alike=True), 0, 0, list[int]()
+
+        def served(who: int) -> bool:
+            nonlocal free, tried
+            tried += 1
+            if not free:
+                return False
+            free -= 1
+            order.append(who)
+            return True
+
+        waits = [asyncio.ensure_future(line.wait(partial(served, who), WAIT_S)) for who in range(100)]
+        await asyncio.sleep(0)
+        free, tried = 3, 0
+        line.serve()
+        assert (order, tried) == ([0, 1, 2], 4)
+        free = 97
+        line.serve()
+        assert all(await asyncio.gather(*waits)) and order == list(range(100))
+
+    asyncio.run(test())
+
+
+def test_a_wait_that_is_over_takes_nothing() -> None:
+    async def test() -> None:
+        line, given = Line(), list[str]()
+        free = False
+
+        def served() -> bool:
+            if free:
+                given.append("it")
+            return free
+
+        assert not await line.wait(served, 0.01)
+        cancelled = asyncio.ensure_future(line.wait(served, WAIT_S))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        free = True
+        line.serve()
+        assert given == []
+        assert await line.wait(served, WAIT_S) and given == ["it"]
+
+    asyncio.run(test())
+
+
+def test_everybody_is_tried_when_they_are_not_alike_or_on_demand() -> None:
+    async def test(alike: bool) -> None:
+        line, able = Line(alike), set[int]()
+        waits = [asyncio.ensure_future(line.wait(partial(able.__contains__, who), WAIT_S)) for who in range(3)]
+        await asyncio.sleep(0)
+        able.add(1)
+        line.serve()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert [wait.done() for wait in waits] == [False, not alike, False]
+        line.serve(everybody=True)
+        assert await waits[1]
+        able |= {0, 2}
+        line.serve()
+        assert all(await asyncio.gather(*waits))
+
+    asyncio.run(test(alike=False))
+    asyncio.run(test(alike=True))
+
+
+def test_what_goes_wrong_is_the_waiters() -> None:
+    async def test() -> None:
+        line, wrong = Line(), False
+
+        def served() -> bool:
+            if wrong:
+                raise ValueError("no such version")
+            return False
+
+        wait = asyncio.ensure_future(line.wait(served, WAIT_S))
+        await asyncio.sleep(0)
+        wrong = True
+        line.serve()
+        with pytest.raises(ValueError, match="no such version"):
+            await wait
+
+    asyncio.run(test())
