@@ -378,18 +378,20 @@ class Publisher:
         return await asyncio.gather(*waits, return_exceptions=True)
 
     async def _all_ready(self, version: int, replicas: list[_Replica]) -> dict[int, Exception]:
-        for r, rank in enumerate(self._ranks):
-            gone = await self._unanswered(rank, f"trainer rank {r}")
-            if gone:
-                raise PublishError(f"version {version} cannot be sent: {gone}")
-        absent = await self._gone(replica.index for replica in replicas)
+        absent, rank = await asyncio.gather(self._gone(replica.index for replica in replicas), self._absent_rank())
+        if rank is not None:
+            raise PublishError(f"version {version} cannot be sent: {rank}")
         return {index: PublishError(why) for index, why in absent.items()}
 
     async def _blame_trainer(self, version: int, error: Exception) -> None:
-        for r, rank in enumerate(self._ranks):
-            gone = await self._unanswered(rank, f"trainer rank {r}")
-            if gone:
-                raise PublishError(f"version {version} could not be sent: {gone} ({_told(error)})") from error
+        rank = await self._absent_rank()
+        if rank is not None:
+            raise PublishError(f"version {version} could not be sent: {rank} ({_told(error)})") from error
+
+    async def _absent_rank(self) -> str | None:
+        """None if all trainer ranks answer, or what is wrong with one of them."""
+        asked = [self._unanswered(rank, f"trainer rank {r}") for r, rank in enumerate(self._ranks)]
+        return next((why for why in await asyncio.gather(*asked) if why), None)
 
     @staticmethod
     async def _unanswered(actor: Any, name: str) -> str | None:
