@@ -187,8 +187,19 @@ async def trainer_killed(harness: Harness, caplog: pytest.LogCaptureFixture) -> 
     system = harness.system
     below = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
     (victim,) = [p for p in below if p.environ().get("HYPERACTOR_PROCESS_NAME", "").startswith("trainer-1")]
+    transfer = system.publisher._transfer
+
+    async def struck(*arguments: Any) -> Any:
+        """All have said that they are there; the rank does not get to sending."""
+        victim.suspend()
+        sending = asyncio.ensure_future(transfer(*arguments))
+        await asyncio.sleep(0)
+        victim.kill()
+        return await sending
+
+    system.publisher._transfer = struck  # type: ignore[method-assign]
     await system.publisher.publish(system.version + 1)
-    victim.kill()
-    with pytest.raises(PublishError, match=rf"version {system.version + 1} .*trainer rank 1 does not answer"):
+    told = rf"version {system.version + 1} could not be sent: trainer rank 1 does not answer"
+    with pytest.raises(PublishError, match=told):
         await system.publisher.settled()
     assert {int(v) for v in (await harness.ask(0)).policy_versions} == {system.version}

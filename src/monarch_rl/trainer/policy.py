@@ -178,6 +178,8 @@ class Policy:
                 spec = manifest.tensors[shard.tensor]
                 local = runs[spec.name][0]
                 view.view(spec.dtype).view(local.shape).copy_(local)
+        if self.device.type != "cpu":  # others read it, and the next step changes what it is copied from
+            torch.accelerator.synchronize(self.device)
 
     def save(self, folder: Path) -> None:
         """Write the model as a Hugging Face folder that all ranks see.

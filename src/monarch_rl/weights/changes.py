@@ -111,6 +111,8 @@ class ChangesReceiver:
             for piece in (piece for bucket in buckets for piece in bucket):
                 run = known[piece.bucket : piece.bucket + piece.nbytes]
                 self._area.buffer[piece.staging : piece.staging + piece.nbytes].copy_(run)
+        if arrived.device.type != "cpu":  # the engine's processes read it
+            torch.accelerator.synchronize(arrived.device)
 
     async def close(self) -> None:
         await self._transport.close()

@@ -236,6 +236,8 @@ class CollectiveReceiver:
                 _unpack(*arriving.pop(0), staging)
         for entry in arriving:
             _unpack(*entry, staging)
+        if self._device.type != "cpu":  # the engine's processes read it
+            torch.accelerator.synchronize(self._device)
         return int(nbytes)
 
     async def close(self) -> None:

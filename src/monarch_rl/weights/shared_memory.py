@@ -87,7 +87,7 @@ class SharedMemorySender:
 
     async def send(self, version: int, slot: int, nbytes: int | None = None) -> None:
         if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
+            await asyncio.to_thread(torch.accelerator.synchronize, self._device)
         areas = self._met()
         areas.sizes[slot][self._rank] = shard_bytes(self._manifest, self._rank) if nbytes is None else nbytes
         areas.versions[slot][self._rank] = version
