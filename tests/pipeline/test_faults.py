@@ -197,7 +197,7 @@ async def trainer_killed(harness: Harness, caplog: pytest.LogCaptureFixture) -> 
         victim.kill()
         return await sending
 
-    system.publisher._transfer = struck  # type: ignore[method-assign]
+    system.publisher._transfer = struck  # type: ignore[method-assign, assignment]
     await system.publisher.publish(system.version + 1)
     told = rf"version {system.version + 1} could not be sent: trainer rank 1 does not answer"
     with pytest.raises(PublishError, match=told):
