@@ -5,8 +5,8 @@ blocked is seen, too. Every ``stall_s / 5`` seconds it asks all processes how th
 looks at each from outside. It acts
 
 - on a culprit: a process that for ``stall_s`` seconds was stopped, or neither answered nor used the CPU, or had an
-  event loop that did not turn while it did not use the CPU; or whose loss nobody noticed for 2.5 times as long. Whatever
-  else still advances: what the culprit holds is missed later;
+  event loop that did not turn while it did not use the CPU; or whose loss nobody noticed for 2.5 times as long.
+  Whatever else still advances: what the culprit holds is missed later;
 - on a stall: nothing has advanced for :data:`STUCK_FACTOR` times ``stall_s``, or three times the longest pause that the
   run has made so far, and nobody whom the trainer waits for works or waits for something outside the run. Progress is:
   a step trained, a group put or dropped, a version published, tokens drawn, a held-out item played.
