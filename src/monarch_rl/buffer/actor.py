@@ -8,7 +8,6 @@ and ends with ``close``. All endpoints are concurrent: one that waits never bloc
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -19,7 +18,7 @@ from monarch_rl.buffer.core import Batch, BufferCore, Ticket
 from monarch_rl.buffer.ledger import Counts
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.packed import PackedGroup, PackedShard
-from monarch_rl.runtime.deadlines import DeadlineExceeded
+from monarch_rl.runtime.deadlines import DeadlineExceeded, now
 
 
 class BufferClosed(RuntimeError):
@@ -28,7 +27,7 @@ class BufferClosed(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Who plays a group, and since when (``time.monotonic`` seconds)."""
+    """Who plays a group, and since when (:func:`now`, seconds)."""
 
     worker: str
     since: float
@@ -72,7 +71,7 @@ class Buffer(Actor):
         async with self._changed:
             await self._until(settled, timeout_s, worker, "a free slot of the buffer")
         if ticket is not None:
-            self._leases[ticket.group_id] = Lease(worker, time.monotonic(), ticket.attempt)
+            self._leases[ticket.group_id] = Lease(worker, now(), ticket.attempt)
         return ticket
 
     @concurrent_endpoint
@@ -208,10 +207,10 @@ class Buffer(Actor):
     def _note_order_wait(self) -> None:
         """Measure how long batches are held back for a slow group; called while a rank waits for one."""
         if self._core.held_back:
-            self._held_back_since = self._held_back_since or time.monotonic()
+            self._held_back_since = self._held_back_since or now()
         elif self._held_back_since is not None:
             self._order_waits += 1
-            self._order_wait_s += time.monotonic() - self._held_back_since
+            self._order_wait_s += now() - self._held_back_since
             self._held_back_since = None
 
     def _end_lease(self, group_id: int, attempt: int) -> None:
@@ -240,9 +239,9 @@ class Buffer(Actor):
 
     def _report(self) -> str:
         counts = self._core.counts()
-        now = time.monotonic()
+        moment = now()
         holders = [
-            f"group {group_id} by {lease.worker} for {now - lease.since:.1f} s"
+            f"group {group_id} by {lease.worker} for {moment - lease.since:.1f} s"
             for group_id, lease in self._leases.items()
         ]
         missing = self._core.missing()
