@@ -1,8 +1,8 @@
 """An asyncio event loop in virtual time: where a real one would sleep until its next timer, it sets its clock to it.
 
-Code that knows time only by its event loop (``asyncio.sleep``, ``asyncio.timeout``, ``loop.call_at``, ``within``, ``now``)
-runs in it unchanged: the same order of events as with real waits in between, without the waits. Nothing of the machine
-gets in, so that a run is the same every time.
+Code that knows time only by its event loop (``asyncio.sleep``, ``asyncio.timeout``, ``loop.call_at``, ``within``,
+``now``) runs in it unchanged: the same order of events as with real waits in between, without the waits. Nothing of the
+machine gets in, so that a run is the same every time.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import selectors
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from concurrent.futures import Executor
+from typing import Any, TypeVar, TypeVarTuple, Unpack
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
 class NothingLeft(RuntimeError):
@@ -43,9 +45,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._jump.clock
 
-    def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+    def run_in_executor(
+        self, executor: Executor | None, func: Callable[[Unpack[Ts]], T], *args: *Ts
+    ) -> asyncio.Future[T]:
         """Call ``func`` here and now: a thread's work takes no virtual time, and must not be outrun by the clock."""
-        future = self.create_future()
+        future: asyncio.Future[T] = self.create_future()
         try:
             future.set_result(func(*args))
         except Exception as error:

@@ -38,13 +38,13 @@ class Distribution:
             raise ValueError(f"group-share must be in 0..1, got {self.group_share}")
         object.__setattr__(self, "samples", tuple(sorted(self.samples)))
 
-    def draw(self, group: object, episode: object = 0) -> float:
-        """The number of one episode of a group: the same for the same two names, in every process."""
+    def draw(self, group: object, episode: object) -> float:
+        """The number of one episode, whose name no other one has: the same for the same names, in every process."""
         if not self.samples and self.sigma == 0:
             return min(self.mean, self.maximum)
-        z = math.sqrt(1 - self.group_share) * normal(group, episode)
+        z = math.sqrt(1 - self.group_share) * normal(episode)
         if self.group_share:
-            z += math.sqrt(self.group_share) * normal(group)
+            z += math.sqrt(self.group_share) * normal("group", group)
         if self.samples:
             place = int(_NORMAL.cdf(z) * len(self.samples))
             return min(self.samples[min(place, len(self.samples) - 1)], self.maximum)

@@ -81,8 +81,8 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """What a simulated run shows, without its first steps."""
+class Figures:
+    """What a run shows, without its first steps."""
 
     step_s: float
     """Seconds between optimiser steps."""
@@ -99,17 +99,17 @@ class Prediction:
     wasted_share: float
     """Share of the drawn tokens that are not trained: filtered, late, rejected."""
     steps: int
-    virtual_s: float
-    """Seconds that the run would take, all of its steps."""
+    run_s: float
+    """Seconds of all steps, by the event loop's clock."""
     wall_s: float
-    """Seconds that simulating it took."""
+    """Real seconds: those that simulating them took."""
 
     @property
     def lag_mean(self) -> float:
         return sum(lag * share for lag, share in enumerate(self.lag))
 
 
-def predict(plan: Plan, costs: Costs, steps: int = 40, warm_up: int = 10, grain: int = 0) -> Prediction:
+def predict(plan: Plan, costs: Costs, steps: int = 40, warm_up: int = 10, grain: int = 0) -> Figures:
     """Simulate ``steps`` optimiser steps and sum up those after the first ``warm_up``.
 
     Args:
@@ -124,14 +124,25 @@ def predict(plan: Plan, costs: Costs, steps: int = 40, warm_up: int = 10, grain:
     return run_virtual(_predict(plan, costs, steps, warm_up, grain))
 
 
-async def _predict(plan: Plan, costs: Costs, steps: int, warm_up: int, grain: int) -> Prediction:
-    started = time.perf_counter()
-    system = await System.start(plan, costs, grain)
+async def _predict(plan: Plan, costs: Costs, steps: int, warm_up: int, grain: int) -> Figures:
+    return await measure(await System.start(plan, costs, grain), steps, warm_up, FOREVER_S)
+
+
+async def measure(system: System, steps: int, warm_up: int, batch_deadline_s: float) -> Figures:
+    """Make ``steps`` optimiser steps and sum up those after the first ``warm_up``; in real time with real handles.
+
+    Raises:
+        RuntimeError: an episode failed.
+        DeadlineExceeded: a batch did not come within ``batch_deadline_s``.
+    """
+    started, wall = now(), time.perf_counter()
     rows: list[dict[str, float]] = []
     counts = [await system.counts()]
-    async for values in system.steps(steps):
+    async for values in system.steps(steps, batch_deadline_s):
         rows.append(values)
         counts.append(await system.counts())
+    if failed := [name for name in rows[-1] if name.startswith("dropped/episode")]:
+        raise RuntimeError(f"episodes failed: {', '.join(failed)}")
     first, last, kept = counts[warm_up], counts[-1], rows[warm_up:]
     seconds = np.asarray([row["time/step_s"] for row in kept])
 
@@ -141,7 +152,7 @@ async def _predict(plan: Plan, costs: Costs, steps: int, warm_up: int, grain: in
 
     lag = _difference(last.lag_counts, first.lag_counts)
     wasted = sum(last.wasted_tokens.values()) - sum(first.wasted_tokens.values())
-    return Prediction(
+    return Figures(
         step_s=float(seconds.mean()),
         trainer_idle_share=mean("trainer/idle_share"),
         generator_idle_share=mean("generator/idle_share"),
@@ -151,8 +162,8 @@ async def _predict(plan: Plan, costs: Costs, steps: int, warm_up: int, grain: in
         order_wait_share=(last.order_wait_s - first.order_wait_s) / float(seconds.sum()),
         wasted_share=wasted / max(wasted + int(lag.sum()), 1),
         steps=steps,
-        virtual_s=now(),
-        wall_s=time.perf_counter() - started,
+        run_s=now() - started,
+        wall_s=time.perf_counter() - wall,
     )
 
 
@@ -164,7 +175,7 @@ def _difference(after: list[int], before: list[int]) -> np.ndarray:
 
 @dataclass
 class System:
-    """The actors of a simulated run, by handles."""
+    """The actors of a run, by handles: simulated ones, or Monarch's."""
 
     buffer: Any
     trainer: Any
@@ -173,7 +184,7 @@ class System:
 
     @classmethod
     async def start(cls, plan: Plan, costs: Costs, grain: int) -> System:
-        """What a recipe starts, up to where version 0 is served."""
+        """A simulated run, up to where version 0 is served."""
         buffer = LocalMesh([Buffer(plan.groups_per_step, replace(plan.buffer, max_mib=2**30))])
         trainer = LocalMesh([SimulatedTrainer(costs, plan.trainer_devices, grain, buffer)])
         replicas = [Replica(costs, grain, plan.in_flight, plan.tp) for _ in range(plan.replicas)]
@@ -190,13 +201,13 @@ class System:
         await publisher.settled()
         return cls(buffer, trainer, mesh, publisher)
 
-    async def steps(self, count: int) -> AsyncIterator[dict[str, float]]:
+    async def steps(self, count: int, batch_deadline_s: float) -> AsyncIterator[dict[str, float]]:
         """The recipe's loop; the metrics of each step."""
         observer = pipeline.Observer(self.publisher, self.workers, self.buffer, Path(os.devnull))
         async with pipeline.rolling_out(self.workers, self.buffer):
             await observer.begin()
             for version in range(count):
-                update = pipeline.update(self.trainer, self.buffer, version, FOREVER_S)
+                update = pipeline.update(self.trainer, self.buffer, version, batch_deadline_s)
                 trained = await self.publisher.or_failed(update)
                 await self.publisher.publish(version + 1)
                 yield await observer.step(trained)
@@ -273,7 +284,7 @@ class SimulatedWorker(RolloutWorker):
             "_train": _Items(plan.seed, costs.equal_rewards),
             "_scorer": self,
         }
-        vars(self).update(stand_ins)
+        self.__dict__.update(stand_ins)
 
     def connect(self, buffer: Any, replicas: list[Replica]) -> None:
         """As ``setup``, without its processes."""
@@ -285,7 +296,7 @@ class SimulatedWorker(RolloutWorker):
         """As ``Scorer.score``: a process, then the seconds of a score; rewards are 0 and 1 in turn, or all 0."""
         entry["scored"] += 1
         reward = 0.0 if entry["equal"] else float(entry["scored"] % 2)
-        seconds = self._costs.score.draw(("score", entry["task"]), entry["scored"])
+        seconds = self._costs.score.draw(entry["task"], ("score", entry["task"], entry["scored"]))
         if seconds > 0:
             async with self._score_places:
                 await asyncio.sleep(seconds)
