@@ -96,7 +96,7 @@ def draw(cases: list[Case], best: Case, path: Path) -> None:
             idle.plot(x, [c.found.trainer_idle_share for c in row], marker="o", label="trainer")
             idle.plot(x, [c.found.generator_idle_share for c in row], marker="o", label="generators")
     steps.plot(best.plan.trainer_devices, best.found.step_s, "k*", markersize=14, label="recommended")
-    steps.set(ylabel="seconds a step", ylim=(0, None))
+    steps.set(ylabel="seconds a step", ylim=(0, 1.3 * max(case.found.step_s for case in cases)))
     idle.set(ylabel=f"idle share at lag <= {best.max_policy_lag}", ylim=(0, 1))
     for axis in (steps, idle):
         axis.set(xlabel="trainer devices", xticks=counts)
@@ -105,7 +105,7 @@ def draw(cases: list[Case], best: Case, path: Path) -> None:
     gains.bar(lags, [max(gain(cases, c) for c in cases if c.max_policy_lag == lag) for lag in lags])
     gains.set(xlabel="max-policy-lag, at its best split", ylabel="steps per second over depth 0", xticks=lags)
     for axis in (steps, idle):
-        axis.legend()
+        axis.legend(loc="upper center", ncols=3, fontsize="small")
     for axis in (steps, idle, shares, gains):
         axis.grid(alpha=0.3)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -116,16 +116,16 @@ def main(settings: Settings, made: Made | None) -> None:
     gc.freeze()  # the libraries' own objects need no second look, and there are many
     started, simulated = time.perf_counter(), 0
 
-    def predicted(plan: Plan) -> Figures:
+    def predicted(plan: Plan, costs: Costs = settings.costs) -> Figures:
         nonlocal simulated
-        found = predict(plan, settings.costs, settings.steps, settings.warm_up, settings.grain)
+        found = predict(plan, costs, settings.steps, settings.warm_up, settings.grain)
         simulated += found.steps
         print(line(plan, found), flush=True)
         return found
 
     summary: dict[str, Any] = {}
     if made is not None:
-        found = predicted(settings.plan)
+        found = predicted(made.plan, made.costs)
         print(f"That run took {made.step_s:.3g} s a step, {found.step_s / made.step_s:.0%} of it predicted.")
         summary["run"] = {"step_s": made.step_s, "predicted_over_observed": found.step_s / made.step_s}
     cases = search(settings.plan, settings.devices, settings.max_lag, predicted)

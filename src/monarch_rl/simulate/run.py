@@ -186,7 +186,7 @@ class System:
     async def start(cls, plan: Plan, costs: Costs, grain: int) -> System:
         """A simulated run, up to where version 0 is served."""
         buffer = LocalMesh([Buffer(plan.groups_per_step, replace(plan.buffer, max_mib=2**30))])
-        trainer = LocalMesh([SimulatedTrainer(costs, plan.trainer_devices, grain, buffer)])
+        trainer = LocalMesh([SimulatedTrainer(costs, plan.trainer_devices, grain, buffer, FOREVER_S)])
         replicas = [Replica(costs, grain, plan.in_flight, plan.tp) for _ in range(plan.replicas)]
         workers = [SimulatedWorker(plan, costs, grain, f"rollout worker {rank}") for rank in range(plan.workers)]
         for worker in workers:
@@ -221,15 +221,16 @@ class System:
 class SimulatedTrainer:
     """The whole trainer mesh as one rank: ranks share a batch by tokens and wait for each other."""
 
-    def __init__(self, costs: Costs, devices: int, grain: int, buffer: Any) -> None:
+    def __init__(self, costs: Costs, devices: int, grain: int, buffer: Any, batch_deadline_s: float) -> None:
         self._costs = costs
         self._token_s = costs.trainer.token_s * grain / devices
         self._buffer = buffer
+        self._batch_deadline_s = batch_deadline_s
 
     async def update(self, version: int) -> dict[str, float]:
         """As ``Trainer.update``: take the batch, then compute."""
         started = now()
-        shard: PackedShard = await self._buffer.take.call_one(version, 0, 1, 2**62, FOREVER_S)
+        shard: PackedShard = await self._buffer.take.call_one(version, 0, 1, 2**62, self._batch_deadline_s)
         taken = now()
         await asyncio.sleep(self._costs.trainer.step_s + self._token_s * shard.trainable_tokens)
         return {"tokens": float(shard.trainable_tokens), "wait_s": taken - started, "step_s": now() - taken}
