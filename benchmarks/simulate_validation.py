@@ -5,7 +5,8 @@
 Each setting is run for real: Monarch processes, the buffer actor, rollout workers with tokenizer, tasks and scoring
 processes, routers and links, the publisher and the recipe's loop. Only the computing is replaced: an engine that sleeps
 through every decoding step and gives each running sequence a token, a trainer that sleeps through its update. Lengths
-are drawn by the same seeds on both sides. The last line is JSON: predicted over observed step time, by setting.
+are drawn by the same seeds on both sides; the time of a call to an actor is measured beside the run and given to the
+simulation. The last line is JSON: predicted over observed step time, by setting.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import monarch_rl  # isort: skip  # noqa: F401  its settings for Monarch count o
 import asyncio
 import json
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from timeit import timeit
@@ -48,7 +49,7 @@ DEADLINE_S = 120.0
 """Seconds of a batch, and of what is not waited for long."""
 RUN_S = 240.0
 """Seconds that a setting may take."""
-STEPS, WARM_UP = 16, 4
+STEPS, WARM_UP = 11, 3
 
 
 @dataclass(frozen=True)
@@ -58,18 +59,18 @@ class Case:
     costs: Costs
 
 
-def case(name: str, lag: int, length: Distribution, trainer: TrainerCosts, groups: int = 4, **more: Any) -> Case:
+def case(name: str, lag: int, length: Distribution, trainer: TrainerCosts) -> Case:
     buffer = BufferSettings(lag)
-    plan = Plan(groups, 4, 1, 2, workers=1, scorer_processes=2, buffer=buffer, seed=7)
+    plan = Plan(4, 4, 1, 2, workers=1, scorer_processes=2, buffer=buffer, seed=7)
     decode = DecodeCosts(0.010, 0.0005, max_running=16)
-    score = Distribution(0.05)
-    return Case(name, plan, Costs(length, 1, decode, trainer, score, 0.0, 0.02, 0.1, 0.05, **more))
+    score = Distribution(0.1)
+    return Case(name, plan, Costs(length, 1, decode, trainer, score, 0.0, 0.04, 0.2, 0.1))
 
 
 CASES = (
-    case("lag0_balanced", 0, Distribution(40, 0.3, 200), TrainerCosts(0.3, 0.0005)),
-    case("lag1_long_tail", 1, Distribution(40, 1.0, 300), TrainerCosts(0.3, 0.0005)),
-    case("lag2_trainer_bound", 2, Distribution(30, 0.8, 200), TrainerCosts(0.5, 0.001)),
+    case("lag0_balanced", 0, Distribution(80, 0.3, 400), TrainerCosts(0.6, 0.0005)),
+    case("lag1_long_tail", 1, Distribution(80, 1.0, 500), TrainerCosts(0.6, 0.0005)),
+    case("lag2_trainer_bound", 2, Distribution(60, 0.8, 400), TrainerCosts(1.0, 0.001)),
 )
 
 
@@ -231,8 +232,8 @@ class SlowlyScoringWorker(RolloutWorker):
         return SingleTurn(item.prompt, lambda text: scorer.score(*slept))
 
 
-async def observe(meshes: dict[str, Any], case: Case) -> Figures:
-    """Run the case for real."""
+async def observe(meshes: dict[str, Any], case: Case) -> tuple[Figures, float]:
+    """Run the case for real; its figures, and the mean seconds of a call beside it."""
     plan, costs, name = case.plan, case.costs, case.name
     buffer = meshes["buffer"].spawn(f"buffer_{name}", Buffer, plan.groups_per_step, plan.buffer)
     trainer = meshes["trainer"].spawn(f"trainer_{name}", SleepingTrainer, costs, plan.trainer_devices, buffer)
@@ -258,9 +259,21 @@ async def observe(meshes: dict[str, Any], case: Case) -> Figures:
     await publisher.settled()
     await within(DEADLINE_S, workers.evaluate.call([0]), "a held-out item, so that the scoring processes run")
     system = System(buffer, trainer, workers, publisher)
+    calls: list[float] = []
+    calling = asyncio.ensure_future(call_now_and_then(trainer, calls))
     found = await within(RUN_S, measure(system, STEPS, WARM_UP, DEADLINE_S), f"{STEPS} steps of {name}")
+    calling.cancel()
     await within(DEADLINE_S, workers.close.call(), "workers to close")
-    return found
+    return found, float(np.mean(calls))
+
+
+async def call_now_and_then(actor: Any, seconds: list[float]) -> None:
+    """Note what a call that does nothing takes."""
+    while True:
+        await asyncio.sleep(0.1)
+        asked = now()
+        await within(DEADLINE_S, actor.ready.call_one(), "trainer to answer")
+        seconds.append(now() - asked)
 
 
 async def validate(cluster: Cluster) -> dict[str, dict[str, float]]:
@@ -270,9 +283,14 @@ async def validate(cluster: Cluster) -> dict[str, dict[str, float]]:
     meshes |= {f"generator{index}": cluster.spawn(f"generator{index}", 1) for index in range(replicas)}
     results = {}
     for case in CASES:
-        seen = await observe(meshes, case)
-        foretold = await asyncio.to_thread(predict, case.plan, case.costs, STEPS, WARM_UP, 1)
-        results[case.name] = compare(foretold, seen)
+        seen, call_s = await observe(meshes, case)
+        bare = await asyncio.to_thread(predict, case.plan, case.costs, STEPS, WARM_UP, 1)
+        costs = replace(case.costs, call_s=call_s)
+        foretold = await asyncio.to_thread(predict, case.plan, costs, STEPS, WARM_UP, 1)
+        results[case.name] = compare(foretold, seen) | {
+            "without_call_s": round(bare.step_s / seen.step_s, 3),
+            "call_s": round(call_s, 4),
+        }
         print(f"{case.name}: {results[case.name]}", flush=True)
     return results
 

@@ -94,6 +94,18 @@ def test_a_commit_stands_between_the_tokens_of_two_versions(in_flight: InFlight,
     run_virtual(go())
 
 
+def test_a_commit_is_not_busy_time() -> None:
+    async def go() -> None:
+        one = replica(DecodeCosts(1.0, 0.0), commit_s=4.0)
+        drawing = asyncio.ensure_future(draw(one))
+        await asyncio.sleep(3)
+        await one.commit(1, 0, {})
+        assert (await drawing)[1] == pytest.approx(14)
+        assert (await one.stats())["busy_seconds"] == pytest.approx(10)
+
+    run_virtual(go())
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 40), st.integers(1, 12)), min_size=1, max_size=12),

@@ -68,6 +68,11 @@ def test_a_scorer_with_one_process_scores_one_after_the_other() -> None:
     assert found.step_s == pytest.approx(DRAWING_S + waits + TRAINING_S + PUBLISHING_S)
 
 
+def test_calls_take_their_time() -> None:
+    bare, slow = (predict(plan(0), replace(CONSTANT, call_s=c), 4, 1, grain=1).step_s for c in (0.0, 0.01))
+    assert 10 <= (slow - bare) / 0.01 <= 25  # one after the other, from a batch to the slots of the next
+
+
 LONG_TAIL = replace(CONSTANT, length=Distribution(30, 1.0, 200, group_share=0.3), decode=DecodeCosts(0.02, 0.004, 0.01))
 
 

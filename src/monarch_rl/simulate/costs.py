@@ -124,12 +124,15 @@ class Costs:
     """The way of a new version to the replicas, while they decode."""
     commit_s: float = 0.0
     """How long decoding stands still for it."""
+    call_s: float = 0.0
+    """Of a call to an actor, there and back: under 1 ms on a quiet machine, several on busy cores. A step has some ten
+    one after the other. Requests to replicas do not count it."""
 
     def __post_init__(self) -> None:
         if self.prompt_tokens < 1:
             raise ValueError(f"prompt-tokens must be at least 1, got {self.prompt_tokens}")
-        if min(self.snapshot_s, self.transfer_s, self.commit_s) < 0:
-            raise ValueError("snapshot-s, transfer-s and commit-s must not be negative")
+        if min(self.snapshot_s, self.transfer_s, self.commit_s, self.call_s) < 0:
+            raise ValueError("snapshot-s, transfer-s, commit-s and call-s must not be negative")
         if not 0 <= self.equal_rewards <= 1:
             raise ValueError(f"equal-rewards must be in 0..1, got {self.equal_rewards}")
         if not self.length.samples and self.length.mean < 1:

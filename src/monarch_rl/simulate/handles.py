@@ -13,18 +13,19 @@ from typing import Any
 
 
 class LocalMesh:
-    """Calls go to the ``actors``: objects with endpoints, or plain coroutine methods."""
+    """Calls go to the ``actors``, objects with endpoints or plain coroutine methods, and take ``call_s`` seconds more."""
 
-    def __init__(self, actors: Sequence[Any]) -> None:
+    def __init__(self, actors: Sequence[Any], call_s: float = 0.0) -> None:
         self._actors = list(actors)
+        self._call_s = call_s
         self.extent = SimpleNamespace(labels=["rank"], sizes=[len(self._actors)])
 
     def slice(self, rank: int) -> LocalMesh:
         """A mesh of one actor."""
-        return LocalMesh([self._actors[rank]])
+        return LocalMesh([self._actors[rank]], self._call_s)
 
     def __getattr__(self, name: str) -> _Calls:
-        calls = _Calls([(actor, _function(type(actor), name)) for actor in self._actors])
+        calls = _Calls([(actor, _function(type(actor), name)) for actor in self._actors], self._call_s)
         setattr(self, name, calls)  # found at once the next time
         return calls
 
@@ -32,16 +33,24 @@ class LocalMesh:
 class _Calls:
     """One endpoint of a mesh."""
 
-    def __init__(self, targets: list[tuple[Any, Callable[..., Coroutine[Any, Any, Any]]]]) -> None:
+    def __init__(self, targets: list[tuple[Any, Callable[..., Coroutine[Any, Any, Any]]]], call_s: float) -> None:
         self._targets = targets
+        self._call_s = call_s
 
     def call_one(self, *args: Any) -> Coroutine[Any, Any, Any]:
         ((actor, function),) = self._targets
-        return function(actor, *args)
+        return _later(self._call_s, function(actor, *args)) if self._call_s else function(actor, *args)
 
     async def call(self, *args: Any) -> dict[int, Any]:
+        if self._call_s:
+            await asyncio.sleep(self._call_s)
         answers = await asyncio.gather(*(function(actor, *args) for actor, function in self._targets))
         return dict(enumerate(answers))
+
+
+async def _later(seconds: float, call: Coroutine[Any, Any, Any]) -> Any:
+    await asyncio.sleep(seconds)
+    return await call
 
 
 def _function(kind: type, name: str) -> Callable[..., Coroutine[Any, Any, Any]]:

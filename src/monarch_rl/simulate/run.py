@@ -185,21 +185,24 @@ class System:
     @classmethod
     async def start(cls, plan: Plan, costs: Costs, grain: int) -> System:
         """A simulated run, up to where version 0 is served."""
-        buffer = LocalMesh([Buffer(plan.groups_per_step, replace(plan.buffer, max_mib=2**30))])
-        trainer = LocalMesh([SimulatedTrainer(costs, plan.trainer_devices, grain, buffer, FOREVER_S)])
+
+        def mesh(*actors: Any) -> LocalMesh:
+            return LocalMesh(actors, costs.call_s)
+
+        buffer = mesh(Buffer(plan.groups_per_step, replace(plan.buffer, max_mib=2**30)))
+        trainer = mesh(SimulatedTrainer(costs, plan.trainer_devices, grain, buffer, FOREVER_S))
         replicas = [Replica(costs, grain, plan.in_flight, plan.tp) for _ in range(plan.replicas)]
-        workers = [SimulatedWorker(plan, costs, grain, f"rollout worker {rank}") for rank in range(plan.workers)]
-        for worker in workers:
+        rollout = [SimulatedWorker(plan, costs, grain, f"rollout worker {rank}") for rank in range(plan.workers)]
+        for worker in rollout:
             worker.connect(buffer, replicas)
-        mesh = LocalMesh(workers)
-        generators = [LocalMesh([replica]) for replica in replicas]
+        workers, generators = mesh(*rollout), [mesh(replica) for replica in replicas]
         settings = TransferSettings(deadline_s=FOREVER_S)
         publisher = await pipeline.Publisher.connect(
-            trainer, generators, buffer, settings, "float32", pipeline.routing(mesh)
+            trainer, generators, buffer, settings, "float32", pipeline.routing(workers)
         )
         await publisher.publish(0)
         await publisher.settled()
-        return cls(buffer, trainer, mesh, publisher)
+        return cls(buffer, trainer, workers, publisher)
 
     async def steps(self, count: int, batch_deadline_s: float) -> AsyncIterator[dict[str, float]]:
         """The recipe's loop; the metrics of each step."""
