@@ -29,7 +29,7 @@ SETTINGS = {
 
 def row(step: int) -> dict[str, Any]:
     """Steps of a decoding step of 0.01 + 0.002 n seconds and an update of 0.5 + 0.001 a token."""
-    running, tokens, idle, step_s = 4.0 + step % 5, 400.0 + 10 * (step % 7), 0.25, 2.0
+    running, tokens, idle, step_s = 4.0 + step // 11 % 5, 400.0 + 50 * (step % 7), 0.25, 2.0
     busy_s = (1 - idle) * 3
     return {
         "step": step,
@@ -40,6 +40,7 @@ def row(step: int) -> dict[str, Any]:
         "tokens_per_second": running * busy_s / (0.01 + 0.002 * running),
         "trainer/tokens": tokens,
         "trainer/step_s": 0.5 + 0.001 * tokens,
+        "trainer/wait_s": step_s - (0.5 + 0.001 * tokens) - 0.01 - 5 * 0.004,
         "reward/equal_groups_share": 0.25,
         "weights/snapshot_ms": 10.0,
         "weights/transfer_ms": 200.0,
@@ -55,11 +56,12 @@ def write(folder: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def test_costs_of_a_run_are_found_again(tmp_path: Path) -> None:
-    write(tmp_path, [{"step": 0, "held_out/accuracy": 0.5}, *(row(step) for step in range(1, 41))])
+    write(tmp_path, [{"step": 0, "held_out/accuracy": 0.5}, *(row(step) for step in range(1, 45))])
     made = read_run(tmp_path)
-    assert (made.costs.decode.step_s, made.costs.decode.sequence_s) == pytest.approx((0.01, 0.002))
+    assert (made.costs.decode.step_s, made.costs.decode.sequence_s) == pytest.approx((0.01, 0.002), rel=0.01)
     assert (made.costs.trainer.step_s, made.costs.trainer.token_s) == pytest.approx((0.5, 0.002))  # on 2 devices
     assert (made.costs.snapshot_s, made.costs.transfer_s, made.costs.commit_s) == pytest.approx((0.01, 0.2, 0.03))
+    assert made.costs.call_s == pytest.approx(0.004)
     assert made.costs.length.average == 11.5 and made.costs.length.maximum == 50
     assert made.costs.length.group_share == 0.0
     assert (made.plan.replicas, made.plan.places, made.plan.buffer.max_policy_lag) == (3, 16, 1)
@@ -80,11 +82,12 @@ def test_a_run_that_tells_too_little_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("y", "expected"), [([3, 5, 7], (1, 2)), ([5, 3, 1], (3, 0)), ([0.5, 3, 5.5], (0, 23 / 14))])
 def test_a_line_has_no_negative_parts(y: list[float], expected: tuple[float, float]) -> None:
-    assert line(np.asarray([1.0, 2, 3]), np.asarray(y)) == pytest.approx(expected, abs=1e-9)
+    assert line(np.asarray([1.0, 2, 3]), np.asarray(y), "slope") == pytest.approx(expected, abs=1e-9)
 
 
 def test_a_constant_x_gives_no_slope_to_fit() -> None:
-    assert line(np.asarray([4.0, 4, 4]), np.asarray([8.0, 8, 8])) == (0.0, 2.0)
+    assert line(np.asarray([4.0, 4, 4]), np.asarray([8.0, 8, 8]), "slope") == (0.0, 2.0)
+    assert line(np.asarray([4.0, 4.1, 4]), np.asarray([8.0, 9, 7]), "constant") == (8.0, 0.0)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.4, 0.9])

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.simulate.costs import Costs, DecodeCosts, Distribution, TrainerCosts
+from monarch_rl.simulate.fit import CALLS
 from monarch_rl.simulate.run import Figures, Plan, predict
 from monarch_rl.simulate.search import Case, gain, recommend, search, splits
 
@@ -71,6 +72,12 @@ def test_a_scorer_with_one_process_scores_one_after_the_other() -> None:
 def test_calls_take_their_time() -> None:
     bare, slow = (predict(plan(0), replace(CONSTANT, call_s=c), 4, 1, grain=1).step_s for c in (0.0, 0.01))
     assert 10 <= (slow - bare) / 0.01 <= 25  # one after the other, from a batch to the slots of the next
+
+
+def test_a_busy_trainer_waits_for_the_calls_that_a_fit_divides_by() -> None:
+    costs = replace(CONSTANT, trainer=TrainerCosts(20.0, 0.0), call_s=0.01)
+    found = predict(plan(3), costs, steps=12, warm_up=6, grain=1)
+    assert (found.step_s - 20.125) / 0.01 == pytest.approx(CALLS + 1)  # take counts as waiting for the batch
 
 
 LONG_TAIL = replace(CONSTANT, length=Distribution(30, 1.0, 200, group_share=0.3), decode=DecodeCosts(0.02, 0.004, 0.01))

@@ -7,7 +7,7 @@ from collections import defaultdict
 from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -17,6 +17,13 @@ from monarch_rl.simulate.run import Plan
 
 WARM_UP = 0.25
 """Share of the steps, the first ones, that are not read: compilation, caches, an empty buffer."""
+WINDOW = 8
+"""Steps that are read together: replicas count tokens when a request ends, so that a short step may have none."""
+CALLS = 5
+"""Calls of a step, one after the other, in which no trainer rank computes or waits for a batch: update, trained,
+snapshot, and two of the observer's."""
+FLAT = 0.1
+"""A number that spreads by less than this share of its mean tells nothing about a slope."""
 
 
 @dataclass(frozen=True)
@@ -63,20 +70,23 @@ def read_run(folder: Path) -> Made:
         snapshot_s=_median(rows, "weights/snapshot_ms") / 1e3,
         transfer_s=_median(rows, "weights/transfer_ms") / 1e3,
         commit_s=_median(rows, "weights/swap_ms") / 1e3,
+        call_s=_between_s(rows) / CALLS,
     )
     return Made(plan, costs, float(np.mean(_column(rows, "time/step_s"))))
 
 
-def line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
-    """``(a, b)``, neither negative, that bring ``a + b x`` closest to ``y`` (least squares); a constant ``x`` gives no
-    slope, and then all of ``y`` counts as ``b x``."""
-    if np.ptp(x) > 1e-9 * np.max(np.abs(x)):
-        b, a = np.polyfit(x, y, 1)
-        if a >= 0 and b >= 0:
-            return float(a), float(b)
-        if b < 0:
-            return float(np.mean(y)), 0.0
-    return 0.0, float(np.sum(x * y) / np.sum(x * x))
+def line(x: np.ndarray, y: np.ndarray, flat: Literal["constant", "slope"]) -> tuple[float, float]:
+    """``(a, b)``, neither negative, that bring ``a + b x`` closest to ``y`` (least squares).
+
+    Where ``x`` hardly varies, all of ``y`` counts as ``a`` or as ``b x``, as ``flat`` says.
+    """
+    through_origin = float(np.sum(x * y) / np.sum(x * x))
+    if np.std(x) <= FLAT * np.mean(x):
+        return (float(np.mean(y)), 0.0) if flat == "constant" else (0.0, through_origin)
+    b, a = np.polyfit(x, y, 1)
+    if b < 0:
+        return float(np.mean(y)), 0.0
+    return (float(a), float(b)) if a >= 0 else (0.0, through_origin)
 
 
 def group_share(groups: dict[Any, list[float]]) -> float:
@@ -108,15 +118,32 @@ def _lengths(samples: list[dict[str, Any]], limit: int) -> Distribution:
 
 def _decode(rows: list[dict[str, Any]], max_running: int) -> DecodeCosts:
     """A step's time by the sequences that it decodes: the replicas' busy seconds, over the steps that they made."""
-    running = np.minimum(_column(rows, "generator/running"), max_running)
-    busy_s = (1 - _column(rows, "generator/idle_share")) * _column(rows, "generator/replicas")
-    a, b = line(running, running * busy_s / np.maximum(_column(rows, "tokens_per_second"), 1e-9))
+    seconds = _column(rows, "time/step_s")
+    busy_s = (1 - _column(rows, "generator/idle_share")) * _column(rows, "generator/replicas") * seconds
+    starts = range(0, len(rows) - WINDOW + 1, WINDOW) or range(1)
+
+    def windows(values: np.ndarray) -> np.ndarray:
+        return np.add.reduceat(values, starts)
+
+    tokens = windows(_column(rows, "tokens_per_second") * seconds)
+    if not tokens.all():
+        raise ValueError("the replicas finished no request in some of the steps: the run is too short to read")
+    running = windows(_column(rows, "generator/running") * busy_s) / windows(busy_s)
+    running = np.minimum(running, max_running)
+    a, b = line(running, running * windows(busy_s) / tokens, flat="constant")
     return DecodeCosts(a, b, max_running=max_running)
 
 
 def _trainer(rows: list[dict[str, Any]], devices: int) -> TrainerCosts:
-    a, b = line(_column(rows, "trainer/tokens"), _column(rows, "trainer/step_s"))
+    a, b = line(_column(rows, "trainer/tokens"), _column(rows, "trainer/step_s"), flat="slope")
     return TrainerCosts(a, b * devices)
+
+
+def _between_s(rows: list[dict[str, Any]]) -> float:
+    """Mean seconds of a step that the trainer neither computed, nor copied, nor waited for a batch."""
+    trainer_s = _column(rows, "trainer/wait_s") + _column(rows, "trainer/step_s")
+    between_s = float(np.mean(_column(rows, "time/step_s") - trainer_s)) - _median(rows, "weights/snapshot_ms") / 1e3
+    return max(0.0, between_s)
 
 
 def _files(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]:

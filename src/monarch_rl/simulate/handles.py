@@ -13,7 +13,7 @@ from typing import Any
 
 
 class LocalMesh:
-    """Calls go to the ``actors``, objects with endpoints or plain coroutine methods, and take ``call_s`` seconds more."""
+    """Calls go to the ``actors``, objects with endpoints or plain coroutine methods, and cost ``call_s`` seconds."""
 
     def __init__(self, actors: Sequence[Any], call_s: float = 0.0) -> None:
         self._actors = list(actors)
