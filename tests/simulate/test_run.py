@@ -77,7 +77,8 @@ def test_calls_take_their_time() -> None:
 def test_a_busy_trainer_waits_for_the_calls_that_a_fit_divides_by() -> None:
     costs = replace(CONSTANT, trainer=TrainerCosts(20.0, 0.0), call_s=0.01)
     found = predict(plan(3), costs, steps=12, warm_up=6, grain=1)
-    assert (found.step_s - 20.125) / 0.01 == pytest.approx(CALLS + 1)  # take counts as waiting for the batch
+    # One more is take, which counts as waiting for the batch. Reading the buffer's counts once is in the mean as well.
+    assert round((found.step_s - 20.125) / 0.01) == CALLS + 1
 
 
 LONG_TAIL = replace(CONSTANT, length=Distribution(30, 1.0, 200, group_share=0.3), decode=DecodeCosts(0.02, 0.004, 0.01))

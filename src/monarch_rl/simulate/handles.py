@@ -39,7 +39,7 @@ class _Calls:
 
     def call_one(self, *args: Any) -> Coroutine[Any, Any, Any]:
         ((actor, function),) = self._targets
-        return _later(self._call_s, function(actor, *args)) if self._call_s else function(actor, *args)
+        return self._later(function, actor, *args) if self._call_s else function(actor, *args)
 
     async def call(self, *args: Any) -> dict[int, Any]:
         if self._call_s:
@@ -47,10 +47,9 @@ class _Calls:
         answers = await asyncio.gather(*(function(actor, *args) for actor, function in self._targets))
         return dict(enumerate(answers))
 
-
-async def _later(seconds: float, call: Coroutine[Any, Any, Any]) -> Any:
-    await asyncio.sleep(seconds)
-    return await call
+    async def _later(self, function: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> Any:
+        await asyncio.sleep(self._call_s)
+        return await function(*args)
 
 
 def _function(kind: type, name: str) -> Callable[..., Coroutine[Any, Any, Any]]:

@@ -137,13 +137,16 @@ async def measure(system: System, steps: int, warm_up: int, batch_deadline_s: fl
     """
     started, wall = now(), time.perf_counter()
     rows: list[dict[str, float]] = []
-    counts = [await system.counts()]
+    first = last = await system.counts()
     async for values in system.steps(steps, batch_deadline_s):
         rows.append(values)
-        counts.append(await system.counts())
+        if len(rows) == warm_up:
+            first = await system.counts()
+        if len(rows) == steps:  # not later: then groups under way have been dropped
+            last = await system.counts()
     if failed := [name for name in rows[-1] if name.startswith("dropped/episode")]:
         raise RuntimeError(f"episodes failed: {', '.join(failed)}")
-    first, last, kept = counts[warm_up], counts[-1], rows[warm_up:]
+    kept = rows[warm_up:]
     seconds = np.asarray([row["time/step_s"] for row in kept])
 
     def mean(name: str) -> float:
