@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -36,7 +35,7 @@ from monarch_rl.rollout.tasks import TaskSettings
 from monarch_rl.rollout.worker import Evaluation, RolloutWorker, WorkerStats
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.cluster import Cluster, init_torch_distributed_env
-from monarch_rl.runtime.deadlines import Patience, within
+from monarch_rl.runtime.deadlines import Patience, now, within
 from monarch_rl.runtime.meshes import members
 from monarch_rl.trainer.actor import Trainer, TrainerPlan
 
@@ -228,7 +227,7 @@ class Observer:
 
     async def begin(self) -> None:
         """Start the clock: rates and shares of the first step count from here."""
-        self._then, self._engines = time.perf_counter(), await self._ask_engines()
+        self._then, self._engines = now(), await self._ask_engines()
 
     async def _ask_engines(self) -> dict[int, _Engine]:
         """A replica that is lost meanwhile is left out: what happens to it is the publisher's to say."""
@@ -240,7 +239,8 @@ class Observer:
             except Exception as error:
                 logger.warning("no figures of generator %d: %s", index, str(error).splitlines()[0])
                 return None
-            return index, _Engine(found["generated_tokens"], found["busy_seconds"], found["devices"])
+            names = ("generated_tokens", "busy_seconds", "request_seconds", "devices")
+            return index, _Engine(*(found[name] for name in names))
 
         asked = [ask(index, generator) for index, generator in self._publisher.generators.items()]
         return dict(answer for answer in await asyncio.gather(*asked) if answer)
@@ -260,8 +260,8 @@ class Observer:
         answers = [within(CALL_DEADLINE_S, call, f"the figures of the {on}", on=on) for on, call in calls]
         counts, stats, samples = await asyncio.gather(*answers)
         engines = await self._ask_engines()
-        now = time.perf_counter()
-        elapsed = now - self._then
+        moment = now()
+        elapsed = moment - self._then
         since = [found.since(self._engines.get(index)) for index, found in engines.items()]
         tokens, busy = sum(one.tokens for one in since), sum(one.busy_s for one in since)
         self._drawn += tokens
@@ -271,6 +271,7 @@ class Observer:
         computing = float(np.mean([rank["step_s"] for rank in trained])) + (swap.snapshot_s if swap else 0.0)
         values["trainer/idle_share"] = max(0.0, 1.0 - computing / elapsed)
         values["generator/idle_share"] = max(0.0, 1.0 - busy / (elapsed * max(len(since), 1)))
+        values["generator/running"] = sum(one.request_s for one in since) / busy if busy else 0.0
         values["generator/replicas"] = float(len(self._publisher.generators))
         values["tokens_per_second"] = tokens / elapsed
         if swap is not None:
@@ -286,7 +287,7 @@ class Observer:
         values["buffer/order_waits"] = counts.order_waits
         values["buffer/order_wait_s"] = counts.order_wait_s
         values |= self._lost(counts, list(stats.values()))
-        self._then, self._engines = now, engines
+        self._then, self._engines = moment, engines
         with self._rollouts.open("a") as file:
             file.writelines(json.dumps(sample) + "\n" for batch in samples.values() for sample in batch)
         return values
@@ -308,12 +309,15 @@ class _Engine:
 
     tokens: int
     busy_s: float
+    request_s: float
+    """Busy seconds, each times the requests that were in the engine."""
     devices: int
 
     def since(self, before: _Engine | None) -> _Engine:
         if before is None:
             return self
-        return _Engine(self.tokens - before.tokens, self.busy_s - before.busy_s, self.devices)
+        busy_s, request_s = self.busy_s - before.busy_s, self.request_s - before.request_s
+        return _Engine(self.tokens - before.tokens, busy_s, request_s, self.devices)
 
 
 _GROUPED = {

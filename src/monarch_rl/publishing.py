@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -23,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 
 from monarch_rl.runtime import presence
-from monarch_rl.runtime.deadlines import within
+from monarch_rl.runtime.deadlines import now, within
 from monarch_rl.runtime.meshes import members
 from monarch_rl.weights.checksum import signed
 from monarch_rl.weights.manifest import Manifest, lay_out, make_manifest
@@ -161,13 +160,13 @@ class Publisher:
         """Seconds of a snapshot and its transfer; the better of two, since the first one warms up."""
         seconds = []
         for _ in range(2):
-            started = time.perf_counter()
+            started = now()
             await self._snapshot(0)
             _, received = await self._transfer(0, list(self._replicas.values()))
             for found in received.values():
                 if isinstance(found, Exception):
                     raise found
-            seconds.append(time.perf_counter() - started)
+            seconds.append(now() - started)
         return min(seconds)
 
     @property
@@ -310,7 +309,7 @@ class Publisher:
         replicas = [replica for replica in replicas if replica.index not in failed]
         if not replicas:
             return failed
-        started = time.perf_counter()
+        started = now()
         try:
             if self._met != [replica.index for replica in replicas]:
                 await self._meet(replicas)
@@ -318,7 +317,7 @@ class Publisher:
         except Exception as error:
             await self._blame_trainer(version, error)
             return failed | {replica.index: error for replica in replicas}
-        took.transfer_s += time.perf_counter() - started
+        took.transfer_s += now() - started
         failed |= {index: found for index, found in received.items() if isinstance(found, Exception)}
         arrived = [replica for replica in replicas if replica.index not in failed]
         commits = await self._gather(

@@ -328,3 +328,4 @@ def test_busy_seconds_exclude_pauses_and_emptiness(monkeypatch: pytest.MonkeyPat
         now[0] += seconds
         event()
     assert clock.seconds == 1 + 2 + 4 + 1
+    assert clock.request_seconds == 1 + 2 * 2 + 4 + 1

@@ -22,7 +22,7 @@ from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.buffer.waiting import Line
 from monarch_rl.packed import PackedGroup, PackedShard
 from monarch_rl.runtime import presence
-from monarch_rl.runtime.deadlines import DeadlineExceeded
+from monarch_rl.runtime.deadlines import DeadlineExceeded, now
 from monarch_rl.runtime.presence import Wait
 
 
@@ -32,7 +32,7 @@ class BufferClosed(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Who plays a group, and since when (``time.monotonic`` seconds)."""
+    """Who plays a group, and since when (:func:`now`, seconds)."""
 
     worker: str
     since: float
@@ -86,7 +86,7 @@ class Buffer(Actor):
                 return True
             while len(tickets) < most and (ticket := self._core.admit()) is not None:
                 tickets.append(ticket)
-                self._leases[ticket.group_id] = Lease(worker, time.monotonic(), ticket.attempt)
+                self._leases[ticket.group_id] = Lease(worker, now(), ticket.attempt)
             return bool(tickets) or self._core.closed
 
         await self._wait(self._slots, served, timeout_s, worker, "a free slot of the buffer")
@@ -219,10 +219,10 @@ class Buffer(Actor):
     def _note_order_wait(self) -> None:
         """Measure how long batches are held back for a slow group; called while a rank waits for one."""
         if self._core.held_back:
-            self._held_back_since = self._held_back_since or time.monotonic()
+            self._held_back_since = self._held_back_since or now()
         elif self._held_back_since is not None:
             self._order_waits += 1
-            self._order_wait_s += time.monotonic() - self._held_back_since
+            self._order_wait_s += now() - self._held_back_since
             self._held_back_since = None
 
     def _end_lease(self, group_id: int, attempt: int) -> None:
@@ -266,18 +266,18 @@ class Buffer(Actor):
                 what = f"group {group}, held by {lease.worker} ({here})"
                 owed.append(Wait("buffer", what, lease.worker, lease.since, math.inf))
         if None in missing:
-            now = time.monotonic()
-            owed.append(Wait("buffer", f"workers to start groups ({here})", "rollout workers", now, math.inf))
+            moment = time.monotonic()  # on another thread than the event loop's
+            owed.append(Wait("buffer", f"workers to start groups ({here})", "rollout workers", moment, math.inf))
             if core.version > core.published_version:
                 what = f"version {core.version} to be served, which frees slots ({here})"
-                owed.append(Wait("buffer", what, "controller", now, math.inf))
+                owed.append(Wait("buffer", what, "controller", moment, math.inf))
         return owed
 
     def _report(self) -> str:
         counts = self._core.counts()
-        now = time.monotonic()
+        moment = now()
         holders = [
-            f"group {group_id} by {lease.worker} for {now - lease.since:.1f} s"
+            f"group {group_id} by {lease.worker} for {moment - lease.since:.1f} s"
             for group_id, lease in self._leases.items()
         ]
         missing = self._core.missing()

@@ -162,7 +162,8 @@ class Generator(Actor):
 
     @concurrent_endpoint
     async def stats(self) -> dict[str, Any]:
-        """Counts since the start: see the keys. ``busy_seconds`` had a request in the engine and no commit."""
+        """Counts since the start: see the keys. ``busy_seconds`` had a request in the engine and no commit;
+        ``request_seconds`` counts each of them once for every request."""
         engine = self._running
         return {
             "replica": self._replica,
@@ -172,6 +173,7 @@ class Generator(Actor):
             "finished_requests": engine.finished_requests,
             "requests_in_flight": engine.clock.requests,
             "busy_seconds": engine.clock.seconds,
+            "request_seconds": engine.clock.request_seconds,
             "last_commit": asdict(self._last_commit) if self._last_commit else None,
             "pid": os.getpid(),
             "child_pids": engine.child_pids,

@@ -113,7 +113,7 @@ class CommitReport:
     @property
     def verification_share(self) -> float:
         """Of the pause: how much of it the checksums took."""
-        return self.checksum_seconds / self.paused_seconds
+        return self.checksum_seconds / self.paused_seconds if self.paused_seconds else 0.0
 
 
 class Engine:
@@ -500,8 +500,9 @@ class BusyClock:
     def __init__(self) -> None:
         self._requests = 0
         self._paused = False
-        self._since: float | None = None
+        self._since = 0.0
         self._total = 0.0
+        self._request_seconds = 0.0
 
     @property
     def requests(self) -> int:
@@ -509,31 +510,38 @@ class BusyClock:
 
     @property
     def seconds(self) -> float:
-        return self._total + (time.perf_counter() - self._since if self._since is not None else 0.0)
+        self._count()
+        return self._total
+
+    @property
+    def request_seconds(self) -> float:
+        """Those seconds, each times the requests that were in the engine."""
+        self._count()
+        return self._request_seconds
 
     def enter(self) -> None:
+        self._count()
         self._requests += 1
-        self._update()
 
     def leave(self) -> None:
+        self._count()
         self._requests -= 1
-        self._update()
 
     def pause(self) -> None:
+        self._count()
         self._paused = True
-        self._update()
 
     def resume(self) -> None:
+        self._count()
         self._paused = False
-        self._update()
 
-    def _update(self) -> None:
-        busy = self._requests > 0 and not self._paused
-        if busy and self._since is None:
-            self._since = time.perf_counter()
-        elif not busy and self._since is not None:
-            self._total += time.perf_counter() - self._since
-            self._since = None
+    def _count(self) -> None:
+        """Count the time since the last call, in which nothing has changed."""
+        now = time.perf_counter()
+        if not self._paused and self._requests:
+            self._total += now - self._since
+            self._request_seconds += self._requests * (now - self._since)
+        self._since = now
 
 
 def to_completion(answer: dict[str, Any], interrupted: bool = False) -> Completion:

@@ -91,13 +91,14 @@ class RolloutWorker(Actor):
         settings: how to play.
         task: what to play.
         model: Hugging Face folder or Hub name, for its tokenizer.
+        name: of this worker; empty takes its rank in the mesh.
     """
 
-    def __init__(self, settings: RolloutSettings, task: TaskSettings, model: str) -> None:
+    def __init__(self, settings: RolloutSettings, task: TaskSettings, model: str, name: str = "") -> None:
         self._settings = settings
         self._task = task
         self._model = model
-        self._name = f"rollout worker {current_rank().rank}"
+        self._name = name or f"rollout worker {current_rank().rank}"
         presence.enlist(self._name)
         self._scorer: Scorer | None = None
         self._running: asyncio.Task[None] | None = None

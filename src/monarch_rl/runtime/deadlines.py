@@ -33,6 +33,11 @@ class DeadlineExceeded(TimeoutError):
         return type(self), (str(self), self.what, self.seconds)  # it crosses processes inside Monarch's errors
 
 
+def now() -> float:
+    """Seconds of the running event loop's clock: ``time.monotonic()``, or virtual time (``simulate/clock.py``)."""
+    return asyncio.get_running_loop().time()
+
+
 async def within(seconds: float, awaitable: Awaitable[T], what: str, *, on: str = "") -> T:
     """Await ``awaitable`` for at most ``seconds``.
 

@@ -1,0 +1,324 @@
+"""Is the prediction right? Runs with injected latencies beside their simulation.
+
+    python benchmarks/simulate_validation.py
+
+Each setting is run for real: Monarch processes, the buffer actor, rollout workers with tokenizer, tasks and scoring
+processes, routers and links, the publisher and the recipe's loop. Only the computing is replaced: an engine that sleeps
+through every decoding step and gives each running sequence a token, a trainer that sleeps through its update. Lengths
+are drawn by the same seeds on both sides; the time of a call to an actor is measured beside the run and given to the
+simulation. The last line is JSON: predicted over observed step time, by setting.
+"""
+
+from __future__ import annotations
+
+import monarch_rl  # isort: skip  # noqa: F401  its settings for Monarch count only if it is imported first
+
+import asyncio
+import json
+from collections import deque
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import perf_counter
+from timeit import timeit
+from typing import Any
+
+import numpy as np
+from monarch.actor import Actor, Port, concurrent_endpoint
+
+from monarch_rl import pipeline
+from monarch_rl.buffer.actor import Buffer
+from monarch_rl.buffer.settings import BufferSettings
+from monarch_rl.episode import Completion, Sampling
+from monarch_rl.generator.engine import CommitReport, GenerationError
+from monarch_rl.generator.link import Answer, Request, answer_all
+from monarch_rl.generator.router import Router
+from monarch_rl.rollout.environment import Environment, SingleTurn
+from monarch_rl.rollout.settings import RolloutSettings
+from monarch_rl.rollout.tasks import Item, TaskSettings
+from monarch_rl.rollout.worker import RolloutWorker
+from monarch_rl.runtime.cluster import Cluster, launch
+from monarch_rl.runtime.deadlines import now, within
+from monarch_rl.simulate.costs import Costs, DecodeCosts, Distribution, TrainerCosts
+from monarch_rl.simulate.run import Figures, Plan, SimulatedTrainer, System, measure, predict
+from monarch_rl.weights.transport import TransferSettings
+
+MODEL = Path(".cache/tiny-qwen3")
+"""For its tokenizer."""
+TASK = TaskSettings("spell_backward", '{"min_word_len": 3, "max_word_len": 5}', "{word} -> ", held_out_size=1)
+DEADLINE_S = 120.0
+"""Seconds of a batch, and of what is not waited for long."""
+RUN_S = 240.0
+"""Seconds that a setting may take."""
+STEPS, WARM_UP = 11, 3
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    plan: Plan
+    costs: Costs
+
+
+def case(name: str, lag: int, length: Distribution, trainer: TrainerCosts) -> Case:
+    buffer = BufferSettings(lag)
+    plan = Plan(4, 4, 1, 2, workers=1, scorer_processes=2, buffer=buffer, seed=7)
+    decode = DecodeCosts(0.010, 0.0005, max_running=16)
+    score = Distribution(0.1)
+    return Case(name, plan, Costs(length, 1, decode, trainer, score, 0.0, 0.04, 0.2, 0.1))
+
+
+CASES = (
+    case("lag0_balanced", 0, Distribution(80, 0.3, 400), TrainerCosts(0.6, 0.0005)),
+    case("lag1_long_tail", 1, Distribution(80, 1.0, 500), TrainerCosts(0.6, 0.0005)),
+    case("lag2_trainer_bound", 2, Distribution(60, 0.8, 400), TrainerCosts(1.0, 0.001)),
+)
+
+
+@dataclass(eq=False)
+class Drawing:
+    """A sequence on its way."""
+
+    length: int
+    answer: asyncio.Future[Completion]
+    versions: list[int]
+
+
+class SleepingGenerator(Actor):
+    """Decodes step by step by the clock: each step is slept through, then every running sequence has a token more."""
+
+    def __init__(self, costs: Costs) -> None:
+        self._costs = costs
+        self._waiting: deque[Drawing] = deque()
+        self._running: list[Drawing] = []
+        self._asked = asyncio.Event()
+        self._between_steps = asyncio.Lock()
+        self._decoding: asyncio.Task[None] | None = None
+        self._version = self._tokens = 0
+        self._busy_s = self._request_s = 0.0
+
+    @concurrent_endpoint
+    async def generate(self, requests: list[Request], port: Port[list[Answer]]) -> None:
+        """As ``Generator.generate``."""
+        await answer_all(requests, port, self._draw, GenerationError)
+
+    async def _draw(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
+        tokens = self._costs.length.draw(0, sampling.seed)
+        length = min(max(1, round(tokens)), sampling.max_new_tokens)
+        drawing = Drawing(length, asyncio.get_running_loop().create_future(), [])
+        self._waiting.append(drawing)
+        self._asked.set()
+        return await drawing.answer
+
+    async def _decode(self) -> None:
+        due = now()
+        while True:
+            if not self._waiting and not self._running:
+                self._asked.clear()
+                await self._asked.wait()
+                due = now()
+            asked = now()
+            async with self._between_steps:
+                began = now()
+                due += began - asked  # a commit
+                while self._waiting and len(self._running) < self._costs.decode.max_running:
+                    self._running.append(self._waiting.popleft())
+                count = len(self._running)
+                # By the due time, not from now: what waking up costs is not added up.
+                step_s = self._costs.decode.step_s + self._costs.decode.sequence_s * count
+                due += step_s
+                await asyncio.sleep(due - began)
+                self._busy_s += now() - began
+                self._request_s += (count + len(self._waiting)) * (now() - began)
+                self._tokens += count
+                for drawing in self._running:
+                    drawing.versions.append(self._version)
+                    if len(drawing.versions) == drawing.length:
+                        drawing.answer.set_result(completion(drawing.versions))
+                self._running = [one for one in self._running if len(one.versions) < one.length]
+
+    @concurrent_endpoint
+    async def weights_setup(self, manifest: Any, settings: Any) -> float:
+        """Begin to decode; running sequences never hold a commit up."""
+        self._decoding = asyncio.ensure_future(self._decode())
+        return 0.0
+
+    @concurrent_endpoint
+    async def weights_connect(self, addresses: list[bytes], position: int, receivers: int) -> None:
+        """Nobody to meet."""
+
+    @concurrent_endpoint
+    async def ready(self) -> None:
+        """Raises what ended the decoding."""
+        if self._decoding is not None and self._decoding.done():
+            self._decoding.result()
+
+    @concurrent_endpoint
+    async def receive(self, version: int, slot: int) -> int:
+        await asyncio.sleep(self._costs.transfer_s)
+        return 1
+
+    @concurrent_endpoint
+    async def commit(self, version: int, slot: int, checksums: dict[str, int]) -> CommitReport:
+        async with self._between_steps:
+            await asyncio.sleep(self._costs.commit_s)
+            self._version = version
+        pause = self._costs.commit_s
+        return CommitReport(version, 1, pause, pause, pause, 0.0)
+
+    @concurrent_endpoint
+    async def stats(self) -> dict[str, Any]:
+        return {
+            "generated_tokens": self._tokens,
+            "busy_seconds": self._busy_s,
+            "request_seconds": self._request_s,
+            "devices": 1,
+        }
+
+
+def completion(versions: list[int]) -> Completion:
+    n = len(versions)
+    return Completion(np.zeros(n, np.int32), np.zeros(n, np.float32), np.asarray(versions, np.int32), "stop")
+
+
+class SleepingTrainer(Actor):
+    """The simulation's trainer as an actor: it takes the batch from the buffer, and sleeps by the real clock."""
+
+    def __init__(self, costs: Costs, devices: int, buffer: Any) -> None:
+        self._trainer = SimulatedTrainer(costs, devices, 1, buffer)
+
+    @concurrent_endpoint
+    async def update(self, version: int, batch_deadline_s: float) -> dict[str, float]:
+        return await self._trainer.update(version, batch_deadline_s)
+
+    @concurrent_endpoint
+    async def frozen_checksums(self, dtype: str) -> tuple[list[Any], list[int]]:
+        return await self._trainer.frozen_checksums(dtype)
+
+    @concurrent_endpoint
+    async def owned_runs(self) -> tuple[int, list[Any], list[Any]]:
+        return await self._trainer.owned_runs()
+
+    @concurrent_endpoint
+    async def weights_setup(self, manifest: Any, settings: Any) -> None: ...
+
+    @concurrent_endpoint
+    async def weights_open(self) -> tuple[int, bytes]:
+        return await self._trainer.weights_open()
+
+    @concurrent_endpoint
+    async def weights_connect(self, addresses: list[bytes], receivers: int) -> None: ...
+
+    @concurrent_endpoint
+    async def ready(self) -> None: ...
+
+    @concurrent_endpoint
+    async def snapshot(self, version: int, slot: int) -> float:
+        return await self._trainer.snapshot(version, slot)
+
+    @concurrent_endpoint
+    async def send(self, version: int, slot: int) -> list[int]:
+        return await self._trainer.send(version, slot)
+
+
+class SlowlyScoringWorker(RolloutWorker):
+    """The real worker, with a score that takes its time in a scoring process."""
+
+    seconds = 0.0
+
+    @concurrent_endpoint
+    async def score_takes(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def _environment(self, item: Item) -> Environment:
+        scorer = self._scorer
+        assert scorer is not None
+        # Whatever is called must be found by the scoring process, which does not know this file.
+        slept = (timeit, f"sleep({self.seconds})", "from time import sleep", perf_counter, 1)
+        return SingleTurn(item.prompt, lambda text: scorer.score(*slept))
+
+
+async def observe(meshes: dict[str, Any], case: Case) -> tuple[Figures, float]:
+    """Run the case for real; its figures, and the mean seconds of a call beside it."""
+    plan, costs, name = case.plan, case.costs, case.name
+    buffer = meshes["buffer"].spawn(f"buffer_{name}", Buffer, plan.groups_per_step, plan.buffer)
+    trainer = meshes["trainer"].spawn(f"trainer_{name}", SleepingTrainer, costs, plan.trainer_devices, buffer)
+    generators = [
+        meshes[f"generator{index}"].spawn(f"generator{index}_{name}", SleepingGenerator, costs)
+        for index in range(plan.replicas)
+    ]
+    settings = RolloutSettings(
+        workers=plan.workers,
+        concurrent_groups=plan.places or 1,
+        group_size=plan.group_size,
+        max_new_tokens=int(costs.length.maximum),
+        seed=plan.seed,
+        scorer_processes=plan.scorer_processes,
+    )
+    workers = meshes["rollout"].spawn(f"rollout_{name}", SlowlyScoringWorker, settings, TASK, str(MODEL))
+    await within(DEADLINE_S, workers.setup.call(buffer, Router(generators, DEADLINE_S)), "workers to set up")
+    await within(DEADLINE_S, workers.score_takes.call(costs.score.mean), "workers to note the time of a score")
+    routing = pipeline.routing(workers)
+    connecting = pipeline.Publisher.connect(trainer, generators, buffer, TransferSettings(), "float32", routing)
+    publisher = await within(DEADLINE_S, connecting, "trainer and generators to meet")
+    await publisher.publish(0)
+    await publisher.settled()
+    await within(DEADLINE_S, workers.evaluate.call([0]), "a held-out item, so that the scoring processes run")
+    system = System(buffer, trainer, workers, publisher)
+    calls: list[float] = []
+    calling = asyncio.ensure_future(call_now_and_then(trainer, calls))
+    found = await within(RUN_S, measure(system, STEPS, WARM_UP, DEADLINE_S), f"{STEPS} steps of {name}")
+    calling.cancel()
+    await within(DEADLINE_S, workers.close.call(), "workers to close")
+    return found, float(np.mean(calls))
+
+
+async def call_now_and_then(actor: Any, seconds: list[float]) -> None:
+    """Note what a call that does nothing takes."""
+    while True:
+        await asyncio.sleep(0.1)
+        asked = now()
+        await within(DEADLINE_S, actor.ready.call_one(), "trainer to answer")
+        seconds.append(now() - asked)
+
+
+async def validate(cluster: Cluster) -> dict[str, dict[str, float]]:
+    replicas = max(case.plan.replicas for case in CASES)
+    meshes = {"buffer": cluster.spawn("buffer", 1), "rollout": cluster.spawn("rollout", 1)}
+    meshes["trainer"] = cluster.spawn("trainer", 1)
+    meshes |= {f"generator{index}": cluster.spawn(f"generator{index}", 1) for index in range(replicas)}
+    results = {}
+    for case in CASES:
+        seen, call_s = await observe(meshes, case)
+        bare = await asyncio.to_thread(predict, case.plan, case.costs, STEPS, WARM_UP, 1)
+        costs = replace(case.costs, call_s=call_s)
+        foretold = await asyncio.to_thread(predict, case.plan, costs, STEPS, WARM_UP, 1)
+        results[case.name] = compare(foretold, seen) | {
+            "without_call_s": round(bare.step_s / seen.step_s, 3),
+            "call_s": round(call_s, 4),
+        }
+        print(f"{case.name}: {results[case.name]}", flush=True)
+    return results
+
+
+def compare(foretold: Figures, seen: Figures) -> dict[str, float]:
+    pairs = {
+        "trainer_idle_share": (foretold.trainer_idle_share, seen.trainer_idle_share),
+        "generator_idle_share": (foretold.generator_idle_share, seen.generator_idle_share),
+        "running": (foretold.running, seen.running),
+        "lag_mean": (foretold.lag_mean, seen.lag_mean),
+    }
+    found = {"predicted_over_observed_step": foretold.step_s / seen.step_s, "step_s": seen.step_s}
+    for name, (predicted, observed) in pairs.items():
+        found |= {f"{name}_predicted": predicted, f"{name}_observed": observed}
+    found["simulated_times_faster"] = foretold.run_s / foretold.wall_s
+    return {name: round(value, 3) for name, value in found.items()}
+
+
+def main() -> None:
+    with launch() as cluster:
+        if cluster is not None:
+            print(json.dumps(asyncio.run(validate(cluster))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,214 @@
+"""A generator replica whose decoding is a latency model: continuous batching, counted in whole stretches of steps.
+
+Between two events (a sequence joins or ends, a commit) every step takes as long as the last, so that the model needs
+an event for each of them and none for a token. Stands for :class:`monarch_rl.generator.actor.Generator`, and for the
+:class:`~monarch_rl.generator.link.Link` that a router has to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import math
+from bisect import bisect_right
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from monarch_rl.episode import Completion, Sampling
+from monarch_rl.generator.engine import CommitReport
+from monarch_rl.generator.settings import InFlight
+from monarch_rl.simulate.costs import Costs
+
+ALMOST = 1e-6
+"""Steps by which a sequence may be short of its end: rounding of the clock."""
+
+
+@dataclass(eq=False, slots=True)
+class _Sequence:
+    group: int
+    length: int
+    answer: asyncio.Future[Completion]
+    began: float = 0.0
+    """Steps of the replica when it joined."""
+
+
+class Replica:
+    """One replica.
+
+    Args:
+        costs: of the run.
+        grain: tokens that one token of the simulation stands for.
+        in_flight: what becomes of running sequences at a commit (:class:`GeneratorSettings`).
+    """
+
+    def __init__(self, costs: Costs, grain: int, in_flight: InFlight, devices: int) -> None:
+        self._costs = costs
+        self._grain = grain
+        self._in_flight = in_flight
+        self._devices = devices
+        self._prompt = max(1, round(costs.prompt_tokens / grain))
+        self._loop = asyncio.get_running_loop()
+        self._waiting: deque[_Sequence] = deque()
+        self._running: list[tuple[float, int, _Sequence]] = []
+        """A heap: steps at the end, order of joining, sequence."""
+        self._joined = 0
+        self._kv = 0
+        self._cached: set[int] = set()
+        """Groups whose prompt was computed under the version that is served."""
+        self._steps = 0.0
+        self._at = self._stalled_until = 0.0
+        """When steps were last counted; decoding stands still before the second."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._commit: asyncio.Future[None] | None = None
+        """Set while a commit goes on or, under drain, waits for this."""
+        self._pausing = False
+        self._marks: list[tuple[float, int]] = [(-math.inf, 0)]
+        """Steps from which a version draws."""
+        self._tokens = self._prefilled = 0
+        self._busy_s = self._request_s = 0.0
+
+    # -- what a router asks ----------------------------------------------------------------------------------------
+
+    def ask(self, prompt_ids: list[int], sampling: Sampling) -> asyncio.Future[Completion]:
+        """As ``Link.ask``. The prompt's first id names the group; the seed, which must be there, its episode."""
+        group = prompt_ids[0]
+        tokens = self._costs.length.draw(group, sampling.seed)
+        length = min(max(1, round(tokens / self._grain)), sampling.max_new_tokens)
+        sequence = _Sequence(group, length, self._loop.create_future())
+        self._count()
+        self._waiting.append(sequence)
+        self._turn()
+        return sequence.answer
+
+    def give_up(self, why: str) -> None:
+        """As ``Link.give_up``; no simulated replica is ever lost."""
+        raise RuntimeError(f"a simulated replica was given up: {why}")
+
+    # -- what the publisher and the observer ask -------------------------------------------------------------------
+
+    async def weights_setup(self, manifest: Any, settings: Any) -> float:
+        """Nothing to make room for; a transfer's deadline is far enough for running sequences, too."""
+        return 0.0
+
+    async def weights_connect(self, addresses: list[bytes], position: int, receivers: int) -> None:
+        """Nobody to meet."""
+
+    async def ready(self) -> None:
+        """It is."""
+
+    async def receive(self, version: int, slot: int) -> int:
+        """The transfer, while decoding goes on."""
+        await asyncio.sleep(self._costs.transfer_s)
+        return 1
+
+    async def commit(self, version: int, slot: int, checksums: dict[str, int]) -> CommitReport:
+        """Stand still for the copy, then draw by ``version``."""
+        self._count()
+        self._commit = self._loop.create_future()
+        if self._in_flight == "drain" and self._running:
+            await self._commit  # waits: for sequences of this replica, which all end
+        self._pausing = True
+        pause = self._costs.commit_s
+        if self._in_flight in ("recompute", "resume"):
+            held = sum(self._prompt + self._steps - one.began for _, _, one in self._running)
+            pause += held * self._grain * self._costs.decode.prefill_token_s
+        self._stall(pause)
+        self._marks.append((self._steps, version))
+        self._cached.clear()
+        await asyncio.sleep(pause)
+        self._count()
+        self._commit, self._pausing = None, False
+        self._turn()
+        return CommitReport(version, 1, pause, pause, pause, 0.0)
+
+    async def stats(self) -> dict[str, Any]:
+        """Those of ``Generator.stats`` that the observer reads."""
+        self._count()
+        return {
+            "generated_tokens": self._tokens * self._grain,
+            "busy_seconds": self._busy_s,
+            "request_seconds": self._request_s,
+            "devices": self._devices,
+        }
+
+    # -- the model -------------------------------------------------------------------------------------------------
+
+    @property
+    def _step_s(self) -> float:
+        """Seconds in which every running sequence gets one (simulated) token."""
+        decode = self._costs.decode
+        return self._grain * (decode.step_s + decode.sequence_s * len(self._running))
+
+    def _count(self) -> None:
+        """Count steps and busy time up to now; nothing has changed since the last call."""
+        now = self._loop.time()
+        requests = len(self._running) + len(self._waiting)
+        if requests and not self._pausing:
+            self._busy_s += now - self._at
+            self._request_s += requests * (now - self._at)
+        decoded_s = now - max(self._at, self._stalled_until)
+        if self._running and decoded_s > 0:
+            self._steps += decoded_s / self._step_s
+        self._at = now
+
+    def _stall(self, seconds: float) -> None:
+        self._stalled_until = max(self._stalled_until, self._at) + seconds
+
+    def _turn(self) -> None:
+        """After ``_count``: end what has its tokens, start what fits, and set the timer to the next change."""
+        while self._running and self._running[0][0] <= self._steps + ALMOST:
+            self._end(heapq.heappop(self._running)[2])
+        if self._commit is not None and not self._running and not self._commit.done():
+            self._commit.set_result(None)  # drained
+        if self._at >= self._stalled_until:
+            self._admit()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._at < self._stalled_until:
+            self._timer = self._loop.call_at(self._stalled_until, self._wake)
+        elif self._running:
+            left = max(self._running[0][0] - self._steps, 0.0)
+            self._timer = self._loop.call_at(self._at + left * self._step_s, self._wake)
+
+    def _wake(self) -> None:
+        self._count()
+        self._turn()
+
+    def _admit(self) -> None:
+        """Prompts of all that can start are computed together; decoding goes on after them."""
+        decode, computed = self._costs.decode, 0
+        while self._waiting and self._commit is None and len(self._running) < decode.max_running:
+            one = self._waiting[0]
+            needed = self._prompt + one.length
+            if self._running and (self._kv + needed) * self._grain > decode.kv_tokens:
+                break
+            self._waiting.popleft()
+            self._kv += needed
+            if one.group not in self._cached:
+                self._cached.add(one.group)
+                computed += self._prompt
+            one.began = self._steps
+            self._joined += 1
+            heapq.heappush(self._running, (self._steps + one.length, self._joined, one))
+        if computed and decode.prefill_token_s:
+            self._stall(computed * self._grain * decode.prefill_token_s)
+
+    def _end(self, one: _Sequence) -> None:
+        self._kv -= self._prompt + one.length
+        self._tokens += one.length
+        if one.answer.done():  # its worker was cancelled
+            return
+        n = one.length
+        completion = Completion(np.zeros(n, np.int32), np.zeros(n, np.float32), self._versions(one), "stop")
+        one.answer.set_result(completion)
+
+    def _versions(self, one: _Sequence) -> np.ndarray:
+        """The version that drew each token."""
+        first = bisect_right(self._marks, one.began, key=lambda mark: mark[0]) - 1
+        marks = self._marks[first:]
+        starts = [0, *(min(one.length, max(0, math.ceil(at - one.began - ALMOST))) for at, _ in marks[1:]), one.length]
+        return np.repeat(np.asarray([version for _, version in marks], np.int32), np.diff(starts))

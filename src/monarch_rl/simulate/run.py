@@ -1,0 +1,358 @@
+"""A whole run in virtual time: the recipe's loop, publisher, buffer and workers, with latency models for the rest."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from monarch_rl import pipeline
+from monarch_rl.buffer.actor import Buffer
+from monarch_rl.buffer.ledger import Counts
+from monarch_rl.buffer.settings import BufferSettings
+from monarch_rl.generator.router import Router
+from monarch_rl.generator.settings import InFlight
+from monarch_rl.packed import PackedShard
+from monarch_rl.rollout.admissions import Admissions
+from monarch_rl.rollout.environment import Message
+from monarch_rl.rollout.outbox import Outbox
+from monarch_rl.rollout.settings import RolloutSettings
+from monarch_rl.rollout.tasks import Item, TaskSettings
+from monarch_rl.rollout.worker import RolloutWorker
+from monarch_rl.runtime import presence
+from monarch_rl.runtime.deadlines import Patience, now, within
+from monarch_rl.simulate.clock import run_virtual
+from monarch_rl.simulate.costs import Costs, uniform
+from monarch_rl.simulate.handles import LocalMesh
+from monarch_rl.simulate.replica import Replica
+from monarch_rl.weights.transport import TransferSettings
+
+FOREVER_S = 1e9
+"""A deadline that no simulated wait reaches: the figures say that it is long, not an error."""
+ANSWER_GRAINS = 64
+"""Simulated tokens of a mean answer, if the grain is automatic: step times move by under 1 % against grain 1."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is run: sizes and devices."""
+
+    groups_per_step: int = 32
+    """Prompts of one optimiser step."""
+    group_size: int = 8
+    """Episodes of a prompt."""
+    trainer_devices: int = 4
+    """Devices of the trainer."""
+    replicas: int = 4
+    """Generator replicas."""
+    tp: int = 1
+    """Devices of a replica."""
+    workers: int = 1
+    """Rollout workers; each routes by the requests that it knows of."""
+    concurrent_groups: int = 0
+    """Groups that a worker plays at once; 0 is as many as the buffer has slots."""
+    scorer_processes: int = 1
+    """Scores that a worker computes at once."""
+    in_flight: InFlight = "continue"
+    """What becomes of running sequences at a commit (generator.in-flight)."""
+    buffer: BufferSettings = field(default_factory=BufferSettings)
+    seed: int = 0
+    """Of all that is drawn. The same seed draws the same lengths whatever else is set, so that settings compare."""
+
+    def __post_init__(self) -> None:
+        for name in ("groups_per_step", "trainer_devices", "replicas", "tp", "workers", "scorer_processes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        if self.group_size < 1 or self.concurrent_groups < 0:
+            raise ValueError("group-size must be at least 1, concurrent-groups not negative")
+        if self.places is None:
+            raise ValueError("concurrent-groups must be given for a stream: its buffer has no slots to count")
+
+    @property
+    def places(self) -> int | None:
+        """Groups that a worker plays at once."""
+        slots = self.buffer.slots_for(self.groups_per_step)
+        return self.concurrent_groups or (None if slots is None else -(-slots // self.workers))
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a run shows, without its first steps."""
+
+    step_s: float
+    """Seconds between optimiser steps."""
+    trainer_idle_share: float
+    generator_idle_share: float
+    running: float
+    """Requests in a replica while it has any."""
+    tokens_per_s: float
+    """Drawn by all replicas."""
+    lag: tuple[float, ...]
+    """Share of the trained tokens by lag 0, 1, ..."""
+    order_wait_share: float
+    """Share of the time in which enough groups were complete but a slow one was due."""
+    wasted_share: float
+    """Share of the drawn tokens that are not trained: filtered, late, rejected."""
+    steps: int
+    run_s: float
+    """Seconds of all steps, by the event loop's clock."""
+    wall_s: float
+    """Real seconds: those that simulating them took."""
+
+    @property
+    def lag_mean(self) -> float:
+        return sum(lag * share for lag, share in enumerate(self.lag))
+
+
+def predict(plan: Plan, costs: Costs, steps: int = 40, warm_up: int = 10, grain: int = 0) -> Figures:
+    """Simulate ``steps`` optimiser steps and sum up those after the first ``warm_up``.
+
+    Args:
+        grain: tokens that one simulated token stands for; 0 chooses by the mean length.
+
+    Raises:
+        ValueError: the settings contradict each other.
+    """
+    if not 0 <= warm_up < steps:
+        raise ValueError(f"warm-up {warm_up} leaves nothing of {steps} steps")
+    grain = grain or max(1, int(costs.length.average / ANSWER_GRAINS))
+    return run_virtual(_predict(plan, costs, steps, warm_up, grain))
+
+
+async def _predict(plan: Plan, costs: Costs, steps: int, warm_up: int, grain: int) -> Figures:
+    return await measure(await System.start(plan, costs, grain), steps, warm_up, FOREVER_S)
+
+
+async def measure(system: System, steps: int, warm_up: int, batch_deadline_s: float) -> Figures:
+    """Make ``steps`` optimiser steps and sum up those after the first ``warm_up``; in real time with real handles.
+
+    Raises:
+        RuntimeError: an episode failed.
+        DeadlineExceeded: a batch did not come within ``batch_deadline_s``.
+    """
+    started, wall = now(), time.perf_counter()
+    rows: list[dict[str, float]] = []
+    first = last = await system.counts()
+    async for values in system.steps(steps, batch_deadline_s):
+        rows.append(values)
+        if len(rows) == warm_up:
+            first = await system.counts()
+        if len(rows) == steps:  # not later: then groups under way have been dropped
+            last = await system.counts()
+    if failed := [name for name in rows[-1] if name.startswith("dropped/episode")]:
+        raise RuntimeError(f"episodes failed: {', '.join(failed)}")
+    kept = rows[warm_up:]
+    seconds = np.asarray([row["time/step_s"] for row in kept])
+
+    def mean(name: str) -> float:
+        """Over time."""
+        return float(np.average([row[name] for row in kept], weights=seconds))
+
+    lag = _difference(last.lag_counts, first.lag_counts)
+    wasted = sum(last.wasted_tokens.values()) - sum(first.wasted_tokens.values())
+    return Figures(
+        step_s=float(seconds.mean()),
+        trainer_idle_share=mean("trainer/idle_share"),
+        generator_idle_share=mean("generator/idle_share"),
+        running=mean("generator/running"),
+        tokens_per_s=mean("tokens_per_second"),
+        lag=tuple(float(share) for share in lag / max(lag.sum(), 1)),
+        order_wait_share=(last.order_wait_s - first.order_wait_s) / float(seconds.sum()),
+        wasted_share=wasted / max(wasted + int(lag.sum()), 1),
+        steps=steps,
+        run_s=now() - started,
+        wall_s=time.perf_counter() - wall,
+    )
+
+
+def _difference(after: list[int], before: list[int]) -> np.ndarray:
+    found = np.asarray(after, np.int64)
+    found[: len(before)] -= np.asarray(before, np.int64)
+    return found
+
+
+@dataclass
+class System:
+    """The actors of a run, by handles: simulated ones, or Monarch's."""
+
+    buffer: Any
+    trainer: Any
+    workers: Any
+    publisher: pipeline.Publisher
+
+    @classmethod
+    async def start(cls, plan: Plan, costs: Costs, grain: int) -> System:
+        """A simulated run, up to where version 0 is served."""
+
+        def mesh(*actors: Any) -> LocalMesh:
+            return LocalMesh(actors, costs.call_s)
+
+        buffer = mesh(Buffer(plan.groups_per_step, replace(plan.buffer, max_mib=2**30)))
+        trainer = mesh(SimulatedTrainer(costs, plan.trainer_devices, grain, buffer))
+        replicas = [Replica(costs, grain, plan.in_flight, plan.tp) for _ in range(plan.replicas)]
+        rollout = [SimulatedWorker(plan, costs, grain, f"rollout worker {rank}") for rank in range(plan.workers)]
+        for worker in rollout:
+            worker.connect(buffer, replicas)
+        for name in ("buffer", *(f"rollout worker {rank}" for rank in range(plan.workers))):
+            presence.dismiss(name)  # nobody watches, and a look at the clock every 50 ms is a long way in virtual hours
+        workers, generators = mesh(*rollout), [mesh(replica) for replica in replicas]
+        settings = TransferSettings(deadline_s=FOREVER_S)
+        publisher = await pipeline.Publisher.connect(
+            trainer, generators, buffer, settings, "float32", pipeline.routing(workers)
+        )
+        await publisher.publish(0)
+        await publisher.settled()
+        return cls(buffer, trainer, workers, publisher)
+
+    async def steps(self, count: int, batch_deadline_s: float) -> AsyncIterator[dict[str, float]]:
+        """The recipe's loop; the metrics of each step."""
+        observer = pipeline.Observer(self.publisher, self.workers, self.buffer, Path(os.devnull))
+        async with pipeline.rolling_out(self.workers, self.buffer):
+            await observer.begin()
+            patience = Patience(batch_deadline_s, floor_s=batch_deadline_s)
+            for version in range(count):
+                update = pipeline.update(self.trainer, self.buffer, version, patience)
+                trained = await self.publisher.or_failed(update)
+                await self.publisher.publish(version + 1)
+                yield await observer.step(trained)
+            await self.publisher.settled()
+
+    async def counts(self) -> Counts:
+        call = self.buffer.counts.call_one()
+        found: Counts = await within(pipeline.CALL_DEADLINE_S, call, "the buffer's counts", on="buffer")
+        return found
+
+
+class SimulatedTrainer:
+    """The whole trainer mesh as one rank: ranks share a batch by tokens and wait for each other."""
+
+    def __init__(self, costs: Costs, devices: int, grain: int, buffer: Any) -> None:
+        self._costs = costs
+        self._token_s = costs.trainer.token_s * grain / devices
+        self._buffer = buffer
+
+    async def update(self, version: int, batch_deadline_s: float) -> dict[str, float]:
+        """As ``Trainer.update``: take the batch, then compute."""
+        started = now()
+        take = self._buffer.take.call_one(version, 0, 1, 2**62, batch_deadline_s)
+        what = f"the batch of step {version + 1}"
+        shard: PackedShard = await within(batch_deadline_s + pipeline.CALL_DEADLINE_S, take, what, on="buffer")
+        taken = now()
+        await asyncio.sleep(self._costs.trainer.step_s + self._token_s * shard.trainable_tokens)
+        return {"tokens": float(shard.trainable_tokens), "wait_s": taken - started, "step_s": now() - taken}
+
+    async def owned_runs(self) -> tuple[int, list[Any], list[Any]]:
+        """A version of one element."""
+        return 0, [("weights", (1,))], [("weights", 0, 1)]
+
+    async def frozen_checksums(self, dtype: str) -> tuple[list[Any], list[int]]:
+        """Nothing is left as it is."""
+        return [], []
+
+    async def weights_setup(self, manifest: Any, settings: Any) -> None:
+        """Nothing to make room for."""
+
+    async def weights_open(self) -> tuple[int, bytes]:
+        """Rank and address; nobody comes."""
+        return 0, b""
+
+    async def weights_connect(self, addresses: list[bytes], receivers: int) -> None:
+        """Nobody to meet."""
+
+    async def ready(self) -> None:
+        """It is."""
+
+    async def snapshot(self, version: int, slot: int) -> float:
+        """The copy that the next update waits for."""
+        await asyncio.sleep(self._costs.snapshot_s)
+        return self._costs.snapshot_s
+
+    async def send(self, version: int, slot: int) -> list[int]:
+        """Takes as long as a replica receives."""
+        return [0]
+
+
+class SimulatedWorker(RolloutWorker):
+    """The real worker: its places, groups and outbox, with tokens of no meaning and scores that only take time."""
+
+    def __init__(self, plan: Plan, costs: Costs, grain: int, name: str) -> None:
+        limit = costs.length.maximum
+        settings = RolloutSettings(
+            concurrent_groups=plan.places or 1,
+            group_size=plan.group_size,
+            max_new_tokens=2**31 - 1 if math.isinf(limit) else max(1, math.ceil(limit / grain)),
+            seed=plan.seed,
+            step_deadline_s=FOREVER_S,
+            generate_deadline_s=FOREVER_S,
+            slot_deadline_s=FOREVER_S,
+        )
+        super().__init__(settings, TaskSettings(), "", name)
+        self._costs = costs
+        self._score_places = asyncio.Semaphore(plan.scorer_processes)
+        prompt = max(1, round(costs.prompt_tokens / grain))
+        stand_ins: dict[str, Any] = {
+            "_tokenizer": _Tokenizer(prompt),
+            "_train": _Items(plan.seed, costs.equal_rewards),
+            "_scorer": self,
+        }
+        self.__dict__.update(stand_ins)
+
+    def connect(self, buffer: Any, replicas: list[Replica]) -> None:
+        """As ``setup``, without its processes."""
+        self._buffer = buffer
+        self._admissions = Admissions(buffer, self._name, self._settings.slot_deadline_s)
+        self._outbox = Outbox(buffer, self._name, self._settings.slot_deadline_s)
+        self._generator = SimulatedRouter(replicas)
+
+    async def score(self, function: Any, task: TaskSettings, entry: dict[str, Any], text: str) -> float:
+        """As ``Scorer.score``: a process, then the seconds of a score; rewards are 0 and 1 in turn, or all 0."""
+        entry["scored"] += 1
+        reward = 0.0 if entry["equal"] else float(entry["scored"] % 2)
+        seconds = self._costs.score.draw(entry["task"], ("score", entry["task"], entry["scored"]))
+        if seconds > 0:
+            async with self._score_places:
+                await asyncio.sleep(seconds)
+        return reward
+
+
+class SimulatedRouter(Router):
+    """The real router, with replicas at hand instead of links to them."""
+
+    def __init__(self, replicas: list[Replica]) -> None:
+        super().__init__(replicas, FOREVER_S)
+        links: Any = replicas
+        self._links = links
+
+
+class _Tokenizer:
+    """Stands for :class:`Tokenizer`: a prompt's first id is its task, the others mean nothing."""
+
+    stop_token_ids = ()
+
+    def __init__(self, prompt: int) -> None:
+        self._rest = [0] * (prompt - 1)
+
+    def render(self, messages: list[Message]) -> list[int]:
+        return [int(messages[0].content), *self._rest]
+
+    def decode(self, token_ids: list[int]) -> str:
+        return ""
+
+
+class _Items:
+    """Stands for :class:`TaskSource`."""
+
+    def __init__(self, seed: int, equal_rewards: float) -> None:
+        self._seed = seed
+        self._equal_rewards = equal_rewards
+
+    def item(self, index: int) -> Item:
+        equal = uniform("rewards", self._seed, index) < self._equal_rewards
+        return Item(index, str(index), "", {"task": index, "equal": equal, "scored": 0})
