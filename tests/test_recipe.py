@@ -31,14 +31,14 @@ from tests.recipe.running import (
     assert_no_traceback,
     check_run,
     engines,
+    keep_environment,
     process_named,
+    random_model,
     recipe,
     wait_for_line,
     wait_for_step,
 )
 from tests.runtime.launched import TORCHRUN, Start, launching
-from tools.make_tiny_model import Settings as TinyModel
-from tools.make_tiny_model import write_random_model
 
 STOP_S = 40.0
 """Seconds from a signal to the end of the run: at most 20 for an orderly end, then 16 for its host process."""
@@ -51,16 +51,13 @@ GONE_S = 12.0
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random Qwen3 that spells in characters."""
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    write_random_model(folder, TinyModel(hidden_size=64, layers=2))
-    return folder
+    return random_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """Start commands; whatever a failed test leaves of them is killed."""
-    # SGLang's processes change their title, which by default destroys the environment that we find them by.
-    monkeypatch.setenv("SPT_NOENV", "1")
+    keep_environment(monkeypatch)
     with launching(tmp_path) as begin:
         yield begin
 

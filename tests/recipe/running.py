@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from monarch_rl.buffer.settings import BufferSettings
 from tests.runtime.launched import Launched
+from tools.make_tiny_model import Settings as TinyModel
+from tools.make_tiny_model import write_random_model
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "grpo.py"
@@ -51,6 +54,17 @@ def process_named(run: Launched, name: str) -> psutil.Process:
 def wait_for_step(run: Launched) -> None:
     """Wait until the run has said that it made its first step."""
     wait_for_line(run, r"^step 1/")
+
+
+def random_model(folder: Path) -> Path:
+    """A tiny random Qwen3 that spells in characters, in ``folder``."""
+    write_random_model(folder, TinyModel(hidden_size=64, layers=2))
+    return folder
+
+
+def keep_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's processes change their title, which by default destroys the environment that we find them by."""
+    monkeypatch.setenv("SPT_NOENV", "1")
 
 
 def wait_for_line(run: Launched, pattern: str, after: re.Match[str] | None = None) -> re.Match[str]:

@@ -14,10 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.recipe.running import process_named, recipe, wait_for_line, wait_for_step
+from tests.recipe.running import keep_environment, process_named, random_model, recipe, wait_for_line, wait_for_step
 from tests.runtime.launched import Launched, Start, launching
-from tools.make_tiny_model import Settings as TinyModel
-from tools.make_tiny_model import write_random_model
 
 pytestmark = pytest.mark.slow
 
@@ -33,15 +31,13 @@ BATCH = r"trainer rank \d has waited \d+ s for the batch of step \d+; buffer has
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random Qwen3 that spells in characters."""
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    write_random_model(folder, TinyModel(hidden_size=64, layers=2))
-    return folder
+    return random_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """Start commands; whatever a failed test leaves of them is killed."""
-    monkeypatch.setenv("SPT_NOENV", "1")  # SGLang's processes change their title, see tests/test_recipe.py
+    keep_environment(monkeypatch)
     with launching(tmp_path) as begin:
         yield begin
 
