@@ -7,6 +7,7 @@ import asyncio
 from monarch.actor import this_host
 
 from monarch_rl.buffer.actor import Buffer
+from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.lookout import Lookout
 from tests.buffer.helpers import group
@@ -18,7 +19,7 @@ async def account() -> list[list[tuple[str, str]]]:
     """(on, what) at each stage of two steps without lag."""
     procs = this_host().spawn_procs(per_host={"buffer": 1}, name="buffer")
     try:
-        buffer, lookout = procs.spawn("buffer", Buffer, 2, 0), procs.spawn("lookout", Lookout)
+        buffer, lookout = procs.spawn("buffer", Buffer, 2, BufferSettings(0)), procs.spawn("lookout", Lookout)
         told = []
 
         async def look() -> None:

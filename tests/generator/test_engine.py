@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from functools import partial
 from pathlib import Path
 
@@ -50,6 +51,12 @@ async def commit_seed(engine: Engine, staging: Staging, folder: Path, seed: int)
     staging.fill(version, weights)
     await staging.commit(engine, version, checksums_of(weights))
     return weights  # type: ignore[return-value]
+
+
+def test_warnings_of_the_process_are_still_logged(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    """SGLang would set the root logger to errors only."""
+    logging.getLogger("monarch_rl").warning("a warning")
+    assert "a warning" in caplog.text
 
 
 def test_arrays_have_the_contracts_types(engine: Engine, run: LoopThread) -> None:

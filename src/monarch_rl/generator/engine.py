@@ -26,12 +26,15 @@ from __future__ import annotations
 import asyncio
 import atexit
 import json
+import logging
 import multiprocessing
 import os
 import random
 import time
 import uuid
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -609,12 +612,25 @@ def _launch(arguments: dict[str, Any]) -> Any:
 
     before = multiprocessing.active_children()
     try:
-        return TokenEngine(**arguments)
+        with _logging_kept():
+            return TokenEngine(**arguments)
     except BaseException:
         for process in multiprocessing.active_children():
             if process not in before:
                 process.kill()
         raise
+
+
+@contextmanager
+def _logging_kept() -> Iterator[None]:
+    """SGLang takes the root logger for its own, at its own level; what this process logs must go where it went."""
+    root = logging.getLogger()
+    level, handlers = root.level, root.handlers[:]
+    try:
+        yield
+    finally:
+        root.setLevel(level)
+        root.handlers[:] = handlers
 
 
 def _take_over_watch(engine: Any) -> list[Any]:
