@@ -30,6 +30,7 @@ from speed_trainer import Training, make_groups, plan_of
 
 from monarch_rl import pipeline
 from monarch_rl.adapter import FULL_TRAINING, LoraSettings
+from monarch_rl.generator.engine import CommitReport
 from monarch_rl.generator.scheduler_process import quiet_imports
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.publishing import Publisher, SwapReport
@@ -156,10 +157,10 @@ async def one_transport(
         "snapshot_ms": median(version.swap.snapshot_s for version in alone) * 1e3,
         "pause_ms": median(version.paused_s for version in alone) * 1e3,
         "decoding_stops_ms": median(version.paused_s for version in decoding) * 1e3,
-        "share_copy": median(version.commit["copy_seconds"] / version.paused_s for version in decoding),
-        "share_checksum": median(version.commit["checksum_seconds"] / version.paused_s for version in decoding),
-        "share_calls": median(version.calls_s / version.paused_s for version in decoding),
-        "commit_call_ms": median(version.commit["seconds"] for version in decoding) * 1e3,
+        "share_copy": median(version.commit.copy_seconds / version.paused_s for version in decoding),
+        "share_checksum": median(version.commit.verification_share for version in decoding),
+        "share_calls": median(version.commit.messages_seconds / version.paused_s for version in decoding),
+        "commit_call_ms": median(version.commit.seconds for version in decoding) * 1e3,
         "tokens_during_transfer": _rate(tokens, windows[1:]) / max(_rate(tokens, idle[1:]), 1e-9),
         "step_beside_transfer": median(beside) / median(steps),
     }
@@ -171,7 +172,7 @@ class Version:
 
     started: float
     swap: SwapReport
-    commit: dict[str, Any]
+    commit: CommitReport
     shared: bool
     """The snapshot writes where engines read: there it is the transfer."""
 
@@ -186,11 +187,7 @@ class Version:
 
     @property
     def paused_s(self) -> float:
-        return float(self.commit["paused_seconds"])
-
-    @property
-    def calls_s(self) -> float:
-        return self.paused_s - float(self.commit["copy_seconds"]) - float(self.commit["checksum_seconds"])
+        return self.commit.paused_seconds
 
 
 async def one_version(training: Training, generator: Any, publisher: Publisher) -> Version:
@@ -201,7 +198,8 @@ async def one_version(training: Training, generator: Any, publisher: Publisher) 
     await publisher.settled()
     assert publisher.last is not None
     stats = await within(DEADLINE_S, generator.stats.call_one(), "the generator's figures")
-    return Version(started, publisher.last, stats["last_commit"], publisher.settings.transport == "shared_memory")
+    commit = CommitReport(**stats["last_commit"])
+    return Version(started, publisher.last, commit, publisher.settings.transport == "shared_memory")
 
 
 def _rate(tokens: list[float], windows: list[tuple[float, float]]) -> float:
