@@ -21,23 +21,23 @@ from monarch_rl.generator.engine import Engine, StillRunning, WeightMismatch
 from monarch_rl.generator.settings import InFlight
 from tests.generator.conftest import SETTINGS
 from tests.generator.helpers import (
+    LAYERS,
     LOGPROB_BOUND,
     LoopThread,
     Staging,
     adapter,
     checksums_of,
     next_version,
+    reference_in_turn,
     reference_logprobs,
     until,
     weights_in,
 )
 
 PROMPTS = [[5, 6, 7, 8 + i] for i in range(6)]
-OLD_PAST_BOUND = 3.0
-"""`continue`: how far a log-prob may be from what the new weights alone give. Weights change by 5 % an element here,
-hundreds of times a step of training; 1.8 has been seen."""
-
-
+LAST = f"model.layers.{LAYERS - 1}."
+KEYS_AND_VALUES = (f"{LAST}self_attn.k_proj.weight", f"{LAST}self_attn.v_proj.weight")
+"""Their change makes a past that older weights have read another past; nothing but the last layer's depends on them."""
 LORA = LoraSettings(rank=3, alpha=6.0)
 CASES = {policy: (policy, FULL_TRAINING) for policy in get_args(InFlight)}
 CASES |= {f"{policy}-adapter": (policy, LORA) for policy in ("recompute", "resume", "drain")}
@@ -164,19 +164,77 @@ def test_each_token_is_drawn_by_the_version_that_it_carries(
         assert policy != "drain" or len(set(completion.policy_versions.tolist())) == 1
         seen |= set(completion.policy_versions.tolist())
     assert seen == ({first, first + 1} if policy == "drain" else set(weights))
-    exact, mixed = [0.0], [0.0]
-    for version in seen:
-        references = versions.reference(asked, weights[version])
-        for (_, completion), reference in zip(asked, references, strict=True):
+    alone = version_alone(versions, asked, weights)
+    differences = [np.abs(c.logprobs - reference).max() for (_, c), reference in zip(asked, alone, strict=True)]
+    print(f"{policy}: log-probs are within {max(differences):.1e} of what the tokens' versions alone give")
+    if policy != "continue":
+        assert max(differences) < LOGPROB_BOUND
+        return
+    assert max(differences) > 1e-3  # what follows is more than that
+    in_turn = reference_in_turn(versions.folder, asked, weights)
+    differences = [np.abs(c.logprobs - reference).max() for (_, c), reference in zip(asked, in_turn, strict=True)]
+    print(f"continue: within {max(differences):.1e} of what they give over the past that older versions have read")
+    assert max(differences) < LOGPROB_BOUND
+
+
+def version_alone(
+    versions: Versions, asked: list[tuple[list[int], Completion]], weights: dict[int, dict[str, torch.Tensor]]
+) -> list[np.ndarray]:
+    """The log-prob of each drawn token under the version that it carries, as if that one had read everything."""
+    found = [np.full(len(completion.token_ids), np.nan, np.float32) for _, completion in asked]
+    for version in sorted({version for _, c in asked for version in c.policy_versions.tolist()}):
+        for (_, completion), mine, row in zip(asked, found, versions.reference(asked, weights[version]), strict=True):
             of_version = completion.policy_versions == version
-            differences = np.abs(completion.logprobs - reference)[of_version]
-            old_past = policy == "continue" and completion.policy_versions[0] != version
-            (mixed if old_past else exact).extend(differences.tolist())
-    print(
-        f"{policy}: {len(exact)} tokens within {max(exact):.1e}; {len(mixed)} of an older past within {max(mixed):.2f}"
+            mine[of_version] = row[of_version]
+    return found
+
+
+def feeds_no_key_or_value(name: str) -> bool:
+    """Whether a tensor acts only after the last layer's keys and values are made."""
+    makes_them = ("input_layernorm", "self_attn.k_norm", "self_attn.k_proj", "self_attn.v_proj")
+    return name in ("model.norm.weight", "lm_head.weight") or (
+        name.startswith(LAST) and not any(part in name for part in makes_them)
     )
-    assert max(exact) < LOGPROB_BOUND
-    assert (1e-3 < max(mixed) < OLD_PAST_BOUND) if policy == "continue" else len(mixed) == 1
+
+
+@pytest.mark.parametrize("past_changes", [False, True], ids=["no key or value", "keys and values"])
+def test_under_continue_a_version_that_leaves_keys_and_values_gives_what_it_alone_gives(
+    engine: Engine, run: LoopThread, versions: Versions, staging: Staging, policy: str, past_changes: bool
+) -> None:
+    """Bit for bit the same past: then nothing is left of the version before. With other keys and values much is."""
+    if policy != "continue":
+        pytest.skip("the policy is another")
+    first = engine.version + 1
+    old = versions.later(first)
+    names = KEYS_AND_VALUES if past_changes else tuple(filter(feeds_no_key_or_value, old))
+    assert len(names) == (2 if past_changes else 9)
+    changed = next_version(old, first + 1)
+    weights = {first: old, first + 1: old | {name: changed[name] for name in names}}
+
+    async def play() -> list[Completion]:
+        staging.fill(first, weights[first])
+        await staging.commit(engine, first, checksums_of(weights[first]))
+        playing = [asyncio.ensure_future(engine.generate(prompt, Sampling(max_new_tokens=300))) for prompt in PROMPTS]
+        await decoding(engine)
+        staging.fill(first + 1, weights[first + 1])
+        await staging.commit(engine, first + 1, checksums_of(weights[first + 1]))
+        return await asyncio.gather(*playing)
+
+    asked = list(zip(PROMPTS, run(play()), strict=True))
+    drawn = np.concatenate([completion.logprobs for _, completion in asked])
+    new = np.concatenate([completion.policy_versions == first + 1 for _, completion in asked])
+    assert 100 < new.sum() < len(new) - 100  # the commit came in the middle
+    older, newer = (np.concatenate(versions.reference(asked, weights[version])) for version in sorted(weights))
+    assert np.abs(newer - older)[new].max() > 0.01, "the versions give the same: nothing would be seen"
+    assert np.abs(drawn - older)[~new].max() < LOGPROB_BOUND
+    largest = np.abs(drawn - newer)[new].max()
+    print(f"{len(names)} tensors changed: tokens after the commit are within {largest:.1e} of what it alone gives")
+    if not past_changes:
+        assert largest < LOGPROB_BOUND
+        return
+    assert largest > 100 * LOGPROB_BOUND
+    in_turn = np.concatenate(reference_in_turn(versions.folder, asked, weights))
+    assert np.abs(drawn - in_turn).max() < LOGPROB_BOUND
 
 
 def test_a_stop_token_in_the_step_of_a_commit_ends_the_request(
