@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,17 @@ ALL_TOKENS = Sampling(max_new_tokens=NEW_TOKENS)
 
 
 class InspectedGenerator(Generator):
-    """A generator that also tells SGLang's own checksums of the parameters it serves."""
+    """A generator that also tells what its engine holds."""
+
+    @concurrent_endpoint
+    async def save_ranks(self, folder: str) -> None:
+        """Let SGLang write the parameters of each engine rank to a file: see :mod:`tests.pipeline.held`."""
+        save = self._running._engine.save_sharded_model
+        await asyncio.to_thread(save, path=folder, pattern=None, max_size=None)
 
     @concurrent_endpoint
     async def engine_checksums(self) -> dict[str, str]:
+        """SGLang's own checksums of the parameters of an engine of one rank."""
         from sglang.srt.managers.io_struct import CheckWeightsReqInput
 
         manager = self._running._engine.tokenizer_manager
@@ -45,13 +52,17 @@ class InspectedGenerator(Generator):
         return dict(rank["checksums"])
 
 
-async def start_inspected(cluster: Cluster, model: Path, replicas: int, first_slot: int, name: str) -> list[Any]:
-    """Like ``pipeline.start_generators``, with inspected ones of one rank."""
+async def start_inspected(
+    cluster: Cluster, model: Path, replicas: int, first_slot: int, name: str, tp: int = 1
+) -> list[Any]:
+    """Like ``pipeline.start_generators``, with inspected ones of ``tp`` ranks."""
     found = []
     for index in range(replicas):
-        mesh = cluster.spawn(f"{name}{index}", 1, first_slot=first_slot + index)
+        slot = first_slot + index * tp
+        mesh = cluster.spawn(f"{name}{index}", 1, first_slot=slot, slots_per_process=tp)
         found.append(mesh.spawn(f"{name}{index}", InspectedGenerator))
-    await asyncio.gather(*(g.setup.call_one(str(model), ENGINES, i) for i, g in enumerate(found)))
+    settings = replace(ENGINES, tp=tp)
+    await asyncio.gather(*(g.setup.call_one(str(model), settings, i) for i, g in enumerate(found)))
     return found
 
 

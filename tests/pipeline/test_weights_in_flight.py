@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from monarch_rl import pipeline
 from monarch_rl.episode import Completion, Sampling
@@ -17,8 +19,9 @@ from monarch_rl.generator.router import Router
 from monarch_rl.runtime.cluster import Cluster, launch
 from monarch_rl.runtime.deadlines import Patience
 from monarch_rl.weights.transport import TRANSPORTS
-from tests.generator.helpers import make_model
-from tests.pipeline.system import ENGINES, TRANSFER, VOCABULARY, System, start_inspected
+from tests.generator.helpers import make_model, weights_in
+from tests.pipeline.held import join_ranks, read_ranks, same_bits
+from tests.pipeline.system import TRANSFER, VOCABULARY, System, start_inspected
 
 LOGPROB_BOUND = 1e-5
 """Engine against trainer, float32: seen 2e-6."""
@@ -121,9 +124,27 @@ def test_served_weights_equal_the_trainers_bit_for_bit(
 @pytest.fixture(scope="module")
 def wide(cluster: Cluster, model: Path) -> Any:
     """A replica of two engine ranks."""
-    settings = replace(ENGINES, replicas=1, tp=2)
-    (generator,) = asyncio.run(pipeline.start_generators(cluster, model, settings, first_slot=4))
+    (generator,) = asyncio.run(start_inspected(cluster, model, 1, 4, "wide", tp=2))
     return generator
+
+
+async def held_by_all(system: System, scratch: Path) -> dict[str, torch.Tensor]:
+    """The trainer's full tensors, by name, when the parameters of all engine ranks, joined, are the same bit for bit.
+
+    Args:
+        scratch: a folder to make others in.
+    """
+    folder = Path(tempfile.mkdtemp(dir=scratch))
+    await pipeline.save(system.trainer, folder / "trainer")
+    trained = weights_in(folder / "trainer")
+    for index, generator in enumerate(system.generators):
+        ranks = folder / f"generator{index}"
+        ranks.mkdir()
+        await generator.save_ranks.call_one(str(ranks))
+        held = join_ranks(read_ranks(ranks))
+        assert held.keys() == trained.keys()
+        assert not [name for name in held if not same_bits(held[name], trained[name])], f"generator {index}"
+    return trained
 
 
 @pytest.mark.parametrize(
@@ -131,35 +152,36 @@ def wide(cluster: Cluster, model: Path) -> Any:
     [(2, "one"), (1, "two"), (1, "one of two ranks"), (2, "one of two ranks")],
 )
 def test_any_ratio_of_trainer_and_generator_ranks_gets_the_same_bits_by_every_transport(
-    cluster: Cluster, model: Path, generators: list[Any], wide: Any, trainer_ranks: int, replicas: str
+    cluster: Cluster,
+    model: Path,
+    generators: list[Any],
+    wide: Any,
+    tmp_path: Path,
+    trainer_ranks: int,
+    replicas: str,
 ) -> None:
     """2:1, 1:2 in two ways, and 2:2; two ranks and two replicas are in the other tests of this file.
 
-    Every commit compares what each engine rank holds with the trainer's checksums. Beside that: replicas hold what
-    each other does, another version than before, and draw as the trainer computes.
+    After every version: what engine ranks hold, written by SGLang and joined, equals the trainer's full tensors, all
+    of which have changed; replicas draw as the trainer computes.
     """
     chosen = {"one": generators[:1], "two": generators, "one of two ranks": [wide]}[replicas]
-
-    async def held() -> list[dict[str, str]]:
-        return [await g.engine_checksums.call_one() for g in chosen if g is not wide]
 
     async def go() -> None:
         served = max([(await g.stats.call_one())["version"] for g in chosen])
         system = await System.start(cluster, model, chosen, lr=3e-3, version=served + 1, ranks=trainer_ranks)
-        before = await held()
+        before = await held_by_all(system, tmp_path)
         for transport in TRANSPORTS:
             await system.publish_by(replace(TRANSFER, transport=transport))
-            assert await held() == before
+            await held_by_all(system, tmp_path)
             await system.step(seed=served)
             assert await system.mismatch(seed=served) < LOGPROB_BOUND
             for replica in chosen:
                 stats = await replica.stats.call_one()
                 assert stats["last_commit"]["version"] == system.version
                 assert stats["last_commit"]["nbytes"] >= system.publisher.manifest.nbytes
-            after = await held()
-            assert all(found == after[0] for found in after)
-            changed = [name for old, new in zip(before, after, strict=True) for name in old if old[name] != new[name]]
-            assert len(changed) == sum(map(len, after))
+            after = await held_by_all(system, tmp_path)
+            assert not [name for name in after if same_bits(before[name], after[name])]
             before = after
         await system.trainer.close.call()
 
