@@ -1,0 +1,247 @@
+"""What `continue` leaves in the log-probs of a sequence that goes on across a commit, beside `recompute`.
+
+    python benchmarks/old_past.py
+
+The main job is trained for some steps, and the versions of the last ones are kept. Then an engine under each rule draws
+while each of them is committed in the place of the one before: the job's answers, and longer sequences. Looked at are
+the tokens that the newer version drew in sequences that the older one began: how far the engine's log-prob is from what
+transformers computes under the newer version alone, beside how far the two versions are apart there. Prints the figures
+last, as one line of JSON; benchmarks/README.md says what each means.
+"""
+
+from __future__ import annotations
+
+import monarch_rl  # isort: skip  # noqa: F401  its settings for Monarch count only if it is imported first
+
+import asyncio
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from reporting import run_benchmark, short
+from safetensors.torch import load_file
+
+from monarch_rl import pipeline
+from monarch_rl.episode import Completion, Sampling
+from monarch_rl.generator.engine import Engine
+from monarch_rl.generator.scheduler_process import quiet_imports
+from monarch_rl.model_folder import resolve_model
+from monarch_rl.rollout.environment import Message
+from monarch_rl.rollout.tasks import TaskSource
+from monarch_rl.rollout.tokenizer import Tokenizer
+from monarch_rl.runtime.cluster import Cluster, launch
+from monarch_rl.runtime.deadlines import Patience, within
+from monarch_rl.trainer.actor import TrainerPlan
+from monarch_rl.weights.area import Area
+from monarch_rl.weights.checksum import tensor_checksum
+from monarch_rl.weights.manifest import make_manifest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
+
+import grpo  # noqa: E402
+
+DEADLINE_S = 300.0
+RULES = ("continue", "recompute")
+Drawn = list[tuple[list[int], Completion]]
+"""Prompts, and what was drawn after them."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Log-probs over an older past (see the top of this file)."""
+
+    model: str = ".cache/tiny-qwen3"
+    """Hugging Face folder or Hub name of the model to train."""
+    job: grpo.Settings = field(default_factory=grpo.Settings)
+    """The job: its learning rate, batch and lag are used, its model, steps and output folder are not."""
+    steps: int = 30
+    """Optimiser steps, from the model on."""
+    commits: int = 8
+    """Of them, the last ones whose versions are committed to the engines."""
+    answers: int = 48
+    """Answers of the job that are kept in flight."""
+    sequences: int = 16
+    """Longer sequences in flight at each commit; the end token does not end them."""
+    new_tokens: int = 128
+    """Tokens of a longer sequence."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.commits <= self.steps or min(self.answers, self.sequences, self.new_tokens) < 1:
+            raise ValueError("commits must be from 1 to steps; answers, sequences and new-tokens at least 1")
+
+
+# ---- the versions --------------------------------------------------------------------------------------------
+
+
+async def train(cluster: Cluster, s: Settings, model: Path, scratch: Path) -> list[Path]:
+    """The recipe's run, with every one of the last versions saved: ``commits`` + 1 folders, oldest first."""
+    job, folders = s.job, []
+    plan = TrainerPlan(model, job.trainer, s.steps, job.rollout.temperature, job.rollout.max_new_tokens)
+    buffer = await pipeline.start_buffer(cluster, job.groups_per_step, job.buffer)
+    trainer, generators = await asyncio.gather(
+        pipeline.start_trainer(cluster, plan, buffer, first_slot=0),
+        pipeline.start_generators(cluster, model, job.generator, job.trainer.ranks),
+    )
+    limit = job.trainer.tokens_per_microbatch
+    workers = await pipeline.start_rollout(cluster, job.rollout, job.task, model, buffer, generators, limit)
+    dtype = pipeline.served_dtype(job.generator, cluster)
+    publisher = await pipeline.Publisher.connect(trainer, generators, buffer, job.weights, dtype)
+    await publisher.publish(0)
+    await publisher.settled()
+    patience = Patience(job.step_deadline_s)
+    async with pipeline.rolling_out(workers, buffer):
+        for version in range(s.steps + 1):
+            if version >= s.steps - s.commits:
+                folders.append(scratch / f"version{version}")
+                await pipeline.save(trainer, folders[-1])
+            if version < s.steps:
+                await publisher.or_failed(pipeline.update(trainer, buffer, version, patience))
+                await publisher.publish(version + 1)
+        await publisher.settled()
+    print(f"trained {s.steps} steps of {s.model} at learning rate {job.trainer.lr:g}", flush=True)
+    return folders
+
+
+# ---- what engines draw across commits ------------------------------------------------------------------------
+
+
+async def draw(s: Settings, rule: str, folders: list[Path], prompts: list[list[int]], stops: tuple[int, ...]) -> Any:
+    """``(answers, longer sequences)`` drawn around each commit by an engine under ``rule``, in float32."""
+    settings = replace(s.job.generator, in_flight=rule, dtype="float32")  # type: ignore[arg-type]
+    engine = await Engine.start(str(folders[0]), settings)
+    answer = Sampling(max_new_tokens=s.job.rollout.max_new_tokens, stop_token_ids=stops)
+    sequence = Sampling(max_new_tokens=s.new_tokens)
+    answers: list[Drawn] = []
+    sequences: list[Drawn] = []
+    try:
+        for version, folder in enumerate(folders[1:], 1):
+            committed = asyncio.Event()
+            longer = [ask(engine, prompts[i % len(prompts)], sequence) for i in range(s.sequences)]
+            places = [keep_asking(engine, prompts[i % len(prompts)], answer, committed) for i in range(s.answers)]
+            drawing = asyncio.gather(asyncio.gather(*longer), asyncio.gather(*places))
+            await half_way(engine, s.answers * s.new_tokens // 2)
+            await commit(engine, version, folder)
+            committed.set()
+            found = await within(DEADLINE_S, drawing, f"what was asked around version {version}")
+            sequences.append(list(found[0]))
+            answers.append([pair for place in found[1] for pair in place])
+    finally:
+        await engine.shutdown()
+    return answers, sequences
+
+
+async def ask(engine: Engine, prompt: list[int], sampling: Sampling) -> tuple[list[int], Completion]:
+    return prompt, await engine.generate(prompt, sampling)
+
+
+async def keep_asking(engine: Engine, prompt: list[int], sampling: Sampling, until: asyncio.Event) -> Drawn:
+    """One answer after the other, up to the one that is on its way when ``until`` is set."""
+    found = []
+    while not until.is_set():
+        found.append(await ask(engine, prompt, sampling))
+    return found
+
+
+async def half_way(engine: Engine, tokens: int) -> None:
+    """Wait until answers have about so many tokens: the engine counts a longer sequence's only when it ends."""
+    before = engine.generated_tokens
+
+    async def drawn() -> None:
+        while engine.generated_tokens < before + tokens:
+            await asyncio.sleep(0.005)
+
+    await within(DEADLINE_S, drawn(), f"{tokens} tokens of answers")
+
+
+async def commit(engine: Engine, version: int, folder: Path) -> None:
+    weights = {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+    whole = [(name, 0, value.numel()) for name, value in weights.items()]
+    manifest = make_manifest([(name, tuple(value.shape), value.dtype) for name, value in weights.items()], [whole])
+    area = Area(manifest.nbytes)
+    for spec in manifest.tensors:
+        spec.view(area.buffer).copy_(weights[spec.name])
+    checksums = {name: int(tensor_checksum(value)) for name, value in weights.items()}
+    await within(DEADLINE_S, engine.commit(version, manifest, area.handle, checksums), f"version {version}")
+
+
+# ---- what they should have drawn -----------------------------------------------------------------------------
+
+
+def reference(folder: Path, asked: list[tuple[list[int], list[int]]]) -> list[np.ndarray]:
+    """transformers' float32 log-probs of drawn tokens. Runs in a process of its own: SGLang patches transformers."""
+    if "sglang" in sys.modules:
+        raise RuntimeError("a reference must be computed in a process that has not imported sglang")
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    found = []
+    with torch.no_grad():
+        for prompt, drawn in asked:
+            logprobs = model(torch.tensor([prompt + drawn])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+            found.append(logprobs.gather(1, torch.tensor(drawn)[:, None])[:, 0].numpy())
+    return found
+
+
+def compare(pool: ProcessPoolExecutor, folders: list[Path], around: list[Drawn]) -> dict[str, float]:
+    """Figures of the tokens after a commit, in nats, over all commits; see benchmarks/README.md."""
+    apart, before, change = [np.zeros(0)], [np.zeros(0)], [np.zeros(0)]
+    for version, drawn in enumerate(around, 1):
+        crossed = [(prompt, c) for prompt, c in drawn if set(c.policy_versions.tolist()) == {version - 1, version}]
+        asked = [(prompt, completion.token_ids.tolist()) for prompt, completion in crossed]
+        older, newer = (
+            pool.submit(reference, folders[number], asked).result(DEADLINE_S) for number in (version - 1, version)
+        )
+        for (_, completion), old, new in zip(crossed, older, newer, strict=True):
+            after = completion.policy_versions == version
+            apart.append((completion.logprobs - new)[after])
+            before.append((completion.logprobs - old)[~after])
+            change.append((new - old)[after])
+    found, versions = np.abs(np.concatenate(apart)), np.abs(np.concatenate(change))
+    if not len(found):
+        raise RuntimeError("no sequence was under way at a commit: ask for more (--answers, --new-tokens)")
+    return {
+        "tokens": len(found),
+        "mean": float(found.mean()),
+        "max": float(found.max()),
+        "versions_mean": float(versions.mean()),
+        "versions_max": float(versions.max()),
+        "mean_over_versions": float(found.mean() / versions.mean()),
+        "before_commit_max": float(np.abs(np.concatenate(before)).max()),
+    }
+
+
+def main(s: Settings) -> None:
+    model = resolve_model(s.model).resolve()
+    quiet_imports()
+    with tempfile.TemporaryDirectory() as scratch:
+        with launch() as cluster:
+            if cluster is None:
+                return
+            folders = asyncio.run(train(cluster, s, model, Path(scratch)))
+            kind = cluster.devices.kind
+        tokenizer, tasks = Tokenizer(str(model)), TaskSource(s.job.task, "held_out")
+        asked = range(max(s.answers, s.sequences))
+        prompts = [tokenizer.render([Message("user", tasks.item(index).prompt)]) for index in asked]
+        figures: dict[str, Any] = {}
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            for rule in RULES:
+                drawn = asyncio.run(draw(s, rule, folders, prompts, tokenizer.stop_token_ids))
+                names = ("answers", "sequences")
+                figures[rule] = {n: compare(pool, folders, d) for n, d in zip(names, drawn, strict=True)}
+                print(f"{rule}: {json.dumps(short(figures[rule]))}", flush=True)
+    done = {"benchmark": "old_past", "device": kind, "cores": os.cpu_count(), "model": s.model}
+    done |= {"lr": s.job.trainer.lr, "steps": s.steps, "commits": s.commits}
+    print(json.dumps(done | short(figures)))
+
+
+if __name__ == "__main__":
+    run_benchmark(main, Settings, __doc__)
