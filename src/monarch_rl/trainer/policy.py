@@ -5,6 +5,7 @@ Every method is called by all ranks of the torch.distributed world together, on 
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Sequence
 from datetime import timedelta
@@ -149,7 +150,7 @@ class Policy:
         With adapters a version is the adapters alone, under peft's names.
         """
         state = self.model.published_state()
-        runs = [(name, start, local.numel()) for name, (local, start) in _runs(state).items()]
+        runs = [(name, start, local.numel()) for name, (local, start) in self._published.items()]
         return [(name, tuple(value.shape)) for name, value in state.items()], runs
 
     def frozen_checksums(self, dtype: torch.dtype) -> tuple[list[tuple[str, tuple[int, ...]]], list[int]]:
@@ -166,17 +167,21 @@ class Policy:
             sums.append(int(tensor_checksum(local.detach().to(dtype), first_row)) if local.numel() else 0)
         return [(name, tuple(value.shape)) for name, value in state.items()], sums
 
+    @functools.cached_property
+    def _published(self) -> dict[str, tuple[torch.Tensor, int]]:
+        """:meth:`local_run` of what a version consists of: looked up once, as the storage stays the same."""
+        return {name: local_run(value) for name, value in self.model.published_state().items()}
+
     def snapshot(self, manifest: Manifest, views: Sequence[torch.Tensor]) -> None:
         """Copy this rank's shards, in the served dtype, to where they are sent from.
 
         Args:
             views: flat uint8, one for each of the manifest's shards of this rank.
         """
-        runs = _runs(self.model.published_state())
         with torch.no_grad():
             for shard, view in zip(manifest.shards[self.rank], views, strict=True):
                 spec = manifest.tensors[shard.tensor]
-                local = runs[spec.name][0]
+                local = self._published[spec.name][0]
                 view.view(spec.dtype).view(local.shape).copy_(local)
         if self.device.type != "cpu":  # others read it, and the next step changes what it is copied from
             torch.accelerator.synchronize(self.device)
@@ -195,7 +200,3 @@ class Policy:
     def close(self) -> None:
         """Leave the torch.distributed world."""
         dist.destroy_process_group()
-
-
-def _runs(state: dict[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, int]]:
-    return {name: local_run(value) for name, value in state.items()}
