@@ -20,7 +20,7 @@ import torch
 
 from monarch_rl.episode import Completion, Sampling
 from monarch_rl.generator.engine import GenerationError
-from monarch_rl.generator.link import ReplicaLost
+from monarch_rl.generator.link import Link, ReplicaLost
 from monarch_rl.generator.router import Router
 from monarch_rl.runtime.cluster import STATE_DEADLINE_S, configure_monarch
 from monarch_rl.weights.collective import CollectiveSender
@@ -201,7 +201,7 @@ def test_a_killed_replica_takes_its_engine_along_and_leaves_the_other(replicas: 
     actor = psutil.Process(scheduler).ppid()
 
     async def lose() -> None:
-        request = asyncio.ensure_future(ask(replicas.actors[0], [5], Sampling(max_new_tokens=1000)))
+        request = Link(replicas.actors[0], 60, "generator 0").ask([5], Sampling(max_new_tokens=1000))
 
         async def started() -> bool:
             return bool((await replicas.actors[0].stats.call_one())["requests_in_flight"])
@@ -225,7 +225,8 @@ def test_a_lost_engine_is_an_error_of_its_requests(replicas: Replicas, run: Loop
     scheduler = run(scheduler_of(actor))
 
     async def lose() -> None:
-        request = asyncio.ensure_future(ask(actor, [5], Sampling(max_new_tokens=1000)))
+        link = Link(actor, 60, "generator 1")
+        request = link.ask([5], Sampling(max_new_tokens=1000))
 
         async def started() -> bool:
             return bool((await actor.stats.call_one())["requests_in_flight"])
@@ -235,7 +236,7 @@ def test_a_lost_engine_is_an_error_of_its_requests(replicas: Replicas, run: Loop
         with pytest.raises(ReplicaLost, match=f"SGLang's process {scheduler} ended by itself, exit code -9"):
             await request
         with pytest.raises(ReplicaLost, match="ended by itself"):
-            await ask(actor, [5], Sampling())
+            await link.ask([5], Sampling())
 
     run(lose())
     pid = run(wait(actor.stats.call_one()))["pid"]

@@ -11,7 +11,7 @@ from monarch.actor import Port
 
 from monarch_rl.episode import Completion, Sampling
 from monarch_rl.generator import router as module
-from monarch_rl.generator.link import Answer, ReplicaLost, Request, answer_all
+from monarch_rl.generator.link import Answer, Request, answer_all
 from monarch_rl.generator.router import Router
 from monarch_rl.runtime.deadlines import DeadlineExceeded
 
@@ -137,17 +137,66 @@ def test_what_a_lost_replica_owes_another_one_answers() -> None:
     asyncio.run(play())
 
 
-def test_without_replicas_left_the_loss_is_an_error() -> None:
+def test_without_replicas_left_requests_wait_for_a_new_one() -> None:
+    async def play() -> None:
+        lost, new = Replica(), Replica()
+        lost.error = Lost("gone")
+        lost.open.set()
+        new.open.set()
+        router = Router([lost], 10)
+        waiting = start(router, 0)
+        await until(lambda: bool(router._lost))
+        router.replace(0, new)
+        await asyncio.sleep(0.01)
+        assert not waiting.done() and not new.messages, "it was asked before it was in the routing"
+        router.route(paused=[], lost=[])
+        assert await waiting == COMPLETION
+        assert new.messages == [[0]] and router.in_flight == (0,)
+
+    asyncio.run(play())
+
+
+def test_without_a_new_replica_the_deadline_tells_the_losses() -> None:
     async def play() -> None:
         replica = Replica()
         replica.error = Lost("gone")
         replica.open.set()
-        router = Router([replica], 10)
-        with pytest.raises(ReplicaLost, match="gone"):
-            await router.generate([1], Sampling(), 0)
-        with pytest.raises(ReplicaLost, match="no generator is left"):
-            await router.generate([1], Sampling(), 1)
+        router = Router([replica], 0.05)
+        with pytest.raises(DeadlineExceeded, match="in the routing for group 3; generator 0 was lost: gone"):
+            await router.generate([1], Sampling(), 3)
         assert router.in_flight == (0,)
+
+    asyncio.run(play())
+
+
+def test_a_loss_of_the_one_before_is_not_that_of_its_replacement() -> None:
+    """The old replica hangs and is replaced, and only then its requests fail."""
+
+    async def play() -> None:
+        old, new = Replica(), Replica()
+        new.open.set()
+        router = Router([old], 10)
+        waiting = start(router, 0)
+        await until(lambda: bool(old.messages))
+        router.replace(0, new)  # nobody was told that it is lost
+        assert await waiting == COMPLETION
+        assert not router._lost and new.messages == [[0]]
+
+    asyncio.run(play())
+
+
+def test_what_is_given_up_is_given_up_even_if_it_was_known_to_be_lost() -> None:
+    """One request has failed there; another one hangs there until the controller gives the replica up, too."""
+
+    async def play() -> None:
+        replicas = [Replica(), Replica()]
+        router = Router(replicas, 10)
+        hanging = start(router, 0)
+        await until(lambda: bool(replicas[0].messages))
+        router._lost[0] = "another request failed there"
+        replicas[1].open.set()
+        router.route(paused=[], lost=[0])
+        assert await hanging == COMPLETION
 
     asyncio.run(play())
 
