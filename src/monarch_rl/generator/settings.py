@@ -44,7 +44,7 @@ class GeneratorSettings:
     part_tokens: int = 64
     """Tokens after which what a request has drawn is passed on to who asked; if the replica is lost, another one goes
     on from there. At most so many tokens a request are drawn again; fewer cost more messages. Shorter answers are sent
-    once, when they are complete."""
+    once, when they are complete. SGLang's scheduler reports in such steps anyway, by itself of 50."""
     random_seed: int = 0
     """Seeds the engines' draws; replica r uses random_seed + r."""
     deterministic: bool = False
