@@ -31,6 +31,7 @@ from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.episode import Completion, Sampling
 from monarch_rl.generator.engine import CommitReport, GenerationError
 from monarch_rl.generator.link import Answer, Request, answer_all
+from monarch_rl.generator.parts import Tell
 from monarch_rl.generator.router import Router
 from monarch_rl.rollout.environment import Environment, SingleTurn
 from monarch_rl.rollout.settings import RolloutSettings
@@ -101,7 +102,7 @@ class SleepingGenerator(Actor):
         """As ``Generator.generate``."""
         await answer_all(requests, port, self._draw, GenerationError)
 
-    async def _draw(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
+    async def _draw(self, prompt_ids: list[int], sampling: Sampling, tell: Tell) -> Completion:
         tokens = self._costs.length.draw(0, sampling.seed)
         length = min(max(1, round(tokens)), sampling.max_new_tokens)
         drawing = Drawing(length, asyncio.get_running_loop().create_future(), [])

@@ -43,7 +43,8 @@ class Completion:
     logprobs: np.ndarray
     """float32, natural log, of the distribution that drew each token."""
     policy_versions: np.ndarray
-    """int32, the version whose weights drew each token; non-decreasing."""
+    """int32, the version whose weights drew each token; non-decreasing, except where another replica went on for one
+    that was lost."""
     finish_reason: str
     """``stop`` or ``length``."""
 

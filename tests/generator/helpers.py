@@ -147,6 +147,17 @@ class Staging:
         return await engine.commit(version, self.manifest, self.area(version).handle, expected)
 
 
+def check_told(parts: list[Completion], completion: Completion, part_tokens: int) -> None:
+    """What was told is the beginning of the completion: never all of it, and all but its last ``part_tokens``."""
+    count = sum(len(part.token_ids) for part in parts)
+    whole = len(completion.token_ids)
+    assert 0 < whole - count <= part_tokens, f"{count} of {whole} tokens were told"
+    for name in ("token_ids", "logprobs", "policy_versions"):
+        told = [getattr(part, name) for part in parts]
+        assert all(array.dtype == getattr(completion, name).dtype and len(array) for array in told)
+        assert np.concatenate([*told, []]).tolist() == getattr(completion, name)[:count].tolist(), name
+
+
 def next_version(weights: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
     """The weights after an imaginary step: every element a little different."""
     generator = torch.Generator().manual_seed(seed)

@@ -9,7 +9,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 
 from monarch_rl.episode import Completion, Sampling
 from monarch_rl.generator.engine import GenerationError
-from monarch_rl.generator.link import ReplicaLost
+from monarch_rl.generator.link import Link, ReplicaLost
 from monarch_rl.generator.router import Router
 from monarch_rl.runtime.cluster import STATE_DEADLINE_S, configure_monarch
 from monarch_rl.weights.collective import CollectiveSender
@@ -195,25 +195,64 @@ def test_a_refused_request_costs_no_other(replicas: Replicas, run: LoopThread) -
     assert isinstance(refused, GenerationError) and "5000" in str(refused)
 
 
-def test_a_killed_replica_takes_its_engine_along_and_leaves_the_other(replicas: Replicas, run: LoopThread) -> None:
-    """The last test on replica 0."""
+LONG = Sampling(max_new_tokens=1000, seed=17)
+BEGINNING = replace(LONG, max_new_tokens=200)
+"""Asked for in one message with ``LONG``: when it is answered, as many tokens of that have arrived, in parts."""
+
+
+def test_who_gives_up_leaves_the_replica_as_it_was(replicas: Replicas, run: LoopThread) -> None:
+    """Parts go on being sent to a channel of which the other end is closed."""
+    actor = replicas.actors[0]
+
+    async def give_up() -> ReplicaLost:
+        link = Link(actor, 60, "generator 0")
+        request, beginning = link.ask([5], LONG), link.ask([5], BEGINNING)
+        await beginning
+        link.give_up("enough")
+        with pytest.raises(ReplicaLost, match="enough") as caught:
+            await request
+
+        async def drawn() -> bool:
+            return not (await actor.stats.call_one())["requests_in_flight"]
+
+        await until(drawn, "the rest to be drawn")
+        return caught.value
+
+    lost = run(give_up())
+    drawn = sum(len(part.token_ids) for part in lost.drawn)
+    assert BEGINNING.max_new_tokens - SETTINGS.part_tokens < drawn < LONG.max_new_tokens
+    assert len(run(ask(actor, [5], Sampling(max_new_tokens=3))).token_ids) == 3
+
+
+def test_a_killed_replica_takes_its_engine_along_and_another_one_goes_on(replicas: Replicas, run: LoopThread) -> None:
+    """The last test on replica 0: what it had drawn is drawn by nobody again."""
     scheduler = run(scheduler_of(replicas.actors[0]))
     actor = psutil.Process(scheduler).ppid()
 
-    async def lose() -> None:
-        request = asyncio.ensure_future(ask(replicas.actors[0], [5], Sampling(max_new_tokens=1000)))
+    async def tokens() -> int:
+        return int((await replicas.actors[1].stats.call_one())["generated_tokens"])
 
-        async def started() -> bool:
-            return bool((await replicas.actors[0].stats.call_one())["requests_in_flight"])
-
-        await until(started, "the request to start")
+    async def lose() -> tuple[Completion, Completion, int]:
+        alone = await ask(replicas.actors[1], [5], LONG)
+        before, router = await tokens(), Router(replicas.actors, 60)
+        request = Link(replicas.actors[0], 60, "generator 0").ask([5], LONG)
+        playing = asyncio.ensure_future(router.generate([5], LONG, 0))
+        await router.generate([5], BEGINNING, 0)
         os.kill(actor, signal.SIGKILL)
         # A process killed while Monarch asks it for its state is noticed later, and in other words.
         lost = r"(?s)generator\.generate\(\) failed.*(sig=9|process likely crashed)"
         with pytest.raises(ReplicaLost, match=lost):
             await asyncio.wait_for(request, STATE_DEADLINE_S + 10)
+        return alone, await playing, await tokens() - before
 
-    run(lose())
+    alone, across, again = run(lose())
+    assert across.token_ids.tolist() == alone.token_ids.tolist()
+    assert np.abs(across.logprobs - alone.logprobs).max() < LOGPROB_BOUND
+    assert across.policy_versions.tolist() == alone.policy_versions.tolist()
+    assert across.finish_reason == "length"
+    kept = LONG.max_new_tokens - again
+    assert BEGINNING.max_new_tokens - SETTINGS.part_tokens < kept < LONG.max_new_tokens
+    assert kept % SETTINGS.part_tokens == 0
     wait_until(lambda: gone(actor) and gone(scheduler), f"the end of {actor} and {scheduler}")
     completion = run(ask(replicas.actors[1], [5], Sampling(max_new_tokens=3)))
     assert len(completion.token_ids) == 3
@@ -225,7 +264,8 @@ def test_a_lost_engine_is_an_error_of_its_requests(replicas: Replicas, run: Loop
     scheduler = run(scheduler_of(actor))
 
     async def lose() -> None:
-        request = asyncio.ensure_future(ask(actor, [5], Sampling(max_new_tokens=1000)))
+        link = Link(actor, 60, "generator 1")
+        request = link.ask([5], Sampling(max_new_tokens=1000))
 
         async def started() -> bool:
             return bool((await actor.stats.call_one())["requests_in_flight"])
@@ -235,7 +275,7 @@ def test_a_lost_engine_is_an_error_of_its_requests(replicas: Replicas, run: Loop
         with pytest.raises(ReplicaLost, match=f"SGLang's process {scheduler} ended by itself, exit code -9"):
             await request
         with pytest.raises(ReplicaLost, match="ended by itself"):
-            await ask(actor, [5], Sampling())
+            await link.ask([5], Sampling())
 
     run(lose())
     pid = run(wait(actor.stats.call_one()))["pid"]

@@ -27,6 +27,7 @@ from tests.generator.helpers import (
     LOGPROB_BOUND,
     LoopThread,
     Staging,
+    check_told,
     checksums_of,
     next_version,
     reference_logprobs,
@@ -75,6 +76,23 @@ def test_a_stop_token_ends_the_turn_and_is_part_of_it(engine: Engine, run: LoopT
     (stopped,) = run(draw(engine, 1, 12, temperature=0.0, stop_token_ids=(stop,)))
     assert stopped.finish_reason == "stop"
     assert stopped.token_ids.tolist() == whole.token_ids[: first + 1].tolist()
+
+
+def test_what_a_request_draws_is_told_in_parts_and_short_answers_are_not(engine: Engine, run: LoopThread) -> None:
+    size = SETTINGS.part_tokens
+    lengths = (3 * size + 5, 2 * size, 10 * size, size, size - 1, 1)
+    told: list[list[Completion]] = [[] for _ in lengths]
+    before = engine.generated_tokens, engine.finished_requests
+
+    async def play() -> list[Completion]:
+        wanted = [Sampling(max_new_tokens=length) for length in lengths]
+        return await asyncio.gather(*[engine.generate([5], s, t.append) for s, t in zip(wanted, told, strict=True)])
+
+    for parts, completion in zip(told, run(play()), strict=True):
+        check_told(parts, completion, size)
+    assert [[len(part.token_ids) for part in parts] for parts in told] == [[size] * n for n in (3, 1, 9, 0, 0, 0)]
+    counted = engine.generated_tokens - before[0], engine.finished_requests - before[1]
+    assert counted == (sum(lengths), len(lengths)), "parts are counted with their answer"
 
 
 def test_logprobs_are_those_of_the_tempered_distribution(engine: Engine, run: LoopThread) -> None:

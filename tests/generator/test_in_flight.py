@@ -26,6 +26,7 @@ from tests.generator.helpers import (
     LoopThread,
     Staging,
     adapter,
+    check_told,
     checksums_of,
     next_version,
     reference_in_turn,
@@ -35,6 +36,7 @@ from tests.generator.helpers import (
 )
 
 PROMPTS = [[5, 6, 7, 8 + i] for i in range(6)]
+PART_TOKENS = 16
 LAST = f"model.layers.{LAYERS - 1}."
 KEYS_AND_VALUES = (f"{LAST}self_attn.k_proj.weight", f"{LAST}self_attn.v_proj.weight")
 """Their change makes a past that older weights have read another past; nothing but the last layer's depends on them."""
@@ -56,7 +58,7 @@ def policy(case: tuple[InFlight, LoraSettings]) -> InFlight:
 
 @pytest.fixture(scope="module")
 def engine(case: tuple[InFlight, LoraSettings], models: dict[str, Path], run: LoopThread) -> Iterator[Engine]:
-    settings = replace(SETTINGS, in_flight=case[0], drain_deadline_s=60)
+    settings = replace(SETTINGS, in_flight=case[0], drain_deadline_s=60, part_tokens=PART_TOKENS)
     engine = run(Engine.start(str(models["qwen3"]), settings, lora=case[1]))
     yield engine
     run(engine.shutdown())
@@ -130,15 +132,22 @@ def test_a_commit_of_the_same_weights_changes_no_seeded_draw(
 def test_each_token_is_drawn_by_the_version_that_it_carries(
     engine: Engine, run: LoopThread, versions: Versions, staging: Staging, policy: str
 ) -> None:
-    """A failed commit, a good one in its place, and another, while six sequences run and three more come."""
+    """A failed commit, a good one in its place, and another, while six sequences run and three more come.
+
+    What is told of them while they run says the same.
+    """
     first = engine.version + 1  # of the test's own: an earlier one may have left other weights
     weights = {first: versions.first()} | {first + i: versions.later(i) for i in (1, 2)}
+    told: list[list[Completion]] = []
+
+    def start(prompt: list[int]) -> asyncio.Task[Completion]:
+        told.append([])
+        return asyncio.ensure_future(engine.generate(prompt, Sampling(max_new_tokens=600), told[-1].append))
 
     async def play() -> list[Completion]:
         staging.fill(first, weights[first])
         await staging.commit(engine, first, checksums_of(weights[first]))
-        wanted = Sampling(max_new_tokens=600)
-        playing = [asyncio.ensure_future(engine.generate(prompt, wanted)) for prompt in PROMPTS]
+        playing = [start(prompt) for prompt in PROMPTS]
         await decoding(engine)
         staging.fill(first + 1, weights[first + 1])
         name = next(name for name in staging.manifest.names if "layers.0.mlp.down_proj" in name)
@@ -146,7 +155,7 @@ def test_each_token_is_drawn_by_the_version_that_it_carries(
         spoilt ^= 1
         with pytest.raises(WeightMismatch, match=r"1 of \d+ tensors differ from the trainer's: .*down_proj"):
             await staging.commit(engine, first + 1, checksums_of(weights[first + 1]))
-        playing += [asyncio.ensure_future(engine.generate(prompt, wanted)) for prompt in PROMPTS[:3]]
+        playing += [start(prompt) for prompt in PROMPTS[:3]]
         drawn = [task for task in playing if task.done()]
         await asyncio.wait(set(playing) - set(drawn), timeout=1.0)
         assert [task for task in playing if task.done()] == drawn  # nothing is served
@@ -159,6 +168,8 @@ def test_each_token_is_drawn_by_the_version_that_it_carries(
 
     played = run(play())
     asked = [(prompt, completion) for prompt, completion in zip(PROMPTS + PROMPTS[:3], played, strict=True)]
+    for parts, completion in zip(told, played, strict=True):
+        check_told(parts, completion, PART_TOKENS)
     seen: set[int] = set()
     for _, completion in asked:
         assert len(completion.token_ids) == 600
@@ -244,6 +255,11 @@ def test_a_stop_token_in_the_step_of_a_commit_ends_the_request(
 ) -> None:
     """Commits as fast as they go: a sequence ends where it ends without them, with the same reason."""
     weights = versions.first()
+    told: list[list[Completion]] = []
+
+    def start(sampling: Sampling) -> asyncio.Future[Completion]:
+        told.append([])
+        return asyncio.ensure_future(engine.generate(PROMPTS[0], sampling, told[-1].append))
 
     async def play() -> tuple[list[Completion], list[Completion]]:
         version = engine.version + 1
@@ -254,7 +270,7 @@ def test_a_stop_token_in_the_step_of_a_commit_ends_the_request(
         wanted = [Sampling(max_new_tokens=60, seed=3, stop_token_ids=(end,)) for end in ends]
         wanted += [Sampling(max_new_tokens=count, seed=3) for count in range(1, 7)]
         alone = [await engine.generate(PROMPTS[0], sampling) for sampling in wanted]
-        playing = asyncio.gather(*[engine.generate(PROMPTS[0], sampling) for sampling in wanted])
+        playing = asyncio.gather(*[start(sampling) for sampling in wanted])
         while not playing.done():
             version = engine.version + 1
             staging.fill(version, weights)
@@ -262,7 +278,9 @@ def test_a_stop_token_in_the_step_of_a_commit_ends_the_request(
             await asyncio.wait({playing}, timeout=0.01)
         return alone, await playing
 
-    for alone, across in zip(*run(play()), strict=True):
+    played = run(play())
+    for parts, alone, across in zip(told, *played, strict=True):
+        check_told(parts, across, PART_TOKENS)
         assert across.token_ids.tolist() == alone.token_ids.tolist()
         assert across.finish_reason == alone.finish_reason
 

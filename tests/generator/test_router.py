@@ -2,16 +2,20 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import random
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from monarch.actor import Port
 
 from monarch_rl.episode import Completion, Sampling
 from monarch_rl.generator import router as module
 from monarch_rl.generator.link import Answer, ReplicaLost, Request, answer_all
+from monarch_rl.generator.parts import UNFINISHED, Tell, end_of
 from monarch_rl.generator.router import Router
 from monarch_rl.runtime.deadlines import DeadlineExceeded
 
@@ -46,7 +50,7 @@ class Replica:
         self.messages.append([prompt[0] for prompt, _ in requests])
         await answer_all(requests, self, self.draw, ValueError)
 
-    async def draw(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
+    async def draw(self, prompt_ids: list[int], sampling: Sampling, tell: Tell) -> Completion:
         await self.open.wait()
         if self.error:
             raise self.error
@@ -92,10 +96,10 @@ def test_an_answer_waits_for_no_other() -> None:
         slow = asyncio.Event()
         draw = replica.draw
 
-        async def draw_slowly(prompt_ids: list[int], sampling: Sampling) -> Completion:
+        async def draw_slowly(prompt_ids: list[int], sampling: Sampling, tell: Tell) -> Completion:
             if prompt_ids == [2]:
                 await slow.wait()
-            return await draw(prompt_ids, sampling)
+            return await draw(prompt_ids, sampling, tell)
 
         replica.draw = draw_slowly  # type: ignore[method-assign]
         replica.open.set()
@@ -137,17 +141,217 @@ def test_what_a_lost_replica_owes_another_one_answers() -> None:
     asyncio.run(play())
 
 
-def test_without_replicas_left_the_loss_is_an_error() -> None:
+STOPS = (0,)
+
+
+def draw(prompt_ids: list[int], sampling: Sampling, version: int) -> Completion:
+    """A policy: each token, and its log-prob, follows from all that are before it."""
+    ids = list(prompt_ids)
+    logprobs: list[float] = []
+    while not (reason := end_of(ids[len(prompt_ids) :], sampling, sampling.stop_token_ids)):
+        noise = random.Random(str(ids))
+        ids.append(noise.randrange(20))
+        logprobs.append(-noise.random())
+    drawn = np.asarray(ids[len(prompt_ids) :], np.int32)
+    return Completion(drawn, np.asarray(logprobs, np.float32), np.full(len(drawn), version, np.int32), reason)
+
+
+def cut(whole: Completion, start: int, end: int) -> Completion:
+    """A part of it."""
+    piece = slice(start, end)
+    return Completion(whole.token_ids[piece], whole.logprobs[piece], whole.policy_versions[piece], UNFINISHED)
+
+
+class LosingLink:
+    """In the place of a Link: its replica draws by ``draw`` and is lost when parts of given lengths have arrived."""
+
+    def __init__(self, version: int, parts: list[int] | None) -> None:
+        self._version = version
+        self._parts = parts
+        self.asked: list[tuple[list[int], int]] = []
+        """Prompts, and tokens asked for."""
+        self.arrived: list[int] = []
+        """Ids in the parts."""
+
+    def ask(self, prompt_ids: list[int], sampling: Sampling) -> asyncio.Future[Completion]:
+        self.asked.append((prompt_ids, sampling.max_new_tokens))
+        answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        whole = draw(prompt_ids, sampling, self._version)
+        if self._parts is None:
+            answer.set_result(whole)
+            return answer
+        ends = np.cumsum([0, *self._parts]).tolist()
+        parts = [cut(whole, start, end) for start, end in zip(ends[:-1], ends[1:], strict=True)]
+        self.arrived = [int(token) for part in parts for token in part.token_ids]
+        answer.set_exception(ReplicaLost("it was killed", parts))
+        return answer
+
+
+def generate_through(
+    losses: list[list[int]], prompt: list[int], wanted: Sampling
+) -> tuple[Completion, list[LosingLink]]:
+    """What a router makes of replicas 0, 1, ... that are lost in turn, as told, and a last one that is not."""
+    links = [LosingLink(9 - index, parts) for index, parts in enumerate([*losses, None])]
+
+    async def play() -> Completion:
+        router = Router(links, 10)
+        router._links = links  # type: ignore[assignment]
+        return await router.generate(prompt, wanted, 0)
+
+    return asyncio.run(play()), links
+
+
+@given(
+    prompt=st.lists(st.integers(1, 19), min_size=1, max_size=3),
+    count=st.integers(1, 40),
+    stops=st.sampled_from([(), STOPS]),
+    losses=st.lists(st.lists(st.integers(1, 15), max_size=4), max_size=4),
+)
+def test_wherever_replicas_are_lost_the_tokens_are_those_of_one_that_is_not(
+    prompt: list[int], count: int, stops: tuple[int, ...], losses: list[list[int]]
+) -> None:
+    """Also where the last part that arrived ends with a stop token, or has all the tokens that were asked for."""
+    wanted = Sampling(max_new_tokens=count, stop_token_ids=stops)
+    whole = draw(prompt, wanted, 0)
+    found, links = generate_through(losses, prompt, wanted)
+    assert found.token_ids.tolist() == whole.token_ids.tolist()
+    assert found.logprobs.tolist() == whole.logprobs.tolist()
+    assert found.finish_reason == whole.finish_reason
+    assert [str(x.dtype) for x in (found.token_ids, found.logprobs, found.policy_versions)] == [
+        "int32",
+        "float32",
+        "int32",
+    ]
+    arrived: list[int] = []
+    versions: list[int] = []
+    for index, link in enumerate(links):
+        ended = bool(arrived) and len(arrived) == len(whole.token_ids)
+        assert link.asked == ([] if ended else [(prompt + arrived, count - len(arrived))]), "it was drawn again"
+        arrived += link.arrived
+        versions += [9 - index] * len(link.arrived)
+    versions += [9 - len(losses)] * (len(whole.token_ids) - len(arrived))
+    assert found.policy_versions.tolist() == versions
+
+
+def test_a_part_that_ends_with_a_stop_token_is_the_answer() -> None:
+    wanted = Sampling(max_new_tokens=1000, stop_token_ids=STOPS)
+    whole = draw([4], wanted, 9)
+    found, (lost, other) = generate_through([[len(whole.token_ids)]], [4], wanted)
+    assert whole.token_ids[-1] == 0 and found.token_ids.tolist() == whole.token_ids.tolist()
+    assert found.finish_reason == "stop" and lost.asked and not other.asked
+
+
+def test_parts_with_all_tokens_are_the_answer() -> None:
+    found, (lost, other) = generate_through([[5, 5]], [4], Sampling(max_new_tokens=10))
+    assert len(found.token_ids) == 10
+    assert found.finish_reason == "length" and lost.asked and not other.asked
+
+
+class TellingReplica(Replica):
+    """Draws by ``draw``: tells so many tokens in parts of four, then answers, except prompts that it ``holds``."""
+
+    def __init__(self, version: int, told: int, holds: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self._version = version
+        self._told = told
+        self._holds = holds
+        self.asked: list[tuple[list[int], int]] = []
+
+    async def draw(self, prompt_ids: list[int], sampling: Sampling, tell: Tell) -> Completion:
+        self.asked.append((prompt_ids, sampling.max_new_tokens))
+        whole = draw(prompt_ids, sampling, self._version)
+        for start in range(0, self._told, 4):
+            tell(cut(whole, start, start + 4))
+        if prompt_ids[0] in self._holds:
+            await self.open.wait()
+        return whole
+
+
+def test_what_a_lost_replica_had_told_is_not_drawn_again() -> None:
+    """Over real channels. What one request was told has arrived when another one of its message is answered."""
+
+    async def play() -> None:
+        replicas = [TellingReplica(5, 8, holds=(3, 4)), TellingReplica(4, 4, holds=(3,)), TellingReplica(3, 4)]
+        router = Router(replicas, 10)
+        wanted = Sampling(max_new_tokens=20)
+        thrice, twice, once = (asyncio.ensure_future(router.generate([i], wanted, 0)) for i in (3, 4, 5))
+        whole = draw([3], wanted, 0)
+        ids = whole.token_ids.tolist()
+        assert (await once).policy_versions.tolist() == [5] * 20
+        router.route(paused=[], lost=[0])
+        assert (await twice).policy_versions.tolist() == [5] * 8 + [4] * 12
+        router.route(paused=[], lost=[0, 1])
+        found = await thrice
+        assert found.policy_versions.tolist() == [5] * 8 + [4] * 4 + [3] * 8
+        assert found.token_ids.tolist() == ids
+        assert found.logprobs.tolist() == whole.logprobs.tolist()
+        assert replicas[1].asked[0] == ([3, *ids[:8]], 12)
+        assert replicas[2].asked == [([3, *ids[:12]], 8)]
+        assert router.in_flight == (0, 0, 0)
+
+    asyncio.run(play())
+
+
+def test_without_replicas_left_requests_wait_for_a_new_one() -> None:
+    async def play() -> None:
+        lost, new = Replica(), Replica()
+        lost.error = Lost("gone")
+        lost.open.set()
+        new.open.set()
+        router = Router([lost], 10)
+        waiting = start(router, 0)
+        await until(lambda: bool(router._lost))
+        router.replace(0, new)
+        await asyncio.sleep(0.01)
+        assert not waiting.done() and not new.messages, "it was asked before it was in the routing"
+        router.route(paused=[], lost=[])
+        assert await waiting == COMPLETION
+        assert new.messages == [[0]] and router.in_flight == (0,)
+
+    asyncio.run(play())
+
+
+def test_without_a_new_replica_the_deadline_tells_the_losses() -> None:
     async def play() -> None:
         replica = Replica()
         replica.error = Lost("gone")
         replica.open.set()
-        router = Router([replica], 10)
-        with pytest.raises(ReplicaLost, match="gone"):
-            await router.generate([1], Sampling(), 0)
-        with pytest.raises(ReplicaLost, match="no generator is left"):
-            await router.generate([1], Sampling(), 1)
+        router = Router([replica], 0.05)
+        with pytest.raises(DeadlineExceeded, match="in the routing for group 3; generator 0 was lost: gone"):
+            await router.generate([1], Sampling(), 3)
         assert router.in_flight == (0,)
+
+    asyncio.run(play())
+
+
+def test_a_loss_of_the_one_before_is_not_that_of_its_replacement() -> None:
+    """The old replica hangs and is replaced, and only then its requests fail."""
+
+    async def play() -> None:
+        old, new = Replica(), Replica()
+        new.open.set()
+        router = Router([old], 10)
+        waiting = start(router, 0)
+        await until(lambda: bool(old.messages))
+        router.replace(0, new)  # nobody was told that it is lost
+        assert await waiting == COMPLETION
+        assert not router._lost and new.messages == [[0]]
+
+    asyncio.run(play())
+
+
+def test_what_is_given_up_is_given_up_even_if_it_was_known_to_be_lost() -> None:
+    """One request has failed there; another one hangs there until the controller gives the replica up, too."""
+
+    async def play() -> None:
+        replicas = [Replica(), Replica()]
+        router = Router(replicas, 10)
+        hanging = start(router, 0)
+        await until(lambda: bool(replicas[0].messages))
+        router._lost[0] = "another request failed there"
+        replicas[1].open.set()
+        router.route(paused=[], lost=[0])
+        assert await hanging == COMPLETION
 
     asyncio.run(play())
 

@@ -20,6 +20,7 @@ from monarch_rl.generator.settings import CPU_KV_TOKENS, GeneratorSettings, chec
         ("max_total_tokens", -1),
         ("memory_fraction", 1.0),
         ("start_deadline_s", 0),
+        ("part_tokens", 0),
     ],
 )
 def test_a_bad_value_is_refused_by_name(field: str, value: Any) -> None:

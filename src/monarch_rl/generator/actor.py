@@ -82,7 +82,8 @@ class Generator(Actor):
 
     @concurrent_endpoint
     async def generate(self, requests: list[Request], port: Port[list[Answer]]) -> None:
-        """Draw after every prompt; answers go to ``port`` as they are ready. Ends with the last one.
+        """Draw after every prompt; answers go to ``port`` as they are ready, long ones in parts before. Ends with the
+        last one.
 
         This is :class:`~monarch_rl.generator.router.Router`'s: ask through one. See :meth:`Engine.generate`.
         """

@@ -32,10 +32,11 @@ import os
 import random
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -47,6 +48,7 @@ from monarch_rl.adapter import FULL_TRAINING, LoraSettings, adapter_config
 from monarch_rl.episode import Completion, Sampling
 from monarch_rl.generator.load_report import LoadSheet
 from monarch_rl.generator.load_staged import write_order
+from monarch_rl.generator.parts import UNFINISHED, Tell, Teller, end_of, join, nobody
 from monarch_rl.generator.scheduler_process import SchedulerTarget, quiet_imports
 from monarch_rl.generator.settings import (
     ADAPTER,
@@ -68,8 +70,6 @@ KILL_SECONDS = 10.0
 """How long a killed engine process may take to be gone."""
 INTERRUPT_DEADLINE_S = 60.0
 """How long requests that are ended may take to be answered: one step, at worst a prefill on a slow machine."""
-INTERRUPTED = "interrupted"
-"""Finish reason of a part of a completion that was ended by a commit, to be resumed."""
 
 
 class GenerationError(RuntimeError):
@@ -158,6 +158,10 @@ class Engine:
         self._idle = asyncio.Event()
         """Set while there are none."""
         self._idle.set()
+        self._tellers: dict[str, Teller] = {}
+        """Of the requests in SGLang."""
+        manager = engine.tokenizer_manager
+        manager._handle_batch_output = partial(self._tell_parts, manager._handle_batch_output)
         self.clock = BusyClock()
         self.generated_tokens = 0
         self.finished_requests = 0
@@ -198,6 +202,8 @@ class Engine:
         if settings.tp > 1 and not on_gpu:
             cores = sorted(os.sched_getaffinity(0))
             os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = cores_of_ranks(replica, settings.tp, cores)
+        # So often SGLang's scheduler tells what a request has drawn, also of one that is not streamed.
+        os.environ["SGLANG_FORCE_STREAM_INTERVAL"] = str(settings.part_tokens)
         launcher = ThreadPoolExecutor(1, thread_name_prefix="sglang-launch")
         engine = await asyncio.get_running_loop().run_in_executor(launcher, _launch, arguments)
         # In SGLang's deterministic mode requests without a seed would all share one.
@@ -243,7 +249,7 @@ class Engine:
         if self._stopped.done():
             raise EngineStopped(self._stopped.result())  # waits: it is done
 
-    async def generate(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
+    async def generate(self, prompt_ids: list[int], sampling: Sampling, tell: Tell = nobody) -> Completion:
         """Draw tokens until a stop token or the length limit; waits while a commit is going on.
 
         Without stop tokens only the length ends it; with some, the end tokens of the model's config do so too.
@@ -251,10 +257,13 @@ class Engine:
         A seed fixes the noise of each draw by the token's place in the sequence. It means the same whatever a commit
         does with running sequences: one that is resumed draws on with the noise that it would have had.
 
+        ``tell`` gets what the request has drawn every ``part_tokens`` tokens and where a commit ends it to resume it.
+        What it is told is the beginning of the completion, never all of it.
+
         Raises GenerationError if the engine refuses or aborts the request, EngineStopped if it is gone.
         """
         params = self._sampling_params(sampling)
-        stops = self._stops(sampling)
+        stops, teller = self._stops(sampling), Teller(tell)
         parts: list[Completion] = []
         drawn: list[int] = []
         async with self._places:
@@ -264,23 +273,21 @@ class Engine:
                     await self._or_stopped(self._serving.wait(), "a commit to end")
                 self.check()
                 left = sampling.max_new_tokens - len(drawn)
-                part = await self._draw(prompt_ids + drawn, params | {"max_new_tokens": left})
+                part = await self._draw(prompt_ids + drawn, params | {"max_new_tokens": left}, teller)
                 parts.append(part)
                 drawn += part.token_ids.tolist()
-                if part.finish_reason != INTERRUPTED:
-                    reason = part.finish_reason
-                elif drawn and drawn[-1] in stops:  # the step that ended it has also drawn its last token
-                    reason = "stop"
-                elif len(drawn) == sampling.max_new_tokens:
-                    reason = "length"
-                else:
-                    continue
-                self.finished_requests += 1
-                return join(parts, reason)
+                reason: str | None = part.finish_reason
+                if reason == UNFINISHED:
+                    reason = end_of(drawn, sampling, stops)  # the step that ended it may have drawn its last token
+                if reason is not None:
+                    self.finished_requests += 1
+                    return join(parts, reason)
+                teller.rest(parts)
 
-    async def _draw(self, prompt_ids: list[int], params: dict[str, Any]) -> Completion:
+    async def _draw(self, prompt_ids: list[int], params: dict[str, Any], teller: Teller) -> Completion:
         request = uuid.uuid4().hex
         self._running[request] = False
+        self._tellers[request] = teller
         self._idle.clear()
         self.clock.enter()
         try:
@@ -299,6 +306,7 @@ class Engine:
             raise GenerationError(str(error)) from error
         finally:
             self.clock.leave()
+            del self._tellers[request]
             interrupted = self._running.pop(request)
             if not self._running:
                 self._idle.set()
@@ -306,6 +314,19 @@ class Engine:
         self.generated_tokens += len(completion.token_ids)
         presence.progress("tokens drawn")
         return completion
+
+    async def _tell_parts(self, handle: Callable[[Any], Awaitable[None]], output: Any) -> None:
+        """What SGLang does with a message of its scheduler, and then tell the parts that are in it.
+
+        SGLang's own streaming would send and handle the first token of every request by itself.
+        """
+        await handle(output)  # waits: for nothing but the event loop
+        for index, request in enumerate(output.rids):
+            if output.finished_reasons[index] is None and request in self._tellers:
+                part = to_part(output, index)
+                if len(part.token_ids):
+                    self._tellers[request].part(part)
+                    presence.progress("tokens drawn")
 
     def _stops(self, sampling: Sampling) -> set[int]:
         """The ids that end a request, as :meth:`_sampling_params` asks SGLang for it."""
@@ -552,14 +573,14 @@ def to_completion(answer: dict[str, Any], interrupted: bool = False) -> Completi
 
     Args:
         answer: of SGLang.
-        interrupted: it was aborted on purpose: its finish reason is then ``INTERRUPTED``, and it may have no tokens.
+        interrupted: it was aborted on purpose: its finish reason is then ``UNFINISHED``, and it may have no tokens.
 
     Raises GenerationError if the request was aborted otherwise.
     """
     meta = answer["meta_info"]
     reason = meta["finish_reason"]["type"]
     if reason == "abort" and interrupted:
-        reason = INTERRUPTED
+        reason = UNFINISHED
     elif reason not in ("stop", "length"):
         raise GenerationError(f"the engine ended the request with {meta['finish_reason']}")
     entries = meta.get("output_token_logprobs") or []
@@ -574,14 +595,15 @@ def to_completion(answer: dict[str, Any], interrupted: bool = False) -> Completi
     return Completion(tokens, logprobs, versions, reason)
 
 
-def join(parts: list[Completion], reason: str) -> Completion:
-    """One completion of what a request drew between interruptions."""
-    return Completion(
-        np.concatenate([part.token_ids for part in parts]),
-        np.concatenate([part.logprobs for part in parts]),
-        np.concatenate([part.policy_versions for part in parts]),
-        reason,
-    )
+def to_part(output: Any, index: int) -> Completion:
+    """Read what one request has drawn since the last message of SGLang's scheduler; see ``tell_versions``."""
+    tokens = np.asarray(output.output_ids[index], np.int32)
+    drawn = output.completion_tokens[index]
+    versions = np.empty(drawn, np.int32)
+    for span in output.weight_versions[index]:
+        versions[span.start : span.end] = int(span.version)
+    logprobs = np.asarray(output.output_token_logprobs_val[index], np.float32)
+    return Completion(tokens, logprobs, versions[drawn - len(tokens) :], UNFINISHED)
 
 
 def _order(rank: int, area: bytes, sheet: bytes) -> bytes:

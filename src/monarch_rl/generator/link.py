@@ -2,32 +2,50 @@
 
 A message costs about 0.3 ms of Python on each side, and an engine answers hundreds of requests a second. So requests
 that are made in one turn of the caller's event loop, such as the episodes of a group, travel together, and so do the
-answers that are ready in one turn of the replica's. Nobody waits for a message to fill.
+answers, and parts of answers, that are ready in one turn of the replica's. Nobody waits for a message to fill.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from monarch_rl.episode import Completion, Sampling
+from monarch_rl.generator.parts import UNFINISHED, Tell
 from monarch_rl.runtime.deadlines import DeadlineExceeded, within
 
 Request = tuple[list[int], Sampling]
 """Prompt ids and how to draw after them."""
 Answer = tuple[int, "Completion | Exception"]
-"""The index of a request in its message, and what came of it."""
+"""The index of a request in its message, and what came of it, or a part of that (``UNFINISHED``)."""
 
 
 class ReplicaLost(RuntimeError):
     """A replica cannot answer what it was asked: it ended, or its engine did. Another one can be asked."""
+
+    def __init__(self, why: str, drawn: Sequence[Completion] = ()) -> None:
+        super().__init__(why)
+        self.drawn = list(drawn)
+        """The parts of the answer that had arrived, in order."""
 
 
 class Outlet(Protocol):
     """Where a replica sends answers: the sending end of a Monarch channel."""
 
     def send(self, obj: list[Answer], /) -> None: ...
+
+
+@dataclass(eq=False, slots=True)
+class _Asked:
+    """A request on its way."""
+
+    request: Request
+    answer: asyncio.Future[Completion]
+    drawn: list[Completion] = field(default_factory=list)
+    """Parts that have arrived."""
 
 
 class Link:
@@ -37,18 +55,21 @@ class Link:
         self._replica = replica
         self._name = name
         self._deadline_s = deadline_s
-        self._outbox: list[tuple[Request, asyncio.Future[Completion]]] = []
+        self._outbox: list[_Asked] = []
         self._exchanges: set[asyncio.Task[None]] = set()
         self._given_up = "the caller's event loop ends"
 
     def ask(self, prompt_ids: list[int], sampling: Sampling) -> asyncio.Future[Completion]:
-        """Send a request; the future holds its completion, or the error of the request or of the replica."""
+        """Send a request; the future holds its completion, or the error of the request or of the replica.
+
+        A ReplicaLost has what had arrived of the completion.
+        """
         loop = asyncio.get_running_loop()
         if not self._outbox:
             loop.call_soon(self._send)
-        answer: asyncio.Future[Completion] = loop.create_future()
-        self._outbox.append(((prompt_ids, sampling), answer))
-        return answer
+        asked = _Asked((prompt_ids, sampling), loop.create_future())
+        self._outbox.append(asked)
+        return asked.answer
 
     def give_up(self, why: str) -> None:
         """Expect no more answers: whoever waits for one gets ReplicaLost."""
@@ -58,35 +79,37 @@ class Link:
 
     def _send(self) -> None:
         asked, self._outbox = self._outbox, []
-        answers = [answer for _, answer in asked]
-        exchange = asyncio.ensure_future(self._exchange([request for request, _ in asked], answers))
+        exchange = asyncio.ensure_future(self._exchange(asked))
         self._exchanges.add(exchange)
-        exchange.add_done_callback(lambda ended: self._ended(ended, answers))
+        exchange.add_done_callback(lambda ended: self._ended(ended, asked))
 
-    async def _exchange(self, requests: list[Request], answers: list[asyncio.Future[Completion]]) -> None:
+    async def _exchange(self, asked: list[_Asked]) -> None:
         from monarch.actor import Channel
 
         port, receiver = Channel[list[Answer]].open()
         # The call ends with the last request, or with the error that keeps the rest from being answered.
+        requests = [one.request for one in asked]
         call = asyncio.ensure_future(_started(self._replica.generate.call_one(requests, port)))
         try:
-            collecting = _collect(receiver, call, answers)
+            collecting = _collect(receiver, call, asked)
             await within(self._deadline_s, collecting, f"{len(requests)} requests", on=self._name)
         finally:
             call.cancel()
 
-    def _ended(self, exchange: asyncio.Task[None], answers: list[asyncio.Future[Completion]]) -> None:
+    def _ended(self, exchange: asyncio.Task[None], asked: list[_Asked]) -> None:
         self._exchanges.discard(exchange)
         error = None if exchange.cancelled() else exchange.exception()
-        if not isinstance(error, DeadlineExceeded):
-            error = ReplicaLost(self._given_up if error is None else str(error))
-        for answer in answers:
-            if not answer.done():
-                answer.set_exception(error)
+        for one in asked:
+            if one.answer.done():
+                continue
+            if isinstance(error, DeadlineExceeded):
+                one.answer.set_exception(error)
+            else:
+                one.answer.set_exception(ReplicaLost(self._given_up if error is None else str(error), one.drawn))
 
 
-async def _collect(receiver: Any, call: asyncio.Future[None], answers: list[asyncio.Future[Completion]]) -> None:
-    left = len(answers)
+async def _collect(receiver: Any, call: asyncio.Future[None], asked: list[_Asked]) -> None:
+    left = len(asked)
     while left:
         arriving = asyncio.ensure_future(_started(receiver.recv()))
         # A call that ended well may be heard of before the last answers, one that failed is the end.
@@ -94,13 +117,17 @@ async def _collect(receiver: Any, call: asyncio.Future[None], answers: list[asyn
         if not arriving.done():
             call.result()
         for index, found in await arriving:
+            if isinstance(found, Completion) and found.finish_reason == UNFINISHED:
+                asked[index].drawn.append(found)
+                continue
             left -= 1
-            if answers[index].done():  # given up by who asked
+            answer = asked[index].answer
+            if answer.done():  # given up by who asked
                 continue
             if isinstance(found, Exception):
-                answers[index].set_exception(found)
+                answer.set_exception(found)
             else:
-                answers[index].set_result(found)
+                answer.set_result(found)
     await call  # waits: within _exchange's deadline
 
 
@@ -117,7 +144,7 @@ class Answers:
         self._ready: list[Answer] = []
 
     def add(self, index: int, found: Completion | Exception) -> None:
-        """Answer request ``index``."""
+        """Answer request ``index``, or a part of it."""
         if not self._ready:
             asyncio.get_running_loop().call_soon(self.send)
         self._ready.append((index, found))
@@ -132,15 +159,16 @@ class Answers:
 async def answer_all(
     requests: list[Request],
     port: Outlet,
-    generate: Callable[[list[int], Sampling], Awaitable[Completion]],
+    generate: Callable[[list[int], Sampling, Tell], Awaitable[Completion]],
     refusal: type[Exception],
 ) -> None:
-    """Answer every request as soon as it is done; a ``refusal`` is an answer, any other error ends all."""
+    """Answer every request as soon as it is done, and pass its parts on before; a ``refusal`` is an answer, any other
+    error ends all."""
     answers = Answers(port)
 
     async def one(index: int, prompt_ids: list[int], sampling: Sampling) -> None:
         try:
-            found: Completion | Exception = await generate(prompt_ids, sampling)
+            found: Completion | Exception = await generate(prompt_ids, sampling, partial(answers.add, index))
         except refusal as error:
             found = error
         answers.add(index, found)

@@ -1,7 +1,8 @@
 """Which replica draws an episode: the one with the fewest requests in flight from here when its group began.
 
 A group stays with its replica, whose prefix cache then holds the prompt once for all its episodes and turns. What a
-lost replica owes is asked of another one.
+lost replica owes is asked of another one; while there is none, it waits for one to be started anew, which is the
+controller's to do or to refuse. What had arrived of an answer by then is kept, and the other one goes on from there.
 The router is no actor: every rollout worker carries its own copy, and asks no one.
 """
 
@@ -11,10 +12,12 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from monarch_rl.episode import Completion, Sampling
 from monarch_rl.generator.link import Link, ReplicaLost
+from monarch_rl.generator.parts import end_of, join
 from monarch_rl.runtime.deadlines import within
 
 logger = logging.getLogger("monarch_rl")
@@ -36,7 +39,8 @@ class Router:
         self._in_flight = [0] * len(self._replicas)
         self._groups: OrderedDict[int, int] = OrderedDict()
         self._paused: set[int] = set()
-        self._lost: set[int] = set()
+        self._lost: dict[int, str] = {}
+        """Replicas that are asked for nothing, and why."""
         self._changed = asyncio.Event()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -57,49 +61,72 @@ class Router:
         """
         for replica in lost:  # one known to be lost may still have requests that nobody has ended
             self._links[replica].give_up(f"generator {replica} was given up")
-        self._paused, self._lost = set(paused), set(lost)
+        given_up = "the controller gave it up"
+        self._paused, self._lost = set(paused), {replica: self._lost.get(replica, given_up) for replica in lost}
         self._changed.set()
 
-    async def generate(self, prompt_ids: list[int], sampling: Sampling, group: int) -> Completion:
-        """One turn of an episode of ``group``. If its replica is lost meanwhile, another one starts it anew.
+    def replace(self, replica: int, handle: Any) -> None:
+        """From now on ``replica`` is the one behind ``handle``; if it was lost, it stays so until :meth:`route`."""
+        self._links[replica].give_up(f"generator {replica} was replaced")
+        self._replicas[replica] = handle
+        self._links[replica] = Link(handle, self._deadline_s, f"generator {replica}")
 
-        Raises GenerationError if the engine refused the request, ReplicaLost if no replica is left, or
-        DeadlineExceeded naming the replica.
+    async def generate(self, prompt_ids: list[int], sampling: Sampling, group: int) -> Completion:
+        """One turn of an episode of ``group``. If its replica is lost meanwhile, another one goes on from what arrived.
+
+        The versions of its tokens may then go down once: the other replica may serve an older one.
+
+        Raises GenerationError if the engine refused the request, or DeadlineExceeded naming the replica, or the losses
+        if all are lost.
         """
+        parts: list[Completion] = []
+        drawn: list[int] = []
         while True:
-            replica = self._replica_of(group)
-            if replica is None:
-                self._changed.clear()
-                what = f"a generator in the routing for group {group}"
-                await within(self._deadline_s, self._changed.wait(), what, on="controller")
-                continue
-            self._in_flight[replica] += 1
+            left = replace(sampling, max_new_tokens=sampling.max_new_tokens - len(drawn))
             try:
-                return await within(
-                    self._deadline_s,
-                    self._links[replica].ask(prompt_ids, sampling),
-                    f"generator {replica} to answer a request of group {group} "
-                    f"({len(prompt_ids)} prompt tokens, at most {sampling.max_new_tokens} new ones)",
-                    on=f"generator {replica}",
-                )
+                answer = await self._ask(prompt_ids + drawn, left, group)
             except ReplicaLost as error:
-                if replica not in self._lost:
-                    logger.warning("generator %d is out of the routing: %s", replica, error)
-                    self._lost.add(replica)
-                if len(self._lost) == len(self._replicas):
-                    raise
-            finally:
-                self._in_flight[replica] -= 1
+                parts += error.drawn
+                drawn += [token for part in error.drawn for token in part.token_ids.tolist()]
+                # Lost between its last token and the answer. A replica knows more stop tokens, which are in no part.
+                reason = end_of(drawn, sampling, sampling.stop_token_ids)
+                if reason is not None:
+                    return join(parts, reason)
+            else:
+                return join([*parts, answer], answer.finish_reason)
+
+    async def _ask(self, prompt_ids: list[int], sampling: Sampling, group: int) -> Completion:
+        """Ask the group's replica, once there is one; if it is lost, it is out of the routing. Raises ReplicaLost."""
+        while (replica := self._replica_of(group)) is None:
+            self._changed.clear()
+            lost = "".join(f"; generator {index} was lost: {why}" for index, why in sorted(self._lost.items()))
+            what = f"a generator in the routing for group {group}{lost}"
+            await within(self._deadline_s, self._changed.wait(), what, on="controller")
+        link = self._links[replica]
+        self._in_flight[replica] += 1
+        try:
+            return await within(
+                self._deadline_s,
+                link.ask(prompt_ids, sampling),
+                f"generator {replica} to answer a request of group {group} "
+                f"({len(prompt_ids)} prompt tokens, at most {sampling.max_new_tokens} new ones)",
+                on=f"generator {replica}",
+            )
+        except ReplicaLost as error:
+            if replica not in self._lost and self._links[replica] is link:
+                logger.warning("generator %d is out of the routing: %s", replica, error)
+                self._lost[replica] = str(error)
+            raise
+        finally:
+            self._in_flight[replica] -= 1
 
     def _replica_of(self, group: int) -> int | None:
         """The group's replica, a new one if that one is out of the routing, None if all are for now."""
         replica = self._groups.get(group)
-        out = self._paused | self._lost
+        out = self._paused | self._lost.keys()
         if replica is None or replica in out:
             able = [index for index in range(len(self._replicas)) if index not in out]
             if not able:
-                if len(self._lost) == len(self._replicas):
-                    raise ReplicaLost("no generator is left")
                 return None
             replica = min(able, key=self._load)
             self._groups[group] = replica

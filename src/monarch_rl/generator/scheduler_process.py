@@ -34,6 +34,7 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
     """SGLang's scheduler, until the engine ends."""
     import psutil
     from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
+    from sglang.srt.managers.scheduler_components.output_streamer import _GenerationStreamAccumulator as Outputs
     from tqdm import std
 
     from monarch_rl.generator.load_adapter import remember_managers
@@ -43,7 +44,25 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
     psutil.Process.send_signal = partialmethod(_exit_on_sigquit, psutil.Process.send_signal)
     std.tqdm.__init__ = partialmethod(_without_bar, std.tqdm.__init__)
     Scheduler.continue_generation = partialmethod(continue_if_verified, Scheduler.continue_generation)
+    Outputs.accept = partialmethod(tell_versions, Outputs.accept)
     run_scheduler_process(*args, **kwargs)
+
+
+def tell_versions(self: Any, original: Any, *, req: Any) -> None:
+    """In the place of SGLang's ``_GenerationStreamAccumulator.accept``, which adds a request to a message.
+
+    SGLang tells the versions that drew a request's tokens only with the last of them.
+    """
+    from sglang.srt.utils.weight_versions import compute_weight_version_spans
+
+    before = len(self.rids)
+    original(self, req=req)
+    if len(self.rids) > before and self.weight_versions[-1] is None:
+        self.weight_versions[-1] = compute_weight_version_spans(
+            req.weight_version_events,
+            current_version=self.current_weight_version,
+            num_output_tokens=len(req.output_ids_through_stop),
+        )
 
 
 def _exit_on_sigquit(self: Any, original: Any, number: int) -> None:

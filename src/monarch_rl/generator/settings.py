@@ -41,6 +41,10 @@ class GeneratorSettings:
     commit waits until all have ended, and new requests wait for it: nothing is computed twice, but places are idle."""
     drain_deadline_s: float = 600.0
     """Seconds that a commit may wait for running sequences to end under `drain`, before it fails."""
+    part_tokens: int = 64
+    """Tokens after which what a request has drawn is passed on to who asked; if the replica is lost, another one goes
+    on from there. At most so many tokens a request are drawn again; fewer cost more messages. Shorter answers are sent
+    once, when they are complete. SGLang's scheduler reports in such steps anyway, by itself of 50."""
     random_seed: int = 0
     """Seeds the engines' draws; replica r uses random_seed + r."""
     deterministic: bool = False
@@ -66,6 +70,8 @@ class GeneratorSettings:
             raise ValueError(f"in_flight must be one of {', '.join(get_args(InFlight))}, got {self.in_flight!r}")
         if self.drain_deadline_s <= 0:
             raise ValueError(f"drain_deadline_s must be positive, got {self.drain_deadline_s}")
+        if self.part_tokens < 1:
+            raise ValueError(f"part_tokens must be at least 1, got {self.part_tokens}")
         if self.start_deadline_s <= 0:
             raise ValueError(f"start_deadline_s must be positive, got {self.start_deadline_s}")
 
