@@ -115,6 +115,14 @@ def touchy_score(text: str) -> float:
     return float(text)
 
 
+def hangs_once(folder: str) -> float:
+    """Leaves its process id as a file's name and hangs, the first time."""
+    if not any(Path(folder).iterdir()):
+        (Path(folder) / str(os.getpid())).touch()
+        time.sleep(600)
+    return 3.0
+
+
 class TouchyWorker(RolloutWorker):
     """Scores with :func:`touchy_score`."""
 

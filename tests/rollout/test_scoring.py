@@ -75,6 +75,39 @@ def test_event_loop_goes_on_while_a_score_hangs() -> None:
     asyncio.run(test())
 
 
+def test_a_score_whose_process_is_killed_is_computed_again(tmp_path: Path) -> None:
+    async def test() -> None:
+        scorer = Scorer(1, deadline_s=60.0)
+        try:
+            scoring = asyncio.ensure_future(scorer.score(helpers.hangs_once, str(tmp_path)))
+            async with asyncio.timeout(30):
+                while not (found := list(tmp_path.iterdir())):
+                    await asyncio.sleep(0.01)
+                os.kill(int(found[0].name), signal.SIGKILL)
+                assert await scoring == 3.0
+        finally:
+            await asyncio.to_thread(scorer.close)
+
+    asyncio.run(test())
+
+
+def test_a_process_that_is_stopped_while_it_has_nothing_to_do_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("monarch_rl.rollout.scoring.STUCK_S", 9.0)
+
+    async def test() -> None:
+        scorer = Scorer(1, deadline_s=1.0)
+        try:
+            stopped = int(await scorer.score(helpers.own_process_id))
+            os.kill(stopped, signal.SIGSTOP)
+            scores = [scorer.score(helpers.touchy_score, "7") for _ in range(3)]
+            assert await asyncio.wait_for(asyncio.gather(*scores), 60) == [7.0] * 3
+            await asyncio.to_thread(wait_until_dead, stopped, 10)
+        finally:
+            await asyncio.to_thread(scorer.close)
+
+    asyncio.run(test())
+
+
 def test_processes_are_light_and_end_with_close() -> None:
     async def test() -> int:
         settings = TaskSettings(name="chain_sum")

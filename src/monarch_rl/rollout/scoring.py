@@ -2,12 +2,14 @@
 
 A score function may be slow, may hang in C code and may crash; none of that may touch the event loop that plays
 the episodes. So it runs in a pool of spawned processes (pebble), one that oversteps its deadline is killed and
-replaced, and the caller learns it as :class:`ScoringFailed`.
+replaced, and the caller learns it as :class:`ScoringFailed`. A score whose process ended is computed once more: the
+process may have been killed by somebody else, such as a kernel that is out of memory.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import multiprocessing
 import os
 import signal
@@ -17,7 +19,12 @@ from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
+from monarch_rl.runtime.deadlines import now
 from monarch_rl.runtime.lifetime import die_with_parent
+
+STUCK_S = 30.0
+"""Seconds beyond the deadline of a score without the end of any after which the processes count as stuck: a new process
+needs seconds for its imports and its data."""
 
 
 class ScoringFailed(Exception):
@@ -29,7 +36,7 @@ class ScoringFailed(Exception):
 
 
 class ScorerBroken(RuntimeError):
-    """No score can be had any more: the scoring processes do not start. Ends the run."""
+    """No score can be had any more: the scoring processes do not start. The worker is lost."""
 
 
 class Scorer:
@@ -43,39 +50,87 @@ class Scorer:
 
     def __init__(self, processes: int, deadline_s: float, warm_up: Callable[[], object] | None = None) -> None:
         self.deadline_s = deadline_s
-        self._pool = ProcessPool(
+        self._make_pool = functools.partial(
+            ProcessPool,
             max_workers=processes,
             initializer=_start,
             initargs=(os.getpid(), warm_up),
             context=multiprocessing.get_context("spawn"),
         )
+        self._pool = self._make_pool()
+        self._works = False
+        """The pool has answered."""
+        self._replacing = asyncio.Lock()
+        self._asked = 0
+        """Scores that are waited for."""
+        self._turned = 0.0
+        """When one of them ended, or the first one was asked for; seconds of the event loop's clock."""
 
     async def score(self, function: Callable[..., float], *args: Any) -> float:
         """Run ``function(*args)`` in the pool; both are pickled.
 
         Raises:
-            ScoringFailed: the function raised, overstepped the deadline, or took its process down.
+            ScoringFailed: the function raised, overstepped the deadline, or twice took its process down.
             ScorerBroken: the processes do not start.
         """
-        if not self._pool.active:
-            raise ScorerBroken("the scoring processes do not run; what they said stands on stderr")
-        future = self._pool.schedule(_run, args=(function, args), timeout=self.deadline_s)
+        error: Exception | None = None
+        for _ in range(2):
+            pool = self._pool
+            try:
+                return await self._try(pool, function, args)
+            except ProcessExpired as expired:
+                error = expired
+            except BrokenProcessPool as broken:
+                await self._replace(pool, broken)
+                error = broken
+        raise ScoringFailed("score ended its process", f"{error}, twice") from error
+
+    async def _try(self, pool: ProcessPool, function: Callable[..., float], args: tuple[Any, ...]) -> float:
+        """See :meth:`score`; raises ProcessExpired if the process ended, BrokenProcessPool if the pool does not run."""
+        if not pool.active:
+            raise BrokenProcessPool("the pool has ended")
+        future = asyncio.wrap_future(pool.schedule(_run, args=(function, args), timeout=self.deadline_s))
+        if not self._asked:
+            self._turned = now()
+        self._asked += 1
         try:
-            result: float | tuple[str, str] = await asyncio.wrap_future(future)  # waits: the pool has the deadline
+            while not future.done():
+                left = self._turned + self.deadline_s + STUCK_S - now()
+                if left <= 0:
+                    raise BrokenProcessPool(f"no score was computed for {self.deadline_s + STUCK_S:g} s")
+                await asyncio.wait({future}, timeout=left)
+            self._turned = now()
+            result: float | tuple[str, str] = future.result()
         except TimeoutError:
             raise ScoringFailed(f"score took over {self.deadline_s:g} s") from None
-        except ProcessExpired as error:
-            raise ScoringFailed("score ended its process", f"exit code {error.exitcode}") from error
-        except BrokenProcessPool as error:
-            raise ScorerBroken("the scoring processes do not run; what they said stands on stderr") from error
+        finally:
+            self._asked -= 1
+            future.cancel()
+        self._works = True
         if isinstance(result, tuple):
             raise ScoringFailed(f"score raised {result[0]}", result[1])
         return result
 
+    async def _replace(self, pool: ProcessPool, error: BrokenProcessPool) -> None:
+        """Make another pool if ``pool`` has worked before: it breaks when a process is killed as it takes a task, and
+        waits for one that is stopped before it takes it, whose deadline has not begun."""
+        async with self._replacing:
+            if self._pool is not pool:  # somebody else has
+                return
+            if not self._works:
+                raise ScorerBroken("the scoring processes do not run; what they said stands on stderr") from error
+            # First its end: its threads may still read from pipes whose numbers a new pool would be given.
+            await asyncio.to_thread(_end, pool)
+            self._pool, self._works, self._turned = self._make_pool(), False, now()
+
     def close(self) -> None:
         """End the processes. Blocks for a moment; call it off the event loop."""
-        self._pool.stop()
-        self._pool.join()  # waits: stop() kills what does not end
+        _end(self._pool)
+
+
+def _end(pool: ProcessPool) -> None:
+    pool.stop()
+    pool.join()  # waits: stop() kills what does not end
 
 
 def _start(parent: int, warm_up: Callable[[], object] | None) -> None:
