@@ -34,6 +34,7 @@ from monarch_rl.episode import Completion, Sampling
 from monarch_rl.generator.engine import Engine
 from monarch_rl.generator.scheduler_process import quiet_imports
 from monarch_rl.model_folder import resolve_model
+from monarch_rl.recovery import Recovery
 from monarch_rl.rollout.environment import Message
 from monarch_rl.rollout.tasks import TaskSource
 from monarch_rl.rollout.tokenizer import Tokenizer
@@ -93,11 +94,12 @@ async def train(cluster: Cluster, s: Settings, model: Path, scratch: Path) -> li
     limit = job.trainer.tokens_per_microbatch
     workers = await pipeline.start_rollout(cluster, job.rollout, job.task, model, buffer, generators, limit)
     dtype = pipeline.served_dtype(job.generator, cluster)
-    publisher = await pipeline.Publisher.connect(trainer, generators, buffer, job.weights, dtype)
+    publisher = await pipeline.Publisher.connect(trainer, generators.handles, buffer, job.weights, dtype)
     await publisher.publish(0)
     await publisher.settled()
     patience = Patience(job.step_deadline_s)
-    async with pipeline.rolling_out(workers, buffer):
+    recovery = Recovery(generators, workers, publisher, buffer, job.recovery)
+    async with recovery.tended(), recovery.rolling_out():
         for version in range(s.steps + 1):
             if version >= s.steps - s.commits:
                 folders.append(scratch / f"version{version}")

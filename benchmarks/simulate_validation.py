@@ -15,6 +15,7 @@ import monarch_rl  # isort: skip  # noqa: F401  its settings for Monarch count o
 
 import asyncio
 import json
+import os
 from collections import deque
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from monarch.actor import Actor, Port, concurrent_endpoint
 from monarch_rl import pipeline
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.settings import BufferSettings
+from monarch_rl.crew import Crew
 from monarch_rl.episode import Completion, Sampling
 from monarch_rl.generator.engine import CommitReport, GenerationError
 from monarch_rl.generator.link import Answer, Request, answer_all
@@ -148,6 +150,11 @@ class SleepingGenerator(Actor):
         """Nobody to meet."""
 
     @concurrent_endpoint
+    async def lives(self) -> None:
+        """The call fails when this process is lost."""
+        await asyncio.Event().wait()  # waits: as long as the run
+
+    @concurrent_endpoint
     async def ready(self) -> None:
         """Raises what ended the decoding."""
         if self._decoding is not None and self._decoding.done():
@@ -169,6 +176,7 @@ class SleepingGenerator(Actor):
     @concurrent_endpoint
     async def stats(self) -> dict[str, Any]:
         return {
+            "pid": os.getpid(),
             "generated_tokens": self._tokens,
             "busy_seconds": self._busy_s,
             "request_seconds": self._request_s,
@@ -255,21 +263,23 @@ async def observe(meshes: dict[str, Any], case: Case) -> tuple[Figures, float]:
         seed=plan.seed,
         scorer_processes=plan.scorer_processes,
     )
-    workers = meshes["rollout"].spawn(f"rollout_{name}", SlowlyScoringWorker, settings, TASK, str(MODEL))
-    await within(DEADLINE_S, workers.setup.call(buffer, Router(generators, DEADLINE_S)), "workers to set up")
-    await within(DEADLINE_S, workers.score_takes.call(costs.score.mean), "workers to note the time of a score")
+    worker = meshes["rollout"].spawn(f"rollout_{name}", SlowlyScoringWorker, settings, TASK, str(MODEL))
+    await within(DEADLINE_S, worker.setup.call_one(buffer, Router(generators, DEADLINE_S)), "a worker to set up")
+    await within(DEADLINE_S, worker.score_takes.call_one(costs.score.mean), "a worker to note the time of a score")
+    workers = Crew("rollout worker", "rollout", {0: worker})
     routing = pipeline.routing(workers)
-    connecting = pipeline.Publisher.connect(trainer, generators, buffer, TransferSettings(), "float32", routing)
+    by_index = dict(enumerate(generators))
+    connecting = pipeline.Publisher.connect(trainer, by_index, buffer, TransferSettings(), "float32", routing)
     publisher = await within(DEADLINE_S, connecting, "trainer and generators to meet")
     await publisher.publish(0)
     await publisher.settled()
-    await within(DEADLINE_S, workers.evaluate.call([0]), "a held-out item, so that the scoring processes run")
+    await within(DEADLINE_S, worker.evaluate.call_one([0]), "a held-out item, so that the scoring processes run")
     system = System(buffer, trainer, workers, publisher)
     calls: list[float] = []
     calling = asyncio.ensure_future(call_now_and_then(trainer, calls))
     found = await within(RUN_S, measure(system, STEPS, WARM_UP, DEADLINE_S), f"{STEPS} steps of {name}")
     calling.cancel()
-    await within(DEADLINE_S, workers.close.call(), "workers to close")
+    await within(DEADLINE_S, worker.close.call_one(), "the worker to close")
     return found, float(np.mean(calls))
 
 

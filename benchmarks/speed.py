@@ -33,7 +33,7 @@ from monarch_rl.generator.scheduler_process import quiet_imports
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.model_folder import read_config, resolve_model
 from monarch_rl.runtime.cluster import Cluster, devices, launch
-from monarch_rl.runtime.deadlines import within
+from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, within
 from monarch_rl.trainer.settings import TrainerSettings
 
 NOT_MEASURED = [
@@ -126,8 +126,8 @@ async def measure_parts(cluster: Cluster, s: Settings, model: Path) -> dict[str,
     if "swap" in s.parts:
         dtype = pipeline.served_dtype(s.generator, cluster)
         await part("swap", speed_swap.measure(training, generator, load, s.swaps, dtype, s.deadline_s))
-    await within(pipeline.CALL_DEADLINE_S, generator.shutdown.call_one(), "the generator to end its engine")
-    await within(pipeline.CALL_DEADLINE_S, training.trainer.close.call(), "trainer ranks to leave their world")
+    await within(CALL_DEADLINE_S, generator.shutdown.call_one(), "the generator to end its engine")
+    await within(CALL_DEADLINE_S, training.trainer.close.call(), "trainer ranks to leave their world")
     return figures
 
 

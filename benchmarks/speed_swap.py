@@ -33,7 +33,7 @@ async def measure(
     the same over as long a time after it, without a swap.
     """
     trainer, buffer = training.trainer, training.buffer
-    connect = Publisher.connect(trainer, [generator], buffer, TransferSettings(), dtype)
+    connect = Publisher.connect(trainer, {0: generator}, buffer, TransferSettings(), dtype)
     publisher = await within(DEADLINE_S, connect, "trainer and generator to meet")
     windows: list[tuple[float, float]] = []
     reports, swap_reports = [], []

@@ -17,7 +17,7 @@ from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.episode import Episode, Group, Turn
 from monarch_rl.runtime.cluster import Cluster, init_torch_distributed_env
-from monarch_rl.runtime.deadlines import Patience, within
+from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, Patience, within
 from monarch_rl.trainer.actor import Trainer, TrainerPlan
 
 LOSS_BOUND = 1e-4
@@ -98,9 +98,9 @@ class Training:
     async def step(self, deadline_s: float) -> tuple[float, list[dict[str, float]]]:
         """An update with the groups in the buffer; returns the seconds of the call and the metrics by rank."""
         for group in self.groups:
-            ticket = await within(pipeline.CALL_DEADLINE_S, self.buffer.admit.call_one("benchmark", 1.0), "a slot")
+            ticket = await within(CALL_DEADLINE_S, self.buffer.admit.call_one("benchmark", 1.0), "a slot")
             data = Group(ticket.group_id, ticket.task_cursor, group.episodes).to_bytes()
-            await within(pipeline.CALL_DEADLINE_S, self.buffer.put.call_one(data), "the buffer to take a group")
+            await within(CALL_DEADLINE_S, self.buffer.put.call_one(data), "the buffer to take a group")
         started = time.perf_counter()
         metrics = await pipeline.update(self.trainer, self.buffer, self.version, Patience(deadline_s))
         seconds = time.perf_counter() - started
@@ -109,9 +109,7 @@ class Training:
 
     async def served(self) -> None:
         """Free the slots although nothing was published."""
-        await within(
-            pipeline.CALL_DEADLINE_S, self.buffer.published.call_one(self.version), "the buffer to release slots"
-        )
+        await within(CALL_DEADLINE_S, self.buffer.published.call_one(self.version), "the buffer to release slots")
 
 
 def make_groups(vocabulary: int, groups: int, group_size: int, prompt: int, answer: int) -> list[Group]:

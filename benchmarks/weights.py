@@ -107,7 +107,7 @@ async def measure(cluster: Cluster, s: Settings, model: Path, lora: LoraSettings
     figures: dict[str, Any] = {}
     for name in s.transports:
         transfer = TransferSettings(name, deadline_s=DEADLINE_S)
-        publisher = await Publisher.connect(training.trainer, [generator], training.buffer, transfer, dtype)
+        publisher = await Publisher.connect(training.trainer, {0: generator}, training.buffer, transfer, dtype)
         figures[name] = await one_transport(training, generator, publisher, load, s.versions)
     nbytes = publisher.manifest.nbytes
     copy = await within(DEADLINE_S, generator.local_copy.call_one(), "a local copy of the weights")
@@ -149,7 +149,7 @@ async def one_transport(
     def median(values: Iterable[float]) -> float:
         return statistics.median(list(values)[1:])
 
-    seconds = median(version.transfer_s for version in alone)
+    seconds, undisturbed = median(version.transfer_s for version in alone), _rate(tokens, idle[1:])
     return {
         "transfer_ms": seconds * 1e3,
         "gb_per_s": publisher.manifest.nbytes / seconds / 1e9,
@@ -161,7 +161,8 @@ async def one_transport(
         "share_checksum": median(version.commit.verification_share for version in decoding),
         "share_calls": median(version.commit.messages_seconds / version.paused_s for version in decoding),
         "commit_call_ms": median(version.commit.seconds for version in decoding) * 1e3,
-        "tokens_during_transfer": _rate(tokens, windows[1:]) / max(_rate(tokens, idle[1:]), 1e-9),
+        # Within a few short windows there may be no token at all.
+        "tokens_during_transfer": _rate(tokens, windows[1:]) / undisturbed if undisturbed else None,
         "step_beside_transfer": median(beside) / median(steps),
     }
 

@@ -102,7 +102,7 @@ async def measure(cluster: Cluster, s: Settings, model: Path) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     for name in s.transports:
         transfer = TransferSettings(name, deadline_s=DEADLINE_S)
-        publisher = await Publisher.connect(training.trainer, [generator], training.buffer, transfer, dtype)
+        publisher = await Publisher.connect(training.trainer, {0: generator}, training.buffer, transfer, dtype)
         watch = Stopwatch()
         for _ in range(2 + s.versions):
             await one_version(watch, training, generator, publisher)

@@ -28,6 +28,7 @@ from monarch_rl.generator.settings import GeneratorSettings, check_tp
 from monarch_rl.model_folder import read_config, resolve_model
 from monarch_rl.observe.console import Console
 from monarch_rl.observe.metrics import Metrics
+from monarch_rl.recovery import Recovery, RecoverySettings
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.tasks import TaskSettings, TaskSource
 from monarch_rl.runtime.cluster import Cluster, devices, launch
@@ -60,9 +61,10 @@ class Settings:
     """Folder in which the run's own folder is made."""
     step_deadline_s: float = 600.0
     """Seconds that a step may take, its batch and its update, before the run fails. After the first one it is 10 times
-    the longest recent one, if that is less, but at least 120."""
+    the longest recent one, if that is less, but at least as long as a generator may take to start + 60."""
     stall_s: float = STALL_S
     """Seconds after which a process that cannot go on ends the run, with a report; a stall without one takes twice."""
+    recovery: RecoverySettings = field(default_factory=RecoverySettings)
     buffer: BufferSettings = field(default_factory=BufferSettings)
     task: TaskSettings = field(default_factory=lambda: TASK)
     trainer: TrainerSettings = field(default_factory=lambda: TrainerSettings(lr=3e-4, lr_warmup_steps=5))
@@ -144,24 +146,25 @@ async def train(cluster: Cluster, s: Settings, model: Path, folder: Path) -> Non
     workers = await pipeline.start_rollout(cluster, s.rollout, s.task, model, buffer, generators, limit)
     dtype = pipeline.served_dtype(s.generator, cluster)
     routing = pipeline.routing(workers)
-    publisher = await pipeline.Publisher.connect(trainer, generators, buffer, s.weights, dtype, routing)
+    publisher = await pipeline.Publisher.connect(trainer, generators.handles, buffer, s.weights, dtype, routing)
     await publisher.publish(0)  # nothing is drawn before the weights are known to be the trainer's
     await publisher.settled()
 
     observer = pipeline.Observer(publisher, workers, buffer, folder / "rollouts.jsonl")
+    recovery = Recovery(generators, workers, publisher, buffer, s.recovery, folder)
     with Metrics(folder) as metrics, Console(s.steps) as console:
-        async with watched(cluster, folder, s.stall_s, publisher.do_without) as watch:
+        async with watched(cluster, folder, s.stall_s, recovery.recover) as watch, recovery.tended():
             before = await pipeline.evaluate(workers, s.held_out)
             metrics.log(0, before.metrics())
             console.note(f"before: {before}")
-            async with pipeline.rolling_out(workers, buffer):
+            async with recovery.rolling_out():
                 await observer.begin()
-                patience = Patience(s.step_deadline_s)
+                patience = Patience(s.step_deadline_s, floor_s=s.generator.start_deadline_s + 60)  # one may be replaced
                 for version in range(s.steps):
                     update = pipeline.update(trainer, buffer, version, patience)
                     trained = await publisher.or_failed(update)
                     await publisher.publish(version + 1)
-                    values = await observer.step(trained) | watch.loop_lag()
+                    values = await observer.step(trained) | watch.loop_lag() | recovery.metrics()
                     metrics.log(version + 1, values)
                     console.show(version + 1, values)
                 await publisher.settled()

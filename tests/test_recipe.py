@@ -173,7 +173,7 @@ def test_a_signal_while_training_leaves_no_process(
 # -- lost processes -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("process", ["trainer-1", "rollout-0", "buffer-0"])
+@pytest.mark.parametrize("process", ["trainer-1", "buffer-0"])
 def test_a_lost_process_ends_the_run_and_is_named(start: Start, model: Path, tmp_path: Path, process: str) -> None:
     run = start([sys.executable, *recipe(model, tmp_path / "runs", "--steps=500")])
     wait_for_step(run)
@@ -188,9 +188,21 @@ def test_a_lost_process_ends_the_run_and_is_named(start: Start, model: Path, tmp
     assert re.search(f"{by_rank}|{by_process}", run.output()[before:]), run.output()
 
 
+def test_the_last_worker_ends_the_run_when_none_may_be_started(start: Start, model: Path, tmp_path: Path) -> None:
+    run = start([sys.executable, *recipe(model, tmp_path / "runs", "--steps=500", "--recovery.restarts=0")])
+    wait_for_step(run)
+    process_named(run, "rollout0-0").kill()
+    assert run.wait(LOST_S) == 1, run.output()
+    run.assert_gone(GONE_S)
+    ended = r"CrewLost: no rollout worker is left\. The first loss was that of rollout worker 0: .*\s+.*"
+    assert re.search(rf"{ended}(Killed\(sig=9\)|process likely crashed)", run.output()), run.output()
+
+
 @pytest.mark.parametrize("process", ["generator1-0", "sglang::scheduler"])
-def test_a_lost_generator_is_named_and_the_run_goes_on(start: Start, model: Path, tmp_path: Path, process: str) -> None:
-    run = start([sys.executable, *recipe(model, tmp_path / "runs", "--steps=500")])
+def test_a_lost_generator_that_is_not_replaced_is_done_without(
+    start: Start, model: Path, tmp_path: Path, process: str
+) -> None:
+    run = start([sys.executable, *recipe(model, tmp_path / "runs", "--steps=500", "--recovery.restarts=0")])
     wait_for_step(run)
     process_named(run, process).kill()
     lost = wait_for_line(run, r"^generator (\d) is lost \(.*(Killed\(sig=9\)|exit code -9|process likely crashed)")

@@ -13,8 +13,6 @@ import asyncio
 import json
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,6 +24,7 @@ from monarch_rl.adapter import FULL_TRAINING, LoraSettings
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.ledger import Counts
 from monarch_rl.buffer.settings import BufferSettings
+from monarch_rl.crew import Crew, Way
 from monarch_rl.generator.actor import Generator
 from monarch_rl.generator.router import Router
 from monarch_rl.generator.settings import GeneratorSettings, resolve_dtype
@@ -35,14 +34,11 @@ from monarch_rl.rollout.tasks import TaskSettings
 from monarch_rl.rollout.worker import Evaluation, RolloutWorker, WorkerStats
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.cluster import Cluster, init_torch_distributed_env
-from monarch_rl.runtime.deadlines import Patience, now, within
-from monarch_rl.runtime.meshes import members
+from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, Patience, now, within
 from monarch_rl.trainer.actor import Trainer, TrainerPlan
 
 logger = logging.getLogger("monarch_rl")
 
-CALL_DEADLINE_S = 60.0
-"""Seconds for a call that waits for nobody else."""
 SET_UP_DEADLINE_S = 600.0
 """Seconds to load a model into trainer ranks or to set up workers: a large model on a slow disk takes minutes."""
 UPDATE_GRACE_S = 15.0
@@ -71,29 +67,25 @@ async def start_trainer(cluster: Cluster, plan: TrainerPlan, buffer: Any, first_
 
 async def start_generators(
     cluster: Cluster, model: Path, settings: GeneratorSettings, first_slot: int, lora: LoraSettings = FULL_TRAINING
-) -> list[Any]:
+) -> Crew:
     """Spawn the generator replicas, one process mesh each, with their engines running.
 
     Args:
         lora: the trainer's; with adapters, versions are adapters.
     """
-    replicas = []
-    for index in range(settings.replicas):
+
+    def spawn(index: int) -> tuple[ProcMesh, Any]:
         slot = first_slot + index * settings.tp
         mesh = cluster.spawn(f"generator{index}", 1, first_slot=slot, slots_per_process=settings.tp)
-        replicas.append(mesh.spawn(f"generator{index}", Generator))
-    deadline = settings.start_deadline_s + CALL_DEADLINE_S
-    starts = [
-        within(
-            deadline,
-            replica.setup.call_one(str(model), settings, index, lora),
-            f"generator {index} to start",
-            on=f"generator {index}",
-        )
-        for index, replica in enumerate(replicas)
-    ]
-    await asyncio.gather(*starts)
-    return replicas
+        return mesh, mesh.spawn(f"generator{index}", Generator)
+
+    async def set_up(index: int, replica: Any) -> None:
+        start, name = replica.setup.call_one(str(model), settings, index, lora), f"generator {index}"
+        await within(settings.start_deadline_s + CALL_DEADLINE_S, start, f"{name} to start", on=name)
+
+    generators = Crew("generator", "generator", way=Way(cluster, spawn, set_up))
+    await generators.start_all(settings.replicas)
+    return generators
 
 
 async def start_rollout(
@@ -102,28 +94,36 @@ async def start_rollout(
     task: TaskSettings,
     model: Path,
     buffer: Any,
-    generators: list[Any],
+    generators: Crew,
     episode_limit: int,
-) -> Any:
-    """Spawn the rollout workers on the first host, each with a router of its own over all replicas.
+) -> Crew:
+    """Spawn the rollout workers on the first host, one process mesh each, with a router of its own over all replicas.
 
     Args:
         episode_limit: tokens that an episode may have; longer ones fail, are counted and shown.
     """
-    mesh = cluster.spawn("rollout", settings.workers)
-    workers = mesh.spawn("rollout", RolloutWorker, settings, task, str(model))
-    router = Router(generators, settings.generate_deadline_s)
-    what = f"{settings.workers} rollout workers to set up"
-    await within(SET_UP_DEADLINE_S, workers.setup.call(buffer, router, episode_limit), what, on="rollout workers")
+
+    def spawn(index: int) -> tuple[ProcMesh, Any]:
+        mesh = cluster.spawn(f"rollout{index}", 1)
+        return mesh, mesh.spawn("rollout", RolloutWorker, settings, task, str(model), f"rollout worker {index}")
+
+    async def set_up(index: int, worker: Any) -> None:
+        replicas = [generators.latest[replica] for replica in sorted(generators.latest)]
+        set_up = worker.setup.call_one(buffer, Router(replicas, settings.generate_deadline_s), episode_limit)
+        name = f"rollout worker {index}"
+        await within(SET_UP_DEADLINE_S, set_up, f"{name} to set up", on=name)
+
+    workers = Crew("rollout worker", "rollout", way=Way(cluster, spawn, set_up))
+    await workers.start_all(settings.workers)
     return workers
 
 
-def routing(workers: Any) -> Routing:
+def routing(workers: Crew) -> Routing:
     """Tells all rollout workers which replicas take no new requests, and which are lost."""
 
     async def tell(paused: list[int], lost: list[int]) -> None:
-        what = "rollout workers to take note of the replicas"
-        await within(CALL_DEADLINE_S, workers.route.call(paused, lost), what, on="rollout workers")
+        what = "to take note of the replicas"
+        await workers.ask(CALL_DEADLINE_S, what, lambda _, worker: worker.route.call_one(paused, lost))
 
     return tell
 
@@ -174,47 +174,39 @@ async def save(trainer: Any, folder: Path) -> None:
     await within(SET_UP_DEADLINE_S, trainer.save.call(str(folder)), what, on="the disk")
 
 
-async def evaluate(workers: Any, items: int) -> Evaluation:
-    """Play the first ``items`` held-out items once each, greedily, shared by all workers."""
-    shards = members(workers)
-    deadline = SET_UP_DEADLINE_S + HELD_OUT_ITEM_S * items / len(shards)
-    calls = [
-        within(
-            deadline,
-            worker.evaluate.call_one(list(range(rank, items, len(shards)))),
-            f"rollout worker {rank} to play the held-out items",
-            on=f"rollout worker {rank}",
-        )
-        for rank, worker in enumerate(shards)
-    ]
-    parts = await asyncio.gather(*calls)
+async def evaluate(workers: Crew, items: int) -> Evaluation:
+    """Play the first ``items`` held-out items once each, greedily, shared by all workers.
+
+    What a worker owes that is lost meanwhile others play, or the one that takes its place.
+    """
+    left, parts, lost = list(range(items)), list[Evaluation](), dict[int, Any]()
+    while left:
+        workers.changed.clear()
+        players = {index: worker for index, worker in workers.handles.items() if id(worker) not in lost}
+        if not players:
+            what = "a rollout worker to play the held-out items"
+            await within(SET_UP_DEADLINE_S, workers.changed.wait(), what, on="controller")
+            continue
+        shares = dict(zip(players, (left[rank :: len(players)] for rank in range(len(players))), strict=True))
+        deadline = SET_UP_DEADLINE_S + HELD_OUT_ITEM_S * items / len(players)
+
+        def play(index: int, worker: Any, shares: dict[int, list[int]] = shares) -> Any:
+            return worker.evaluate.call_one(shares[index])
+
+        played = await workers.ask(deadline, "to play the held-out items", play, players)
+        parts += played.values()
+        lost |= {id(worker): worker for index, worker in players.items() if index not in played}
+        left = sorted(item for index in players.keys() - played.keys() for item in shares[index])
     failed: Counter[str] = Counter()
     for part in parts:
         failed.update(part.failed)
     return Evaluation(np.concatenate([part.rewards for part in parts]), dict(failed))
 
 
-@asynccontextmanager
-async def rolling_out(workers: Any, buffer: Any) -> AsyncIterator[None]:
-    """Workers play while the block runs; a worker that fails ends the block with its error."""
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            for worker in members(workers):
-                tasks.create_task(_run(worker))
-            yield
-            await within(CALL_DEADLINE_S, buffer.close.call_one(), "the buffer to close", on="buffer")
-    except BaseExceptionGroup as group:
-        raise group.exceptions[0] from None  # the others followed from it
-
-
-async def _run(worker: Any) -> None:
-    await worker.run.call_one()  # waits: as long as the run; lost processes are Monarch's to report
-
-
 class Observer:
     """Gathers the figures of a step from all actors. Rates and shares are over the time since the last step."""
 
-    def __init__(self, publisher: Publisher, workers: Any, buffer: Any, rollouts: Path) -> None:
+    def __init__(self, publisher: Publisher, workers: Crew, buffer: Any, rollouts: Path) -> None:
         self._publisher = publisher
         self._workers = workers
         self._buffer = buffer
@@ -222,6 +214,8 @@ class Observer:
         self._then = 0.0
         self._engines: dict[int, _Engine] = {}
         """The replicas that are there."""
+        self._stats: dict[tuple[str, int], WorkerStats] = {}
+        """The last of each process that was a worker, by name and pid."""
         self._drawn, self._device_s = 0, 0.0
         """Tokens drawn by all replicas, and seconds that their devices were busy, since ``begin``."""
 
@@ -239,7 +233,7 @@ class Observer:
             except Exception as error:
                 logger.warning("no figures of generator %d: %s", index, str(error).splitlines()[0])
                 return None
-            names = ("generated_tokens", "busy_seconds", "request_seconds", "devices")
+            names = ("pid", "generated_tokens", "busy_seconds", "request_seconds", "devices")
             return index, _Engine(*(found[name] for name in names))
 
         asked = [ask(index, generator) for index, generator in self._publisher.generators.items()]
@@ -252,13 +246,12 @@ class Observer:
             trained: what the update returned, of each trainer rank.
         """
         swap = self._publisher.last
-        calls = [
-            ("buffer", self._buffer.counts.call_one()),
-            ("rollout workers", self._workers.stats.call()),
-            ("rollout workers", self._workers.samples.call(8)),
-        ]
-        answers = [within(CALL_DEADLINE_S, call, f"the figures of the {on}", on=on) for on, call in calls]
-        counts, stats, samples = await asyncio.gather(*answers)
+        counts, stats, samples = await asyncio.gather(
+            within(CALL_DEADLINE_S, self._buffer.counts.call_one(), "the figures of the buffer", on="buffer"),
+            self._workers.ask(CALL_DEADLINE_S, "to tell its figures", lambda _, worker: worker.stats.call_one()),
+            self._workers.ask(CALL_DEADLINE_S, "to tell its rollouts", lambda _, worker: worker.samples.call_one(8)),
+        )
+        self._stats |= {(found.worker, found.pid): found for found in stats.values()}
         engines = await self._ask_engines()
         moment = now()
         elapsed = moment - self._then
@@ -283,11 +276,13 @@ class Observer:
             values["weights/served_version"] = swap.version
         values["buffer/admitted"] = counts.admitted
         values["buffer/trained"] = counts.trained
+        values["buffer/playing"], values["buffer/complete"] = counts.playing, counts.complete
         values["buffer/mib"] = counts.nbytes / 2**20
         values["buffer/order_waits"] = counts.order_waits
         values["buffer/order_wait_s"] = counts.order_wait_s
-        values |= self._lost(counts, list(stats.values()))
-        self._then, self._engines = moment, engines
+        values |= self._lost(counts, list(self._stats.values()))
+        self._then = moment
+        self._engines |= engines  # one that did not answer this time is counted from where it was
         with self._rollouts.open("a") as file:
             file.writelines(json.dumps(sample) + "\n" for batch in samples.values() for sample in batch)
         return values
@@ -307,6 +302,7 @@ class Observer:
 class _Engine:
     """What a replica has done."""
 
+    pid: int
     tokens: int
     busy_s: float
     request_s: float
@@ -314,10 +310,10 @@ class _Engine:
     devices: int
 
     def since(self, before: _Engine | None) -> _Engine:
-        if before is None:
+        if before is None or before.pid != self.pid:  # it was started anew
             return self
         busy_s, request_s = self.busy_s - before.busy_s, self.request_s - before.request_s
-        return _Engine(self.tokens - before.tokens, busy_s, request_s, self.devices)
+        return _Engine(self.pid, self.tokens - before.tokens, busy_s, request_s, self.devices)
 
 
 _GROUPED = {

@@ -6,23 +6,23 @@
 A version is committed by a replica only when all of it has arrived there, and served only when the checksums of what
 the engine then holds equal the trainer's. A replica that could not take a version is sent it again, ``attempts`` times
 in all, and is out of the routing while it serves nothing; one that is gone or does not answer is given up, and the run
-goes on with the rest. No version counts as published before every replica that is left serves it: the buffer's bound
-on the lag depends on it.
+goes on with the rest, and with the one that takes its place (``recovery.py``). No version counts as published before
+every replica that is left serves it: the buffer's bound on the lag depends on it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import re
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
 
+from monarch_rl.crew import last_line
 from monarch_rl.runtime import presence
-from monarch_rl.runtime.deadlines import now, within
+from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, now, within
 from monarch_rl.runtime.meshes import members
 from monarch_rl.weights.checksum import signed
 from monarch_rl.weights.manifest import Manifest, lay_out, make_manifest
@@ -30,8 +30,6 @@ from monarch_rl.weights.transport import SLOTS, TRANSPORTS, StillServing, Transf
 
 logger = logging.getLogger("monarch_rl")
 
-CALL_DEADLINE_S = 60.0
-"""Seconds for a call that waits for nobody else."""
 ANSWER_DEADLINE_S = 20.0
 """Seconds in which a living process answers that it is there, on a machine with all cores busy."""
 
@@ -73,7 +71,7 @@ class _Delivery:
     sent_bytes: int = 0
 
 
-@dataclass
+@dataclass(eq=False)
 class _Replica:
     index: int
     handle: Any
@@ -96,10 +94,14 @@ class Publisher:
     """Of the newest version that is served."""
     lost: dict[int, str] = field(default_factory=dict)
     """Replicas that were given up, and why."""
+    on_lost: Callable[[int, str], None] | None = None
+    """Hears of each, and says whether the run goes on when none is left; without it, that is an error here."""
     _ranks: list[Any] = field(default_factory=list, repr=False)
     _replicas: dict[int, _Replica] = field(default_factory=dict, repr=False)
     _deliveries: list[asyncio.Task[None]] = field(default_factory=list, repr=False)
-    _met: list[int] | None = field(default=None, repr=False)
+    _latest: asyncio.Task[None] | None = field(default=None, repr=False)
+    """The delivery that was begun last."""
+    _met: list[_Replica] | None = field(default=None, repr=False)
     """The replicas that are connected with the trainer ranks."""
     _newest: int | None = field(default=None, repr=False)
     """Version of the newest snapshot."""
@@ -112,31 +114,31 @@ class Publisher:
     async def connect(
         cls,
         trainer: Any,
-        generators: Sequence[Any],
+        generators: Mapping[int, Any],
         buffer: Any,
         settings: TransferSettings,
         dtype: str,
         routing: Routing | None = None,
     ) -> Publisher:
-        """Plan what a version consists of, and let trainer ranks and generators meet. ``dtype`` is the served one."""
+        """Plan what a version consists of, and let trainer ranks and generators, by index, meet. ``dtype``: served."""
         manifest = await _plan(trainer, dtype)
         publisher = cls(trainer, buffer, settings, manifest, routing, _ranks=members(trainer))
         publisher._frozen = await _frozen(trainer, dtype)
-        for index, generator in enumerate(generators):
+        for index, generator in generators.items():
             await publisher._verify_frozen(index, generator)
         if settings.transport == "auto":
             publisher.settings = await publisher._fastest(generators)
         await publisher._set_up_all(generators)
         return publisher
 
-    async def _set_up_all(self, generators: Sequence[Any]) -> None:
+    async def _set_up_all(self, generators: Mapping[int, Any]) -> None:
         set_up = self.trainer.weights_setup.call(self.manifest, self.settings)
         await within(CALL_DEADLINE_S, set_up, "trainer ranks to make room for snapshots", on="trainer ranks")
-        for index, generator in enumerate(generators):
+        for index, generator in generators.items():
             await self._set_up(index, generator)
         await self._meet(list(self._replicas.values()))
 
-    async def _fastest(self, generators: Sequence[Any]) -> TransferSettings:
+    async def _fastest(self, generators: Mapping[int, Any]) -> TransferSettings:
         """Send the weights by every transport, commit nothing, and choose; prints what was measured."""
         found: dict[TransportName, float] = {}
         for name in TRANSPORTS:
@@ -145,7 +147,7 @@ class Publisher:
                 await self._set_up_all(generators)
                 found[name] = await self._rehearse()
             except Exception as error:
-                logger.warning("transport %s does not work here: %s", name, _told(error))
+                logger.warning("transport %s does not work here: %s", name, last_line(error))
         if not found:
             raise PublishError("no transport works here; the reasons are above")
         rates = ", ".join(
@@ -208,29 +210,33 @@ class Publisher:
             await self._deliveries.pop(0)  # waits: every wait of a delivery has a deadline of its own
 
     async def add(self, index: int, generator: Any) -> None:
-        """Take in a replica that was started anew: it serves nothing before it serves the newest version, verified."""
+        """Take in a replica that was started anew; returns when it serves the newest version, verified.
+
+        Raises:
+            PublishError: it was given up again. What it raises is raised, too.
+        """
         if self._newest is None:
             raise RuntimeError("nothing has been published yet")
         await self._verify_frozen(index, generator)
         await self._set_up(index, generator)
         self.lost.pop(index, None)
-        self._send_on(self._newest)
+        await asyncio.shield(self._send_on(self._newest))  # waits: every wait of a delivery has a deadline of its own
+        if index in self.lost:
+            raise PublishError(f"generator {index} is lost again: {self.lost[index]}")
 
-    async def do_without(self, process: str) -> bool:
-        """Give up the replica that ``process`` (``"generator 1"``, ``"the engine of generator 1"``) belongs to.
+    async def give_up(self, index: int, why: str) -> None:
+        """Do without a replica from now on."""
+        self._give_up(index, why)
+        await self.reroute()
 
-        Returns:
-            Whether the run can go on: it was one of the replicas, and others are left.
+    async def reroute(self) -> None:
+        """Tell the rollout workers which replicas to ask.
+
+        One that only missed a transfer serves the version before, which is whole: nothing is published yet.
         """
-        found = re.search(r"\bgenerator (\d+)", process)
-        if found is None:
-            return False
-        index = int(found[1])
-        if index in self._replicas and len(self._replicas) > 1:
-            self._give_up(index, f"{process} does not answer, or is stopped")
-            self._met = None
-            await self._route_verified()
-        return index in self.lost
+        if self.routing is not None:
+            paused = [index for index, replica in self._replicas.items() if replica.serves is None]
+            await self.routing(paused, list(self.lost))  # waits: pipeline.routing has a deadline
 
     async def _snapshot(self, version: int) -> float:
         call = self.trainer.snapshot.call(version, version % SLOTS)
@@ -240,11 +246,11 @@ class Publisher:
 
     # -- one delivery ----------------------------------------------------------------------------------------------
 
-    def _send_on(self, version: int) -> None:
-        before = self._deliveries[-1] if self._deliveries else None
-        delivery = asyncio.create_task(self._deliver(version, before))
+    def _send_on(self, version: int) -> asyncio.Task[None]:
+        self._latest = delivery = asyncio.create_task(self._deliver(version, self._latest))
         delivery.add_done_callback(_heard)  # the next one fails of the same cause; one of them is awaited
         self._deliveries.append(delivery)
+        return delivery
 
     def _clear(self) -> None:
         while self._deliveries and self._deliveries[0].done():
@@ -261,23 +267,30 @@ class Publisher:
             failed: dict[int, Exception] = {}
             for part in parts:
                 failed |= await self._attempt(version, part, took)
+            left = {replica.index for replica in waiting if self._replicas.get(replica.index) is replica}
+            alone = failed.keys() <= left  # else who is gone is to blame, perhaps replaced by now
+            failed = {index: error for index, error in failed.items() if index in left}
             if not failed:
                 continue
             gone = await self._gone(failed)
-            if not gone and failed.keys() <= self._replicas.keys():  # else who is gone is to blame
+            asked = {replica.index: replica for replica in waiting}
+            failed = {index: error for index, error in failed.items() if self._replicas.get(index) is asked[index]}
+            if not gone and alone:
                 attempts += 1
             for index, error in failed.items():
                 if index in gone or (last and not gone):
                     why = gone.get(index) or f"no version in {attempts} attempts"
-                    self._give_up(index, f"{why}: {_told(error)}")
+                    self._give_up(index, f"{why}: {last_line(error)}")
                 elif index in self._replicas:
                     logger.warning(
                         "generator %d did not take version %d (attempt %d of %d) and is sent it again: %s",
-                        *(index, version, max(attempts, 1), self.settings.attempts, _told(error)),
+                        *(index, version, max(attempts, 1), self.settings.attempts, last_line(error)),
                     )
-            await self._route_verified()
+            await self.reroute()
             self._met = None
         if not self._replicas:
+            if self.on_lost is not None:  # the next one that comes is sent the newest version
+                return
             reasons = "; ".join(f"generator {index}: {why}" for index, why in self.lost.items())
             raise PublishError(f"no generator is left to serve version {version}. {reasons}")
         self.last = SwapReport(
@@ -289,7 +302,7 @@ class Publisher:
             self.manifest.nbytes,
             took.sent_bytes,
         )
-        await self._route(paused=[])
+        await self.reroute()
         if version > 0:
             call = self.buffer.published.call_one(version)
             await within(CALL_DEADLINE_S, call, "the buffer to release slots", on="buffer")
@@ -311,7 +324,7 @@ class Publisher:
             return failed
         started = now()
         try:
-            if self._met != [replica.index for replica in replicas]:
+            if self._met != replicas:
                 await self._meet(replicas)
             checksums, received = await self._transfer(version, replicas)
         except Exception as error:
@@ -385,7 +398,7 @@ class Publisher:
     async def _blame_trainer(self, version: int, error: Exception) -> None:
         rank = await self._absent_rank()
         if rank is not None:
-            raise PublishError(f"version {version} could not be sent: {rank} ({_told(error)})") from error
+            raise PublishError(f"version {version} could not be sent: {rank} ({last_line(error)})") from error
 
     async def _absent_rank(self) -> str | None:
         """None if all trainer ranks answer, or what is wrong with one of them."""
@@ -398,23 +411,18 @@ class Publisher:
         try:
             await within(ANSWER_DEADLINE_S, actor.ready.call_one(), f"{name} to say that it is there", on=name)
         except Exception as error:
-            return f"{name} does not answer: {_told(error)}"
+            return f"{name} does not answer: {last_line(error)}"
         return None
 
     def _give_up(self, index: int, why: str) -> None:
-        if self._replicas.pop(index, None) is None:  # meanwhile, by do_without
+        if self._replicas.pop(index, None) is None:  # meanwhile, by somebody else
             return
+        self._met = None
         self.lost[index] = why
         left = ", ".join(str(other) for other in self._replicas) or "none"
         logger.error("generator %d is lost (%s); generators left: %s", index, why, left)
-
-    async def _route_verified(self) -> None:
-        """One that only missed a transfer serves the version before, which is whole: nothing is published yet."""
-        await self._route(paused=[index for index, replica in self._replicas.items() if replica.serves is None])
-
-    async def _route(self, paused: list[int]) -> None:
-        if self.routing is not None:
-            await self.routing(paused, list(self.lost))  # waits: pipeline.routing has a deadline
+        if self.on_lost is not None:
+            self.on_lost(index, why)
 
     # -- meetings --------------------------------------------------------------------------------------------------
 
@@ -451,7 +459,7 @@ class Publisher:
         for error in answers:
             if isinstance(error, Exception):
                 raise error
-        self._met = [replica.index for replica in replicas]
+        self._met = list(replicas)
 
 
 async def _plan(trainer: Any, dtype: str) -> Manifest:
@@ -482,9 +490,3 @@ async def _frozen(trainer: Any, dtype: str) -> tuple[Manifest, dict[str, int]] |
 def _heard(delivery: asyncio.Task[None]) -> None:
     if not delivery.cancelled():
         delivery.exception()
-
-
-def _told(error: BaseException) -> str:
-    """The last line of an error that came from another process says what happened there."""
-    lines = [line for line in str(error).strip().splitlines() if line.strip()]
-    return lines[-1].strip() if lines else type(error).__name__

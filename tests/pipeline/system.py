@@ -92,7 +92,7 @@ class System:
         buffer = cluster.spawn("buffer", 1).spawn("buffer", Buffer, GROUPS, BufferSettings(1), version)
         plan = TrainerPlan(model, TrainerSettings(ranks, lr=lr, lora=lora), 100, 1.0, NEW_TOKENS)
         trainer = await pipeline.start_trainer(cluster, plan, buffer, first_slot=0)
-        publisher = await Publisher.connect(trainer, generators, buffer, transfer, "float32")
+        publisher = await Publisher.connect(trainer, dict(enumerate(generators)), buffer, transfer, "float32")
         system = cls(trainer, generators, buffer, publisher, version)
         await publisher.publish(version)
         await publisher.settled()
@@ -100,7 +100,9 @@ class System:
 
     async def publish_by(self, transfer: TransferSettings) -> None:
         """From here on send versions another way: the newest is sent again, to generators that take it as a first."""
-        self.publisher = await Publisher.connect(self.trainer, self.generators, self.buffer, transfer, "float32")
+        self.publisher = await Publisher.connect(
+            self.trainer, dict(enumerate(self.generators)), self.buffer, transfer, "float32"
+        )
         await self.publisher.publish(self.version)
         await self.publisher.settled()
 

@@ -32,7 +32,8 @@ def test_adapters_flow_while_sequences_are_drawn(tmp_path: Path) -> None:
         assert cluster is not None
 
         async def go() -> None:
-            generators = await pipeline.start_generators(cluster, model, ENGINES, first_slot=2, lora=LORA)
+            crew = await pipeline.start_generators(cluster, model, ENGINES, first_slot=2, lora=LORA)
+            generators = list(crew.handles.values())
             refusal = rf"generator 0 does not hold the model whose adapter is trained: 1 of \d+ tensors .*: {CHANGED}"
             with pytest.raises(Exception, match=refusal):
                 await System.start(cluster, other, generators, lr=1e-2, lora=LORA)

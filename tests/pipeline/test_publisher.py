@@ -184,12 +184,10 @@ def test_a_replica_given_up_while_its_answer_is_waited_for_does_not_disturb_the_
         harness = Harness(Replica(), Replica(ready=ready))
         publishing = asyncio.create_task(harness.publish(1))
         await asked.wait()
-        assert await harness.publisher.do_without("the engine of generator 1")
+        await harness.publisher.give_up(1, "it is stopped")
         answer.set_exception(RuntimeError("Killed(sig=9)"))
         await publishing
         assert list(harness.publisher.lost) == [1] and harness.served == [1]
-        assert not await harness.publisher.do_without("generator 0"), "the last one was given up"
-        assert not await harness.publisher.do_without("rollout worker 0")
 
     asyncio.run(go())
 
@@ -233,5 +231,62 @@ def test_two_versions_are_on_their_way_and_a_third_waits() -> None:
         await third
         await harness.publisher.settled()
         assert harness.served == [1, 2, 3]
+
+    asyncio.run(go())
+
+
+def test_one_that_comes_while_the_end_is_waited_for_is_sent_to_after_the_others() -> None:
+    """Two deliveries at once would use the same groups and slots."""
+
+    async def go() -> None:
+        gate, under_way, most = asyncio.Event(), 0, 0
+
+        async def receive(*_: Any) -> int:
+            nonlocal under_way, most
+            under_way += 1
+            most = max(most, under_way)
+            await gate.wait()
+            under_way -= 1
+            return 1
+
+        harness = Harness(Replica(receive=receive))
+        await harness.publisher._set_up(0, harness.replicas[0])
+        await harness.publisher.publish(1)
+        settling = asyncio.create_task(harness.publisher.settled())
+        while not under_way:
+            await asyncio.sleep(0)
+        harness.publisher.lost[1] = "killed"
+        adding = asyncio.create_task(harness.publisher.add(1, Replica(receive=receive)))
+        await asyncio.sleep(0.05)
+        gate.set()
+        await asyncio.gather(settling, adding)
+        assert most == 1 and list(harness.publisher.generators) == [0, 1] and not harness.publisher.lost
+
+    asyncio.run(go())
+
+
+def test_a_replica_is_not_blamed_for_the_silence_of_the_one_before() -> None:
+    """The old one is asked whether it is there, and is replaced before its silence is noticed."""
+
+    async def go() -> None:
+        silent, asked = asyncio.get_running_loop().create_future(), asyncio.Event()
+        answers = iter([None])
+
+        async def ready() -> None:
+            if next(answers, silent) is silent:
+                asked.set()
+                await silent
+
+        harness = Harness(Replica(), Replica(ready=ready, receive=says(RuntimeError("connection lost"))))
+        publishing = asyncio.create_task(harness.publish(1))
+        await asked.wait()
+        new = Replica()
+        await harness.publisher.give_up(1, "it is stopped")
+        adding = asyncio.create_task(harness.publisher.add(1, new))
+        while 1 not in harness.publisher.generators:
+            await asyncio.sleep(0)
+        silent.set_exception(RuntimeError("Killed(sig=9)"))
+        await asyncio.gather(publishing, adding)
+        assert harness.publisher.generators[1] is new and new.received and not harness.publisher.lost
 
     asyncio.run(go())

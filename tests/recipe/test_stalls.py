@@ -69,25 +69,42 @@ def stop(run: Launched, process: str) -> float:
 # Without lag, and with answers that take seconds to draw, the trainer waits for its batch when a step was just shown.
 TWO_WORKERS = ["--rollout.workers=2", "--rollout.concurrent-groups=4"]  # of 8 a step: either holds its half
 WAITING = ["--steps=500", "--buffer.max-policy-lag=0", "--rollout.max-new-tokens=100", "--generator.replicas=1"]
+ALONE = ["--recovery.restarts=0"]  # what is stopped is not replaced
 
 
-def test_a_stopped_rollout_worker_is_named_along_the_chain(start: Start, model: Path, tmp_path: Path) -> None:
+def test_a_stopped_rollout_worker_is_named_along_the_chain_and_replaced(
+    start: Start, model: Path, tmp_path: Path
+) -> None:
     run = start([sys.executable, *recipe(model, tmp_path / "runs", *WAITING, *TWO_WORKERS)])
-    since = stop(run, "rollout-1")
+    stop(run, "rollout1-0")
     # On a crowded machine the signal may come when the step after that is being summed up.
-    summing_up = r"controller has waited \d+ s for the figures of the rollout workers"
+    summing_up = r"controller has waited \d+ s for rollout worker 1 to tell its (figures|rollouts)"
     chain = (
         rf"({BATCH}group \d+, held by rollout worker 1 \(\d of 8 groups of the batch are in\)|{summing_up}); "
         r"rollout worker 1 stopped answering \d+ s ago; its process \d+ is stopped"
     )
-    report = ends_with(run, since, chain, tmp_path / "runs")
+    back = wait_for_line(run, r"^rollout worker 1 is back after \d+")
+    assert re.search(chain, run.output()), run.output()
+    (path,) = tmp_path.glob("runs/*/stall-*.txt")
+    report = path.read_text()
+    assert re.search(chain, report.splitlines()[0]), report
     assert "--- rollout worker 1\nProcess" in report, "no stacks by py-spy"
     assert re.search(r"--- (trainer rank \d|controller)\nthread ", report), "no stacks by the process itself"
     assert re.search(r"^rollout worker 0 \(process \d+\): answers", report, re.MULTILINE), "not every process is listed"
+    goes_on(run, back)
+
+
+def goes_on(run: Launched, after: re.Match[str]) -> None:
+    """Five more steps are made, and the run is ended."""
+    step = int(wait_for_line(run, r"^step (\d+)/500", after=after)[1])
+    wait_for_line(run, rf"^step {step + 5}/500", after=after)
+    run.process.terminate()
+    assert run.wait(STOP_S) == 143, run.output()
+    run.assert_gone(GONE_S)
 
 
 def test_a_stopped_engine_is_named_along_the_chain(start: Start, model: Path, tmp_path: Path) -> None:
-    run = start([sys.executable, *recipe(model, tmp_path / "runs", *WAITING)])
+    run = start([sys.executable, *recipe(model, tmp_path / "runs", *WAITING, *ALONE)])
     since = stop(run, "sglang::scheduler")
     drawing = (
         r"group (?P<group>\d+), held by rollout worker 0 \(\d of 8 groups of the batch are in\); "
@@ -109,14 +126,9 @@ def test_a_stopped_engine_is_named_along_the_chain(start: Start, model: Path, tm
 def test_a_stopped_replica_is_given_up_and_the_run_goes_on(
     start: Start, model: Path, tmp_path: Path, process: str
 ) -> None:
-    run = start([sys.executable, *recipe(model, tmp_path / "runs", "--steps=500")])
+    run = start([sys.executable, *recipe(model, tmp_path / "runs", "--steps=500", *ALONE)])
     stop(run, process)
-    lost = wait_for_line(run, r"^generator (\d) is lost \(.*(stopped|does not answer)")
-    after = int(wait_for_line(run, r"^step (\d+)/500", after=lost)[1])
-    wait_for_line(run, rf"^step {after + 5}/500", after=lost)
-    run.process.terminate()
-    assert run.wait(STOP_S) == 143, run.output()
-    run.assert_gone(GONE_S)
+    goes_on(run, wait_for_line(run, r"^generator (\d) is lost \(.*(stopped|does not answer)"))
 
 
 def test_a_blocked_trainer_rank_is_named_with_the_line_that_blocks_it(

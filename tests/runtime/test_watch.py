@@ -232,8 +232,11 @@ from monarch_rl.runtime.cluster import launch
 
 watch.END_S = 1.0
 
+async def spare(culprit):
+    return True
+
 async def main(cluster):
-    async with watch.watched(cluster, pathlib.Path({str(tmp_path)!r}), 1.0):
+    async with watch.watched(cluster, pathlib.Path({str(tmp_path)!r}), 1.0, spare):
         await asyncio.sleep(0.5)
         time.sleep(600)
 

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from monarch.actor import Actor, concurrent_endpoint
+from monarch.actor import concurrent_endpoint
 
 from monarch_rl.algorithms.packing import plan_microbatches
 from monarch_rl.buffer.core import Batch, BufferCore, Ticket
@@ -24,6 +24,7 @@ from monarch_rl.packed import PackedGroup, PackedShard
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import DeadlineExceeded, now
 from monarch_rl.runtime.presence import Wait
+from monarch_rl.runtime.resilient import ResilientActor
 
 
 class BufferClosed(RuntimeError):
@@ -39,7 +40,7 @@ class Lease:
     attempt: int = 0
 
 
-class Buffer(Actor):
+class Buffer(ResilientActor):
     """The one buffer of a run.
 
     Args:

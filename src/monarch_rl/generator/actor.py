@@ -13,14 +13,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from monarch.actor import Actor, Port, concurrent_endpoint
+from monarch.actor import Port, concurrent_endpoint
 
 from monarch_rl.adapter import FULL_TRAINING, LoraSettings
-from monarch_rl.generator.engine import CommitReport, Engine, GenerationError
+from monarch_rl.generator.engine import CommitReport, Engine, EngineStopped, GenerationError
 from monarch_rl.generator.link import Answer, Request, answer_all
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import within
+from monarch_rl.runtime.resilient import ResilientActor
 from monarch_rl.weights.manifest import Manifest
 from monarch_rl.weights.transport import Receiver, TransferSettings, make_receiver
 
@@ -39,7 +40,7 @@ class _Weights:
     """The version that has arrived completely."""
 
 
-class Generator(Actor):
+class Generator(ResilientActor):
     """A replica. ``setup`` first, then ``generate`` as often and as concurrently as you like."""
 
     def __init__(self) -> None:
@@ -49,6 +50,8 @@ class Generator(Actor):
         self._transfer_lock = asyncio.Lock()
         self._verified = asyncio.Event()
         """Set once a version was committed: nothing is drawn before."""
+        self._failed: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+        """Done when a request has failed for what is wrong with this replica."""
         self._replica = 0
         self._devices = 1
 
@@ -76,7 +79,7 @@ class Generator(Actor):
             settings.start_deadline_s,
             Engine.start(model_path, settings, replica, lora),
             f"SGLang's engine of generator {replica} to load {model_path}",
-            on=f"the engine of generator {replica}",
+            on="the start of an engine",  # its process computes, and is not known before it has
         )
         return time.perf_counter() - started
 
@@ -90,7 +93,12 @@ class Generator(Actor):
         if not self._verified.is_set():
             with presence.waiting("a version that is verified", on="controller"):
                 await self._verified.wait()  # waits: whoever asks keeps the deadline
-        await answer_all(requests, port, self._running.generate, GenerationError)
+        try:
+            await answer_all(requests, port, self._running.generate, GenerationError)
+        except Exception as error:  # no request's own fault
+            if not self._failed.done():
+                self._failed.set_result(error)
+            raise
 
     @concurrent_endpoint
     async def weights_setup(self, manifest: Manifest, settings: TransferSettings) -> float:
@@ -160,6 +168,14 @@ class Generator(Actor):
     async def ready(self) -> None:
         """Answer: this replica is alive. Raises EngineStopped if its engine is not."""
         self._running.check()
+
+    @concurrent_endpoint
+    async def lives(self) -> None:
+        """Return never; raise EngineStopped when the engine has ended, or what a request has failed of."""
+        ended = asyncio.ensure_future(self._running.ended())
+        ends: set[asyncio.Future[Any]] = {ended, self._failed}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)  # waits: as long as the replica lives
+        raise EngineStopped(ended.result()) if ended.done() else self._failed.result()
 
     @concurrent_endpoint
     async def stats(self) -> dict[str, Any]:

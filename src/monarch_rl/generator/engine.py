@@ -249,6 +249,10 @@ class Engine:
         if self._stopped.done():
             raise EngineStopped(self._stopped.result())  # waits: it is done
 
+    async def ended(self) -> str:
+        """Wait for the end of the engine; returns the reason."""
+        return await asyncio.shield(self._stopped)  # waits: as long as the engine lives
+
     async def generate(self, prompt_ids: list[int], sampling: Sampling, tell: Tell = nobody) -> Completion:
         """Draw tokens until a stop token or the length limit; waits while a commit is going on.
 

@@ -112,11 +112,16 @@ async def _collect(receiver: Any, call: asyncio.Future[None], asked: list[_Asked
     left = len(asked)
     while left:
         arriving = asyncio.ensure_future(_started(receiver.recv()))
-        # A call that ended well may be heard of before the last answers, one that failed is the end.
-        await asyncio.wait({arriving, call}, return_when=asyncio.FIRST_COMPLETED)  # waits: within _exchange's deadline
-        if not arriving.done():
-            call.result()
-        for index, found in await arriving:
+        try:
+            # A call that ended well may be heard of before the last answers, one that failed is the end.
+            ended = asyncio.FIRST_COMPLETED
+            await asyncio.wait({arriving, call}, return_when=ended)  # waits: within _exchange's deadline
+            if not arriving.done():
+                call.result()
+            came = await arriving  # waits: as above
+        finally:
+            arriving.cancel()
+        for index, found in came:
             if isinstance(found, Completion) and found.finish_reason == UNFINISHED:
                 asked[index].drawn.append(found)
                 continue

@@ -67,7 +67,7 @@ class Outbox:
                 if granted:
                     await self._put(granted)
             except Exception as error:
-                # Of whom it is does not matter: every group of the worker goes this way, and the run ends.
+                # Of whom it is does not matter: every group of the worker goes this way, and the worker is lost.
                 for parcel in [*new, *self._new, *self._granted]:
                     parcel.settle(error)
                 self._new, self._granted = [], []

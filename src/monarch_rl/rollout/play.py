@@ -52,7 +52,7 @@ async def play(
     Raises:
         EpisodeFailed: the environment raised or did not answer in time, or the episode may grow beyond ``limit``.
         DeadlineExceeded: the generator did not answer in time. It and other errors of the generator are not
-            this episode's fault and end the run.
+            this episode's fault: the first ends the run, others cost the worker.
     """
     turns: list[Turn] = []
     try:

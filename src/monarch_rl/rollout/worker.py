@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-from monarch.actor import Actor, concurrent_endpoint, current_rank
+from monarch.actor import concurrent_endpoint, current_rank
 
 from monarch_rl.episode import Episode, Group, Sampling
 from monarch_rl.rollout.admissions import Admissions
@@ -23,6 +24,7 @@ from monarch_rl.rollout.tasks import Item, TaskSettings, TaskSource, load_data_s
 from monarch_rl.rollout.tokenizer import Tokenizer
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import within
+from monarch_rl.runtime.resilient import ResilientActor
 
 RECENT_EPISODES = 256
 """Episodes behind the recent means and the samples."""
@@ -33,6 +35,7 @@ class WorkerStats:
     """What one worker did so far. Evaluation episodes are not in it."""
 
     worker: str
+    pid: int
     groups_playing: int
     groups_waiting: int
     """Group places that wait for a slot of the buffer, that is, for the trainer."""
@@ -83,9 +86,13 @@ class RoutedGenerators(GeneratorHandle, Protocol):
         """Send no new requests to the ``paused`` replicas, and ask others for what the ``lost`` ones owe."""
         ...
 
+    def replace(self, replica: int, handle: Any) -> None:
+        """From now on ``replica`` is the one behind ``handle``."""
+        ...
 
-class RolloutWorker(Actor):
-    """One process of the rollout mesh.
+
+class RolloutWorker(ResilientActor):
+    """One process that plays groups.
 
     Args:
         settings: how to play.
@@ -169,6 +176,7 @@ class RolloutWorker(Actor):
         rewards, tokens = zip(*self._recent, strict=True) if self._recent else ((), ())
         return WorkerStats(
             worker=self._name,
+            pid=os.getpid(),
             groups_playing=self._playing,
             groups_waiting=self._waiting,
             groups_put=self._groups["put"],
@@ -193,6 +201,16 @@ class RolloutWorker(Actor):
     async def route(self, paused: list[int], lost: list[int]) -> None:
         """Take note of replicas that take no new requests for now, and of those that are lost."""
         self._generator.route(paused, lost)
+
+    @concurrent_endpoint
+    async def replace(self, replica: int, handle: Any) -> None:
+        """From now on a generator is the one behind ``handle``."""
+        self._generator.replace(replica, handle)
+
+    @concurrent_endpoint
+    async def lives(self) -> None:
+        """Return never: the call fails when this process is lost."""
+        await asyncio.Event().wait()  # waits: as long as the process lives
 
     @concurrent_endpoint
     async def close(self) -> None:

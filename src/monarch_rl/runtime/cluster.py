@@ -58,10 +58,19 @@ FAULT_DEADLINE_S = 2.5
 """Seconds after which the loss of a process has been noticed: it is looked for every second."""
 STATE_DEADLINE_S = 20.0
 """Seconds of silence after which a host, or a process asked for its state, counts as lost."""
+KILL_DEADLINE_S = 5.0
+"""Seconds for a process to end itself when it is told to; a moment is normal."""
 LOOKOUT = "lookout"
 """The actor beside every other one."""
 HOST_DEADLINE_S = 8.0
 """Seconds for a host process to kill what is left below it and end."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Mesh:
+    name: str
+    mesh: ProcMesh
+    lookouts: list[Any]
 
 
 @dataclass
@@ -77,7 +86,8 @@ class Cluster:
     lookouts: list[tuple[str, list[Any]]] = field(default_factory=list)
     """Of every mesh spawned: its name, and a handle of each process's lookout, by rank."""
     _device_names: tuple[tuple[str, ...], ...] = ()
-    _meshes: list[tuple[str, ProcMesh]] = field(default_factory=list)
+    _meshes: list[_Mesh] = field(default_factory=list)
+    """Those that are to be stopped at the end."""
     _ending: bool = False
 
     @property
@@ -128,9 +138,26 @@ class Cluster:
 
         chosen = self.hosts.slice(hosts=slice(first_host, first_host + num_hosts))
         mesh = chosen.spawn_procs(per_host={"gpus": per_host}, name=name, bootstrap_command=bootstrap)
-        self._meshes.append((name, mesh))
-        self.lookouts.append((name, members(mesh.spawn(LOOKOUT, Lookout))))
+        lookouts = members(mesh.spawn(LOOKOUT, Lookout))
+        self._meshes.append(_Mesh(name, mesh, lookouts))
+        self.lookouts.append((name, lookouts))
         return mesh
+
+    async def kill(self, mesh: ProcMesh) -> None:
+        """End the processes of a mesh at once, before the end of the run. What has ended already stays as it is.
+
+        Not in order: Monarch ends actors along with the one that they call when that was stopped in order, and leaves
+        them alone when it was killed. Of a process that does not answer, because it is stopped, nothing more is
+        expected; the watch kills it.
+        """
+        (ended,) = [spawned for spawned in self._meshes if spawned.mesh is mesh]
+        self._meshes.remove(ended)
+        self.faults.clear()  # they are of what is replaced; those to come may end the run
+        deaths = [
+            within(KILL_DEADLINE_S, one.die.call_one(), f"{ended.name} to end", on="Monarch") for one in ended.lookouts
+        ]
+        for answer in await asyncio.gather(*deaths, return_exceptions=True):  # its own end keeps it from answering
+            logger.debug("killed %s: %s", ended.name, answer)
 
     def _place(self, name: str, first_slot: int, processes: int, slots_per_process: int) -> tuple[int, int]:
         """The first host and the number of hosts of a mesh that takes slots from ``first_slot``."""
@@ -164,7 +191,9 @@ class Cluster:
     async def _end(self) -> None:
         """Stop all meshes, then the hosts. What does not stop in time is named here, and killed with its host."""
         self._ending = True
-        stops = [_settled(mesh.stop("the run ends"), f"mesh {name} to stop") for name, mesh in self._meshes]
+        stops = [
+            _settled(spawned.mesh.stop("the run ends"), f"mesh {spawned.name} to stop") for spawned in self._meshes
+        ]
         await asyncio.gather(*stops)
         await _settled(self.hosts.shutdown(), "the hosts to shut down")
 
@@ -172,8 +201,8 @@ class Cluster:
 async def _settled(stop: Awaitable[Any], what: str) -> None:
     try:
         await within(STOP_DEADLINE_S, stop, what, on="Monarch")
-    except Exception as error:  # a mesh that failed cannot always be stopped; the host kills what is left
-        logger.warning("at the end of the run: %s", error)
+    except Exception as error:  # a mesh that failed cannot always be stopped; at the end the host kills what is left
+        logger.warning("not ended in order: %s", error)
 
 
 @contextmanager

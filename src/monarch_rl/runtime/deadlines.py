@@ -19,6 +19,10 @@ from monarch_rl.runtime import presence
 T = TypeVar("T")
 
 
+CALL_DEADLINE_S = 60.0
+"""Seconds for a call that waits for nobody else."""
+
+
 class DeadlineExceeded(TimeoutError):
     """A wait that took too long. The message names who waited, for what, since when."""
 

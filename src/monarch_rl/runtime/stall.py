@@ -19,7 +19,7 @@ IDLE_SHARE = 0.05
 to 0.03."""
 CONTROLLER = "controller"
 """The recipe's own process, as it is called in waits. It waits for everybody, and only moves messages."""
-OUTSIDE = ("the environment", "the disk")
+OUTSIDE = ("the environment", "the disk", "the start of an engine")
 """What waits may be on that is no process of the run: they have deadlines of their own, and are no stall."""
 LOST = ("zombie", "dead", "gone")
 """States of a process that is no more."""

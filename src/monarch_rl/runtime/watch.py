@@ -49,8 +49,8 @@ LOOKS = 5
 """Looks in ``stall_s``."""
 END_S = 20.0
 """Seconds for the controller to leave its loop in order; after that its process ends at once."""
-RECOVER_DEADLINE_S = 300.0
-"""Seconds that ``recover`` may take: a large engine takes minutes to start."""
+RECOVER_DEADLINE_S = 5.0
+"""Seconds for ``recover`` to say whether the run can go on; what it does about it comes after."""
 
 Recover = Callable[[str], Awaitable[bool]]
 """Takes a culprit's name; true if the run can go on."""
@@ -163,8 +163,9 @@ class Watch:
             logger.warning("nothing has advanced for %.0f s, but somebody is at work: %s", paused, sentence)
             return
         message = await self._report(picture, paused)
-        if culprits and await self._recovered(culprits[0].name):
-            await self._sight.kill(culprits[0])
+        spared = [culprit for culprit in culprits if await self._recovered(culprit.name)]
+        if culprits and spared == culprits:
+            await asyncio.gather(*(self._sight.kill(culprit) for culprit in culprits))
             self._forgive()
             return
         await self._end(message, culprits)
@@ -185,7 +186,7 @@ class Watch:
         return message
 
     async def _recovered(self, culprit: str) -> bool:
-        if self._recover is None:
+        if self._recover is None or culprit == CONTROLLER:  # it could not even be asked
             return False
         on_main = asyncio.run_coroutine_threadsafe(_awaited(self._recover(culprit)), self._main)
         try:

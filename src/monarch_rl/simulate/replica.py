@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import math
+import os
 from bisect import bisect_right
 from collections import deque
 from dataclasses import dataclass
@@ -99,6 +100,10 @@ class Replica:
     async def ready(self) -> None:
         """It is."""
 
+    async def lives(self) -> None:
+        """It is never lost."""
+        await asyncio.Event().wait()  # waits: as long as the run
+
     async def receive(self, version: int, slot: int) -> int:
         """The transfer, while decoding goes on."""
         await asyncio.sleep(self._costs.transfer_s)
@@ -128,6 +133,7 @@ class Replica:
         """Those of ``Generator.stats`` that the observer reads."""
         self._count()
         return {
+            "pid": os.getpid(),
             "generated_tokens": self._tokens * self._grain,
             "busy_seconds": self._busy_s,
             "request_seconds": self._request_s,

@@ -17,9 +17,11 @@ from monarch_rl import pipeline
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.ledger import Counts
 from monarch_rl.buffer.settings import BufferSettings
+from monarch_rl.crew import Crew
 from monarch_rl.generator.router import Router
 from monarch_rl.generator.settings import InFlight
 from monarch_rl.packed import PackedShard
+from monarch_rl.recovery import Recovery, RecoverySettings
 from monarch_rl.rollout.admissions import Admissions
 from monarch_rl.rollout.environment import Message
 from monarch_rl.rollout.outbox import Outbox
@@ -27,7 +29,7 @@ from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.tasks import Item, TaskSettings
 from monarch_rl.rollout.worker import RolloutWorker
 from monarch_rl.runtime import presence
-from monarch_rl.runtime.deadlines import Patience, now, within
+from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, Patience, now, within
 from monarch_rl.simulate.clock import run_virtual
 from monarch_rl.simulate.costs import Costs, uniform
 from monarch_rl.simulate.handles import LocalMesh
@@ -184,7 +186,7 @@ class System:
 
     buffer: Any
     trainer: Any
-    workers: Any
+    workers: Crew
     publisher: pipeline.Publisher
 
     @classmethod
@@ -202,7 +204,8 @@ class System:
             worker.connect(buffer, replicas)
         for name in ("buffer", *(f"rollout worker {rank}" for rank in range(plan.workers))):
             presence.dismiss(name)  # nobody watches, and a look at the clock every 50 ms is a long way in virtual hours
-        workers, generators = mesh(*rollout), [mesh(replica) for replica in replicas]
+        workers = Crew("rollout worker", "rollout", {rank: mesh(worker) for rank, worker in enumerate(rollout)})
+        generators = {index: mesh(replica) for index, replica in enumerate(replicas)}
         settings = TransferSettings(deadline_s=FOREVER_S)
         publisher = await pipeline.Publisher.connect(
             trainer, generators, buffer, settings, "float32", pipeline.routing(workers)
@@ -214,7 +217,9 @@ class System:
     async def steps(self, count: int, batch_deadline_s: float) -> AsyncIterator[dict[str, float]]:
         """The recipe's loop; the metrics of each step."""
         observer = pipeline.Observer(self.publisher, self.workers, self.buffer, Path(os.devnull))
-        async with pipeline.rolling_out(self.workers, self.buffer):
+        generators = Crew("generator", "generator", self.publisher.generators)
+        recovery = Recovery(generators, self.workers, self.publisher, self.buffer, RecoverySettings())
+        async with recovery.tended(), recovery.rolling_out():
             await observer.begin()
             patience = Patience(batch_deadline_s, floor_s=batch_deadline_s)
             for version in range(count):
@@ -226,7 +231,7 @@ class System:
 
     async def counts(self) -> Counts:
         call = self.buffer.counts.call_one()
-        found: Counts = await within(pipeline.CALL_DEADLINE_S, call, "the buffer's counts", on="buffer")
+        found: Counts = await within(CALL_DEADLINE_S, call, "the buffer's counts", on="buffer")
         return found
 
 
@@ -243,7 +248,7 @@ class SimulatedTrainer:
         started = now()
         take = self._buffer.take.call_one(version, 0, 1, 2**62, batch_deadline_s)
         what = f"the batch of step {version + 1}"
-        shard: PackedShard = await within(batch_deadline_s + pipeline.CALL_DEADLINE_S, take, what, on="buffer")
+        shard: PackedShard = await within(batch_deadline_s + CALL_DEADLINE_S, take, what, on="buffer")
         taken = now()
         await asyncio.sleep(self._costs.trainer.step_s + self._token_s * shard.trainable_tokens)
         return {"tokens": float(shard.trainable_tokens), "wait_s": taken - started, "step_s": now() - taken}

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-from monarch.actor import Actor, concurrent_endpoint, current_rank
+from monarch.actor import concurrent_endpoint, current_rank
 
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.network import host_address
+from monarch_rl.runtime.resilient import ResilientActor
 from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.weights.checksum import ShardChecksums
 from monarch_rl.weights.manifest import Manifest
@@ -44,7 +45,7 @@ class TrainerPlan:
     """Tokens that an episode may draw: the normaliser of the ``constant`` aggregation."""
 
 
-class Trainer(Actor):
+class Trainer(ResilientActor):
     """One rank. All ranks get every call; training runs on one thread, checksums on another."""
 
     def __init__(self, plan: TrainerPlan, buffer: Any) -> None:

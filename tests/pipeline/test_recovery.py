@@ -1,0 +1,346 @@
+"""Who is started again, how often, and what a run says that ends for it: handles that answer as told, no processes.
+
+What real processes do when they are killed, stopped or fail is tests/recipe/test_chaos.py's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from monarch_rl.crew import Crew, Way
+from monarch_rl.recovery import CrewLost, Recovery, RecoverySettings
+from monarch_rl.runtime.deadlines import DeadlineExceeded
+from monarch_rl.simulate.clock import run_virtual
+
+
+class Worker:
+    """A handle of a rollout worker or a generator; ``fail`` lets it end."""
+
+    def __init__(self) -> None:
+        self.end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.work: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.replaced: list[tuple[int, Any]] = []
+        self.runs = 0
+        self.deaf = False
+        for name in ("lives", "run", "replace"):
+            setattr(self, name, SimpleNamespace(call_one=getattr(self, f"_{name}")))
+
+    async def _lives(self) -> None:
+        await asyncio.shield(self.end)
+
+    async def _run(self) -> None:
+        self.runs += 1
+        await asyncio.shield(self.work)
+
+    async def _replace(self, index: int, handle: Any) -> None:
+        if self.deaf:
+            raise DeadlineExceeded("waited 60 s")
+        self.replaced.append((index, handle))
+
+    def fail(self, why: str) -> None:
+        self.end.set_exception(RuntimeError(why))
+
+
+class Stage:
+    """Two generators and two workers, a publisher and a buffer that note what they are told."""
+
+    def __init__(self, folder: Path, replaceable: bool = True, **settings: Any) -> None:
+        self.started: dict[str, list[Worker]] = {"generator": [], "rollout worker": []}
+        self.stopped: list[Any] = []
+        self.events: list[tuple[Any, ...]] = []
+        self.broken: dict[str, str] = {}
+        """By kind: why no other one starts."""
+        cluster: Any = SimpleNamespace(kill=self._stop)
+
+        def crew(kind: str) -> Crew:
+            way = Way(cluster, lambda index: self._spawn(kind, index), lambda *_: self._set_up(kind))
+            return Crew(kind, kind.split()[0], {index: Worker() for index in range(2)}, way if replaceable else None)
+
+        self.generators, self.workers = crew("generator"), crew("rollout worker")
+        publisher: Any = SimpleNamespace(on_lost=None, lost={}, give_up=self._noting("give up"))
+        publisher.add, publisher.reroute = self._add, self._reroute
+        self.publisher_adds_fail = False
+        self.hold: asyncio.Event | None = None
+        """What telling the workers the routing waits for."""
+        self.publisher = publisher
+        buffer = SimpleNamespace(
+            release=SimpleNamespace(call_one=self._noting("release", [4, 5])),
+            close=SimpleNamespace(call_one=self._noting("close")),
+        )
+        self.file = folder / "losses.jsonl"
+        self.recovery = Recovery(self.generators, self.workers, publisher, buffer, RecoverySettings(**settings), folder)
+
+    async def _stop(self, mesh: Any) -> None:
+        self.stopped.append(mesh)
+
+    def _spawn(self, kind: str, index: int) -> tuple[Any, Worker]:
+        worker = Worker()
+        self.started[kind].append(worker)
+        return f"mesh of {kind} {index}", worker
+
+    async def _set_up(self, kind: str) -> None:
+        if kind in self.broken:
+            raise ValueError(self.broken[kind])
+
+    async def _add(self, index: int, generator: Any) -> None:
+        self.events.append(("add", index, generator))
+        if self.publisher_adds_fail:
+            raise RuntimeError("no version in 3 attempts")
+        self.publisher.lost.pop(index, None)
+
+    async def _reroute(self) -> None:
+        if self.hold is not None:
+            self.events.append(("reroute waits",))
+            await self.hold.wait()
+        self.events.append(("reroute",))
+
+    def _noting(self, what: str, answer: Any = None) -> Callable[..., Awaitable[Any]]:
+        async def note(*values: Any) -> Any:
+            self.events.append((what, *values))
+            return answer
+
+        return note
+
+    async def until(self, condition: Callable[[], Any]) -> None:
+        async with asyncio.timeout(10):
+            while not condition():
+                await asyncio.sleep(0.001)
+
+    def losses(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.file.read_text().splitlines()] if self.file.exists() else []
+
+    def gave_up(self) -> bool:
+        return any("given_up" in row for row in self.losses())
+
+    def returns(self) -> float:
+        return self.recovery.metrics()["recovery/returned"]
+
+
+def played(folder: Path, test: Callable[[Stage], Awaitable[None]], **settings: Any) -> None:
+    async def go() -> None:
+        await test(Stage(folder, **settings))
+
+    asyncio.run(go())
+
+
+def test_a_lost_generator_is_replaced_and_added(tmp_path: Path) -> None:
+    async def test(stage: Stage) -> None:
+        async with stage.recovery.tended():
+            stage.generators.handles[1].fail("process ended\nKilled(sig=9)")
+            await stage.until(stage.returns)
+        (new,) = stage.started["generator"]
+        assert stage.events == [("give up", 1, "Killed(sig=9)"), ("add", 1, new)]
+        assert stage.generators.handles[1] is new
+        assert [worker.replaced for worker in stage.workers.handles.values()] == [[(1, new)]] * 2
+        lost, back = stage.losses()
+        assert lost["who"] == back["who"] == "generator 1" and "Killed(sig=9)" in lost["cause"]
+        assert back["back_after_s"] >= 0
+        assert stage.recovery.metrics() == {"recovery/lost": 1.0, "recovery/returned": 1.0}
+
+    played(tmp_path, test)
+
+
+@pytest.mark.parametrize("how", ["its process", "its work", "the watch"])
+def test_a_lost_worker_leaves_its_groups_and_another_plays(tmp_path: Path, how: str) -> None:
+    async def test(stage: Stage) -> None:
+        async with stage.recovery.tended(), stage.recovery.rolling_out():
+            lost = stage.workers.handles[0]
+            await asyncio.sleep(0)
+            if how == "its process":
+                lost.fail("Killed(sig=9)")
+            elif how == "its work":
+                lost.work.set_exception(RuntimeError("no such item"))
+            else:
+                assert await stage.recovery.recover("rollout worker 0")
+            await stage.until(stage.returns)
+            (new,) = stage.started["rollout worker"]
+            assert stage.events == [("release", "rollout worker 0"), ("reroute",)]
+            assert new.runs == 1
+            stage.workers.handles[1].work.set_result(None)
+            new.work.set_result(None)  # it was asked to play, or this would end nothing
+        assert stage.events[-1] == ("close",)
+
+    played(tmp_path, test)
+
+
+def test_a_replica_that_the_publisher_gives_up_is_replaced(tmp_path: Path) -> None:
+    async def test(stage: Stage) -> None:
+        async with stage.recovery.tended():
+            await asyncio.sleep(0)
+            stage.publisher.on_lost(0, "no version in 3 attempts")
+            await stage.until(stage.returns)
+        assert stage.losses()[0]["cause"] == "no version in 3 attempts"
+        assert stage.publisher.on_lost is None
+
+    played(tmp_path, test)
+
+
+def test_a_replacement_that_does_not_start_is_tried_as_often_as_allowed(tmp_path: Path) -> None:
+    async def test(stage: Stage) -> None:
+        stage.broken["generator"] = "out of memory"
+        async with stage.recovery.tended():
+            stage.generators.handles[0].fail("Killed(sig=9)")
+            await stage.until(
+                lambda: any("given_up" in row for row in stage.losses()) if stage.file.exists() else False
+            )
+            assert len(stage.started["generator"]) == 2 and list(stage.generators.handles) == [1]
+            assert await stage.recovery.recover("generator 1"), "another one may be started in its place"
+
+    played(tmp_path, test, restarts=2)
+
+
+def test_a_crash_loop_ends_with_its_first_cause(tmp_path: Path) -> None:
+    async def test(stage: Stage) -> None:
+        stage.broken["rollout worker"] = "a consequence"
+        with pytest.raises(CrewLost) as ended:
+            async with stage.recovery.tended():
+                stage.workers.handles[1].fail("the disk is full")
+                await stage.until(
+                    lambda: any("given_up" in row for row in stage.losses()) if stage.file.exists() else False
+                )
+                stage.workers.handles[0].fail("Killed(sig=9)")
+                await asyncio.sleep(30)
+        assert "no rollout worker is left. The first loss was that of rollout worker 1: the disk is full" in str(
+            ended.value
+        )
+        assert "The last one was that of rollout worker 0, 3 times: a consequence" in str(ended.value)
+
+    played(tmp_path, test, restarts=2)
+
+
+def test_the_first_cause_is_that_of_a_series_and_not_of_long_ago(tmp_path: Path) -> None:
+    """Each loss comes within the time after the one before, and all of them together take longer."""
+
+    async def test(stage: Stage) -> None:
+        with pytest.raises(CrewLost) as ended:
+            async with stage.recovery.tended():
+                stage.workers.handles[1].fail("unrelated")
+                await asyncio.sleep(150)
+                for index, why in ((1, "the disk is full"), (0, "one consequence"), (1, "another"), (0, "and another")):
+                    stage.workers.handles[index].fail(why)
+                    await asyncio.sleep(60)
+                stage.broken["rollout worker"] = "no device"
+                for index in (1, 0):
+                    stage.workers.handles[index].fail("the last of them")
+                    await asyncio.sleep(30)
+        assert stage.returns() == 5
+        assert "The first loss was that of rollout worker 1: the disk is full" in str(ended.value)
+
+    async def go() -> None:
+        await test(Stage(tmp_path, restarts=1, per_s=100))
+
+    run_virtual(go())
+
+
+def test_what_is_given_up_is_ended(tmp_path: Path) -> None:
+    async def test(stage: Stage) -> None:
+        async with stage.recovery.tended():
+            stage.publisher_adds_fail = True
+            stage.generators.handles[0].fail("Killed(sig=9)")
+            await stage.until(stage.gave_up)
+            assert stage.stopped == ["mesh of generator 0"] * 2
+            assert list(stage.generators.handles) == [1]
+
+    played(tmp_path, test, restarts=2)
+
+
+def test_a_worker_that_comes_while_playing_begins_is_asked_once(tmp_path: Path) -> None:
+    async def test(stage: Stage) -> None:
+        async with stage.recovery.tended():
+            stage.hold = asyncio.Event()
+            stage.workers.handles[0].fail("Killed(sig=9)")
+            await stage.until(lambda: ("reroute waits",) in stage.events)
+            async with stage.recovery.rolling_out():
+                stage.hold.set()
+                await stage.until(stage.returns)
+                await asyncio.sleep(0.01)
+                assert [worker.runs for worker in stage.workers.handles.values()] == [1, 1]
+                for worker in stage.workers.handles.values():
+                    worker.work.set_result(None)
+
+    played(tmp_path, test)
+
+
+def test_a_worker_that_does_not_hear_of_a_new_generator_is_replaced_too(tmp_path: Path) -> None:
+    async def test(stage: Stage) -> None:
+        async with stage.recovery.tended():
+            stage.workers.handles[1].deaf = True
+            stage.generators.handles[0].fail("Killed(sig=9)")
+            await stage.until(lambda: stage.returns() == 2)
+            assert {row["who"] for row in stage.losses()} == {"generator 0", "rollout worker 1"}
+
+    played(tmp_path, test)
+
+
+def test_one_that_has_not_said_its_name_is_known_by_its_mesh(tmp_path: Path) -> None:
+    async def test(stage: Stage) -> None:
+        async with stage.recovery.tended():
+            await asyncio.sleep(0)
+            assert await stage.recovery.recover("generator1 0")
+            assert not await stage.recovery.recover("trainer 0")
+            await stage.until(stage.returns)
+            assert stage.losses()[0]["who"] == "generator 1"
+
+    played(tmp_path, test)
+
+
+def test_one_that_was_lost_before_is_replaced(tmp_path: Path) -> None:
+    """Such as one that did not take the first version."""
+
+    async def test(stage: Stage) -> None:
+        stage.publisher.lost[1] = "no version in 3 attempts"
+        async with stage.recovery.tended():
+            await stage.until(stage.returns)
+        assert stage.losses()[0]["cause"] == "no version in 3 attempts"
+
+    played(tmp_path, test)
+
+
+def test_losses_long_ago_do_not_count(tmp_path: Path) -> None:
+    async def test(stage: Stage) -> None:
+        async with stage.recovery.tended():
+            for times in range(1, 5):
+                stage.generators.handles[0].fail("Killed(sig=9)")
+                await stage.until(functools.partial(lambda so_far: stage.returns() == so_far, times))
+                await asyncio.sleep(0.02)
+        assert len(stage.started["generator"]) == 4
+
+    played(tmp_path, test, restarts=1, per_s=0.01)
+
+
+def test_without_restarts_the_others_go_on_and_the_last_one_cannot_be_spared(tmp_path: Path) -> None:
+    async def test(stage: Stage) -> None:
+        async with stage.recovery.tended():
+            await asyncio.sleep(0)
+            assert await stage.recovery.recover("the engine of generator 1")
+            await stage.until(lambda: list(stage.generators.handles) == [0])
+            assert not await stage.recovery.recover("generator 0")
+            assert not await stage.recovery.recover("trainer rank 0")
+
+    played(tmp_path, test, restarts=0)
+
+
+def test_a_worker_that_waited_in_vain_for_somebody_else_ends_the_run(tmp_path: Path) -> None:
+    async def test(stage: Stage) -> None:
+        with pytest.raises(DeadlineExceeded, match="a free slot"):
+            async with stage.recovery.tended(), stage.recovery.rolling_out():
+                stage.workers.handles[0].work.set_exception(DeadlineExceeded("waited 5 s for a free slot"))
+                await asyncio.sleep(30)
+        assert not stage.started["rollout worker"]
+
+    played(tmp_path, test)
+
+
+def test_bad_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"recovery\.restarts"):
+        RecoverySettings(restarts=-1)
+    with pytest.raises(ValueError, match=r"recovery\.per-s"):
+        RecoverySettings(per_s=0)
