@@ -1,0 +1,239 @@
+"""What becomes of a run in which every kind of replaceable process is killed, stopped, ended and made to fail.
+
+    python benchmarks/chaos.py
+    python benchmarks/chaos.py --seed 3 --steps 200
+
+A real run of recipes/grpo.py on the tiny model, two replicas and two rollout workers. One fault after the other, in an
+order, at victims and after pauses that follow from the seed. Then the run goes on to its end. Checked: it ends well,
+the lag bound holds at every step, every batch is full and every admitted group is accounted for, every lost process
+came back, and no process is left. Prints a table (docs/failures.md) and, last, the figures as one line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+from reporting import run_benchmark
+
+ROOT = Path(__file__).parents[1]
+RECIPE = Path(__file__).with_name("chaos_recipe.py")
+RUN_S = 1200.0
+"""Seconds for the whole run."""
+FAULT_S = 180.0
+"""Seconds from a fault until the process is back, on cores that are shared."""
+GONE_S = 15.0
+"""Seconds after the end of the run in which its last process ends."""
+Do = Callable[[psutil.Process], Any]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Faults in a running run (see the top of this file)."""
+
+    seed: int = 0
+    """Of order, victims and pauses."""
+    steps: int = 150
+    """Steps of the run: they must last until all faults have happened."""
+    pause_s: float = 2.0
+    """Longest pause between a return and the next fault."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that happens to a process."""
+
+    kind: str
+    """Of the process."""
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.what}"
+
+
+SIGNALLED = ("generator", "engine", "rollout worker", "scorer")
+FAULTS = [Fault(kind, what) for kind in SIGNALLED for what in ("SIGKILL", "SIGSTOP")]
+FAULTS += [Fault("rollout worker", what) for what in ("exception", "os._exit")]
+
+
+class Run:
+    """The run, seen from outside: its processes, and what it writes."""
+
+    def __init__(self, s: Settings, scratch: Path) -> None:
+        self._scratch, self._mark = scratch, uuid.uuid4().hex
+        self.log = scratch / "log"
+        sizes = ["--groups-per-step=8", "--held-out=16", "--rollout.workers=2", "--rollout.concurrent-groups=16"]
+        flags = [f"--steps={s.steps}", f"--output={scratch}/runs", "--recovery.restarts=10", *sizes]
+        # SGLang's processes change their title, which by default destroys the environment that they are found by.
+        environment = {**os.environ, "MONARCH_RL_CHAOS": self._mark, "SPT_NOENV": "1", "OMP_NUM_THREADS": "1"}
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, str(RECIPE), str(scratch), *flags],
+                cwd=ROOT,
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def processes(self) -> list[psutil.Process]:
+        """All that run now."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.status() != psutil.STATUS_ZOMBIE and process.environ().get("MONARCH_RL_CHAOS") == self._mark:
+                    found.append(process)
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+        return found
+
+    def victim(self, kind: str, index: int) -> psutil.Process:
+        """The process of a kind: of a worker's scoring processes the first one."""
+        mesh = "generator" if kind in ("generator", "engine") else "rollout"
+        (actor,) = [found for found in self.processes() if _is_actor(found, f"{mesh}{index}-")]
+        if kind == "engine":
+            (found,) = [p for p in actor.children() if p.cmdline()[0].startswith("sglang::scheduler")]
+        elif kind == "scorer":
+            found = next(p for p in actor.children() if "spawn_main" in " ".join(p.cmdline()))
+        else:
+            found = actor
+        return found
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        """The lines of a file of the run's folder."""
+        texts = [path.read_text() for path in self._scratch.glob(f"runs/*/{name}")]
+        return [json.loads(line) for text in texts for line in text.splitlines()]
+
+    def said(self) -> str:
+        """The end of what the run has printed."""
+        return "\n".join(self.log.read_text().splitlines()[-100:])
+
+    def steps(self) -> list[dict[str, Any]]:
+        return [row for row in self.rows("metrics.jsonl") if "time/step_s" in row]
+
+    def until(self, condition: Callable[[], Any], what: str, seconds: float = FAULT_S) -> Any:
+        """Wait for something to be there while the run goes on; gives it."""
+        deadline = time.monotonic() + seconds
+        while not (found := condition()):
+            if self.process.poll() is not None:
+                raise RuntimeError(f"the run ended before {what}:\n{self.said()}")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{what}: not within {seconds:g} s\n{self.said()}")
+            time.sleep(0.1)
+        return found
+
+    def until_next_step(self) -> None:
+        shown = len(self.steps())
+        self.until(lambda: len(self.steps()) > shown, "another step")
+
+    def end(self) -> None:
+        """Kill what is left."""
+        for process in self.processes():
+            process.kill()
+
+
+def _is_actor(process: psutil.Process, name: str) -> bool:
+    try:
+        called = process.environ().get("HYPERACTOR_PROCESS_NAME", "")
+        return called.startswith(name) and "bootstrap_main" in " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return False
+
+
+def strike(run: Run, fault: Fault, index: int, scratch: Path) -> dict[str, Any]:
+    """Let ``fault`` happen; when it was noticed and when the process was back, in seconds after it."""
+    victim = run.until(lambda: _found(lambda: run.victim(fault.kind, index)), f"a {fault.kind}")
+    struck = time.time()
+    if fault.what.startswith("SIG"):
+        victim.send_signal(signal.Signals[fault.what])
+    else:
+        (scratch / f"{fault.what}-{index}").touch()
+    if fault.kind == "scorer":
+        run.until(lambda: _found(lambda: run.victim("scorer", index).pid != victim.pid), "another scorer")
+        seconds = time.time() - struck
+        return {"noticed_s": seconds, "back_s": seconds, "happened": "another scoring process"}
+    name = f"{'rollout worker' if fault.kind == 'rollout worker' else 'generator'} {index}"
+
+    def told(key: str) -> Any:
+        found = [row["time"] for row in run.rows("losses.jsonl") if row["who"] == name and key in row]
+        return next((when for when in found if when > struck), None)
+
+    noticed = run.until(lambda: told("cause"), f"{name} to be missed")
+    (scratch / "slow").touch()
+    back = run.until(lambda: told("back_after_s"), f"{name} to be back")
+    (scratch / "slow").unlink()
+    happened = "another replica, verified" if "generator" in name else "another worker; its groups begun anew"
+    return {"noticed_s": noticed - struck, "back_s": back - struck, "happened": happened}
+
+
+def _found(look: Callable[[], Any]) -> Any:
+    """What is looked for, or None while it is not there."""
+    try:
+        return look()
+    except (StopIteration, ValueError, psutil.NoSuchProcess):
+        return None
+
+
+def check(run: Run, s: Settings) -> dict[str, float]:
+    """Raise if the run did not end as it should; its figures."""
+    if run.process.wait(RUN_S) != 0:
+        raise RuntimeError(f"exit code {run.process.returncode}:\n{run.said()}")
+    deadline = time.monotonic() + GONE_S
+    while left := run.processes():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"left behind: {left}")
+        time.sleep(0.1)
+    steps = run.steps()
+    wrong = [row for row in steps if row["lag/max"] > 2 or row["buffer/trained"] != 8 * row["step"]]
+    for row in steps:
+        dropped = sum(count for name, count in row.items() if name.startswith("dropped/") and "episode" not in name)
+        if row["buffer/admitted"] != row["buffer/trained"] + row["buffer/playing"] + row["buffer/complete"] + dropped:
+            wrong.append(row)
+    if wrong or [row["step"] for row in steps] != list(range(1, s.steps + 1)):
+        raise RuntimeError(f"{len(steps)} steps, of which wrong: {wrong}")
+    last = steps[-1]
+    if last["recovery/lost"] != last["recovery/returned"]:
+        raise RuntimeError(f"{last['recovery/lost']} losses, {last['recovery/returned']} returns")
+    return {"steps": len(steps), "largest_lag": max(row["lag/max"] for row in steps), "losses": last["recovery/lost"]}
+
+
+def main(s: Settings) -> None:
+    rng = random.Random(s.seed)
+    faults = rng.sample(FAULTS, len(FAULTS))
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        run = Run(s, scratch)
+        try:
+            rows = []
+            run.until(run.steps, "the first step", RUN_S)
+            for fault in faults:
+                run.until_next_step()
+                time.sleep(rng.uniform(0.0, s.pause_s))
+                rows.append({"fault": str(fault)} | strike(run, fault, rng.randrange(2), scratch))
+                print(
+                    f"{fault}: noticed after {rows[-1]['noticed_s']:.1f} s, back after {rows[-1]['back_s']:.1f} s",
+                    flush=True,
+                )
+            figures = check(run, s)
+        finally:
+            run.end()
+    print("\n| fault | what happened | noticed after s | back after s |\n|---|---|---|---|")
+    for row in sorted(rows, key=lambda row: str(row["fault"])):
+        print(f"| {row['fault']} | {row['happened']} | {row['noticed_s']:.1f} | {row['back_s']:.1f} |")
+    print(json.dumps({"seed": s.seed} | figures | {"faults": rows}))
+
+
+if __name__ == "__main__":
+    run_benchmark(main, Settings, __doc__)

@@ -1,0 +1,27 @@
+"""Every kind of replaceable process is killed, stopped, ended and made to fail in a run, one after the other."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.recipe.running import ROOT
+
+RUN_S = 1500.0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_run_survives_every_fault() -> None:
+    """The driver raises if the bound, the account of groups, a return or the end of all processes is not as it should
+    be: see benchmarks/chaos.py."""
+    script = ROOT / "benchmarks" / "chaos.py"
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=RUN_S, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = json.loads(done.stdout.splitlines()[-1])
+    assert figures["steps"] >= 30 and len(figures["faults"]) == 10
+    assert figures["losses"] == 8, "a scoring process is its worker's to replace, and nothing else may be lost"
+    assert figures["largest_lag"] <= 2
