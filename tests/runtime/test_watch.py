@@ -152,6 +152,27 @@ def test_a_culprit_that_is_replaced_does_not_end_the_run(cluster: Cluster, tmp_p
     run(test)
 
 
+@pytest.mark.parametrize("machine", ["this machine", "another machine"])
+def test_what_is_replaced_is_ended_even_if_it_does_not_answer(
+    cluster: Cluster, machine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It must not keep the device of the process that takes its place."""
+    if machine == "another machine":
+        monkeypatch.setattr("monarch_rl.runtime.lookout.machine", lambda: "the controller's")
+        monkeypatch.delattr("monarch_rl.runtime.lookout.kill")
+
+    async def test() -> None:
+        await players(cluster, "trainer rank")
+        mesh = cluster.spawn("generator", 1)
+        pid = await within(PATIENCE_S, mesh.spawn("player", Player, "generator").pid.call_one(), "it", on="Monarch")
+        await cluster.introduce(mesh)
+        os.kill(pid, signal.SIGSTOP)
+        await cluster.kill(mesh)
+        await asyncio.to_thread(wait_until_dead, pid, 10)
+
+    run(test)
+
+
 def test_who_computes_is_left_alone_however_long_and_shows_in_the_lag(
     cluster: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

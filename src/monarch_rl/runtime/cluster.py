@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from monarch_rl import runtime
-from monarch_rl.runtime.deadlines import within
+from monarch_rl.runtime import lookout
+from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, DeadlineExceeded, within
 from monarch_rl.runtime.devices import Devices, TooFewDevices, devices, launched_by_torchrun, visible_devices
 from monarch_rl.runtime.distributed import init_torch_distributed_env
 from monarch_rl.runtime.host import HostProcess
@@ -66,11 +67,13 @@ HOST_DEADLINE_S = 8.0
 """Seconds for a host process to kill what is left below it and end."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Mesh:
     name: str
     mesh: ProcMesh
     lookouts: list[Any]
+    places: list[tuple[str, int]] = field(default_factory=list)
+    """Machine and pid of each process, once they are known."""
 
 
 @dataclass
@@ -143,21 +146,44 @@ class Cluster:
         self.lookouts.append((name, lookouts))
         return mesh
 
+    async def introduce(self, mesh: ProcMesh) -> None:
+        """Learn where the processes of a mesh are, so that :meth:`kill` can end those that do not answer."""
+        (known,) = [spawned for spawned in self._meshes if spawned.mesh is mesh]
+        what = f"{known.name} to say how it is"
+        looks = [within(CALL_DEADLINE_S, one.look.call_one(), what, on="Monarch") for one in known.lookouts]
+        known.places = [(seen.machine, seen.pid) for seen in await asyncio.gather(*looks)]
+
     async def kill(self, mesh: ProcMesh) -> None:
         """End the processes of a mesh at once, before the end of the run. What has ended already stays as it is.
 
         Not in order: Monarch ends actors along with the one that they call when that was stopped in order, and leaves
-        them alone when it was killed. Of a process that does not answer, because it is stopped, nothing more is
-        expected; the watch kills it.
+        them alone when it was killed. A process that does not answer is killed from outside if it was introduced; else
+        the watch does it, or its host at the end.
         """
         (ended,) = [spawned for spawned in self._meshes if spawned.mesh is mesh]
         self._meshes.remove(ended)
         self.faults.clear()  # they are of what is replaced; those to come may end the run
-        deaths = [
-            within(KILL_DEADLINE_S, one.die.call_one(), f"{ended.name} to end", on="Monarch") for one in ended.lookouts
+        what = f"{ended.name} to end"
+        deaths = [within(KILL_DEADLINE_S, one.die.call_one(), what, on="Monarch") for one in ended.lookouts]
+        answers = await asyncio.gather(*deaths, return_exceptions=True)  # its own end keeps it from answering
+        for (machine, pid), answer in zip(ended.places, answers, strict=False):
+            if isinstance(answer, DeadlineExceeded):
+                await self._kill_from_outside(machine, pid)
+
+    async def _kill_from_outside(self, machine: str, pid: int) -> None:
+        """End a process that does not answer, by another one of its machine."""
+        if machine == lookout.machine():
+            lookout.kill(pid)
+            return
+        others = [other for spawned in self._meshes for other in spawned.lookouts]
+        looks = [
+            within(KILL_DEADLINE_S, other.look.call_one(), "a look at processes", on="Monarch") for other in others
         ]
-        for answer in await asyncio.gather(*deaths, return_exceptions=True):  # its own end keeps it from answering
-            logger.debug("killed %s: %s", ended.name, answer)
+        for other, seen in zip(others, await asyncio.gather(*looks, return_exceptions=True), strict=True):
+            if not isinstance(seen, BaseException) and seen.machine == machine:
+                await _settled(other.kill.call_one(pid), f"process {pid} to be ended")
+                return
+        logger.warning("nobody on its machine answers who could end process %d", pid)
 
     def _place(self, name: str, first_slot: int, processes: int, slots_per_process: int) -> tuple[int, int]:
         """The first host and the number of hosts of a mesh that takes slots from ``first_slot``."""
