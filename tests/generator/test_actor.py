@@ -17,6 +17,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from monarch.actor import ActorError
 
 from monarch_rl.episode import Completion, Sampling
 from monarch_rl.generator.engine import GenerationError
@@ -224,6 +225,24 @@ def test_who_gives_up_leaves_the_replica_as_it_was(replicas: Replicas, run: Loop
     assert len(run(ask(actor, [5], Sampling(max_new_tokens=3))).token_ids) == 3
 
 
+def test_a_failure_that_is_no_requests_own_is_the_end_of_the_replica(replicas: Replicas, run: LoopThread) -> None:
+    """It is heard of at once, and a request that is refused is no such failure."""
+
+    async def play() -> None:
+        actor = replicas.actors[0]
+        life = asyncio.ensure_future(wait(actor.lives.call_one()))
+        with pytest.raises(GenerationError):
+            await ask(actor, [5] * 5000, Sampling(max_new_tokens=3))
+        assert not life.done()
+        nothing: Any = None
+        with pytest.raises(ReplicaLost, match="AttributeError"):
+            await Link(actor, 60, "generator 0").ask([5], nothing)
+        with pytest.raises(ActorError, match="AttributeError"):
+            await asyncio.wait_for(life, 10)
+
+    run(play())
+
+
 def test_a_killed_replica_takes_its_engine_along_and_another_one_goes_on(replicas: Replicas, run: LoopThread) -> None:
     """The last test on replica 0: what it had drawn is drawn by nobody again."""
     scheduler = run(scheduler_of(replicas.actors[0]))
@@ -264,6 +283,7 @@ def test_a_lost_engine_is_an_error_of_its_requests(replicas: Replicas, run: Loop
     scheduler = run(scheduler_of(actor))
 
     async def lose() -> None:
+        life = asyncio.ensure_future(wait(actor.lives.call_one()))
         link = Link(actor, 60, "generator 1")
         request = link.ask([5], Sampling(max_new_tokens=1000))
 
@@ -276,6 +296,8 @@ def test_a_lost_engine_is_an_error_of_its_requests(replicas: Replicas, run: Loop
             await request
         with pytest.raises(ReplicaLost, match="ended by itself"):
             await link.ask([5], Sampling())
+        with pytest.raises(ActorError, match="ended by itself"):
+            await asyncio.wait_for(life, 10)
 
     run(lose())
     pid = run(wait(actor.stats.call_one()))["pid"]
