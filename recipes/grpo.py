@@ -35,7 +35,7 @@ from monarch_rl.runtime.cluster import Cluster, devices, launch
 from monarch_rl.runtime.deadlines import Patience
 from monarch_rl.runtime.watch import STALL_S, watched
 from monarch_rl.trainer.actor import TrainerPlan
-from monarch_rl.trainer.settings import TrainerSettings
+from monarch_rl.trainer.settings import TrainerSettings, check_experts
 from monarch_rl.weights.transport import TransferSettings
 
 # The tiny model of tools/make_tiny_model.py learns to spell words backward. What these settings give is in
@@ -98,6 +98,7 @@ def check(s: Settings) -> Path:
     TaskSource(s.task).check()
     model = resolve_model(s.model)
     check_tp(read_config(model), s.generator.tp)
+    check_experts(read_config(model), s.trainer.ranks, s.trainer.lora)
     check_lengths(s, read_config(model))
     check_output(s.output)
     return model

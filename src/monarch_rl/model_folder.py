@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-ARCHITECTURES = {"Qwen3ForCausalLM": "qwen3", "LlamaForCausalLM": "llama"}
+ARCHITECTURES = {"Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3", "LlamaForCausalLM": "llama"}
 """Architectures that can be trained, by the name in ``config.json``."""
 
 TEXT_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
@@ -69,6 +69,28 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"{folder}: architecture {architecture} is not supported; supported: {', '.join(ARCHITECTURES)}"
         )
     return config
+
+
+def num_experts(config: dict[str, Any]) -> int:
+    """Experts of a layer that has some; 0 for a model without.
+
+    Raises:
+        ValueError: a mixture-of-experts model whose config does not say so.
+    """
+    if config["architectures"][0] != "Qwen3MoeForCausalLM":
+        return 0
+    found = config.get("num_experts", config.get("num_local_experts"))  # transformers 4's name, and 5's
+    if found is None:
+        raise ValueError("config.json of a Qwen3MoeForCausalLM names neither num_experts nor num_local_experts")
+    return int(found)
+
+
+def sparse_layers(config: dict[str, Any]) -> list[int]:
+    """The layers that have experts: every ``decoder_sparse_step`` th one but for ``mlp_only_layers``."""
+    if num_experts(config) == 0:
+        return []
+    dense, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step", 1)
+    return [i for i in range(config["num_hidden_layers"]) if i not in dense and (i + 1) % step == 0]
 
 
 def saved_dtype(config: dict[str, Any]) -> str:

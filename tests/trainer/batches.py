@@ -30,6 +30,11 @@ def batch(step: int, groups: int = 3, size: int = 4) -> list[Group]:
     return [Group(g, g, [episode() for _ in range(size)]) for g in range(groups)]
 
 
+def single(step: int) -> list[Group]:
+    """One episode: fewer than there are trainer ranks."""
+    return batch(step, groups=1, size=1)
+
+
 def shard(groups: list[Group], version: int, rank: int, ranks: int, token_budget: int) -> BatchShard:
     """What one trainer rank would take of them from the buffer."""
     places = [(g, e, episode) for g, group in enumerate(groups) for e, episode in enumerate(group.episodes)]

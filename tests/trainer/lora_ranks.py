@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from monarch_rl.adapter import LoraSettings
@@ -17,6 +18,7 @@ from monarch_rl.trainer.objective import reinforcement
 from monarch_rl.trainer.policy import Policy
 from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.trainer.shards import local_run
+from monarch_rl.weights.checksum import tensor_checksum
 from tests.trainer.batches import LR, MAX_NEW_TOKENS, STEPS, WEIGHT_DECAY, batch, shard
 from tests.trainer.lora_cases import CASES
 from tests.trainer.programs import saved
@@ -24,13 +26,17 @@ from tests.trainer.ranks import check_snapshot
 
 
 def check_base(policy: Policy, folder: Path) -> None:
-    """The model's own weights are those of its folder, bit for bit."""
+    """The model's own weights are those of its folder, bit for bit; and the checksums are theirs."""
     whole = saved(folder)
-    state = policy.model.hf_state()
-    assert state.keys() == whole.keys()
-    for name, value in state.items():
+    for name, value in policy.model.hf_state().items():
         local, start = local_run(value)
         assert torch.equal(local.flatten(), whole[name].flatten()[start : start + local.numel()]), name
+    tensors, parts = policy.frozen_checksums(torch.float32)
+    assert dict(tensors) == {name: tuple(value.shape) for name, value in whole.items()}
+    sums = torch.tensor(parts)
+    dist.all_reduce(sums)
+    for (name, _), total in zip(tensors, sums.tolist(), strict=True):
+        assert total == tensor_checksum(whole[name]).item(), name
 
 
 def check_trained(policy: Policy, lora: LoraSettings) -> None:

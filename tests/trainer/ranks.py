@@ -26,15 +26,17 @@ from tests.trainer.reference import CONFIGS
 CLIPPED: tuple[Aggregation, ...] = ("sequence_mean", "token_mean")
 
 
-def round_trip(folder: Path, name: str) -> None:
-    policy = Policy(folder / name, TrainerSettings(), total_steps=1)
+def round_trip(folder: Path, name: str, settings: TrainerSettings, written: str) -> Policy:
+    """Write the logits of a model to ``<written>.rank0`` and so on, and save it to ``<written>.saved``."""
+    policy = Policy(folder / name, settings, total_steps=1)
     tokens = load_file(folder / f"{name}.logits")["tokens"]
     positions = torch.arange(tokens.shape[1]).repeat(tokens.shape[0])[None]
     masks = policy.module.get_attention_masks(positions=positions)
     with torch.no_grad():
         logits = policy.module(tokens.flatten()[None], positions=positions, attention_masks=masks)[0]
-    save_file({"logits": logits.contiguous()}, folder / f"{name}.rank{policy.rank}")
-    policy.save(folder / f"{name}.saved")
+    save_file({"logits": logits.contiguous()}, folder / f"{written}.rank{policy.rank}")
+    policy.save(folder / f"{written}.saved")
+    return policy
 
 
 def train(folder: Path, name: str, settings: TrainerSettings) -> Policy:
@@ -75,7 +77,7 @@ def check_snapshot(policy: Policy, folder: Path) -> None:
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     for name in CONFIGS:
-        round_trip(folder, name)
+        round_trip(folder, name, TrainerSettings(), name)
     train(folder, "still", TrainerSettings(lr=0.0, weight_decay=WEIGHT_DECAY))
     settings = TrainerSettings(lr=LR, weight_decay=WEIGHT_DECAY)
     policy = train(folder, "trained", settings)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from monarch_rl.episode import Episode, Group
 from tests.trainer.batches import LR, MAX_NEW_TOKENS, STEPS, VOCABULARY, WEIGHT_DECAY, batch
@@ -37,12 +37,22 @@ SCALED = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+MOE = {
+    **QWEN3,
+    "head_dim": 16,
+    "tie_word_embeddings": False,
+    "moe_intermediate_size": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+}
 CONFIGS = {
     "qwen3": Qwen3Config(**QWEN3, head_dim=16, tie_word_embeddings=False),
     "qwen3_tied": Qwen3Config(**QWEN3, head_dim=16, tie_word_embeddings=True),
     "llama_tied": LlamaConfig(**LLAMA, tie_word_embeddings=True),
     "llama3_rope": LlamaConfig(**LLAMA, tie_word_embeddings=False, rope_parameters=SCALED),
     "qwen3_bf16": Qwen3Config(**QWEN3, head_dim=16, tie_word_embeddings=False),
+    "qwen3_moe": Qwen3MoeConfig(**MOE),
 }
 BF16 = "qwen3_bf16"
 """Saved in bfloat16, computed with in float32."""

@@ -29,17 +29,20 @@ from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
 from monarch_rl.adapter import tensor_names
-from monarch_rl.model_folder import ARCHITECTURES, TEXT_FILES, read_config, saved_dtype
+from monarch_rl.model_folder import ARCHITECTURES, TEXT_FILES, read_config, saved_dtype, sparse_layers
 from monarch_rl.trainer.lora import adapt_config, draw_adapters, drop_adapters, merge, save_adapter
 from monarch_rl.trainer.modules import HalfRotaryEmbedding, LogprobHead, PackedAttention
+from monarch_rl.trainer.moe import moe_config
 from monarch_rl.trainer.platform import force_sum_reduction
-from monarch_rl.trainer.settings import TrainerSettings
+from monarch_rl.trainer.settings import TrainerSettings, check_experts
 
 SPMD_BACKEND = "partial_dtensor"
 """torchtitan's default backend fails in ``fully_shard`` with torch 2.13; this one runs with 2.13 and 2.14."""
 
 _ADAPTER = re.compile(r"\.lora_[ab]\.weight$")
 """torchtitan's names of adapters, which no model folder holds."""
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+"""In Hugging Face's name of an expert's tensor."""
 _LOADED = {"weight": skip_param_init}
 """Weights come from the folder: nothing is drawn at random."""
 
@@ -61,11 +64,10 @@ def model_config(hf: dict[str, Any], *, logprob_chunk: int, on_gpu: bool) -> Dec
     """torchtitan's model config for a Hugging Face ``config.json``.
 
     Raises:
-        ValueError: the model has a feature that is not supported (biases, an unknown rotary scaling).
+        ValueError: the model has a feature that is not supported.
     """
     kind = ARCHITECTURES[hf["architectures"][0]]
-    if hf.get("attention_bias") or hf.get("mlp_bias"):
-        raise ValueError("models with biases in attention or MLP projections are not supported")
+    _check_features(hf)
     dim, heads = hf["hidden_size"], hf["num_attention_heads"]
     head_dim = hf.get("head_dim") or dim // heads
 
@@ -93,11 +95,9 @@ def model_config(hf: dict[str, Any], *, logprob_chunk: int, on_gpu: bool) -> Dec
                 fuse_qkv=False,
                 qk_norm=norm(head_dim) if kind == "qwen3" else None,
             ),
-            feed_forward=make_ffn_config(
-                dim=dim, hidden_dim=hf["intermediate_size"], w1_param_init=_LOADED, w2w3_param_init=_LOADED
-            ),
+            **_feed_forward(hf, layer),
         )
-        for _ in range(hf["num_hidden_layers"])
+        for layer in range(hf["num_hidden_layers"])
     ]
     tied = bool(hf.get("tie_word_embeddings", False))
     vocabulary = hf["vocab_size"]
@@ -114,6 +114,30 @@ def model_config(hf: dict[str, Any], *, logprob_chunk: int, on_gpu: bool) -> Dec
         lm_head=LogprobHead.Config(in_features=dim, out_features=vocabulary, param_init=_LOADED, chunk=logprob_chunk),
         layers=layers,
     )
+
+
+def _feed_forward(hf: dict[str, Any], layer: int) -> dict[str, Any]:
+    if layer in sparse_layers(hf):
+        return {"moe": moe_config(hf)}
+    dim, width = hf["hidden_size"], hf["intermediate_size"]
+    dense = make_ffn_config(dim=dim, hidden_dim=width, w1_param_init=_LOADED, w2w3_param_init=_LOADED)
+    return {"feed_forward": dense}
+
+
+def _check_features(hf: dict[str, Any]) -> None:
+    if hf.get("attention_bias") or hf.get("mlp_bias"):
+        raise ValueError("models with biases in attention or MLP projections are not supported")
+    if hf.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"hidden_act {hf['hidden_act']!r} is not supported, only 'silu'")
+    if hf.get("use_sliding_window"):
+        raise ValueError("sliding-window attention is not supported: use_sliding_window must be false")
+    if hf.get("shared_expert_intermediate_size") or hf.get("n_shared_experts"):
+        raise ValueError("shared experts are not supported: Qwen3MoeForCausalLM has none")
+    if sparse_layers(hf) and hf.get("output_router_logits"):
+        raise ValueError(
+            "output_router_logits asks for Hugging Face's auxiliary load-balancing loss in training, which is not "
+            "supported: set it to false in config.json, as Qwen's models do"
+        )
 
 
 def _rope(hf: dict[str, Any], head_dim: int) -> HalfRotaryEmbedding.Config:
@@ -145,6 +169,7 @@ class ShardedModel:
         self.folder = folder
         self.hf_config = read_config(folder)
         self.lora = settings.lora
+        check_experts(self.hf_config, dims.world_size, settings.lora)
         on_gpu = device.type == "cuda"
         config = model_config(self.hf_config, logprob_chunk=settings.logprob_chunk, on_gpu=on_gpu)
         if self.lora.rank:
@@ -197,6 +222,22 @@ class ShardedModel:
         """
         return self._adapter.to_hf(self.module.state_dict())
 
+    def hf_tensors(self) -> list[tuple[str, tuple[int, ...]]]:
+        """All of the model's own tensors as ``(name, shape)``, the same on all ranks.
+
+        Not all of them are in :meth:`hf_state` of each rank: experts are whole tensors of one rank where there are
+        enough for all ranks.
+        """
+        tensors: list[tuple[str, tuple[int, ...]]] = []
+        for key, value in self.module.state_dict().items():
+            names = list(self._adapter.to_hf({key: value}))
+            if names and _EXPERT.search(names[0]):
+                experts = range(value.shape[0])
+                tensors += [(_EXPERT.sub(f".experts.{e}.", names[0]), tuple(value.shape[1:])) for e in experts]
+            elif names:
+                tensors.append((names[0], tuple(value.shape)))
+        return tensors
+
     def adapter_state(self) -> dict[str, DTensor]:
         """This rank's shards of the adapters under peft's names; empty without. The storage stays the same."""
         state = self.module.state_dict()
@@ -210,8 +251,14 @@ class ShardedModel:
         return adapters
 
     def published_state(self) -> dict[str, torch.Tensor]:
-        """What a version consists of: the adapters alone if there are some, else all weights."""
+        """This rank's shards of what a version consists of: the adapters alone if there are some, else all weights."""
         return dict(self.adapter_state()) if self.lora.rank else self.hf_state()
+
+    def published_tensors(self) -> list[tuple[str, tuple[int, ...]]]:
+        """What a version consists of as ``(name, shape)``, the same on all ranks."""
+        if self.lora.rank:
+            return [(name, tuple(value.shape)) for name, value in self.adapter_state().items()]
+        return self.hf_tensors()
 
     def save(self, folder: Path, rank: int) -> None:
         """Write a Hugging Face folder: safetensors in the dtype of the source folder, config and tokenizer.

@@ -16,6 +16,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import types
+import warnings
 
 import torch
 from torch import nn
@@ -38,6 +39,8 @@ def prepare() -> torch.device:
     """Make torchtitan importable; returns the device of this process."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
+    # The router asks for fp32 by an autocast that CPUs know only for half precision: there it is the compute dtype's.
+    warnings.filterwarnings("ignore", message="In CPU autocast, but the target dtype is not supported")
     if importlib.util.find_spec("triton") is None:
         sys.modules.setdefault(_KERNELS, _NoKernels(_KERNELS))
     from torchtitan.tools import utils

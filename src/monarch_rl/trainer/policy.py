@@ -149,23 +149,22 @@ class Policy:
 
         With adapters a version is the adapters alone, under peft's names.
         """
-        state = self.model.published_state()
         runs = [(name, start, local.numel()) for name, (local, start) in self._published.items()]
-        return [(name, tuple(value.shape)) for name, value in state.items()], runs
+        return self.model.published_tensors(), runs
 
     def frozen_checksums(self, dtype: torch.dtype) -> tuple[list[tuple[str, tuple[int, ...]]], list[int]]:
         """The model's own weights under adapters as ``(name, shape)``, and of each, as served in ``dtype``, this rank's
         part of the checksum, signed 64-bit. None without adapters: then all weights are sent and verified."""
         if not self.settings.lora.rank:
             return [], []
-        state = self.model.hf_state()
-        sums = []
-        for value in state.values():
+        state, tensors = self.model.hf_state(), self.model.hf_tensors()
+        sums = dict.fromkeys((name for name, _ in tensors), 0)
+        for name, value in state.items():
             local, start = local_run(value)
             first_row = start // (value.numel() // value.shape[0])
-            # Small models have fewer rows than there are ranks.
-            sums.append(int(tensor_checksum(local.detach().to(dtype), first_row)) if local.numel() else 0)
-        return [(name, tuple(value.shape)) for name, value in state.items()], sums
+            if local.numel():  # small models have fewer rows than there are ranks
+                sums[name] = int(tensor_checksum(local.detach().to(dtype), first_row))
+        return tensors, list(sums.values())
 
     @functools.cached_property
     def _published(self) -> dict[str, tuple[torch.Tensor, int]]:

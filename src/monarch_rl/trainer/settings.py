@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from monarch_rl.adapter import FULL_TRAINING, LoraSettings
 from monarch_rl.algorithms.advantages import AdvantageName
 from monarch_rl.algorithms.aggregation import Aggregation
+from monarch_rl.model_folder import num_experts, sparse_layers
 
 
 @dataclass(frozen=True)
@@ -95,3 +96,33 @@ class TrainerSettings:
             raise ValueError(f"trainer.lr-decay-ratio must be in 0..1, got {self.lr_decay_ratio}")
         if not 0 <= self.lr_min_factor <= 1:
             raise ValueError(f"trainer.lr-min-factor must be in 0..1, got {self.lr_min_factor}")
+
+
+def check_experts(config: dict[str, Any], ranks: int, lora: LoraSettings) -> None:
+    """Refuse what cannot be done with the experts of a model; a model without any is left alone.
+
+    Args:
+        config: the model's ``config.json``.
+        ranks: of the trainer mesh.
+
+    Raises:
+        ValueError: experts cannot be cut into as many parts, or adapters are asked for on them.
+    """
+    if not sparse_layers(config):
+        return
+    experts = num_experts(config)
+    if lora.rank and (on_experts := [name for name in lora.targets if name in ("gate_proj", "up_proj", "down_proj")]):
+        raise ValueError(
+            f"trainer.lora.targets {', '.join(on_experts)} are projections of experts, which cannot have adapters: "
+            f"choose some of q_proj, k_proj, v_proj, o_proj"
+        )
+    # torchtitan gives each rank whole experts, or, where there are more ranks than experts, rows of each.
+    if ranks <= experts and experts % ranks:
+        raise ValueError(f"{experts} experts cannot be shared equally by trainer.ranks {ranks}")
+    if ranks > experts:
+        for name in ("hidden_size", "moe_intermediate_size"):
+            if config[name] % ranks:
+                raise ValueError(
+                    f"trainer.ranks {ranks} is more than the {experts} experts, and {name} {config[name]} cannot be "
+                    f"shared equally by that many ranks"
+                )

@@ -1,0 +1,17 @@
+"""The models and trainings of the mixture-of-experts tests, by name."""
+
+from __future__ import annotations
+
+MODELS = ("moe", "moe_mixed", "moe_few", "moe_starved")
+"""8 experts; some layers dense, tied, probabilities not normalised; 2 experts, fewer than ranks; 6 experts of 8 that
+never get a token."""
+TRAININGS = {"moe_trained": "moe", "moe_starved_trained": "moe_starved", "moe_single": "moe"}
+"""The model that each starts from. ``moe_single``: one episode a batch, fewer than there are ranks."""
+
+
+def layout(ranks: int, expert_parallel: int) -> str:
+    return f"{ranks}x{expert_parallel}"
+
+
+LAYOUTS = {2: (1,)}
+"""Ranks, and the degrees of expert parallelism tested on them."""

@@ -1,0 +1,74 @@
+"""The trainer's side of the mixture-of-experts tests, on every rank of a torchrun job:
+
+    moe_ranks.py FOLDER DEGREE...
+
+Writes for each degree of expert parallelism the logits and the saved folder of each model of moe_reference.py, and
+what training made of them; checks snapshots.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from monarch_rl.trainer.batch import pack_shard
+from monarch_rl.trainer.objective import reinforcement, supervised
+from monarch_rl.trainer.policy import Policy
+from monarch_rl.trainer.settings import TrainerSettings
+from tests.trainer.batches import LR, MAX_NEW_TOKENS, STEPS, WEIGHT_DECAY, batch, shard, single
+from tests.trainer.moe_cases import MODELS, TRAININGS, layout
+from tests.trainer.ranks import check_snapshot, round_trip
+
+
+def check_starved(policy: Policy) -> None:
+    """The experts that the test wants without tokens have none, and the others have all."""
+    for layer in policy.module.layers.values():
+        counts = layer.moe.tokens_per_expert_E.clone()
+        dist.all_reduce(counts)
+        assert counts[:2].min() > 0, counts
+        assert counts[2:].sum() == 0, counts
+
+
+def train(folder: Path, training: str, settings: TrainerSettings, name: str) -> Policy:
+    """Train on the made-up batches; in micro-batches of at most 50 tokens, so that there are several."""
+    one = training == "moe_single"
+    objective = supervised if one else reinforcement(settings.loss)
+    policy = Policy(folder / TRAININGS[training], settings, total_steps=STEPS)
+    steps = []
+    for step in range(STEPS):
+        part = shard(single(step) if one else batch(step), step, policy.rank, policy.world_size, token_budget=50)
+        metrics = policy.update(pack_shard(part, settings.loss, MAX_NEW_TOKENS, policy.device), objective)
+        assert (metrics["padding"] > 0) == one
+        steps.append({"loss": metrics["loss"], "grad_norm": metrics["grad_norm"]})
+    if training == "moe_starved_trained":
+        check_starved(policy)
+    policy.save(folder / name)
+    if policy.rank == 0:
+        (folder / f"{name}.json").write_text(json.dumps(steps))
+    return policy
+
+
+def main(folder: Path, degrees: list[int]) -> None:
+    torch.set_num_threads(1)
+    ranks = int(os.environ["WORLD_SIZE"])
+    for degree in degrees:
+        where = layout(ranks, degree)
+        settings = TrainerSettings(ranks=ranks, lr=LR, weight_decay=WEIGHT_DECAY)
+        for name in MODELS:
+            policy = round_trip(folder, name, settings, f"{name}.{where}")
+            check_snapshot(policy, folder / name)
+        for training in TRAININGS:
+            policy = train(folder, training, settings, f"{training}.{where}")
+        recomputed = replace(settings, activation_checkpoint="full")
+        policy = train(folder, "moe_trained", recomputed, f"moe_recomputed.{where}")
+    policy.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), [int(degree) for degree in sys.argv[2:]])

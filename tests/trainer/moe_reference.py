@@ -1,0 +1,91 @@
+"""transformers' side of the mixture-of-experts tests: tiny models, their logits, and what plain training makes of them.
+
+A program of its own, so that nothing has patched transformers in its process:  moe_reference.py FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+from monarch_rl.episode import Group
+from tests.trainer.batches import LR, MAX_NEW_TOKENS, STEPS, VOCABULARY, WEIGHT_DECAY, batch, single
+from tests.trainer.moe_cases import MODELS, TRAININGS
+from tests.trainer.reference import MOE, dr_grpo, drawn
+
+CONFIGS = {
+    "moe": MOE,
+    "moe_mixed": {
+        **MOE,
+        "num_hidden_layers": 4,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [1],
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": False,
+        "tie_word_embeddings": True,
+    },
+    "moe_few": {**MOE, "num_experts": 2, "num_experts_per_tok": 1, "norm_topk_prob": False},
+    "moe_starved": MOE,
+}
+
+
+def load(folder: Path) -> Any:
+    """The plain loop over experts, not a grouped kernel like the trainer's."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager")
+
+
+def make(folder: Path) -> None:
+    """Write each model with its logits for some tokens."""
+    for seed, name in enumerate(MODELS):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**CONFIGS[name]), dtype=torch.float32).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():  # norms of exactly 1 would hide mistakes
+                parameter.add_(torch.randn_like(parameter), alpha=0.05)
+            if name == "moe_starved":  # the first element is large in every token, and experts 0 and 1 want it
+                model.model.embed_tokens.weight[:, 0] = 1.0
+                for block in model.model.layers:
+                    block.mlp.gate.weight[:2, 0] = 1.0
+        model.save_pretrained(folder / name)
+        model = load(folder / name).eval()
+        tokens = torch.randint(0, VOCABULARY, (3, 50))
+        with torch.no_grad():
+            save_file({"tokens": tokens, "logits": model(tokens).logits}, folder / f"{name}.logits")
+
+
+def supervised(model: Any, groups: list[Group]) -> torch.Tensor:
+    """Cross-entropy of the trainable tokens, over episodes x the most tokens that each may draw."""
+    episodes = [episode for group in groups for episode in group.episodes]
+    total = torch.stack([logprob for episode in episodes for logprob, _ in drawn(model, episode)]).sum()
+    return -total / (len(episodes) * MAX_NEW_TOKENS)
+
+
+def train(folder: Path, training: str) -> None:
+    """Train plainly: one episode at a time, no packing, no sharding. Writes losses and gradient norms of each step."""
+    model = load(folder / TRAININGS[training])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=WEIGHT_DECAY)
+    steps = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        one = training == "moe_single"
+        loss = supervised(model, single(step)) if one else dr_grpo(model, batch(step))
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        steps.append({"loss": loss.item(), "grad_norm": norm.item()})
+    model.save_pretrained(folder / training)
+    (folder / f"{training}.json").write_text(json.dumps(steps))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    target = Path(sys.argv[1])
+    make(target)
+    for name in TRAININGS:
+        train(target, name)

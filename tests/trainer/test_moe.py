@@ -1,0 +1,138 @@
+"""Qwen3-MoE on trainer ranks against transformers and plain training in one process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from monarch_rl.adapter import LoraSettings
+from monarch_rl.model_folder import sparse_layers
+from monarch_rl.trainer.settings import check_experts
+from tests.trainer.batches import LR, STEPS, WEIGHT_DECAY
+from tests.trainer.moe_cases import LAYOUTS, MODELS, TRAININGS, layout
+from tests.trainer.programs import run_program, saved
+
+WHERE = [layout(ranks, degree) for ranks in LAYOUTS for degree in LAYOUTS[ranks]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What moe_reference.py and moe_ranks.py wrote."""
+    folder = tmp_path_factory.mktemp("moe")
+    run_program("moe_reference.py", folder)
+    for ranks, degrees in LAYOUTS.items():
+        run_program("moe_ranks.py", folder, *map(str, degrees), ranks=ranks)
+    return folder
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_equal_those_of_transformers(folder: Path, name: str, where: str) -> None:
+    expected = load_file(folder / f"{name}.logits")["logits"]
+    for rank in range(int(where[0])):
+        found = load_file(folder / f"{name}.{where}.rank{rank}")["logits"].view(expected.shape)
+        assert (found - expected).abs().max() < 4e-6
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_loaded_is_saved_bit_for_bit(folder: Path, name: str, where: str) -> None:
+    before, after = saved(folder / name), saved(folder / f"{name}.{where}.saved")
+    assert sum(".experts." in tensor for tensor in before) > 0
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[tensor], after[tensor]) for tensor in before)
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("training", TRAININGS)
+def test_updates_equal_plain_training(folder: Path, training: str, where: str) -> None:
+    """Packed, in micro-batches and on several ranks, or one episode after the other: the same weights."""
+    expected, found = saved(folder / training), saved(folder / f"{training}.{where}")
+    start = saved(folder / TRAININGS[training])
+    assert expected.keys() == found.keys()
+    for tensor in expected:
+        moved = (found[tensor] - start[tensor]).norm()
+        if "starved" in training and starved(tensor):
+            # No gradient, not even one of nearly zero: weight decay alone.
+            decayed = start[tensor] * (1 - LR * WEIGHT_DECAY) ** STEPS
+            assert torch.allclose(found[tensor], decayed, rtol=1e-6, atol=0), tensor
+            continue
+        # In the norm: AdamW's first steps turn a gradient of nearly zero into a whole step of either sign.
+        assert moved > 5e-4 * found[tensor].numel() ** 0.5, tensor
+        assert (found[tensor] - expected[tensor]).norm() < 0.01 * moved, tensor
+
+
+def starved(tensor: str) -> bool:
+    """Experts from the third on."""
+    return ".experts." in tensor and int(tensor.split(".experts.")[1].split(".")[0]) >= 2
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("training", TRAININGS)
+def test_losses_and_gradient_norms_equal_plain_training(folder: Path, training: str, where: str) -> None:
+    expected, found = (json.loads((folder / f"{name}.json").read_text()) for name in (training, f"{training}.{where}"))
+    assert len(found) == len(expected) == STEPS
+    for step, plain in zip(found, expected, strict=True):
+        assert step["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-4)
+        assert step["loss"] == pytest.approx(plain["loss"], rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_activation_checkpointing_changes_nothing(folder: Path, where: str) -> None:
+    first, second = saved(folder / f"moe_trained.{where}"), saved(folder / f"moe_recomputed.{where}")
+    assert all(torch.allclose(first[name], second[name], atol=1e-6) for name in first)
+
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_hidden_layers": 6,
+    "num_experts": 8,
+    "hidden_size": 48,
+    "moe_intermediate_size": 20,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "layers"),
+    [
+        ({}, [0, 1, 2, 3, 4, 5]),
+        ({"decoder_sparse_step": 2}, [1, 3, 5]),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [0, 3]}, [1, 5]),
+        ({"num_experts": 0}, []),
+        ({"architectures": ["Qwen3ForCausalLM"]}, []),
+    ],
+)
+def test_layers_with_experts_are_those_of_the_config(change: dict[str, Any], layers: list[int]) -> None:
+    assert sparse_layers(CONFIG | change) == layers
+
+
+def test_a_config_without_the_number_of_experts_is_refused() -> None:
+    with pytest.raises(ValueError, match="neither num_experts nor num_local_experts"):
+        sparse_layers({key: value for key, value in CONFIG.items() if key != "num_experts"})
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        (3, "8 experts cannot be shared equally by trainer.ranks 3"),
+        (10, "hidden_size 48 cannot be shared equally"),
+        (16, "moe_intermediate_size 20 cannot be shared equally"),
+    ],
+)
+def test_ranks_that_cannot_share_the_experts_are_refused(ranks: int, words: str) -> None:
+    check_experts(CONFIG, 4, LoraSettings())
+    check_experts(CONFIG | {"num_experts": 2}, 4, LoraSettings())
+    with pytest.raises(ValueError, match=words):
+        check_experts(CONFIG, ranks, LoraSettings())
+
+
+def test_adapters_on_experts_are_refused() -> None:
+    check_experts(CONFIG, 2, LoraSettings(rank=2, targets=("q_proj", "o_proj")))
+    check_experts(CONFIG | {"num_experts": 0}, 2, LoraSettings(rank=2))
+    with pytest.raises(ValueError, match=r"lora\.targets gate_proj, down_proj are projections of experts"):
+        check_experts(CONFIG, 2, LoraSettings(rank=2, targets=("q_proj", "gate_proj", "down_proj")))
