@@ -15,7 +15,7 @@ import json
 import os
 import statistics
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +121,8 @@ def served(policy: Policy) -> torch.Tensor:
 
 def measure(s: Settings, model: Path, text: np.ndarray[Any, Any], lr: float) -> dict[str, Any]:
     # Behaviour log-probs are unknown: without importance weights they do not matter.
-    settings = replace(TrainerSettings(), lr=lr, loss=LossSettings(importance_cap=0.0))
+    ranks = int(os.environ["WORLD_SIZE"])
+    settings = TrainerSettings(ranks=ranks, lr=lr, loss=LossSettings(importance_cap=0.0))
     policy = Policy(model, settings, total_steps=s.steps)
     previous = served(policy)
     wire = torch.empty(wire_bound(previous.numel(), BUCKET_BYTES), dtype=torch.uint8, device=policy.device)

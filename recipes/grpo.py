@@ -98,7 +98,7 @@ def check(s: Settings) -> Path:
     TaskSource(s.task).check()
     model = resolve_model(s.model)
     check_tp(read_config(model), s.generator.tp)
-    check_experts(read_config(model), s.trainer.ranks, s.trainer.lora)
+    check_experts(read_config(model), s.trainer)
     check_lengths(s, read_config(model))
     check_output(s.output)
     return model

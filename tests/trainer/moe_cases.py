@@ -13,5 +13,5 @@ def layout(ranks: int, expert_parallel: int) -> str:
     return f"{ranks}x{expert_parallel}"
 
 
-LAYOUTS = {2: (1,)}
+LAYOUTS = {2: (1, 2), 4: (1, 2)}
 """Ranks, and the degrees of expert parallelism tested on them."""

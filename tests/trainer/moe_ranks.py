@@ -59,7 +59,7 @@ def main(folder: Path, degrees: list[int]) -> None:
     ranks = int(os.environ["WORLD_SIZE"])
     for degree in degrees:
         where = layout(ranks, degree)
-        settings = TrainerSettings(ranks=ranks, lr=LR, weight_decay=WEIGHT_DECAY)
+        settings = TrainerSettings(ranks=ranks, expert_parallel=degree, lr=LR, weight_decay=WEIGHT_DECAY)
         for name in MODELS:
             policy = round_trip(folder, name, settings, f"{name}.{where}")
             check_snapshot(policy, folder / name)

@@ -12,25 +12,42 @@ from safetensors.torch import load_file
 
 from monarch_rl.adapter import LoraSettings
 from monarch_rl.model_folder import sparse_layers
-from monarch_rl.trainer.settings import check_experts
+from monarch_rl.trainer.settings import TrainerSettings, check_experts
 from tests.trainer.batches import LR, STEPS, WEIGHT_DECAY
 from tests.trainer.moe_cases import LAYOUTS, MODELS, TRAININGS, layout
 from tests.trainer.programs import run_program, saved
 
-WHERE = [layout(ranks, degree) for ranks in LAYOUTS for degree in LAYOUTS[ranks]]
+WHERE = [
+    pytest.param(layout(ranks, degree), marks=[pytest.mark.slow] if ranks > 2 else [])
+    for ranks, degrees in LAYOUTS.items()
+    for degree in degrees
+]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What moe_reference.py and moe_ranks.py wrote."""
+    """What moe_reference.py wrote."""
     folder = tmp_path_factory.mktemp("moe")
     run_program("moe_reference.py", folder)
-    for ranks, degrees in LAYOUTS.items():
-        run_program("moe_ranks.py", folder, *map(str, degrees), ranks=ranks)
     return folder
 
 
-@pytest.mark.parametrize("where", WHERE)
+@pytest.fixture(scope="module")
+def ran(folder: Path) -> set[int]:
+    """The numbers of ranks that moe_ranks.py has run on."""
+    return set()
+
+
+@pytest.fixture(params=WHERE)
+def where(request: pytest.FixtureRequest, folder: Path, ran: set[int]) -> str:
+    """A layout, of which moe_ranks.py has written its part."""
+    ranks = int(request.param[0])
+    if ranks not in ran:
+        ran.add(ranks)
+        run_program("moe_ranks.py", folder, *map(str, LAYOUTS[ranks]), ranks=ranks)
+    return str(request.param)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_equal_those_of_transformers(folder: Path, name: str, where: str) -> None:
     expected = load_file(folder / f"{name}.logits")["logits"]
@@ -39,7 +56,6 @@ def test_logits_equal_those_of_transformers(folder: Path, name: str, where: str)
         assert (found - expected).abs().max() < 4e-6
 
 
-@pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_loaded_is_saved_bit_for_bit(folder: Path, name: str, where: str) -> None:
     before, after = saved(folder / name), saved(folder / f"{name}.{where}.saved")
@@ -48,7 +64,6 @@ def test_what_is_loaded_is_saved_bit_for_bit(folder: Path, name: str, where: str
     assert all(torch.equal(before[tensor], after[tensor]) for tensor in before)
 
 
-@pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("training", TRAININGS)
 def test_updates_equal_plain_training(folder: Path, training: str, where: str) -> None:
     """Packed, in micro-batches and on several ranks, or one episode after the other: the same weights."""
@@ -72,7 +87,20 @@ def starved(tensor: str) -> bool:
     return ".experts." in tensor and int(tensor.split(".experts.")[1].split(".")[0]) >= 2
 
 
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("training", TRAININGS)
+def test_expert_parallelism_changes_no_update(folder: Path, training: str, where: str) -> None:
+    """Tokens that travel to the experts, or experts to the tokens: the same weights, losses and gradient norms."""
+    plain = layout(int(where[0]), 1)
+    first, second = saved(folder / f"{training}.{plain}"), saved(folder / f"{training}.{where}")
+    start = saved(folder / TRAININGS[training])
+    for tensor in first:
+        moved = (first[tensor] - start[tensor]).norm()
+        assert (first[tensor] - second[tensor]).norm() < 1e-3 * moved, tensor
+    steps = [json.loads((folder / f"{training}.{at}.json").read_text()) for at in (plain, where)]
+    for one, other in zip(*steps, strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
+
+
 @pytest.mark.parametrize("training", TRAININGS)
 def test_losses_and_gradient_norms_equal_plain_training(folder: Path, training: str, where: str) -> None:
     expected, found = (json.loads((folder / f"{name}.json").read_text()) for name in (training, f"{training}.{where}"))
@@ -82,7 +110,6 @@ def test_losses_and_gradient_norms_equal_plain_training(folder: Path, training: 
         assert step["loss"] == pytest.approx(plain["loss"], rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.parametrize("where", WHERE)
 def test_activation_checkpointing_changes_nothing(folder: Path, where: str) -> None:
     first, second = saved(folder / f"moe_trained.{where}"), saved(folder / f"moe_recomputed.{where}")
     assert all(torch.allclose(first[name], second[name], atol=1e-6) for name in first)
@@ -117,22 +144,36 @@ def test_a_config_without_the_number_of_experts_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "words"),
+    ("ranks", "degree", "words"),
     [
-        (3, "8 experts cannot be shared equally by trainer.ranks 3"),
-        (10, "hidden_size 48 cannot be shared equally"),
-        (16, "moe_intermediate_size 20 cannot be shared equally"),
+        (3, 1, "8 experts cannot be shared equally by trainer.ranks 3"),
+        (6, 3, "8 experts cannot be shared equally by trainer.expert-parallel 3"),
+        (10, 1, "hidden_size 48 cannot be shared equally"),
+        (16, 1, "moe_intermediate_size 20 cannot be shared equally"),
+        (16, 2, "so 8 ranks hold rows of the same ones; moe_intermediate_size 20 cannot"),
     ],
 )
-def test_ranks_that_cannot_share_the_experts_are_refused(ranks: int, words: str) -> None:
-    check_experts(CONFIG, 4, LoraSettings())
-    check_experts(CONFIG | {"num_experts": 2}, 4, LoraSettings())
+def test_ranks_that_cannot_share_the_experts_are_refused(ranks: int, degree: int, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        check_experts(CONFIG, ranks, LoraSettings())
+        check_experts(CONFIG, TrainerSettings(ranks=ranks, expert_parallel=degree))
+
+
+@pytest.mark.parametrize(("ranks", "degree", "experts"), [(4, 1, 8), (4, 2, 2), (8, 8, 8), (16, 4, 8)])
+def test_ranks_that_can_share_the_experts_are_not(ranks: int, degree: int, experts: int) -> None:
+    check_experts(CONFIG | {"num_experts": experts}, TrainerSettings(ranks=ranks, expert_parallel=degree))
+
+
+def test_expert_parallelism_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match="expert-parallel 4 must divide trainer.ranks, which is 6"):
+        TrainerSettings(ranks=6, expert_parallel=4)
+    with pytest.raises(ValueError, match="the model has no experts"):
+        check_experts(CONFIG | {"num_experts": 0}, TrainerSettings(ranks=2, expert_parallel=2))
 
 
 def test_adapters_on_experts_are_refused() -> None:
-    check_experts(CONFIG, 2, LoraSettings(rank=2, targets=("q_proj", "o_proj")))
-    check_experts(CONFIG | {"num_experts": 0}, 2, LoraSettings(rank=2))
+    attention = TrainerSettings(lora=LoraSettings(rank=2, targets=("q_proj", "o_proj")))
+    check_experts(CONFIG, attention)
+    check_experts(CONFIG | {"num_experts": 0}, TrainerSettings(lora=LoraSettings(rank=2)))
     with pytest.raises(ValueError, match=r"lora\.targets gate_proj, down_proj are projections of experts"):
-        check_experts(CONFIG, 2, LoraSettings(rank=2, targets=("q_proj", "gate_proj", "down_proj")))
+        lora = LoraSettings(rank=2, targets=("q_proj", "gate_proj", "down_proj"))
+        check_experts(CONFIG, TrainerSettings(lora=lora))

@@ -60,6 +60,11 @@ class LlamaAdapter(Llama3StateDictAdapter):
         super()._validate_hf_rope_config(HalfRotaryEmbedding.Config)
 
 
+def parallelism_config(settings: TrainerSettings) -> ParallelismConfig:
+    """FSDP2 over all ranks; experts over ``expert_parallel`` of them, and FSDP2 over those that hold the same ones."""
+    return ParallelismConfig(spmd_backend=SPMD_BACKEND, expert_parallel_degree=settings.expert_parallel)
+
+
 def model_config(hf: dict[str, Any], *, logprob_chunk: int, on_gpu: bool) -> Decoder.Config:
     """torchtitan's model config for a Hugging Face ``config.json``.
 
@@ -169,12 +174,12 @@ class ShardedModel:
         self.folder = folder
         self.hf_config = read_config(folder)
         self.lora = settings.lora
-        check_experts(self.hf_config, dims.world_size, settings.lora)
+        check_experts(self.hf_config, settings)
         on_gpu = device.type == "cuda"
         config = model_config(self.hf_config, logprob_chunk=settings.logprob_chunk, on_gpu=on_gpu)
         if self.lora.rank:
             config = adapt_config(config, self.lora)
-        parallelism = ParallelismConfig(spmd_backend=SPMD_BACKEND)
+        parallelism = parallelism_config(settings)
         config.update_from_config(config=types.SimpleNamespace(parallelism=parallelism))
         compute_dtype = settings.compute_dtype
         if compute_dtype == "auto":

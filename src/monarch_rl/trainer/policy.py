@@ -19,12 +19,11 @@ from monarch_rl.trainer import platform
 DEVICE = platform.prepare()
 
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw  # noqa: E402
-from torchtitan.config import ParallelismConfig  # noqa: E402
 from torchtitan.distributed import ParallelDims  # noqa: E402
 from torchtitan.distributed import utils as dist_utils  # noqa: E402
 
 from monarch_rl.trainer.batch import MicroBatch  # noqa: E402
-from monarch_rl.trainer.model import SPMD_BACKEND, ShardedModel  # noqa: E402
+from monarch_rl.trainer.model import SPMD_BACKEND, ShardedModel, parallelism_config  # noqa: E402
 from monarch_rl.trainer.objective import Objective, Sums  # noqa: E402
 from monarch_rl.trainer.settings import TrainerSettings  # noqa: E402
 from monarch_rl.trainer.shards import local_run  # noqa: E402
@@ -63,7 +62,9 @@ class Policy:
         # FSDP's hooks keep state per thread: backward must stay on the thread that called it.
         torch.autograd.set_multithreading_enabled(False)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        dims = ParallelDims.from_config(ParallelismConfig(spmd_backend=SPMD_BACKEND), self.world_size)
+        if self.world_size != settings.ranks:
+            raise ValueError(f"trainer.ranks is {settings.ranks}, but the world has {self.world_size}")
+        dims = ParallelDims.from_config(parallelism_config(settings), self.world_size)
         dist_utils.set_spmd_backend(SPMD_BACKEND)
         dims.build_mesh()
         self.model = ShardedModel(folder, settings, dims, self.device)
@@ -108,7 +109,10 @@ class Policy:
                 totals[name] = totals.get(name, torch.zeros((), device=self.device)) + value
         lr = self.schedulers.schedulers[0].get_last_lr()[0]
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        grad_norm = dist_utils.clip_grad_norm_(trained, self.settings.max_grad_norm, foreach=True)
+        # Experts and the rest may lie on different meshes: torchtitan adds up their norms.
+        grad_norm = dist_utils.clip_grad_norm_(
+            trained, self.settings.max_grad_norm, foreach=True, ep_enabled=self.settings.expert_parallel > 1
+        )
         if not torch.isfinite(grad_norm):
             raise RuntimeError(f"the gradient norm is {float(grad_norm)}: no update was made")
         self.optimizers.step()

@@ -52,6 +52,9 @@ class TrainerSettings:
 
     ranks: int = 2
     """Processes of the trainer mesh; FSDP2 shards the model over all of them."""
+    expert_parallel: int = 1
+    """Ranks among which the experts of a mixture-of-experts model are divided, and to which tokens travel: a divisor
+    of `ranks`. 1: every rank gathers all experts of a layer to compute it. More: less memory, more messages."""
     lr: float = 1e-6
     """AdamW's learning rate (TRL, verl and slime share this default for full training)."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -82,9 +85,13 @@ class TrainerSettings:
     """The policy-gradient loss."""
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "tokens_per_microbatch", "logprob_chunk"):
+        for name in ("ranks", "expert_parallel", "tokens_per_microbatch", "logprob_chunk"):
             if getattr(self, name) < 1:
                 raise ValueError(f"trainer.{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        if self.ranks % self.expert_parallel:
+            raise ValueError(
+                f"trainer.expert-parallel {self.expert_parallel} must divide trainer.ranks, which is {self.ranks}"
+            )
         for name in ("lr", "weight_decay", "lr_warmup_steps"):
             if getattr(self, name) < 0:
                 raise ValueError(f"trainer.{name.replace('_', '-')} must not be negative, got {getattr(self, name)}")
@@ -98,31 +105,36 @@ class TrainerSettings:
             raise ValueError(f"trainer.lr-min-factor must be in 0..1, got {self.lr_min_factor}")
 
 
-def check_experts(config: dict[str, Any], ranks: int, lora: LoraSettings) -> None:
-    """Refuse what cannot be done with the experts of a model; a model without any is left alone.
+def check_experts(config: dict[str, Any], settings: TrainerSettings) -> None:
+    """Refuse what cannot be done with the experts of a model, or without any.
 
     Args:
         config: the model's ``config.json``.
-        ranks: of the trainer mesh.
 
     Raises:
-        ValueError: experts cannot be cut into as many parts, or adapters are asked for on them.
+        ValueError: experts cannot be cut into as many parts, adapters are asked for on them, or experts are to be
+            divided where there are none.
     """
+    ranks, degree = settings.ranks, settings.expert_parallel
     if not sparse_layers(config):
+        if degree > 1:
+            raise ValueError(f"trainer.expert-parallel {degree}: the model has no experts; leave it at 1")
         return
-    experts = num_experts(config)
+    experts, lora = num_experts(config), settings.lora
     if lora.rank and (on_experts := [name for name in lora.targets if name in ("gate_proj", "up_proj", "down_proj")]):
         raise ValueError(
             f"trainer.lora.targets {', '.join(on_experts)} are projections of experts, which cannot have adapters: "
             f"choose some of q_proj, k_proj, v_proj, o_proj"
         )
-    # torchtitan gives each rank whole experts, or, where there are more ranks than experts, rows of each.
+    if experts % degree:
+        raise ValueError(f"{experts} experts cannot be shared equally by trainer.expert-parallel {degree}")
+    # torchtitan gives each rank whole experts, or, where there are more ranks than experts, rows of some.
     if ranks <= experts and experts % ranks:
         raise ValueError(f"{experts} experts cannot be shared equally by trainer.ranks {ranks}")
     if ranks > experts:
         for name in ("hidden_size", "moe_intermediate_size"):
-            if config[name] % ranks:
+            if config[name] % (ranks // degree):
                 raise ValueError(
-                    f"trainer.ranks {ranks} is more than the {experts} experts, and {name} {config[name]} cannot be "
-                    f"shared equally by that many ranks"
+                    f"trainer.ranks {ranks} is more than the {experts} experts, so {ranks // degree} ranks hold rows "
+                    f"of the same ones; {name} {config[name]} cannot be shared equally by as many"
                 )
