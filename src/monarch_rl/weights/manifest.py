@@ -88,10 +88,13 @@ def make_manifest(
     specs, nbytes = lay_out(tensors)
     index = {spec.name: i for i, spec in enumerate(specs)}
     shards = tuple(tuple(Shard(index[name], start, numel) for name, start, numel in runs if numel) for runs in owned)
-    for i, spec in enumerate(specs):
-        runs = sorted((s.start, s.numel) for rank in shards for s in rank if s.tensor == i)
+    found: list[list[tuple[int, int]]] = [[] for _ in specs]
+    for rank in shards:
+        for shard in rank:
+            found[shard.tensor].append((shard.start, shard.numel))
+    for spec, runs in zip(specs, found, strict=True):
         end = 0
-        for start, numel in runs:
+        for start, numel in sorted(runs):
             if start != end:
                 word = "by two ranks" if start < end else "by no rank"
                 raise ValueError(f"{spec.name}: elements from {min(start, end)} on are owned {word}")
