@@ -1,5 +1,7 @@
 """Make the tiny model of the main job: a Qwen3 of some 0.5 M parameters that spells its text in characters.
 
+With ``--kind moe`` a Qwen3-MoE of some 2 M parameters instead, of which a token uses as many as the dense one has.
+
 It is born random and warm-started by a short supervised run, with the project's own trainer, on a task of
 reasoning-gym: until it follows the format (an answer, then the end token) but is often wrong. What is left to
 learn is left to reinforcement learning. The result is cached: a second call with the same settings is at once.
@@ -15,6 +17,7 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -29,14 +32,18 @@ from monarch_rl.trainer.settings import TrainerSettings
 
 CHARACTERS = "".join(map(chr, range(32, 127))) + "\n"
 END, PAD = "<|end|>", "<|pad|>"
+CHOSEN = 2
+"""Experts of a token."""
 
 
 @dataclass(frozen=True)
 class Settings:
     """Make the tiny model of the main job (see the top of this file)."""
 
-    output: Path = Path(".cache/tiny-qwen3")
-    """Folder of the model, in Hugging Face's format."""
+    kind: Literal["dense", "moe"] = "dense"
+    """`dense` is a Qwen3; `moe` a Qwen3-MoE: 8 experts in each layer, 2 of them for each token."""
+    output: Path | None = None
+    """Folder of the model, in Hugging Face's format; None is .cache/tiny-qwen3, or .cache/tiny-qwen3-moe."""
     task: TaskSettings = TaskSettings(
         name="spell_backward", config='{"min_word_len": 3, "max_word_len": 5}', template="{word} -> "
     )
@@ -58,11 +65,21 @@ class Settings:
     force: bool = False
     """Make it again although it is there."""
 
+    @property
+    def folder(self) -> Path:
+        return self.output or Path(".cache/tiny-qwen3" + ("-moe" if self.kind == "moe" else ""))
+
 
 def write_random_model(folder: Path, settings: Settings) -> None:
-    """A random Qwen3 and its character-level tokenizer, as a Hugging Face folder."""
+    """A random model and its character-level tokenizer, as a Hugging Face folder."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import (
+        PreTrainedTokenizerFast,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+    )
 
     vocabulary = {token: i for i, token in enumerate([PAD, END, *CHARACTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
@@ -70,22 +87,32 @@ def write_random_model(folder: Path, settings: Settings) -> None:
     tokenizer.decoder = decoders.Fuse()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PAD).save_pretrained(folder)
     torch.manual_seed(settings.seed)
-    config = Qwen3Config(
-        vocab_size=len(vocabulary),
-        hidden_size=settings.hidden_size,
-        intermediate_size=3 * settings.hidden_size,
-        num_hidden_layers=settings.layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        eos_token_id=vocabulary[END],
-        pad_token_id=vocabulary[PAD],
-        bos_token_id=None,
-        initializer_range=0.05,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    width = 3 * settings.hidden_size
+    shape: dict[str, Any] = {
+        "vocab_size": len(vocabulary),
+        "hidden_size": settings.hidden_size,
+        "intermediate_size": width,
+        "num_hidden_layers": settings.layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+        "eos_token_id": vocabulary[END],
+        "pad_token_id": vocabulary[PAD],
+        "bos_token_id": None,
+        "initializer_range": 0.05,
+    }
+    if settings.kind == "dense":
+        Qwen3ForCausalLM(Qwen3Config(**shape)).save_pretrained(folder)
+        return
+    experts = {
+        "num_experts": 8,
+        "num_experts_per_tok": CHOSEN,
+        "moe_intermediate_size": width // CHOSEN,
+        "norm_topk_prob": True,
+    }
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts)).save_pretrained(folder)
 
 
 def make_examples(folder: Path, settings: Settings) -> list[Episode]:
@@ -143,23 +170,24 @@ def warm_start(rank: int, folder: Path, target: Path, examples: list[Episode], s
 
 
 def main(settings: Settings) -> None:
-    stamp = settings.output / "made_with.stamp"
+    folder = settings.folder
+    stamp = folder / "made_with.stamp"
     made_with = json.dumps({k: v for k, v in asdict(settings).items() if k not in ("output", "force")}, sort_keys=True)
     if not settings.force and stamp.is_file() and stamp.read_text() == made_with:
-        print(f"{settings.output} is there")
+        print(f"{folder} is there")
         return
     started = time.monotonic()
-    settings.output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=settings.output.parent) as scratch:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         born, trained = Path(scratch) / "born", Path(scratch) / "trained"
         write_random_model(born, settings)
         examples = make_examples(born, settings)
         arguments = (born, trained, examples, settings, free_port())
         multiprocessing.spawn(warm_start, args=arguments, nprocs=settings.ranks)
         (trained / stamp.name).write_text(made_with)
-        shutil.rmtree(settings.output, ignore_errors=True)
-        trained.rename(settings.output)
-    print(f"made {settings.output} in {time.monotonic() - started:.0f} s")
+        shutil.rmtree(folder, ignore_errors=True)
+        trained.rename(folder)
+    print(f"made {folder} in {time.monotonic() - started:.0f} s")
 
 
 if __name__ == "__main__":
