@@ -87,10 +87,12 @@ class System:
         transfer: TransferSettings = TRANSFER,
         lora: LoraSettings = FULL_TRAINING,
         ranks: int = 2,
+        expert_parallel: int = 1,
     ) -> System:
         """A fresh trainer on the first slots, whose weights are published as ``version`` to running generators."""
         buffer = cluster.spawn("buffer", 1).spawn("buffer", Buffer, GROUPS, BufferSettings(1), version)
-        plan = TrainerPlan(model, TrainerSettings(ranks, lr=lr, lora=lora), 100, 1.0, NEW_TOKENS)
+        settings = TrainerSettings(ranks, expert_parallel, lr=lr, lora=lora)
+        plan = TrainerPlan(model, settings, 100, 1.0, NEW_TOKENS)
         trainer = await pipeline.start_trainer(cluster, plan, buffer, first_slot=0)
         publisher = await Publisher.connect(trainer, dict(enumerate(generators)), buffer, transfer, "float32")
         system = cls(trainer, generators, buffer, publisher, version)

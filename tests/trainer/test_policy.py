@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from tests.trainer.programs import run_program, saved
 
-KINDS = ("qwen3", "qwen3_tied", "llama_tied", "llama3_rope", "qwen3_bf16")
+KINDS = ("qwen3", "qwen3_tied", "llama_tied", "llama3_rope", "qwen3_bf16", "qwen3_moe")
 
 
 @pytest.fixture(scope="module")
