@@ -77,6 +77,9 @@ def main(folder: Path) -> None:
     for name, (kind, lora) in CASES.items():
         policy = train(folder, kind, name, TrainerSettings(lr=LR, weight_decay=WEIGHT_DECAY, lora=lora))
         check_snapshot(policy, folder / f"{name}_adapter")
+    kind, lora = CASES["lora_moe"]
+    divided = TrainerSettings(lr=LR, weight_decay=WEIGHT_DECAY, lora=lora, expert_parallel=2)
+    train(folder, kind, "lora_divided", divided)
     kind, lora = CASES["lora_all"]
     train(folder, kind, "lora_still", TrainerSettings(lr=0.0, weight_decay=WEIGHT_DECAY, lora=lora))
     recomputed = TrainerSettings(lr=LR, weight_decay=WEIGHT_DECAY, lora=lora, activation_checkpoint="full")

@@ -92,6 +92,13 @@ def test_activation_checkpointing_changes_nothing(folder: Path) -> None:
     assert all(torch.allclose(first[name], second[name], atol=1e-6) for name in first)
 
 
+def test_expert_parallelism_changes_no_adapter(folder: Path) -> None:
+    first, second = saved(folder / "lora_moe_adapter"), saved(folder / "lora_divided_adapter")
+    start = saved(folder / "lora_moe_start_adapter")
+    for name in first:
+        assert (first[name] - second[name]).norm() < 1e-3 * (first[name] - start[name]).norm(), name
+
+
 def test_the_adapters_folder_names_its_base(folder: Path) -> None:
     config = json.loads((folder / "lora_some_adapter" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(folder / "qwen3")
