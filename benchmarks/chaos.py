@@ -212,6 +212,8 @@ def check(run: Run, s: Settings) -> dict[str, float]:
 def main(s: Settings) -> None:
     rng = random.Random(s.seed)
     faults = rng.sample(FAULTS, len(FAULTS))
+    make_model = [sys.executable, "tools/make_tiny_model.py"]  # if it is not there
+    subprocess.run(make_model, cwd=ROOT, check=True, timeout=RUN_S)
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         run = Run(s, scratch)
