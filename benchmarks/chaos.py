@@ -36,7 +36,6 @@ FAULT_S = 180.0
 """Seconds from a fault until the process is back, on cores that are shared."""
 GONE_S = 15.0
 """Seconds after the end of the run in which its last process ends."""
-Do = Callable[[psutil.Process], Any]
 
 
 @dataclass(frozen=True)
@@ -212,6 +211,8 @@ def check(run: Run, s: Settings) -> dict[str, float]:
 def main(s: Settings) -> None:
     rng = random.Random(s.seed)
     faults = rng.sample(FAULTS, len(FAULTS))
+    make_model = [sys.executable, "tools/make_tiny_model.py"]  # if it is not there
+    subprocess.run(make_model, cwd=ROOT, check=True, timeout=RUN_S)
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         run = Run(s, scratch)
@@ -221,11 +222,10 @@ def main(s: Settings) -> None:
             for fault in faults:
                 run.until_next_step()
                 time.sleep(rng.uniform(0.0, s.pause_s))
-                rows.append({"fault": str(fault)} | strike(run, fault, rng.randrange(2), scratch))
-                print(
-                    f"{fault}: noticed after {rows[-1]['noticed_s']:.1f} s, back after {rows[-1]['back_s']:.1f} s",
-                    flush=True,
-                )
+                struck = strike(run, fault, rng.randrange(2), scratch)
+                rows.append({"fault": str(fault)} | struck)
+                noticed, back = struck["noticed_s"], struck["back_s"]
+                print(f"{fault}: noticed after {noticed:.1f} s, back after {back:.1f} s", flush=True)
             figures = check(run, s)
         finally:
             run.end()
