@@ -12,16 +12,9 @@ import psutil
 import pytest
 
 from monarch_rl.episode import Completion, Sampling
-from monarch_rl.generator.engine import (
-    BusyClock,
-    CommitError,
-    CommitReport,
-    Engine,
-    EngineStopped,
-    GenerationError,
-    WeightMismatch,
-    to_completion,
-)
+from monarch_rl.generator.answers import GenerationError, to_completion
+from monarch_rl.generator.clock import BusyClock
+from monarch_rl.generator.engine import CommitError, CommitReport, Engine, EngineStopped, WeightMismatch
 from tests.generator.conftest import SETTINGS
 from tests.generator.helpers import (
     LOGPROB_BOUND,

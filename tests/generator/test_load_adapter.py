@@ -17,7 +17,8 @@ from torch import nn
 from monarch_rl.adapter import LoraSettings, Target, tensor_names
 from monarch_rl.episode import Completion, Sampling
 from monarch_rl.generator import engine as engine_module
-from monarch_rl.generator.engine import CommitError, Engine, WeightMismatch, to_completion
+from monarch_rl.generator.answers import to_completion
+from monarch_rl.generator.engine import CommitError, Engine, WeightMismatch
 from monarch_rl.generator.load_adapter import load
 from monarch_rl.generator.load_report import LoadSheet
 from monarch_rl.generator.load_staged import write_order

@@ -24,32 +24,28 @@ process, the detokenizer, is not started, since tokens never become text here.
 from __future__ import annotations
 
 import asyncio
-import atexit
 import json
-import logging
-import multiprocessing
 import os
 import random
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
-import psutil
 import torch
 
 from monarch_rl.adapter import FULL_TRAINING, LoraSettings, adapter_config
 from monarch_rl.episode import Completion, Sampling
+from monarch_rl.generator.answers import GenerationError, to_completion, to_part
+from monarch_rl.generator.clock import BusyClock
+from monarch_rl.generator.launching import close_sockets, end_processes, launch_engine, take_over_watch
 from monarch_rl.generator.load_report import LoadSheet
 from monarch_rl.generator.load_staged import write_order
 from monarch_rl.generator.parts import UNFINISHED, Tell, Teller, end_of, join, nobody
-from monarch_rl.generator.scheduler_process import SchedulerTarget, quiet_imports
 from monarch_rl.generator.settings import (
     ADAPTER,
     ADAPTER_LOADER,
@@ -66,14 +62,8 @@ from monarch_rl.weights.area import Area
 from monarch_rl.weights.manifest import Manifest
 from monarch_rl.weights.transport import StillServing
 
-KILL_SECONDS = 10.0
-"""How long a killed engine process may take to be gone."""
 INTERRUPT_DEADLINE_S = 60.0
 """How long requests that are ended may take to be answered: one step, at worst a prefill on a slow machine."""
-
-
-class GenerationError(RuntimeError):
-    """A request was refused or aborted; the message is the engine's."""
 
 
 class EngineStopped(RuntimeError):
@@ -165,7 +155,7 @@ class Engine:
         self.clock = BusyClock()
         self.generated_tokens = 0
         self.finished_requests = 0
-        self._processes = _take_over_watch(engine)
+        self._processes = take_over_watch(engine)
         for rank, process in enumerate(self._processes):
             name = self._name if settings.tp == 1 else f"{self._name} (rank {rank})"
             presence.helper(process.pid, name)
@@ -205,7 +195,7 @@ class Engine:
         # So often SGLang's scheduler tells what a request has drawn, also of one that is not streamed.
         os.environ["SGLANG_FORCE_STREAM_INTERVAL"] = str(settings.part_tokens)
         launcher = ThreadPoolExecutor(1, thread_name_prefix="sglang-launch")
-        engine = await asyncio.get_running_loop().run_in_executor(launcher, _launch, arguments)
+        engine = await asyncio.get_running_loop().run_in_executor(launcher, launch_engine, arguments)
         # In SGLang's deterministic mode requests without a seed would all share one.
         seeds = random.Random(settings.random_seed + replica) if on_gpu and settings.deterministic else None
         Engine._in_this_process = started = cls(engine, launcher, replica, seeds, settings)
@@ -517,97 +507,9 @@ class Engine:
         manager = self._engine.tokenizer_manager
         for task in manager.asyncio_tasks:
             task.cancel()
-        await asyncio.to_thread(_end_processes, self._engine)
-        _close_sockets(self._engine, manager)
+        await asyncio.to_thread(end_processes, self._engine)
+        close_sockets(self._engine, manager)
         self._launcher.shutdown(wait=False)
-
-
-class BusyClock:
-    """Seconds in which at least one request was in the engine and no commit was going on."""
-
-    def __init__(self) -> None:
-        self._requests = 0
-        self._paused = False
-        self._since = 0.0
-        self._total = 0.0
-        self._request_seconds = 0.0
-
-    @property
-    def requests(self) -> int:
-        return self._requests
-
-    @property
-    def seconds(self) -> float:
-        self._count()
-        return self._total
-
-    @property
-    def request_seconds(self) -> float:
-        """Those seconds, each times the requests that were in the engine."""
-        self._count()
-        return self._request_seconds
-
-    def enter(self) -> None:
-        self._count()
-        self._requests += 1
-
-    def leave(self) -> None:
-        self._count()
-        self._requests -= 1
-
-    def pause(self) -> None:
-        self._count()
-        self._paused = True
-
-    def resume(self) -> None:
-        self._count()
-        self._paused = False
-
-    def _count(self) -> None:
-        """Count the time since the last call, in which nothing has changed."""
-        now = time.perf_counter()
-        if not self._paused and self._requests:
-            self._total += now - self._since
-            self._request_seconds += self._requests * (now - self._since)
-        self._since = now
-
-
-def to_completion(answer: dict[str, Any], interrupted: bool = False) -> Completion:
-    """Read SGLang's answer to one request.
-
-    Args:
-        answer: of SGLang.
-        interrupted: it was aborted on purpose: its finish reason is then ``UNFINISHED``, and it may have no tokens.
-
-    Raises GenerationError if the request was aborted otherwise.
-    """
-    meta = answer["meta_info"]
-    reason = meta["finish_reason"]["type"]
-    if reason == "abort" and interrupted:
-        reason = UNFINISHED
-    elif reason not in ("stop", "length"):
-        raise GenerationError(f"the engine ended the request with {meta['finish_reason']}")
-    entries = meta.get("output_token_logprobs") or []
-    # A request that waits in SGLang's queue, for lack of KV cache, is ended with what it had told until then.
-    tokens = np.asarray(answer["output_ids"][: len(entries)], np.int32)
-    logprobs = np.fromiter((entry[0] for entry in entries), np.float32, len(tokens))
-    versions = np.full(len(tokens), -1, np.int32)
-    for span in meta.get("weight_versions") or []:
-        versions[span["start"] : span["end"]] = int(span["version"])
-    if (versions < 0).any():
-        raise GenerationError(f"SGLang gave no version for some of {len(tokens)} tokens: {meta['weight_versions']}")
-    return Completion(tokens, logprobs, versions, reason)
-
-
-def to_part(output: Any, index: int) -> Completion:
-    """Read what one request has drawn since the last message of SGLang's scheduler; see ``tell_versions``."""
-    tokens = np.asarray(output.output_ids[index], np.int32)
-    drawn = output.completion_tokens[index]
-    versions = np.empty(drawn, np.int32)
-    for span in output.weight_versions[index]:
-        versions[span.start : span.end] = int(span.version)
-    logprobs = np.asarray(output.output_token_logprobs_val[index], np.float32)
-    return Completion(tokens, logprobs, versions[drawn - len(tokens) :], UNFINISHED)
 
 
 def _order(rank: int, area: bytes, sheet: bytes) -> bytes:
@@ -622,76 +524,3 @@ def _io() -> Any:
     from sglang.srt.managers import io_struct
 
     return io_struct
-
-
-def _launch(arguments: dict[str, Any]) -> Any:
-    quiet_imports()
-    import sglang.srt.entrypoints.engine as sglang_engine
-
-    class TokenEngine(sglang_engine.Engine):
-        run_scheduler_process_func = SchedulerTarget()
-
-        @classmethod
-        def _launch_detokenizer_subprocesses(cls, *_: Any, **__: Any) -> tuple[list[Any], list[str]]:
-            """None: with ``skip_tokenizer_init`` the scheduler answers directly."""
-            return [], []
-
-    before = multiprocessing.active_children()
-    try:
-        with _logging_kept():
-            return TokenEngine(**arguments)
-    except BaseException:
-        for process in multiprocessing.active_children():
-            if process not in before:
-                process.kill()
-        raise
-
-
-@contextmanager
-def _logging_kept() -> Iterator[None]:
-    """SGLang takes the root logger for its own, at its own level; what this process logs must go where it went."""
-    root = logging.getLogger()
-    level, handlers = root.level, root.handlers[:]
-    try:
-        yield
-    finally:
-        root.setLevel(level)
-        root.handlers[:] = handlers
-
-
-def _take_over_watch(engine: Any) -> list[Any]:
-    """Stop SGLang's watchdog, which ends this whole process by SIGQUIT; returns the processes it watched."""
-    watchdog = engine.tokenizer_manager._subprocess_watchdog
-    watchdog.stop()
-    return list(watchdog._processes)
-
-
-def _close_sockets(*owners: Any) -> None:
-    """SGLang leaves its sockets open. When they are collected as garbage, whoever runs then would wait for ever until
-    what was written last is read by a process that is gone."""
-    import zmq
-
-    for owner in owners:
-        for value in vars(owner).values():
-            if isinstance(value, zmq.Socket):
-                value.close(linger=0)
-
-
-def _end_processes(engine: Any) -> None:
-    """SGLang's own shutdown kills every child of this process; this ends only the engine's."""
-    atexit.unregister(engine.shutdown)
-    victims = []
-    for pid in engine.get_all_child_pids():
-        try:
-            process = psutil.Process(pid)
-            victims += [process, *process.children(recursive=True)]
-        except psutil.NoSuchProcess:
-            continue
-    for process in victims:
-        try:
-            process.kill()
-        except psutil.NoSuchProcess:
-            continue
-    _, alive = psutil.wait_procs(victims, timeout=KILL_SECONDS)
-    if alive:
-        raise RuntimeError(f"SGLang's processes {[p.pid for p in alive]} are still there {KILL_SECONDS} s after a kill")
