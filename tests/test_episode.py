@@ -1,44 +1,70 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monarch_rl.episode import NO_VERSION, Completion, Episode, Group, Turn
+from monarch_rl.episode import NO_VERSION, Completion, Episode, Group, KeptSets, Turn
 from monarch_rl.packed import PackedGroup, mask_older, unpack_episode
 
 INFO = st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=9) | st.none() | st.booleans(), max_size=3)
 
 
 @st.composite
-def turns(draw: st.DrawFn) -> Turn:
+def turns(draw: st.DrawFn, with_kept: bool) -> Turn:
     n = draw(st.integers(0, 6))
     finite = st.floats(-1024, 0, width=32)
     trainable = np.asarray(draw(st.lists(st.booleans(), min_size=n, max_size=n)), bool)
+    kept = None
+    if with_kept:
+        sizes = draw(st.lists(st.integers(1, 3), min_size=n, max_size=n))
+        counts = np.where(trainable, np.asarray(sizes, np.int32), 0).astype(np.int32)
+        total = int(counts.sum())
+        ids = draw(st.lists(st.integers(0, 2**31 - 1), min_size=total, max_size=total))
+        kept = KeptSets(counts, np.asarray(ids, np.int32))
     return Turn(
         token_ids=np.asarray(draw(st.lists(st.integers(0, 2**31 - 1), min_size=n, max_size=n)), np.int32),
         logprobs=np.where(trainable, np.asarray(draw(st.lists(finite, min_size=n, max_size=n)), np.float32), 0),
         policy_versions=np.asarray(draw(st.lists(st.integers(-1, 3), min_size=n, max_size=n)), np.int32),
         trainable=trainable,
+        kept=kept,
     )
 
 
-EPISODES = st.builds(
-    Episode,
-    turns=st.lists(turns(), min_size=1, max_size=3),
-    reward=st.floats(allow_nan=False, allow_infinity=False),
-    finish_reason=st.sampled_from(["stop", "length"]),
-    info=INFO,
-)
+@st.composite
+def episodes(draw: st.DrawFn) -> Episode:
+    episode = Episode(
+        turns=draw(st.lists(turns(draw(st.booleans())), min_size=1, max_size=3)),
+        reward=draw(st.floats(allow_nan=False, allow_infinity=False)),
+        finish_reason=draw(st.sampled_from(["stop", "length"])),
+        info=draw(INFO),
+    )
+    dtype = draw(st.sampled_from([None, np.uint8, np.uint16]))
+    if dtype is not None and episode.num_tokens:
+        shape = (episode.num_tokens - 1, *draw(st.tuples(st.integers(1, 3), st.integers(1, 3))))
+        drawn = np.random.default_rng(draw(st.integers(0, 2**32)))
+        episode.routes = drawn.integers(0, np.iinfo(dtype).max, shape).astype(dtype)
+    return episode
+
+
 GROUPS = st.builds(
     Group,
     group_id=st.integers(0, 2**40),
     task_index=st.integers(0, 2**40),
-    episodes=st.lists(EPISODES, max_size=4),
+    episodes=st.lists(episodes(), max_size=4),
     failed=st.integers(0, 8),
     attempt=st.integers(0, 3),
 )
+
+
+def check_equal(ours: np.ndarray | None, theirs: np.ndarray | None) -> None:
+    assert (ours is None) == (theirs is None)
+    if ours is not None and theirs is not None:
+        assert ours.dtype == theirs.dtype
+        np.testing.assert_array_equal(ours, theirs)
 
 
 @given(GROUPS)
@@ -49,11 +75,14 @@ def test_group_survives_its_bytes(group: Group) -> None:
     for ours, theirs in zip(group.episodes, read.episodes, strict=True):
         assert (ours.reward, ours.finish_reason, ours.info) == (theirs.reward, theirs.finish_reason, theirs.info)
         assert len(ours.turns) == len(theirs.turns)
+        check_equal(ours.routes, theirs.routes)
         for a, b in zip(ours.turns, theirs.turns, strict=True):
             for name in ("token_ids", "logprobs", "policy_versions", "trainable"):
-                x, y = getattr(a, name), getattr(b, name)
-                assert x.dtype == y.dtype
-                np.testing.assert_array_equal(x, y)
+                check_equal(getattr(a, name), getattr(b, name))
+            assert (a.kept is None) == (b.kept is None)
+            if a.kept is not None and b.kept is not None:
+                check_equal(a.kept.counts, b.kept.counts)
+                check_equal(a.kept.ids, b.kept.ids)
     assert read.oldest_version == group.oldest_version
     assert read.to_bytes() == group.to_bytes()
 
@@ -127,3 +156,36 @@ def test_turn_from_completion_trains_only_what_was_drawn() -> None:
 def test_arrays_of_a_turn_have_one_length() -> None:
     with pytest.raises(ValueError, match="one length"):
         Turn(np.zeros(2, np.int32), np.zeros(1, np.float32), np.zeros(2, np.int32), np.zeros(2, bool))
+
+
+def test_kept_sets_are_cut_and_joined_by_tokens() -> None:
+    sets = [[5, 3], [], [7], [1, 2, 4]]
+    kept = KeptSets(np.asarray([len(ids) for ids in sets], np.int32), np.asarray(sum(sets, []), np.int32))
+    assert kept[1:3].ids.tolist() == [7] and kept[1:3].counts.tolist() == [0, 1]
+    mask = np.asarray([True, False, False, True])
+    assert kept[mask].ids.tolist() == [5, 3, 1, 2, 4] and kept[mask].counts.tolist() == [2, 3]
+    joined = KeptSets.join([kept[:2], KeptSets.none(1), kept[2:]])
+    assert joined.counts.tolist() == [2, 0, 0, 1, 3] and joined.ids.tolist() == kept.ids.tolist()
+    with pytest.raises(ValueError, match="kept sets of 6 ids in all have 5"):
+        KeptSets(kept.counts, kept.ids[1:])
+
+
+def test_a_kept_set_that_would_be_lost_is_refused() -> None:
+    kept = KeptSets(np.ones(1, np.int32), np.zeros(1, np.int32))
+    turn = Turn(np.zeros(1, np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), np.zeros(1, bool), kept)
+    with pytest.raises(ValueError, match="a kept set on a token that is not trainable"):
+        Group(0, 0, [Episode([turn], 0.0, "stop")]).to_bytes()
+    with pytest.raises(ValueError, match="1 of the 2 turns of an episode have kept sets"):
+        _ = Episode([turn, replace(turn, kept=None)], 0.0, "stop").kept
+
+
+def test_what_kept_sets_and_routes_cost() -> None:
+    """4 bytes a kept id and 4 a token; a byte for each layer and expert."""
+    n, size, layers, k = 1000, 20, 4, 2
+    kept = KeptSets(np.full(n, size, np.int32), np.zeros(n * size, np.int32))
+    completion = Completion(np.arange(n), np.full(n, -1.0), np.full(n, 3), "stop")
+    bare = Episode([Turn.from_completion([], completion)], 0.0, "stop")
+    full = Episode([Turn.from_completion([], replace(completion, kept=kept))], 0.0, "stop")
+    full.routes = np.zeros((n - 1, layers, k), np.uint8)
+    more = len(Group(0, 0, [full]).to_bytes()) - len(Group(0, 0, [bare]).to_bytes())
+    assert more == pytest.approx(n * (4 + 4 * size) + n * layers * k, abs=64)

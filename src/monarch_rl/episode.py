@@ -11,6 +11,7 @@ handed on without being read.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +33,50 @@ class Sampling:
     """Ids that end a turn. The stop token is part of the turn and is trained."""
     seed: int | None = None
     """Makes one request's draws repeatable under the same weights; ``None`` draws freely."""
+    top_k: int = 0
+    """Draw from the k most likely tokens only; 0 from all."""
+    top_p: float = 1.0
+    """Draw from the fewest most likely tokens that have this probability together (arXiv:1904.09751)."""
+    min_p: float = 0.0
+    """Draw from tokens that have this share of the most likely one's probability (arXiv:2407.01082)."""
+    routes_from: int | None = None
+    """Tell the experts of each token from this position on; ``None`` of none."""
+
+    @property
+    def truncated(self) -> bool:
+        """Whether some tokens cannot be drawn: then the engine tells from which ones each was."""
+        return bool(self.temperature) and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+
+@dataclass(slots=True)
+class KeptSets:
+    """From which token ids each of n tokens was drawn, where the sampler cut the rest off: n sets of ids, ragged."""
+
+    counts: np.ndarray
+    """int32[n]: the size of each set; 0 for a token that was not drawn."""
+    ids: np.ndarray
+    """int32[sum of counts], set after set."""
+
+    def __post_init__(self) -> None:
+        if int(self.counts.sum()) != len(self.ids):
+            raise ValueError(f"kept sets of {self.counts.sum()} ids in all have {len(self.ids)}")
+
+    def __getitem__(self, tokens: slice | np.ndarray) -> KeptSets:
+        """The sets of some of the tokens: a slice of them, or bool[n]."""
+        mask = np.zeros(len(self.counts), bool)
+        mask[tokens] = True
+        return KeptSets(self.counts[mask], self.ids[np.repeat(mask, self.counts)])
+
+    @classmethod
+    def join(cls, parts: Sequence[KeptSets]) -> KeptSets:
+        """The sets of tokens that follow each other."""
+        counts, ids = zip(*((part.counts, part.ids) for part in parts), strict=True)
+        return cls(np.concatenate(counts), np.concatenate(ids))
+
+    @classmethod
+    def none(cls, tokens: int) -> KeptSets:
+        """Of tokens that were not drawn."""
+        return cls(np.zeros(tokens, np.int32), np.zeros(0, np.int32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +92,11 @@ class Completion:
     that was lost."""
     finish_reason: str
     """``stop`` or ``length``."""
+    kept: KeptSets | None = None
+    """From which ids each token was drawn, with truncated sampling."""
+    routes: np.ndarray | None = None
+    """uint8 or uint16 [tokens, layers, k], where asked for: the experts by which each token was read, from
+    ``routes_from`` to the last but one of the sequence; the last one drawn was not read."""
 
 
 @dataclass(slots=True)
@@ -61,9 +111,13 @@ class Turn:
     """int32[n]; ``NO_VERSION`` where not trainable."""
     trainable: np.ndarray
     """bool[n]; True for tokens that the policy drew."""
+    kept: KeptSets | None = None
+    """n sets; empty where not trainable. None if the sampler cut nothing off."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.token_ids), len(self.logprobs), len(self.policy_versions), len(self.trainable)}
+        if self.kept is not None:
+            lengths.add(len(self.kept.counts))
         if len(lengths) != 1:
             raise ValueError(f"the arrays of a turn must have one length, got {sorted(lengths)}")
 
@@ -81,13 +135,20 @@ class Turn:
         ]
 
     @classmethod
-    def from_runs(cls, runs: list[tuple[int, int, bool]], token_ids: np.ndarray, drawn: np.ndarray) -> Turn:
-        """The inverse of :attr:`runs`; ``drawn`` are the log-probs of the trainable tokens, float32."""
+    def from_runs(
+        cls, runs: list[tuple[int, int, bool]], token_ids: np.ndarray, drawn: np.ndarray, kept: KeptSets | None = None
+    ) -> Turn:
+        """The inverse of :attr:`runs`; ``drawn`` are the log-probs of the trainable tokens, float32, ``kept`` are
+        their kept sets."""
         lengths, versions, trainable = zip(*runs, strict=True) if runs else ((), (), ())
         mask = np.repeat(np.asarray(trainable, bool), lengths)
         logprobs = np.zeros(len(token_ids), np.float32)
         logprobs[mask] = drawn
-        return cls(token_ids, logprobs, np.repeat(np.asarray(versions, np.int32), lengths), mask)
+        if kept is not None:
+            counts = np.zeros(len(token_ids), np.int32)
+            counts[mask] = kept.counts
+            kept = KeptSets(counts, kept.ids)
+        return cls(token_ids, logprobs, np.repeat(np.asarray(versions, np.int32), lengths), mask, kept)
 
     @classmethod
     def from_completion(cls, context_ids: list[int], completion: Completion) -> Turn:
@@ -100,6 +161,7 @@ class Turn:
                 [np.full(before, NO_VERSION, np.int32), completion.policy_versions.astype(np.int32)]
             ),
             trainable=np.arange(before + drawn) >= before,
+            kept=None if completion.kept is None else KeptSets.join([KeptSets.none(before), completion.kept]),
         )
 
 
@@ -113,6 +175,9 @@ class Episode:
     """Why it ended: ``stop``, ``length``."""
     info: dict[str, Any] = field(default_factory=dict)
     """JSON values to look at later (texts, the scorer's details); never read by training."""
+    routes: np.ndarray | None = None
+    """uint8 or uint16 [n - 1, layers, k], where kept: the experts by which the engine read each token but the last,
+    in each layer that has experts."""
 
     def _joined(self, name: str) -> np.ndarray:
         return np.concatenate([getattr(turn, name) for turn in self.turns])
@@ -136,6 +201,14 @@ class Episode:
     def trainable(self) -> np.ndarray:
         """bool[n] over all turns."""
         return self._joined("trainable")
+
+    @property
+    def kept(self) -> KeptSets | None:
+        """Over all turns, of which all or none must have them."""
+        parts = [turn.kept for turn in self.turns if turn.kept is not None]
+        if len(parts) not in (0, len(self.turns)):
+            raise ValueError(f"{len(parts)} of the {len(self.turns)} turns of an episode have kept sets")
+        return KeptSets.join(parts) if parts else None
 
     @property
     def num_tokens(self) -> int:

@@ -2,20 +2,24 @@
 
 A packed group is
 
-    4 bytes "GRP2", 4 bytes length of the header, the header (JSON), then the episodes one after the other
+    4 bytes "GRP3", 4 bytes length of the header, the header (JSON), then the episodes one after the other
 
 and a packed episode is
 
-    4 bytes length of its JSON, the JSON, token ids (int32), log-probs of the trainable tokens (float32)
+    4 bytes length of its JSON, the JSON, token ids (int32), log-probs of the trainable tokens (float32),
+    if the sampler cut tokens off: sizes (int32) and ids (int32) of the sets they were drawn from,
+    if routes were kept: the experts of each token but the last (uint8 or uint16)
 
 all little-endian, every part padded to 4 bytes. The header has what the buffer decides by (rewards, tokens by policy
 version, bytes), so it hands episodes on without reading them. Versions and trainability are stored as runs: a token
-takes 8 bytes, or 4 if it was not drawn.
+takes 8 bytes, or 4 if it was not drawn. A kept set takes 4 bytes and 4 for each id, routes one or two bytes for each
+layer and expert.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections import Counter
 from dataclasses import dataclass
@@ -23,9 +27,9 @@ from typing import Any
 
 import numpy as np
 
-from monarch_rl.episode import BatchShard, Episode, Group, Turn
+from monarch_rl.episode import BatchShard, Episode, Group, KeptSets, Turn
 
-FORMAT = b"GRP2"
+FORMAT = b"GRP3"
 """The last character is the version of the format."""
 _LENGTH = struct.Struct("<I")
 
@@ -176,28 +180,53 @@ def unpack_episode(data: bytes | memoryview) -> Episode:
     start = 4 + _LENGTH.unpack_from(data)[0]
     head = json.loads(bytes(data[4:start]))
     turns = []
-    ids_at, tokens = start, sum(length for runs in head["turns"] for length, _, _ in runs)
-    ids = np.frombuffer(data, "<i4", tokens, ids_at).astype(np.int32)
-    logprobs = np.frombuffer(data, "<f4", -1, ids_at + 4 * tokens).astype(np.float32)
+
+    def take(dtype: str, count: int) -> np.ndarray:
+        nonlocal start
+        array = np.frombuffer(data, "<" + dtype, count, start)
+        start += array.nbytes
+        return array.astype(dtype)  # of this machine's byte order, and not of the buffer's memory
+
+    tokens = sum(length for runs in head["turns"] for length, _, _ in runs)
+    trainable = sum(length for runs in head["turns"] for length, _, drawn in runs if drawn)
+    ids, logprobs, kept, routes = take("i4", tokens), take("f4", trainable), None, None
+    if head["kept"] is not None:
+        kept = KeptSets(take("i4", trainable), take("i4", head["kept"]))
+    if head["routes"] is not None:
+        *shape, dtype = head["routes"]
+        routes = take(dtype, math.prod(shape)).reshape(shape)
     at = drawn_at = 0
     for runs in head["turns"]:
         length, drawn = sum(run[0] for run in runs), sum(run[0] for run in runs if run[2])
-        turns.append(Turn.from_runs(runs, ids[at : at + length], logprobs[drawn_at : drawn_at + drawn]))
+        of_turn = slice(drawn_at, drawn_at + drawn)
+        sets = None if kept is None else kept[of_turn]
+        turns.append(Turn.from_runs(runs, ids[at : at + length], logprobs[of_turn], sets))
         at, drawn_at = at + length, drawn_at + drawn
-    return Episode(turns, 0.0, head["finish_reason"], head["info"])
+    return Episode(turns, 0.0, head["finish_reason"], head["info"], routes)
 
 
 def _pack_episode(episode: Episode) -> list[bytes]:
     ids, logprobs, trainable = episode.token_ids, episode.logprobs, episode.trainable
+    kept, routes = episode.kept, episode.routes
     if np.any(logprobs[~trainable]):
         raise ValueError("an episode has a log-prob that is not 0 on a token that is not trainable")
+    if kept is not None and np.any(kept.counts[~trainable]):
+        raise ValueError("an episode has a kept set on a token that is not trainable")
     head = {
         "turns": [turn.runs for turn in episode.turns],
         "finish_reason": episode.finish_reason,
         "info": episode.info,
+        "kept": None if kept is None else len(kept.ids),
+        "routes": None if routes is None else [*routes.shape, routes.dtype.str[1:]],
     }
     text = _padded(head)
-    return [_LENGTH.pack(len(text)), text, ids.astype("<i4").tobytes(), logprobs[trainable].astype("<f4").tobytes()]
+    parts = [_LENGTH.pack(len(text)), text, ids.astype("<i4").tobytes(), logprobs[trainable].astype("<f4").tobytes()]
+    if kept is not None:
+        parts += [kept.counts[trainable].astype("<i4").tobytes(), kept.ids.astype("<i4").tobytes()]
+    if routes is not None:
+        data = routes.astype(routes.dtype.newbyteorder("<")).tobytes()
+        parts.append(data + bytes(-len(data) % 4))
+    return parts
 
 
 def _drawn(episode: Episode) -> Counter[int]:

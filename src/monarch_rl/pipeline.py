@@ -66,12 +66,18 @@ async def start_trainer(cluster: Cluster, plan: TrainerPlan, buffer: Any, first_
 
 
 async def start_generators(
-    cluster: Cluster, model: Path, settings: GeneratorSettings, first_slot: int, lora: LoraSettings = FULL_TRAINING
+    cluster: Cluster,
+    model: Path,
+    settings: GeneratorSettings,
+    first_slot: int,
+    lora: LoraSettings = FULL_TRAINING,
+    routes: bool = False,
 ) -> Crew:
     """Spawn the generator replicas, one process mesh each, with their engines running.
 
     Args:
         lora: the trainer's; with adapters, versions are adapters.
+        routes: they can tell by which experts they read each token.
     """
 
     def spawn(index: int) -> tuple[ProcMesh, Any]:
@@ -80,7 +86,7 @@ async def start_generators(
         return mesh, mesh.spawn(f"generator{index}", Generator)
 
     async def set_up(index: int, replica: Any) -> None:
-        start, name = replica.setup.call_one(str(model), settings, index, lora), f"generator {index}"
+        start, name = replica.setup.call_one(str(model), settings, index, lora, routes), f"generator {index}"
         await within(settings.start_deadline_s + CALL_DEADLINE_S, start, f"{name} to start", on=name)
 
     generators = Crew("generator", "generator", way=Way(cluster, spawn, set_up))
@@ -96,16 +102,19 @@ async def start_rollout(
     buffer: Any,
     generators: Crew,
     episode_limit: int,
+    routes: bool = False,
 ) -> Crew:
     """Spawn the rollout workers on the first host, one process mesh each, with a router of its own over all replicas.
 
     Args:
         episode_limit: tokens that an episode may have; longer ones fail, are counted and shown.
+        routes: episodes keep by which experts the generators read their tokens.
     """
 
     def spawn(index: int) -> tuple[ProcMesh, Any]:
         mesh = cluster.spawn(f"rollout{index}", 1)
-        return mesh, mesh.spawn("rollout", RolloutWorker, settings, task, str(model), f"rollout worker {index}")
+        name = f"rollout worker {index}"
+        return mesh, mesh.spawn("rollout", RolloutWorker, settings, task, str(model), name, routes)
 
     async def set_up(index: int, worker: Any) -> None:
         replicas = [generators.latest[replica] for replica in sorted(generators.latest)]

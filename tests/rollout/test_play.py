@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -161,5 +161,53 @@ def test_all_or_none_cancels_the_others() -> None:
 
 @pytest.mark.parametrize("field", ["workers", "group_size", "concurrent_groups", "max_turns", "score_deadline_s"])
 def test_settings_out_of_range_are_refused(field: str) -> None:
+    settings: dict[str, Any] = {field: 0}
     with pytest.raises(ValueError, match=f"rollout.{field.replace('_', '-')} must be"):
-        RolloutSettings(**{field: 0})
+        RolloutSettings(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"top_k": 20}, "compares two different distributions. Set rollout.keep-sampling-mask"),
+        ({"top_p": 0.9}, "compares two different distributions"),
+        ({"min_p": 0.1}, "compares two different distributions"),
+        ({"top_p": 0.9, "keep_sampling_mask": True}, "need a rollout.top-k of 2 to 4096"),
+        ({"top_k": 1, "keep_sampling_mask": True}, "rollout.top-k must be"),
+        ({"top_k": 5000, "keep_sampling_mask": True}, "rollout.top-k must be"),
+        ({"top_p": 0.0}, "rollout.top-p must be"),
+        ({"min_p": 1.0}, "rollout.min-p must be"),
+        ({"top_k": 9, "temperature": 0.0, "keep_sampling_mask": True}, "nothing to cut off"),
+        ({"top_k": 9, "min_p": 0.1, "seed": 3, "keep_sampling_mask": True}, "cannot be used with rollout.seed"),
+    ],
+)
+def test_truncation_without_a_mask_or_that_the_engine_lacks_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RolloutSettings(**settings)
+
+
+def test_routes_of_all_turns_are_asked_for_once_and_follow_each_other(tokenizer: Tokenizer) -> None:
+    """Each turn asks from the token on that was not read before, and a turn with too few of them is refused."""
+
+    class Routing:
+        def __init__(self, lost: int) -> None:
+            self.asked: list[tuple[int, int | None]] = []
+            self.lost = lost
+
+        async def generate(self, prompt_ids: list[int], sampling: Sampling, group: int) -> Completion:
+            self.asked.append((len(prompt_ids), sampling.routes_from))
+            drawn, start = 3, sampling.routes_from
+            assert start is not None and len(prompt_ids) >= drawn
+            positions = np.arange(start, len(prompt_ids) + drawn - 1 - self.lost, dtype=np.uint8)
+            routes = np.broadcast_to(positions[:, None, None], (len(positions), 2, 4))
+            ids = np.asarray(prompt_ids[:drawn], np.int32)
+            return Completion(ids, np.zeros(drawn, np.float32), np.zeros(drawn, np.int32), "length", routes=routes)
+
+    generator, sampling = Routing(lost=0), Sampling(max_new_tokens=3, routes_from=0)
+    episode = run(play(Guessing(), generator, tokenizer, sampling, 0, SETTINGS))
+    first, second = generator.asked
+    assert first[1] == 0 and second[1] == first[0] + 2 and second[0] > first[0] + 3
+    assert episode.routes is not None and episode.routes.shape == (episode.num_tokens - 1, 2, 4)
+    np.testing.assert_array_equal(episode.routes[:, 1, 2], np.arange(episode.num_tokens - 1))
+    with pytest.raises(ValueError, match="turn 0 .* routes of .* were asked for"):
+        run(play(Guessing(), Routing(lost=1), tokenizer, sampling, 0, SETTINGS))

@@ -64,12 +64,18 @@ class Generator(ResilientActor):
 
     @concurrent_endpoint
     async def setup(
-        self, model_path: str, settings: GeneratorSettings, replica: int = 0, lora: LoraSettings = FULL_TRAINING
+        self,
+        model_path: str,
+        settings: GeneratorSettings,
+        replica: int = 0,
+        lora: LoraSettings = FULL_TRAINING,
+        routes: bool = False,
     ) -> float:
         """Start the engine with the model's own weights as version 0; returns the seconds it took.
 
         Args:
             lora: with a rank, versions are adapters of these settings.
+            routes: requests may ask by which experts their tokens were read.
         """
         if self._engine is not None:
             raise RuntimeError(f"generator {self._replica} has an engine already")
@@ -78,7 +84,7 @@ class Generator(ResilientActor):
         started = time.perf_counter()
         self._engine = await within(
             settings.start_deadline_s,
-            Engine.start(model_path, settings, replica, lora),
+            Engine.start(model_path, settings, replica, lora, routes),
             f"SGLang's engine of generator {replica} to load {model_path}",
             on="the start of an engine",  # its process computes, and is not known before it has
         )

@@ -2,24 +2,89 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from monarch_rl.episode import Completion
+from monarch_rl.episode import Completion, KeptSets
 from monarch_rl.generator.parts import UNFINISHED
+from monarch_rl.model_folder import num_experts, sparse_layers
 
 
 class GenerationError(RuntimeError):
     """A request was refused or aborted; the message is the engine's."""
 
 
-def to_completion(answer: dict[str, Any], interrupted: bool = False) -> Completion:
-    """Read SGLang's answer to one request.
+@dataclass(slots=True)
+class Beside:
+    """What SGLang's scheduler tells of one request beside its tokens, message by message.
+
+    It is taken out of the messages, as SGLang would write it as base64 and as lists of Python's integers.
+    """
+
+    kept: list[KeptSets] = field(default_factory=list)
+    """Of the tokens of each message."""
+    logprobs: list[np.ndarray] = field(default_factory=list)
+    """float32: of the tokens of each message among their kept sets."""
+    routes: np.ndarray | None = None
+    """int32 [tokens read, all layers, k]; comes with the last message."""
+
+
+class RouteForm:
+    """How the routes of a model are kept: only of layers that have experts, in as few bytes as an expert's index needs.
+
+    Args:
+        config: the model's ``config.json``.
+
+    Raises:
+        ValueError: the model has no experts.
+    """
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.layers = sparse_layers(config)
+        if not self.layers:
+            raise ValueError("routes are asked for, but the model has no experts")
+        self.experts = num_experts(config)
+        self.dtype = np.dtype(np.uint8 if self.experts <= 256 else np.uint16)
+
+    def read(self, routes: np.ndarray, rows: int) -> np.ndarray:
+        """Routes as SGLang tells them, int32 [tokens, all layers, k].
+
+        Raises GenerationError if they are not of ``rows`` tokens, or no experts of this model: then they are not those
+        of this sequence.
+        """
+        kept = routes[:, self.layers]
+        if len(kept) != rows or kept.size and not 0 <= kept.min() <= kept.max() < self.experts:
+            raise GenerationError(
+                f"SGLang told routes of {len(kept)} tokens, of {rows} were asked for, by experts "
+                f"{kept.min(initial=0)} to {kept.max(initial=0)} of {self.experts}"
+            )
+        return kept.astype(self.dtype)
+
+
+def take_beside(output: Any) -> list[Beside]:
+    """Take what is told beside the tokens out of a message of SGLang's scheduler: one for each of its requests."""
+    masks, routes = output.output_token_sampling_mask, output.routed_experts
+    output.output_token_sampling_mask = output.routed_experts = None
+    taken = [Beside() for _ in output.rids]
+    for one, mask in zip(taken, masks or [], strict=False):
+        if mask is not None:
+            one.kept.append(KeptSets(np.asarray(mask.lengths, np.int32), np.asarray(mask.token_ids, np.int32)))
+            one.logprobs.append(np.asarray(mask.logprobs, np.float32))
+    for one, routed in zip(taken, routes or [], strict=False):
+        one.routes = None if routed is None else routed.numpy()
+    return taken
+
+
+def to_completion(answer: dict[str, Any], interrupted: bool = False, beside: Beside | None = None) -> Completion:
+    """Read SGLang's answer to one request, but for its routes.
 
     Args:
         answer: of SGLang.
         interrupted: it was aborted on purpose: its finish reason is then ``UNFINISHED``, and it may have no tokens.
+        beside: what was told beside the tokens.
 
     Raises GenerationError if the request was aborted otherwise.
     """
@@ -38,15 +103,38 @@ def to_completion(answer: dict[str, Any], interrupted: bool = False) -> Completi
         versions[span["start"] : span["end"]] = int(span["version"])
     if (versions < 0).any():
         raise GenerationError(f"SGLang gave no version for some of {len(tokens)} tokens: {meta['weight_versions']}")
-    return Completion(tokens, logprobs, versions, reason)
+    return _completion(tokens, logprobs, versions, reason, beside)
 
 
-def to_part(output: Any, index: int) -> Completion:
-    """Read what one request has drawn since the last message of SGLang's scheduler; see ``tell_versions``."""
+def to_part(output: Any, index: int, beside: Beside) -> Completion:
+    """Read what one request has drawn since the last message of SGLang's scheduler; see ``tell_versions``.
+
+    Args:
+        beside: of this message.
+    """
     tokens = np.asarray(output.output_ids[index], np.int32)
     drawn = output.completion_tokens[index]
     versions = np.empty(drawn, np.int32)
     for span in output.weight_versions[index]:
         versions[span.start : span.end] = int(span.version)
     logprobs = np.asarray(output.output_token_logprobs_val[index], np.float32)
-    return Completion(tokens, logprobs, versions[drawn - len(tokens) :], UNFINISHED)
+    return _completion(tokens, logprobs, versions[drawn - len(tokens) :], UNFINISHED, beside)
+
+
+def _completion(
+    tokens: np.ndarray, logprobs: np.ndarray, versions: np.ndarray, reason: str, beside: Beside | None
+) -> Completion:
+    """With kept sets, log-probs are those among them: that is how the tokens were drawn."""
+    if beside is None or not beside.kept:
+        return Completion(tokens, logprobs, versions, reason)
+    kept, logprobs = KeptSets.join(beside.kept), np.concatenate(beside.logprobs)
+    _check_kept(tokens, kept)
+    return Completion(tokens, logprobs, versions, reason, kept)
+
+
+def _check_kept(tokens: Sequence[int] | np.ndarray, kept: KeptSets) -> None:
+    if len(kept.counts) != len(tokens):
+        raise GenerationError(f"SGLang told kept sets of {len(kept.counts)} tokens, {len(tokens)} were drawn")
+    matches = kept.ids == np.repeat(tokens, kept.counts)
+    if matches.sum() != len(tokens):  # ids of a set differ, so each has one match at most
+        raise GenerationError("SGLang told kept sets without the token that was drawn from them")

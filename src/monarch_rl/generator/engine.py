@@ -31,7 +31,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -40,7 +40,7 @@ import torch
 
 from monarch_rl.adapter import FULL_TRAINING, LoraSettings, adapter_config
 from monarch_rl.episode import Completion, Sampling
-from monarch_rl.generator.answers import GenerationError, to_completion, to_part
+from monarch_rl.generator.answers import Beside, GenerationError, RouteForm, take_beside, to_completion, to_part
 from monarch_rl.generator.clock import BusyClock
 from monarch_rl.generator.launching import close_sockets, end_processes, launch_engine, take_over_watch
 from monarch_rl.generator.load_report import LoadSheet
@@ -150,6 +150,10 @@ class Engine:
         self._idle.set()
         self._tellers: dict[str, Teller] = {}
         """Of the requests in SGLang."""
+        self._beside: dict[str, Beside] = {}
+        """Of the requests in SGLang."""
+        self._routes: RouteForm | None = None
+        """If it tells routes."""
         manager = engine.tokenizer_manager
         manager._handle_batch_output = partial(self._tell_parts, manager._handle_batch_output)
         self.clock = BusyClock()
@@ -168,6 +172,7 @@ class Engine:
         settings: GeneratorSettings,
         replica: int = 0,
         lora: LoraSettings = FULL_TRAINING,
+        routes: bool = False,
         **extra: Any,
     ) -> Engine:
         """Start SGLang's processes and load the model as version 0.
@@ -178,9 +183,12 @@ class Engine:
             replica: this one's index; its random seed depends on it.
             lora: with a rank, versions are adapters: the model's own weights stay, and version 0 has an adapter of
                 zeros.
+            routes: requests may ask by which experts their tokens were read. SGLang keeps that on the host for every
+                token of its KV cache: 4 bytes a layer and expert.
             extra: further SGLang ``ServerArgs``.
 
-        Raises ValueError if the model cannot be cut for ``settings.tp`` ranks, RuntimeError if SGLang does not start.
+        Raises ValueError if the model cannot be cut for ``settings.tp`` ranks or has no routes to tell, RuntimeError if
+        SGLang does not start.
         """
         config = Path(model_path) / "config.json"
         if config.is_file():
@@ -189,6 +197,7 @@ class Engine:
             raise RuntimeError("there is an engine in this process already; SGLang keeps its settings per process")
         on_gpu = torch.accelerator.is_available()
         arguments = engine_arguments(model_path, settings, replica, on_gpu, lora) | extra
+        arguments["enable_return_routed_experts"] = routes
         if settings.tp > 1 and not on_gpu:
             cores = sorted(os.sched_getaffinity(0))
             os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = cores_of_ranks(replica, settings.tp, cores)
@@ -199,6 +208,8 @@ class Engine:
         # In SGLang's deterministic mode requests without a seed would all share one.
         seeds = random.Random(settings.random_seed + replica) if on_gpu and settings.deterministic else None
         Engine._in_this_process = started = cls(engine, launcher, replica, seeds, settings)
+        if routes:
+            started._routes = RouteForm(engine.tokenizer_manager.model_config.hf_config.to_dict())
         if lora.rank:
             await started._add_adapter(lora, model_path)
         return started
@@ -252,24 +263,30 @@ class Engine:
         does with running sequences: one that is resumed draws on with the noise that it would have had.
 
         ``tell`` gets what the request has drawn every ``part_tokens`` tokens and where a commit ends it to resume it.
-        What it is told is the beginning of the completion, never all of it.
+        What it is told is the beginning of the completion, never all of it, and without routes.
+
+        Routes are those by which the token after each was drawn; where SGLang computed keys and values again on its own
+        (``recompute``, or for want of KV cache), those of the last time.
 
         Raises GenerationError if the engine refuses or aborts the request, EngineStopped if it is gone.
         """
-        params = self._sampling_params(sampling)
+        self._check_sampling(sampling)
         stops, teller = self._stops(sampling), Teller(tell)
         parts: list[Completion] = []
         drawn: list[int] = []
+        routes_from = sampling.routes_from
         async with self._places:
             while True:
                 # Held here and not by SGLang: the prefix cache's version must be that of the weights it is used with.
                 while not self._serving.is_set():
                     await self._or_stopped(self._serving.wait(), "a commit to end")
                 self.check()
-                left = sampling.max_new_tokens - len(drawn)
-                part = await self._draw(prompt_ids + drawn, params | {"max_new_tokens": left}, teller)
+                left = replace(sampling, max_new_tokens=sampling.max_new_tokens - len(drawn), routes_from=routes_from)
+                part = await self._draw(prompt_ids + drawn, left, teller)
                 parts.append(part)
                 drawn += part.token_ids.tolist()
+                if routes_from is not None and part.routes is not None:
+                    routes_from += len(part.routes)
                 reason: str | None = part.finish_reason
                 if reason == UNFINISHED:
                     reason = end_of(drawn, sampling, stops)  # the step that ended it may have drawn its last token
@@ -278,33 +295,39 @@ class Engine:
                     return join(parts, reason)
                 teller.rest(parts)
 
-    async def _draw(self, prompt_ids: list[int], params: dict[str, Any], teller: Teller) -> Completion:
-        request = uuid.uuid4().hex
+    async def _draw(self, prompt_ids: list[int], sampling: Sampling, teller: Teller) -> Completion:
+        request, start = uuid.uuid4().hex, sampling.routes_from
+        asked = _io().GenerateReqInput(
+            input_ids=prompt_ids,
+            sampling_params=self._sampling_params(sampling),
+            return_logprob=True,
+            return_sampling_mask=sampling.truncated,
+            return_routed_experts=start is not None,
+            routed_experts_start_len=start or 0,
+            cache_salt=str(self._version),
+            lora_path=ADAPTER if self._adapted else None,
+            rid=request,
+        )
         self._running[request] = False
         self._tellers[request] = teller
+        self._beside[request] = beside = Beside()
         self._idle.clear()
         self.clock.enter()
         try:
-            answer = await self._or_stopped(
-                self._engine.async_generate(
-                    input_ids=prompt_ids,
-                    sampling_params=params,
-                    return_logprob=True,
-                    cache_salt=str(self._version),
-                    lora_path=ADAPTER if self._adapted else None,
-                    rid=request,
-                ),
-                f"tokens after {len(prompt_ids)} others",
-            )
+            generating = self._engine.tokenizer_manager.generate_request(asked, None)
+            answer = await self._or_stopped(anext(generating), f"tokens after {len(prompt_ids)} others")
         except ValueError as error:
             raise GenerationError(str(error)) from error
         finally:
             self.clock.leave()
-            del self._tellers[request]
+            del self._tellers[request], self._beside[request]
             interrupted = self._running.pop(request)
             if not self._running:
                 self._idle.set()
-        completion = to_completion(answer, interrupted)
+        completion = to_completion(answer, interrupted, beside)
+        if self._routes is not None and start is not None and beside.routes is not None:
+            rows = len(prompt_ids) + len(completion.token_ids) - 1 - start
+            completion = replace(completion, routes=self._routes.read(beside.routes, rows))
         self.generated_tokens += len(completion.token_ids)
         presence.progress("tokens drawn")
         return completion
@@ -314,10 +337,16 @@ class Engine:
 
         SGLang's own streaming would send and handle the first token of every request by itself.
         """
+        taken = take_beside(output)
+        for request, one in zip(output.rids, taken, strict=True):
+            if (beside := self._beside.get(request)) is not None:
+                beside.kept += one.kept
+                beside.logprobs += one.logprobs
+                beside.routes = one.routes
         await handle(output)  # waits: for nothing but the event loop
         for index, request in enumerate(output.rids):
             if output.finished_reasons[index] is None and request in self._tellers:
-                part = to_part(output, index)
+                part = to_part(output, index, taken[index])
                 if len(part.token_ids):
                     self._tellers[request].part(part)
                     presence.progress("tokens drawn")
@@ -352,13 +381,23 @@ class Engine:
                 f"{process.exitcode}; what it said last is in its output"
             )
 
+    def _check_sampling(self, sampling: Sampling) -> None:
+        """Refuse what SGLang would end its scheduler for, or ignore."""
+        if sampling.routes_from is not None and self._routes is None:
+            raise GenerationError("routes are asked for, but the engine was not started to tell them")
+        if sampling.min_p and (sampling.seed is not None or self._seeds is not None):
+            raise GenerationError("SGLang draws with min_p only without a seed")
+
     def _sampling_params(self, sampling: Sampling) -> dict[str, Any]:
         params: dict[str, Any] = {
+            "max_new_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,
             "stop_token_ids": list(sampling.stop_token_ids),
             # SGLang switches all stop tokens on or off at once. With them on, the model's own end token stops too.
             "ignore_eos": not sampling.stop_token_ids,
         }
+        if sampling.truncated:
+            params |= {"top_k": sampling.top_k or -1, "top_p": sampling.top_p, "min_p": sampling.min_p}
         seed = sampling.seed
         if seed is None and self._seeds is not None:
             seed = self._seeds.getrandbits(63)

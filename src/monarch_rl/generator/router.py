@@ -81,19 +81,26 @@ class Router:
         """
         parts: list[Completion] = []
         drawn: list[int] = []
+        reason: str | None = None
         while True:
-            left = replace(sampling, max_new_tokens=sampling.max_new_tokens - len(drawn))
+            # Routes come with an answer alone: if only they are lacking, a replica reads all, and draws one for nobody.
+            left = 1 if reason is not None else sampling.max_new_tokens - len(drawn)
             try:
-                answer = await self._ask(prompt_ids + drawn, left, group)
+                answer = await self._ask(prompt_ids + drawn, replace(sampling, max_new_tokens=left), group)
             except ReplicaLost as error:
+                if reason is not None:
+                    continue
                 parts += error.drawn
                 drawn += [token for part in error.drawn for token in part.token_ids.tolist()]
                 # Lost between its last token and the answer. A replica knows more stop tokens, which are in no part.
                 reason = end_of(drawn, sampling, sampling.stop_token_ids)
-                if reason is not None:
+                if reason is not None and sampling.routes_from is None:
                     return join(parts, reason)
             else:
-                return join([*parts, answer], answer.finish_reason)
+                if reason is None:
+                    return join([*parts, answer], answer.finish_reason)
+                routes = answer.routes
+                return replace(join(parts, reason), routes=None if routes is None else routes[:-1])
 
     async def _ask(self, prompt_ids: list[int], sampling: Sampling, group: int) -> Completion:
         """Ask the group's replica, once there is one; if it is lost, it is out of the routing. Raises ReplicaLost."""

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
+
+import numpy as np
 
 from monarch_rl.episode import Completion, Episode, Sampling, Turn
 from monarch_rl.rollout.environment import Environment, StepResult
@@ -51,6 +54,7 @@ async def play(
 
     Raises:
         EpisodeFailed: the environment raised or did not answer in time, or the episode may grow beyond ``limit``.
+        ValueError: the generator told routes of other tokens than were asked for.
         DeadlineExceeded: the generator did not answer in time. It and other errors of the generator are not
             this episode's fault: the first ends the run, others cost the worker.
     """
@@ -75,22 +79,39 @@ async def _play(
     """See :func:`play`; ``turns`` grows by what was drawn."""
     context = tokenizer.render(await _answer(environment.reset(), settings, "reset"))
     history: list[int] = []
+    routes: list[np.ndarray] = []
     reward = 0.0
     while True:
         history += context
         if limit is not None and len(history) + sampling.max_new_tokens > limit:
             raise EpisodeFailed(f"prompt leaves no room within {limit} tokens")
         what = f"turn {len(turns)} of an episode of group {group} from the generators"
+        if sampling.routes_from is not None:
+            sampling = replace(sampling, routes_from=sum(map(len, routes)))
         drawing = generator.generate(history, sampling, group)
         completion = await within(settings.generate_deadline_s, drawing, what, on="generators")
         drawn = completion.token_ids.tolist()
         history += drawn
+        if sampling.routes_from is not None:
+            routes.append(_routes_of(completion, len(history) - 1 - sampling.routes_from, what))
         turns.append(Turn.from_completion(context, completion))
         result: StepResult = await _answer(environment.step(tokenizer.decode(drawn)), settings, "step")
         reward += result.reward
         if result.done or len(turns) == settings.max_turns:
-            return Episode(turns, reward, completion.finish_reason, result.info)
+            kept = np.concatenate(routes) if routes else None
+            return Episode(turns, reward, completion.finish_reason, result.info, kept)
         context = tokenizer.render_reply(result.messages, ended=completion.finish_reason == "stop")
+
+
+def _routes_of(completion: Completion, rows: int, what: str) -> np.ndarray:
+    """The routes that a turn adds: of its context and of what it drew, but for the last token, and of the last token
+    of the turn before. A wrong number of them would put all later ones beside other tokens."""
+    found = completion.routes
+    if found is None or len(found) != rows:
+        raise ValueError(
+            f"{what}: routes of {rows} tokens were asked for, of {0 if found is None else len(found)} came"
+        )
+    return found
 
 
 async def _answer(answer: Coroutine[Any, Any, T], settings: RolloutSettings, name: str) -> T:

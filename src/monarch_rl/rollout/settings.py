@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+MOST_KEPT = 4096
+"""Ids that SGLang tells of one kept set at most (its ``sampling_mask_max_tokens``)."""
+
 
 @dataclass(frozen=True)
 class RolloutSettings:
@@ -19,6 +22,16 @@ class RolloutSettings:
     """Tokens of one turn; longer ones are cut."""
     temperature: float = 1.0
     """Of training rollouts; the held-out evaluation is greedy. 1 draws from the policy that is trained."""
+    top_k: int = 0
+    """Draw from the k most likely tokens only; 0 from all. At most 4096, and needed for `top_p` and `min_p`: the engine
+    tells kept sets only then. As large as the vocabulary it cuts nothing off by itself."""
+    top_p: float = 1.0
+    """Draw from the fewest most likely tokens that have this probability together; 1 is off."""
+    min_p: float = 0.0
+    """Draw from tokens that have this share of the most likely one's probability; 0 is off. Not with `seed`."""
+    keep_sampling_mask: bool = False
+    """Keep the set that each token was drawn from, and train the policy among it (DeepSeek-V3.2's Keep Sampling Mask,
+    arXiv:2512.02556). Truncated sampling needs it; it costs 4 bytes for each token of each set."""
     max_turns: int = 1
     """Turns of an episode, if the environment does not end it before."""
     seed: int | None = None
@@ -41,6 +54,37 @@ class RolloutSettings:
                 raise ValueError(f"rollout.{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
         if self.temperature < 0:
             raise ValueError(f"rollout.temperature must not be negative, got {self.temperature}")
+        self._check_truncation()
         for name in ("score_deadline_s", "step_deadline_s", "generate_deadline_s", "slot_deadline_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"rollout.{name.replace('_', '-')} must be positive, got {getattr(self, name)}")
+
+    @property
+    def truncated(self) -> bool:
+        """Whether some tokens cannot be drawn."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    def _check_truncation(self) -> None:
+        if self.top_k == 1 or not 0 <= self.top_k <= MOST_KEPT:
+            raise ValueError(f"rollout.top-k must be 0 (off) or 2 to {MOST_KEPT}, got {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"rollout.top-p must be above 0 and at most 1 (off), got {self.top_p}")
+        if not 0 <= self.min_p < 1:
+            raise ValueError(f"rollout.min-p must be at least 0 (off) and below 1, got {self.min_p}")
+        if self.truncated and not self.keep_sampling_mask:
+            raise ValueError(
+                "rollout.top-k, top-p or min-p cut tokens off, which the trainer's policy does not: what was drawn has "
+                "another probability there, so that the importance ratio compares two different distributions. Set "
+                "rollout.keep-sampling-mask, so that both take the same set, or sample from all tokens"
+            )
+        if self.truncated and not self.top_k:
+            raise ValueError(
+                f"rollout.top-p and min-p need a rollout.top-k of 2 to {MOST_KEPT} too: only then does the engine tell "
+                "kept sets"
+            )
+        if self.truncated and not self.temperature:
+            raise ValueError("rollout.temperature 0 draws the most likely token: there is nothing to cut off")
+        if self.min_p and self.seed is not None:
+            raise ValueError(
+                "rollout.min-p cannot be used with rollout.seed: the engine's seeded draw does not know it"
+            )

@@ -99,12 +99,16 @@ class RolloutWorker(ResilientActor):
         task: what to play.
         model: Hugging Face folder or Hub name, for its tokenizer.
         name: of this worker; empty takes its rank in the mesh.
+        keep_routes: keep by which experts the generators read each token; not of held-out items.
     """
 
-    def __init__(self, settings: RolloutSettings, task: TaskSettings, model: str, name: str = "") -> None:
+    def __init__(
+        self, settings: RolloutSettings, task: TaskSettings, model: str, name: str = "", keep_routes: bool = False
+    ) -> None:
         self._settings = settings
         self._task = task
         self._model = model
+        self._keep_routes = keep_routes
         self._name = name or f"rollout worker {current_rank().rank}"
         presence.enlist(self._name)
         self._scorer: Scorer | None = None
@@ -157,7 +161,7 @@ class RolloutWorker(ResilientActor):
     async def evaluate(self, indices: list[int]) -> Evaluation:
         """Play held-out items once each, greedily, beside the training rollouts. Nothing of it goes to the buffer."""
         places = asyncio.Semaphore(self._settings.concurrent_groups * self._settings.group_size)
-        sampling = self._sampling(temperature=0.0, seed=None)
+        sampling = Sampling(self._settings.max_new_tokens, 0.0, self._tokenizer.stop_token_ids)
 
         async def one(index: int) -> Episode | EpisodeFailed:
             async with places:
@@ -259,8 +263,8 @@ class RolloutWorker(ResilientActor):
     async def _play_group(self, group_id: int, task_cursor: int, attempt: int) -> None:
         """Play a group and put it, or drop it when too few of its episodes are left to be compared."""
         item = await asyncio.to_thread(self._train.item, task_cursor)
-        size, temperature = self._settings.group_size, self._settings.temperature
-        samplings = [self._sampling(temperature, episode_seed(self._settings.seed, group_id, i)) for i in range(size)]
+        size = self._settings.group_size
+        samplings = [self._sampling(episode_seed(self._settings.seed, group_id, i)) for i in range(size)]
         played = await all_or_none([self._episode(item, sampling, group_id) for sampling in samplings])
         lost = [episode for episode in played if isinstance(episode, EpisodeFailed)]
         self._failed.update(episode.reason for episode in lost)
@@ -303,8 +307,9 @@ class RolloutWorker(ResilientActor):
             raise RuntimeError(f"{self._name} is not set up, or closed")
         return SingleTurn(item.prompt, lambda text: scorer.score(score, self._task, item.entry, text))
 
-    def _sampling(self, temperature: float, seed: int | None) -> Sampling:
-        return Sampling(self._settings.max_new_tokens, temperature, self._tokenizer.stop_token_ids, seed)
+    def _sampling(self, seed: int | None) -> Sampling:
+        s, stops, routes_from = self._settings, self._tokenizer.stop_token_ids, 0 if self._keep_routes else None
+        return Sampling(s.max_new_tokens, s.temperature, stops, seed, s.top_k, s.top_p, s.min_p, routes_from)
 
     def _record(self, group_id: int, item: Item, episode: Episode) -> None:
         self._episodes += 1

@@ -159,7 +159,7 @@ class Trainer(ResilientActor):
         with torch.no_grad():
             for episode in (episode for group in read for episode in group.episodes):
                 batch = pack([episode], torch.zeros(1), torch.zeros(1), version, self.policy.device)
-                results.append(self.policy.logprobs(batch)[0].cpu().numpy())
+                results.append(self.policy.score(batch).logprobs.cpu().numpy())
         return results
 
     # -- publishing: see weights/transport.py for the order of calls ------------------------------------------

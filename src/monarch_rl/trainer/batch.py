@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
 
 from monarch_rl.algorithms.advantages import ADVANTAGES
 from monarch_rl.algorithms.aggregation import token_weights
-from monarch_rl.episode import BatchShard, Episode
+from monarch_rl.episode import BatchShard, Episode, KeptSets
 from monarch_rl.trainer.settings import LossSettings
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -37,6 +40,11 @@ class MicroBatch:
     """float32[N]: what each token counts in the loss."""
     lags: torch.Tensor
     """int64[N]: the version that the update starts from minus the one that drew the token."""
+    kept: tuple[torch.Tensor, torch.Tensor] | None = None
+    """``(counts int64[N], ids int64[sum of counts])``: the ids that each token was drawn from, where the sampler cut
+    the others off."""
+    routes: torch.Tensor | None = None
+    """uint8 or uint16 [1, L, layers, k]: the experts by which the engine read each input, where they were kept."""
     padding: int = 0
     """Inputs that stand for nothing: 1 on a rank without episodes."""
 
@@ -54,6 +62,9 @@ def pack(
         advantages: float32[E], of each episode.
         weights: float32[E], of each trainable token of an episode.
         version: of the policy being updated.
+
+    Raises:
+        ValueError: some episodes have kept sets or routes and others have not.
     """
     ids, positions, targets, trainable, logprobs, versions = [], [], [], [], [], []
     for episode in episodes:
@@ -82,8 +93,32 @@ def pack(
         advantages=_per_token(advantages, counts, device),
         weights=_per_token(weights, counts, device),
         lags=version - row(versions).long(),
+        kept=_kept(episodes, device),
+        routes=_routes(episodes, device),
         padding=0 if episodes else 1,
     )
+
+
+def _kept(episodes: Sequence[Episode], device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | None:
+    # A token that is no longer trained keeps its set in the episode, but not here.
+    sets = [None if episode.kept is None else episode.kept[episode.trainable] for episode in episodes]
+    if not (found := _all_or_none(sets, "kept sets")):
+        return None
+    joined = KeptSets.join(found)
+    counts, ids = (torch.from_numpy(array.astype(np.int64)).to(device) for array in (joined.counts, joined.ids))
+    return counts, ids
+
+
+def _routes(episodes: Sequence[Episode], device: torch.device) -> torch.Tensor | None:
+    found = _all_or_none([episode.routes for episode in episodes], "routes")
+    return torch.from_numpy(np.concatenate(found)).unsqueeze(0).to(device) if found else None
+
+
+def _all_or_none(values: Sequence[T | None], what: str) -> list[T]:
+    found = [value for value in values if value is not None]
+    if len(found) not in (0, len(values)):
+        raise ValueError(f"{len(found)} of {len(values)} episodes have {what}: they cannot be trained together")
+    return found
 
 
 def _per_token(per_episode: torch.Tensor, counts: torch.Tensor, device: torch.device) -> torch.Tensor:

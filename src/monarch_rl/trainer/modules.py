@@ -6,7 +6,7 @@ Shapes: B batch (always 1: episodes are packed in one row), L tokens, N heads, H
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -71,8 +71,41 @@ class HalfRotaryEmbedding(CosSinRoPE):
         return torch.cat([phases.real, phases.real, phases.imag, phases.imag], dim=-1)
 
 
+class Scored(NamedTuple):
+    """What the LM head says of N tokens that were drawn. A named tuple, since FSDP looks for tensors in it."""
+
+    logprobs: torch.Tensor
+    """float32[N], with gradient."""
+    entropies: torch.Tensor
+    """float32[N]: of the distribution that each was drawn from."""
+    kept_mass: torch.Tensor
+    """float32[N]: the probability of the kept set among all tokens; 1 if the sampler cut nothing off."""
+
+
+@dataclass(slots=True)
+class Drawn:
+    """What was drawn, and how: what the LM head needs to say :class:`Scored`."""
+
+    positions: torch.Tensor
+    """bool[B x L]: N places after which tokens were drawn."""
+    ids: torch.Tensor
+    """int64[N]."""
+    temperature: float
+    kept: tuple[torch.Tensor, torch.Tensor] | None
+    """``(counts int64[N], ids int64[sum of counts])``: the sets they were drawn from; None is the whole vocabulary."""
+
+    def split(self, size: int) -> list[tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]]:
+        """``(ids, kept)`` of up to ``size`` tokens each."""
+        ids = self.ids.split(size)
+        if self.kept is None:
+            return [(part, None) for part in ids]
+        counts = self.kept[0].split(size)
+        sets = self.kept[1].split([int(part.sum()) for part in counts])
+        return list(zip(ids, zip(counts, sets, strict=True), strict=True))
+
+
 class LogprobHead(Linear):
-    """The LM head; told what was drawn where, it answers with log-probs (and entropies), float32[N], not logits.
+    """The LM head; told what was drawn where, it answers with :class:`Scored`, not logits.
 
     Only the N positions that are asked for are projected. Log-probs are computed in fp32, chunk by chunk, and the
     logits of every chunk but the last are computed again in the backward pass, which begins with the last: never
@@ -86,33 +119,47 @@ class LogprobHead(Linear):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.chunk = config.chunk
-        self.taken: tuple[torch.Tensor, torch.Tensor, float] | None = None
-        """``(positions bool[B x L] to score, ids int64[N] drawn after them, temperature)`` for the next forward."""
+        self.drawn: Drawn | None = None
+        """For the next forward."""
 
     def forward(self, hidden_BLD: torch.Tensor) -> Any:
-        if self.taken is None:
+        if self.drawn is None:
             return super().forward(hidden_BLD)
-        (scored, ids, temperature), self.taken = self.taken, None
+        drawn, self.drawn = self.drawn, None
         weight = self.weight.float()
-        parts = list(zip(hidden_BLD.flatten(0, 1)[scored].split(self.chunk), ids.split(self.chunk), strict=True))
+        hidden = hidden_BLD.flatten(0, 1)[drawn.positions].split(self.chunk)
+        parts = list(zip(hidden, drawn.split(self.chunk), strict=True))
         chunks = [
-            checkpoint(_taken_logprobs, hidden, weight, taken, temperature, use_reentrant=False)
-            for hidden, taken in parts[:-1]
+            checkpoint(_score, hidden, weight, ids, drawn.temperature, kept, use_reentrant=False)
+            for hidden, (ids, kept) in parts[:-1]
         ]
-        hidden, taken = parts[-1]
-        chunks.append(_taken_logprobs(hidden, weight, taken, temperature))
-        logprobs, entropies = (torch.cat(values) for values in zip(*chunks, strict=True))
-        return logprobs, entropies
+        hidden_TD, (ids, kept) = parts[-1]
+        chunks.append(_score(hidden_TD, weight, ids, drawn.temperature, kept))
+        return Scored(*(torch.cat(values) for values in zip(*chunks, strict=True)))
 
 
-def _taken_logprobs(
-    hidden_TD: torch.Tensor, weight_VD: torch.Tensor, ids_T: torch.Tensor, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _score(
+    hidden_TD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    ids_T: torch.Tensor,
+    temperature: float,
+    kept: tuple[torch.Tensor, torch.Tensor] | None,
+) -> Scored:
     logits = F.linear(hidden_TD.float(), weight_VD)
     if temperature != 1.0:
         logits = logits / temperature
+    kept_mass = torch.ones(len(ids_T), device=logits.device)
+    if kept is not None:
+        counts_T, ids = kept
+        left_out = torch.ones_like(logits, dtype=torch.bool)
+        left_out[torch.arange(len(counts_T), device=logits.device).repeat_interleave(counts_T), ids] = False
+        with torch.no_grad():
+            whole = logits.logsumexp(-1)
+        logits = logits.masked_fill(left_out, float("-inf"))
+        with torch.no_grad():
+            kept_mass = (logits.logsumexp(-1) - whole).exp()
     normaliser = logits.logsumexp(-1)
     logprobs = logits.gather(-1, ids_T.unsqueeze(-1)).squeeze(-1) - normaliser
     with torch.no_grad():
-        entropies = normaliser - (logits.softmax(-1) * logits).sum(-1)
-    return logprobs, entropies
+        entropies = torch.special.entr(logits.softmax(-1)).sum(-1)
+    return Scored(logprobs, entropies, kept_mass)

@@ -7,22 +7,24 @@ from collections.abc import Callable
 import torch
 
 from monarch_rl.algorithms import corrections, losses
+from monarch_rl.algorithms.mismatch import histogram
 from monarch_rl.trainer.batch import MicroBatch
+from monarch_rl.trainer.modules import Scored
 from monarch_rl.trainer.settings import LossSettings
 
 Sums = dict[str, torch.Tensor]
-"""Sums over tokens, by metric name; ``tokens`` is the number of tokens summed over."""
+"""Sums over tokens, by metric name, scalars or vectors; ``tokens`` is the number of tokens summed over."""
 
-Objective = Callable[[torch.Tensor, torch.Tensor, MicroBatch], tuple[torch.Tensor, Sums]]
-"""``(logprobs float32[N] with gradient, entropies float32[N], micro-batch) -> (loss, sums)``."""
+Objective = Callable[[Scored, MicroBatch], tuple[torch.Tensor, Sums]]
+"""``(what the model says of the micro-batch's tokens, micro-batch) -> (loss, sums)``."""
 
 
 def reinforcement(settings: LossSettings) -> Objective:
     """The RL objective that ``settings`` describe."""
 
-    def objective(logprobs: torch.Tensor, entropies: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, Sums]:
+    def objective(scored: Scored, batch: MicroBatch) -> tuple[torch.Tensor, Sums]:
         keep = corrections.finite_tokens(batch.behaviour_logprobs)
-        logprobs, behaviour = logprobs[keep], batch.behaviour_logprobs[keep]
+        logprobs, behaviour = scored.logprobs[keep], batch.behaviour_logprobs[keep]
         advantages, lags = batch.advantages[keep], batch.lags[keep]
         weights, on_policy = batch.weights[keep] * corrections.lag_discount(lags, settings.lag_discount), lags == 0
         # One optimiser step a batch: the trainer's policy when the batch was formed is the current one.
@@ -36,22 +38,25 @@ def reinforcement(settings: LossSettings) -> Objective:
         clipped = losses.clip_fraction(old, reference, settings.clip_low, settings.clip_high)
         sums = {
             "tokens": torch.ones_like(old).sum(),
-            "entropy": entropies[keep].sum(),
+            "entropy": scored.entropies[keep].sum(),
             "logprob": old.sum(),
             "importance_weight": importance.sum(),
             "clipped": clipped.sum(),
             "mismatch_k3_all": mismatch.sum(),
             "on_policy_tokens": on_policy.sum(),
             "mismatch_k3_on_policy": mismatch[on_policy].sum(),
+            "logprob_difference": histogram((old - behaviour)[on_policy]),
             "masked_nonfinite": (~keep).sum(),
+            "kept_mass": scored.kept_mass[keep].sum(),
         }
         return (loss * importance * weights).sum(), sums
 
     return objective
 
 
-def supervised(logprobs: torch.Tensor, entropies: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, Sums]:
+def supervised(scored: Scored, batch: MicroBatch) -> tuple[torch.Tensor, Sums]:
     """Cross-entropy of the trainable tokens, for a warm start: the policy gradient with an advantage of 1."""
+    logprobs, entropies, _ = scored
     loss = losses.policy_gradient(logprobs, torch.ones_like(logprobs))
     sums = {
         "tokens": torch.ones_like(loss).sum(),

@@ -22,8 +22,12 @@ from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.distributed import ParallelDims  # noqa: E402
 from torchtitan.distributed import utils as dist_utils  # noqa: E402
 
+from monarch_rl.algorithms.mismatch import quantile  # noqa: E402
+from monarch_rl.model_folder import sparse_layers  # noqa: E402
 from monarch_rl.trainer.batch import MicroBatch  # noqa: E402
 from monarch_rl.trainer.model import SPMD_BACKEND, ShardedModel, parallelism_config  # noqa: E402
+from monarch_rl.trainer.modules import Drawn, Scored  # noqa: E402
+from monarch_rl.trainer.moe import ReplayRouter  # noqa: E402
 from monarch_rl.trainer.objective import Objective, Sums  # noqa: E402
 from monarch_rl.trainer.settings import TrainerSettings  # noqa: E402
 from monarch_rl.trainer.shards import local_run  # noqa: E402
@@ -69,6 +73,11 @@ class Policy:
         dims.build_mesh()
         self.model = ShardedModel(folder, settings, dims, self.device)
         self.module = self.model.module.train()
+        # A layer's modules may be wrapped, for activation checkpointing.
+        self._routers = [module for module in self.module.modules() if isinstance(module, ReplayRouter)]
+        self._layers = sparse_layers(self.model.hf_config)
+        for router in self._routers:
+            router.replay = settings.routing == "replay"
         self.optimizers = default_adamw(lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay).build(
             model_parts=[self.module]
         )
@@ -79,14 +88,40 @@ class Policy:
             min_lr_factor=settings.lr_min_factor,
         ).build(optimizers=self.optimizers, training_steps=total_steps)
 
-    def logprobs(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs (with gradient) and entropies of the trainable targets: float32[N] each."""
-        self.module.lm_head.taken = (batch.trainable, batch.targets[0, batch.trainable], self.temperature)
+    def score(self, batch: MicroBatch) -> Scored:
+        """Log-probs of the trainable targets and what belongs to them; with routes, by ``settings.routing``.
+
+        Raises:
+            ValueError: routes are needed and the batch has none, or of another model.
+        """
+        self.module.lm_head.drawn = Drawn(
+            batch.trainable, batch.targets[0, batch.trainable], self.temperature, batch.kept
+        )
+        if self.settings.routing != "own":
+            self._set_routes(batch)
         return self.module(
             batch.token_ids,
             positions=batch.positions,
             attention_masks=self.module.get_attention_masks(positions=batch.positions),
         )
+
+    def _set_routes(self, batch: MicroBatch) -> None:
+        """For the forward pass and, where activations are computed again, for the backward pass after it."""
+        routes = batch.routes
+        if routes is None and not batch.padding:
+            raise ValueError(f"trainer.routing {self.settings.routing} needs episodes with routes, these have none")
+        if routes is not None and routes.shape[2] != len(self._routers):
+            raise ValueError(f"routes are of {routes.shape[2]} layers, the model has experts in {len(self._routers)}")
+        for layer, router in enumerate(self._routers):
+            router.routes_BLK = None if routes is None else routes[:, :, layer]
+
+    def _route_sums(self, batch: MicroBatch) -> Sums:
+        """Of the forward pass just made."""
+        if self.settings.routing == "own":
+            return {}
+        slots = 0 if batch.routes is None else batch.routes[:, :, 0].numel()
+        differ = torch.stack([router.differing for router in self._routers])
+        return {"routes_differ": differ, "route_slots": torch.tensor(float(slots), device=self.device)}
 
     def update(self, microbatches: Sequence[MicroBatch], objective: Objective) -> dict[str, float]:
         """One optimiser step over micro-batches; all ranks pass equally many.
@@ -95,7 +130,9 @@ class Policy:
             Metrics of the whole batch, equal on all ranks: means over trainable tokens, ``loss``, ``grad_norm``
             (before clipping), ``lr``, ``tokens`` trained, ``padding`` (share of computed positions that were
             padding: only ranks without episodes pad, with one token) and ``imbalance`` (share of rank-time lost
-            as ranks with fewer tokens wait for the one with most).
+            as ranks with fewer tokens wait for the one with most). ``logprob_difference_p50``, ``_p99``, ``_max``:
+            quantiles of |trainer - engine| over tokens of the very version. With routes, ``routes_differ`` (share of
+            the engine's choices of experts that the trainer's router would not make) and the same by layer.
 
         Raises:
             RuntimeError: the gradient is not finite; nothing was updated.
@@ -103,10 +140,11 @@ class Policy:
         self.optimizers.zero_grad()
         totals: Sums = {}
         for batch in microbatches:
-            loss, sums = objective(*self.logprobs(batch), batch)
+            loss, sums = objective(self.score(batch), batch)
+            sums |= self._route_sums(batch) | {"loss": loss.detach()}
             loss.backward()
-            for name, value in {**sums, "loss": loss.detach()}.items():
-                totals[name] = totals.get(name, torch.zeros((), device=self.device)) + value
+            for name, value in sums.items():
+                totals[name] = totals[name] + value if name in totals else value
         lr = self.schedulers.schedulers[0].get_last_lr()[0]
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         # Experts and the rest may lie on different meshes: torchtitan adds up their norms.
@@ -123,16 +161,27 @@ class Policy:
     def _reduce(self, totals: Sums) -> dict[str, float]:
         """Sum over ranks, then means over tokens (of their own kind)."""
         names = sorted(totals)
-        values = torch.stack([totals[name].to(torch.float32) for name in names])
+        values = torch.cat([totals[name].to(torch.float32).reshape(-1) for name in names])
         dist.all_reduce(values)
-        sums = dict(zip(names, values.tolist(), strict=True))
+        reduced = dict(zip(names, values.cpu().split([totals[name].numel() for name in names]), strict=True))
+        parted = self._route_metrics(reduced) | _difference_metrics(reduced)
+        sums = {name: float(value) for name, value in reduced.items()}
         plain = [name for name in ("loss", "tokens", "masked_nonfinite") if name in sums]
         metrics: dict[str, float] = {name: sums.pop(name) for name in plain}
         if "on_policy_tokens" in sums:
             count = sums.pop("on_policy_tokens")
             metrics["on_policy_share"] = count / max(metrics["tokens"], 1)
             metrics["mismatch_k3_on_policy"] = sums.pop("mismatch_k3_on_policy") / max(count, 1)
-        return metrics | {name: value / max(metrics["tokens"], 1) for name, value in sums.items()}
+        return metrics | {name: value / max(metrics["tokens"], 1) for name, value in sums.items()} | parted
+
+    def _route_metrics(self, reduced: Sums) -> dict[str, float]:
+        """Takes what it is made of out of ``reduced``."""
+        if "routes_differ" not in reduced:
+            return {}
+        slots = max(float(reduced.pop("route_slots")), 1.0)
+        shares = (reduced.pop("routes_differ") / slots).tolist()
+        by_layer = {f"routes_differ_{layer}": share for layer, share in zip(self._layers, shares, strict=True)}
+        return {"routes_differ": sum(shares) / len(shares)} | by_layer
 
     def _waste(self, microbatches: Sequence[MicroBatch]) -> dict[str, float]:
         most = torch.tensor([float(batch.num_tokens) for batch in microbatches], device=self.device)
@@ -203,3 +252,11 @@ class Policy:
     def close(self) -> None:
         """Leave the torch.distributed world."""
         dist.destroy_process_group()
+
+
+def _difference_metrics(reduced: Sums) -> dict[str, float]:
+    """Takes what it is made of out of ``reduced``."""
+    if "logprob_difference" not in reduced:
+        return {}
+    counts = reduced.pop("logprob_difference")
+    return {f"logprob_difference_{name}": quantile(counts, q) for name, q in (("p50", 0.5), ("p99", 0.99), ("max", 1))}

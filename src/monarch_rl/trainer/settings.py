@@ -55,6 +55,10 @@ class TrainerSettings:
     expert_parallel: int = 1
     """Ranks among which the experts of a mixture-of-experts model are divided, and to which tokens travel: a divisor
     of `ranks`. 1: every rank gathers all experts of a layer to compute it. More: less memory, more messages."""
+    routing: Literal["own", "compare", "replay"] = "own"
+    """Which experts compute a token of a mixture-of-experts model. `own`: those that the trainer's router chooses.
+    `replay`: those by which the generator drew it (Keep Routing); they travel with the tokens, a byte for each layer
+    and expert. `compare`: the router's own; the generator's travel too, to show how many differ."""
     lr: float = 1e-6
     """AdamW's learning rate (TRL, verl and slime share this default for full training)."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -119,6 +123,8 @@ def check_experts(config: dict[str, Any], settings: TrainerSettings) -> None:
     if not sparse_layers(config):
         if degree > 1:
             raise ValueError(f"trainer.expert-parallel {degree}: the model has no experts; leave it at 1")
+        if settings.routing != "own":
+            raise ValueError(f"trainer.routing {settings.routing}: the model has no experts; leave it at own")
         return
     experts, lora = num_experts(config), settings.lora
     if lora.rank and (on_experts := [name for name in lora.targets if name in ("gate_proj", "up_proj", "down_proj")]):
