@@ -50,12 +50,11 @@ def staging(models: dict[str, Path]) -> Staging:
 
 @pytest.fixture(scope="module")
 def moe_engine(models: dict[str, Path], run: LoopThread) -> Iterator[Engine]:
-    """A Qwen3 mixture of experts that returns its routes and takes LoRA adapters."""
+    """A Qwen3 mixture of experts that takes LoRA adapters."""
     engine = run(
         Engine.start(
             str(models["moe"]),
             SETTINGS,
-            enable_return_routed_experts=True,
             enable_lora=True,
             max_lora_rank=4,
             max_loras_per_batch=2,

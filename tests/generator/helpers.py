@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from monarch_rl.adapter import FULL_TRAINING, LoraSettings, adapter_config, tensor_names
-from monarch_rl.episode import Completion
+from monarch_rl.episode import Completion, KeptSets
 from monarch_rl.generator.engine import CommitReport, Engine
 from monarch_rl.weights.area import Area
 from monarch_rl.weights.checksum import tensor_checksum
@@ -152,6 +153,11 @@ def check_told(parts: list[Completion], completion: Completion, part_tokens: int
     count = sum(len(part.token_ids) for part in parts)
     whole = len(completion.token_ids)
     assert 0 < whole - count <= part_tokens, f"{count} of {whole} tokens were told"
+    assert all(part.routes is None for part in parts)
+    if completion.kept is not None:
+        told_sets = KeptSets.join([part.kept for part in parts if part.kept is not None])
+        assert told_sets.counts.tolist() == completion.kept.counts[:count].tolist()
+        assert told_sets.ids.tolist() == completion.kept[:count].ids.tolist()
     for name in ("token_ids", "logprobs", "policy_versions"):
         told = [getattr(part, name) for part in parts]
         assert all(array.dtype == getattr(completion, name).dtype and len(array) for array in told)
@@ -221,6 +227,31 @@ def reference_in_turn(
     return _ask_transformers("transformers_in_turn.py", folders, asked)
 
 
+@dataclass(frozen=True)
+class Reading:
+    """How a sequence of n tokens is read."""
+
+    routes: np.ndarray
+    """int [n, layers, k], sorted: the experts of each token."""
+    logprobs: np.ndarray
+    """float32 [n, vocabulary]: of the token after each."""
+
+
+def reference_reading(
+    folder: Path, sequences: Sequence[tuple[list[int], list[int]]], weights: dict[int, dict[str, torch.Tensor]]
+) -> list[Reading]:
+    """How transformers reads ``(ids, the version that reads each)``, each with the past that those before it left.
+
+    Args:
+        weights: by version; they stand in for those in ``folder``.
+    """
+    versions = sorted(weights)
+    asked = [[ids, [versions.index(version) for version in readers]] for ids, readers in sequences]
+    folders = [_with_weights(folder, weights[version]) for version in versions]
+    answers = _run_transformers("transformers_reading.py", folders, asked)
+    return [Reading(np.asarray(routes), np.asarray(logprobs, np.float32)) for routes, logprobs in answers]
+
+
 def _with_weights(folder: Path, weights: dict[str, torch.Tensor]) -> Path:
     changed = Path(tempfile.mkdtemp(dir=folder.parent)) / folder.name
     shutil.copytree(folder, changed)
@@ -229,10 +260,15 @@ def _with_weights(folder: Path, weights: dict[str, torch.Tensor]) -> Path:
 
 
 def _ask_transformers(program: str, folders: list[Path], asked: list[list[list[int]]]) -> list[np.ndarray]:
+    return [np.asarray(row, np.float32) for row in _run_transformers(program, folders, asked)]
+
+
+def _run_transformers(program: str, folders: list[Path], asked: list[list[list[int]]]) -> list[Any]:
     command = [sys.executable, str(Path(__file__).with_name(program)), *map(str, folders)]
     answer = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, timeout=120)
     assert answer.returncode == 0, answer.stderr[-2000:]
-    return [np.asarray(row, np.float32) for row in json.loads(answer.stdout)]
+    found: list[Any] = json.loads(answer.stdout)
+    return found
 
 
 class LoopThread:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import math
 from pathlib import Path
 from typing import Any
@@ -57,25 +56,6 @@ def test_mixture_of_experts_agrees_with_transformers_and_takes_new_weights(
         assert set(drawn.policy_versions.tolist()) == {version}
         (reference,) = reference_logprobs(models["moe"], [(PROMPT, drawn)], weights)
         assert np.abs(drawn.logprobs - reference).max() < LOGPROB_BOUND
-
-
-def test_routed_experts_are_returned(moe_engine: Engine, run: LoopThread) -> None:
-    answer = run(ask(moe_engine, sampling_params={"max_new_tokens": 10}, return_routed_experts=True))
-    routes = np.frombuffer(base64.b64decode(answer["meta_info"]["routed_experts"]), np.int32)
-    routes = routes.reshape(len(PROMPT) + 10 - 1, LAYERS, 2)
-    assert ((routes >= 0) & (routes < 4)).all()
-    assert (routes[..., 0] != routes[..., 1]).all()
-    assert len(np.unique(routes)) > 1
-
-
-def test_sampling_masks_are_returned(moe_engine: Engine, run: LoopThread) -> None:
-    params = {"max_new_tokens": 10, "top_p": 0.9, "top_k": 20}
-    answer = run(ask(moe_engine, sampling_params=params, return_sampling_mask=True))
-    masks = answer["meta_info"]["output_token_sampling_mask"]
-    assert len(masks) == 10
-    for token, kept in zip(answer["output_ids"], masks, strict=True):
-        assert token in kept
-        assert len(kept) <= 20
 
 
 def test_a_seed_holds_for_truncated_draws_too(moe_engine: Engine, run: LoopThread) -> None:

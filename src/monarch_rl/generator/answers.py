@@ -56,10 +56,11 @@ class RouteForm:
         of this sequence.
         """
         kept = routes[:, self.layers]
-        if len(kept) != rows or kept.size and not 0 <= kept.min() <= kept.max() < self.experts:
+        if len(kept) != rows:
+            raise GenerationError(f"SGLang told routes of {len(kept)} tokens, of {rows} were asked for")
+        if kept.size and not 0 <= kept.min() <= kept.max() < self.experts:
             raise GenerationError(
-                f"SGLang told routes of {len(kept)} tokens, of {rows} were asked for, by experts "
-                f"{kept.min(initial=0)} to {kept.max(initial=0)} of {self.experts}"
+                f"SGLang told routes by experts {kept.min()} to {kept.max()}, the model has {self.experts}"
             )
         return kept.astype(self.dtype)
 

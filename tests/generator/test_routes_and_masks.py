@@ -1,0 +1,171 @@
+"""What the engine tells beside tokens: the experts by which it read them, and the sets that it drew them from.
+
+Both against transformers, whatever commits do with running sequences meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from monarch_rl.episode import Completion, Sampling
+from monarch_rl.generator.answers import GenerationError, RouteForm
+from monarch_rl.generator.engine import Engine
+from monarch_rl.generator.settings import InFlight
+from tests.generator.conftest import SETTINGS
+from tests.generator.helpers import (
+    LAYERS,
+    LOGPROB_BOUND,
+    LoopThread,
+    Reading,
+    Staging,
+    check_told,
+    checksums_of,
+    next_version,
+    reference_reading,
+    until,
+    weights_in,
+)
+
+PROMPT = [5, 6, 7, 8]
+PART_TOKENS = 16
+POLICIES: list[InFlight] = ["continue", "recompute", "resume"]
+
+
+@pytest.fixture(scope="module", params=POLICIES)
+def policy(request: pytest.FixtureRequest) -> InFlight:
+    found: InFlight = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def engine(policy: InFlight, models: dict[str, Path], run: LoopThread) -> Iterator[Engine]:
+    settings = replace(SETTINGS, in_flight=policy, part_tokens=PART_TOKENS)
+    engine = run(Engine.start(str(models["moe"]), settings, routes=True))
+    yield engine
+    run(engine.shutdown())
+
+
+@pytest.fixture(scope="module")
+def staging(models: dict[str, Path]) -> Staging:
+    return Staging(weights_in(models["moe"]))
+
+
+def check_kept(completion: Completion, prompt: list[int], reading: Reading, at_most: int) -> None:
+    """Each token was drawn from its set, by the model's distribution among it, which is its most likely tokens."""
+    kept = completion.kept
+    assert kept is not None and len(kept.counts) == len(completion.token_ids)
+    assert kept.counts.min() >= 1 and kept.counts.max() <= at_most
+    rows = reading.logprobs[len(prompt) - 1 :]
+    for place, token in enumerate(completion.token_ids):
+        ids, row = kept[place : place + 1].ids, rows[place]
+        expected = row[token] - np.logaddexp.reduce(row[ids])
+        assert abs(completion.logprobs[place] - expected) < LOGPROB_BOUND
+        left_out = np.delete(row, ids)
+        assert row[ids].min() > left_out.max() - LOGPROB_BOUND
+
+
+def test_routes_and_kept_sets_are_those_of_transformers(
+    engine: Engine, run: LoopThread, models: dict[str, Path], staging: Staging
+) -> None:
+    """Of all tokens, of some, of a prompt that the cache knows, and of the turn after a turn."""
+    sampling = Sampling(max_new_tokens=40, top_k=20, top_p=0.1, routes_from=0)
+    base = weights_in(models["moe"])
+    version = engine.version + 1
+    staging.fill(version, base)
+    run(staging.commit(engine, version, checksums_of(base)))
+    first = run(engine.generate(PROMPT, sampling))
+    second_prompt = PROMPT + first.token_ids.tolist() + [9, 10]
+    known = len(PROMPT) + len(first.token_ids) - 1
+    second = run(engine.generate(second_prompt, replace(sampling, routes_from=known, top_k=5, top_p=1.0)))
+    whole = run(engine.generate(second_prompt, replace(sampling, max_new_tokens=1, top_k=20, top_p=1.0, min_p=0.2)))
+    sequence = second_prompt + second.token_ids.tolist()
+    (reading,) = reference_reading(models["moe"], [(sequence, [0] * len(sequence))], {0: base})
+
+    assert first.routes is not None and second.routes is not None and whole.routes is not None
+    assert first.routes.dtype == np.uint8 and first.routes.shape == (known, LAYERS, 2)
+    routes = np.concatenate([first.routes, second.routes])
+    np.testing.assert_array_equal(np.sort(routes, -1), reading.routes[:-1])
+    np.testing.assert_array_equal(np.sort(whole.routes, -1), reading.routes[: len(second_prompt)])
+    check_kept(first, PROMPT, reading, 20)
+    check_kept(second, second_prompt, reading, 5)
+    check_kept(whole, second_prompt, reading, 20)
+    assert len({*first.kept.counts.tolist()}) > 1  # type: ignore[union-attr]  # top-p cuts by likelihood
+
+
+def test_routes_and_kept_sets_across_commits(
+    engine: Engine, run: LoopThread, models: dict[str, Path], staging: Staging, policy: InFlight
+) -> None:
+    """A sequence over three versions keeps a route for each token that was read, and a set for each that was drawn."""
+    base, sampling = weights_in(models["moe"]), Sampling(max_new_tokens=400, top_k=20, top_p=0.9, routes_from=0)
+    first_version = engine.version + 1
+    weights = {first_version + i: next_version(base, 10 + i) for i in range(3)}
+    parts: list[Completion] = []
+
+    async def decoding() -> None:
+        before = engine.clock.seconds
+        await until(lambda: asyncio.sleep(0, engine.clock.seconds > before + 0.15), "decoding")
+
+    async def play() -> Completion:
+        playing: asyncio.Future[Completion] | None = None
+        for version, changed in weights.items():
+            staging.fill(version, changed)
+            await staging.commit(engine, version, checksums_of(changed))
+            playing = playing or asyncio.ensure_future(engine.generate(PROMPT, sampling, parts.append))
+            await decoding()
+        assert playing is not None
+        return await playing
+
+    drawn = run(play())
+    check_told(parts, drawn, PART_TOKENS)
+    assert set(drawn.policy_versions.tolist()) == set(weights), "the commits came while it was running"
+    ids = PROMPT + drawn.token_ids.tolist()[:-1]
+    drew = drawn.policy_versions.tolist()
+    # A token is read by the version that draws the one after it.
+    readers = [drew[0]] * (len(PROMPT) - 1) + drew
+    assert drawn.routes is not None and len(drawn.routes) == len(ids) == len(readers)
+    if policy == "continue":
+        (reading,) = reference_reading(models["moe"], [(ids, readers)], weights)
+        expected, logprobs = reading.routes, reading.logprobs
+    else:  # each version has read everything before
+        alone = reference_reading(models["moe"], [(ids, [version] * len(ids)) for version in weights], weights)
+        read = dict(zip(weights, alone, strict=True))
+        expected = np.stack([read[reader].routes[place] for place, reader in enumerate(readers)])
+        logprobs = np.stack([read[reader].logprobs[place] for place, reader in enumerate(readers)])
+        if policy == "recompute":  # the engine reads again in its own cache, where the last reading stays
+            expected = read[drew[-1]].routes
+    np.testing.assert_array_equal(np.sort(drawn.routes, -1), expected)
+    check_kept(drawn, PROMPT, Reading(expected, logprobs), 20)
+
+
+def test_what_the_engine_cannot_tell_is_refused(engine: Engine, run: LoopThread) -> None:
+    with pytest.raises(GenerationError, match="min_p only without a seed"):
+        run(engine.generate(PROMPT, Sampling(top_k=5, min_p=0.1, seed=1)))
+    plain = run(engine.generate(PROMPT, Sampling(max_new_tokens=3)))
+    assert plain.routes is None and plain.kept is None
+
+
+def test_routes_of_another_sequence_are_refused() -> None:
+    """Fewer rows than tokens, or experts that there are not, would be those of another sequence or model."""
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 300,
+        "num_hidden_layers": 4,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [3],
+    }
+    form = RouteForm(config)
+    told = np.arange(3 * 4 * 2, dtype=np.int32).reshape(3, 4, 2)
+    kept = form.read(told, 3)
+    assert kept.dtype == np.uint16 and kept.tolist() == told[:, [1]].tolist()
+    with pytest.raises(GenerationError, match="routes of 3 tokens, of 4 were asked for"):
+        form.read(told, 4)
+    with pytest.raises(GenerationError, match="by experts 300 to 301, the model has 300"):
+        form.read(np.asarray([300, 301], np.int32).reshape(1, 1, 2).repeat(4, 1), 1)
+    with pytest.raises(ValueError, match="has no experts"):
+        RouteForm(config | {"architectures": ["Qwen3ForCausalLM"]})
