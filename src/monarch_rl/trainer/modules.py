@@ -6,7 +6,7 @@ Shapes: B batch (always 1: episodes are packed in one row), L tokens, N heads, H
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Linear
 from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
 from torchtitan.protocols.module import Module
+
+from monarch_rl.trainer.scored import Drawn, Scored
 
 
 class PackedAttention(VarlenAttention):
@@ -69,39 +71,6 @@ class HalfRotaryEmbedding(CosSinRoPE):
             return super()._precompute_cache()
         phases = ComplexRoPE._precompute_cache(self)  # complex [L, H/2], scaled
         return torch.cat([phases.real, phases.real, phases.imag, phases.imag], dim=-1)
-
-
-class Scored(NamedTuple):
-    """What the LM head says of N tokens that were drawn. A named tuple, since FSDP looks for tensors in it."""
-
-    logprobs: torch.Tensor
-    """float32[N], with gradient."""
-    entropies: torch.Tensor
-    """float32[N]: of the distribution that each was drawn from."""
-    kept_mass: torch.Tensor
-    """float32[N]: the probability of the kept set among all tokens; 1 if the sampler cut nothing off."""
-
-
-@dataclass(slots=True)
-class Drawn:
-    """What was drawn, and how: what the LM head needs to say :class:`Scored`."""
-
-    positions: torch.Tensor
-    """bool[B x L]: N places after which tokens were drawn."""
-    ids: torch.Tensor
-    """int64[N]."""
-    temperature: float
-    kept: tuple[torch.Tensor, torch.Tensor] | None
-    """``(counts int64[N], ids int64[sum of counts])``: the sets they were drawn from; None is the whole vocabulary."""
-
-    def split(self, size: int) -> list[tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]]:
-        """``(ids, kept)`` of up to ``size`` tokens each."""
-        ids = self.ids.split(size)
-        if self.kept is None:
-            return [(part, None) for part in ids]
-        counts = self.kept[0].split(size)
-        sets = self.kept[1].split([int(part.sum()) for part in counts])
-        return list(zip(ids, zip(counts, sets, strict=True), strict=True))
 
 
 class LogprobHead(Linear):

@@ -9,7 +9,7 @@ import torch
 from monarch_rl.algorithms import corrections, losses
 from monarch_rl.algorithms.mismatch import histogram
 from monarch_rl.trainer.batch import MicroBatch
-from monarch_rl.trainer.modules import Scored
+from monarch_rl.trainer.scored import Scored
 from monarch_rl.trainer.settings import LossSettings
 
 Sums = dict[str, torch.Tensor]

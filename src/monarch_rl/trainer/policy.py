@@ -26,9 +26,9 @@ from monarch_rl.algorithms.mismatch import quantile  # noqa: E402
 from monarch_rl.model_folder import sparse_layers  # noqa: E402
 from monarch_rl.trainer.batch import MicroBatch  # noqa: E402
 from monarch_rl.trainer.model import SPMD_BACKEND, ShardedModel, parallelism_config  # noqa: E402
-from monarch_rl.trainer.modules import Drawn, Scored  # noqa: E402
 from monarch_rl.trainer.moe import ReplayRouter  # noqa: E402
 from monarch_rl.trainer.objective import Objective, Sums  # noqa: E402
+from monarch_rl.trainer.scored import Drawn, Scored  # noqa: E402
 from monarch_rl.trainer.settings import TrainerSettings  # noqa: E402
 from monarch_rl.trainer.shards import local_run  # noqa: E402
 from monarch_rl.weights.checksum import tensor_checksum  # noqa: E402

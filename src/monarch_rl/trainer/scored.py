@@ -1,0 +1,41 @@
+"""What goes to the LM head and what comes back. No torchtitan in it: see :mod:`monarch_rl.trainer.platform`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+
+class Scored(NamedTuple):
+    """What the LM head says of N tokens that were drawn. A named tuple, since FSDP looks for tensors in it."""
+
+    logprobs: torch.Tensor
+    """float32[N], with gradient."""
+    entropies: torch.Tensor
+    """float32[N]: of the distribution that each was drawn from."""
+    kept_mass: torch.Tensor
+    """float32[N]: the probability of the kept set among all tokens; 1 if the sampler cut nothing off."""
+
+
+@dataclass(slots=True)
+class Drawn:
+    """What was drawn, and how: what the LM head needs to say :class:`Scored`."""
+
+    positions: torch.Tensor
+    """bool[B x L]: N places after which tokens were drawn."""
+    ids: torch.Tensor
+    """int64[N]."""
+    temperature: float
+    kept: tuple[torch.Tensor, torch.Tensor] | None
+    """``(counts int64[N], ids int64[sum of counts])``: the sets they were drawn from; None is the whole vocabulary."""
+
+    def split(self, size: int) -> list[tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]]:
+        """``(ids, kept)`` of up to ``size`` tokens each."""
+        ids = self.ids.split(size)
+        if self.kept is None:
+            return [(part, None) for part in ids]
+        counts = self.kept[0].split(size)
+        sets = self.kept[1].split([int(part.sum()) for part in counts])
+        return list(zip(ids, zip(counts, sets, strict=True), strict=True))

@@ -1,0 +1,115 @@
+"""What routes and kept sets do in the trainer, on every rank of a torchrun job:  keep_ranks.py FOLDER DEGREE
+
+``FOLDER/model`` is a mixture of experts. Writes for each way of routing what the policy says of made-up episodes, and
+what went in and out of every layer of experts; ``FOLDER/<name>.rank<r>``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from monarch_rl.episode import Episode, KeptSets, Turn
+from monarch_rl.trainer.batch import MicroBatch, pack
+from monarch_rl.trainer.objective import reinforcement
+from monarch_rl.trainer.policy import Policy
+from monarch_rl.trainer.settings import LossSettings, TrainerSettings
+
+VOCABULARY, LAYERS, EXPERTS, K = 500, 2, 4, 2
+CHUNK = 7
+"""Tokens that the head takes at a time: fewer than an episode has."""
+
+
+def episodes(rank: int, *, kept: bool, routes: bool) -> list[Episode]:
+    """Three episodes of two turns; routes and kept sets are drawn at random."""
+    rng = np.random.default_rng(rank)
+
+    def turn() -> Turn:
+        n = int(rng.integers(8, 20))
+        trainable = np.arange(n) >= 4
+        ids = rng.integers(0, VOCABULARY, n).astype(np.int32)
+        sets: list[Any] = [
+            rng.permutation(np.unique([token, *rng.integers(0, VOCABULARY, rng.integers(1, 9))])) if drawn else []
+            for token, drawn in zip(ids, trainable, strict=True)
+        ]
+        counts = np.asarray([len(one) for one in sets], np.int32)
+        found = KeptSets(counts, np.concatenate(sets).astype(np.int32)) if kept else None
+        logprobs = np.where(trainable, -1.0, 0.0).astype(np.float32)
+        return Turn(ids, logprobs, np.where(trainable, 0, -1).astype(np.int32), trainable, found)
+
+    made = [Episode([turn(), turn()], 1.0, "stop") for _ in range(3)]
+    for episode in made if routes else []:
+        chosen = rng.random((episode.num_tokens - 1, LAYERS, EXPERTS)).argsort(-1)[..., :K]
+        episode.routes = chosen.astype(np.uint8)
+    return made
+
+
+def packed(made: list[Episode], device: torch.device) -> MicroBatch:
+    return pack(made, torch.ones(len(made)), torch.full((len(made),), 0.1), 0, device)
+
+
+def score(policy: Policy, batch: MicroBatch) -> dict[str, torch.Tensor]:
+    """What the policy says, all logits, and input and output of each layer of experts."""
+    seen: dict[str, torch.Tensor] = {}
+
+    def keep(layer: str) -> Any:
+        def hook(_: Any, inputs: Any, output: Any) -> None:
+            seen[f"in.{layer}"], seen[f"out.{layer}"] = inputs[0].detach().clone()[0], output.detach().clone()[0]
+
+        return hook
+
+    hooks = [block.moe.register_forward_hook(keep(name)) for name, block in policy.module.layers.items()]
+    with torch.no_grad():
+        scored = policy.score(batch)
+    for hook in hooks:
+        hook.remove()
+    masks = policy.module.get_attention_masks(positions=batch.positions)
+    with torch.no_grad():  # routes are still set
+        logits = policy.module(batch.token_ids, positions=batch.positions, attention_masks=masks)[0]
+    return seen | scored._asdict() | {"logits": logits[batch.trainable].contiguous()}
+
+
+def gradients(policy: Policy, batch: MicroBatch) -> dict[str, torch.Tensor]:
+    policy.optimizers.zero_grad()
+    (-policy.score(batch).logprobs.sum()).backward()
+    return {
+        name: parameter.grad.full_tensor().clone()
+        for name, parameter in policy.module.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def main(folder: Path, degree: int) -> None:
+    torch.set_num_threads(1)
+    for routing in ("own", "compare", "replay"):
+        for checkpoint in ("none", "full") if routing == "replay" else ("none",):
+            settings = TrainerSettings(
+                2, degree, routing=routing, logprob_chunk=CHUNK, activation_checkpoint=checkpoint, lr=0.0
+            )
+            policy = Policy(folder / "model", settings, total_steps=1, temperature=0.7)
+            made = episodes(policy.rank, kept=True, routes=routing != "own")
+            batch = packed(made, policy.device)
+            name = f"{routing}.{checkpoint}.rank{policy.rank}"
+            found = score(policy, batch)
+            inputs = {"trainable": batch.trainable, "ids": batch.targets[0, batch.trainable]}
+            if batch.kept is not None:
+                inputs |= {"kept_counts": batch.kept[0], "kept_ids": batch.kept[1]}
+            if batch.routes is not None:
+                inputs["routes"] = batch.routes[0]
+            grads = {f"grad.{key}": value for key, value in gradients(policy, batch).items()}
+            save_file({k: v.contiguous() for k, v in (found | inputs | grads).items()}, folder / name)
+            # One rank has nothing this time.
+            batches = [batch, packed(made if policy.rank == 0 else [], policy.device)]
+            metrics = policy.update(batches, reinforcement(LossSettings()))
+            (folder / f"{name}.json").write_text(json.dumps(metrics))
+    policy.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))
