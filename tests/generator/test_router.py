@@ -3,7 +3,8 @@ from __future__ import annotations
 import asyncio
 import pickle
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -187,11 +188,51 @@ class LosingLink:
         return answer
 
 
+def routes_of(ids: Sequence[int], start: int) -> np.ndarray:
+    """How any replica reads a sequence: of each token but the last, by those up to it."""
+    read = [[[sum(ids[: place + 1]) % 251, place]] for place in range(start, len(ids) - 1)]
+    return np.asarray(read, np.uint8).reshape(-1, 1, 2)
+
+
+class RoutingLink(LosingLink):
+    """Tells routes with its answer, and never with parts of it."""
+
+    def ask(self, prompt_ids: list[int], sampling: Sampling) -> asyncio.Future[Completion]:
+        answer = super().ask(prompt_ids, sampling)
+        if answer.exception() is None:
+            whole, start = answer.result(), sampling.routes_from
+            assert start is not None
+            answer = asyncio.get_running_loop().create_future()
+            answer.set_result(replace(whole, routes=routes_of(prompt_ids + whole.token_ids.tolist(), start)))
+        return answer
+
+
+@given(
+    prompt=st.lists(st.integers(1, 19), min_size=1, max_size=3),
+    count=st.integers(1, 40),
+    stops=st.sampled_from([(), STOPS]),
+    losses=st.lists(st.lists(st.integers(1, 15), max_size=4), max_size=4),
+    known=st.integers(0, 2),
+)
+def test_wherever_replicas_are_lost_there_is_a_route_for_each_token_that_was_read(
+    prompt: list[int], count: int, stops: tuple[int, ...], losses: list[list[int]], known: int
+) -> None:
+    """Also where all tokens had arrived, but not the answer with their routes."""
+    start = min(known, len(prompt) - 1)
+    wanted = Sampling(max_new_tokens=count, stop_token_ids=stops, routes_from=start)
+    whole = draw(prompt, wanted, 0)
+    found, _ = generate_through(losses, prompt, wanted, RoutingLink)
+    assert found.token_ids.tolist() == whole.token_ids.tolist()
+    assert found.finish_reason == whole.finish_reason
+    expected = routes_of(prompt + whole.token_ids.tolist(), start)
+    assert found.routes is not None and found.routes.tolist() == expected.tolist()
+
+
 def generate_through(
-    losses: list[list[int]], prompt: list[int], wanted: Sampling
+    losses: list[list[int]], prompt: list[int], wanted: Sampling, link: type[LosingLink] = LosingLink
 ) -> tuple[Completion, list[LosingLink]]:
     """What a router makes of replicas 0, 1, ... that are lost in turn, as told, and a last one that is not."""
-    links = [LosingLink(9 - index, parts) for index, parts in enumerate([*losses, None])]
+    links = [link(9 - index, parts) for index, parts in enumerate([*losses, None])]
 
     async def play() -> Completion:
         router = Router(links, 10)
