@@ -85,10 +85,12 @@ class Training:
     version: int = 0
 
     @classmethod
-    async def start(cls, cluster: Cluster, plan: TrainerPlan, groups: list[Group], steps: int) -> Training:
+    async def start(
+        cls, cluster: Cluster, plan: TrainerPlan, groups: list[Group], steps: int, first_slot: int = 0
+    ) -> Training:
         """``steps``: most that will be made."""
-        buffer = cluster.spawn("buffer", 1).spawn("buffer", Buffer, len(groups), BufferSettings(steps))
-        mesh = cluster.spawn("trainer", plan.settings.ranks, first_slot=0)
+        buffer = cluster.spawn(f"buffer{first_slot}", 1).spawn("buffer", Buffer, len(groups), BufferSettings(steps))
+        mesh = cluster.spawn(f"trainer{first_slot}", plan.settings.ranks, first_slot=first_slot)
         await init_torch_distributed_env(mesh)
         trainer = mesh.spawn("trainer", TrainerBeside, plan, buffer)
         deadline = pipeline.SET_UP_DEADLINE_S

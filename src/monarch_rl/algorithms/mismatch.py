@@ -21,14 +21,16 @@ def histogram(differences: torch.Tensor) -> torch.Tensor:
 
 
 def quantile(counts: torch.Tensor, share: float) -> float:
-    """The upper edge of the bin below or in which ``share`` of what was counted lies; 0.0 if nothing was counted.
+    """The upper edge of the bin up to which ``share`` of what was counted lies; 0.0 for the lowest bin.
 
     Args:
         counts: float[BINS], of :func:`histogram`.
-        share: in 0..1; 1 is the largest.
+        share: above 0; 1 is the largest.
+
+    Raises ValueError if nothing was counted.
     """
     total = float(counts.sum())
     if not total:
-        return 0.0
+        raise ValueError("there is no quantile of nothing")
     place = int(torch.searchsorted(counts.cumsum(0), torch.tensor(share * total)))
     return float(10 ** (LOWEST + place / PER_DECADE)) if place else 0.0

@@ -131,8 +131,9 @@ class Policy:
             (before clipping), ``lr``, ``tokens`` trained, ``padding`` (share of computed positions that were
             padding: only ranks without episodes pad, with one token) and ``imbalance`` (share of rank-time lost
             as ranks with fewer tokens wait for the one with most). ``logprob_difference_p50``, ``_p99``, ``_max``:
-            quantiles of |trainer - engine| over tokens of the very version. With routes, ``routes_differ`` (share of
-            the engine's choices of experts that the trainer's router would not make) and the same by layer.
+            quantiles of |trainer - engine| over tokens of the very version, if there are any. With routes,
+            ``routes_differ`` (share of the engine's choices of experts that the trainer's router would not make) and
+            the same by layer.
 
         Raises:
             RuntimeError: the gradient is not finite; nothing was updated.
@@ -259,4 +260,6 @@ def _difference_metrics(reduced: Sums) -> dict[str, float]:
     if "logprob_difference" not in reduced:
         return {}
     counts = reduced.pop("logprob_difference")
+    if not counts.sum():  # no token of the version that is updated
+        return {}
     return {f"logprob_difference_{name}": quantile(counts, q) for name, q in (("p50", 0.5), ("p99", 0.99), ("max", 1))}

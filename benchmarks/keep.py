@@ -1,0 +1,150 @@
+"""What do routes and kept sets cost? Tokens a second, step time and bytes a token, with and without them.
+
+    python tools/make_tiny_model.py --kind moe && python benchmarks/keep.py
+
+One engine draws the same prompts in four ways, turn by turn: neither, routes, kept sets, both. Two trainers of one rank
+make steps on what was drawn, one by its own router and one by the engine's routes. Ratios are medians over rounds of
+"neither" over the way in question; 1 is as fast. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import monarch_rl  # isort: skip  # noqa: F401  its settings for Monarch count only if it is imported first
+
+import asyncio
+import json
+import statistics
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from reporting import run_benchmark, short
+from speed_trainer import Training
+
+from monarch_rl import pipeline
+from monarch_rl.episode import Episode, Group, Sampling, Turn
+from monarch_rl.generator.router import Router
+from monarch_rl.generator.settings import GeneratorSettings
+from monarch_rl.model_folder import num_experts, read_config, resolve_model, sparse_layers
+from monarch_rl.rollout.settings import RolloutSettings
+from monarch_rl.runtime.cluster import Cluster, launch
+from monarch_rl.runtime.deadlines import within
+from monarch_rl.trainer.actor import TrainerPlan
+from monarch_rl.trainer.settings import TrainerSettings
+
+NEITHER, ROUTES, KEPT, BOTH = "neither", "routes", "kept_sets", "both"
+ROUND_DEADLINE_S = 300.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What routes and kept sets cost (see the top of this file)."""
+
+    model: str = ".cache/tiny-qwen3-moe"
+    """Hugging Face folder or Hub name of a mixture of experts."""
+    rounds: int = 8
+    """Rounds that are counted; one more warms up."""
+    groups: int = 8
+    group_size: int = 8
+    prompt_tokens: int = 16
+    new_tokens: int = 64
+    top_k: int = 20
+    top_p: float = 0.95
+
+
+def ways(s: Settings) -> dict[str, Sampling]:
+    plain = Sampling(max_new_tokens=s.new_tokens)
+    cut = replace(plain, top_k=s.top_k, top_p=s.top_p)
+    routes, both = replace(plain, routes_from=0), replace(cut, routes_from=0)
+    return {NEITHER: plain, ROUTES: routes, KEPT: cut, BOTH: both}
+
+
+async def draw(router: Router, prompts: list[list[int]], s: Settings, sampling: Sampling) -> tuple[float, list[Group]]:
+    """All groups at once; returns tokens a second, and the groups."""
+    started = time.perf_counter()
+    requests = [router.generate(ids, sampling, group) for group, ids in enumerate(prompts) for _ in range(s.group_size)]
+    drawn = await within(ROUND_DEADLINE_S, asyncio.gather(*requests), "a round of completions", on="generator 0")
+    rate = sum(len(completion.token_ids) for completion in drawn) / (time.perf_counter() - started)
+    groups = []
+    for index, ids in enumerate(prompts):
+        own = drawn[index * s.group_size : (index + 1) * s.group_size]
+        episodes = [
+            Episode([Turn.from_completion(ids, one)], float(place % 2), one.finish_reason, routes=one.routes)
+            for place, one in enumerate(own)
+        ]
+        groups.append(Group(index, index, episodes))
+    return rate, groups
+
+
+async def measure(cluster: Cluster, s: Settings, model: Path) -> dict[str, Any]:
+    engine = GeneratorSettings(replicas=1)
+    generators = await pipeline.start_generators(cluster, model, engine, first_slot=2, routes=True)
+    router = Router([generators.handles[0]], ROUND_DEADLINE_S)
+    config, sampler = read_config(model), np.random.default_rng(0)
+    rates: dict[str, list[float]] = {way: [] for way in ways(s)}
+    steps: dict[str, list[float]] = {way: [] for way in ways(s)}
+    drawn: dict[str, list[Group]] = {}
+    for turn in range(s.rounds + 1):
+        prompts = [sampler.integers(2, config["vocab_size"], s.prompt_tokens).tolist() for _ in range(s.groups)]
+        for way, sampling in ways(s).items() if turn % 2 else reversed(ways(s).items()):
+            rate, drawn[way] = await draw(router, prompts, s, sampling)
+            rates[way] += [rate] if turn else []
+    trainers = {}
+    for slot, routing in enumerate(("own", "replay")):
+        settings = TrainerSettings(1, routing=routing)  # type: ignore[arg-type]  # one of its names
+        plan = TrainerPlan(model, settings, 1000, 1.0, s.new_tokens)
+        trainers[routing] = await Training.start(cluster, plan, drawn[BOTH], 1000, first_slot=slot)
+    for turn in range(s.rounds + 1):
+        for way in ways(s) if turn % 2 else reversed(ways(s)):
+            training = trainers["replay" if way in (ROUTES, BOTH) else "own"]
+            training.groups = drawn[way]
+            _, metrics = await training.step(ROUND_DEADLINE_S)
+            await training.served()
+            steps[way] += [metrics[0]["step_s"]] if turn else []
+    return summary(s, config, rates, steps, drawn)
+
+
+def summary(
+    s: Settings,
+    config: dict[str, Any],
+    rates: dict[str, list[float]],
+    steps: dict[str, list[float]],
+    drawn: dict[str, list[Group]],
+) -> dict[str, Any]:
+    def median(values: list[float], base: list[float]) -> float:
+        return statistics.median(one / other for one, other in zip(values, base, strict=True))
+
+    tokens = {way: sum(e.num_tokens for g in groups for e in g.episodes) for way, groups in drawn.items()}
+    nbytes = {way: sum(len(group.to_bytes()) for group in groups) / tokens[way] for way, groups in drawn.items()}
+    kept = [episode.kept for group in drawn[KEPT] for episode in group.episodes]
+    counts = np.concatenate([one.counts[one.counts > 0] for one in kept if one is not None])
+    return {
+        "benchmark": "keep",
+        "layers_with_experts": len(sparse_layers(config)),
+        "experts": num_experts(config),
+        "experts_of_a_token": config["num_experts_per_tok"],
+        "ids_in_a_kept_set": float(counts.mean()),
+        "bytes_a_token": nbytes,
+        "engine_rate_ratio": {way: median(rates[way], rates[NEITHER]) for way in rates},
+        "step_time_ratio": {way: median(steps[way], steps[NEITHER]) for way in steps},
+        "rounds": s.rounds,
+    }
+
+
+def main(s: Settings) -> None:
+    model = resolve_model(s.model)
+    if not sparse_layers(read_config(model)):
+        raise ValueError(f"{model} has no experts, so there are no routes to measure")
+    RolloutSettings(top_k=s.top_k, top_p=s.top_p, keep_sampling_mask=True)
+    with launch() as cluster:
+        assert cluster is not None, "not under torchrun"
+        found = asyncio.run(measure(cluster, s, model))
+    for name, value in short(found).items():
+        print(f"{name}: {value}")
+    print(json.dumps(short(found)))
+
+
+if __name__ == "__main__":
+    run_benchmark(main, Settings, __doc__)
