@@ -30,6 +30,8 @@ T = TypeVar("T")
 
 VOCABULARY, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 500, 64, 4, 2, 16, 2
 """500 is no multiple of 64, to which SGLang pads the vocabulary."""
+EXPERTS, EXPERT_WIDTH = 4, 48
+"""48 is no multiple of 32, to which SGLang pads each rank's share of an expert on a CPU."""
 LOGPROB_BOUND = 2e-5
 """Engine against transformers, float32, natural log. The largest seen on these models: 5.3e-6 of one version, 1.0e-5 of
 600 tokens that three versions drew in turn."""
@@ -66,9 +68,9 @@ def make_model(folder: Path, kind: str) -> Path:
     config |= {"architectures": [architecture], "model_type": model_type}
     if kind == "moe":
         config |= {
-            "num_experts": 4,
+            "num_experts": EXPERTS,
             "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
+            "moe_intermediate_size": EXPERT_WIDTH,
             "norm_topk_prob": True,
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
@@ -95,8 +97,8 @@ def random_weights(kind: str, seed: int = 0) -> dict[str, torch.Tensor]:
             shapes |= {block + f"self_attn.{x}_norm.weight": (HEAD_DIM,) for x in "qk"}
         prefixes, width = [block + "mlp."], 2 * HIDDEN
         if kind == "moe":
-            shapes[block + "mlp.gate.weight"] = (4, HIDDEN)
-            prefixes, width = [block + f"mlp.experts.{e}." for e in range(4)], 32
+            shapes[block + "mlp.gate.weight"] = (EXPERTS, HIDDEN)
+            prefixes, width = [block + f"mlp.experts.{e}." for e in range(EXPERTS)], EXPERT_WIDTH
         for prefix in prefixes:
             shapes |= {prefix + f"{x}_proj.weight": (width, HIDDEN) for x in ("gate", "up")}
             shapes[prefix + "down_proj.weight"] = (HIDDEN, width)
