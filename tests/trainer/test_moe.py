@@ -89,7 +89,11 @@ def starved(tensor: str) -> bool:
 
 @pytest.mark.parametrize("training", TRAININGS)
 def test_expert_parallelism_changes_no_update(folder: Path, training: str, where: str) -> None:
-    """Tokens that travel to the experts, or experts to the tokens: the same weights, losses and gradient norms."""
+    """Tokens that travel to the experts, or experts to the tokens: the same weights, losses and gradient norms.
+
+    Whatever number of tokens experts get (:func:`tests.trainer.moe_ranks.check_counts`): ``moe_starved_trained`` has
+    ranks whose experts get none, ``moe_single`` ranks without an episode, and norms above the limit.
+    """
     plain = layout(int(where[0]), 1)
     first, second = saved(folder / f"{training}.{plain}"), saved(folder / f"{training}.{where}")
     start = saved(folder / TRAININGS[training])
