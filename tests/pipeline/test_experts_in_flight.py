@@ -110,6 +110,27 @@ def test_every_expert_travels_once_from_its_owner_to_its_place_by_every_transpor
     asyncio.run(go())
 
 
+def test_engine_and_trainer_agree_on_a_deepseek(cluster: Cluster, tmp_path: Path) -> None:
+    """Latent attention, two tensors in one parameter, a router's bias that one trainer rank sends, shared experts."""
+    model = make_model(tmp_path / "model", "deepseek")
+
+    async def go() -> None:
+        generators = await start_inspected(cluster, model, 1, 7, "deepseek")
+        system = await System.start(cluster, model, generators, lr=3e-3, expert_parallel=2)
+        assert await system.mismatch(seed=0) < LOGPROB_BOUND
+        before = await generators[0].engine_checksums.call_one()
+        for seed in range(2):
+            await system.step(seed)
+            assert await system.mismatch(seed=100 + seed) < LOGPROB_BOUND
+        served = await generators[0].engine_checksums.call_one()
+        same = [name for name in served if before[name] == served[name]]
+        assert same == ["model.layers.1.mlp.gate.e_score_correction_bias"]
+        await system.trainer.close.call()
+        await generators[0].shutdown.call_one()
+
+    asyncio.run(go())
+
+
 @pytest.mark.parametrize("replica", ["narrow", "wide"])
 def test_a_bit_of_one_expert_that_is_wrong_is_caught_and_the_expert_named(
     cluster: Cluster, model: Path, request: pytest.FixtureRequest, replica: str

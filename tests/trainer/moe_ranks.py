@@ -31,7 +31,7 @@ def check_counts(policy: Policy, training: str) -> None:
 
     Without tokens are, of two ranks that divide the experts, all experts of the second.
     """
-    for layer in policy.module.layers.values():
+    for layer in (layer for layer in policy.module.layers.values() if layer.moe_enabled):
         counts = layer.moe.tokens_per_expert_E.clone()
         dist.all_reduce(counts)
         assert counts.max() > 1.2 * counts.min(), counts
