@@ -195,3 +195,6 @@ def test_adapters_on_experts_are_refused() -> None:
     with pytest.raises(ValueError, match=r"lora\.targets gate_proj, down_proj are projections of experts"):
         lora = LoraSettings(rank=2, targets=("q_proj", "gate_proj", "down_proj"))
         check_experts(CONFIG, TrainerSettings(lora=lora))
+    deepseek = {"architectures": ["DeepseekV3ForCausalLM"], "n_routed_experts": 8, "first_k_dense_replace": 2}
+    with pytest.raises(ValueError, match="adapters on the latent attention of a DeepSeek-V3 are not supported"):
+        check_experts(CONFIG | deepseek, attention)
