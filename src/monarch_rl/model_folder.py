@@ -6,8 +6,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-ARCHITECTURES = {"Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3", "LlamaForCausalLM": "llama"}
+ARCHITECTURES = {
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3",
+    "LlamaForCausalLM": "llama",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
+}
 """Architectures that can be trained, by the name in ``config.json``."""
+
+DEEPSEEK_KEYS = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+"""What SGLang looks for in a DeepSeek-V3's ``config.json``, and DeepSeek's own values."""
 
 TEXT_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
 """Files of a model folder beside the weights: config and tokenizer."""
@@ -27,7 +35,13 @@ def resolve_model(name: str) -> Path:
     folder = Path(name).expanduser()
     if not folder.is_dir():
         folder = _download(name)
-    read_config(folder)
+    config = read_config(folder)
+    needed = DEEPSEEK_KEYS if config["architectures"][0] == "DeepseekV3ForCausalLM" else {}
+    if lacking := {key: value for key, value in needed.items() if key not in config}:
+        raise ValueError(
+            f"model {name}: its config lacks {', '.join(lacking)}, without which SGLang does not start: transformers 5 "
+            f"leaves them out. Add what DeepSeek-V3's own has: {json.dumps(lacking)}"
+        )
     if not any(folder.glob("*.safetensors")):
         raise ValueError(f"model {name}: no *.safetensors file in {folder}; save the weights as safetensors")
     if not any((folder / tokenizer).is_file() for tokenizer in TOKENIZERS):
@@ -77,6 +91,8 @@ def num_experts(config: dict[str, Any]) -> int:
     Raises:
         ValueError: a mixture-of-experts model whose config does not say so.
     """
+    if config["architectures"][0] == "DeepseekV3ForCausalLM":
+        return int(config["n_routed_experts"])
     if config["architectures"][0] != "Qwen3MoeForCausalLM":
         return 0
     found = config.get("num_experts", config.get("num_local_experts"))  # transformers 4's name, and 5's
@@ -86,9 +102,12 @@ def num_experts(config: dict[str, Any]) -> int:
 
 
 def sparse_layers(config: dict[str, Any]) -> list[int]:
-    """The layers that have experts: every ``decoder_sparse_step`` th one but for ``mlp_only_layers``."""
+    """The layers that have experts: of a Qwen3-MoE every ``decoder_sparse_step`` th one but for ``mlp_only_layers``, of
+    a DeepSeek-V3 all but the first ``first_k_dense_replace``."""
     if num_experts(config) == 0:
         return []
+    if config["architectures"][0] == "DeepseekV3ForCausalLM":
+        return list(range(config["first_k_dense_replace"], config["num_hidden_layers"]))
     dense, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step", 1)
     return [i for i in range(config["num_hidden_layers"]) if i not in dense and (i + 1) % step == 0]
 

@@ -31,6 +31,10 @@ T = TypeVar("T")
 
 VOCABULARY, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 500, 64, 4, 2, 16, 2
 """500 is no multiple of 64, to which SGLang pads the vocabulary."""
+EXPERTS, EXPERT_WIDTH = 4, 48
+"""48 is no multiple of 32, to which SGLang pads each rank's share of an expert on a CPU."""
+Q_RANK, KV_RANK, NOPE, ROPE, VALUE = 24, 32, 16, 8, 20
+"""Of a DeepSeek's latent attention: ranks, and widths of a head."""
 LOGPROB_BOUND = 2e-5
 """Engine against transformers, float32, natural log. The largest seen on these models: 5.3e-6 of one version, 1.0e-5 of
 600 tokens that three versions drew in turn."""
@@ -39,7 +43,8 @@ SETTLE_S = 20.0
 
 
 def make_model(folder: Path, kind: str) -> Path:
-    """Write a Hugging Face folder by hand: no transformers in the tests' own process. ``kind``: qwen3, moe, llama."""
+    """Write a Hugging Face folder by hand: no transformers in the tests' own process. ``kind``: qwen3, moe, llama,
+    deepseek."""
     folder.mkdir(parents=True)
     config: dict[str, Any] = {
         "vocab_size": VOCABULARY,
@@ -63,16 +68,47 @@ def make_model(folder: Path, kind: str) -> Path:
         "qwen3": ("Qwen3ForCausalLM", "qwen3"),
         "moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
         "llama": ("LlamaForCausalLM", "llama"),
+        "deepseek": ("DeepseekV3ForCausalLM", "deepseek_v3"),
     }[kind]
     config |= {"architectures": [architecture], "model_type": model_type}
     if kind == "moe":
         config |= {
-            "num_experts": 4,
+            "num_experts": EXPERTS,
             "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
+            "moe_intermediate_size": EXPERT_WIDTH,
             "norm_topk_prob": True,
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
+        }
+    if kind == "deepseek":
+        config |= {
+            "num_key_value_heads": HEADS,
+            "n_routed_experts": EXPERTS,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": HIDDEN,  # what SGLang would pad of a shared expert is not merely copied
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "moe_layer_freq": 1,
+            "n_group": 2,
+            "topk_group": 1,
+            "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid",
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "q_lora_rank": Q_RANK,
+            "kv_lora_rank": KV_RANK,
+            "qk_nope_head_dim": NOPE,
+            "qk_rope_head_dim": ROPE,
+            "v_head_dim": VALUE,
+            "rope_scaling": {
+                "type": "yarn",
+                "factor": 4.0,
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 256,
+            },
         }
     (folder / "config.json").write_text(json.dumps(config))
     save_file(random_weights(kind), folder / "model.safetensors", metadata={"format": "pt"})
@@ -84,6 +120,9 @@ def random_weights(kind: str, seed: int = 0) -> dict[str, torch.Tensor]:
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN)}
     for layer in range(LAYERS):
         block = f"model.layers.{layer}."
+        if kind == "deepseek":
+            shapes |= _deepseek_block(block, dense=layer == 0)
+            continue
         shapes |= {
             block + "self_attn.q_proj.weight": (HEADS * HEAD_DIM, HIDDEN),
             block + "self_attn.k_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
@@ -96,8 +135,8 @@ def random_weights(kind: str, seed: int = 0) -> dict[str, torch.Tensor]:
             shapes |= {block + f"self_attn.{x}_norm.weight": (HEAD_DIM,) for x in "qk"}
         prefixes, width = [block + "mlp."], 2 * HIDDEN
         if kind == "moe":
-            shapes[block + "mlp.gate.weight"] = (4, HIDDEN)
-            prefixes, width = [block + f"mlp.experts.{e}." for e in range(4)], 32
+            shapes[block + "mlp.gate.weight"] = (EXPERTS, HIDDEN)
+            prefixes, width = [block + f"mlp.experts.{e}." for e in range(EXPERTS)], EXPERT_WIDTH
         for prefix in prefixes:
             shapes |= {prefix + f"{x}_proj.weight": (width, HIDDEN) for x in ("gate", "up")}
             shapes[prefix + "down_proj.weight"] = (HIDDEN, width)
@@ -111,6 +150,30 @@ def random_weights(kind: str, seed: int = 0) -> dict[str, torch.Tensor]:
         else 0.2 * torch.randn(shape, generator=generator)
         for name, shape in shapes.items()
     }
+
+
+def _deepseek_block(block: str, dense: bool) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {
+        block + "self_attn.q_a_proj.weight": (Q_RANK, HIDDEN),
+        block + "self_attn.q_a_layernorm.weight": (Q_RANK,),
+        block + "self_attn.q_b_proj.weight": (HEADS * (NOPE + ROPE), Q_RANK),
+        block + "self_attn.kv_a_proj_with_mqa.weight": (KV_RANK + ROPE, HIDDEN),
+        block + "self_attn.kv_a_layernorm.weight": (KV_RANK,),
+        block + "self_attn.kv_b_proj.weight": (HEADS * (NOPE + VALUE), KV_RANK),
+        block + "self_attn.o_proj.weight": (HIDDEN, HEADS * VALUE),
+        block + "input_layernorm.weight": (HIDDEN,),
+        block + "post_attention_layernorm.weight": (HIDDEN,),
+    }
+    widths = {block + "mlp.": 2 * HIDDEN}
+    if not dense:
+        shapes[block + "mlp.gate.weight"] = (EXPERTS, HIDDEN)
+        shapes[block + "mlp.gate.e_score_correction_bias"] = (EXPERTS,)
+        names = ["shared_experts", *(f"experts.{e}" for e in range(EXPERTS))]
+        widths = {block + f"mlp.{name}.": HIDDEN for name in names}
+    for prefix, width in widths.items():
+        shapes |= {prefix + f"{x}_proj.weight": (width, HIDDEN) for x in ("gate", "up")}
+        shapes[prefix + "down_proj.weight"] = (HIDDEN, width)
+    return shapes
 
 
 def manifest_of(weights: dict[str, torch.Tensor]) -> Manifest:

@@ -147,6 +147,31 @@ def test_a_loader_that_computes_is_refused() -> None:
     assert "qk (add_)" in error_of(Shifted(), fused_weights())
 
 
+def test_what_a_loader_joins_by_rows_is_found_in_its_parts() -> None:
+    class Joined(Fused):
+        def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+            given = dict(weights)
+            self.qk.data.copy_(torch.cat([given.pop("q"), given.pop("k")]))
+            super().load_weights(list(given.items()))
+
+    rank = Rank(Joined(), fused_weights())
+    for version in range(3):
+        weights = fused_weights(version)
+        assert rank.load(version, weights) is None
+        assert torch.equal(rank.model.qk.data, torch.cat([weights["q"], weights["k"]]))
+    assert rank.model.loads == 1
+
+
+def test_a_loader_that_joins_and_stores_a_part_is_refused() -> None:
+    class Joined(Fused):
+        def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+            given = dict(weights)
+            self.qk.data[:6].copy_(torch.cat([given.pop("q"), given.pop("k")])[3:9])
+            super().load_weights(list(given.items()))
+
+    assert "qk (copy_)" in error_of(Joined(), fused_weights())
+
+
 def test_another_dtype_than_the_engines_is_refused() -> None:
     weights = fused_weights()
     error = error_of(Fused(), weights | {"q": weights["q"].to(torch.bfloat16)})

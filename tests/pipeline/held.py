@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
-from tests.generator.helpers import HEAD_DIM, HEADS, KV_HEADS, VOCABULARY
+from monarch_rl import pipeline
+from tests.generator.helpers import EXPERT_WIDTH, HEAD_DIM, HEADS, KV_HEADS, VOCABULARY, weights_in
+from tests.pipeline.system import System
 
 ROWS, COLUMNS = 0, 1
 """Along which a tensor is cut among ranks."""
@@ -20,11 +24,32 @@ def read_ranks(folder: Path) -> list[dict[str, torch.Tensor]]:
     return [load_file(files[rank]) for rank in range(len(files))]
 
 
+async def held_by_all(system: System, scratch: Path) -> dict[str, torch.Tensor]:
+    """The trainer's full tensors, by name, when the parameters of all engine ranks, joined, are the same bit for bit.
+
+    Args:
+        scratch: a folder to make others in.
+    """
+    folder = Path(tempfile.mkdtemp(dir=scratch))
+    await pipeline.save(system.trainer, folder / "trainer")
+    trained = weights_in(folder / "trainer")
+    for index, generator in enumerate(system.generators):
+        ranks = folder / f"generator{index}"
+        ranks.mkdir()
+        await generator.save_ranks.call_one(str(ranks))
+        held = join_ranks(read_ranks(ranks))
+        assert held.keys() == trained.keys()
+        wrong = [name for name in held if not same_bits(held[name], trained[name])]
+        assert not wrong, f"generator {index}: {wrong}"
+    return trained
+
+
 def join_ranks(ranks: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The tensors of a dense Qwen3 of :mod:`tests.generator.helpers` from the parameters of all ranks.
+    """The tensors of a Qwen3 or Qwen3-MoE of :mod:`tests.generator.helpers` from the parameters of all ranks.
 
     q, k and v lie in one parameter, gate and up in another; each rank has its heads or columns of every one of them.
-    Vocabularies are cut after they were padded. Norms are on every rank, and must be the same there.
+    All experts of a layer lie in two parameters, and each rank has its columns of every expert, padded. Vocabularies
+    are cut after they were padded. Norms and routers are on every rank, and must be the same there.
     """
     joined = {}
     for name in ranks[0]:
@@ -37,15 +62,39 @@ def join_ranks(ranks: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         elif module == "gate_up_proj":
             for one, cut in zip(("gate", "up"), zip(*(part.chunk(2) for part in parts), strict=True), strict=True):
                 joined[name.replace("gate_up_proj", f"{one}_proj")] = torch.cat(cut, ROWS)
+        elif module == "experts":
+            joined |= _join_experts(name, parts)
         elif module in ("o_proj", "down_proj"):
             joined[name] = torch.cat(parts, COLUMNS)
         elif module in ("embed_tokens", "lm_head"):
             joined[name] = torch.cat(parts, ROWS)[:VOCABULARY]
         else:
-            assert "norm" in module, f"how is {name} shared by ranks?"
+            assert "norm" in module or module == "gate", f"how is {name} shared by ranks?"
             assert not [rank for rank, part in enumerate(parts) if not same_bits(part, parts[0])], name
             joined[name] = parts[0]
     return joined
+
+
+def _join_experts(name: str, parts: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """From each rank's ``w13_weight`` [experts, gate and up, width] or ``w2_weight`` [experts, width, columns]."""
+    prefix, _, kind = name.rpartition(".")
+    joined = {}
+    for expert, held in enumerate(zip(*parts, strict=True)):
+        if kind == "w2_weight":
+            joined[f"{prefix}.{expert}.down_proj.weight"] = _unpadded(held, COLUMNS)
+            continue
+        assert kind == "w13_weight", name
+        for one, cut in zip(("gate", "up"), zip(*(part.chunk(2) for part in held), strict=True), strict=True):
+            joined[f"{prefix}.{expert}.{one}_proj.weight"] = _unpadded(cut, ROWS)
+    return joined
+
+
+def _unpadded(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    """An expert's matrix from the equal parts of all ranks, each of which is padded with zeros."""
+    share = EXPERT_WIDTH // len(parts)
+    for part in parts:
+        assert not part.narrow(dim, share, part.shape[dim] - share).any()
+    return torch.cat([part.narrow(dim, 0, share) for part in parts], dim)
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from monarch.actor import concurrent_endpoint
 
 from monarch_rl import pipeline
@@ -23,6 +24,7 @@ from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.runtime.deadlines import Patience
 from monarch_rl.trainer.actor import TrainerPlan
 from monarch_rl.trainer.settings import TrainerSettings
+from monarch_rl.weights.area import attach
 from monarch_rl.weights.transport import TransferSettings
 
 ENGINES = GeneratorSettings(replicas=2, max_running_requests=32, max_total_tokens=16384)
@@ -39,6 +41,13 @@ class InspectedGenerator(Generator):
         """Let SGLang write the parameters of each engine rank to a file: see :mod:`tests.pipeline.held`."""
         save = self._running._engine.save_sharded_model
         await asyncio.to_thread(save, path=folder, pattern=None, max_size=None)
+
+    @concurrent_endpoint
+    async def flip_bit(self, slot: int, name: str) -> None:
+        """Change one bit of a tensor of the version that came by ``slot``, or change it back."""
+        weights = self._weights_ready()
+        spec = weights.manifest.tensors[weights.manifest.names.index(name)]
+        spec.view(attach(weights.receiver.area(slot))).view(torch.uint8).view(-1)[spec.nbytes // 2].bitwise_xor_(1)
 
     @concurrent_endpoint
     async def engine_checksums(self) -> dict[str, str]:

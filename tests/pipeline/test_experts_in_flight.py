@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,18 @@ import pytest
 
 from monarch_rl import pipeline
 from monarch_rl.runtime.cluster import Cluster, launch
-from tests.generator.helpers import make_model
-from tests.pipeline.system import System, start_inspected
+from monarch_rl.runtime.deadlines import Patience
+from monarch_rl.weights.checksum import signed
+from monarch_rl.weights.manifest import Manifest
+from monarch_rl.weights.transport import SLOTS, TRANSPORTS
+from tests.generator.helpers import EXPERTS, LAYERS, make_model
+from tests.pipeline.held import held_by_all, same_bits
+from tests.pipeline.system import TRANSFER, System, start_inspected
 
 LOGPROB_BOUND = 1e-5
 """Engine against trainer, float32."""
+EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.\w+_proj\.weight")
+WAYS = [replace(TRANSFER, transport=transport) for transport in TRANSPORTS] + [replace(TRANSFER, delta=True)]
 
 
 @pytest.fixture(scope="module")
@@ -31,28 +40,129 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def generators(cluster: Cluster, model: Path) -> list[Any]:
-    return asyncio.run(start_inspected(cluster, model, 1, 2, "generator"))
+def narrow(cluster: Cluster, model: Path) -> Any:
+    """A replica of one engine rank."""
+    (generator,) = asyncio.run(start_inspected(cluster, model, 1, 4, "narrow"))
+    return generator
 
 
-@pytest.mark.parametrize("degree", [1, 2])
-def test_engine_and_trainer_hold_the_same_experts_and_agree_on_logprobs(
-    cluster: Cluster, model: Path, generators: list[Any], tmp_path: Path, degree: int
+@pytest.fixture(scope="module")
+def wide(cluster: Cluster, model: Path) -> Any:
+    """A replica of two engine ranks."""
+    (generator,) = asyncio.run(start_inspected(cluster, model, 1, 5, "wide", tp=2))
+    return generator
+
+
+def owners(manifest: Manifest) -> dict[tuple[int, int], int]:
+    """The trainer rank that sends each expert, by layer and expert: all of it, in one piece for each projection."""
+    senders: dict[tuple[int, int], set[int]] = {}
+    pieces = 0
+    for rank, shards in enumerate(manifest.shards):
+        for shard in shards:
+            spec = manifest.tensors[shard.tensor]
+            if found := EXPERT.fullmatch(spec.name):
+                assert (shard.start, shard.numel) == (0, spec.numel), f"rank {rank} sends a part of {spec.name}"
+                senders.setdefault((int(found[1]), int(found[2])), set()).add(rank)
+                pieces += 1
+    assert pieces == 3 * LAYERS * EXPERTS
+    assert all(len(ranks) == 1 for ranks in senders.values())
+    return {expert: ranks.pop() for expert, ranks in senders.items()}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "degree", "replica"),
+    [
+        (2, 1, "narrow"),
+        (2, 2, "narrow"),
+        (2, 2, "wide"),
+        pytest.param(4, 2, "wide", marks=pytest.mark.slow),
+    ],
+)
+def test_every_expert_travels_once_from_its_owner_to_its_place_by_every_transport(
+    cluster: Cluster, model: Path, request: pytest.FixtureRequest, tmp_path: Path, ranks: int, degree: int, replica: str
 ) -> None:
-    """Before and after updates; SGLang's own checksums are those of an engine that loads what the trainer saved."""
+    """After every version: what SGLang writes of its stacked experts is, bit for bit, what the trainer saves, of which
+    every tensor has changed, as many bytes came as the version has, and engine and trainer agree on log-probs."""
+    generator = request.getfixturevalue(replica)
 
     async def go() -> None:
-        system = await System.start(cluster, model, generators, lr=3e-3, version=10 * degree, expert_parallel=degree)
-        start = await generators[0].engine_checksums.call_one()
-        assert await system.mismatch(seed=1) < LOGPROB_BOUND
-        for seed in range(3):
+        served = (await generator.stats.call_one())["version"]
+        system = await System.start(
+            cluster, model, [generator], lr=3e-3, version=served + 1, ranks=ranks, expert_parallel=degree
+        )
+        by_rank = list(owners(system.publisher.manifest).values())
+        assert [by_rank.count(rank) for rank in range(ranks)] == [LAYERS * EXPERTS // ranks] * ranks
+        before = await held_by_all(system, tmp_path)
+        assert await system.mismatch(seed=0) < LOGPROB_BOUND
+        for way in WAYS:
+            await system.publish_by(way)
+            await system.step(seed=system.version)
+            report = system.publisher.last
+            assert report is not None and report.version == system.version
+            if not way.delta:
+                assert report.sent_bytes == sum(spec.nbytes for spec in system.publisher.manifest.tensors)
+            assert await system.mismatch(seed=system.version) < LOGPROB_BOUND
+            after = await held_by_all(system, tmp_path)
+            assert not [name for name in after if same_bits(before[name], after[name])]
+            before = after
+        await system.trainer.close.call()
+
+    asyncio.run(go())
+
+
+def test_engine_and_trainer_agree_on_a_deepseek(cluster: Cluster, tmp_path: Path) -> None:
+    """Latent attention, two tensors in one parameter, a router's bias that one trainer rank sends, shared experts."""
+    model = make_model(tmp_path / "model", "deepseek")
+
+    async def go() -> None:
+        generators = await start_inspected(cluster, model, 1, 7, "deepseek")
+        system = await System.start(cluster, model, generators, lr=3e-3, expert_parallel=2)
+        assert await system.mismatch(seed=0) < LOGPROB_BOUND
+        before = await generators[0].engine_checksums.call_one()
+        for seed in range(2):
             await system.step(seed)
             assert await system.mismatch(seed=100 + seed) < LOGPROB_BOUND
         served = await generators[0].engine_checksums.call_one()
-        assert all(start[name] != served[name] for name in served)
-        await pipeline.save(system.trainer, tmp_path / "saved")
-        (fresh,) = await start_inspected(cluster, tmp_path / "saved", 1, 3, f"fresh{degree}")
-        assert served == await fresh.engine_checksums.call_one()
-        await fresh.shutdown.call_one()
+        same = [name for name in served if before[name] == served[name]]
+        assert same == ["model.layers.1.mlp.gate.e_score_correction_bias"]
+        await system.trainer.close.call()
+        await generators[0].shutdown.call_one()
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("replica", ["narrow", "wide"])
+def test_a_bit_of_one_expert_that_is_wrong_is_caught_and_the_expert_named(
+    cluster: Cluster, model: Path, request: pytest.FixtureRequest, replica: str
+) -> None:
+    """One at a time, of an expert of each trainer rank; then the version as it was sent is served."""
+    generator = request.getfixturevalue(replica)
+
+    async def go() -> None:
+        served = (await generator.stats.call_one())["version"]
+        system = await System.start(cluster, model, [generator], lr=3e-3, version=served + 1, expert_parallel=2)
+        await system.play(0)
+        await pipeline.update(system.trainer, system.buffer, system.version, Patience(60.0))
+        version, manifest = system.version + 1, system.publisher.manifest
+        slot = version % SLOTS
+        await system.trainer.snapshot.call(version, slot)
+        sums, _ = await asyncio.gather(
+            system.trainer.send.call(version, slot), generator.receive.call_one(version, slot)
+        )
+        parts = zip(*sums.values(), strict=True)
+        expected = {name: signed(sum(part)) for name, part in zip(manifest.names, parts, strict=True)}
+        by_rank = owners(manifest)
+        chosen = [next(expert for expert, rank in by_rank.items() if rank == sender) for sender in range(2)]
+        for layer, expert in chosen:
+            for projection in ("gate", "up", "down"):
+                name = f"model.layers.{layer}.mlp.experts.{expert}.{projection}_proj.weight"
+                await generator.flip_bit.call_one(slot, name)
+                with pytest.raises(Exception, match=rf"1 of \d+ tensors differ from the trainer's: {re.escape(name)}"):
+                    await generator.commit.call_one(version, slot, expected)
+                await generator.flip_bit.call_one(slot, name)
+        await generator.commit.call_one(version, slot, expected)
+        system.version = version
+        assert await system.mismatch(seed=1) < LOGPROB_BOUND
+        await system.trainer.close.call()
 
     asyncio.run(go())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from monarch_rl import pipeline
 from monarch_rl.episode import Completion, Sampling
@@ -19,8 +17,8 @@ from monarch_rl.generator.router import Router
 from monarch_rl.runtime.cluster import Cluster, launch
 from monarch_rl.runtime.deadlines import Patience
 from monarch_rl.weights.transport import TRANSPORTS
-from tests.generator.helpers import make_model, weights_in
-from tests.pipeline.held import join_ranks, read_ranks, same_bits
+from tests.generator.helpers import make_model
+from tests.pipeline.held import held_by_all, same_bits
 from tests.pipeline.system import TRANSFER, VOCABULARY, System, start_inspected
 
 LOGPROB_BOUND = 1e-5
@@ -127,25 +125,6 @@ def wide(cluster: Cluster, model: Path) -> Any:
     """A replica of two engine ranks."""
     (generator,) = asyncio.run(start_inspected(cluster, model, 1, 4, "wide", tp=2))
     return generator
-
-
-async def held_by_all(system: System, scratch: Path) -> dict[str, torch.Tensor]:
-    """The trainer's full tensors, by name, when the parameters of all engine ranks, joined, are the same bit for bit.
-
-    Args:
-        scratch: a folder to make others in.
-    """
-    folder = Path(tempfile.mkdtemp(dir=scratch))
-    await pipeline.save(system.trainer, folder / "trainer")
-    trained = weights_in(folder / "trainer")
-    for index, generator in enumerate(system.generators):
-        ranks = folder / f"generator{index}"
-        ranks.mkdir()
-        await generator.save_ranks.call_one(str(ranks))
-        held = join_ranks(read_ranks(ranks))
-        assert held.keys() == trained.keys()
-        assert not [name for name in held if not same_bits(held[name], trained[name])], f"generator {index}"
-    return trained
 
 
 @pytest.mark.parametrize(

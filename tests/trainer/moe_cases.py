@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-MODELS = ("moe", "moe_mixed", "moe_few", "moe_starved")
+MODELS = ("moe", "moe_mixed", "moe_few", "moe_starved", "deepseek")
 """8 experts; some layers dense, tied, probabilities not normalised; 2 experts, fewer than ranks; 6 experts of 8 that
-never get a token."""
-TRAININGS = {"moe_trained": "moe", "moe_starved_trained": "moe_starved", "moe_single": "moe"}
+never get a token; latent attention, groups of experts, a biased router, shared experts, the first layer dense."""
+TRAININGS = {
+    "moe_trained": "moe",
+    "moe_starved_trained": "moe_starved",
+    "moe_single": "moe",
+    "deepseek_trained": "deepseek",
+}
 """The model that each starts from. ``moe_single``: one episode a batch, fewer than there are ranks."""
 
 

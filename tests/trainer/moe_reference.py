@@ -12,26 +12,60 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3MoeConfig
 
 from monarch_rl.episode import Group
 from tests.trainer.batches import LR, MAX_NEW_TOKENS, STEPS, VOCABULARY, WEIGHT_DECAY, batch, single
 from tests.trainer.moe_cases import MODELS, TRAININGS
-from tests.trainer.reference import MOE, dr_grpo, drawn
+from tests.trainer.reference import MOE, QWEN3, dr_grpo, drawn
 
-CONFIGS = {
-    "moe": MOE,
-    "moe_mixed": {
-        **MOE,
-        "num_hidden_layers": 4,
-        "decoder_sparse_step": 2,
-        "mlp_only_layers": [1],
-        "num_experts_per_tok": 3,
-        "norm_topk_prob": False,
-        "tie_word_embeddings": True,
+DEEPSEEK: dict[str, Any] = {
+    **QWEN3,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": QWEN3["num_attention_heads"],
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 32,
     },
-    "moe_few": {**MOE, "num_experts": 2, "num_experts_per_tok": 1, "norm_topk_prob": False},
-    "moe_starved": MOE,
+}
+CONFIGS = {
+    "moe": Qwen3MoeConfig(**MOE),
+    "moe_mixed": Qwen3MoeConfig(
+        **MOE
+        | {
+            "num_hidden_layers": 4,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [1],
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": False,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "moe_few": Qwen3MoeConfig(**MOE | {"num_experts": 2, "num_experts_per_tok": 1, "norm_topk_prob": False}),
+    "moe_starved": Qwen3MoeConfig(**MOE),
+    "deepseek": DeepseekV3Config(**DEEPSEEK),
 }
 
 
@@ -44,10 +78,12 @@ def make(folder: Path) -> None:
     """Write each model with its logits for some tokens."""
     for seed, name in enumerate(MODELS):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**CONFIGS[name]), dtype=torch.float32).eval()
+        model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32).eval()
         with torch.no_grad():
             for parameter in model.parameters():  # norms of exactly 1 would hide mistakes
                 parameter.add_(torch.randn_like(parameter), alpha=0.05)
+            for block in model.model.layers[1:] if name == "deepseek" else []:
+                block.mlp.gate.e_score_correction_bias.normal_(0, 0.1)
             if name == "moe_starved":  # the first element is large in every token, and experts 0 and 1 want it
                 model.model.embed_tokens.weight[:, 0] = 1.0
                 for block in model.model.layers:

@@ -1,4 +1,4 @@
-"""Qwen3-MoE on trainer ranks against transformers and plain training in one process."""
+"""Qwen3-MoE and DeepSeek-V3 on trainer ranks against transformers and plain training in one process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from monarch_rl.adapter import LoraSettings
-from monarch_rl.model_folder import sparse_layers
+from monarch_rl.model_folder import resolve_model, sparse_layers
 from monarch_rl.trainer.settings import TrainerSettings, check_experts
 from tests.trainer.batches import LR, STEPS, WEIGHT_DECAY
 from tests.trainer.moe_cases import LAYOUTS, MODELS, TRAININGS, layout
@@ -77,6 +77,9 @@ def test_updates_equal_plain_training(folder: Path, training: str, where: str) -
             decayed = start[tensor] * (1 - LR * WEIGHT_DECAY) ** STEPS
             assert torch.allclose(found[tensor], decayed, rtol=1e-6, atol=0), tensor
             continue
+        if tensor.endswith("e_score_correction_bias"):
+            assert torch.equal(found[tensor], start[tensor])
+            continue
         # In the norm: AdamW's first steps turn a gradient of nearly zero into a whole step of either sign.
         assert moved > 5e-4 * found[tensor].numel() ** 0.5, tensor
         assert (found[tensor] - expected[tensor]).norm() < 0.01 * moved, tensor
@@ -89,13 +92,17 @@ def starved(tensor: str) -> bool:
 
 @pytest.mark.parametrize("training", TRAININGS)
 def test_expert_parallelism_changes_no_update(folder: Path, training: str, where: str) -> None:
-    """Tokens that travel to the experts, or experts to the tokens: the same weights, losses and gradient norms."""
+    """Tokens that travel to the experts, or experts to the tokens: the same weights, losses and gradient norms.
+
+    Whatever number of tokens experts get (:func:`tests.trainer.moe_ranks.check_counts`): ``moe_starved_trained`` has
+    ranks whose experts get none, ``moe_single`` ranks without an episode, and norms above the limit.
+    """
     plain = layout(int(where[0]), 1)
     first, second = saved(folder / f"{training}.{plain}"), saved(folder / f"{training}.{where}")
     start = saved(folder / TRAININGS[training])
     for tensor in first:
         moved = (first[tensor] - start[tensor]).norm()
-        assert (first[tensor] - second[tensor]).norm() < 3e-4 * moved, tensor
+        assert (first[tensor] - second[tensor]).norm() <= 3e-4 * moved, tensor
     steps = [json.loads((folder / f"{training}.{at}.json").read_text()) for at in (plain, where)]
     for one, other in zip(*steps, strict=True):
         assert one == pytest.approx(other, rel=1e-5, abs=1e-7)
@@ -133,10 +140,20 @@ CONFIG: dict[str, Any] = {
         ({"decoder_sparse_step": 2, "mlp_only_layers": [0, 3]}, [1, 5]),
         ({"num_experts": 0}, []),
         ({"architectures": ["Qwen3ForCausalLM"]}, []),
+        (
+            {"architectures": ["DeepseekV3ForCausalLM"], "n_routed_experts": 8, "first_k_dense_replace": 2},
+            [2, 3, 4, 5],
+        ),
     ],
 )
 def test_layers_with_experts_are_those_of_the_config(change: dict[str, Any], layers: list[int]) -> None:
     assert sparse_layers(CONFIG | change) == layers
+
+
+def test_a_deepseek_that_sglang_could_not_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["DeepseekV3ForCausalLM"], "moe_layer_freq": 1}))
+    with pytest.raises(ValueError, match=r"lacks topk_method, scoring_func, .* Add .*\{\"topk_method\": \"noaux_tc\""):
+        resolve_model(str(tmp_path))
 
 
 def test_a_config_without_the_number_of_experts_is_refused() -> None:
@@ -178,3 +195,6 @@ def test_adapters_on_experts_are_refused() -> None:
     with pytest.raises(ValueError, match=r"lora\.targets gate_proj, down_proj are projections of experts"):
         lora = LoraSettings(rank=2, targets=("q_proj", "gate_proj", "down_proj"))
         check_experts(CONFIG, TrainerSettings(lora=lora))
+    deepseek = {"architectures": ["DeepseekV3ForCausalLM"], "n_routed_experts": 8, "first_k_dense_replace": 2}
+    with pytest.raises(ValueError, match="adapters on the latent attention of a DeepSeek-V3 are not supported"):
+        check_experts(CONFIG | deepseek, attention)

@@ -25,6 +25,9 @@ pinned memory                          hard-coded for LoRA batches, routed exper
                                        requests without one draw freely beside it
 attention while decoding               ``torch_native`` attends to one sequence at a time, which on a small model is
                                        more than half of a step; here all sequences of a step go in one call
+attention of DeepSeek-V3               to read a prompt SGLang takes keys and values as they are, which ``torch_native``
+                                       looks for in the cache, where they lie compressed: it gets them from there
+loading DeepSeek-V3                    on threads, on which nobody sees what is copied where: on the caller's
 waiting while paused                   SGLang's scheduler spins while it is paused; on a CPU that core belongs to
                                        whoever works meanwhile: it sleeps until the next message
 ====================================== ===========================================================================
@@ -107,6 +110,10 @@ def hooks() -> None:
         _attend,
         HookType.AROUND,
     )
+    deepseek = "sglang.srt.models.deepseek_common."
+    handlers = deepseek + "attention_backend_handler.AttentionBackendRegistry."
+    register(handlers + "get_handler", _absorb, HookType.AROUND)
+    register(deepseek + "deepseek_weight_loader.should_async_load", _no, HookType.REPLACE)
     register(
         "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine",
         _sleep_until_message,
@@ -217,6 +224,20 @@ def _attend(
     )
     output.copy_(attended.reshape(output.shape))
     return output
+
+
+def _absorb(original: Callable[..., Any], registry: Any, backend: str) -> Callable[..., Any]:
+    """How DeepSeek's latent attention is computed for a batch: by ``torch_native`` always over the compressed cache."""
+    if backend != "torch_native":
+        handler: Callable[..., Any] = original(registry, backend)
+        return handler
+    from sglang.srt.models.deepseek_common.attention_forward_methods import AttnForwardMethod
+
+    return lambda _attention, _batch: AttnForwardMethod.MLA
+
+
+def _no(*_: Any) -> bool:
+    return False
 
 
 # ---- seeds ---------------------------------------------------------------------------------------------------

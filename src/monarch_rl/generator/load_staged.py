@@ -221,6 +221,8 @@ class _Copies(TorchDispatchMode):
         self._write = write
         self._source = source.untyped_storage().data_ptr()
         self._parameters = parameters
+        self._joined: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+        """By place in memory: tensors that the loader made of several of the source, one after the other, by rows."""
         self.seen: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.written: set[str] = set()
         self.converted: dict[str, str] = {}
@@ -232,14 +234,28 @@ class _Copies(TorchDispatchMode):
         if target is not None and name.endswith("_") and not name.endswith("__"):
             parameter = self._parameters.get(target.untyped_storage().data_ptr())
             source = args[1] if name == "copy_" else None
-            if parameter and source is not None and source.untyped_storage().data_ptr() == self._source:
+            parts = self._parts(source) if source is not None else []
+            if parameter and source is not None and parts and target.shape == source.shape:
+                rows = [len(part) for part in parts]
+                self.seen += zip(target.detach().split(rows), parts, strict=True)
+                self.written.add(parameter)
+            elif parameter and source is not None and source.untyped_storage().data_ptr() == self._source:
                 self.seen.append((target.detach(), source.detach()))
                 self.written.add(parameter)
             elif parameter and name not in ("fill_", "zero_"):
                 self.converted[parameter] = name
             if parameter and not self._write:
                 return target
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        by_rows = name == "cat" and args[1:] in ((), (0,))
+        if by_rows and all(part.untyped_storage().data_ptr() == self._source for part in args[0]):
+            self._joined[result.untyped_storage().data_ptr()] = result, [part.detach() for part in args[0]]
+        return result
+
+    def _parts(self, source: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors that all of ``source`` was made of, if the loader did so."""
+        whole, parts = self._joined.get(source.untyped_storage().data_ptr(), (None, []))
+        return parts if whole is not None and whole.shape == source.shape else []
 
 
 def _load_and_plan(

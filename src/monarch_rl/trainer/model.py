@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.tensor import DTensor
@@ -18,8 +19,10 @@ from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models.common import Embedding, RMSNorm
 from torchtitan.models.common.attention import VarlenAttention
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
-from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.decoder import Decoder, TransformerBlock
 from torchtitan.models.common.param_init import skip_param_init
+from torchtitan.models.deepseek_v3 import DeepSeekV3Model, parallelize_deepseekv3
+from torchtitan.models.deepseek_v3.state_dict_adapter import DeepSeekV3StateDictAdapter
 from torchtitan.models.llama3 import parallelize_llama
 from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock
 from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
@@ -31,6 +34,7 @@ from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 from monarch_rl.adapter import tensor_names
 from monarch_rl.model_folder import ARCHITECTURES, TEXT_FILES, read_config, saved_dtype, sparse_layers
 from monarch_rl.trainer.lora import adapt_config, draw_adapters, drop_adapters, merge, save_adapter
+from monarch_rl.trainer.mla import deepseek_layers
 from monarch_rl.trainer.modules import HalfRotaryEmbedding, LogprobHead, PackedAttention
 from monarch_rl.trainer.moe import moe_config
 from monarch_rl.trainer.platform import force_sum_reduction
@@ -73,20 +77,36 @@ def model_config(hf: dict[str, Any], *, logprob_chunk: int, on_gpu: bool) -> Dec
     """
     kind = ARCHITECTURES[hf["architectures"][0]]
     _check_features(hf)
+    dim, vocabulary = hf["hidden_size"], hf["vocab_size"]
+    model = {"qwen3": Qwen3Model, "llama": Llama3Model, "deepseek_v3": DeepSeekV3Model}[kind]
+    return model.Config(
+        vocab_size=vocabulary,
+        dim=dim,
+        norm=_norm(hf, dim),
+        enable_weight_tying=bool(hf.get("tie_word_embeddings", False)),
+        tok_embeddings=Embedding.Config(
+            num_embeddings=vocabulary,
+            embedding_dim=dim,
+            param_init=_LOADED,
+        ),
+        lm_head=LogprobHead.Config(in_features=dim, out_features=vocabulary, param_init=_LOADED, chunk=logprob_chunk),
+        layers=deepseek_layers(hf, on_gpu=on_gpu) if kind == "deepseek_v3" else _gqa_layers(hf, kind, on_gpu=on_gpu),
+    )
+
+
+def _norm(hf: dict[str, Any], size: int) -> RMSNorm.Config:
+    return RMSNorm.Config(normalized_shape=size, eps=hf["rms_norm_eps"], param_init=_LOADED)
+
+
+def _gqa_layers(hf: dict[str, Any], kind: str, *, on_gpu: bool) -> list[TransformerBlock.Config]:
+    """Blocks with grouped-query attention: Qwen's and Llama's."""
     dim, heads = hf["hidden_size"], hf["num_attention_heads"]
     head_dim = hf.get("head_dim") or dim // heads
-
-    def norm(size: int) -> RMSNorm.Config:
-        return RMSNorm.Config(normalized_shape=size, eps=hf["rms_norm_eps"], param_init=_LOADED)
-
-    block, model = {
-        "qwen3": (Qwen3TransformerBlock, Qwen3Model),
-        "llama": (Llama3TransformerBlock, Llama3Model),
-    }[kind]
-    layers = [
+    block = {"qwen3": Qwen3TransformerBlock, "llama": Llama3TransformerBlock}[kind]
+    return [
         block.Config(
-            attention_norm=norm(dim),
-            ffn_norm=norm(dim),
+            attention_norm=_norm(hf, dim),
+            ffn_norm=_norm(hf, dim),
             attention=make_gqa_config(
                 dim=dim,
                 n_heads=heads,
@@ -98,27 +118,12 @@ def model_config(hf: dict[str, Any], *, logprob_chunk: int, on_gpu: bool) -> Dec
                 rope=_rope(hf, head_dim),
                 # Unfused, every Hugging Face tensor is a parameter of its own, sharded by rows.
                 fuse_qkv=False,
-                qk_norm=norm(head_dim) if kind == "qwen3" else None,
+                qk_norm=_norm(hf, head_dim) if kind == "qwen3" else None,
             ),
             **_feed_forward(hf, layer),
         )
         for layer in range(hf["num_hidden_layers"])
     ]
-    tied = bool(hf.get("tie_word_embeddings", False))
-    vocabulary = hf["vocab_size"]
-    return model.Config(
-        vocab_size=vocabulary,
-        dim=dim,
-        norm=norm(dim),
-        enable_weight_tying=tied,
-        tok_embeddings=Embedding.Config(
-            num_embeddings=vocabulary,
-            embedding_dim=dim,
-            param_init=_LOADED,
-        ),
-        lm_head=LogprobHead.Config(in_features=dim, out_features=vocabulary, param_init=_LOADED, chunk=logprob_chunk),
-        layers=layers,
-    )
 
 
 def _feed_forward(hf: dict[str, Any], layer: int) -> dict[str, Any]:
@@ -136,7 +141,10 @@ def _check_features(hf: dict[str, Any]) -> None:
         raise ValueError(f"hidden_act {hf['hidden_act']!r} is not supported, only 'silu'")
     if hf.get("use_sliding_window"):
         raise ValueError("sliding-window attention is not supported: use_sliding_window must be false")
-    if hf.get("shared_expert_intermediate_size") or hf.get("n_shared_experts"):
+    if hf.get("quantization_config"):
+        raise ValueError("quantised weights are not supported: convert the folder to bfloat16 or float32 first")
+    deepseek = ARCHITECTURES[hf["architectures"][0]] == "deepseek_v3"
+    if hf.get("shared_expert_intermediate_size") or (hf.get("n_shared_experts") and not deepseek):
         raise ValueError("shared experts are not supported: Qwen3MoeForCausalLM has none")
     if sparse_layers(hf) and hf.get("output_router_logits"):
         raise ValueError(
@@ -189,7 +197,11 @@ class ShardedModel:
             if self.lora.rank:
                 drop_adapters(module, self.lora)
         kind = ARCHITECTURES[self.hf_config["architectures"][0]]
-        parallelize = {"qwen3": parallelize_qwen3, "llama": parallelize_llama}[kind]
+        parallelize = {
+            "qwen3": parallelize_qwen3,
+            "llama": parallelize_llama,
+            "deepseek_v3": parallelize_deepseekv3,
+        }[kind]
         checkpointing = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
         self.module: Decoder = parallelize(
             module,
@@ -204,7 +216,11 @@ class ShardedModel:
         self.module.to_empty(device=device)
         with torch.no_grad():
             self.module.init_states()
-        adapters = {"qwen3": Qwen3StateDictAdapter, "llama": LlamaAdapter}
+        adapters = {
+            "qwen3": Qwen3StateDictAdapter,
+            "llama": LlamaAdapter,
+            "deepseek_v3": DeepSeekV3StateDictAdapter,
+        }
         self._adapter: StateDictAdapter = adapters[kind](config, None)
         self._load()
         draw_adapters(self.adapter_state(), self.lora.seed)
@@ -257,7 +273,15 @@ class ShardedModel:
 
     def published_state(self) -> dict[str, torch.Tensor]:
         """This rank's shards of what a version consists of: the adapters alone if there are some, else all weights."""
-        return dict(self.adapter_state()) if self.lora.rank else self.hf_state()
+        if self.lora.rank:
+            return dict(self.adapter_state())
+        # A buffer, the bias of a router, lies whole on every rank: the first one sends it.
+        first = dist.get_rank() == 0
+        return {
+            name: value
+            for name, value in self.hf_state().items()
+            if first or isinstance(value, DTensor) or _EXPERT.search(name)
+        }
 
     def published_tensors(self) -> list[tuple[str, tuple[int, ...]]]:
         """What a version consists of as ``(name, shape)``, the same on all ranks."""

@@ -52,7 +52,7 @@ class PackedAttention(VarlenAttention):
             F.scaled_dot_product_attention(*qkv, is_causal=True, scale=scale, enable_gqa=enable_gqa)
             for qkv in zip(q, k, v, strict=True)
         ]
-        return torch.cat(episodes, dim=2)[0].transpose(0, 1).reshape(q_BLNH.shape)
+        return torch.cat(episodes, dim=2)[0].transpose(0, 1).reshape(*q_BLNH.shape[:-1], v_BLNH.shape[-1])
 
 
 class HalfRotaryEmbedding(CosSinRoPE):

@@ -127,6 +127,8 @@ def check_experts(config: dict[str, Any], settings: TrainerSettings) -> None:
             raise ValueError(f"trainer.routing {settings.routing}: the model has no experts; leave it at own")
         return
     experts, lora = num_experts(config), settings.lora
+    if lora.rank and config["architectures"][0] == "DeepseekV3ForCausalLM":
+        raise ValueError("trainer.lora: adapters on the latent attention of a DeepSeek-V3 are not supported")
     if lora.rank and (on_experts := [name for name in lora.targets if name in ("gate_proj", "up_proj", "down_proj")]):
         raise ValueError(
             f"trainer.lora.targets {', '.join(on_experts)} are projections of experts, which cannot have adapters: "

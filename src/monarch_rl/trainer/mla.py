@@ -1,0 +1,103 @@
+"""DeepSeek-V3's layers in torchtitan's classes: multi-head latent attention, shared and routed experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchtitan.models.common import ComplexRoPE
+from torchtitan.models.common.decoder import TransformerBlock
+from torchtitan.models.common.param_init import skip_param_init
+from torchtitan.models.deepseek_v3 import build_mla_moe_layers
+
+from monarch_rl.model_folder import num_experts
+from monarch_rl.trainer.modules import PackedAttention
+from monarch_rl.trainer.moe import ExactExperts
+
+NORM_EPS = 1e-6
+"""Of all norms. Hugging Face's latent norms have this one whatever ``rms_norm_eps`` is, SGLang's have that."""
+_LOADED = {"weight": skip_param_init}
+_LOADED_EXPERTS = {name: skip_param_init for name in ("w1_EFD", "w2_EDF", "w3_EFD")}
+
+
+def deepseek_layers(hf: dict[str, Any], *, on_gpu: bool) -> list[TransformerBlock.Config]:
+    """The blocks of a DeepSeek-V3, for its ``config.json``.
+
+    The router is Hugging Face's: sigmoid in fp32; the k largest of score + bias within the best groups; their scores,
+    divided by their sum with ``norm_topk_prob``, times ``routed_scaling_factor``. The bias stays as it was loaded:
+    torchtitan moves it, to balance the load, only by a hook of the optimiser that is not registered here.
+
+    Raises:
+        ValueError: the model has a feature that is not supported.
+    """
+    if hf.get("scoring_func", "sigmoid") != "sigmoid" or hf.get("topk_method", "noaux_tc") != "noaux_tc":
+        raise ValueError(
+            f"the router of DeepSeek-V3 is sigmoid, noaux_tc; not {hf.get('scoring_func')}, {hf.get('topk_method')}"
+        )
+    if hf["rms_norm_eps"] != NORM_EPS:
+        raise ValueError(f"rms_norm_eps {hf['rms_norm_eps']} is not supported for DeepSeek-V3, only {NORM_EPS}")
+    rope, rope_parameters = _rope(hf)
+    layers = build_mla_moe_layers(
+        n_layers=hf["num_hidden_layers"],
+        n_dense_layers=hf["first_k_dense_replace"],
+        dim=hf["hidden_size"],
+        n_heads=hf["num_attention_heads"],
+        q_lora_rank=hf.get("q_lora_rank") or 0,
+        kv_lora_rank=hf["kv_lora_rank"],
+        qk_nope_head_dim=hf["qk_nope_head_dim"],
+        qk_rope_head_dim=hf["qk_rope_head_dim"],
+        v_head_dim=hf["v_head_dim"],
+        mscale=rope_parameters.get("mscale_all_dim") or 0.0,
+        dense_hidden_dim=hf["intermediate_size"],
+        moe_hidden_dim=hf["moe_intermediate_size"],
+        num_experts=num_experts(hf),
+        num_shared_experts=hf["n_shared_experts"],
+        router_top_k=hf["num_experts_per_tok"],
+        router_score_func="sigmoid",
+        router_num_expert_groups=hf["n_group"],
+        router_num_limited_groups=hf["topk_group"],
+        router_route_scale=hf["routed_scaling_factor"],
+        router_route_norm=hf["norm_topk_prob"],
+        attn_backend="varlen",
+        moe_comm_backend="standard",
+        non_blocking_capacity_factor=None,
+        linear_init=_LOADED,
+        norm_init=_LOADED,
+        depth_init=lambda _layer: _LOADED,
+        depth_experts_init=lambda _layer: _LOADED_EXPERTS,
+        rope=rope,
+    )
+    for layer in layers:
+        attention: Any = layer.attention
+        for norm in (layer.attention_norm, layer.ffn_norm, attention.q_norm, attention.kv_norm):
+            norm.eps = NORM_EPS
+        if not on_gpu:
+            attention.inner_attention = PackedAttention.Config()
+        if layer.moe is not None:
+            experts = layer.moe.routed_experts.inner_experts
+            layer.moe.routed_experts.inner_experts = ExactExperts.Config(
+                dim=experts.dim,
+                hidden_dim=experts.hidden_dim,
+                num_experts=experts.num_experts,
+                param_init=_LOADED_EXPERTS,
+            )
+    return layers
+
+
+def _rope(hf: dict[str, Any]) -> tuple[ComplexRoPE.Config, dict[str, Any]]:
+    # transformers 5 writes rope_parameters, 4 wrote rope_theta and rope_scaling.
+    found = {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
+    kind = found.get("rope_type") or found.get("type") or "default"
+    theta = found.get("rope_theta") or hf.get("rope_theta") or 10000.0
+    config = ComplexRoPE.Config(dim=hf["qk_rope_head_dim"], max_seq_len=hf["max_position_embeddings"], theta=theta)
+    if not hf.get("rope_interleave", True):
+        raise ValueError("rope_interleave must be true: torchtitan's DeepSeek-V3 turns neighbouring pairs")
+    if kind == "default":
+        return config, found
+    if kind != "yarn" or found.get("mscale", 1.0) != found.get("mscale_all_dim", 1.0):
+        raise ValueError(f"rotary scaling {found} is not supported, only 'default', and 'yarn' with one mscale for all")
+    config.scaling = "yarn"
+    config.rope_factor = found["factor"]
+    config.beta_fast = found.get("beta_fast", 32)
+    config.beta_slow = found.get("beta_slow", 1)
+    config.original_seq_len = found["original_max_position_embeddings"]
+    return config, found
