@@ -11,7 +11,7 @@ from torchtitan.models.deepseek_v3 import build_mla_moe_layers
 
 from monarch_rl.model_folder import num_experts
 from monarch_rl.trainer.modules import PackedAttention
-from monarch_rl.trainer.moe import ExactExperts
+from monarch_rl.trainer.moe import ExactExperts, replaying
 
 NORM_EPS = 1e-6
 """Of all norms. Hugging Face's latent norms have this one whatever ``rms_norm_eps`` is, SGLang's have that."""
@@ -73,6 +73,7 @@ def deepseek_layers(hf: dict[str, Any], *, on_gpu: bool) -> list[TransformerBloc
         if not on_gpu:
             attention.inner_attention = PackedAttention.Config()
         if layer.moe is not None:
+            layer.moe.router = replaying(layer.moe.router)
             experts = layer.moe.routed_experts.inner_experts
             layer.moe.routed_experts.inner_experts = ExactExperts.Config(
                 dim=experts.dim,

@@ -76,6 +76,11 @@ class ReplayRouter(TokenChoiceTopKRouter):
         return scores_BLK * self.route_scale, routes_BLK, scores_BLE
 
 
+def replaying(router: TokenChoiceTopKRouter.Config) -> ReplayRouter.Config:
+    """The same router, which can be told routes."""
+    return ReplayRouter.Config(**{field.name: getattr(router, field.name) for field in fields(router)})
+
+
 def moe_config(hf: dict[str, Any]) -> MoE.Config:
     """The experts and the router of one layer of a Qwen3-MoE.
 
@@ -95,7 +100,7 @@ def moe_config(hf: dict[str, Any]) -> MoE.Config:
     return make_moe_config(
         num_experts=experts,
         load_balance_coeff=None,
-        router=ReplayRouter.Config(**{field.name: getattr(router, field.name) for field in fields(router)}),
+        router=replaying(router),
         routed_experts=RoutedExperts.Config(
             inner_experts=ExactExperts.Config(
                 dim=dim,
