@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -62,7 +62,7 @@ class InspectedGenerator(Generator):
 
 
 async def start_inspected(
-    cluster: Cluster, model: Path, replicas: int, first_slot: int, name: str, tp: int = 1
+    cluster: Cluster, model: Path, replicas: int, first_slot: int, name: str, tp: int = 1, routes: bool = False
 ) -> list[Any]:
     """Like ``pipeline.start_generators``, with inspected ones of ``tp`` ranks."""
     found = []
@@ -71,7 +71,9 @@ async def start_inspected(
         mesh = cluster.spawn(f"{name}{index}", 1, first_slot=slot, slots_per_process=tp)
         found.append(mesh.spawn(f"{name}{index}", InspectedGenerator))
     settings = replace(ENGINES, tp=tp)
-    await asyncio.gather(*(g.setup.call_one(str(model), settings, i) for i, g in enumerate(found)))
+    await asyncio.gather(
+        *(g.setup.call_one(str(model), settings, i, FULL_TRAINING, routes) for i, g in enumerate(found))
+    )
     return found
 
 
@@ -97,10 +99,11 @@ class System:
         lora: LoraSettings = FULL_TRAINING,
         ranks: int = 2,
         expert_parallel: int = 1,
+        routing: Literal["own", "compare", "replay"] = "own",
     ) -> System:
         """A fresh trainer on the first slots, whose weights are published as ``version`` to running generators."""
         buffer = cluster.spawn("buffer", 1).spawn("buffer", Buffer, GROUPS, BufferSettings(1), version)
-        settings = TrainerSettings(ranks, expert_parallel, lr=lr, lora=lora)
+        settings = TrainerSettings(ranks, expert_parallel, routing, lr=lr, lora=lora)
         plan = TrainerPlan(model, settings, 100, 1.0, NEW_TOKENS)
         trainer = await pipeline.start_trainer(cluster, plan, buffer, first_slot=0)
         publisher = await Publisher.connect(trainer, dict(enumerate(generators)), buffer, transfer, "float32")
@@ -122,43 +125,43 @@ class System:
         router = Router(self.generators, 120.0)
         return list(await asyncio.gather(*(router.generate(p, sampling, g) for g, p in enumerate(prompts))))
 
-    async def play(self, seed: int) -> list[Group]:
+    async def play(self, seed: int, sampling: Sampling = ALL_TOKENS) -> list[Group]:
         """Admit and play one batch of groups with random prompts and rewards, and put it into the buffer."""
         rng = np.random.default_rng(seed)
         groups = []
         for _ in range(GROUPS):
             ticket = await self.buffer.admit.call_one("test", 30.0)
             prompt = rng.integers(3, VOCABULARY, 6).tolist()
-            completions = await self.draw([prompt] * SIZE)
-            episodes = [
-                Episode([Turn.from_completion(prompt, completion)], float(rng.integers(0, 2)), "length")
-                for completion in completions
-            ]
+            completions = await self.draw([prompt] * SIZE, sampling)
+            episodes = [episode(prompt, completion, float(rng.integers(0, 2))) for completion in completions]
             groups.append(Group(ticket.group_id, 0, episodes))
             await self.buffer.put.call_one(groups[-1].to_bytes())
         return groups
 
-    async def step(self, seed: int) -> None:
-        """Play, update, publish, and wait until the new version is served."""
-        await self.play(seed)
-        await pipeline.update(self.trainer, self.buffer, self.version, Patience(60.0))
+    async def step(self, seed: int, sampling: Sampling = ALL_TOKENS) -> dict[str, float]:
+        """Play, update, publish, and wait until the new version is served; returns the update's metrics."""
+        await self.play(seed, sampling)
+        metrics = await pipeline.update(self.trainer, self.buffer, self.version, Patience(60.0))
         self.version += 1
         await self.publisher.publish(self.version)
         await self.publisher.settled()
+        return metrics[0]
 
-    async def mismatch(self, seed: int) -> float:
+    async def mismatch(self, seed: int, sampling: Sampling = ALL_TOKENS) -> float:
         """The largest difference of engine and trainer over the log-probs of tokens drawn now."""
         rng = np.random.default_rng(seed)
         prompts = [rng.integers(3, VOCABULARY, rng.integers(1, 40)).tolist() for _ in range(12)]
-        completions = await self.draw(prompts)
+        completions = await self.draw(prompts, sampling)
         assert {int(v) for c in completions for v in c.policy_versions} == {self.version}
-        episodes = [
-            Episode([Turn.from_completion(prompt, completion)], 0.0, "length")
-            for prompt, completion in zip(prompts, completions, strict=True)
-        ]
+        episodes = [episode(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
         answers = await self.trainer.logprobs.call([Group(0, 0, episodes).to_bytes()], self.version)
         return max(
             float(np.abs(computed - completion.logprobs).max())
             for by_rank in answers.values()
             for computed, completion in zip(by_rank, completions, strict=True)
         )
+
+
+def episode(prompt: list[int], completion: Completion, reward: float = 0.0) -> Episode:
+    """An episode of one turn."""
+    return Episode([Turn.from_completion(prompt, completion)], reward, "length", routes=completion.routes)
