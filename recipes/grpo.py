@@ -24,7 +24,7 @@ import tyro
 
 from monarch_rl import pipeline
 from monarch_rl.buffer.settings import BufferSettings
-from monarch_rl.generator.settings import GeneratorSettings, check_tp
+from monarch_rl.generator.settings import GeneratorSettings, check_served
 from monarch_rl.model_folder import read_config, resolve_model
 from monarch_rl.observe.console import Console
 from monarch_rl.observe.metrics import Metrics
@@ -95,9 +95,11 @@ def check(s: Settings) -> Path:
     offered.check(ranks, f"{s.trainer.ranks} trainer ranks + {replicas}")
     if s.trainer.ranks > offered.per_host and s.trainer.ranks % offered.per_host:
         raise ValueError(f"trainer.ranks {s.trainer.ranks} must fill whole hosts: a multiple of {offered.per_host}")
+    if s.rollout.min_p and s.generator.deterministic:
+        raise ValueError("rollout.min-p cannot be used with generator.deterministic, which seeds every draw")
     TaskSource(s.task).check()
     model = resolve_model(s.model)
-    check_tp(read_config(model), s.generator.tp)
+    check_served(read_config(model), s.generator.tp)
     check_experts(read_config(model), s.trainer)
     check_lengths(s, read_config(model))
     check_output(s.output)
@@ -138,13 +140,14 @@ async def train(cluster: Cluster, s: Settings, model: Path, folder: Path) -> Non
     """The run: start the four kinds of actor, then take, update, publish, repeat."""
     drawn = s.rollout.max_turns * s.rollout.max_new_tokens
     plan = TrainerPlan(model, s.trainer, s.steps, s.rollout.temperature, drawn)
+    routes = s.trainer.routing != "own"  # generators tell them, and they travel with the tokens
     buffer = await pipeline.start_buffer(cluster, s.groups_per_step, s.buffer)
     trainer, generators = await asyncio.gather(
         pipeline.start_trainer(cluster, plan, buffer, first_slot=0),
-        pipeline.start_generators(cluster, model, s.generator, s.trainer.ranks, s.trainer.lora),
+        pipeline.start_generators(cluster, model, s.generator, s.trainer.ranks, s.trainer.lora, routes),
     )
     limit = min(episode_limits(s, read_config(model)).values())
-    workers = await pipeline.start_rollout(cluster, s.rollout, s.task, model, buffer, generators, limit)
+    workers = await pipeline.start_rollout(cluster, s.rollout, s.task, model, buffer, generators, limit, routes)
     dtype = pipeline.served_dtype(s.generator, cluster)
     routing = pipeline.routing(workers)
     publisher = await pipeline.Publisher.connect(trainer, generators.handles, buffer, s.weights, dtype, routing)

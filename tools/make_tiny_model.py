@@ -97,7 +97,7 @@ def write_random_model(folder: Path, settings: Settings) -> None:
         "num_key_value_heads": 2,
         "head_dim": 32,
         "max_position_embeddings": 1024,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": settings.kind == "dense",  # SGLang does not tie a Qwen3-MoE's
         "eos_token_id": vocabulary[END],
         "pad_token_id": vocabulary[PAD],
         "bos_token_id": None,

@@ -5,7 +5,13 @@ from typing import Any
 import pytest
 
 from monarch_rl.adapter import LoraSettings
-from monarch_rl.generator.settings import CPU_KV_TOKENS, GeneratorSettings, check_tp, cores_of_ranks, engine_arguments
+from monarch_rl.generator.settings import (
+    CPU_KV_TOKENS,
+    GeneratorSettings,
+    check_served,
+    cores_of_ranks,
+    engine_arguments,
+)
 
 
 @pytest.mark.parametrize(
@@ -65,14 +71,22 @@ def test_an_engine_has_room_for_the_policys_adapter_and_for_the_model_without_it
 )
 def test_a_tp_that_does_not_divide_the_model_is_refused(tp: int, config: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=f"tp {tp} does not divide the model: "):
-        check_tp(config, tp)
+        check_served(config, tp)
 
 
 def test_a_tp_that_divides_is_taken_and_kv_heads_may_be_repeated() -> None:
-    check_tp({"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 16}, 4)
-    check_tp({"num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 1536}, 3)
+    check_served({"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 16}, 4)
+    check_served({"num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 1536}, 3)
 
 
 def test_ranks_of_replicas_take_cores_in_turn() -> None:
     assert [cores_of_ranks(replica, 2, [0, 1, 4, 5]) for replica in range(3)] == ["0|1", "4|5", "0|1"]
     assert cores_of_ranks(1, 3, [0, 1]) == "1|0|1"
+
+
+def test_a_tied_mixture_of_experts_is_refused() -> None:
+    """SGLang would draw from a head of random numbers."""
+    config = {"architectures": ["Qwen3MoeForCausalLM"], "num_attention_heads": 4, "tie_word_embeddings": True}
+    with pytest.raises(ValueError, match="an LM head of its own .* untie it"):
+        check_served(config, 1)
+    check_served(config | {"tie_word_embeddings": False}, 1)

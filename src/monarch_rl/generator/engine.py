@@ -52,7 +52,7 @@ from monarch_rl.generator.settings import (
     LOADER,
     VERIFIER,
     GeneratorSettings,
-    check_tp,
+    check_served,
     cores_of_ranks,
     engine_arguments,
 )
@@ -192,7 +192,7 @@ class Engine:
         """
         config = Path(model_path) / "config.json"
         if config.is_file():
-            check_tp(json.loads(config.read_text()), settings.tp)
+            check_served(json.loads(config.read_text()), settings.tp)
         if Engine._in_this_process is not None:
             raise RuntimeError("there is an engine in this process already; SGLang keeps its settings per process")
         on_gpu = torch.accelerator.is_available()

@@ -135,16 +135,21 @@ def resolve_dtype(dtype: str, on_gpu: bool) -> str:
     return dtype if dtype != "auto" else ("bfloat16" if on_gpu else "float32")
 
 
-def check_tp(config: dict[str, Any], tp: int) -> None:
-    """Whether a model can be cut for ``tp`` engine ranks.
+def check_served(config: dict[str, Any], tp: int) -> None:
+    """Whether SGLang can serve a model, cut for ``tp`` engine ranks.
 
     Args:
         config: the model's ``config.json``.
         tp: engine ranks of a replica.
 
     Raises:
-        ValueError: heads or MLP do not divide; says which number does not.
+        ValueError: heads or MLP do not divide; says which number does not. Or SGLang would serve another model.
     """
+    if config.get("architectures") == ["Qwen3MoeForCausalLM"] and config.get("tie_word_embeddings"):
+        raise ValueError(
+            "the model is a Qwen3MoeForCausalLM with tie_word_embeddings, for which SGLang makes an LM head of its own "
+            "that no tensor fills: untie it, that is, save its embeddings as lm_head.weight too"
+        )
     heads = int(config.get("num_attention_heads") or 1)
     kv_heads = int(config.get("num_key_value_heads") or heads)
     problems = [

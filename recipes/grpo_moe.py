@@ -1,0 +1,34 @@
+"""Asynchronous GRPO of a mixture of experts: experts divided among trainer ranks, routes and kept sets of the engine.
+
+    python tools/make_tiny_model.py --kind moe && python recipes/grpo_moe.py
+
+The loop is that of grpo.py. Each token is trained by the experts that the engine chose for it (trainer.routing replay),
+among the tokens that the engine left to be drawn (rollout.keep-sampling-mask): docs/moe.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import grpo
+import tyro
+
+from monarch_rl.rollout.settings import RolloutSettings
+from monarch_rl.trainer.settings import TrainerSettings
+
+TRAINER = TrainerSettings(lr=3e-4, lr_warmup_steps=5, expert_parallel=2, routing="replay")
+ROLLOUT = RolloutSettings(max_new_tokens=8, concurrent_groups=64, top_k=20, top_p=0.95, keep_sampling_mask=True)
+
+
+@dataclass(frozen=True)
+class Settings(grpo.Settings):
+    """Asynchronous GRPO of a mixture of experts (see the top of this file)."""
+
+    model: str = ".cache/tiny-qwen3-moe"
+    """Hugging Face folder or Hub name of the model to train (Qwen3-MoE)."""
+    trainer: TrainerSettings = field(default_factory=lambda: TRAINER)
+    rollout: RolloutSettings = field(default_factory=lambda: ROLLOUT)
+
+
+if __name__ == "__main__":
+    grpo.main(tyro.cli(Settings, description=__doc__))
