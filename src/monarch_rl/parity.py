@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 
 from monarch_rl.algorithms.packing import plan_microbatches
 from monarch_rl.episode import Episode, Group, Sampling, Turn
+from monarch_rl.generator.scheduler_process import quiet_imports
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.lifetime import die_with_parent
@@ -89,6 +90,7 @@ def compare(
     Raises:
         SideFailed: a side failed; its own error is on stderr.
     """
+    quiet_imports()
     trainer = replace(trainer, routing="compare" if experts else "own")
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -151,9 +153,6 @@ def draw(
     deadline_s: float,
 ) -> None:
     """Draw all lots with one engine, and write each to ``folder`` as the bytes of a group."""
-    from monarch_rl.generator.scheduler_process import quiet_imports
-
-    quiet_imports()
     asyncio.run(_draw(folder, model, settings, lots, routes, deadline_s))
 
 
