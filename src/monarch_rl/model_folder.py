@@ -22,11 +22,12 @@ TEXT_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
-def resolve_model(name: str) -> Path:
+def resolve_model(name: str, tokenizer: bool = True) -> Path:
     """The local folder of a model, downloaded from the Hugging Face Hub if ``name`` is not a folder.
 
     Args:
         name: a folder with ``config.json``, safetensors and a tokenizer, or a Hub name (``org/name``).
+        tokenizer: whether it must have one; not where all there is are token ids.
 
     Raises:
         ValueError: there is no such folder and no such (reachable) Hub repository, a file is missing, or the
@@ -44,7 +45,7 @@ def resolve_model(name: str) -> Path:
         )
     if not any(folder.glob("*.safetensors")):
         raise ValueError(f"model {name}: no *.safetensors file in {folder}; save the weights as safetensors")
-    if not any((folder / tokenizer).is_file() for tokenizer in TOKENIZERS):
+    if tokenizer and not any((folder / file).is_file() for file in TOKENIZERS):
         raise ValueError(f"model {name}: no tokenizer in {folder}; it needs one of {', '.join(TOKENIZERS)}")
     return folder
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from monarch_rl.algorithms import advantages, aggregation, corrections, losses
+from monarch_rl.algorithms.mismatch import figures
 
 # Multiples of 1/16: equal rewards are exactly equal, others differ by more than rounding.
 REWARDS = arrays.arrays(np.float32, st.integers(2, 16), elements=st.integers(-80, 80).map(lambda i: i / 16))
@@ -114,3 +115,27 @@ def test_an_unknown_aggregation_is_refused() -> None:
 def test_lag_discount(lags: list[int], factor: float) -> None:
     found = corrections.lag_discount(torch.tensor(lags, dtype=torch.int64), factor).numpy()
     np.testing.assert_allclose(found, [np.prod([factor] * lag) for lag in lags], rtol=1e-4, atol=1e-30)
+
+
+def test_mismatch_figures() -> None:
+    rng = np.random.default_rng(0)
+    engine = rng.normal(-2, 1, 5000).astype(np.float32)
+    trainer = engine + rng.normal(0, 0.4, 5000).astype(np.float32)
+    engine[7], trainer[9] = -np.inf, np.nan
+    found = figures(torch.from_numpy(trainer), torch.from_numpy(engine), 0.5, 2.0)
+    keep = np.isfinite(engine) & np.isfinite(trainer)
+    log_ratio = trainer[keep].astype(np.float64) - engine[keep].astype(np.float64)
+    ratio = np.exp(log_ratio)
+    expected = {
+        "tokens": 5000,
+        "mean": np.abs(log_ratio).mean(),
+        **{f"p{name}": np.quantile(np.abs(log_ratio), q) for name, q in (("50", 0.5), ("90", 0.9), ("99_9", 0.999))},
+        "p99": np.quantile(np.abs(log_ratio), 0.99),
+        "max": np.abs(log_ratio).max(),
+        "k3": (ratio - 1 - log_ratio).mean(),
+        "outside": ((ratio < 0.5) | (ratio > 2)).mean(),
+        "nonfinite": 2 / 5000,
+    }
+    assert found == pytest.approx(expected, rel=1e-9)
+    with pytest.raises(ValueError, match="none of 2 tokens has finite log-probs"):
+        figures(torch.full((2,), torch.nan), torch.zeros(2), 0.5, 2.0)

@@ -1,8 +1,11 @@
-"""How far apart engine and trainer are on the same tokens: a histogram that ranks can add up. Pure functions."""
+"""How far apart engine and trainer are on the same tokens: figures of all tokens at once, and a histogram that ranks
+can add up. Pure functions."""
 
 from __future__ import annotations
 
 import torch
+
+from monarch_rl.algorithms.corrections import finite_tokens, mismatch_k3
 
 LOWEST, HIGHEST, PER_DECADE = -8, 2, 8
 """Decades of absolute differences that have bins, and bins of each: a quantile is right within a factor of 1.33."""
@@ -34,3 +37,38 @@ def quantile(counts: torch.Tensor, share: float) -> float:
         raise ValueError("there is no quantile of nothing")
     place = int(torch.searchsorted(counts.cumsum(0), torch.tensor(share * total)))
     return float(10 ** (LOWEST + place / PER_DECADE)) if place else 0.0
+
+
+def figures(trainer: torch.Tensor, engine: torch.Tensor, low: float, high: float) -> dict[str, float]:
+    """How far apart two log-probs of the same tokens are, computed in float64.
+
+    Args:
+        trainer: float[N], natural log.
+        engine: float[N], of the distribution that drew the tokens.
+        low, high: bounds of the ratio trainer / engine, as an importance cap or a mask would have them.
+
+    Returns:
+        Of |trainer - engine|: ``mean``, exact quantiles ``p50``, ``p90``, ``p99``, ``p99_9``, and ``max``; ``k3``
+        (:func:`monarch_rl.algorithms.corrections.mismatch_k3`); ``outside``, the share of tokens whose ratio lies
+        outside the bounds; and ``nonfinite``, the share of tokens that all others leave out since a log-prob of theirs
+        is not finite. ``tokens`` is N.
+
+    Raises:
+        ValueError: no token has finite log-probs.
+    """
+    keep = finite_tokens(trainer, engine)
+    if not keep.any():
+        raise ValueError(f"none of {len(keep)} tokens has finite log-probs on both sides")
+    old, behaviour = trainer[keep].double(), engine[keep].double()
+    sizes, ratio = (old - behaviour).abs(), torch.exp(old - behaviour)
+    shares = torch.tensor([0.5, 0.9, 0.99, 0.999], dtype=torch.float64)
+    quantiles = dict(zip(("p50", "p90", "p99", "p99_9"), sizes.cpu().quantile(shares).tolist(), strict=True))
+    return {
+        "tokens": float(len(keep)),
+        "mean": float(sizes.mean()),
+        **quantiles,
+        "max": float(sizes.max()),
+        "k3": float(mismatch_k3(old, behaviour).mean()),
+        "outside": float(((ratio < low) | (ratio > high)).double().mean()),
+        "nonfinite": float((~keep).double().mean()),
+    }

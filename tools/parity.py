@@ -1,0 +1,391 @@
+"""Do engine and trainer say the same of the same tokens?
+
+    python tools/parity.py MODEL
+    python tools/parity.py .cache/tiny-qwen3-moe --generator.dtype bfloat16 --plot parity.png
+    python tools/parity.py MODEL --trainer-model OTHER        # of the same shape: how far apart are they?
+
+A real engine draws sequences of the model, in a process of its own: sampled, sampled from truncated distributions, and
+greedily. Then a real trainer scores them, in processes of its own. Prints how far apart their log-probs are, how often
+the most likely token is the same, and, of a mixture of experts, how often the trainer's routers choose other experts
+and what becomes of the log-probs with the engine's. The last lines are the verdict and all figures as one line of JSON;
+the exit code is 1 if they differ by more than the limits, and 2 if a side failed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import torch
+import tyro
+
+from monarch_rl.algorithms.mismatch import figures
+from monarch_rl.episode import Sampling
+from monarch_rl.generator.settings import GeneratorSettings, check_served, resolve_dtype
+from monarch_rl.model_folder import num_experts, read_config, resolve_model, sparse_layers
+from monarch_rl.parity import TOP, Lot, Reading, SideFailed, compare
+from monarch_rl.rollout.environment import Message
+from monarch_rl.rollout.settings import RolloutSettings
+from monarch_rl.rollout.tasks import TaskSettings, TaskSource
+from monarch_rl.rollout.tokenizer import Tokenizer
+from monarch_rl.trainer.settings import TrainerSettings, check_experts
+
+Figures = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the verdict is judged by; None takes the default of the coarser of the two dtypes.
+
+    float32 rounds to 6e-8 of a value. Three layers differ by 2e-6 at p99 (benchmarks/results/parity_dense_cpu.txt);
+    1e-4 leaves room for deep models, and 1e-8 is twice its k3, which is half the square.
+    bfloat16 rounds to 2e-3. Three layers differ by 0.03 at p99 with routes replayed, and have a k3 of 5e-5
+    (parity_moe_cpu.txt there); 0.2 and 2e-3 leave room for deep models, whose k3 is of the order of 1e-3 in published
+    runs (arXiv:2510.11370). A ratio beyond a factor of 2 is 0.7 nats, three times the limit of p99: 1 % is what p99
+    leaves open.
+    """
+
+    p99: float | None = None
+    """|log-prob difference| of 99 % of tokens, nats. Default: float32 1e-4, bfloat16 0.2."""
+    k3: float | None = None
+    """Mean k3 estimate of the KL divergence, nats a token. Default: float32 1e-8, bfloat16 2e-3."""
+    outside: float | None = None
+    """Share of tokens whose ratio is outside the bounds. Default: float32 0, bfloat16 0.01."""
+    top_differs: float | None = None
+    """Share of greedily drawn tokens that are not the trainer's most likely. Default: float32 0.002, bfloat16 0.05:
+    only near ties may go either way."""
+    routes_differ: float | None = None
+    """Share of the engine's experts that the trainer's routers would not choose. Default: float32 0.002; bfloat16 0.15,
+    as about 10 % are reported for 48 layers of 128 experts in bfloat16 (arXiv:2510.11370)."""
+
+    def __post_init__(self) -> None:
+        for limit in fields(self):
+            value = getattr(self, limit.name)
+            if value is not None and value < 0:
+                raise ValueError(f"limits.{limit.name.replace('_', '-')} must not be negative, got {value}")
+
+    def of(self, dtype: str) -> Figures:
+        """All of them, by name."""
+        default = DEFAULTS["float32" if dtype == "float32" else "bfloat16"]
+        own = {name: value for name, value in asdict(self).items() if value is not None}
+        return default | own
+
+
+DEFAULTS: dict[str, Figures] = {
+    "float32": {"p99": 1e-4, "k3": 1e-8, "outside": 0.0, "top_differs": 0.002, "routes_differ": 0.002},
+    "bfloat16": {"p99": 0.2, "k3": 2e-3, "outside": 0.01, "top_differs": 0.05, "routes_differ": 0.15},
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Do engine and trainer say the same of the same tokens? (See the top of this file.)"""
+
+    model: Annotated[str, tyro.conf.Positional]
+    """Hugging Face folder or Hub name."""
+    trainer_model: str | None = None
+    """Folder or Hub name of what the trainer holds instead: other weights of the same shape."""
+    prompts: Literal["task", "random"] = "task"
+    """`task`: questions of a task, through the model's tokenizer; `random`: random ids, and no tokenizer is needed."""
+    prompt_tokens: int = 16
+    """Tokens of a random prompt."""
+    sequences: int = 64
+    """Sequences of each lot, each after a prompt of its own. No end token ends one: each draws
+    `rollout.max-new-tokens`."""
+    seed: int = 0
+    """Of random prompts; the draws have `generator.random-seed`."""
+    ratio_low: float = 0.5
+    """Tokens with a ratio trainer / engine below this, or above the next, count as outside."""
+    ratio_high: float = 2.0
+    """2 is where the importance weight of recipes is capped (trainer.loss.importance-cap)."""
+    deadline_s: float = 900.0
+    """Seconds that each side may take, beside the engine's start."""
+    plot: Path | None = None
+    """PNG file to draw."""
+    limits: Limits = Limits()
+    task: TaskSettings = TaskSettings()
+    rollout: RolloutSettings = RolloutSettings(top_k=50, top_p=0.95, keep_sampling_mask=True)
+    """Temperature and length of the draws, and how the truncated lot is truncated; `rollout.top-k 0` with
+    `rollout.top-p 1` leaves that one out."""
+    generator: GeneratorSettings = GeneratorSettings(replicas=1)
+    trainer: TrainerSettings = TrainerSettings(ranks=1)
+
+    def __post_init__(self) -> None:
+        for name in ("prompt_tokens", "sequences"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        if not 0 <= self.ratio_low <= 1 <= self.ratio_high:
+            raise ValueError(f"ratio-low {self.ratio_low} and ratio-high {self.ratio_high} must have 1 between them")
+        if self.deadline_s <= 0:
+            raise ValueError(f"deadline-s must be positive, got {self.deadline_s}")
+        if not self.rollout.temperature:
+            raise ValueError("rollout.temperature must be above 0: a greedy lot is drawn in any case")
+        if self.trainer.routing != "own":
+            raise ValueError(
+                f"trainer.routing {self.trainer.routing}: leave it; own routes and replay are both measured"
+            )
+        if self.trainer.lora.rank:
+            raise ValueError("trainer.lora.rank: adapters are not compared here; save the model with them merged")
+
+
+# ---- before any process starts -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is compared, checked."""
+
+    engine_model: Path
+    trainer_model: Path
+    config: dict[str, Any]
+    lots: list[Lot]
+    engine_dtype: str
+    trainer_dtype: str
+
+    @property
+    def dtype(self) -> str:
+        """The coarser one."""
+        return "float32" if {self.engine_dtype, self.trainer_dtype} == {"float32"} else "bfloat16"
+
+
+def prepare(s: Settings) -> Job:
+    """Raises ValueError for what cannot be compared."""
+    folder = resolve_model(s.model, tokenizer=s.prompts == "task")
+    config = read_config(folder)
+    check_served(config, s.generator.tp)
+    check_experts(config, s.trainer)
+    other = folder
+    if s.trainer_model is not None:
+        other = resolve_model(s.trainer_model, tokenizer=False)
+        check_same_shape(config, read_config(other))
+    devices = torch.cuda.device_count()
+    if devices and max(s.trainer.ranks, s.generator.tp) > devices:
+        raise ValueError(f"trainer.ranks {s.trainer.ranks}, generator.tp {s.generator.tp}: there are {devices} GPUs")
+    if s.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError('--plot needs matplotlib: pip install -e ".[dev]"')
+    prompts = random_prompts(s, config) if s.prompts == "random" else task_prompts(s, folder)
+    longest = max(map(len, prompts)) + s.rollout.max_new_tokens
+    for name, most in (
+        ("the model's max_position_embeddings", config.get("max_position_embeddings", longest)),
+        ("generator.context-length", s.generator.context_length or longest),
+        ("trainer.tokens-per-microbatch", s.trainer.tokens_per_microbatch),
+    ):
+        if longest > most:
+            raise ValueError(
+                f"the longest sequence may have {longest} tokens, {name} is {most}: draw fewer or raise it"
+            )
+    dtypes = [resolve_dtype(dtype, devices > 0) for dtype in (s.generator.dtype, s.trainer.compute_dtype)]
+    return Job(folder, other, config, make_lots(s.rollout, prompts), *dtypes)
+
+
+def check_same_shape(config: dict[str, Any], other: dict[str, Any]) -> None:
+    """Raises ValueError if tokens or routes of one model mean nothing to the other."""
+    shapes = [
+        (c["architectures"][0], c["vocab_size"], num_experts(c), c.get("num_experts_per_tok"), sparse_layers(c))
+        for c in (config, other)
+    ]
+    if shapes[0] != shapes[1]:
+        raise ValueError(
+            "trainer-model must have the model's architecture, vocabulary and experts; (architecture, vocabulary, "
+            f"experts, experts of a token, layers that have some) are {shapes[0]} and {shapes[1]}"
+        )
+
+
+def random_prompts(s: Settings, config: dict[str, Any]) -> list[list[int]]:
+    rng = np.random.default_rng(s.seed)
+    return rng.integers(0, config["vocab_size"], (s.sequences, s.prompt_tokens)).tolist()  # type: ignore[no-any-return]
+
+
+def task_prompts(s: Settings, folder: Path) -> list[list[int]]:
+    tokenizer, source = Tokenizer(str(folder)), TaskSource(s.task, "train")
+    return [tokenizer.render([Message("user", source.item(index).prompt)]) for index in range(s.sequences)]
+
+
+def make_lots(r: RolloutSettings, prompts: list[list[int]]) -> list[Lot]:
+    lots = [Lot("sampled", prompts, Sampling(r.max_new_tokens, r.temperature))]
+    if r.truncated:
+        truncated = Sampling(r.max_new_tokens, r.temperature, top_k=r.top_k, top_p=r.top_p, min_p=r.min_p)
+        lots.append(Lot("truncated", prompts, truncated))
+    return [*lots, Lot("greedy", prompts, Sampling(r.max_new_tokens, temperature=0.0))]
+
+
+# ---- figures and verdict -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Found:
+    """All figures."""
+
+    rows: dict[str, Figures]
+    """By lot and way of routing: ``sampled``, ``sampled_replayed`` and so on; see :func:`figures`."""
+    top_differs: Figures
+    """Share of greedily drawn tokens that are not the trainer's most likely: ``own``, ``replayed``."""
+    routes_differ: list[float]
+    """Share of the engine's experts that the trainer would not choose, in each layer that has some; of the sampled
+    lot, prompts included."""
+    tokens_rerouted: float
+    """Share of tokens that differ in any layer."""
+    costs: Figures
+    """Bytes for each token, and ids kept of one that was drawn from a truncated distribution."""
+
+    @property
+    def judged(self) -> dict[str, Figures]:
+        """The rows that the verdict looks at: with the engine's experts where there are some, as recipes train."""
+        replayed = {name: row for name, row in self.rows.items() if name.endswith("_replayed")}
+        return replayed or self.rows
+
+
+def find(s: Settings, readings: dict[str, Reading]) -> Found:
+    rows: dict[str, Figures] = {}
+    for name, reading in readings.items():
+        for label, logprobs in ways(name, reading).items():
+            if name != "greedy":
+                rows[label] = figures(logprobs, reading.engine, s.ratio_low, s.ratio_high)
+    top = {
+        label.removeprefix("greedy").strip("_") or "own": float((logprobs <= TOP).double().mean())
+        for label, logprobs in ways("greedy", readings["greedy"]).items()
+    }
+    sampled, costs, routes_differ, rerouted = readings["sampled"], {}, [], 0.0
+    if sampled.differing is not None:
+        routes = [episode.routes for episode in sampled.group.episodes if episode.routes is not None]
+        routes_differ = (sampled.differing.double().mean(0) / routes[0].shape[2]).tolist()
+        rerouted = float((sampled.differing > 0).any(1).double().mean())
+        costs["route_bytes_per_token"] = sum(x.nbytes for x in routes) / sum(map(len, routes))
+    if "truncated" in readings:
+        sets = [episode.kept for episode in readings["truncated"].group.episodes]
+        drawn = sum(episode.num_trainable for episode in readings["truncated"].group.episodes)
+        costs["kept_ids_per_token"] = sum(len(kept.ids) for kept in sets if kept is not None) / drawn
+        costs["mask_bytes_per_token"] = 4 + 4 * costs["kept_ids_per_token"]
+    return Found(rows, top, routes_differ, rerouted, costs)
+
+
+def ways(name: str, reading: Reading) -> dict[str, torch.Tensor]:
+    replayed = {} if reading.replayed is None else {f"{name}_replayed": reading.replayed}
+    return {name: reading.own} | replayed
+
+
+def judge(found: Found, limits: Figures) -> tuple[Figures, list[str]]:
+    """The figures that count, by the names of the limits, and the names of those that exceed them."""
+    rows = found.judged.values()
+    worst = {name: max(row[name] for row in rows) for name in ("p99", "k3", "outside")}
+    worst["top_differs"] = found.top_differs.get("replayed", found.top_differs["own"])
+    if found.routes_differ:
+        worst["routes_differ"] = sum(found.routes_differ) / len(found.routes_differ)
+    failed = [name for name, value in worst.items() if value > limits[name]]
+    if any(row["nonfinite"] for row in found.rows.values()):
+        failed.append("nonfinite")
+    return worst, failed
+
+
+def sentence(job: Job, found: Found, limits: Figures, worst: Figures, failed: list[str]) -> str:
+    said = ", ".join(
+        f"{name} {value:.2g} ({'ABOVE' if name in failed else 'limit'} {limits[name]:g})"
+        for name, value in worst.items()
+    )
+    nonfinite = " and some log-probs are not finite" if "nonfinite" in failed else ""
+    replayed = ", with the engine's experts replayed" if found.routes_differ else ""
+    return (
+        f"{'FAIL' if failed else 'PASS'}: engine ({job.engine_dtype}) and trainer ({job.trainer_dtype}) "
+        f"{'do not agree' if failed else 'agree'}{nonfinite}{replayed}: {said}."
+    )
+
+
+def show(s: Settings, job: Job, found: Found) -> None:
+    print(f"{'log-prob differences':22}{'tokens':>8}" + "".join(f"{name:>10}" for name in COLUMNS))
+    for name, row in found.rows.items():
+        print(f"{name:22}{row['tokens']:8.0f}" + "".join(f"{row[column]:10.2g}" for column in COLUMNS))
+    print(f"outside: share of tokens whose ratio trainer / engine is not in [{s.ratio_low:g}, {s.ratio_high:g}]")
+    for name, share in found.top_differs.items():
+        print(f"greedy tokens that are the trainer's most likely ({name} experts): {1 - share:.4%}")
+    if found.routes_differ:
+        layers = zip(sparse_layers(job.config), found.routes_differ, strict=True)
+        print("experts that the trainer would not choose: " + ", ".join(f"layer {i}: {x:.3%}" for i, x in layers))
+        print(f"tokens for which that is so in any layer: {found.tokens_rerouted:.3%}")
+    for name, value in found.costs.items():
+        print(f"{name.replace('_', ' ')}: {value:.1f}")
+
+
+COLUMNS = ("mean", "p50", "p90", "p99", "p99_9", "max", "k3", "outside")
+
+
+def draw_plot(path: Path, job: Job, found: Found, readings: dict[str, Reading]) -> None:
+    """Share of tokens beyond a difference, the two log-probs against each other, and routes by layer."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, 3 if found.routes_differ else 2, figsize=(13, 4.2), layout="constrained")
+    for name, reading in readings.items():
+        for label, logprobs in ways(name, reading).items():
+            if name == "greedy":
+                continue
+            sizes = (logprobs - reading.engine).abs().sort(descending=True).values.clamp(min=1e-8)
+            panels[0].plot(sizes, torch.arange(1, len(sizes) + 1) / len(sizes), label=label.replace("_", ", "))
+    panels[0].set(xscale="log", yscale="log", xlabel="|log-prob difference|, nats", ylabel="share of tokens beyond it")
+    panels[0].legend(fontsize="small")
+    sampled = readings["sampled"]
+    panels[1].plot(sampled.engine, sampled.own, ".", markersize=3, label="own experts")
+    if sampled.replayed is not None:
+        panels[1].plot(sampled.engine, sampled.replayed, ".", markersize=2, label="the engine's experts")
+        panels[1].legend(fontsize="small")
+    panels[1].axline((0, 0), slope=1, color="grey", linewidth=0.5)
+    panels[1].set(xlabel="engine's log-prob, sampled tokens", ylabel="trainer's")
+    if found.routes_differ:
+        panels[2].bar([str(layer) for layer in sparse_layers(job.config)], found.routes_differ)
+        panels[2].set(xlabel="layer", ylabel="share of experts not the trainer's")
+        panels[2].set_ylim(bottom=0)
+    for panel in panels:
+        panel.grid(alpha=0.3)
+    figure.suptitle(f"{job.engine_model.name}: engine {job.engine_dtype}, trainer {job.trainer_dtype}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=90)
+
+
+def rounded(value: Any) -> Any:
+    """Numbers to 4 digits, in lists and objects too."""
+    if isinstance(value, float):
+        return float(f"{value:.4g}")
+    if isinstance(value, list):
+        return [rounded(one) for one in value]
+    return {name: rounded(one) for name, one in value.items()} if isinstance(value, dict) else value
+
+
+def main(s: Settings) -> int:
+    """The exit code."""
+    job = prepare(s)
+    limits = s.limits.of(job.dtype)
+    readings = compare(
+        job.engine_model,
+        job.trainer_model,
+        s.generator,
+        s.trainer,
+        job.lots,
+        experts=bool(sparse_layers(job.config)),
+        deadline_s=s.deadline_s,
+    )
+    found = find(s, readings)
+    worst, failed = judge(found, limits)
+    show(s, job, found)
+    if s.plot is not None:
+        draw_plot(s.plot, job, found, readings)
+    print(sentence(job, found, limits, worst, failed))
+    said = asdict(found) | {"verdict": "fail" if failed else "pass", "failed": failed, "limits": limits}
+    said |= {"engine_dtype": job.engine_dtype, "trainer_dtype": job.trainer_dtype}
+    print(json.dumps(rounded(said)), flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    try:
+        sys.exit(main(tyro.cli(Settings, description=__doc__)))
+    except (ValueError, SideFailed) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
