@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import pytest
@@ -56,9 +56,9 @@ def wait_for_step(run: Launched) -> None:
     wait_for_line(run, r"^step 1/")
 
 
-def random_model(folder: Path) -> Path:
+def random_model(folder: Path, kind: Literal["dense", "moe"] = "dense") -> Path:
     """A tiny random Qwen3 that spells in characters, in ``folder``."""
-    write_random_model(folder, TinyModel(hidden_size=64, layers=2))
+    write_random_model(folder, TinyModel(hidden_size=64, layers=2, kind=kind))
     return folder
 
 

@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,21 +13,14 @@ import psutil
 import pytest
 
 from monarch_rl.runtime.cluster import free_port
-from tests.recipe.running import keep_environment, random_model, recipe, wait_for_line, wait_for_step
-from tests.runtime.launched import START_S, TORCHRUN, Launched, Start, launching
+from tests.recipe.running import random_model, recipe, wait_for_line, wait_for_step
+from tests.runtime.launched import START_S, TORCHRUN, Launched, Start
 
 pytestmark = pytest.mark.slow
 
 STOP_S = 60.0
 """Seconds to end a run one of whose hosts does not answer."""
 GONE_S = 12.0
-
-
-@pytest.fixture
-def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    keep_environment(monkeypatch)
-    with launching(tmp_path) as begin:
-        yield begin
 
 
 def has_trainer(agent: Launched) -> bool:

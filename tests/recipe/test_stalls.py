@@ -9,13 +9,12 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.recipe.running import keep_environment, process_named, random_model, recipe, wait_for_line, wait_for_step
-from tests.runtime.launched import Launched, Start, launching
+from tests.recipe.running import process_named, recipe, wait_for_line, wait_for_step
+from tests.runtime.launched import Launched, Start
 
 pytestmark = pytest.mark.slow
 
@@ -23,23 +22,9 @@ ACT_S = 90.0
 """Seconds from the fault to the end of the run, by default settings: 60 where nothing else uses the cores."""
 GONE_S = 12.0
 STOP_S = 40.0
-"""Seconds from a signal to the end of the run: see tests/test_recipe.py."""
+"""Seconds from a signal to the end of the run: see test_recipe.py."""
 BLOCKED = Path(__file__).with_name("blocked.py")
 BATCH = r"trainer rank \d has waited \d+ s for the batch of step \d+; buffer has waited \d+ s for "
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random Qwen3 that spells in characters."""
-    return random_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture
-def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    """Start commands; whatever a failed test leaves of them is killed."""
-    keep_environment(monkeypatch)
-    with launching(tmp_path) as begin:
-        yield begin
 
 
 def ends_with(run: Launched, since: float, chain: str, folder: Path) -> str:

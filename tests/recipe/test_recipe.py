@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -31,14 +31,13 @@ from tests.recipe.running import (
     assert_no_traceback,
     check_run,
     engines,
-    keep_environment,
     process_named,
     random_model,
     recipe,
     wait_for_line,
     wait_for_step,
 )
-from tests.runtime.launched import TORCHRUN, Start, launching
+from tests.runtime.launched import TORCHRUN, Start
 
 STOP_S = 40.0
 """Seconds from a signal to the end of the run: at most 20 for an orderly end, then 16 for its host process."""
@@ -46,20 +45,6 @@ LOST_S = 60.0
 """Seconds from the loss of a process to the end of the run: some 6 when nothing else runs."""
 GONE_S = 12.0
 """Seconds until nothing is left once the run itself has ended; at once unless it was killed."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random Qwen3 that spells in characters."""
-    return random_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture
-def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    """Start commands; whatever a failed test leaves of them is killed."""
-    keep_environment(monkeypatch)
-    with launching(tmp_path) as begin:
-        yield begin
 
 
 # -- whole runs ---------------------------------------------------------------------------------------------------
@@ -83,6 +68,21 @@ def test_adapters(start: Start, model: Path, tmp_path: Path) -> None:
     config = json.loads(adapter.read_text())
     assert (config["r"], config["base_model_name_or_path"]) == (8, str(model))
     assert adapter.with_name("adapter_model.safetensors").is_file()
+
+
+def test_experts(start: Start, tmp_path: Path) -> None:
+    """Divided among the trainer ranks, with the engine's routes replayed and its kept sets."""
+    model = random_model(tmp_path / "model", kind="moe")
+    _, *arguments = recipe(model, tmp_path / "runs")
+    run = start([sys.executable, str(RECIPE.with_name("grpo_moe.py")), *arguments])
+    assert run.wait(RUN_S) == 0, run.output()
+    run.assert_gone(GONE_S)
+    check_run(run.output(), model, max_policy_lag=2)
+    (file,) = (tmp_path / "runs").glob("*/metrics.jsonl")
+    steps = [row for row in map(json.loads, file.read_text().splitlines()) if "lag/max" in row]
+    assert all(0.5 < row["trainer/kept_mass"] < 1 and row["trainer/routes_differ"] < 0.5 for row in steps)
+    on_policy = [row for row in steps if "trainer/logprob_difference_max" in row]
+    assert on_policy and all(row["trainer/logprob_difference_max"] < 1e-4 for row in on_policy)
 
 
 def test_a_stream_that_filters_and_rejects(start: Start, model: Path, tmp_path: Path) -> None:
@@ -254,11 +254,17 @@ def test_the_defaults_are_accepted(grpo: Any, model: Path, tmp_path: Path) -> No
 
 
 TURNS_OF_16 = RolloutSettings(max_new_tokens=16)
+MIN_P = RolloutSettings(top_k=20, min_p=0.1, keep_sampling_mask=True)
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
+        ({"trainer": TrainerSettings(routing="replay")}, ["trainer.routing replay", "the model has no experts"]),
+        (
+            {"rollout": MIN_P, "generator": GeneratorSettings(deterministic=True)},
+            ["rollout.min-p cannot be used with generator.deterministic"],
+        ),
         ({"buffer": BufferSettings(window=65)}, ["buffer.window 65", "at most max-policy-lag 2 x", "= 64"]),
         ({"steps": 0}, ["steps", "at least 1"]),
         ({"held_out": 201}, ["held-out 201", "task.held-out-size 200"]),
@@ -309,7 +315,7 @@ def test_ranks_that_do_not_fill_hosts_are_refused(refusal: Callable[..., str], m
     [
         (
             lambda folder: (folder / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}'),
-            ["architecture GPT2LMHeadModel is not supported", "Qwen3ForCausalLM, LlamaForCausalLM"],
+            ["architecture GPT2LMHeadModel is not supported", "Qwen3ForCausalLM, Qwen3MoeForCausalLM, Llama"],
         ),
         (lambda folder: (folder / "config.json").unlink(), ["is not a model folder", "config.json"]),
         (lambda folder: (folder / "model.safetensors").unlink(), ["no *.safetensors file", "save the weights"]),
@@ -345,6 +351,7 @@ def on_command_line(*command: str, columns: int = 200) -> subprocess.CompletedPr
         (["--model=no-such/model"], 1, ["error: no such model: no-such/model", "Give a folder with config.json"]),
         (["--buffer.max-policy-lag=-1"], 2, ["max-policy-lag must not be negative", "0 is synchronous", "-1"]),
         (["--trainer.ranks=0"], 2, ["trainer.ranks must be at least 1, got 0"]),
+        (["--rollout.top-p=0.9"], 2, ["cut tokens off", "Set rollout.keep-sampling-mask"]),
         (["--step=3"], 2, ["Unrecognized options: --step", "--steps"]),
     ],
 )
