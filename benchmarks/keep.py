@@ -2,9 +2,10 @@
 
     python tools/make_tiny_model.py --kind moe && python benchmarks/keep.py
 
-One engine draws the same prompts in four ways, turn by turn: neither, routes, kept sets, both. Two trainers of one rank
-make steps on what was drawn, one by its own router and one by the engine's routes. Ratios are medians over rounds of
-"neither" over the way in question; 1 is as fast. The last line is JSON.
+Two engines draw the same prompts in four ways, turn by turn: neither and kept sets, routes and both, the last two by an
+engine that records routes for every token, asked for or not. Two trainers of one rank make steps on what was drawn, one
+by its own router and one by the engine's routes. Ratios are medians over rounds of the way in question over "neither".
+The last line is JSON.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ import numpy as np
 from reporting import run_benchmark, short
 from speed_trainer import Training
 
-from monarch_rl import pipeline
 from monarch_rl.episode import Episode, Group, Sampling, Turn
+from monarch_rl.generator.actor import Generator
 from monarch_rl.generator.router import Router
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.model_folder import num_experts, read_config, resolve_model, sparse_layers
@@ -78,10 +79,16 @@ async def draw(router: Router, prompts: list[list[int]], s: Settings, sampling: 
     return rate, groups
 
 
+async def start_engine(cluster: Cluster, model: Path, slot: int, routes: bool) -> Router:
+    settings, name = GeneratorSettings(replicas=1), f"generator{slot}"
+    generator = cluster.spawn(name, 1, first_slot=slot).spawn(name, Generator)
+    start = generator.setup.call_one(str(model), settings, slot, routes=routes)
+    await within(settings.start_deadline_s, start, f"{name} to start", on=name)
+    return Router([generator], ROUND_DEADLINE_S)
+
+
 async def measure(cluster: Cluster, s: Settings, model: Path) -> dict[str, Any]:
-    engine = GeneratorSettings(replicas=1)
-    generators = await pipeline.start_generators(cluster, model, engine, first_slot=2, routes=True)
-    router = Router([generators.handles[0]], ROUND_DEADLINE_S)
+    routers = {routes: await start_engine(cluster, model, 2 + routes, routes) for routes in (False, True)}
     config, sampler = read_config(model), np.random.default_rng(0)
     rates: dict[str, list[float]] = {way: [] for way in ways(s)}
     steps: dict[str, list[float]] = {way: [] for way in ways(s)}
@@ -89,7 +96,7 @@ async def measure(cluster: Cluster, s: Settings, model: Path) -> dict[str, Any]:
     for turn in range(s.rounds + 1):
         prompts = [sampler.integers(2, config["vocab_size"], s.prompt_tokens).tolist() for _ in range(s.groups)]
         for way, sampling in ways(s).items() if turn % 2 else reversed(ways(s).items()):
-            rate, drawn[way] = await draw(router, prompts, s, sampling)
+            rate, drawn[way] = await draw(routers[sampling.routes_from is not None], prompts, s, sampling)
             rates[way] += [rate] if turn else []
     trainers = {}
     for slot, routing in enumerate(("own", "replay")):

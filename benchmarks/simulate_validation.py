@@ -30,8 +30,7 @@ from monarch_rl import pipeline
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.crew import Crew
-from monarch_rl.episode import Completion, Sampling
-from monarch_rl.generator.answers import GenerationError
+from monarch_rl.episode import Completion, GenerationError, Sampling
 from monarch_rl.generator.engine import CommitReport
 from monarch_rl.generator.link import Answer, Request, answer_all
 from monarch_rl.generator.parts import Tell

@@ -50,7 +50,7 @@ class Settings:
     """Asynchronous GRPO (see the top of this file)."""
 
     model: str = ".cache/tiny-qwen3"
-    """Hugging Face folder or Hub name of the model to train (Qwen3 dense or Llama)."""
+    """Hugging Face folder or Hub name of the model to train (Qwen3, Qwen3-MoE, Llama, DeepSeek-V3)."""
     steps: int = 250
     """Optimiser steps."""
     groups_per_step: int = 32
@@ -99,7 +99,7 @@ def check(s: Settings) -> Path:
         raise ValueError("rollout.min-p cannot be used with generator.deterministic, which seeds every draw")
     TaskSource(s.task).check()
     model = resolve_model(s.model)
-    check_served(read_config(model), s.generator.tp)
+    check_served(read_config(model), s.generator, offered.kind == "cuda")
     check_experts(read_config(model), s.trainer)
     check_lengths(s, read_config(model))
     check_output(s.output)
@@ -146,7 +146,7 @@ async def train(cluster: Cluster, s: Settings, model: Path, folder: Path) -> Non
         pipeline.start_trainer(cluster, plan, buffer, first_slot=0),
         pipeline.start_generators(cluster, model, s.generator, s.trainer.ranks, s.trainer.lora, routes),
     )
-    limit = min(episode_limits(s, read_config(model)).values())
+    limit = min(episode_limits(s, read_config(model)).values()) - routes  # a lost one's may take one token more
     workers = await pipeline.start_rollout(cluster, s.rollout, s.task, model, buffer, generators, limit, routes)
     dtype = pipeline.served_dtype(s.generator, cluster)
     routing = pipeline.routing(workers)

@@ -158,7 +158,7 @@ def prepare(s: Settings) -> Job:
     """Raises ValueError for what cannot be compared."""
     folder = resolve_model(s.model, tokenizer=s.prompts == "task")
     config = read_config(folder)
-    check_served(config, s.generator.tp)
+    check_served(config, s.generator, torch.cuda.is_available())
     check_experts(config, s.trainer)
     other = folder
     if s.trainer_model is not None:

@@ -21,6 +21,14 @@ NO_VERSION = -1
 """``policy_versions`` of a token that no policy drew (prompt and environment tokens)."""
 
 
+class GenerationError(RuntimeError):
+    """A request was refused or aborted; the message is the engine's."""
+
+
+class DrawLost(GenerationError):
+    """The engine drew a token and cannot tell from which set: it costs the episode, and no other."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How the engine draws tokens."""

@@ -19,8 +19,7 @@ import pytest
 import torch
 from monarch.actor import ActorError
 
-from monarch_rl.episode import Completion, Sampling
-from monarch_rl.generator.answers import GenerationError
+from monarch_rl.episode import Completion, GenerationError, Sampling
 from monarch_rl.generator.link import Link, ReplicaLost
 from monarch_rl.generator.router import Router
 from monarch_rl.runtime.cluster import STATE_DEADLINE_S, configure_monarch

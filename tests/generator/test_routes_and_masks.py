@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from monarch_rl.episode import Completion, Sampling
-from monarch_rl.generator.answers import GenerationError, RouteForm
+from monarch_rl.episode import Completion, GenerationError, Sampling
+from monarch_rl.generator.answers import RouteForm
 from monarch_rl.generator.engine import Engine
 from monarch_rl.generator.settings import InFlight
 from tests.generator.conftest import SETTINGS

@@ -71,12 +71,20 @@ def test_an_engine_has_room_for_the_policys_adapter_and_for_the_model_without_it
 )
 def test_a_tp_that_does_not_divide_the_model_is_refused(tp: int, config: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=f"tp {tp} does not divide the model: "):
-        check_served(config, tp)
+        check_served(config, GeneratorSettings(tp=tp), on_gpu=False)
 
 
 def test_a_tp_that_divides_is_taken_and_kv_heads_may_be_repeated() -> None:
-    check_served({"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 16}, 4)
-    check_served({"num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 1536}, 3)
+    check_served(
+        {"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 16},
+        GeneratorSettings(tp=4),
+        on_gpu=False,
+    )
+    check_served(
+        {"num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 1536},
+        GeneratorSettings(tp=3),
+        on_gpu=False,
+    )
 
 
 def test_ranks_of_replicas_take_cores_in_turn() -> None:
@@ -88,5 +96,16 @@ def test_a_tied_mixture_of_experts_is_refused() -> None:
     """SGLang would draw from a head of random numbers."""
     config = {"architectures": ["Qwen3MoeForCausalLM"], "num_attention_heads": 4, "tie_word_embeddings": True}
     with pytest.raises(ValueError, match="an LM head of its own .* untie it"):
-        check_served(config, 1)
-    check_served(config | {"tie_word_embeddings": False}, 1)
+        check_served(config, GeneratorSettings(tp=1), on_gpu=False)
+    check_served(config | {"tie_word_embeddings": False}, GeneratorSettings(tp=1), on_gpu=False)
+
+
+def test_a_deepseek_that_sglang_does_not_serve_is_refused() -> None:
+    config: dict[str, Any] = {"architectures": ["DeepseekV3ForCausalLM"], "num_attention_heads": 4}
+    yarn = config | {"rope_scaling": {"type": "yarn", "factor": 4.0}}
+    check_served(yarn, GeneratorSettings(), on_gpu=False)
+    check_served(config, GeneratorSettings(dtype="float32"), on_gpu=True)
+    with pytest.raises(ValueError, match="served in float32 only"):
+        check_served(yarn, GeneratorSettings(), on_gpu=True)
+    with pytest.raises(ValueError, match="only with YaRN"):
+        check_served(config, GeneratorSettings(), on_gpu=False)

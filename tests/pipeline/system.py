@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from monarch_rl.publishing import Publisher
 from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.runtime.deadlines import Patience
 from monarch_rl.trainer.actor import TrainerPlan
-from monarch_rl.trainer.settings import TrainerSettings
+from monarch_rl.trainer.settings import Routing, TrainerSettings
 from monarch_rl.weights.area import attach
 from monarch_rl.weights.transport import TransferSettings
 
@@ -62,18 +62,16 @@ class InspectedGenerator(Generator):
 
 
 async def start_inspected(
-    cluster: Cluster, model: Path, replicas: int, first_slot: int, name: str, tp: int = 1, routes: bool = False
+    cluster: Cluster, model: Path, replicas: int, first_slot: int, name: str, tp: int = 1, **engine: Any
 ) -> list[Any]:
-    """Like ``pipeline.start_generators``, with inspected ones of ``tp`` ranks."""
+    """Like ``pipeline.start_generators``, with inspected ones of ``tp`` ranks; ``engine`` are arguments of setup()."""
     found = []
     for index in range(replicas):
         slot = first_slot + index * tp
         mesh = cluster.spawn(f"{name}{index}", 1, first_slot=slot, slots_per_process=tp)
         found.append(mesh.spawn(f"{name}{index}", InspectedGenerator))
     settings = replace(ENGINES, tp=tp)
-    await asyncio.gather(
-        *(g.setup.call_one(str(model), settings, i, FULL_TRAINING, routes) for i, g in enumerate(found))
-    )
+    await asyncio.gather(*(g.setup.call_one(str(model), settings, i, **engine) for i, g in enumerate(found)))
     return found
 
 
@@ -99,12 +97,13 @@ class System:
         lora: LoraSettings = FULL_TRAINING,
         ranks: int = 2,
         expert_parallel: int = 1,
-        routing: Literal["own", "compare", "replay"] = "own",
+        routing: Routing = "own",
+        temperature: float = 1.0,
     ) -> System:
         """A fresh trainer on the first slots, whose weights are published as ``version`` to running generators."""
         buffer = cluster.spawn("buffer", 1).spawn("buffer", Buffer, GROUPS, BufferSettings(1), version)
         settings = TrainerSettings(ranks, expert_parallel, routing, lr=lr, lora=lora)
-        plan = TrainerPlan(model, settings, 100, 1.0, NEW_TOKENS)
+        plan = TrainerPlan(model, settings, 100, temperature, NEW_TOKENS)
         trainer = await pipeline.start_trainer(cluster, plan, buffer, first_slot=0)
         publisher = await Publisher.connect(trainer, dict(enumerate(generators)), buffer, transfer, "float32")
         system = cls(trainer, generators, buffer, publisher, version)

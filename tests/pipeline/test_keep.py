@@ -8,21 +8,29 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from monarch.actor import concurrent_endpoint
 
-from monarch_rl.episode import Sampling
-from monarch_rl.runtime.cluster import Cluster, launch
+from monarch_rl import pipeline
+from monarch_rl.episode import Group, Sampling
+from monarch_rl.runtime.cluster import Cluster, init_torch_distributed_env, launch
+from monarch_rl.trainer.actor import Trainer, TrainerPlan
+from monarch_rl.trainer.settings import Routing, TrainerSettings
 from tests.generator.helpers import make_model
-from tests.pipeline.system import ALL_TOKENS, System, start_inspected
+from tests.pipeline.system import ALL_TOKENS, ENGINES, System, episode, start_inspected
 
 LOGPROB_BOUND = 1e-5
 """Engine against trainer, float32, among the kept sets."""
 ROUTES = replace(ALL_TOKENS, routes_from=0)
+TEMPERATURE = 0.7
 CUT = {
-    "top_k": Sampling(24, top_k=7, routes_from=0),
-    "top_p": Sampling(24, top_k=400, top_p=0.7, routes_from=0),
-    "all": Sampling(24, top_k=300, top_p=0.9, min_p=0.1, routes_from=0),
+    "top_k": Sampling(24, TEMPERATURE, top_k=7, routes_from=0),
+    "top_p": Sampling(24, TEMPERATURE, top_k=400, top_p=0.7, routes_from=0),
+    "min_p": Sampling(24, TEMPERATURE, top_k=400, min_p=0.1, routes_from=0),
+    "all": Sampling(24, TEMPERATURE, top_k=300, top_p=0.9, min_p=0.1, routes_from=0),
 }
+LORA = LoraSettings(rank=3, alpha=6.0)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +63,9 @@ def test_with_replay_and_kept_sets_engine_and_trainer_agree_after_updates(
     """Under every kind of truncation, before and after updates; the trainer's own router would choose alike here."""
 
     async def go() -> None:
-        system = await System.start(cluster, model, [generator], 3e-3, expert_parallel=2, routing="replay")
+        system = await System.start(
+            cluster, model, [generator], 3e-3, expert_parallel=2, routing="replay", temperature=TEMPERATURE
+        )
         for seed, sampling in enumerate(CUT.values()):
             assert await system.mismatch(seed, sampling) < LOGPROB_BOUND
             metrics = await system.step(seed, sampling)
@@ -88,5 +98,104 @@ def test_log_probs_of_other_routes_differ(cluster: Cluster, model: Path, generat
         metrics = await system.step(2, ROUTES)
         assert metrics["routes_differ"] > 0.05
         await system.trainer.close.call()
+
+    asyncio.run(go())
+
+
+def test_kept_sets_go_with_adapters(cluster: Cluster, tmp_path: Path) -> None:
+    """A dense model whose adapter is trained and served."""
+    model = make_model(tmp_path / "model", "qwen3")
+
+    async def go() -> None:
+        (generator,) = await start_inspected(cluster, model, 1, 6, "adapted", lora=LORA)
+        system = await System.start(cluster, model, [generator], 3e-3, lora=LORA, temperature=TEMPERATURE)
+        for seed, cut in enumerate((CUT["top_p"], CUT["all"])):
+            sampling = replace(cut, routes_from=None)
+            assert await system.mismatch(seed, sampling) < LOGPROB_BOUND
+            metrics = await system.step(seed, sampling)
+            assert metrics["logprob_difference_max"] < LOGPROB_BOUND
+            assert metrics["kept_mass"] < 0.98
+        await system.trainer.close.call()
+        await generator.shutdown.call_one()
+
+    asyncio.run(go())
+
+
+class InspectedTrainer(Trainer):
+    """A trainer rank that also tells which experts computed each token."""
+
+    @concurrent_endpoint
+    async def experts(self, groups: list[bytes]) -> list[np.ndarray]:
+        """Of each episode, as its routes are: int64 [tokens but the last, layers, k]."""
+        return await self._on(self._compute, self._experts, groups)
+
+    def _experts(self, groups: list[bytes]) -> list[np.ndarray]:
+        import torch
+
+        from monarch_rl.trainer.moe import ReplayRouter
+
+        used: list[np.ndarray] = []
+        routers = [module for module in self.policy.module.modules() if isinstance(module, ReplayRouter)]
+        hooks = [router.register_forward_hook(lambda _m, _i, out: used.append(out[1][0].numpy())) for router in routers]
+        found = []
+        for data in groups:
+            used.clear()
+            with torch.no_grad():
+                self._logprobs([data], 0)
+            found.append(np.stack(used, 1))
+        for hook in hooks:
+            hook.remove()
+        return found
+
+
+def test_replay_makes_up_for_other_numerics(cluster: Cluster, tmp_path: Path) -> None:
+    """An engine in bfloat16, a trainer in float32, the same weights: some tokens go to other experts, unless theirs are
+    replayed. Then every expert is the engine's, and the log-probs are nearer."""
+    model = make_model(tmp_path / "model", "moe")
+    mismatch: dict[str, float] = {}
+
+    async def trained_by(routing: Routing, groups: list[bytes]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        mesh = cluster.spawn(f"trainer-{routing}", 1, first_slot=0)
+        await init_torch_distributed_env(mesh)
+        plan = TrainerPlan(model, TrainerSettings(1, routing=routing), 1, 1.0, 200)
+        trainer = mesh.spawn("trainer", InspectedTrainer, plan, None)
+        await trainer.setup.call()
+        found = await trainer.experts.call_one(groups), await trainer.logprobs.call_one(groups, 0)
+        await trainer.close.call()
+        return found
+
+    async def go() -> None:
+        mesh = cluster.spawn("coarse", 1, first_slot=7)
+        generator = mesh.spawn("coarse", pipeline.Generator)
+        await generator.setup.call_one(str(model), replace(ENGINES, dtype="bfloat16"), 0, routes=True)
+        prompts = [[5, 6, 7, i] for i in range(8)]
+        sampling = Sampling(200, routes_from=0)
+        drawn = (
+            await pipeline.Router([generator], 120.0).generate(prompts[0], sampling, 0),
+            *(
+                await asyncio.gather(
+                    *(pipeline.Router([generator], 120.0).generate(p, sampling, 0) for p in prompts[1:])
+                )
+            ),
+        )
+        episodes = [episode(prompt, one) for prompt, one in zip(prompts, drawn, strict=True)]
+        groups = [Group(0, 0, [one]).to_bytes() for one in episodes]
+        same: dict[str, float] = {}
+        for routing in ("compare", "replay"):
+            experts, logprobs = await trained_by(routing, groups)
+            tokens = [
+                (np.sort(one.routes, -1) == np.sort(used, -1)).all((1, 2))
+                for one, used in zip(episodes, experts, strict=True)
+                if one.routes is not None
+            ]
+            assert len(tokens) == len(episodes)
+            same[routing] = float(np.concatenate(tokens).mean())
+            mismatch[routing] = max(
+                float(np.abs(said - one.logprobs).max()) for said, one in zip(logprobs, drawn, strict=True)
+            )
+        assert same["replay"] == 1.0
+        assert same["compare"] < 0.999
+        assert mismatch["replay"] < 0.7 * mismatch["compare"], mismatch
+        await generator.shutdown.call_one()
 
     asyncio.run(go())

@@ -80,7 +80,7 @@ def test_experts(start: Start, tmp_path: Path) -> None:
     check_run(run.output(), model, max_policy_lag=2)
     (file,) = (tmp_path / "runs").glob("*/metrics.jsonl")
     steps = [row for row in map(json.loads, file.read_text().splitlines()) if "lag/max" in row]
-    assert all(0.5 < row["trainer/kept_mass"] < 1 and row["trainer/routes_differ"] < 0.5 for row in steps)
+    assert all(0.05 < row["trainer/kept_mass"] < 0.9 and row["trainer/routes_differ"] < 0.5 for row in steps)
     on_policy = [row for row in steps if "trainer/logprob_difference_max" in row]
     assert on_policy and all(row["trainer/logprob_difference_max"] < 1e-4 for row in on_policy)
 

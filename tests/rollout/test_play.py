@@ -172,7 +172,7 @@ def test_settings_out_of_range_are_refused(field: str) -> None:
         ({"top_k": 20}, "compares two different distributions. Set rollout.keep-sampling-mask"),
         ({"top_p": 0.9}, "compares two different distributions"),
         ({"min_p": 0.1}, "compares two different distributions"),
-        ({"top_p": 0.9, "keep_sampling_mask": True}, "need a rollout.top-k of 2 to 4096"),
+        ({"top_p": 0.9, "keep_sampling_mask": True}, "need a rollout.top-k of 2 to 2048"),
         ({"top_k": 1, "keep_sampling_mask": True}, "rollout.top-k must be"),
         ({"top_k": 5000, "keep_sampling_mask": True}, "rollout.top-k must be"),
         ({"top_p": 0.0}, "rollout.top-p must be"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from monarch_rl.episode import Episode, KeptSets, Turn
 from monarch_rl.trainer.batch import MicroBatch, pack
 from monarch_rl.trainer.objective import reinforcement
 from monarch_rl.trainer.policy import Policy
-from monarch_rl.trainer.settings import LossSettings, TrainerSettings
+from monarch_rl.trainer.settings import Checkpointing, LossSettings, Routing, TrainerSettings
 
 VOCABULARY, LAYERS, EXPERTS, K = 500, 2, 4, 2
 CHUNK = 7
@@ -87,8 +87,8 @@ def gradients(policy: Policy, batch: MicroBatch) -> dict[str, torch.Tensor]:
 
 def main(folder: Path, degree: int) -> None:
     torch.set_num_threads(1)
-    for routing in ("own", "compare", "replay"):
-        for checkpoint in ("none", "full") if routing == "replay" else ("none",):
+    for routing in get_args(Routing):
+        for checkpoint in get_args(Checkpointing) if routing == "replay" else ("none",):
             settings = TrainerSettings(
                 2, degree, routing=routing, logprob_chunk=CHUNK, activation_checkpoint=checkpoint, lr=0.0
             )

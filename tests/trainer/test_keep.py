@@ -51,7 +51,7 @@ def test_log_probs_are_those_among_the_kept_sets(folder: Path) -> None:
             assert float(found["kept_mass"][place]) == pytest.approx(mass, abs=1e-6)
 
 
-@pytest.mark.parametrize("name", ["replay.none", "replay.full"])
+@pytest.mark.parametrize("name", ["replay.none", "replay.selective", "replay.full"])
 def test_the_engines_experts_compute_each_token(folder: Path, name: str) -> None:
     """Each layer's output is that of the routes' experts by the published formula, weighted by the trainer's router."""
     model = weights_in(folder / "model")
@@ -79,9 +79,10 @@ def test_comparing_changes_nothing_and_replaying_does(folder: Path) -> None:
         assert (own["logprobs"] - replayed["logprobs"]).abs().max() > 0.05
 
 
-def test_the_router_learns_though_it_does_not_choose(folder: Path) -> None:
+@pytest.mark.parametrize("checkpointing", ["selective", "full"])
+def test_the_router_learns_though_it_does_not_choose(folder: Path, checkpointing: str) -> None:
     """Its weights of the chosen experts have a gradient; activation checkpointing computes the same one."""
-    for found, again in zip(of_ranks(folder, "replay.none"), of_ranks(folder, "replay.full"), strict=True):
+    for found, again in zip(of_ranks(folder, "replay.none"), of_ranks(folder, f"replay.{checkpointing}"), strict=True):
         gates = [name for name in found if name.startswith("grad.") and "router.gate" in name]
         assert len(gates) == 2 and all(found[name].norm() > 1e-3 for name in gates)
         strip = {name.replace("._checkpoint_wrapped_module", ""): value for name, value in again.items()}

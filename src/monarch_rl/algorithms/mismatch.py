@@ -17,8 +17,9 @@ def histogram(differences: torch.Tensor) -> torch.Tensor:
     """Counts of |differences| by size, float32[BINS]: those of several ranks are added up.
 
     Args:
-        differences: float[N], finite.
+        differences: float[N]; those that are not finite are left out.
     """
+    differences = differences[differences.isfinite()]
     places = ((differences.abs().clamp(min=1e-30).log10() - LOWEST) * PER_DECADE).ceil().clamp(0, BINS - 1)
     return torch.bincount(places.long(), minlength=BINS).float()
 

@@ -16,7 +16,7 @@ import torch
 from monarch.actor import Port, concurrent_endpoint
 
 from monarch_rl.adapter import FULL_TRAINING, LoraSettings
-from monarch_rl.generator.answers import GenerationError
+from monarch_rl.episode import GenerationError
 from monarch_rl.generator.engine import CommitReport, Engine, EngineStopped
 from monarch_rl.generator.link import Answer, Request, answer_all
 from monarch_rl.generator.settings import GeneratorSettings

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from monarch_rl.episode import Completion, KeptSets
+from monarch_rl.episode import Completion, DrawLost, GenerationError, KeptSets
 from monarch_rl.generator.parts import UNFINISHED
 from monarch_rl.model_folder import num_experts, sparse_layers
 
-
-class GenerationError(RuntimeError):
-    """A request was refused or aborted; the message is the engine's."""
+LOST_SETS = ("outside its captured sampling support", "Sampling support exceeds")
+"""In SGLang's messages where its sampler and its record of the kept set did not agree, or ties made the set too large:
+both may happen to any token on a GPU."""
 
 
 @dataclass(slots=True)
@@ -52,8 +52,8 @@ class RouteForm:
     def read(self, routes: np.ndarray, rows: int) -> np.ndarray:
         """Routes as SGLang tells them, int32 [tokens, all layers, k].
 
-        Raises GenerationError if they are not of ``rows`` tokens, or no experts of this model: then they are not those
-        of this sequence.
+        Raises GenerationError if they are not of ``rows`` tokens, or not k experts of this model: then they are not
+        those of this sequence, or were not recorded.
         """
         kept = routes[:, self.layers]
         if len(kept) != rows:
@@ -62,6 +62,9 @@ class RouteForm:
             raise GenerationError(
                 f"SGLang told routes by experts {kept.min()} to {kept.max()}, the model has {self.experts}"
             )
+        ordered = np.sort(kept, -1)
+        if (ordered[..., 1:] == ordered[..., :-1]).any():
+            raise GenerationError("SGLang told a route that has an expert twice: it did not record all layers")
         return kept.astype(self.dtype)
 
 
@@ -87,14 +90,15 @@ def to_completion(answer: dict[str, Any], interrupted: bool = False, beside: Bes
         interrupted: it was aborted on purpose: its finish reason is then ``UNFINISHED``, and it may have no tokens.
         beside: what was told beside the tokens.
 
-    Raises GenerationError if the request was aborted otherwise.
+    Raises DrawLost if a token's kept set was not recorded, GenerationError if the request was aborted otherwise.
     """
     meta = answer["meta_info"]
     reason = meta["finish_reason"]["type"]
     if reason == "abort" and interrupted:
         reason = UNFINISHED
     elif reason not in ("stop", "length"):
-        raise GenerationError(f"the engine ended the request with {meta['finish_reason']}")
+        lost = any(part in str(meta["finish_reason"].get("message")) for part in LOST_SETS)
+        raise (DrawLost if lost else GenerationError)(f"the engine ended the request with {meta['finish_reason']}")
     entries = meta.get("output_token_logprobs") or []
     # A request that waits in SGLang's queue, for lack of KV cache, is ended with what it had told until then.
     tokens = np.asarray(answer["output_ids"][: len(entries)], np.int32)

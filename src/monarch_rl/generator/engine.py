@@ -39,8 +39,8 @@ from typing import Any, ClassVar
 import torch
 
 from monarch_rl.adapter import FULL_TRAINING, LoraSettings, adapter_config
-from monarch_rl.episode import Completion, Sampling
-from monarch_rl.generator.answers import Beside, GenerationError, RouteForm, take_beside, to_completion, to_part
+from monarch_rl.episode import Completion, GenerationError, Sampling
+from monarch_rl.generator.answers import Beside, RouteForm, take_beside, to_completion, to_part
 from monarch_rl.generator.clock import BusyClock
 from monarch_rl.generator.launching import close_sockets, end_processes, launch_engine, take_over_watch
 from monarch_rl.generator.load_report import LoadSheet
@@ -178,7 +178,7 @@ class Engine:
         """Start SGLang's processes and load the model as version 0.
 
         Args:
-            model_path: Hugging Face folder or Hub name.
+            model_path: Hugging Face folder, or, without ``routes``, a Hub name.
             settings: of all replicas.
             replica: this one's index; its random seed depends on it.
             lora: with a rank, versions are adapters: the model's own weights stay, and version 0 has an adapter of
@@ -190,12 +190,14 @@ class Engine:
         Raises ValueError if the model cannot be cut for ``settings.tp`` ranks or has no routes to tell, RuntimeError if
         SGLang does not start.
         """
-        config = Path(model_path) / "config.json"
-        if config.is_file():
-            check_served(json.loads(config.read_text()), settings.tp)
+        on_gpu = torch.accelerator.is_available()
+        file = Path(model_path) / "config.json"
+        config = json.loads(file.read_text()) if file.is_file() else None
+        if config is not None:
+            check_served(config, settings, on_gpu)
+        form = RouteForm(config or {}) if routes else None
         if Engine._in_this_process is not None:
             raise RuntimeError("there is an engine in this process already; SGLang keeps its settings per process")
-        on_gpu = torch.accelerator.is_available()
         arguments = engine_arguments(model_path, settings, replica, on_gpu, lora) | extra
         arguments["enable_return_routed_experts"] = routes
         if settings.tp > 1 and not on_gpu:
@@ -208,8 +210,7 @@ class Engine:
         # In SGLang's deterministic mode requests without a seed would all share one.
         seeds = random.Random(settings.random_seed + replica) if on_gpu and settings.deterministic else None
         Engine._in_this_process = started = cls(engine, launcher, replica, seeds, settings)
-        if routes:
-            started._routes = RouteForm(engine.tokenizer_manager.model_config.hf_config.to_dict())
+        started._routes = form
         if lora.rank:
             await started._add_adapter(lora, model_path)
         return started
@@ -325,6 +326,8 @@ class Engine:
             if not self._running:
                 self._idle.set()
         completion = to_completion(answer, interrupted, beside)
+        if sampling.truncated and len(completion.token_ids) and completion.kept is None:
+            raise GenerationError("SGLang told no kept sets, though it was asked for them")
         if self._routes is not None and start is not None and beside.routes is not None:
             rows = len(prompt_ids) + len(completion.token_ids) - 1 - start
             completion = replace(completion, routes=self._routes.read(beside.routes, rows))

@@ -135,16 +135,31 @@ def resolve_dtype(dtype: str, on_gpu: bool) -> str:
     return dtype if dtype != "auto" else ("bfloat16" if on_gpu else "float32")
 
 
-def check_served(config: dict[str, Any], tp: int) -> None:
+def check_served(config: dict[str, Any], settings: GeneratorSettings, on_gpu: bool) -> None:
     """Whether SGLang can serve a model, cut for ``tp`` engine ranks.
 
     Args:
         config: the model's ``config.json``.
-        tp: engine ranks of a replica.
+        settings: of the replicas.
+        on_gpu: the engines have GPUs.
 
     Raises:
-        ValueError: heads or MLP do not divide; says which number does not. Or SGLang would serve another model.
+        ValueError: heads or MLP do not divide; says which number does not. Or SGLang would serve another model, or
+            would not start.
     """
+    tp = settings.tp
+    if config.get("architectures") == ["DeepseekV3ForCausalLM"]:
+        if resolve_dtype(settings.dtype, on_gpu) != "float32":
+            raise ValueError(
+                "a DeepSeek-V3 is served in float32 only: SGLang keeps its router's bias in float32, and a version has "
+                "one dtype. Set generator.dtype float32"
+            )
+        rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+        if not on_gpu and (rope.get("rope_type") or rope.get("type") or "default") == "default":
+            raise ValueError(
+                "on a CPU SGLang serves a DeepSeek-V3 only with YaRN's rotary embeddings, which DeepSeek's own have: "
+                "this one's config.json has no rope_scaling"
+            )
     if config.get("architectures") == ["Qwen3MoeForCausalLM"] and config.get("tie_word_embeddings"):
         raise ValueError(
             "the model is a Qwen3MoeForCausalLM with tie_word_embeddings, for which SGLang makes an LM head of its own "

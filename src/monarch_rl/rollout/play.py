@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from monarch_rl.episode import Completion, Episode, Sampling, Turn
+from monarch_rl.episode import Completion, DrawLost, Episode, Sampling, Turn
 from monarch_rl.rollout.environment import Environment, StepResult
 from monarch_rl.rollout.scoring import ScorerBroken, ScoringFailed
 from monarch_rl.rollout.settings import RolloutSettings
@@ -53,7 +53,8 @@ async def play(
         The episode; ``finish_reason`` is that of its last turn, ``info`` that of the last step.
 
     Raises:
-        EpisodeFailed: the environment raised or did not answer in time, or the episode may grow beyond ``limit``.
+        EpisodeFailed: the environment raised or did not answer in time, the episode may grow beyond ``limit``, or the
+            engine could not tell from which set it drew a token.
         ValueError: the generator told routes of other tokens than were asked for.
         DeadlineExceeded: the generator did not answer in time. It and other errors of the generator are not
             this episode's fault: the first ends the run, others cost the worker.
@@ -89,7 +90,10 @@ async def _play(
         if sampling.routes_from is not None:
             sampling = replace(sampling, routes_from=sum(map(len, routes)))
         drawing = generator.generate(history, sampling, group)
-        completion = await within(settings.generate_deadline_s, drawing, what, on="generators")
+        try:
+            completion = await within(settings.generate_deadline_s, drawing, what, on="generators")
+        except DrawLost as error:
+            raise EpisodeFailed("the engine could not tell a token's kept set") from error
         drawn = completion.token_ids.tolist()
         history += drawn
         if sampling.routes_from is not None:

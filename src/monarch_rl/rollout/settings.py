@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MOST_KEPT = 4096
-"""Ids that SGLang tells of one kept set at most (its ``sampling_mask_max_tokens``)."""
+MOST_KEPT = 2048
+"""Half the ids that SGLang tells of one kept set (``sampling_mask_max_tokens``): ties at the edge make sets larger."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class RolloutSettings:
     temperature: float = 1.0
     """Of training rollouts; the held-out evaluation is greedy. 1 draws from the policy that is trained."""
     top_k: int = 0
-    """Draw from the k most likely tokens only; 0 from all. At most 4096, and needed for `top_p` and `min_p`: the engine
+    """Draw from the k most likely tokens only; 0 from all. At most 2048, and needed for `top_p` and `min_p`: the engine
     tells kept sets only then. As large as the vocabulary it cuts nothing off by itself."""
     top_p: float = 1.0
     """Draw from the fewest most likely tokens that have this probability together; 1 is off."""
@@ -31,7 +31,7 @@ class RolloutSettings:
     """Draw from tokens that have this share of the most likely one's probability; 0 is off. Not with `seed`."""
     keep_sampling_mask: bool = False
     """Keep the set that each token was drawn from, and train the policy among it (DeepSeek-V3.2's Keep Sampling Mask,
-    arXiv:2512.02556). Truncated sampling needs it; it costs 4 bytes for each token of each set."""
+    arXiv:2512.02556). Truncated sampling needs it, and without it has no effect; 4 bytes for each id of each set."""
     max_turns: int = 1
     """Turns of an episode, if the environment does not end it before."""
     seed: int | None = None

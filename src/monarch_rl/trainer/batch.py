@@ -41,7 +41,7 @@ class MicroBatch:
     lags: torch.Tensor
     """int64[N]: the version that the update starts from minus the one that drew the token."""
     kept: tuple[torch.Tensor, torch.Tensor] | None = None
-    """``(counts int64[N], ids int64[sum of counts])``: the ids that each token was drawn from, where the sampler cut
+    """``(counts int64[N], ids int32[sum of counts])``: the ids that each token was drawn from, where the sampler cut
     the others off."""
     routes: torch.Tensor | None = None
     """uint8 or uint16 [1, L, layers, k]: the experts by which the engine read each input, where they were kept."""
@@ -64,7 +64,7 @@ def pack(
         version: of the policy being updated.
 
     Raises:
-        ValueError: some episodes have kept sets or routes and others have not.
+        ValueError: some episodes have kept sets or routes and others have not, or routes of another number of tokens.
     """
     ids, positions, targets, trainable, logprobs, versions = [], [], [], [], [], []
     for episode in episodes:
@@ -105,12 +105,16 @@ def _kept(episodes: Sequence[Episode], device: torch.device) -> tuple[torch.Tens
     if not (found := _all_or_none(sets, "kept sets")):
         return None
     joined = KeptSets.join(found)
-    counts, ids = (torch.from_numpy(array.astype(np.int64)).to(device) for array in (joined.counts, joined.ids))
-    return counts, ids
+    return torch.from_numpy(joined.counts).long().to(device), torch.from_numpy(joined.ids).to(device)
 
 
 def _routes(episodes: Sequence[Episode], device: torch.device) -> torch.Tensor | None:
     found = _all_or_none([episode.routes for episode in episodes], "routes")
+    for episode, routes in zip(episodes, found, strict=False):  # none, or as many
+        if len(routes) != episode.num_tokens - 1:
+            raise ValueError(
+                f"an episode of {episode.num_tokens} tokens has routes of {len(routes)}: one less is right"
+            )
     return torch.from_numpy(np.concatenate(found)).unsqueeze(0).to(device) if found else None
 
 

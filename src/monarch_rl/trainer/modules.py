@@ -121,7 +121,7 @@ def _score(
     if kept is not None:
         counts_T, ids = kept
         left_out = torch.ones_like(logits, dtype=torch.bool)
-        left_out[torch.arange(len(counts_T), device=logits.device).repeat_interleave(counts_T), ids] = False
+        left_out[torch.arange(len(counts_T), device=logits.device).repeat_interleave(counts_T), ids.long()] = False
         with torch.no_grad():
             whole = logits.logsumexp(-1)
         logits = logits.masked_fill(left_out, float("-inf"))

@@ -84,9 +84,9 @@ def replaying(router: TokenChoiceTopKRouter.Config) -> ReplayRouter.Config:
 def moe_config(hf: dict[str, Any]) -> MoE.Config:
     """The experts and the router of one layer of a Qwen3-MoE.
 
-    The router is Hugging Face's: softmax over all experts in fp32, the k largest, divided by their sum with
-    ``norm_topk_prob``. torchtitan's own load balancing is off: it moves a bias of the router that Hugging Face's model,
-    and so the generator's, has not.
+    The router is Hugging Face's: softmax over all experts in fp32 (on a CPU in the compute dtype), the k largest,
+    divided by their sum with ``norm_topk_prob``. torchtitan's own load balancing is off: it moves a bias of the router
+    that Hugging Face's model, and so the generator's, has not.
     """
     dim, experts, top_k = hf["hidden_size"], num_experts(hf), hf["num_experts_per_tok"]
     router = make_router_config(

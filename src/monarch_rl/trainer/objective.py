@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -11,6 +12,9 @@ from monarch_rl.algorithms.mismatch import histogram
 from monarch_rl.trainer.batch import MicroBatch
 from monarch_rl.trainer.scored import Scored
 from monarch_rl.trainer.settings import LossSettings
+
+FAR_RATIO = 2.0
+"""A token whose ratio trainer / engine is beyond this factor, either way, is far off (also in ``tools/parity.py``)."""
 
 Sums = dict[str, torch.Tensor]
 """Sums over tokens, by metric name, scalars or vectors; ``tokens`` is the number of tokens summed over."""
@@ -48,6 +52,7 @@ def reinforcement(settings: LossSettings) -> Objective:
             "logprob_difference": histogram((old - behaviour)[on_policy]),
             "masked_nonfinite": (~keep).sum(),
             "kept_mass": scored.kept_mass[keep].sum(),
+            "ratio_outside": ((old - behaviour).abs() > math.log(FAR_RATIO)).sum(),
         }
         return (loss * importance * weights).sum(), sums
 

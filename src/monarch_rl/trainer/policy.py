@@ -112,6 +112,8 @@ class Policy:
             raise ValueError(f"trainer.routing {self.settings.routing} needs episodes with routes, these have none")
         if routes is not None and routes.shape[2] != len(self._routers):
             raise ValueError(f"routes are of {routes.shape[2]} layers, the model has experts in {len(self._routers)}")
+        if routes is not None and routes.shape[3] != self._routers[0].top_k:
+            raise ValueError(f"routes have {routes.shape[3]} experts a token, the model {self._routers[0].top_k}")
         for layer, router in enumerate(self._routers):
             router.routes_BLK = None if routes is None else routes[:, :, layer]
 

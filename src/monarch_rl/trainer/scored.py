@@ -29,7 +29,7 @@ class Drawn:
     """int64[N]."""
     temperature: float
     kept: tuple[torch.Tensor, torch.Tensor] | None
-    """``(counts int64[N], ids int64[sum of counts])``: the sets they were drawn from; None is the whole vocabulary."""
+    """``(counts int64[N], ids int32[sum of counts])``: the sets they were drawn from; None is the whole vocabulary."""
 
     def split(self, size: int) -> list[tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]]:
         """``(ids, kept)`` of up to ``size`` tokens each."""

@@ -10,6 +10,9 @@ from monarch_rl.algorithms.advantages import AdvantageName
 from monarch_rl.algorithms.aggregation import Aggregation
 from monarch_rl.model_folder import num_experts, sparse_layers
 
+Routing = Literal["own", "compare", "replay"]
+Checkpointing = Literal["none", "selective", "full"]
+
 
 @dataclass(frozen=True)
 class LossSettings:
@@ -55,7 +58,7 @@ class TrainerSettings:
     expert_parallel: int = 1
     """Ranks among which the experts of a mixture-of-experts model are divided, and to which tokens travel: a divisor
     of `ranks`. 1: every rank gathers all experts of a layer to compute it. More: less memory, more messages."""
-    routing: Literal["own", "compare", "replay"] = "own"
+    routing: Routing = "own"
     """Which experts compute a token of a mixture-of-experts model. `own`: those that the trainer's router chooses.
     `replay`: those by which the generator drew it (Keep Routing); they travel with the tokens, a byte for each layer
     and expert. `compare`: the router's own; the generator's travel too, to show how many differ."""
@@ -77,7 +80,7 @@ class TrainerSettings:
     """Gradients are scaled down to this global norm."""
     tokens_per_microbatch: int = 8192
     """Tokens of one forward pass of one rank, and the longest episode there can be. More takes more memory."""
-    activation_checkpoint: Literal["none", "selective", "full"] = "none"
+    activation_checkpoint: Checkpointing = "none"
     """torchtitan's activation checkpointing: less memory for a second forward pass."""
     logprob_chunk: int = 1024
     """Tokens whose logits over the whole vocabulary exist at one time (fp32)."""
