@@ -13,6 +13,7 @@ import pytest
 from monarch.actor import concurrent_endpoint
 
 from monarch_rl import pipeline
+from monarch_rl.adapter import LoraSettings
 from monarch_rl.episode import Group, Sampling
 from monarch_rl.runtime.cluster import Cluster, init_torch_distributed_env, launch
 from monarch_rl.trainer.actor import Trainer, TrainerPlan
