@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from monarch.actor import concurrent_endpoint
 
-from monarch_rl import pipeline
 from monarch_rl.adapter import LoraSettings
 from monarch_rl.episode import Group, Sampling
+from monarch_rl.generator.actor import Generator
+from monarch_rl.generator.router import Router
 from monarch_rl.runtime.cluster import Cluster, init_torch_distributed_env, launch
 from monarch_rl.trainer.actor import Trainer, TrainerPlan
 from monarch_rl.trainer.settings import Routing, TrainerSettings
@@ -122,6 +123,14 @@ def test_kept_sets_go_with_adapters(cluster: Cluster, tmp_path: Path) -> None:
     asyncio.run(go())
 
 
+class OwnWeights(Generator):
+    """Draws from the model as it is loaded: no version comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._verified.set()
+
+
 class InspectedTrainer(Trainer):
     """A trainer rank that also tells which experts computed each token."""
 
@@ -167,18 +176,12 @@ def test_replay_makes_up_for_other_numerics(cluster: Cluster, tmp_path: Path) ->
 
     async def go() -> None:
         mesh = cluster.spawn("coarse", 1, first_slot=7)
-        generator = mesh.spawn("coarse", pipeline.Generator)
+        generator = mesh.spawn("coarse", OwnWeights)
         await generator.setup.call_one(str(model), replace(ENGINES, dtype="bfloat16"), 0, routes=True)
         prompts = [[5, 6, 7, i] for i in range(8)]
         sampling = Sampling(200, routes_from=0)
-        drawn = (
-            await pipeline.Router([generator], 120.0).generate(prompts[0], sampling, 0),
-            *(
-                await asyncio.gather(
-                    *(pipeline.Router([generator], 120.0).generate(p, sampling, 0) for p in prompts[1:])
-                )
-            ),
-        )
+        router = Router([generator], 120.0)
+        drawn = await asyncio.gather(*(router.generate(prompt, sampling, 0) for prompt in prompts))
         episodes = [episode(prompt, one) for prompt, one in zip(prompts, drawn, strict=True)]
         groups = [Group(0, 0, [one]).to_bytes() for one in episodes]
         same: dict[str, float] = {}
