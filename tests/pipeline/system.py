@@ -62,7 +62,13 @@ class InspectedGenerator(Generator):
 
 
 async def start_inspected(
-    cluster: Cluster, model: Path, replicas: int, first_slot: int, name: str, tp: int = 1
+    cluster: Cluster,
+    model: Path,
+    replicas: int,
+    first_slot: int,
+    name: str,
+    tp: int = 1,
+    lora: LoraSettings = FULL_TRAINING,
 ) -> list[Any]:
     """Like ``pipeline.start_generators``, with inspected ones of ``tp`` ranks."""
     found = []
@@ -71,7 +77,7 @@ async def start_inspected(
         mesh = cluster.spawn(f"{name}{index}", 1, first_slot=slot, slots_per_process=tp)
         found.append(mesh.spawn(f"{name}{index}", InspectedGenerator))
     settings = replace(ENGINES, tp=tp)
-    await asyncio.gather(*(g.setup.call_one(str(model), settings, i) for i, g in enumerate(found)))
+    await asyncio.gather(*(g.setup.call_one(str(model), settings, i, lora) for i, g in enumerate(found)))
     return found
 
 
