@@ -51,8 +51,8 @@ class LoraSettings:
     def sends_merged(self, sparse: bool) -> bool:
         """Whether a version is not the adapters but the adapted weights with their adapters merged into them.
 
-        So it is with adapters on experts: SGLang computes them by Triton kernels alone (``FusedMoEWithLoRA``), whatever
-        its ``lora_backend`` is, and its scheduler ends at the first token on a CPU.
+        So it is with adapters on experts: SGLang 0.5.23 computes them on GPUs alone (``FusedMoEWithLoRA``), whatever
+        its ``lora_backend`` is; on a CPU its scheduler ends at the first token.
 
         Args:
             sparse: the model has layers with experts.
