@@ -12,11 +12,14 @@ from typing import Any, Literal, get_args
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 TARGETS: tuple[Target, ...] = get_args(Target)
 """The projections of a decoder layer that can be adapted, by their Hugging Face names."""
+MLP_TARGETS: tuple[Target, ...] = ("gate_proj", "up_proj", "down_proj")
+"""Of these, those that a mixture of experts has once in each expert."""
 
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """Low-rank adapters: only they are trained, and only they travel to the generators."""
+    """Low-rank adapters: only they are trained, and only they travel to the generators, or, with adapters on experts,
+    the weights that they have changed."""
 
     rank: int = 0
     """Rank of the adapters; 0 is full training. 1 to 32 were enough for reinforcement learning in `LoRA Without
@@ -25,7 +28,9 @@ class LoraSettings:
     alpha: float = 32.0
     """Adapters count alpha / rank. 32 whatever the rank is that paper's: the best rate hardly depends on the rank."""
     targets: tuple[Target, ...] = TARGETS
-    """The projections that get an adapter; all of them, for the same paper: attention alone learns less."""
+    """The projections that get an adapter; all of them, for the same paper: attention alone learns less. Of a mixture
+    of experts, gate_proj, up_proj and down_proj give each expert an adapter of its own, and a version is then the
+    weights with adapters merged into them, since the engine cannot serve such adapters on a CPU."""
     seed: int = 0
     """Of the first values of A. B starts at zero, so that training starts from the model as it is."""
 
@@ -42,6 +47,17 @@ class LoraSettings:
     def scaling(self) -> float:
         """What the product of B and A is multiplied by."""
         return self.alpha / self.rank
+
+    def sends_merged(self, sparse: bool) -> bool:
+        """Whether a version is not the adapters but the adapted weights with their adapters merged into them.
+
+        So it is with adapters on experts: SGLang 0.5.23 computes them on GPUs alone (``FusedMoEWithLoRA``), whatever
+        its ``lora_backend`` is; on a CPU its scheduler ends at the first token.
+
+        Args:
+            sparse: the model has layers with experts.
+        """
+        return sparse and self.rank > 0 and any(target in MLP_TARGETS for target in self.targets)
 
 
 FULL_TRAINING = LoraSettings()

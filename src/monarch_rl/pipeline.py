@@ -76,7 +76,7 @@ async def start_generators(
     """Spawn the generator replicas, one process mesh each, with their engines running.
 
     Args:
-        lora: the trainer's; with adapters, versions are adapters.
+        lora: the trainer's; with adapters, versions are adapters, or weights with adapters on experts merged.
         routes: they can tell by which experts they read each token.
     """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from monarch_rl.generator.load_report import LoadSheet, Refusal
-from monarch_rl.generator.load_staged import load, write_order
+from monarch_rl.generator.load_staged import load, load_part, verify_rest, write_order
 from tests.generator.helpers import Staging, checksums_of, manifest_of
 
 
@@ -52,11 +53,13 @@ class Rank:
         self.staging = Staging(weights)
         self.sheet = LoadSheet(self.staging.manifest, 1)
 
-    def load(self, version: int, weights: dict[str, torch.Tensor]) -> Refusal | None:
+    def load(
+        self, version: int, weights: dict[str, torch.Tensor], loader: Callable[..., None] = load
+    ) -> Refusal | None:
         self.staging.fill(version, weights)
         self.sheet.ask(checksums_of(weights))
         order = write_order(0, self.staging.area(version).handle, self.sheet.handle)
-        load(self.model, [(order, torch.empty(0))])
+        loader(self.model, [(order, torch.empty(0))])
         return self.sheet.judge()
 
 
@@ -126,6 +129,32 @@ def test_a_parameter_that_nothing_fills_is_named() -> None:
             self.bias = nn.Parameter(torch.zeros(3), requires_grad=False)
 
     assert "no tensor that was sent fills these parameters of the engine: bias" in error_of(Larger(), fused_weights())
+
+
+def test_a_version_in_part_needs_the_rest_to_be_verified() -> None:
+    """q and one of the experts' halves; the rest shares their parameters and has others."""
+    whole = fused_weights()
+    model = Fused()
+    assert Rank(model, whole).load(0, whole) is None
+    part = {name: x for name, x in fused_weights(1).items() if name == "q" or name.endswith("gate")}
+    others = {name: x for name, x in whole.items() if name not in part}
+    words = "no tensor that was sent fills these parameters of the engine"
+    assert f"{words}: vocabulary" in error_of(model, part)
+    sent = Rank(model, part)
+    refusal = sent.load(1, part, load_part)
+    assert refusal is not None
+    assert f"{words}, nor were they verified before the first version: vocabulary" in refusal.message
+    rest = Rank(model, others)
+    wrong = others | {"k": others["k"] + 1}
+    assert rest.load(0, wrong, verify_rest) == Refusal("1 of 4 tensors differ from the trainer's: k", differs=True)
+    assert rest.load(0, others, verify_rest) is None
+    for version in (1, 2, 3):
+        part = {name: x for name, x in fused_weights(version).items() if name in part}
+        assert sent.load(version, part, load_part) is None
+        assert sent.sheet.report().nbytes == sum(x.nbytes for x in part.values())
+        assert torch.equal(model.qk.data, torch.cat([part["q"], whole["k"]]))
+        assert torch.equal(model.experts.data[1], torch.cat([part["e1.gate"], whole["e1.up"]]))
+        assert torch.equal(model.vocabulary.data[:13], whole["vocabulary"])
 
 
 def test_a_parameter_stored_transposed_is_refused() -> None:

@@ -15,3 +15,13 @@ CASES: dict[str, tuple[str, LoraSettings]] = {
     "lora_moe": ("qwen3_moe", LoraSettings(rank=3, alpha=6.0, targets=("q_proj", "k_proj", "v_proj", "o_proj"))),
 }
 """Name of the run: model of reference.py, and settings."""
+EXPERT_CASES: dict[str, tuple[str, LoraSettings]] = {
+    "experts_all": ("moe", LoraSettings(rank=3, alpha=6.0)),
+    # Some layers dense: their MLP has one adapter.
+    "experts_mixed": ("moe_mixed", LoraSettings(rank=4, alpha=8.0, targets=("gate_proj", "down_proj"), seed=7)),
+    # Experts that never get a token: of two ranks that divide them, all of the second's.
+    "experts_starved": ("moe_starved", LoraSettings(rank=1, alpha=4.0, targets=("q_proj", "up_proj"))),
+}
+"""Adapters on experts: model of moe_reference.py, and settings."""
+EXPERT_LAYOUTS = {2: (1, 2), 4: (2,)}
+"""Ranks, and the degrees of expert parallelism tested on them."""

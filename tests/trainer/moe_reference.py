@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +75,9 @@ def load(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager")
 
 
-def make(folder: Path) -> None:
+def make(folder: Path, names: Sequence[str] = MODELS) -> None:
     """Write each model with its logits for some tokens."""
-    for seed, name in enumerate(MODELS):
+    for seed, name in enumerate(names):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32).eval()
         with torch.no_grad():

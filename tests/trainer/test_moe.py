@@ -188,13 +188,15 @@ def test_expert_parallelism_that_cannot_be_is_refused() -> None:
         check_experts(CONFIG | {"num_experts": 0}, TrainerSettings(ranks=2, expert_parallel=2))
 
 
-def test_adapters_on_experts_are_refused() -> None:
+def test_adapters_that_cannot_be_are_refused() -> None:
     attention = TrainerSettings(lora=LoraSettings(rank=2, targets=("q_proj", "o_proj")))
     check_experts(CONFIG, attention)
-    check_experts(CONFIG | {"num_experts": 0}, TrainerSettings(lora=LoraSettings(rank=2)))
-    with pytest.raises(ValueError, match=r"lora\.targets gate_proj, down_proj are projections of experts"):
-        lora = LoraSettings(rank=2, targets=("q_proj", "gate_proj", "down_proj"))
-        check_experts(CONFIG, TrainerSettings(lora=lora))
+    lora = LoraSettings(rank=2, targets=("q_proj", "gate_proj", "down_proj"))
+    for experts in (0, 8):
+        check_experts(CONFIG | {"num_experts": experts}, TrainerSettings(lora=lora))
+    words = r"gate_proj, down_proj are projections of experts, and trainer.ranks 4 is more than the 2 experts"
+    with pytest.raises(ValueError, match=words):
+        check_experts(CONFIG | {"num_experts": 2}, TrainerSettings(4, 2, lora=lora))
     deepseek = {"architectures": ["DeepseekV3ForCausalLM"], "n_routed_experts": 8, "first_k_dense_replace": 2}
     with pytest.raises(ValueError, match="adapters on the latent attention of a DeepSeek-V3 are not supported"):
         check_experts(CONFIG | deepseek, attention)

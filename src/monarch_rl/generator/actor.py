@@ -74,7 +74,7 @@ class Generator(ResilientActor):
         """Start the engine with the model's own weights as version 0; returns the seconds it took.
 
         Args:
-            lora: with a rank, versions are adapters of these settings.
+            lora: with a rank, versions are adapters of these settings, or weights that they are merged into.
             routes: requests may ask by which experts their tokens were read.
         """
         if self._engine is not None:

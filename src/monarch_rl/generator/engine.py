@@ -50,12 +50,15 @@ from monarch_rl.generator.settings import (
     ADAPTER,
     ADAPTER_LOADER,
     LOADER,
+    PART_LOADER,
+    PART_VERIFIER,
     VERIFIER,
     GeneratorSettings,
     check_served,
     cores_of_ranks,
     engine_arguments,
 )
+from monarch_rl.model_folder import sparse_layers
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import DeadlineExceeded, within
 from monarch_rl.weights.area import Area
@@ -134,6 +137,9 @@ class Engine:
         self._seeds = seeds
         self._adapted = False
         """Versions are an adapter's, which requests name."""
+        self._in_part = False
+        """Versions are some of the weights; the others are verified once, before."""
+        self._rest_verified = False
         self._version = 0
         self._ranks = settings.tp
         self._sheets: list[LoadSheet] = []
@@ -182,7 +188,8 @@ class Engine:
             settings: of all replicas.
             replica: this one's index; its random seed depends on it.
             lora: with a rank, versions are adapters: the model's own weights stay, and version 0 has an adapter of
-                zeros.
+                zeros. With adapters on experts they are the weights that have adapters, merged
+                (:meth:`~monarch_rl.adapter.LoraSettings.sends_merged`), and the other weights stay.
             routes: requests may ask by which experts their tokens were read. SGLang keeps that on the host for every
                 token of its KV cache: 4 bytes a layer and expert.
             extra: further SGLang ``ServerArgs``.
@@ -195,7 +202,12 @@ class Engine:
         config = json.loads(file.read_text()) if file.is_file() else None
         if config is not None:
             check_served(config, settings, on_gpu)
-        form = RouteForm(config or {}) if routes else None
+        elif routes:
+            raise ValueError(f"routes need a model folder, with config.json in it; {model_path} is none")
+        form = RouteForm(config) if config is not None and routes else None
+        in_part = config is not None and lora.rank > 0 and lora.sends_merged(bool(sparse_layers(config)))
+        if in_part:
+            lora = FULL_TRAINING  # SGLang is sent weights and hears of no adapter
         if Engine._in_this_process is not None:
             raise RuntimeError("there is an engine in this process already; SGLang keeps its settings per process")
         arguments = engine_arguments(model_path, settings, replica, on_gpu, lora) | extra
@@ -210,7 +222,7 @@ class Engine:
         # In SGLang's deterministic mode requests without a seed would all share one.
         seeds = random.Random(settings.random_seed + replica) if on_gpu and settings.deterministic else None
         Engine._in_this_process = started = cls(engine, launcher, replica, seeds, settings)
-        started._routes = form
+        started._routes, started._in_part = form, in_part
         if lora.rank:
             await started._add_adapter(lora, model_path)
         return started
@@ -423,7 +435,8 @@ class Engine:
             expected: the trainer's checksum of each tensor, signed 64-bit.
 
         Raises:
-            ValueError: the version is older than the one served, or ``expected`` is not of the manifest's tensors.
+            ValueError: the version is older than the one served, ``expected`` is not of the manifest's tensors, or the
+                version is some of the weights and the others were not verified.
             StillRunning: requests did not end in time under ``drain``. The version before is served on.
             CommitError: the engine could not load them. It stays paused; a later commit may succeed.
             WeightMismatch: its checksums differ from ``expected``. It stays paused.
@@ -432,13 +445,18 @@ class Engine:
         async with self._commit_lock:
             if version < self._version:
                 raise ValueError(f"version {version} is older than version {self._version}, which is served")
+            if self._in_part and not self._rest_verified:
+                raise ValueError(
+                    f"version {version} holds only the weights that have adapters, and the others are not known to be "
+                    "the trainer's: call verify_frozen() first"
+                )
             sheet = self._next_sheet(manifest)
             sheet.ask(expected)
             started = time.perf_counter()
             self._serving.clear()
             await self._settle_running(version)
             self._version = version
-            loader = ADAPTER_LOADER if self._adapted else LOADER
+            loader = ADAPTER_LOADER if self._adapted else PART_LOADER if self._in_part else LOADER
             await self._load(loader, area, sheet, f"version {version} is not served")
             cost, seconds = sheet.report(), time.perf_counter() - started
             return CommitReport(
@@ -446,10 +464,10 @@ class Engine:
             )
 
     async def verify_frozen(self, manifest: Manifest, expected: dict[str, int]) -> None:
-        """Compare the model's own weights, which adapters leave as they are, with the trainer's, where they lie.
+        """Compare the weights that no version holds, as they are not trained, with the trainer's, where they lie.
 
         Args:
-            manifest: of those weights, in the served dtype.
+            manifest: of those weights, in the served dtype: with adapters, all of the model's own.
             expected: the trainer's checksum of each, signed 64-bit.
 
         Raises:
@@ -461,8 +479,10 @@ class Engine:
             sheet, size = LoadSheet(manifest, self._ranks), Area(manifest.nbytes)  # no page of it is ever touched
             sheet.ask(expected)
             self._serving.clear()
+            self._rest_verified = False
             wrong = f"generator {self._replica} does not hold the model whose adapter is trained"
-            await self._load(VERIFIER, size.handle, sheet, wrong)
+            await self._load(PART_VERIFIER if self._in_part else VERIFIER, size.handle, sheet, wrong)
+            self._rest_verified = True
 
     async def _load(self, loader: str, area: bytes, sheet: LoadSheet, otherwise: str) -> None:
         """Let ``loader`` run on all ranks, and serve if what they hold is the trainer's; else raise ``otherwise``."""

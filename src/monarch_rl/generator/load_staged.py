@@ -19,6 +19,7 @@ import traceback
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import lru_cache, partial
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -89,6 +90,8 @@ class Plan:
 Planner = Callable[[torch.nn.Module, torch.Tensor, tuple[TensorSpec, ...]], Plan]
 """Loads a version from an area (uint8) for the first time, and says where everything went."""
 _plans: WeakKeyDictionary[torch.nn.Module, Plan] = WeakKeyDictionary()
+_seen: WeakKeyDictionary[torch.nn.Module, frozenset[str]] = WeakKeyDictionary()
+"""Parameters of which :func:`verify_rest` took the checksums."""
 _open = lru_cache(maxsize=2)(LoadSheet.open)
 _last: list[tuple[LoadSheet, int]] = []
 """The sheet of the last load, which says whether decoding may go on, and this rank's row in it."""
@@ -116,6 +119,16 @@ def verify(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tens
     Takes orders like :func:`load`. Of the area only the size counts: its bytes are neither read nor copied.
     """
     run_order(model, named_tensors, partial(_load_and_plan, write=False), copy=False)
+
+
+def load_part(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Like :func:`load`, of a version that fills some parameters: :func:`verify_rest` must have seen the rest."""
+    run_order(model, named_tensors, partial(_load_and_plan, rest=_Rest.VERIFIED))
+
+
+def verify_rest(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Like :func:`verify`, of some of the parameters: those that no version fills."""
+    run_order(model, named_tensors, partial(_load_and_plan, write=False, rest=_Rest.TO_COME), copy=False)
 
 
 def run_order(
@@ -258,12 +271,25 @@ class _Copies(TorchDispatchMode):
         return parts if whole is not None and whole.shape == source.shape else []
 
 
+class _Rest(Enum):
+    """What the parameters are that a set of tensors leaves alone."""
+
+    REFUSED = "there may be none"
+    TO_COME = "every version will fill them"
+    VERIFIED = "their checksums have been taken, to be compared, and nothing has changed them since"
+
+
 def _load_and_plan(
-    model: torch.nn.Module, area: torch.Tensor, specs: tuple[TensorSpec, ...], write: bool = True
+    model: torch.nn.Module,
+    area: torch.Tensor,
+    specs: tuple[TensorSpec, ...],
+    write: bool = True,
+    rest: _Rest = _Rest.REFUSED,
 ) -> Plan:
     """Load through the model's own loader and note where everything went, or would go.
 
-    Raises UnsupportedModel where a later commit could not simply copy, or the checksum not be compared.
+    Raises UnsupportedModel where a later commit could not simply copy, or the checksum not be compared, or where the
+    parameters that are left alone are not what ``rest`` says.
     """
     parameters = {p.untyped_storage().data_ptr(): name for name, p in model.named_parameters()}
     dtypes = {parameter.dtype for parameter in model.parameters()}
@@ -281,9 +307,16 @@ def _load_and_plan(
             f"{list_names(f'{name} ({how})' for name, how in copies.converted.items())}"
         )
     places = tuple(_place(area, specs, destination, source) for destination, source in copies.seen)
-    untouched = [name for name in parameters.values() if name not in copies.written]
+    if rest is _Rest.TO_COME:
+        _seen[model] = frozenset(copies.written)
+        return plan_of(model, specs, places, None)
+    verified = _seen.get(model, frozenset()) if rest is _Rest.VERIFIED else frozenset()
+    untouched = [name for name in parameters.values() if name not in copies.written | verified]
     if untouched:
-        raise UnsupportedModel(f"no tensor that was sent fills these parameters of the engine: {list_names(untouched)}")
+        nor = ", nor were they verified before the first version" if rest is _Rest.VERIFIED else ""
+        raise UnsupportedModel(
+            f"no tensor that was sent fills these parameters of the engine{nor}: {list_names(untouched)}"
+        )
     # Some models compute from their parameters; their load_weights calls this itself.
     return plan_of(model, specs, places, getattr(model, "post_load_weights", None))
 

@@ -82,6 +82,10 @@ ADAPTER_LOADER = "monarch_rl.generator.load_adapter.load"
 """What it runs instead if versions are adapters."""
 VERIFIER = "monarch_rl.generator.load_staged.verify"
 """What it runs to tell checksums of the weights that it holds, and load nothing."""
+PART_LOADER = "monarch_rl.generator.load_staged.load_part"
+"""What it runs to load a version that is only some of the weights."""
+PART_VERIFIER = "monarch_rl.generator.load_staged.verify_rest"
+"""What it runs to tell checksums of those that no such version holds."""
 ADAPTER = "policy"
 """SGLang's name of the adapter that versions overwrite."""
 CPU_KV_TOKENS = 65_536
@@ -94,7 +98,7 @@ def engine_arguments(
     """SGLang ``ServerArgs`` for a token-in token-out engine that serves version 0.
 
     Args:
-        lora: the adapter that it serves, if its rank is above 0.
+        lora: the adapter that it serves beside the model's weights, if its rank is above 0.
     """
     arguments: dict[str, object] = {
         "model_path": model_path,
@@ -103,7 +107,7 @@ def engine_arguments(
         "max_running_requests": settings.max_running_requests,
         "random_seed": settings.random_seed + replica,
         "weight_version": "0",
-        "custom_weight_loader": [LOADER, ADAPTER_LOADER, VERIFIER],
+        "custom_weight_loader": [LOADER, ADAPTER_LOADER, VERIFIER, PART_LOADER, PART_VERIFIER],
         "tp_size": settings.tp,
         "sleep_on_idle": True,
         "log_level": "error",

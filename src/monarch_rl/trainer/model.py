@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import shutil
 import types
+from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,15 @@ from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
 from monarch_rl.adapter import tensor_names
 from monarch_rl.model_folder import ARCHITECTURES, TEXT_FILES, read_config, saved_dtype, sparse_layers
-from monarch_rl.trainer.lora import adapt_config, draw_adapters, drop_adapters, merge, save_adapter
+from monarch_rl.trainer.lora import (
+    adapt_config,
+    draw_adapters,
+    drop_adapters,
+    merge,
+    merged,
+    name_adapters,
+    save_adapter,
+)
 from monarch_rl.trainer.mla import deepseek_layers
 from monarch_rl.trainer.modules import HalfRotaryEmbedding, LogprobHead, PackedAttention
 from monarch_rl.trainer.moe import moe_config
@@ -43,8 +53,8 @@ from monarch_rl.trainer.settings import TrainerSettings, check_experts
 SPMD_BACKEND = "partial_dtensor"
 """torchtitan's default backend fails in ``fully_shard`` with torch 2.13; this one runs with 2.13 and 2.14."""
 
-_ADAPTER = re.compile(r"\.lora_[ab]\.weight$")
-"""torchtitan's names of adapters, which no model folder holds."""
+_ADAPTER = re.compile(r"[._]lora_[ab](\.weight)?$")
+"""The module's names of adapters, which no model folder holds: of projections, and of stacked experts."""
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 """In Hugging Face's name of an expert's tensor."""
 _LOADED = {"weight": skip_param_init}
@@ -173,7 +183,8 @@ def _rope(hf: dict[str, Any], head_dim: int) -> HalfRotaryEmbedding.Config:
 class ShardedModel:
     """A torchtitan model with the weights of a Hugging Face folder, sharded by FSDP2 over all ranks.
 
-    With adapters (``settings.lora``) those weights are frozen and the adapters alone are trained and published.
+    With adapters (``settings.lora``) those weights are frozen and the adapters alone are trained and published; with
+    adapters on experts, the weights that have some are, merged (:attr:`sends_merged`).
 
     Needs an initialised torch.distributed world; every method is called by all ranks together.
     """
@@ -183,6 +194,8 @@ class ShardedModel:
         self.hf_config = read_config(folder)
         self.lora = settings.lora
         check_experts(self.hf_config, settings)
+        self.sends_merged = self.lora.sends_merged(bool(sparse_layers(self.hf_config)))
+        """A version is the adapted weights with their adapters merged into them, and nothing else."""
         on_gpu = device.type == "cuda"
         config = model_config(self.hf_config, logprob_chunk=settings.logprob_chunk, on_gpu=on_gpu)
         if self.lora.rank:
@@ -222,8 +235,10 @@ class ShardedModel:
             "deepseek_v3": DeepSeekV3StateDictAdapter,
         }
         self._adapter: StateDictAdapter = adapters[kind](config, None)
+        if self.lora.rank:
+            name_adapters(self._adapter)
         self._load()
-        draw_adapters(self.adapter_state(), self.lora.seed)
+        draw_adapters(self.adapter_state(), self.adapter_tensors(), self.lora.seed)
 
     def _load(self) -> None:
         state = self.hf_state()
@@ -241,7 +256,7 @@ class ShardedModel:
 
         The storage stays the same across steps.
         """
-        return self._adapter.to_hf(self.module.state_dict())
+        return self._adapter.to_hf(self._own_state(adapters=False))
 
     def hf_tensors(self) -> list[tuple[str, tuple[int, ...]]]:
         """All of the model's own tensors as ``(name, shape)``, the same on all ranks.
@@ -249,8 +264,23 @@ class ShardedModel:
         Not all of them are in :meth:`hf_state` of each rank: experts are whole tensors of one rank where there are
         enough for all ranks.
         """
+        return self._tensors(self._own_state(adapters=False))
+
+    def adapter_state(self) -> dict[str, torch.Tensor]:
+        """This rank's shards of the adapters under peft's names; empty without. The storage stays the same."""
+        return self._adapter.to_hf(self._own_state(adapters=True))
+
+    def adapter_tensors(self) -> list[tuple[str, tuple[int, ...]]]:
+        """All adapters as ``(name, shape)``, the same on all ranks; of experts, like :meth:`hf_tensors`."""
+        return self._tensors(self._own_state(adapters=True))
+
+    def _own_state(self, *, adapters: bool) -> dict[str, torch.Tensor]:
+        """The adapters or all else, under the module's own names."""
+        return {key: value for key, value in self.module.state_dict().items() if bool(_ADAPTER.search(key)) == adapters}
+
+    def _tensors(self, state: dict[str, torch.Tensor]) -> list[tuple[str, tuple[int, ...]]]:
         tensors: list[tuple[str, tuple[int, ...]]] = []
-        for key, value in self.module.state_dict().items():
+        for key, value in state.items():
             names = list(self._adapter.to_hf({key: value}))
             if names and _EXPERT.search(names[0]):
                 experts = range(value.shape[0])
@@ -259,22 +289,23 @@ class ShardedModel:
                 tensors.append((names[0], tuple(value.shape)))
         return tensors
 
-    def adapter_state(self) -> dict[str, DTensor]:
-        """This rank's shards of the adapters under peft's names; empty without. The storage stays the same."""
-        state = self.module.state_dict()
-        adapters: dict[str, DTensor] = {}
-        for name in state:
-            if name.endswith(".lora_a.weight"):
-                module = name.removesuffix(".lora_a.weight")
-                (weight,) = self._adapter.to_hf({f"{module}.weight": state[f"{module}.weight"]})
-                name_a, name_b = tensor_names(weight)
-                adapters[name_a], adapters[name_b] = state[name], state[f"{module}.lora_b.weight"]
-        return adapters
+    def _whole_adapters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Gathered one by one, those of all experts of a layer together; all ranks go through it together."""
+        for key, value in self._own_state(adapters=True).items():
+            assert isinstance(value, DTensor)
+            names = [name for name, _ in self._tensors({key: value})]
+            whole = value.full_tensor()
+            yield from zip(names, whole if _EXPERT.search(names[0]) else [whole], strict=True)
 
     def published_state(self) -> dict[str, torch.Tensor]:
-        """This rank's shards of what a version consists of: the adapters alone if there are some, else all weights."""
+        """This rank's shards of what a version consists of: the adapters alone if there are some, else all weights.
+
+        Where it :attr:`sends_merged`, the weights that have adapters, as they are without: see :meth:`merged`.
+        """
+        if self.sends_merged:
+            return self._adapted[0]
         if self.lora.rank:
-            return dict(self.adapter_state())
+            return self.adapter_state()
         # A buffer, the bias of a router, lies whole on every rank: the first one sends it.
         first = dist.get_rank() == 0
         return {
@@ -285,9 +316,22 @@ class ShardedModel:
 
     def published_tensors(self) -> list[tuple[str, tuple[int, ...]]]:
         """What a version consists of as ``(name, shape)``, the same on all ranks."""
-        if self.lora.rank:
-            return [(name, tuple(value.shape)) for name, value in self.adapter_state().items()]
-        return self.hf_tensors()
+        adapters = self.adapter_tensors()
+        if self.sends_merged:
+            names = {name for name, _ in adapters}
+            return [(name, shape) for name, shape in self.hf_tensors() if tensor_names(name)[0] in names]
+        return adapters if self.lora.rank else self.hf_tensors()
+
+    @cached_property
+    def _adapted(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """The weights that have adapters, and those: looked up once, as the storage stays the same."""
+        adapters = self.adapter_state()
+        return {name: w for name, w in self.hf_state().items() if tensor_names(name)[0] in adapters}, adapters
+
+    def merged(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """This rank's shards of the weights that have adapters, with these added, fp32. All ranks go through it
+        together."""
+        return merged(*self._adapted, self.lora.scaling)
 
     def save(self, folder: Path, rank: int) -> None:
         """Write a Hugging Face folder: safetensors in the dtype of the source folder, config and tokenizer.
@@ -301,9 +345,8 @@ class ShardedModel:
         dtype = TORCH_DTYPE_MAP.get(saved_dtype(self.hf_config), torch.float32)
         weights = self.hf_state()
         if self.lora.rank:
-            adapters = self.adapter_state()
-            weights = merge(weights, adapters, self.lora.scaling)
-            save_adapter(adapter_folder(folder), adapters, self.lora, self.folder, write=rank == 0)
+            weights = merge(weights, self.adapter_state(), self.lora.scaling)
+            save_adapter(adapter_folder(folder), self._whole_adapters(), self.lora, self.folder, write=rank == 0)
         state = {name: value.to(dtype) for name, value in weights.items()}
         writer = HuggingFaceStorageWriter(path=str(folder), save_distributed=True, enable_consolidation=True)
         dcp.save(state, storage_writer=writer)

@@ -1,7 +1,7 @@
 """Mixture-of-experts layers of Qwen3-MoE, in torchtitan's classes.
 
 Shapes: R tokens that reach this rank's experts (each once for every expert that it goes to), D width, F width of an
-expert, E experts of this rank.
+expert, E experts of this rank; of one projection I width in and O width out, r rank of its adapter.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed.tensor import DTensor
+from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.config_utils import make_moe_config, make_router_config, make_token_dispatcher_config
 from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, TokenChoiceTopKRouter
 from torchtitan.models.common.param_init import skip_param_init
 
+from monarch_rl.adapter import LoraSettings
 from monarch_rl.model_folder import num_experts
 
 
@@ -27,14 +30,83 @@ class ExactExperts(GroupedExperts):
         pass
 
     def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
-        w1, w2, w3 = (
-            (weight.to_local() if isinstance(weight, DTensor) else weight).transpose(-2, -1)
-            for weight in (self.w1_EFD, self.w2_EDF, self.w3_EFD)
-        )
-        ends = torch.cumsum(num_tokens_per_expert_E, dim=0, dtype=torch.int32)
-        gate_RF = F.silu(self._grouped_mm(A=x_RD, B_t=w1, offs=ends))
-        up_RF = self._grouped_mm(A=x_RD, B_t=w3, offs=ends)
-        return self._grouped_mm(A=gate_RF * up_RF, B_t=w2, offs=ends)
+        ends_E = torch.cumsum(num_tokens_per_expert_E, dim=0, dtype=torch.int32)
+        gate_RF = F.silu(self._project("w1_EFD", x_RD, ends_E))
+        return self._project("w2_EDF", gate_RF * self._project("w3_EFD", x_RD, ends_E), ends_E)
+
+    def _project(self, name: str, x_RI: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+        """By the weights of that name, of each expert for its own rows."""
+        return self._grouped_mm(A=x_RI, B_t=self._local(name).transpose(-2, -1), offs=ends_E)
+
+    def _local(self, name: str) -> torch.Tensor:
+        weight: torch.Tensor = getattr(self, name)
+        return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+EXPERT_TARGETS = {"gate_proj": "w1_EFD", "up_proj": "w3_EFD", "down_proj": "w2_EDF"}
+"""The parameter that stacks the experts' weights of each projection."""
+GROUPED_ROW_BYTES = 16
+"""Of which ``torch._grouped_mm`` wants a multiple in each row of what it is given."""
+
+
+def adapter_parameters(weight: str) -> tuple[str, str]:
+    """The names of A and B for such a parameter."""
+    stem = weight.partition("_")[0]
+    return f"{stem}_lora_a", f"{stem}_lora_b"
+
+
+class AdaptedExperts(ExactExperts):
+    """Experts each with a low-rank adapter on some projections: ``W x + alpha / rank * B (A x)``, W frozen.
+
+    A ``[E, r, I]`` and B ``[E, O, r]`` are stacked, divided among ranks and sharded as the weights are.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ExactExperts.Config):
+        rank: int
+        alpha: float
+        targets: tuple[str, ...]
+        """Names of the weights that have adapters."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._scaling = config.alpha / config.rank
+        self._targets = config.targets
+        for parameter in self.parameters():
+            parameter.requires_grad_(False)
+        for name in config.targets:
+            experts, rows, columns = getattr(self, name).shape
+            name_a, name_b = adapter_parameters(name)
+            self.register_parameter(name_a, nn.Parameter(torch.empty(experts, config.rank, columns)))
+            self.register_parameter(name_b, nn.Parameter(torch.empty(experts, rows, config.rank)))
+
+    def parallelize(self, parallel_dims: ParallelDims) -> None:
+        sharding = self._sharding_config
+        if sharding is not None:
+            layouts = sharding.state_shardings
+            layouts.update({adapter: layouts[name] for name in self._targets for adapter in adapter_parameters(name)})
+        super().parallelize(parallel_dims)
+
+    def _project(self, name: str, x_RI: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+        projected_RO = super()._project(name, x_RI, ends_E)
+        if name not in self._targets:
+            return projected_RO
+        a_ErI, b_EOr = (self._local(adapter) for adapter in adapter_parameters(name))
+        # grouped_mm takes rows of whole 16 bytes: zeros fill up the rank.
+        padding = -a_ErI.shape[1] % (GROUPED_ROW_BYTES // a_ErI.element_size())
+        a_ErI, b_EOr = F.pad(a_ErI, (0, 0, 0, padding)), F.pad(b_EOr, (0, padding))
+        low_Rr = self._grouped_mm(A=x_RI, B_t=a_ErI.transpose(-2, -1), offs=ends_E)
+        added_RO = self._grouped_mm(A=low_Rr, B_t=b_EOr.transpose(-2, -1), offs=ends_E)
+        return torch.add(projected_RO, added_RO, alpha=self._scaling)
+
+
+def adapted_experts(experts: GroupedExperts.Config, lora: LoraSettings) -> AdaptedExperts.Config:
+    """The same experts with adapters on the settings' targets; one of these must be a projection of experts."""
+    targets = tuple(EXPERT_TARGETS[target] for target in lora.targets if target in EXPERT_TARGETS)
+    kept = {field.name: getattr(experts, field.name) for field in fields(experts) if field.init}
+    adapters = [adapter for name in targets for adapter in adapter_parameters(name)]
+    kept["param_init"] = {**(experts.param_init or {}), **dict.fromkeys(adapters, skip_param_init)}
+    return AdaptedExperts.Config(**kept, rank=lora.rank, alpha=lora.alpha, targets=targets)
 
 
 class ReplayRouter(TokenChoiceTopKRouter):

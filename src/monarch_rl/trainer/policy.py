@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -203,19 +203,24 @@ class Policy:
     def owned_runs(self) -> tuple[list[tuple[str, tuple[int, ...]]], list[tuple[str, int, int]]]:
         """All tensors of a version as ``(name, shape)``, and this rank's ``(name, first element, elements)``.
 
-        With adapters a version is the adapters alone, under peft's names.
+        With adapters a version is the adapters alone, under peft's names; with adapters on experts, the weights that
+        have some.
         """
         runs = [(name, start, local.numel()) for name, (local, start) in self._published.items()]
         return self.model.published_tensors(), runs
 
     def frozen_checksums(self, dtype: torch.dtype) -> tuple[list[tuple[str, tuple[int, ...]]], list[int]]:
-        """The model's own weights under adapters as ``(name, shape)``, and of each, as served in ``dtype``, this rank's
-        part of the checksum, signed 64-bit. None without adapters: then all weights are sent and verified."""
+        """The weights that no version holds as ``(name, shape)``, and of each, as served in ``dtype``, this rank's part
+        of the checksum, signed 64-bit: with adapters all of the model's own, or those without any where the others are
+        sent merged. None without adapters: then all weights are sent and verified."""
         if not self.settings.lora.rank:
             return [], []
-        state, tensors = self.model.hf_state(), self.model.hf_tensors()
+        sent = dict(self.model.published_tensors())
+        tensors = [(name, shape) for name, shape in self.model.hf_tensors() if name not in sent]
         sums = dict.fromkeys((name for name, _ in tensors), 0)
-        for name, value in state.items():
+        for name, value in self.model.hf_state().items():
+            if name in sent:
+                continue
             local, start = local_run(value)
             first_row = start // (value.numel() // value.shape[0])
             if local.numel():  # small models have fewer rows than there are ranks
@@ -227,17 +232,25 @@ class Policy:
         """:meth:`local_run` of what a version consists of: looked up once, as the storage stays the same."""
         return {name: local_run(value) for name, value in self.model.published_state().items()}
 
+    def _values(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What this rank sends of a version, fp32. All ranks go through it together."""
+        if self.model.sends_merged:
+            yield from self.model.merged()
+        else:
+            yield from ((name, local) for name, (local, _) in self._published.items())
+
     def snapshot(self, manifest: Manifest, views: Sequence[torch.Tensor]) -> None:
         """Copy this rank's shards, in the served dtype, to where they are sent from.
 
         Args:
             views: flat uint8, one for each of the manifest's shards of this rank.
         """
+        specs = [manifest.tensors[shard.tensor] for shard in manifest.shards[self.rank]]
+        places = {spec.name: view.view(spec.dtype) for spec, view in zip(specs, views, strict=True)}
         with torch.no_grad():
-            for shard, view in zip(manifest.shards[self.rank], views, strict=True):
-                spec = manifest.tensors[shard.tensor]
-                local = self._published[spec.name][0]
-                view.view(spec.dtype).view(local.shape).copy_(local)
+            for name, local in self._values():
+                if name in places:  # small models have fewer rows than there are ranks
+                    places[name].view(local.shape).copy_(local)
         if self.device.type != "cpu":  # others read it, and the next step changes what it is copied from
             torch.accelerator.synchronize(self.device)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from monarch_rl.adapter import FULL_TRAINING, LoraSettings
+from monarch_rl.adapter import FULL_TRAINING, MLP_TARGETS, LoraSettings
 from monarch_rl.algorithms.advantages import AdvantageName
 from monarch_rl.algorithms.aggregation import Aggregation
 from monarch_rl.model_folder import num_experts, sparse_layers
@@ -132,10 +132,12 @@ def check_experts(config: dict[str, Any], settings: TrainerSettings) -> None:
     experts, lora = num_experts(config), settings.lora
     if lora.rank and config["architectures"][0] == "DeepseekV3ForCausalLM":
         raise ValueError("trainer.lora: adapters on the latent attention of a DeepSeek-V3 are not supported")
-    if lora.rank and (on_experts := [name for name in lora.targets if name in ("gate_proj", "up_proj", "down_proj")]):
+    if lora.sends_merged(sparse=True) and ranks > experts:
+        on_experts = ", ".join(name for name in lora.targets if name in MLP_TARGETS)
         raise ValueError(
-            f"trainer.lora.targets {', '.join(on_experts)} are projections of experts, which cannot have adapters: "
-            f"choose some of q_proj, k_proj, v_proj, o_proj"
+            f"trainer.lora.targets {on_experts} are projections of experts, and trainer.ranks {ranks} is more than the "
+            f"{experts} experts: the adapter of one expert cannot be shared among ranks. Take at most {experts} ranks, "
+            "or some of q_proj, k_proj, v_proj, o_proj"
         )
     if experts % degree:
         raise ValueError(f"{experts} experts cannot be shared equally by trainer.expert-parallel {degree}")

@@ -1,0 +1,72 @@
+"""Adapters on experts, between a trainer that divides these among ranks and engines that serve the merged weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from safetensors.torch import save_file
+
+from monarch_rl.adapter import LoraSettings
+from monarch_rl.runtime.cluster import Cluster, launch
+from monarch_rl.weights.transport import TransportName
+from tests.generator.helpers import make_model, weights_in
+from tests.pipeline.held import held_by_all, same_bits
+from tests.pipeline.system import TRANSFER, System, start_inspected
+from tests.pipeline.test_experts_in_flight import LOGPROB_BOUND
+
+LORA = LoraSettings(rank=3, alpha=6.0, targets=("q_proj", "gate_proj", "down_proj"))
+"""q lies in one parameter of the engine with k and v, gate with up: of both a part is sent."""
+CHANGED = "model.layers.1.self_attn.v_proj.weight"
+"""What another model differs in."""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with launch() as cluster:
+        assert cluster is not None
+        yield cluster
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("degree", "tp", "first_slot", "transports"),
+    [(1, 1, 4, ("collective", "shared_memory")), (2, 2, 5, ("rdma", "collective"))],
+)
+def test_the_weights_with_adapters_travel_merged_and_no_others(
+    cluster: Cluster, tmp_path: Path, degree: int, tp: int, first_slot: int, transports: tuple[TransportName, ...]
+) -> None:
+    """What engines hold of the whole model is what the trainer saves, bit for bit; and a model that differs in what
+    does not travel is refused."""
+    model, other = (make_model(tmp_path / name, "moe") for name in ("model", "other"))
+    weights = weights_in(other)
+    weights[CHANGED][0, 0] += 1
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+
+    async def go() -> None:
+        generators = await start_inspected(cluster, model, 1, first_slot, f"merged{tp}", tp, LORA)
+        refusal = rf"generator 0 does not hold the model whose adapter is trained: 1 of \d+ tensors .*: {CHANGED}"
+        with pytest.raises(Exception, match=refusal):
+            await System.start(cluster, other, generators, lr=1e-2, lora=LORA, expert_parallel=degree)
+        system = await System.start(cluster, model, generators, lr=1e-2, lora=LORA, expert_parallel=degree)
+        sent = {name for name in weights if name.split(".")[-2] in LORA.targets}
+        assert set(system.publisher.manifest.names) == sent
+        assert await system.mismatch(seed=0) < LOGPROB_BOUND
+        before = await held_by_all(system, tmp_path)
+        for transport in transports:
+            await system.publish_by(replace(TRANSFER, transport=transport))
+            await system.step(seed=system.version)
+            report = system.publisher.last
+            assert report is not None and report.version == system.version
+            assert report.sent_bytes == sum(weights[name].nbytes for name in sent)
+            assert await system.mismatch(seed=100 + system.version) < LOGPROB_BOUND
+            after = await held_by_all(system, tmp_path)
+            assert {name for name in after if not same_bits(before[name], after[name])} == sent
+            before = after
+        await system.trainer.close.call()
+        await generators[0].shutdown.call_one()
+
+    asyncio.run(go())
