@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -30,6 +30,9 @@ from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.lifetime import die_with_parent
 from monarch_rl.runtime.network import free_port
 from monarch_rl.trainer.settings import TrainerSettings
+
+if TYPE_CHECKING:
+    from monarch_rl.generator.engine import Engine
 
 NEAR_ZERO = 1e-3
 """Temperature at which tokens that were drawn greedily are scored: one that is the trainer's most likely, too, then has
@@ -164,17 +167,22 @@ async def _draw(
     starting = Engine.start(str(model), settings, routes=routes)
     engine = await within(settings.start_deadline_s, starting, "the engine to start", on="the engine")
     try:
-        for index, lot in enumerate(lots):
-            sampling = replace(lot.sampling, routes_from=0 if routes else None)
-            drawing = asyncio.gather(*(engine.generate(prompt, sampling) for prompt in lot.prompts))
-            drawn = await within(deadline_s, drawing, f"{len(lot.prompts)} {lot.name} sequences", on="the engine")
-            episodes = [
-                Episode([Turn.from_completion(prompt, one)], 0.0, one.finish_reason, routes=one.routes)
-                for prompt, one in zip(lot.prompts, drawn, strict=True)
-            ]
-            (folder / lot.name).write_bytes(Group(index, index, episodes).to_bytes())
+        what = f"{sum(len(lot.prompts) for lot in lots)} sequences of all lots"
+        await within(deadline_s, _draw_all(folder, engine, lots, routes), what, on="the engine")
     finally:
         await engine.shutdown()
+
+
+async def _draw_all(folder: Path, engine: Engine, lots: Sequence[Lot], routes: bool) -> None:
+    for index, lot in enumerate(lots):
+        sampling = replace(lot.sampling, routes_from=0 if routes else None)
+        # waits: within _draw's deadline
+        drawn = await asyncio.gather(*(engine.generate(prompt, sampling) for prompt in lot.prompts))
+        episodes = [
+            Episode([Turn.from_completion(prompt, one)], 0.0, one.finish_reason, routes=one.routes)
+            for prompt, one in zip(lot.prompts, drawn, strict=True)
+        ]
+        (folder / lot.name).write_bytes(Group(index, index, episodes).to_bytes())
 
 
 # ---- the trainer's side --------------------------------------------------------------------------------------

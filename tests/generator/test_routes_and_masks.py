@@ -9,12 +9,13 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from monarch_rl.episode import Completion, GenerationError, Sampling
-from monarch_rl.generator.answers import RouteForm
+from monarch_rl.episode import Completion, DrawLost, GenerationError, Sampling
+from monarch_rl.generator.answers import RouteForm, to_completion
 from monarch_rl.generator.engine import Engine
 from monarch_rl.generator.settings import InFlight
 from tests.generator.conftest import SETTINGS
@@ -143,6 +144,19 @@ def test_routes_and_kept_sets_across_commits(
     check_kept(drawn, PROMPT, Reading(expected, logprobs), 20)
 
 
+def test_a_lost_kept_set_costs_its_request() -> None:
+    """SGLang ends a request whose token it finds outside its record of the set; other aborts are no such thing."""
+
+    def aborted(message: str) -> dict[str, Any]:
+        return {"meta_info": {"finish_reason": {"type": "abort", "message": message}}, "output_ids": []}
+
+    with pytest.raises(DrawLost, match="outside its captured"):
+        to_completion(aborted("The sampling backend selected a token outside its captured sampling support."))
+    with pytest.raises(GenerationError) as caught:
+        to_completion(aborted("Aborted by AbortReq."))
+    assert not isinstance(caught.value, DrawLost)
+
+
 def test_what_the_engine_cannot_tell_is_refused(engine: Engine, run: LoopThread) -> None:
     with pytest.raises(GenerationError, match="min_p only without a seed"):
         run(engine.generate(PROMPT, Sampling(top_k=5, min_p=0.1, seed=1)))
@@ -167,5 +181,7 @@ def test_routes_of_another_sequence_are_refused() -> None:
         form.read(told, 4)
     with pytest.raises(GenerationError, match="by experts 300 to 301, the model has 300"):
         form.read(np.asarray([300, 301], np.int32).reshape(1, 1, 2).repeat(4, 1), 1)
+    with pytest.raises(GenerationError, match="an expert twice"):
+        form.read(np.zeros((3, 4, 2), np.int32), 3)
     with pytest.raises(ValueError, match="has no experts"):
         RouteForm(config | {"architectures": ["Qwen3ForCausalLM"]})

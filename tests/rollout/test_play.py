@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from monarch_rl.episode import Completion, Episode, Sampling
+from monarch_rl.episode import Completion, DrawLost, Episode, Sampling
 from monarch_rl.rollout.environment import Message, SingleTurn, StepResult
 from monarch_rl.rollout.play import EpisodeFailed, all_or_none, episode_seed, play
 from monarch_rl.rollout.scoring import ScorerBroken, ScoringFailed
@@ -211,3 +211,12 @@ def test_routes_of_all_turns_are_asked_for_once_and_follow_each_other(tokenizer:
     np.testing.assert_array_equal(episode.routes[:, 1, 2], np.arange(episode.num_tokens - 1))
     with pytest.raises(ValueError, match="turn 0 .* routes of .* were asked for"):
         run(play(Guessing(), Routing(lost=1), tokenizer, sampling, 0, SETTINGS))
+
+
+def test_a_lost_kept_set_costs_its_episode(tokenizer: Tokenizer) -> None:
+    class Losing:
+        async def generate(self, prompt_ids: list[int], sampling: Sampling, group: int) -> Completion:
+            raise DrawLost("the engine ended the request")
+
+    with pytest.raises(EpisodeFailed, match="could not tell a token's kept set"):
+        run(play(Guessing(), Losing(), tokenizer, Sampling(), 0, SETTINGS))
