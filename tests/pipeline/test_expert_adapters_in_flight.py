@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 from safetensors.torch import save_file
 
 from monarch_rl.adapter import LoraSettings
-from monarch_rl.runtime.cluster import Cluster, launch
+from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.weights.transport import TransportName
 from tests.generator.helpers import make_model, weights_in
 from tests.pipeline.held import held_by_all, same_bits
@@ -22,13 +21,6 @@ LORA = LoraSettings(rank=3, alpha=6.0, targets=("q_proj", "gate_proj", "down_pro
 """q lies in one parameter of the engine with k and v, gate with up: of both a part is sent."""
 CHANGED = "model.layers.1.self_attn.v_proj.weight"
 """What another model differs in."""
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with launch() as cluster:
-        assert cluster is not None
-        yield cluster
 
 
 @pytest.mark.slow

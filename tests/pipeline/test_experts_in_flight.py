@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 
 from monarch_rl import pipeline
-from monarch_rl.runtime.cluster import Cluster, launch
+from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.runtime.deadlines import Patience
 from monarch_rl.weights.checksum import signed
 from monarch_rl.weights.manifest import Manifest
@@ -30,13 +29,6 @@ WAYS = [replace(TRANSFER, transport=transport) for transport in TRANSPORTS] + [r
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("experts") / "model", "moe")
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with launch() as cluster:
-        assert cluster is not None
-        yield cluster
 
 
 @pytest.fixture(scope="module")

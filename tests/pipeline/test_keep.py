@@ -16,7 +16,7 @@ from monarch_rl.adapter import LoraSettings
 from monarch_rl.episode import Group, Sampling
 from monarch_rl.generator.actor import Generator
 from monarch_rl.generator.router import Router
-from monarch_rl.runtime.cluster import Cluster, init_torch_distributed_env, launch
+from monarch_rl.runtime.cluster import Cluster, init_torch_distributed_env
 from monarch_rl.trainer.actor import Trainer, TrainerPlan
 from monarch_rl.trainer.settings import Routing, TrainerSettings
 from tests.generator.helpers import make_model
@@ -33,13 +33,6 @@ CUT = {
     "all": Sampling(24, TEMPERATURE, top_k=300, top_p=0.9, min_p=0.1, routes_from=0),
 }
 LORA = LoraSettings(rank=3, alpha=6.0)
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with launch() as cluster:
-        assert cluster is not None
-        yield cluster
 
 
 @pytest.fixture(scope="module", params=["moe", "deepseek"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 from monarch_rl import pipeline
 from monarch_rl.episode import Completion, Sampling
 from monarch_rl.generator.router import Router
-from monarch_rl.runtime.cluster import Cluster, launch
+from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.runtime.deadlines import Patience
 from monarch_rl.weights.transport import TRANSPORTS
 from tests.generator.helpers import make_model
@@ -34,13 +33,6 @@ async def alone(generators: list[Any]) -> list[Completion]:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("pipeline") / "model", "qwen3")
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with launch() as cluster:
-        assert cluster is not None
-        yield cluster
 
 
 @pytest.fixture(scope="module")
