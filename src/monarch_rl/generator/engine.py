@@ -205,7 +205,7 @@ class Engine:
         elif routes:
             raise ValueError(f"routes need a model folder, with config.json in it; {model_path} is none")
         form = RouteForm(config) if config is not None and routes else None
-        in_part = config is not None and lora.rank > 0 and lora.sends_merged(bool(sparse_layers(config)))
+        in_part = config is not None and lora.sends_merged(bool(sparse_layers(config)))
         if in_part:
             lora = FULL_TRAINING  # SGLang is sent weights and hears of no adapter
         if Engine._in_this_process is not None:

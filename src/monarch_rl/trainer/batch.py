@@ -101,7 +101,7 @@ def pack(
 
 def _kept(episodes: Sequence[Episode], device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | None:
     # A token that is no longer trained keeps its set in the episode, but not here.
-    sets = [None if episode.kept is None else episode.kept[episode.trainable] for episode in episodes]
+    sets = [None if (kept := episode.kept) is None else kept[episode.trainable] for episode in episodes]
     if not (found := _all_or_none(sets, "kept sets")):
         return None
     joined = KeptSets.join(found)
