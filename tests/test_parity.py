@@ -18,9 +18,10 @@ def fail_or_hang(rank: int) -> None:
 
 
 def test_a_side_that_fails_or_hangs_is_ended() -> None:
+    before = multiprocessing.active_children()  # of other tests
     with pytest.raises(SideFailed, match="waited for the sides: a process ended with 3"):
         run_ranks(fail_or_hang, (), 2, 120.0, "the sides")
-    assert not multiprocessing.active_children()
+    assert set(multiprocessing.active_children()) <= set(before)
     with pytest.raises(SideFailed, match="waited 0.5 s for the side: killed"):
         run_ranks(fail_or_hang, (), 1, 0.5, "the side")
-    assert not multiprocessing.active_children()
+    assert set(multiprocessing.active_children()) <= set(before)

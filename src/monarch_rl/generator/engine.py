@@ -61,6 +61,7 @@ from monarch_rl.generator.settings import (
 from monarch_rl.model_folder import sparse_layers
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import DeadlineExceeded, within
+from monarch_rl.runtime.network import held_port
 from monarch_rl.weights.area import Area
 from monarch_rl.weights.manifest import Manifest
 from monarch_rl.weights.transport import StillServing
@@ -218,7 +219,9 @@ class Engine:
         # So often SGLang's scheduler tells what a request has drawn, also of one that is not streamed.
         os.environ["SGLANG_FORCE_STREAM_INTERVAL"] = str(settings.part_tokens)
         launcher = ThreadPoolExecutor(1, thread_name_prefix="sglang-launch")
-        engine = await asyncio.get_running_loop().run_in_executor(launcher, launch_engine, arguments)
+        with held_port() as port:  # SGLang's processes meet there, seconds from now; engines start side by side
+            arguments["nccl_port"] = port
+            engine = await asyncio.get_running_loop().run_in_executor(launcher, launch_engine, arguments)
         # In SGLang's deterministic mode requests without a seed would all share one.
         seeds = random.Random(settings.random_seed + replica) if on_gpu and settings.deterministic else None
         Engine._in_this_process = started = cls(engine, launcher, replica, seeds, settings)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import random
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 HOST_ADDRESS_VARIABLE = "MONARCH_RL_HOST_ADDRESS"
 """Set by ``runtime/host.py`` for all processes of one host; not meant to be set by users."""
+
+BELOW_EPHEMERAL = range(22_000, 29_000)
+"""Ports that Linux gives to no connection by itself, nor torchrun by default."""
 
 
 def host_address() -> str:
@@ -19,3 +26,22 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
+
+
+@contextmanager
+def held_port(ports: range = BELOW_EPHEMERAL) -> Iterator[int]:
+    """A TCP port that nobody listens on, for a process that binds it only later: until then no other caller of this
+    function on this machine gets it. Raises RuntimeError if all ``ports`` are taken."""
+    for port in random.sample(ports, len(ports)):
+        with socket.socket(socket.AF_UNIX) as claim, socket.socket() as probe:
+            try:
+                claim.bind(f"\0monarch_rl-port-{port}")  # in Linux' abstract namespace: gone with its process
+                probe.bind(("", port))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+                continue
+            probe.close()
+            yield port
+            return
+    raise RuntimeError(f"all TCP ports from {ports[0]} to {ports[-1]} of this machine are in use")
