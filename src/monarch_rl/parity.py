@@ -33,6 +33,7 @@ from monarch_rl.trainer.settings import TrainerSettings
 
 if TYPE_CHECKING:
     from monarch_rl.generator.engine import Engine
+    from monarch_rl.trainer.policy import Policy
 
 NEAR_ZERO = 1e-3
 """Temperature at which tokens that were drawn greedily are scored: one that is the trainer's most likely, too, then has
@@ -202,14 +203,12 @@ def score(rank: int, folder: Path, model: Path, settings: TrainerSettings, lots:
     policy.close()
 
 
-def _score(policy: Any, episodes: Sequence[Episode]) -> dict[str, torch.Tensor]:
+def _score(policy: Policy, episodes: Sequence[Episode]) -> dict[str, torch.Tensor]:
     """The fields of :class:`Reading` that are tensors, of this rank's episodes."""
     from monarch_rl.trainer.batch import pack
-    from monarch_rl.trainer.moe import ReplayRouter
 
     settings: TrainerSettings = policy.settings
     lengths = [episode.num_tokens for episode in episodes]
-    routers = [module for module in policy.module.modules() if isinstance(module, ReplayRouter)]
     found: dict[str, list[torch.Tensor]] = {}
 
     def keep(name: str, value: torch.Tensor) -> None:
@@ -218,44 +217,15 @@ def _score(policy: Any, episodes: Sequence[Episode]) -> dict[str, torch.Tensor]:
     for microbatch in plan_microbatches(lengths, settings.tokens_per_microbatch, settings.ranks)[policy.rank]:
         mine = [episodes[i] for i in microbatch]
         batch = pack(mine, torch.zeros(len(mine)), torch.zeros(len(mine)), 0, policy.device)
-        with torch.no_grad(), _Choices(routers) as choices:
-            keep("own", policy.score(batch).logprobs)
-        keep("engine", batch.behaviour_logprobs)
-        if not routers:
-            continue
-        if batch.routes is not None:
-            keep("differing", choices.differing(batch.routes))
-        for router in routers:
-            router.replay = True
         with torch.no_grad():
-            keep("replayed", policy.score(batch).logprobs)
-        for router in routers:
-            router.replay = False
+            keep("own", policy.score(batch).logprobs)
+            keep("engine", batch.behaviour_logprobs)
+            if settings.routing == "own":
+                continue
+            if batch.routes is not None:
+                keep("differing", policy.routes_differ())
+            keep("replayed", policy.score(batch, "replay").logprobs)
     return {name: torch.cat(parts) for name, parts in found.items()}
-
-
-class _Choices:
-    """Within it, the experts that each router chooses are remembered."""
-
-    def __init__(self, routers: Sequence[torch.nn.Module]) -> None:
-        self._routers = routers
-        self._chosen: list[torch.Tensor] = []
-
-    def __enter__(self) -> _Choices:
-        self._hooks = [router.register_forward_hook(self._remember) for router in self._routers]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-    def _remember(self, _module: torch.nn.Module, _inputs: Any, outputs: Any) -> None:
-        self._chosen.append(outputs[1])
-
-    def differing(self, routes: torch.Tensor) -> torch.Tensor:
-        """int64[L, layers]: of the engine's experts, int[1, L, layers, k], how many were not chosen."""
-        chosen = torch.stack(self._chosen, dim=2)
-        return (routes.long().unsqueeze(-1) != chosen.unsqueeze(-2)).all(-1).sum(-1)[0]
 
 
 def _collect(folder: Path, lot: Lot, ranks: int) -> Reading:

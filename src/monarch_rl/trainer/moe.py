@@ -128,18 +128,18 @@ class ReplayRouter(TokenChoiceTopKRouter):
         compute the layer again."""
         self.replay = False
         """Whether to take them, or only to compare."""
-        self.differing = torch.zeros(())
-        """How many of them it would not have chosen in the last forward pass."""
+        self.differing_BL = torch.zeros(1, 0, dtype=torch.int64)
+        """How many of a token's it would not have chosen in the last forward pass."""
 
     def forward(
         self, x_BLD: torch.Tensor, expert_bias_E: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         scores_BLK, chosen_BLK, scores_BLE = super().forward(x_BLD, expert_bias_E)
         if self.routes_BLK is None:
-            self.differing = torch.zeros((), device=x_BLD.device)
+            self.differing_BL = torch.zeros_like(chosen_BLK[..., 0])
             return scores_BLK, chosen_BLK, scores_BLE
         routes_BLK = self.routes_BLK.long()
-        self.differing = (routes_BLK.unsqueeze(-1) != chosen_BLK.unsqueeze(-2)).all(-1).sum().float()
+        self.differing_BL = (routes_BLK.unsqueeze(-1) != chosen_BLK.unsqueeze(-2)).all(-1).sum(-1)
         if not self.replay:
             return scores_BLK, chosen_BLK, scores_BLE
         scores_BLK = scores_BLE.gather(-1, routes_BLK)

@@ -29,7 +29,7 @@ from monarch_rl.trainer.model import SPMD_BACKEND, ShardedModel, parallelism_con
 from monarch_rl.trainer.moe import ReplayRouter  # noqa: E402
 from monarch_rl.trainer.objective import Objective, Sums  # noqa: E402
 from monarch_rl.trainer.scored import Drawn, Scored  # noqa: E402
-from monarch_rl.trainer.settings import TrainerSettings  # noqa: E402
+from monarch_rl.trainer.settings import Routing, TrainerSettings  # noqa: E402
 from monarch_rl.trainer.shards import local_run  # noqa: E402
 from monarch_rl.weights.checksum import tensor_checksum  # noqa: E402
 from monarch_rl.weights.manifest import Manifest  # noqa: E402
@@ -76,8 +76,6 @@ class Policy:
         # A layer's modules may be wrapped, for activation checkpointing.
         self._routers = [module for module in self.module.modules() if isinstance(module, ReplayRouter)]
         self._layers = sparse_layers(self.model.hf_config)
-        for router in self._routers:
-            router.replay = settings.routing == "replay"
         self.optimizers = default_adamw(lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay).build(
             model_parts=[self.module]
         )
@@ -88,8 +86,11 @@ class Policy:
             min_lr_factor=settings.lr_min_factor,
         ).build(optimizers=self.optimizers, training_steps=total_steps)
 
-    def score(self, batch: MicroBatch) -> Scored:
-        """Log-probs of the trainable targets and what belongs to them; with routes, by ``settings.routing``.
+    def score(self, batch: MicroBatch, routing: Routing | None = None) -> Scored:
+        """Log-probs of the trainable targets and what belongs to them.
+
+        Args:
+            routing: what to do with the engine's routes; ``settings.routing`` if it is None.
 
         Raises:
             ValueError: routes are needed and the batch has none, or of another model.
@@ -97,33 +98,40 @@ class Policy:
         self.module.lm_head.drawn = Drawn(
             batch.trainable, batch.targets[0, batch.trainable], self.temperature, batch.kept
         )
-        if self.settings.routing != "own":
-            self._set_routes(batch)
+        self._set_routes(batch, routing or self.settings.routing)
         return self.module(
             batch.token_ids,
             positions=batch.positions,
             attention_masks=self.module.get_attention_masks(positions=batch.positions),
         )
 
-    def _set_routes(self, batch: MicroBatch) -> None:
+    def _set_routes(self, batch: MicroBatch, routing: Routing) -> None:
         """For the forward pass and, where activations are computed again, for the backward pass after it."""
-        routes = batch.routes
-        if routes is None and not batch.padding:
-            raise ValueError(f"trainer.routing {self.settings.routing} needs episodes with routes, these have none")
+        routes = None if routing == "own" else batch.routes
+        if routes is None and routing != "own" and not batch.padding:
+            raise ValueError(f"trainer.routing {routing} needs episodes with routes, these have none")
         if routes is not None and routes.shape[2] != len(self._routers):
             raise ValueError(f"routes are of {routes.shape[2]} layers, the model has experts in {len(self._routers)}")
         if routes is not None and routes.shape[3] != self._routers[0].top_k:
             raise ValueError(f"routes have {routes.shape[3]} experts a token, the model {self._routers[0].top_k}")
         for layer, router in enumerate(self._routers):
             router.routes_BLK = None if routes is None else routes[:, :, layer]
+            router.replay = routing == "replay"
+
+    def routes_differ(self) -> torch.Tensor:
+        """int64[L, layers that have experts]: of the experts that the engine chose for each token of the batch scored
+        last, how many the trainer's routers would not have chosen."""
+        return torch.stack([router.differing_BL[0] for router in self._routers], dim=1)
 
     def _route_sums(self, batch: MicroBatch) -> Sums:
         """Of the forward pass just made."""
         if self.settings.routing == "own":
             return {}
         slots = 0 if batch.routes is None else batch.routes[:, :, 0].numel()
-        differ = torch.stack([router.differing for router in self._routers])
-        return {"routes_differ": differ, "route_slots": torch.tensor(float(slots), device=self.device)}
+        return {
+            "routes_differ": self.routes_differ().sum(0).float(),
+            "route_slots": torch.tensor(float(slots), device=self.device),
+        }
 
     def update(self, microbatches: Sequence[MicroBatch], objective: Objective) -> dict[str, float]:
         """One optimiser step over micro-batches; all ranks pass equally many.
