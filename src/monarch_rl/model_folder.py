@@ -113,6 +113,15 @@ def sparse_layers(config: dict[str, Any]) -> list[int]:
     return [i for i in range(config["num_hidden_layers"]) if i not in dense and (i + 1) % step == 0]
 
 
+def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
+    """The rotary embeddings as transformers 5 writes them: ``rope_type``, ``rope_theta`` and what the type needs;
+    transformers 4 wrote ``rope_theta`` and ``rope_scaling``."""
+    found = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    found["rope_type"] = found.get("rope_type") or found.get("type") or "default"
+    found["rope_theta"] = found.get("rope_theta") or config.get("rope_theta") or 10_000.0
+    return found
+
+
 def saved_dtype(config: dict[str, Any]) -> str:
     """The dtype in which a model folder holds its weights, e.g. ``bfloat16``."""
     return str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")

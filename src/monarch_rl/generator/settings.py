@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from monarch_rl.adapter import FULL_TRAINING, LoraSettings
+from monarch_rl.model_folder import rope_parameters
 
 InFlight = Literal["continue", "recompute", "resume", "drain"]
 
@@ -158,8 +159,7 @@ def check_served(config: dict[str, Any], settings: GeneratorSettings, on_gpu: bo
                 "a DeepSeek-V3 is served in float32 only: SGLang keeps its router's bias in float32, and a version has "
                 "one dtype. Set generator.dtype float32"
             )
-        rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-        if not on_gpu and (rope.get("rope_type") or rope.get("type") or "default") == "default":
+        if not on_gpu and rope_parameters(config)["rope_type"] == "default":
             raise ValueError(
                 "on a CPU SGLang serves a DeepSeek-V3 only with YaRN's rotary embeddings, which DeepSeek's own have: "
                 "this one's config.json has no rope_scaling"

@@ -9,7 +9,7 @@ from torchtitan.models.common.decoder import TransformerBlock
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.deepseek_v3 import build_mla_moe_layers
 
-from monarch_rl.model_folder import num_experts
+from monarch_rl.model_folder import num_experts, rope_parameters
 from monarch_rl.trainer.modules import PackedAttention
 from monarch_rl.trainer.moe import ExactExperts, replaying
 
@@ -35,7 +35,7 @@ def deepseek_layers(hf: dict[str, Any], *, on_gpu: bool) -> list[TransformerBloc
         )
     if hf["rms_norm_eps"] != NORM_EPS:
         raise ValueError(f"rms_norm_eps {hf['rms_norm_eps']} is not supported for DeepSeek-V3, only {NORM_EPS}")
-    rope, rope_parameters = _rope(hf)
+    rope = _rope(hf)
     layers = build_mla_moe_layers(
         n_layers=hf["num_hidden_layers"],
         n_dense_layers=hf["first_k_dense_replace"],
@@ -46,7 +46,7 @@ def deepseek_layers(hf: dict[str, Any], *, on_gpu: bool) -> list[TransformerBloc
         qk_nope_head_dim=hf["qk_nope_head_dim"],
         qk_rope_head_dim=hf["qk_rope_head_dim"],
         v_head_dim=hf["v_head_dim"],
-        mscale=rope_parameters.get("mscale_all_dim") or 0.0,
+        mscale=rope_parameters(hf).get("mscale_all_dim") or 0.0,
         dense_hidden_dim=hf["intermediate_size"],
         moe_hidden_dim=hf["moe_intermediate_size"],
         num_experts=num_experts(hf),
@@ -84,16 +84,14 @@ def deepseek_layers(hf: dict[str, Any], *, on_gpu: bool) -> list[TransformerBloc
     return layers
 
 
-def _rope(hf: dict[str, Any]) -> tuple[ComplexRoPE.Config, dict[str, Any]]:
-    # transformers 5 writes rope_parameters, 4 wrote rope_theta and rope_scaling.
-    found = {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
-    kind = found.get("rope_type") or found.get("type") or "default"
-    theta = found.get("rope_theta") or hf.get("rope_theta") or 10000.0
+def _rope(hf: dict[str, Any]) -> ComplexRoPE.Config:
+    found = rope_parameters(hf)
+    kind, theta = found["rope_type"], found["rope_theta"]
     config = ComplexRoPE.Config(dim=hf["qk_rope_head_dim"], max_seq_len=hf["max_position_embeddings"], theta=theta)
     if not hf.get("rope_interleave", True):
         raise ValueError("rope_interleave must be true: torchtitan's DeepSeek-V3 turns neighbouring pairs")
     if kind == "default":
-        return config, found
+        return config
     if kind != "yarn" or found.get("mscale", 1.0) != found.get("mscale_all_dim", 1.0):
         raise ValueError(f"rotary scaling {found} is not supported, only 'default', and 'yarn' with one mscale for all")
     config.scaling = "yarn"
@@ -101,4 +99,4 @@ def _rope(hf: dict[str, Any]) -> tuple[ComplexRoPE.Config, dict[str, Any]]:
     config.beta_fast = found.get("beta_fast", 32)
     config.beta_slow = found.get("beta_slow", 1)
     config.original_seq_len = found["original_max_position_embeddings"]
-    return config, found
+    return config

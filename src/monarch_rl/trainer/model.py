@@ -34,7 +34,7 @@ from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
 from monarch_rl.adapter import tensor_names
-from monarch_rl.model_folder import ARCHITECTURES, TEXT_FILES, read_config, saved_dtype, sparse_layers
+from monarch_rl.model_folder import ARCHITECTURES, TEXT_FILES, read_config, rope_parameters, saved_dtype, sparse_layers
 from monarch_rl.trainer.lora import (
     adapt_config,
     draw_adapters,
@@ -164,10 +164,8 @@ def _check_features(hf: dict[str, Any]) -> None:
 
 
 def _rope(hf: dict[str, Any], head_dim: int) -> HalfRotaryEmbedding.Config:
-    # transformers 5 writes rope_parameters, 4 wrote rope_theta and rope_scaling.
-    rope = {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
-    theta = rope.get("rope_theta") or hf.get("rope_theta") or 10000.0
-    kind = rope.get("rope_type") or rope.get("type") or "default"
+    rope = rope_parameters(hf)
+    kind, theta = rope["rope_type"], rope["rope_theta"]
     config = HalfRotaryEmbedding.Config(dim=head_dim, max_seq_len=hf["max_position_embeddings"], theta=theta)
     if kind == "llama3":
         config.scaling = "llama"
