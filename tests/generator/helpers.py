@@ -28,6 +28,7 @@ from monarch_rl.weights.checksum import tensor_checksum
 from monarch_rl.weights.manifest import Manifest, make_manifest
 
 T = TypeVar("T")
+Weights = dict[str, torch.Tensor]
 
 VOCABULARY, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 500, 64, 4, 2, 16, 2
 """500 is no multiple of 64, to which SGLang pads the vocabulary."""
@@ -115,7 +116,7 @@ def make_model(folder: Path, kind: str) -> Path:
     return folder
 
 
-def random_weights(kind: str, seed: int = 0) -> dict[str, torch.Tensor]:
+def random_weights(kind: str, seed: int = 0) -> Weights:
     """Every Hugging Face tensor of a tiny model, float32."""
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN)}
     for layer in range(LAYERS):
@@ -176,7 +177,7 @@ def _deepseek_block(block: str, dense: bool) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def manifest_of(weights: dict[str, torch.Tensor]) -> Manifest:
+def manifest_of(weights: Weights) -> Manifest:
     """One sender owns everything."""
     return make_manifest(
         [(name, tuple(x.shape), x.dtype) for name, x in weights.items()],
@@ -184,21 +185,21 @@ def manifest_of(weights: dict[str, torch.Tensor]) -> Manifest:
     )
 
 
-def checksums_of(weights: dict[str, torch.Tensor]) -> dict[str, int]:
+def checksums_of(weights: Weights) -> dict[str, int]:
     return {name: int(tensor_checksum(x)) for name, x in weights.items()}
 
 
 class Staging:
     """The areas in which versions arrive in turn, filled as a transport does."""
 
-    def __init__(self, weights: dict[str, torch.Tensor], areas: int = 2) -> None:
+    def __init__(self, weights: Weights, areas: int = 2) -> None:
         self.manifest = manifest_of(weights)
         self._areas = [Area(self.manifest.nbytes) for _ in range(areas)]
 
     def area(self, version: int) -> Area:
         return self._areas[version % len(self._areas)]
 
-    def fill(self, version: int, weights: dict[str, torch.Tensor]) -> None:
+    def fill(self, version: int, weights: Weights) -> None:
         for spec in self.manifest.tensors:
             spec.view(self.area(version).buffer).copy_(weights[spec.name])
 
@@ -227,18 +228,18 @@ def check_told(parts: list[Completion], completion: Completion, part_tokens: int
         assert np.concatenate([*told, []]).tolist() == getattr(completion, name)[:count].tolist(), name
 
 
-def next_version(weights: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
+def next_version(weights: Weights, seed: int) -> Weights:
     """The weights after an imaginary step: every element a little different."""
     generator = torch.Generator().manual_seed(seed)
     return {name: x * (1 + 0.05 * torch.randn(x.shape, generator=generator)) for name, x in weights.items()}
 
 
-def weights_in(folder: Path) -> dict[str, torch.Tensor]:
+def weights_in(folder: Path) -> Weights:
     """Every tensor of a Hugging Face folder."""
     return {name: x for file in folder.glob("*.safetensors") for name, x in load_file(file).items()}
 
 
-def adapter(folder: Path, lora: LoraSettings, seed: int) -> dict[str, torch.Tensor]:
+def adapter(folder: Path, lora: LoraSettings, seed: int) -> Weights:
     """An adapter as training might leave it: neither A nor B is zero."""
     generator = torch.Generator().manual_seed(seed)
     made = {}
@@ -250,10 +251,20 @@ def adapter(folder: Path, lora: LoraSettings, seed: int) -> dict[str, torch.Tens
     return made
 
 
+def merged(folder: Path, lora: LoraSettings, tensors: Weights) -> Weights:
+    """The folder's weights with an adapter merged into them."""
+    weights = weights_in(folder)
+    for name in weights:
+        name_a, name_b = tensor_names(name)
+        if name_a in tensors:
+            weights[name] = weights[name] + lora.alpha / lora.rank * tensors[name_b] @ tensors[name_a]
+    return weights
+
+
 def reference_logprobs(
     folder: Path,
     completions: Sequence[tuple[list[int], Completion]],
-    weights: dict[str, torch.Tensor] | None = None,
+    weights: Weights | None = None,
     lora: LoraSettings = FULL_TRAINING,
 ) -> list[np.ndarray]:
     """transformers' float32 log-probs of drawn tokens, from a process that never imported SGLang.
@@ -273,7 +284,7 @@ def reference_logprobs(
 
 
 def reference_in_turn(
-    folder: Path, completions: Sequence[tuple[list[int], Completion]], weights: dict[int, dict[str, torch.Tensor]]
+    folder: Path, completions: Sequence[tuple[list[int], Completion]], weights: dict[int, Weights]
 ) -> list[np.ndarray]:
     """transformers' float32 log-probs of drawn tokens, each under the version that it carries, which reads the keys and
     values that the versions before it have left.
@@ -301,7 +312,7 @@ class Reading:
 
 
 def reference_reading(
-    folder: Path, sequences: Sequence[tuple[list[int], list[int]]], weights: dict[int, dict[str, torch.Tensor]]
+    folder: Path, sequences: Sequence[tuple[list[int], list[int]]], weights: dict[int, Weights]
 ) -> list[Reading]:
     """How transformers reads ``(ids, the version that reads each)``, each with the past that those before it left.
 
@@ -315,7 +326,7 @@ def reference_reading(
     return [Reading(np.asarray(routes), np.asarray(logprobs, np.float32)) for routes, logprobs in answers]
 
 
-def _with_weights(folder: Path, weights: dict[str, torch.Tensor]) -> Path:
+def _with_weights(folder: Path, weights: Weights) -> Path:
     changed = Path(tempfile.mkdtemp(dir=folder.parent)) / folder.name
     shutil.copytree(folder, changed)
     save_file(weights, changed / "model.safetensors", metadata={"format": "pt"})

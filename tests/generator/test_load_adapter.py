@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from monarch_rl.adapter import LoraSettings, Target, tensor_names
+from monarch_rl.adapter import LoraSettings, Target
 from monarch_rl.episode import Completion, Sampling
 from monarch_rl.generator import engine as engine_module
 from monarch_rl.generator.answers import to_completion
@@ -27,25 +27,17 @@ from tests.generator.helpers import (
     LOGPROB_BOUND,
     LoopThread,
     Staging,
+    Weights,
     adapter,
     checksums_of,
     manifest_of,
+    merged,
     reference_logprobs,
     until,
     weights_in,
 )
 
 LORA = LoraSettings(rank=3, alpha=6.0)
-Weights = dict[str, torch.Tensor]
-
-
-def merged(folder: Path, lora: LoraSettings, tensors: Weights) -> Weights:
-    weights = weights_in(folder)
-    for name in weights:
-        name_a, name_b = tensor_names(name)
-        if name_a in tensors:
-            weights[name] = weights[name] + lora.alpha / lora.rank * tensors[name_b] @ tensors[name_a]
-    return weights
 
 
 def sampling(tokens: int) -> Sampling:

@@ -17,12 +17,13 @@ from tests.generator.helpers import (
     LOGPROB_BOUND,
     LoopThread,
     Staging,
+    Weights,
     adapter,
     checksums_of,
     manifest_of,
+    merged,
     reference_logprobs,
 )
-from tests.generator.test_load_adapter import Weights, merged
 
 LORA = LoraSettings(rank=3, alpha=6.0, targets=("v_proj", "gate_proj", "up_proj", "down_proj"))
 PROMPTS = [[5, 6, 7, 8 + i] for i in range(4)]

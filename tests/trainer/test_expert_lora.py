@@ -9,14 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.trainer.lora_cases import EXPERT_CASES, EXPERT_LAYOUTS
-from tests.trainer.moe_cases import layout
-from tests.trainer.programs import run_program, saved
-
-WHERE = [
-    pytest.param(layout(ranks, degree), marks=[pytest.mark.slow] if ranks > 2 else [])
-    for ranks, degrees in EXPERT_LAYOUTS.items()
-    for degree in degrees
-]
+from tests.trainer.programs import check_merged, parameters, run_program, saved
 
 
 @pytest.fixture(scope="module")
@@ -27,13 +20,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def ran(folder: Path) -> set[int]:
-    """The numbers of ranks that the programs have run for."""
-    return set()
-
-
-@pytest.fixture(params=WHERE)
+@pytest.fixture(params=parameters(EXPERT_LAYOUTS))
 def where(request: pytest.FixtureRequest, folder: Path, ran: set[int]) -> str:
     """A layout, of which expert_lora_ranks.py and expert_lora_reference.py have written their part."""
     ranks = int(request.param[0])
@@ -82,16 +69,7 @@ def test_the_merged_weights_are_the_formulas(folder: Path, case: str, where: str
     """And all others are as they were. What is sent is what is saved: expert_lora_ranks.py compares the bits."""
     kind, lora = EXPERT_CASES[case]
     before, merged, adapters = (saved(folder / x) for x in (kind, f"{case}.{where}", f"{case}.{where}_adapter"))
-    assert before.keys() == merged.keys()
-    for tensor, weight in before.items():
-        module = f"base_model.model.{tensor.removesuffix('.weight')}"
-        if tensor.split(".")[-2] in lora.targets:
-            a, b = adapters.pop(f"{module}.lora_A.weight"), adapters.pop(f"{module}.lora_B.weight")
-            weight = weight + lora.alpha / lora.rank * torch.einsum("or,ri->oi", b, a)
-            assert torch.allclose(merged[tensor], weight, rtol=0, atol=1e-7), tensor
-        else:
-            assert torch.equal(merged[tensor], weight), tensor
-    assert not adapters
+    check_merged(before, merged, adapters, lora)
 
 
 @pytest.mark.parametrize("case", EXPERT_CASES)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from monarch_rl.adapter import LoraSettings
 from tests.trainer.lora_cases import CASES
-from tests.trainer.programs import run_program, saved
+from tests.trainer.programs import check_merged, run_program, saved
 
 
 @pytest.fixture(scope="module")
@@ -52,16 +52,7 @@ def test_trainer_adapter_and_merged_model_give_the_same_logits(folder: Path, nam
 def test_the_merged_weights_are_the_formulas(folder: Path, name: str) -> None:
     kind, lora = CASES[name]
     before, merged, adapter = saved(folder / kind), saved(folder / name), saved(folder / f"{name}_adapter")
-    assert before.keys() == merged.keys()
-    for tensor, weight in before.items():
-        module = f"base_model.model.{tensor.removesuffix('.weight')}"
-        if tensor.split(".")[-2] in lora.targets:
-            a, b = adapter.pop(f"{module}.lora_A.weight"), adapter.pop(f"{module}.lora_B.weight")
-            weight = weight + lora.alpha / lora.rank * torch.einsum("or,ri->oi", b, a)
-            assert torch.allclose(merged[tensor], weight, rtol=0, atol=1e-7), tensor
-        else:
-            assert torch.equal(merged[tensor], weight), tensor
-    assert not adapter
+    check_merged(before, merged, adapter, lora)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -15,13 +15,7 @@ from monarch_rl.model_folder import resolve_model, sparse_layers
 from monarch_rl.trainer.settings import TrainerSettings, check_experts
 from tests.trainer.batches import LR, STEPS, WEIGHT_DECAY
 from tests.trainer.moe_cases import LAYOUTS, MODELS, TRAININGS, layout
-from tests.trainer.programs import run_program, saved
-
-WHERE = [
-    pytest.param(layout(ranks, degree), marks=[pytest.mark.slow] if ranks > 2 else [])
-    for ranks, degrees in LAYOUTS.items()
-    for degree in degrees
-]
+from tests.trainer.programs import parameters, run_program, saved
 
 
 @pytest.fixture(scope="module")
@@ -32,13 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def ran(folder: Path) -> set[int]:
-    """The numbers of ranks that moe_ranks.py has run on."""
-    return set()
-
-
-@pytest.fixture(params=WHERE)
+@pytest.fixture(params=parameters(LAYOUTS))
 def where(request: pytest.FixtureRequest, folder: Path, ran: set[int]) -> str:
     """A layout, of which moe_ranks.py has written its part."""
     ranks = int(request.param[0])
