@@ -23,6 +23,8 @@ ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "grpo.py"
 RUN_S = 420.0
 """Seconds for a run of a few steps on shared cores: some 20 when nothing else runs."""
+GONE_S = 12.0
+"""Seconds until nothing is left once the run itself has ended; at once unless it was killed."""
 STEPS = 3
 ROW = {"group", "task_index", "prompt", "turns", "answer", "reward", "finish_reason", "tokens", "versions"}
 """The keys of a sampled rollout."""
@@ -49,6 +51,12 @@ def process_named(run: Launched, name: str) -> psutil.Process:
         if called.split(" ")[0] == name:
             return process
     raise AssertionError(f"no process {name} among {run.left()}")
+
+
+def finished(run: Launched) -> None:
+    """Wait for the good end of a run of a few steps, of which nothing is left."""
+    assert run.wait(RUN_S) == 0, run.output()
+    run.assert_gone(GONE_S)
 
 
 def wait_for_step(run: Launched) -> None:

@@ -13,14 +13,13 @@ import psutil
 import pytest
 
 from monarch_rl.runtime.cluster import free_port
-from tests.recipe.running import random_model, recipe, wait_for_line, wait_for_step
+from tests.recipe.running import GONE_S, random_model, recipe, wait_for_line, wait_for_step
 from tests.runtime.launched import START_S, TORCHRUN, Launched, Start
 
 pytestmark = pytest.mark.slow
 
 STOP_S = 60.0
 """Seconds to end a run one of whose hosts does not answer."""
-GONE_S = 12.0
 
 
 def has_trainer(agent: Launched) -> bool:

@@ -26,11 +26,13 @@ from monarch_rl.rollout.tasks import TaskSettings
 from monarch_rl.runtime.network import free_port
 from monarch_rl.trainer.settings import TrainerSettings
 from tests.recipe.running import (
+    GONE_S,
     RECIPE,
     RUN_S,
     assert_no_traceback,
     check_run,
     engines,
+    finished,
     process_named,
     random_model,
     recipe,
@@ -43,8 +45,6 @@ STOP_S = 40.0
 """Seconds from a signal to the end of the run: at most 20 for an orderly end, then 16 for its host process."""
 LOST_S = 60.0
 """Seconds from the loss of a process to the end of the run: some 6 when nothing else runs."""
-GONE_S = 12.0
-"""Seconds until nothing is left once the run itself has ended; at once unless it was killed."""
 
 
 # -- whole runs ---------------------------------------------------------------------------------------------------
@@ -52,8 +52,7 @@ GONE_S = 12.0
 
 def test_python(start: Start, model: Path, tmp_path: Path) -> None:
     run = start([sys.executable, *recipe(model, tmp_path / "runs")])
-    assert run.wait(RUN_S) == 0, run.output()
-    run.assert_gone(GONE_S)
+    finished(run)
     check_run(run.output(), model, max_policy_lag=2)
 
 
@@ -61,8 +60,7 @@ def test_adapters(start: Start, model: Path, tmp_path: Path) -> None:
     """The model is saved merged, and the adapter beside it belongs to the model that the run started from."""
     _, *arguments = recipe(model, tmp_path / "runs")
     run = start([sys.executable, str(RECIPE.with_name("grpo_lora.py")), *arguments])
-    assert run.wait(RUN_S) == 0, run.output()
-    run.assert_gone(GONE_S)
+    finished(run)
     check_run(run.output(), model, max_policy_lag=2)
     (adapter,) = (tmp_path / "runs").glob("*/model_adapter/adapter_config.json")
     config = json.loads(adapter.read_text())
@@ -77,8 +75,7 @@ def test_experts(start: Start, tmp_path: Path) -> None:
     model = random_model(tmp_path / "model", kind="moe")
     _, *arguments = recipe(model, tmp_path / "runs", "--generator.in-flight=recompute")
     run = start([sys.executable, str(RECIPE.with_name("grpo_moe.py")), *arguments])
-    assert run.wait(RUN_S) == 0, run.output()
-    run.assert_gone(GONE_S)
+    finished(run)
     check_run(run.output(), model, max_policy_lag=2)
     (file,) = (tmp_path / "runs").glob("*/metrics.jsonl")
     steps = [row for row in map(json.loads, file.read_text().splitlines()) if "lag/max" in row]
@@ -91,8 +88,7 @@ def test_a_stream_that_filters_and_rejects(start: Start, model: Path, tmp_path: 
     """Without a bound the buffer still leaves out what its rules say, counts it, and fills the batches."""
     rules = ["--buffer.max-policy-lag=None", "--buffer.reject-lag=0", "--buffer.drop-equal-rewards"]
     run = start([sys.executable, *recipe(model, tmp_path / "runs", *rules, "--trainer.loss.lag-discount=0.5")])
-    assert run.wait(RUN_S) == 0, run.output()
-    run.assert_gone(GONE_S)
+    finished(run)
     assert_no_traceback(run.output())
     assert "stream: nothing bounds the lag" in run.output()
     (file,) = (tmp_path / "runs").glob("*/metrics.jsonl")
@@ -109,8 +105,7 @@ def test_torchrun_without_lag(start: Start, model: Path, tmp_path: Path) -> None
     """Trained in float32 and served in bfloat16, as on a GPU, over the transport that is the fastest here."""
     settings = ["--buffer.max-policy-lag=0", "--generator.dtype=bfloat16", "--weights.transport=auto"]
     run = start([*TORCHRUN, "--nproc-per-node=4", *recipe(model, tmp_path / "runs", *settings)])
-    assert run.wait(RUN_S) == 0, run.output()
-    run.assert_gone(GONE_S)
+    finished(run)
     check_run(run.output(), model, max_policy_lag=0)
     chosen = re.search(r"Weights travel by (\w+): .* took (.*)\.$", run.output(), re.MULTILINE)
     assert chosen and chosen[2].startswith(chosen[1]), run.output()
@@ -144,8 +139,7 @@ def test_replicas_of_two_engine_ranks(start: Start, model: Path, tmp_path: Path)
     run = start([sys.executable, *recipe(model, tmp_path / "runs", *settings)])
     wait_for_step(run)
     assert engines(run) == 2, run.left()
-    assert run.wait(RUN_S) == 0, run.output()
-    run.assert_gone(GONE_S)
+    finished(run)
     check_run(run.output(), model, max_policy_lag=2)
 
 

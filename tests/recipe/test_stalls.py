@@ -13,14 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.recipe.running import process_named, recipe, wait_for_line, wait_for_step
+from tests.recipe.running import GONE_S, process_named, recipe, wait_for_line, wait_for_step
 from tests.runtime.launched import Launched, Start
 
 pytestmark = pytest.mark.slow
 
 ACT_S = 90.0
 """Seconds from the fault to the end of the run, by default settings: 60 where nothing else uses the cores."""
-GONE_S = 12.0
 STOP_S = 40.0
 """Seconds from a signal to the end of the run: see test_recipe.py."""
 BLOCKED = Path(__file__).with_name("blocked.py")
