@@ -164,6 +164,9 @@ def test_kept_sets_are_cut_and_joined_by_tokens() -> None:
     assert kept[1:3].ids.tolist() == [7] and kept[1:3].counts.tolist() == [0, 1]
     mask = np.asarray([True, False, False, True])
     assert kept[mask].ids.tolist() == [5, 3, 1, 2, 4] and kept[mask].counts.tolist() == [2, 3]
+    parts = kept.split([1, 0, 3])
+    assert [part.ids.tolist() for part in parts] == [[5, 3], [], [7, 1, 2, 4]]
+    assert [part.counts.tolist() for part in parts] == [[2], [], [0, 1, 3]]
     joined = KeptSets.join([kept[:2], KeptSets.none(1), kept[2:]])
     assert joined.counts.tolist() == [2, 0, 0, 1, 3] and joined.ids.tolist() == kept.ids.tolist()
     with pytest.raises(ValueError, match="kept sets of 6 ids in all have 5"):

@@ -75,6 +75,12 @@ class KeptSets:
         mask[tokens] = True
         return KeptSets(self.counts[mask], self.ids[np.repeat(mask, self.counts)])
 
+    def split(self, sizes: Sequence[int]) -> list[KeptSets]:
+        """The sets of the first ``sizes[0]`` tokens, of the next ``sizes[1]``, and so on: what :meth:`join` joined."""
+        counts = np.split(self.counts, np.cumsum(sizes)[:-1])
+        ids = np.split(self.ids, np.cumsum([part.sum() for part in counts])[:-1])
+        return [KeptSets(*part) for part in zip(counts, ids, strict=True)]
+
     @classmethod
     def join(cls, parts: Sequence[KeptSets]) -> KeptSets:
         """The sets of tokens that follow each other."""

@@ -195,13 +195,14 @@ def unpack_episode(data: bytes | memoryview) -> Episode:
     if head["routes"] is not None:
         *shape, dtype = head["routes"]
         routes = take(dtype, math.prod(shape)).reshape(shape)
+    drawn = [sum(length for length, _, of_policy in runs if of_policy) for runs in head["turns"]]
+    sets = [None] * len(drawn) if kept is None else kept.split(drawn)
     at = drawn_at = 0
-    for runs in head["turns"]:
-        length, drawn = sum(run[0] for run in runs), sum(run[0] for run in runs if run[2])
-        of_turn = slice(drawn_at, drawn_at + drawn)
-        sets = None if kept is None else kept[of_turn]
-        turns.append(Turn.from_runs(runs, ids[at : at + length], logprobs[of_turn], sets))
-        at, drawn_at = at + length, drawn_at + drawn
+    for runs, count, of_turn in zip(head["turns"], drawn, sets, strict=True):
+        length = sum(run[0] for run in runs)
+        drawn_logprobs = logprobs[drawn_at : drawn_at + count]
+        turns.append(Turn.from_runs(runs, ids[at : at + length], drawn_logprobs, of_turn))
+        at, drawn_at = at + length, drawn_at + count
     return Episode(turns, 0.0, head["finish_reason"], head["info"], routes)
 
 
