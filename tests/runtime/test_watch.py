@@ -20,6 +20,7 @@ from monarch.actor import Actor, concurrent_endpoint, current_rank
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.cluster import Cluster, launch
 from monarch_rl.runtime.deadlines import DeadlineExceeded, within
+from monarch_rl.runtime.lookout import stacks_of
 from monarch_rl.runtime.watch import Stalled, watched
 from tests.rollout.test_scoring import wait_until_dead
 
@@ -91,6 +92,11 @@ async def stalled(cluster: Cluster, folder: Path, work: Callable[[], Awaitable[A
         async with watched(cluster, folder, STALL_S):
             await within(PATIENCE_S, work(), "work that cannot end", on="rollout worker 0")
     return str(caught.value), time.monotonic() - started
+
+
+def test_stacks_are_read_where_the_environment_is_not_activated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert "test_stacks_are_read_where" in stacks_of(os.getpid())
 
 
 @pytest.mark.parametrize("machine", ["this machine", "another machine"])

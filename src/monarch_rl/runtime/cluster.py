@@ -335,7 +335,7 @@ def _attach(nodes: Sequence[Node]) -> Cluster:
 def _start_host(ip: str | None) -> HostProcess:
     """Start this machine's host, with this process's environment, less torchrun, plus what Python needs."""
     environment = clean(os.environ)
-    # The tools of a virtual environment that is not activated (py-spy, ninja), and modules beside the script.
+    # The tools of a virtual environment that is not activated (ninja), and modules beside the script.
     environment["PATH"] = _prepend(Path(sys.executable).parent, environment.get("PATH"))
     if sys.path[0] and Path(sys.path[0]).is_dir():
         environment["PYTHONPATH"] = _prepend(Path(sys.path[0]).resolve(), environment.get("PYTHONPATH"))

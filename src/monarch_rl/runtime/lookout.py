@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 
 import psutil
@@ -162,7 +163,8 @@ def stacks_of(pid: int) -> str:
 
     It is not halted for it, so that this works on a stopped process, too.
     """
-    command = ["py-spy", "dump", "--nonblocking", "--pid", str(pid)]
+    beside = Path(sys.executable).with_name("py-spy")  # of a virtual environment that is not activated
+    command = [str(beside) if beside.is_file() else "py-spy", "dump", "--nonblocking", "--pid", str(pid)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=STACKS_DEADLINE_S)
     except (OSError, subprocess.TimeoutExpired) as error:
