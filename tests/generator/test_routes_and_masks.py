@@ -144,6 +144,41 @@ def test_routes_and_kept_sets_across_commits(
     check_kept(drawn, PROMPT, Reading(expected, logprobs), 20)
 
 
+def test_sequences_that_lose_their_cache_keep_routes_and_sets(
+    models: dict[str, Path], run: LoopThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for want of cache, SGLang takes sequences back into its queue and reads them again later; on and on."""
+    monkeypatch.setenv("SGLANG_TEST_RETRACT", "1")
+    monkeypatch.setenv("SGLANG_TEST_RETRACT_INTERVAL", "9")
+    sampling = Sampling(max_new_tokens=60, top_k=20, top_p=0.9, routes_from=0)
+    base, prompts = weights_in(models["moe"]), [[5, 6, 7, 8 + i] for i in range(4)]
+
+    retracted: list[int] = []
+    engine = run(Engine.start(str(models["moe"]), SETTINGS, routes=True))
+    manager = engine._engine.tokenizer_manager
+    handle = manager._handle_batch_output
+
+    async def count(output: Any) -> None:
+        retracted.extend(output.retraction_counts or [])
+        await handle(output)
+
+    async def draw() -> list[Completion]:
+        return await asyncio.gather(*(engine.generate(prompt, sampling) for prompt in prompts))
+
+    manager._handle_batch_output = count
+    try:
+        drawn = run(draw())
+    finally:
+        run(engine.shutdown())
+    assert max(retracted) > 0, "none was taken back"
+    sequences = [prompt + one.token_ids.tolist() for prompt, one in zip(prompts, drawn, strict=True)]
+    readings = reference_reading(models["moe"], [(ids, [0] * len(ids)) for ids in sequences], {0: base})
+    for prompt, one, reading in zip(prompts, drawn, readings, strict=True):
+        assert one.routes is not None
+        np.testing.assert_array_equal(np.sort(one.routes, -1), reading.routes[:-1])
+        check_kept(one, prompt, reading, 20)
+
+
 def test_a_lost_kept_set_costs_its_request() -> None:
     """SGLang ends a request whose token it finds outside its record of the set; other aborts are no such thing."""
 
