@@ -61,10 +61,11 @@ def test_a_stopped_rollout_worker_is_named_along_the_chain_and_replaced(
 ) -> None:
     run = start([sys.executable, *recipe(model, tmp_path / "runs", *WAITING, *TWO_WORKERS)])
     stop(run, "rollout1-0")
-    # On a crowded machine the signal may come when the step after that is being summed up.
-    summing_up = r"controller has waited \d+ s for rollout worker 1 to tell its (figures|rollouts)"
+    # On a crowded machine the signal may come when the step's version goes out or the step after it is summed up.
+    held = rf"{BATCH}group \d+, held by rollout worker 1 \(\d of 8 groups of the batch are in\)"
+    asked = r"controller has waited \d+ s for rollout worker 1 to [^;]+"
     chain = (
-        rf"({BATCH}group \d+, held by rollout worker 1 \(\d of 8 groups of the batch are in\)|{summing_up}); "
+        rf"({held}|{asked}|{BATCH}version \d+ to be served, [^;]*; {asked}); "
         r"rollout worker 1 stopped answering \d+ s ago; its process \d+ is stopped"
     )
     back = wait_for_line(run, r"^rollout worker 1 is back after \d+")

@@ -460,7 +460,7 @@ class Engine:
             await self._settle_running(version)
             self._version = version
             loader = ADAPTER_LOADER if self._adapted else PART_LOADER if self._in_part else LOADER
-            await self._load(loader, area, sheet, f"version {version} is not served")
+            await self._load(loader, area, sheet, f"version {version}", f"version {version} is not served")
             cost, seconds = sheet.report(), time.perf_counter() - started
             return CommitReport(
                 version, cost.nbytes, seconds, cost.stood_seconds, cost.copy_seconds, cost.checksum_seconds
@@ -484,14 +484,14 @@ class Engine:
             self._serving.clear()
             self._rest_verified = False
             wrong = f"generator {self._replica} does not hold the model whose adapter is trained"
-            await self._load(PART_VERIFIER if self._in_part else VERIFIER, size.handle, sheet, wrong)
+            await self._load(PART_VERIFIER if self._in_part else VERIFIER, size.handle, sheet, "frozen weights", wrong)
             self._rest_verified = True
 
-    async def _load(self, loader: str, area: bytes, sheet: LoadSheet, otherwise: str) -> None:
+    async def _load(self, loader: str, area: bytes, sheet: LoadSheet, what: str, otherwise: str) -> None:
         """Let ``loader`` run on all ranks, and serve if what they hold is the trainer's; else raise ``otherwise``."""
         self.clock.pause()
         loading = self._replace_weights(loader, area, sheet.handle)
-        failures = await self._or_stopped(loading, "weights to be loaded")
+        failures = await self._or_stopped(loading, f"{what} to be loaded")
         refusal = sheet.judge()
         if refusal is not None:
             error = WeightMismatch if refusal.differs else CommitError
