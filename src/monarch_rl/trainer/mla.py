@@ -11,12 +11,11 @@ from torchtitan.models.deepseek_v3 import build_mla_moe_layers
 
 from monarch_rl.model_folder import num_experts, rope_parameters
 from monarch_rl.trainer.modules import PackedAttention
-from monarch_rl.trainer.moe import ExactExperts, replaying
+from monarch_rl.trainer.moe import LOADED_EXPERTS, exact, replaying
 
 NORM_EPS = 1e-6
 """Of all norms. Hugging Face's latent norms have this one whatever ``rms_norm_eps`` is, SGLang's have that."""
 _LOADED = {"weight": skip_param_init}
-_LOADED_EXPERTS = {name: skip_param_init for name in ("w1_EFD", "w2_EDF", "w3_EFD")}
 
 
 def deepseek_layers(hf: dict[str, Any], *, on_gpu: bool) -> list[TransformerBlock.Config]:
@@ -63,7 +62,7 @@ def deepseek_layers(hf: dict[str, Any], *, on_gpu: bool) -> list[TransformerBloc
         linear_init=_LOADED,
         norm_init=_LOADED,
         depth_init=lambda _layer: _LOADED,
-        depth_experts_init=lambda _layer: _LOADED_EXPERTS,
+        depth_experts_init=lambda _layer: LOADED_EXPERTS,
         rope=rope,
     )
     for layer in layers:
@@ -74,13 +73,7 @@ def deepseek_layers(hf: dict[str, Any], *, on_gpu: bool) -> list[TransformerBloc
             attention.inner_attention = PackedAttention.Config()
         if layer.moe is not None:
             layer.moe.router = replaying(layer.moe.router)
-            experts = layer.moe.routed_experts.inner_experts
-            layer.moe.routed_experts.inner_experts = ExactExperts.Config(
-                dim=experts.dim,
-                hidden_dim=experts.hidden_dim,
-                num_experts=experts.num_experts,
-                param_init=_LOADED_EXPERTS,
-            )
+            layer.moe.routed_experts.inner_experts = exact(layer.moe.routed_experts.inner_experts)
     return layers
 
 
@@ -92,8 +85,13 @@ def _rope(hf: dict[str, Any]) -> ComplexRoPE.Config:
         raise ValueError("rope_interleave must be true: torchtitan's DeepSeek-V3 turns neighbouring pairs")
     if kind == "default":
         return config
-    if kind != "yarn" or found.get("mscale", 1.0) != found.get("mscale_all_dim", 1.0):
-        raise ValueError(f"rotary scaling {found} is not supported, only 'default', and 'yarn' with one mscale for all")
+    # Else cosines and sines would be scaled, too, which torchtitan's are not.
+    one_scale = found.get("mscale") and found.get("mscale") == found.get("mscale_all_dim")
+    if kind != "yarn" or not one_scale or found.get("attention_factor") is not None:
+        raise ValueError(
+            f"rotary scaling {found} is not supported, only 'default', and 'yarn' with mscale and mscale_all_dim, "
+            "equal and not 0, and without attention_factor"
+        )
     config.scaling = "yarn"
     config.rope_factor = found["factor"]
     config.beta_fast = found.get("beta_fast", 32)

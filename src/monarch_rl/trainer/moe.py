@@ -43,6 +43,15 @@ class ExactExperts(GroupedExperts):
         return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
+LOADED_EXPERTS = dict.fromkeys(("w1_EFD", "w2_EDF", "w3_EFD"), skip_param_init)
+"""Experts get their weights from the model's folder alone."""
+
+
+def exact(experts: GroupedExperts.Config) -> ExactExperts.Config:
+    """The same experts, computed in the dtype of their input."""
+    return ExactExperts.Config(**{field.name: getattr(experts, field.name) for field in fields(experts) if field.init})
+
+
 EXPERT_TARGETS = {"gate_proj": "w1_EFD", "up_proj": "w3_EFD", "down_proj": "w2_EDF"}
 """The parameter that stacks the experts' weights of each projection."""
 GROUPED_ROW_BYTES = 16
@@ -178,7 +187,7 @@ def moe_config(hf: dict[str, Any]) -> MoE.Config:
                 dim=dim,
                 hidden_dim=hf["moe_intermediate_size"],
                 num_experts=experts,
-                param_init={name: skip_param_init for name in ("w1_EFD", "w2_EDF", "w3_EFD")},
+                param_init=LOADED_EXPERTS,
             ),
             # all_to_all among expert-parallel ranks; without them, within the rank.
             token_dispatcher=make_token_dispatcher_config(num_experts=experts, top_k=top_k, comm_backend="standard"),
