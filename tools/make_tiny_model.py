@@ -27,7 +27,7 @@ from rich.progress import track
 
 from monarch_rl.episode import Episode, Turn
 from monarch_rl.rollout.tasks import TaskSettings, TaskSource
-from monarch_rl.runtime.network import free_port
+from monarch_rl.runtime.network import held_port
 from monarch_rl.trainer.settings import TrainerSettings
 
 CHARACTERS = "".join(map(chr, range(32, 127))) + "\n"
@@ -182,8 +182,9 @@ def main(settings: Settings) -> None:
         born, trained = Path(scratch) / "born", Path(scratch) / "trained"
         write_random_model(born, settings)
         examples = make_examples(born, settings)
-        arguments = (born, trained, examples, settings, free_port())
-        multiprocessing.spawn(warm_start, args=arguments, nprocs=settings.ranks)
+        with held_port() as port:
+            arguments = (born, trained, examples, settings, port)
+            multiprocessing.spawn(warm_start, args=arguments, nprocs=settings.ranks)
         (trained / stamp.name).write_text(made_with)
         shutil.rmtree(folder, ignore_errors=True)
         trained.rename(folder)

@@ -28,7 +28,7 @@ from monarch_rl.generator.scheduler_process import quiet_imports
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.lifetime import die_with_parent
-from monarch_rl.runtime.network import free_port
+from monarch_rl.runtime.network import held_port
 from monarch_rl.trainer.settings import TrainerSettings
 
 if TYPE_CHECKING:
@@ -102,7 +102,8 @@ def compare(
         limit = generator.start_deadline_s + deadline_s + END_S
         run_ranks(draw, (folder, engine_model, generator, lots, experts, deadline_s), 1, limit, what)
         what = f"{trainer.ranks} trainer ranks to score them"
-        run_ranks(score, (folder, trainer_model, trainer, lots, free_port()), trainer.ranks, deadline_s + END_S, what)
+        with held_port() as port:
+            run_ranks(score, (folder, trainer_model, trainer, lots, port), trainer.ranks, deadline_s + END_S, what)
         return {lot.name: _collect(folder, lot, trainer.ranks) for lot in lots}
 
 
