@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import psutil
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -210,6 +211,34 @@ class Staging:
 
     async def commit(self, engine: Engine, version: int, expected: dict[str, int]) -> CommitReport:
         return await engine.commit(version, self.manifest, self.area(version).handle, expected)
+
+
+def watched(engine: Engine, field: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A figure that SGLang tells of its requests, message by message from now on."""
+    told: list[int] = []
+    manager = engine._engine.tokenizer_manager
+    handle = manager._handle_batch_output
+
+    async def watch(output: Any) -> None:
+        told.extend(getattr(output, field) or [])
+        await handle(output)
+
+    monkeypatch.setattr(manager, "_handle_batch_output", watch)
+    return told
+
+
+def check_kept(completion: Completion, prompt: list[int], reading: Reading, at_most: int) -> None:
+    """Each token was drawn from its set, by the model's distribution among it, which is its most likely tokens."""
+    kept = completion.kept
+    assert kept is not None and len(kept.counts) == len(completion.token_ids)
+    assert kept.counts.min() >= 1 and kept.counts.max() <= at_most
+    rows = reading.logprobs[len(prompt) - 1 :]
+    for place, token in enumerate(completion.token_ids):
+        ids, row = kept[place : place + 1].ids, rows[place]
+        expected = row[token] - np.logaddexp.reduce(row[ids])
+        assert abs(completion.logprobs[place] - expected) < LOGPROB_BOUND
+        left_out = np.delete(row, ids)
+        assert row[ids].min() > left_out.max() - LOGPROB_BOUND
 
 
 def check_told(parts: list[Completion], completion: Completion, part_tokens: int) -> None:

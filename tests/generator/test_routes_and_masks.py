@@ -9,27 +9,30 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from monarch_rl.episode import Completion, DrawLost, GenerationError, Sampling
-from monarch_rl.generator.answers import RouteForm, to_completion
+from monarch_rl.episode import Completion, DrawLost, GenerationError, KeptSets, Sampling
+from monarch_rl.generator import engine as engine_module
+from monarch_rl.generator.answers import Beside, RouteForm, take_beside, to_completion
 from monarch_rl.generator.engine import Engine
 from monarch_rl.generator.settings import InFlight
 from tests.generator.conftest import SETTINGS
 from tests.generator.helpers import (
     LAYERS,
-    LOGPROB_BOUND,
     LoopThread,
     Reading,
     Staging,
+    check_kept,
     check_told,
     checksums_of,
     next_version,
     reference_reading,
     until,
+    watched,
     weights_in,
 )
 
@@ -57,22 +60,8 @@ def staging(models: dict[str, Path]) -> Staging:
     return Staging(weights_in(models["moe"]))
 
 
-def check_kept(completion: Completion, prompt: list[int], reading: Reading, at_most: int) -> None:
-    """Each token was drawn from its set, by the model's distribution among it, which is its most likely tokens."""
-    kept = completion.kept
-    assert kept is not None and len(kept.counts) == len(completion.token_ids)
-    assert kept.counts.min() >= 1 and kept.counts.max() <= at_most
-    rows = reading.logprobs[len(prompt) - 1 :]
-    for place, token in enumerate(completion.token_ids):
-        ids, row = kept[place : place + 1].ids, rows[place]
-        expected = row[token] - np.logaddexp.reduce(row[ids])
-        assert abs(completion.logprobs[place] - expected) < LOGPROB_BOUND
-        left_out = np.delete(row, ids)
-        assert row[ids].min() > left_out.max() - LOGPROB_BOUND
-
-
 def test_routes_and_kept_sets_are_those_of_transformers(
-    engine: Engine, run: LoopThread, models: dict[str, Path], staging: Staging
+    engine: Engine, run: LoopThread, models: dict[str, Path], staging: Staging, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of all tokens, of some, of a prompt that the cache knows, and of the turn after a turn."""
     sampling = Sampling(max_new_tokens=40, top_k=20, top_p=0.1, routes_from=0)
@@ -83,8 +72,12 @@ def test_routes_and_kept_sets_are_those_of_transformers(
     first = run(engine.generate(PROMPT, sampling))
     second_prompt = PROMPT + first.token_ids.tolist() + [9, 10]
     known = len(PROMPT) + len(first.token_ids) - 1
+    cached = watched(engine, "cached_tokens", monkeypatch)
     second = run(engine.generate(second_prompt, replace(sampling, routes_from=known, top_k=5, top_p=1.0)))
+    assert cached and min(cached) >= known, "the cache did not know the turn before"
+    cached.clear()
     whole = run(engine.generate(second_prompt, replace(sampling, max_new_tokens=1, top_k=20, top_p=1.0, min_p=0.2)))
+    assert cached and min(cached) == len(second_prompt) - 1, "the cache did not know the prompt"
     sequence = second_prompt + second.token_ids.tolist()
     (reading,) = reference_reading(models["moe"], [(sequence, [0] * len(sequence))], {0: base})
 
@@ -144,41 +137,6 @@ def test_routes_and_kept_sets_across_commits(
     check_kept(drawn, PROMPT, Reading(expected, logprobs), 20)
 
 
-def test_sequences_that_lose_their_cache_keep_routes_and_sets(
-    models: dict[str, Path], run: LoopThread, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As for want of cache, SGLang takes sequences back into its queue and reads them again later; on and on."""
-    monkeypatch.setenv("SGLANG_TEST_RETRACT", "1")
-    monkeypatch.setenv("SGLANG_TEST_RETRACT_INTERVAL", "9")
-    sampling = Sampling(max_new_tokens=60, top_k=20, top_p=0.9, routes_from=0)
-    base, prompts = weights_in(models["moe"]), [[5, 6, 7, 8 + i] for i in range(4)]
-
-    retracted: list[int] = []
-    engine = run(Engine.start(str(models["moe"]), SETTINGS, routes=True))
-    manager = engine._engine.tokenizer_manager
-    handle = manager._handle_batch_output
-
-    async def count(output: Any) -> None:
-        retracted.extend(output.retraction_counts or [])
-        await handle(output)
-
-    async def draw() -> list[Completion]:
-        return await asyncio.gather(*(engine.generate(prompt, sampling) for prompt in prompts))
-
-    manager._handle_batch_output = count
-    try:
-        drawn = run(draw())
-    finally:
-        run(engine.shutdown())
-    assert max(retracted) > 0, "none was taken back"
-    sequences = [prompt + one.token_ids.tolist() for prompt, one in zip(prompts, drawn, strict=True)]
-    readings = reference_reading(models["moe"], [(ids, [0] * len(ids)) for ids in sequences], {0: base})
-    for prompt, one, reading in zip(prompts, drawn, readings, strict=True):
-        assert one.routes is not None
-        np.testing.assert_array_equal(np.sort(one.routes, -1), reading.routes[:-1])
-        check_kept(one, prompt, reading, 20)
-
-
 def test_a_lost_kept_set_costs_its_request() -> None:
     """SGLang ends a request whose token it finds outside its record of the set; other aborts are no such thing."""
 
@@ -190,6 +148,41 @@ def test_a_lost_kept_set_costs_its_request() -> None:
     with pytest.raises(GenerationError) as caught:
         to_completion(aborted("Aborted by AbortReq."))
     assert not isinstance(caught.value, DrawLost)
+
+
+def test_a_wrong_kept_set_costs_its_request_alone(
+    engine: Engine, run: LoopThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in a part of an answer, which SGLang handles where an error would end this process."""
+    take, victims = engine_module.take_beside, list[str]()
+
+    def forge(output: Any) -> list[Beside]:
+        taken = take(output)
+        for request, one in zip(output.rids, taken, strict=True):
+            if one.kept and (not victims or request in victims):
+                victims.append(request)
+                one.kept = [KeptSets(sets.counts, sets.ids + 1) for sets in one.kept]
+        return taken
+
+    async def both() -> list[Completion | BaseException]:
+        draws = (engine.generate([*PROMPT, i], sampling) for i in range(2))
+        return await asyncio.gather(*draws, return_exceptions=True)
+
+    sampling = Sampling(max_new_tokens=4 * PART_TOKENS, top_k=2)
+    monkeypatch.setattr(engine_module, "take_beside", forge)
+    drawn = run(both())
+    (spoiled,) = [one for one in drawn if isinstance(one, GenerationError)]
+    assert "without the token that was drawn" in str(spoiled) and len(victims) > 1, "in a part, and at the end"
+    (whole,) = [one for one in drawn if isinstance(one, Completion)]
+    assert len(whole.token_ids) == 4 * PART_TOKENS
+
+
+def test_sets_that_do_not_add_up_are_told_of_their_request() -> None:
+    mask = SimpleNamespace(lengths=[2, 1], token_ids=[5, 6], logprobs=[-0.5, 0.0])
+    right = SimpleNamespace(lengths=[2], token_ids=[5, 6], logprobs=[-0.5])
+    output = SimpleNamespace(rids=["a", "b"], output_token_sampling_mask=[mask, right], routed_experts=None)
+    wrong, fine = take_beside(output)
+    assert "kept sets of 3 ids in all have 2" in str(wrong.error) and fine.error is None and len(fine.kept) == 1
 
 
 def test_what_the_engine_cannot_tell_is_refused(engine: Engine, run: LoopThread) -> None:

@@ -30,6 +30,15 @@ class Beside:
     """float32: of the tokens of each message among their kept sets."""
     routes: np.ndarray | None = None
     """int32 [tokens read, all layers, k]; comes with the last message."""
+    error: GenerationError | None = None
+    """What was wrong with the first of them that was."""
+
+    def add(self, later: Beside) -> None:
+        """Take in what the next message tells."""
+        self.kept += later.kept
+        self.logprobs += later.logprobs
+        self.routes = later.routes
+        self.error = self.error or later.error
 
 
 class RouteForm:
@@ -69,13 +78,19 @@ class RouteForm:
 
 
 def take_beside(output: Any) -> list[Beside]:
-    """Take what is told beside the tokens out of a message of SGLang's scheduler: one for each of its requests."""
+    """Take what is told beside the tokens out of a message of SGLang's scheduler: one for each of its requests.
+
+    What is wrong with one of them is in its ``error``: raised here, SGLang would end this process for it.
+    """
     masks, routes = output.output_token_sampling_mask, output.routed_experts
     output.output_token_sampling_mask = output.routed_experts = None
     taken = [Beside() for _ in output.rids]
     for one, mask in zip(taken, masks or [], strict=False):
         if mask is not None:
-            one.kept.append(KeptSets(np.asarray(mask.lengths, np.int32), np.asarray(mask.token_ids, np.int32)))
+            try:
+                one.kept.append(KeptSets(np.asarray(mask.lengths, np.int32), np.asarray(mask.token_ids, np.int32)))
+            except ValueError as error:
+                one.error = GenerationError(f"SGLang told {error}")
             one.logprobs.append(np.asarray(mask.logprobs, np.float32))
     for one, routed in zip(taken, routes or [], strict=False):
         one.routes = None if routed is None else routed.numpy()

@@ -340,6 +340,8 @@ class Engine:
             interrupted = self._running.pop(request)
             if not self._running:
                 self._idle.set()
+        if beside.error is not None:
+            raise beside.error
         completion = to_completion(answer, interrupted, beside)
         if sampling.truncated and len(completion.token_ids) and completion.kept is None:
             raise GenerationError("SGLang told no kept sets, though it was asked for them")
@@ -358,16 +360,20 @@ class Engine:
         taken = take_beside(output)
         for request, one in zip(output.rids, taken, strict=True):
             if (beside := self._beside.get(request)) is not None:
-                beside.kept += one.kept
-                beside.logprobs += one.logprobs
-                beside.routes = one.routes
+                beside.add(one)
         await handle(output)  # waits: for nothing but the event loop
         for index, request in enumerate(output.rids):
-            if output.finished_reasons[index] is None and request in self._tellers:
+            beside = self._beside.get(request)
+            if output.finished_reasons[index] is not None or beside is None or beside.error is not None:
+                continue
+            try:
                 part = to_part(output, index, taken[index])
-                if len(part.token_ids):
-                    self._tellers[request].part(part)
-                    presence.progress("tokens drawn")
+            except GenerationError as error:
+                beside.error = error  # for _draw to raise: SGLang would end this process for it
+                continue
+            if len(part.token_ids):
+                self._tellers[request].part(part)
+                presence.progress("tokens drawn")
 
     def _stops(self, sampling: Sampling) -> set[int]:
         """The ids that end a request, as :meth:`_sampling_params` asks SGLang for it."""
