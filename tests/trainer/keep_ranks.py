@@ -27,7 +27,8 @@ CHUNK = 7
 
 
 def episodes(rank: int, *, kept: bool, routes: bool) -> list[Episode]:
-    """Three episodes of two turns; routes and kept sets are drawn at random."""
+    """Three episodes of two turns; routes and kept sets are drawn at random. Some tokens that have a set are no longer
+    trained, as where they are too old."""
     rng = np.random.default_rng(rank)
 
     def turn() -> Turn:
@@ -41,7 +42,9 @@ def episodes(rank: int, *, kept: bool, routes: bool) -> list[Episode]:
         counts = np.asarray([len(one) for one in sets], np.int32)
         found = KeptSets(counts, np.concatenate(sets).astype(np.int32)) if kept else None
         logprobs = np.where(trainable, -1.0, 0.0).astype(np.float32)
-        return Turn(ids, logprobs, np.where(trainable, 0, -1).astype(np.int32), trainable, found)
+        drawn = Turn(ids, logprobs, np.where(trainable, 0, -1).astype(np.int32), trainable, found)
+        drawn.trainable[5::7] = False
+        return drawn
 
     made = [Episode([turn(), turn()], 1.0, "stop") for _ in range(3)]
     for episode in made if routes else []:

@@ -9,6 +9,7 @@ TRAININGS = {
     "moe_trained": "moe",
     "moe_starved_trained": "moe_starved",
     "moe_single": "moe",
+    "moe_few_trained": "moe_few",
     "deepseek_trained": "deepseek",
 }
 """The model that each starts from. ``moe_single``: one episode a batch, fewer than there are ranks."""
