@@ -7,31 +7,52 @@ Two pytest processes; what the first one says is printed when the second has end
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RECIPES = "tests/recipe"
 """Half of the time of all tests."""
 DEADLINE_S = 3 * 3600.0
-"""Seconds that the first one may go on after the second: each test has a deadline of its own."""
+"""Seconds for either: each test has a deadline of its own."""
+END_S = 90.0
+"""Seconds that an interrupted one may take to end what its tests have started."""
 
 
 def main() -> int:
-    pytest = [sys.executable, "-m", "pytest"]
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryFile() as said:
-        recipes = subprocess.Popen([*pytest, RECIPES], cwd=ROOT, stdout=said, stderr=subprocess.STDOUT)
+        # In groups of their own: a Ctrl-C reaches them once, from here.
+        others = start(f"--ignore={RECIPES}")
+        recipes = start(RECIPES, stdout=said, stderr=subprocess.STDOUT)
         try:
-            others = subprocess.run([*pytest, f"--ignore={RECIPES}"], cwd=ROOT, check=False).returncode
-            code = recipes.wait(DEADLINE_S)
+            codes = [side.wait(DEADLINE_S) for side in (others, recipes)]
         finally:
-            recipes.kill()
+            interrupt([side for side in (others, recipes) if side.poll() is None])
             said.seek(0)
             sys.stdout.write(said.read().decode(errors="replace"))
             sys.stdout.flush()
-    return others or code
+    return max(codes)
+
+
+def start(*arguments: str, **options: Any) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-m", "pytest", *arguments], cwd=ROOT, process_group=0, **options)
+
+
+def interrupt(sides: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End them in order: processes that tests have started are in sessions of their own, and only pytest knows them."""
+    for side in sides:
+        side.send_signal(signal.SIGINT)
+    for side in sides:
+        try:
+            side.wait(END_S)
+        except subprocess.TimeoutExpired:
+            side.kill()
 
 
 if __name__ == "__main__":
