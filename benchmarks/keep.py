@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 from reporting import run_benchmark, short
+from speed_generator import GeneratorBeside
 from speed_trainer import Training
 
 from monarch_rl.episode import Episode, Group, Sampling, Turn
-from monarch_rl.generator.actor import Generator
 from monarch_rl.generator.router import Router
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.model_folder import num_experts, read_config, resolve_model, sparse_layers
@@ -79,17 +79,9 @@ async def draw(router: Router, prompts: list[list[int]], s: Settings, sampling: 
     return rate, groups
 
 
-class OwnWeights(Generator):
-    """Draws from the model as it is loaded: no trainer verifies it here."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._verified.set()
-
-
 async def start_engine(cluster: Cluster, model: Path, slot: int, routes: bool) -> Router:
     settings, name = GeneratorSettings(replicas=1), f"generator{slot}"
-    generator = cluster.spawn(name, 1, first_slot=slot).spawn(name, OwnWeights)
+    generator = cluster.spawn(name, 1, first_slot=slot).spawn(name, GeneratorBeside)
     start = generator.setup.call_one(str(model), settings, slot, routes=routes)
     await within(settings.start_deadline_s, start, f"{name} to start", on=name)
     return Router([generator], ROUND_DEADLINE_S)

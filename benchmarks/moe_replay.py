@@ -2,10 +2,11 @@
 
     python benchmarks/moe_replay.py --plot moe_replay.png
 
-Each seed has a tiny mixture of experts of its own, questions of its own and draws of its own, the same with and without
-replay; without, the engine's routes travel too, to be compared. The engine serves bfloat16 and the trainer computes in
-float32: in one precision the two choose alike on a model this small. The plot has the mismatch of engine and trainer
-(k3 estimate of the KL) and the reward over steps, the last line is JSON.
+Each seed has a tiny mixture of experts and questions of its own, the same with and without replay, and seeds the
+engines; what they draw differs after the first steps. Without replay the engine's routes travel too, to be compared.
+The engine serves bfloat16 and the trainer computes in float32: in one precision the two choose alike on a model this
+small. The plot has the mismatch of engine and trainer (k3 estimate of the KL) and the reward over steps, the last line
+is JSON.
 """
 
 from __future__ import annotations

@@ -146,7 +146,8 @@ async def train(cluster: Cluster, s: Settings, model: Path, folder: Path) -> Non
         pipeline.start_trainer(cluster, plan, buffer, first_slot=0),
         pipeline.start_generators(cluster, model, s.generator, s.trainer.ranks, s.trainer.lora, routes),
     )
-    limit = min(episode_limits(s, read_config(model)).values()) - routes  # a lost one's may take one token more
+    limit = min(episode_limits(s, read_config(model)).values())
+    limit -= 1 if routes else 0  # those of a lost generator's episode may take one token more
     workers = await pipeline.start_rollout(cluster, s.rollout, s.task, model, buffer, generators, limit, routes)
     dtype = pipeline.served_dtype(s.generator, cluster)
     routing = pipeline.routing(workers)

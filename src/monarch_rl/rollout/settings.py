@@ -24,7 +24,7 @@ class RolloutSettings:
     """Of training rollouts; the held-out evaluation is greedy. 1 draws from the policy that is trained."""
     top_k: int = 0
     """Draw from the k most likely tokens only; 0 from all. At most 2048, and needed for `top_p` and `min_p`: the engine
-    tells kept sets only then. As large as the vocabulary it cuts nothing off by itself."""
+    tells kept sets only then. Where the vocabulary is larger they act among these k."""
     top_p: float = 1.0
     """Draw from the fewest most likely tokens that have this probability together; 1 is off."""
     min_p: float = 0.0

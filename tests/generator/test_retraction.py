@@ -1,0 +1,42 @@
+"""Sequences that SGLang takes back into its queue, for want of KV cache, to read them again later."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from monarch_rl.episode import Completion, Sampling
+from monarch_rl.generator.engine import Engine
+from tests.generator.conftest import SETTINGS
+from tests.generator.helpers import LoopThread, check_kept, reference_reading, watched, weights_in
+
+
+def test_routes_and_kept_sets_are_those_of_transformers(
+    models: dict[str, Path], run: LoopThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's own switch for tests has it do so every few steps."""
+    monkeypatch.setenv("SGLANG_TEST_RETRACT", "1")
+    monkeypatch.setenv("SGLANG_TEST_RETRACT_INTERVAL", "9")
+    sampling = Sampling(max_new_tokens=60, top_k=20, top_p=0.9, routes_from=0)
+    base, prompts = weights_in(models["moe"]), [[5, 6, 7, 8 + i] for i in range(4)]
+
+    engine = run(Engine.start(str(models["moe"]), SETTINGS, routes=True))
+    retracted = watched(engine, "retraction_counts", monkeypatch)
+
+    async def draw() -> list[Completion]:
+        return await asyncio.gather(*(engine.generate(prompt, sampling) for prompt in prompts))
+
+    try:
+        drawn = run(draw())
+    finally:
+        run(engine.shutdown())
+    assert max(retracted) > 0, "none was taken back"
+    sequences = [prompt + one.token_ids.tolist() for prompt, one in zip(prompts, drawn, strict=True)]
+    readings = reference_reading(models["moe"], [(ids, [0] * len(ids)) for ids in sequences], {0: base})
+    for prompt, one, reading in zip(prompts, drawn, readings, strict=True):
+        assert one.routes is not None
+        np.testing.assert_array_equal(np.sort(one.routes, -1), reading.routes[:-1])
+        check_kept(one, prompt, reading, 20)
