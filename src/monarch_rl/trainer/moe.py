@@ -49,7 +49,12 @@ LOADED_EXPERTS = dict.fromkeys(("w1_EFD", "w2_EDF", "w3_EFD"), skip_param_init)
 
 def exact(experts: GroupedExperts.Config) -> ExactExperts.Config:
     """The same experts, computed in the dtype of their input."""
-    return ExactExperts.Config(**{field.name: getattr(experts, field.name) for field in fields(experts) if field.init})
+    return ExactExperts.Config(**_given(experts))
+
+
+def _given(config: Any) -> dict[str, Any]:
+    """What a config was made with, to make one of a class derived from its own."""
+    return {field.name: getattr(config, field.name) for field in fields(config) if field.init}
 
 
 EXPERT_TARGETS = {"gate_proj": "w1_EFD", "up_proj": "w3_EFD", "down_proj": "w2_EDF"}
@@ -112,7 +117,7 @@ class AdaptedExperts(ExactExperts):
 def adapted_experts(experts: GroupedExperts.Config, lora: LoraSettings) -> AdaptedExperts.Config:
     """The same experts with adapters on the settings' targets; one of these must be a projection of experts."""
     targets = tuple(EXPERT_TARGETS[target] for target in lora.targets if target in EXPERT_TARGETS)
-    kept = {field.name: getattr(experts, field.name) for field in fields(experts) if field.init}
+    kept = _given(experts)
     adapters = [adapter for name in targets for adapter in adapter_parameters(name)]
     kept["param_init"] = {**(experts.param_init or {}), **dict.fromkeys(adapters, skip_param_init)}
     return AdaptedExperts.Config(**kept, rank=lora.rank, alpha=lora.alpha, targets=targets)
@@ -159,7 +164,7 @@ class ReplayRouter(TokenChoiceTopKRouter):
 
 def replaying(router: TokenChoiceTopKRouter.Config) -> ReplayRouter.Config:
     """The same router, which can be told routes."""
-    return ReplayRouter.Config(**{field.name: getattr(router, field.name) for field in fields(router)})
+    return ReplayRouter.Config(**_given(router))
 
 
 def moe_config(hf: dict[str, Any]) -> MoE.Config:
