@@ -72,7 +72,7 @@ def test_the_first_layers_are_dense_and_rotary_scaling_is_taken_over() -> None:
         ({"rope_parameters": YARN | {"mscale": None, "mscale_all_dim": None}}, "with mscale and mscale_all_dim"),
         ({"rope_parameters": YARN | {"mscale": 0.0, "mscale_all_dim": 0.0}}, "with mscale and mscale_all_dim"),
         ({"rope_parameters": YARN | {"attention_factor": 1.2}}, "without attention_factor"),
-        ({"rope_parameters": YARN | {"rope_type": "linear"}}, "only 'default', and 'yarn'"),
+        ({"rope_parameters": YARN | {"rope_type": "linear"}}, "only 'default', and 'yarn' with mscale and"),
     ],
 )
 def test_what_is_not_supported_is_refused(change: dict[str, Any], words: str) -> None:
