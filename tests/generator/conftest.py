@@ -10,13 +10,13 @@ import pytest
 
 from monarch_rl.generator.engine import Engine
 from monarch_rl.generator.settings import GeneratorSettings
-from tests.generator.helpers import LoopThread, Staging, make_model, weights_in
+from tests.generator.helpers import PART_TOKENS, LoopThread, Staging, make_model, weights_in
 
 # Before Monarch is first used: how often it looks for dead processes.
 os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY", "1s")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-SETTINGS = GeneratorSettings(max_running_requests=16, max_total_tokens=8192)
+SETTINGS = GeneratorSettings(max_running_requests=16, max_total_tokens=8192, part_tokens=PART_TOKENS)
 
 
 @pytest.fixture(scope="session")

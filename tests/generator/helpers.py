@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from monarch_rl.adapter import FULL_TRAINING, LoraSettings, adapter_config, tensor_names
-from monarch_rl.episode import Completion, KeptSets
+from monarch_rl.episode import Completion, KeptSets, Sampling
 from monarch_rl.generator.engine import CommitReport, Engine
 from monarch_rl.weights.area import Area
 from monarch_rl.weights.checksum import tensor_checksum
@@ -40,6 +40,8 @@ Q_RANK, KV_RANK, NOPE, ROPE, VALUE = 24, 32, 16, 8, 20
 LOGPROB_BOUND = 2e-5
 """Engine against transformers, float32, natural log. The largest seen on these models: 5.3e-6 of one version, 1.0e-5 of
 600 tokens that three versions drew in turn."""
+PART_TOKENS = 16
+"""Engines tell of what they draw every so many tokens."""
 SETTLE_S = 20.0
 """How long a test waits for the end of a process that is sure to come."""
 
@@ -241,11 +243,42 @@ def check_kept(completion: Completion, prompt: list[int], reading: Reading, at_m
         assert row[ids].min() > left_out.max() - LOGPROB_BOUND
 
 
-def check_told(parts: list[Completion], completion: Completion, part_tokens: int) -> None:
-    """What was told is the beginning of the completion: never all of it, and all but its last ``part_tokens``."""
+@dataclass(frozen=True)
+class Drawing:
+    """Requests on their way, and the parts that the engine has told of each."""
+
+    tasks: list[asyncio.Task[Completion]]
+    told: list[list[Completion]]
+
+    @classmethod
+    def start(cls, engine: Engine, prompts: Sequence[list[int]], *samplings: Sampling) -> Drawing:
+        """By one ``Sampling``, or one for each prompt."""
+        told: list[list[Completion]] = [[] for _ in prompts]
+        wanted = samplings if len(samplings) > 1 else samplings * len(prompts)
+        asked = zip(prompts, wanted, told, strict=True)
+        return cls([asyncio.ensure_future(engine.generate(p, s, parts.append)) for p, s, parts in asked], told)
+
+    async def goes_on(self) -> None:
+        """Wait until each has drawn more than ``PART_TOKENS`` since."""
+        goals = [count + 2 * PART_TOKENS for count in self._counts()]
+
+        async def drawn() -> bool:
+            return all(count >= goal for count, goal in zip(self._counts(), goals, strict=True))
+
+        await until(drawn, f"the requests to draw {2 * PART_TOKENS} more tokens", 60.0)
+
+    async def completions(self) -> list[Completion]:
+        return await asyncio.gather(*self.tasks)
+
+    def _counts(self) -> list[int]:
+        return [sum(len(part.token_ids) for part in parts) for parts in self.told]
+
+
+def check_told(parts: list[Completion], completion: Completion) -> None:
+    """What was told is the beginning of the completion: never all of it, and all but its last ``PART_TOKENS``."""
     count = sum(len(part.token_ids) for part in parts)
     whole = len(completion.token_ids)
-    assert 0 < whole - count <= part_tokens, f"{count} of {whole} tokens were told"
+    assert 0 < whole - count <= PART_TOKENS, f"{count} of {whole} tokens were told"
     assert all(part.routes is None for part in parts)
     if completion.kept is not None:
         told_sets = KeptSets.join([part.kept for part in parts if part.kept is not None])

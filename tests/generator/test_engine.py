@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,13 +17,14 @@ from monarch_rl.generator.engine import CommitError, CommitReport, Engine, Engin
 from tests.generator.conftest import SETTINGS
 from tests.generator.helpers import (
     LOGPROB_BOUND,
+    PART_TOKENS,
+    Drawing,
     LoopThread,
     Staging,
     check_told,
     checksums_of,
     next_version,
     reference_logprobs,
-    until,
     weights_in,
 )
 
@@ -72,17 +72,17 @@ def test_a_stop_token_ends_the_turn_and_is_part_of_it(engine: Engine, run: LoopT
 
 
 def test_what_a_request_draws_is_told_in_parts_and_short_answers_are_not(engine: Engine, run: LoopThread) -> None:
-    size = SETTINGS.part_tokens
+    size = PART_TOKENS
     lengths = (3 * size + 5, 2 * size, 10 * size, size, size - 1, 1)
-    told: list[list[Completion]] = [[] for _ in lengths]
     before = engine.generated_tokens, engine.finished_requests
 
-    async def play() -> list[Completion]:
-        wanted = [Sampling(max_new_tokens=length) for length in lengths]
-        return await asyncio.gather(*[engine.generate([5], s, t.append) for s, t in zip(wanted, told, strict=True)])
+    async def play() -> tuple[list[list[Completion]], list[Completion]]:
+        drawing = Drawing.start(engine, [[5] for _ in lengths], *[Sampling(max_new_tokens=n) for n in lengths])
+        return drawing.told, await drawing.completions()
 
-    for parts, completion in zip(told, run(play()), strict=True):
-        check_told(parts, completion, size)
+    told, played = run(play())
+    for parts, completion in zip(told, played, strict=True):
+        check_told(parts, completion)
     assert [[len(part.token_ids) for part in parts] for parts in told] == [[size] * n for n in (3, 1, 9, 0, 0, 0)]
     counted = engine.generated_tokens - before[0], engine.finished_requests - before[1]
     assert counted == (sum(lengths), len(lengths)), "parts are counted with their answer"
@@ -138,12 +138,11 @@ def test_sequences_go_on_across_commits(
     folder, before = models["qwen3"], engine.version
 
     async def play() -> list[Completion]:
-        playing = asyncio.ensure_future(draw(engine, 8, 700))
+        drawing = Drawing.start(engine, [[5, 6, 7, 8 + i] for i in range(8)], Sampling(max_new_tokens=700))
         for seed in range(5):
-            counted = engine.clock.seconds
-            await until(partial(_decoded, engine, counted, 0.3), "decoding between commits")
+            await drawing.goes_on()
             await commit_seed(engine, staging, folder, seed)
-        return await playing
+        return await drawing.completions()
 
     played = run(play())
     seen = set()
@@ -157,10 +156,6 @@ def test_sequences_go_on_across_commits(
     weights = next_version(weights_in(folder), 4)
     for completion, reference in zip(fresh, reference_logprobs(folder, prompts(fresh), weights), strict=True):
         assert np.abs(completion.logprobs - reference).max() < LOGPROB_BOUND
-
-
-async def _decoded(engine: Engine, since: float, seconds: float) -> bool:
-    return engine.clock.seconds > since + seconds
 
 
 def test_a_new_request_never_starts_from_older_keys_and_values(
@@ -297,14 +292,13 @@ def test_requests_in_flight_fail_when_the_engine_stops(engine: Engine, run: Loop
     """The last test with this module's engine."""
 
     async def stop() -> int:
-        request = asyncio.ensure_future(engine.generate([5], Sampling(max_new_tokens=1000)))
-        counted = engine.clock.seconds
-        await until(lambda: _decoded(engine, counted, 0.1), "decoding")
+        drawing = Drawing.start(engine, [[5]], Sampling(max_new_tokens=1000))
+        await drawing.goes_on()
         (pid,) = engine.child_pids
         await engine.shutdown()
         await engine.shutdown()
         with pytest.raises(EngineStopped, match="the engine was stopped"):
-            await request
+            await drawing.completions()
         with pytest.raises(EngineStopped, match="the engine was stopped"):
             await engine.generate([5], Sampling())
         return pid

@@ -23,6 +23,7 @@ from tests.generator.conftest import SETTINGS
 from tests.generator.helpers import (
     LAYERS,
     LOGPROB_BOUND,
+    Drawing,
     LoopThread,
     Staging,
     adapter,
@@ -31,12 +32,10 @@ from tests.generator.helpers import (
     next_version,
     reference_in_turn,
     reference_logprobs,
-    until,
     weights_in,
 )
 
 PROMPTS = [[5, 6, 7, 8 + i] for i in range(6)]
-PART_TOKENS = 16
 LAST = f"model.layers.{LAYERS - 1}."
 KEYS_AND_VALUES = (f"{LAST}self_attn.k_proj.weight", f"{LAST}self_attn.v_proj.weight")
 """Their change makes a past that older weights have read another past; nothing but the last layer's depends on them."""
@@ -58,7 +57,7 @@ def policy(case: tuple[InFlight, LoraSettings]) -> InFlight:
 
 @pytest.fixture(scope="module")
 def engine(case: tuple[InFlight, LoraSettings], models: dict[str, Path], run: LoopThread) -> Iterator[Engine]:
-    settings = replace(SETTINGS, in_flight=case[0], drain_deadline_s=60, part_tokens=PART_TOKENS)
+    settings = replace(SETTINGS, in_flight=case[0], drain_deadline_s=60)
     engine = run(Engine.start(str(models["qwen3"]), settings, lora=case[1]))
     yield engine
     run(engine.shutdown())
@@ -96,15 +95,6 @@ def staging(versions: Versions) -> Staging:
     return Staging(versions.first())
 
 
-async def decoding(engine: Engine, seconds: float = 0.3) -> None:
-    before = engine.clock.seconds
-
-    async def decoded() -> bool:
-        return engine.clock.seconds > before + seconds
-
-    await until(decoded, "decoding")
-
-
 def test_a_commit_of_the_same_weights_changes_no_seeded_draw(
     engine: Engine, run: LoopThread, versions: Versions, staging: Staging, policy: str
 ) -> None:
@@ -114,13 +104,14 @@ def test_a_commit_of_the_same_weights_changes_no_seeded_draw(
 
     async def play() -> tuple[Completion, Completion]:
         alone = await engine.generate(PROMPTS[0], seeded)
-        playing = asyncio.ensure_future(engine.generate(PROMPTS[0], seeded))
+        drawing = Drawing.start(engine, PROMPTS[:1], seeded)
         for _ in range(1 if policy == "drain" else 3):
-            await decoding(engine, 0.15)
+            await drawing.goes_on()
             version = engine.version + 1
             staging.fill(version, weights)
             await staging.commit(engine, version, checksums_of(weights))
-        return alone, await playing
+        (across,) = await drawing.completions()
+        return alone, across
 
     alone, across = run(play())
     assert across.token_ids.tolist() == alone.token_ids.tolist()
@@ -138,38 +129,35 @@ def test_each_token_is_drawn_by_the_version_that_it_carries(
     """
     first = engine.version + 1  # of the test's own: an earlier one may have left other weights
     weights = {first: versions.first()} | {first + i: versions.later(i) for i in (1, 2)}
-    told: list[list[Completion]] = []
+    sampling = Sampling(max_new_tokens=600)
 
-    def start(prompt: list[int]) -> asyncio.Task[Completion]:
-        told.append([])
-        return asyncio.ensure_future(engine.generate(prompt, Sampling(max_new_tokens=600), told[-1].append))
-
-    async def play() -> list[Completion]:
+    async def play() -> tuple[list[list[Completion]], list[Completion]]:
         staging.fill(first, weights[first])
         await staging.commit(engine, first, checksums_of(weights[first]))
-        playing = [start(prompt) for prompt in PROMPTS]
-        await decoding(engine)
+        early = Drawing.start(engine, PROMPTS, sampling)
+        await early.goes_on()
         staging.fill(first + 1, weights[first + 1])
         name = next(name for name in staging.manifest.names if "layers.0.mlp.down_proj" in name)
         spoilt = staging.byte(first + 1, name, 40)
         spoilt ^= 1
         with pytest.raises(WeightMismatch, match=r"1 of \d+ tensors differ from the trainer's: .*down_proj"):
             await staging.commit(engine, first + 1, checksums_of(weights[first + 1]))
-        playing += [start(prompt) for prompt in PROMPTS[:3]]
-        drawn = [task for task in playing if task.done()]
-        await asyncio.wait(set(playing) - set(drawn), timeout=1.0)
-        assert [task for task in playing if task.done()] == drawn  # nothing is served
+        late = Drawing.start(engine, PROMPTS[:3], sampling)
+        tasks = early.tasks + late.tasks
+        drawn = [task for task in tasks if task.done()]
+        await asyncio.wait(set(tasks) - set(drawn), timeout=1.0)
+        assert [task for task in tasks if task.done()] == drawn  # nothing is served
         spoilt ^= 1
         await staging.commit(engine, first + 1, checksums_of(weights[first + 1]))
-        await decoding(engine)
+        await late.goes_on()
         staging.fill(first + 2, weights[first + 2])
         await staging.commit(engine, first + 2, checksums_of(weights[first + 2]))
-        return await asyncio.gather(*playing)
+        return early.told + late.told, await early.completions() + await late.completions()
 
-    played = run(play())
+    told, played = run(play())
     asked = [(prompt, completion) for prompt, completion in zip(PROMPTS + PROMPTS[:3], played, strict=True)]
     for parts, completion in zip(told, played, strict=True):
-        check_told(parts, completion, PART_TOKENS)
+        check_told(parts, completion)
     seen: set[int] = set()
     for _, completion in asked:
         assert len(completion.token_ids) == 600
@@ -227,11 +215,11 @@ def test_under_continue_a_version_that_leaves_keys_and_values_gives_what_it_alon
     async def play() -> list[Completion]:
         staging.fill(first, weights[first])
         await staging.commit(engine, first, checksums_of(weights[first]))
-        playing = [asyncio.ensure_future(engine.generate(prompt, Sampling(max_new_tokens=300))) for prompt in PROMPTS]
-        await decoding(engine)
+        drawing = Drawing.start(engine, PROMPTS, Sampling(max_new_tokens=300))
+        await drawing.goes_on()
         staging.fill(first + 1, weights[first + 1])
         await staging.commit(engine, first + 1, checksums_of(weights[first + 1]))
-        return await asyncio.gather(*playing)
+        return await drawing.completions()
 
     asked = list(zip(PROMPTS, run(play()), strict=True))
     drawn = np.concatenate([completion.logprobs for _, completion in asked])
@@ -255,13 +243,8 @@ def test_a_stop_token_in_the_step_of_a_commit_ends_the_request(
 ) -> None:
     """Commits as fast as they go: a sequence ends where it ends without them, with the same reason."""
     weights = versions.first()
-    told: list[list[Completion]] = []
 
-    def start(sampling: Sampling) -> asyncio.Future[Completion]:
-        told.append([])
-        return asyncio.ensure_future(engine.generate(PROMPTS[0], sampling, told[-1].append))
-
-    async def play() -> tuple[list[Completion], list[Completion]]:
+    async def play() -> tuple[list[list[Completion]], list[Completion], list[Completion]]:
         version = engine.version + 1
         staging.fill(version, weights)
         await staging.commit(engine, version, checksums_of(weights))
@@ -270,17 +253,16 @@ def test_a_stop_token_in_the_step_of_a_commit_ends_the_request(
         wanted = [Sampling(max_new_tokens=60, seed=3, stop_token_ids=(end,)) for end in ends]
         wanted += [Sampling(max_new_tokens=count, seed=3) for count in range(1, 7)]
         alone = [await engine.generate(PROMPTS[0], sampling) for sampling in wanted]
-        playing = asyncio.gather(*[start(sampling) for sampling in wanted])
-        while not playing.done():
+        drawing = Drawing.start(engine, [PROMPTS[0]] * len(wanted), *wanted)
+        while not all(task.done() for task in drawing.tasks):
             version = engine.version + 1
             staging.fill(version, weights)
             await staging.commit(engine, version, checksums_of(weights))
-            await asyncio.wait({playing}, timeout=0.01)
-        return alone, await playing
+            await asyncio.wait(drawing.tasks, timeout=0.01)
+        return drawing.told, alone, await drawing.completions()
 
-    played = run(play())
-    for parts, alone, across in zip(told, *played, strict=True):
-        check_told(parts, across, PART_TOKENS)
+    for parts, alone, across in zip(*run(play()), strict=True):
+        check_told(parts, across)
         assert across.token_ids.tolist() == alone.token_ids.tolist()
         assert across.finish_reason == alone.finish_reason
 
@@ -295,14 +277,13 @@ def test_a_drain_that_takes_too_long_says_how_many_still_run(
 
     async def play() -> tuple[list[Completion], int]:
         served = engine.version
-        playing = [engine.generate(prompt, Sampling(max_new_tokens=800)) for prompt in PROMPTS]
-        drawing = asyncio.gather(*playing)
-        await decoding(engine, 0.1)
+        drawing = Drawing.start(engine, PROMPTS, Sampling(max_new_tokens=800))
+        await drawing.goes_on()
         staging.fill(served + 1, weights)
         with pytest.raises(StillRunning, match=f"version {served} is: 6 requests still run 0.1 s after"):
             await staging.commit(engine, served + 1, checksums_of(weights))
         assert engine.version == served
-        return [*await drawing, await engine.generate([4], Sampling(max_new_tokens=3))], served
+        return [*await drawing.completions(), await engine.generate([4], Sampling(max_new_tokens=3))], served
 
     played, served = run(play())
     assert {version for completion in played for version in completion.policy_versions.tolist()} == {served}

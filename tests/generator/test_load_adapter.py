@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from monarch_rl.generator.load_staged import write_order
 from tests.generator.conftest import SETTINGS
 from tests.generator.helpers import (
     LOGPROB_BOUND,
+    Drawing,
     LoopThread,
     Staging,
     Weights,
@@ -33,7 +33,6 @@ from tests.generator.helpers import (
     manifest_of,
     merged,
     reference_logprobs,
-    until,
     weights_in,
 )
 
@@ -48,8 +47,12 @@ def prompt(i: int) -> list[int]:
     return [5, 6, 7, 8 + i]
 
 
+def start(engine: Engine, count: int, tokens: int) -> Drawing:
+    return Drawing.start(engine, [prompt(i) for i in range(count)], sampling(tokens))
+
+
 async def draw(engine: Engine, count: int, tokens: int) -> list[Completion]:
-    return await asyncio.gather(*[engine.generate(prompt(i), sampling(tokens)) for i in range(count)])
+    return await start(engine, count, tokens).completions()
 
 
 async def draw_base(engine: Engine, i: int, tokens: int) -> Completion:
@@ -134,16 +137,13 @@ def test_sequences_go_on_across_commits_of_adapters(
     """
     before = adapted.version
 
-    async def decoded(since: float) -> bool:
-        return adapted.clock.seconds > since + 0.3
-
     async def play() -> tuple[list[Completion], list[Completion]]:
-        playing = asyncio.ensure_future(draw(adapted, 8, 400))
+        drawing = start(adapted, 8, 400)
         base = asyncio.gather(*[draw_base(adapted, i, 200) for i in range(4)])
         for seed in range(3):
-            await until(partial(decoded, adapted.clock.seconds), "decoding between commits")
+            await drawing.goes_on()
             await commit(adapted, staging, adapter(folder, LORA, seed))
-        return await playing, await base
+        return await drawing.completions(), await base
 
     played, base = run(play())
     for completion in played:
@@ -170,15 +170,10 @@ def test_tokens_after_a_commit_are_drawn_from_the_new_adapter_on_the_old_keys_an
 
     async def play() -> list[Completion]:
         await commit(adapted, staging, quiet)
-        playing = asyncio.ensure_future(draw(adapted, 4, 300))
-        counted = adapted.clock.seconds
-
-        async def decoded() -> bool:
-            return adapted.clock.seconds > counted + 0.3
-
-        await until(decoded, "decoding before the commit")
+        drawing = start(adapted, 4, 300)
+        await drawing.goes_on()
         await commit(adapted, staging, loud)
-        return await playing
+        return await drawing.completions()
 
     drawn = run(play())
     completions = [(prompt(i), completion) for i, completion in enumerate(drawn)]
@@ -259,15 +254,10 @@ def test_a_replica_of_two_ranks_holds_the_adapter_in_parts(
         engine = await Engine.start(str(folder), replace(SETTINGS, tp=2), lora=LORA)
         try:
             await engine.verify_frozen(manifest_of(weights_in(folder)), checksums_of(weights_in(folder)))
-            playing = asyncio.ensure_future(draw(engine, 4, 200))
-            counted = engine.clock.seconds
-
-            async def decoded() -> bool:
-                return engine.clock.seconds > counted + 0.3
-
-            await until(decoded, "decoding before the commit")
+            drawing = start(engine, 4, 200)
+            await drawing.goes_on()
             await commit(engine, staging, tensors[1])
-            across, fresh = await playing, await draw(engine, 4, 30)
+            across, fresh = await drawing.completions(), await draw(engine, 4, 30)
             for each in (staging, spoilt):
                 each.fill(2, tensors[2])
             name = "base_model.model.model.layers.1.mlp.down_proj.lora_A.weight"

@@ -23,6 +23,8 @@ from monarch_rl.generator.settings import InFlight
 from tests.generator.conftest import SETTINGS
 from tests.generator.helpers import (
     LAYERS,
+    PART_TOKENS,
+    Drawing,
     LoopThread,
     Reading,
     Staging,
@@ -31,13 +33,11 @@ from tests.generator.helpers import (
     checksums_of,
     next_version,
     reference_reading,
-    until,
     watched,
     weights_in,
 )
 
 PROMPT = [5, 6, 7, 8]
-PART_TOKENS = 16
 POLICIES: list[InFlight] = ["continue", "recompute", "resume"]
 
 
@@ -49,7 +49,7 @@ def policy(request: pytest.FixtureRequest) -> InFlight:
 
 @pytest.fixture(scope="module")
 def engine(policy: InFlight, models: dict[str, Path], run: LoopThread) -> Iterator[Engine]:
-    settings = replace(SETTINGS, in_flight=policy, part_tokens=PART_TOKENS)
+    settings = replace(SETTINGS, in_flight=policy)
     engine = run(Engine.start(str(models["moe"]), settings, routes=True))
     yield engine
     run(engine.shutdown())
@@ -99,24 +99,20 @@ def test_routes_and_kept_sets_across_commits(
     base, sampling = weights_in(models["moe"]), Sampling(max_new_tokens=400, top_k=20, top_p=0.9, routes_from=0)
     first_version = engine.version + 1
     weights = {first_version + i: next_version(base, 10 + i) for i in range(3)}
-    parts: list[Completion] = []
 
-    async def decoding() -> None:
-        before = engine.clock.seconds
-        await until(lambda: asyncio.sleep(0, engine.clock.seconds > before + 0.15), "decoding")
-
-    async def play() -> Completion:
-        playing: asyncio.Future[Completion] | None = None
+    async def play() -> tuple[list[Completion], Completion]:
+        drawing: Drawing | None = None
         for version, changed in weights.items():
             staging.fill(version, changed)
             await staging.commit(engine, version, checksums_of(changed))
-            playing = playing or asyncio.ensure_future(engine.generate(PROMPT, sampling, parts.append))
-            await decoding()
-        assert playing is not None
-        return await playing
+            drawing = drawing or Drawing.start(engine, [PROMPT], sampling)
+            await drawing.goes_on()
+        assert drawing is not None
+        (drawn,) = await drawing.completions()
+        return drawing.told[0], drawn
 
-    drawn = run(play())
-    check_told(parts, drawn, PART_TOKENS)
+    parts, drawn = run(play())
+    check_told(parts, drawn)
     assert set(drawn.policy_versions.tolist()) == set(weights), "the commits came while it was running"
     ids = PROMPT + drawn.token_ids.tolist()[:-1]
     drew = drawn.policy_versions.tolist()

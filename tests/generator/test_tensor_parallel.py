@@ -23,12 +23,12 @@ from tests.generator.helpers import (
     HIDDEN,
     LOGPROB_BOUND,
     VOCABULARY,
+    Drawing,
     LoopThread,
     Staging,
     checksums_of,
     next_version,
     reference_logprobs,
-    until,
     weights_in,
 )
 
@@ -49,17 +49,13 @@ def test_sequences_go_on_across_commits_and_agree_with_transformers(
     weights = {version: next_version(weights_in(models["qwen3"]), version) for version in (1, 2, 3)}
 
     async def play() -> tuple[Completion, Completion]:
-        playing = asyncio.ensure_future(engine.generate(PROMPT, Sampling(max_new_tokens=300)))
+        drawing = Drawing.start(engine, [PROMPT], Sampling(max_new_tokens=300))
         for version in weights:
-            counted = engine.clock.seconds
-
-            async def decoded(since: float = counted) -> bool:
-                return engine.clock.seconds > since + 0.2
-
-            await until(decoded, "decoding")
+            await drawing.goes_on()
             staging.fill(version, weights[version])
             await staging.commit(engine, version, checksums_of(weights[version]))
-        return await playing, await engine.generate(PROMPT, Sampling(max_new_tokens=40, temperature=0.0))
+        (across,) = await drawing.completions()
+        return across, await engine.generate(PROMPT, Sampling(max_new_tokens=40, temperature=0.0))
 
     across, fresh = run(play())
     assert len(across.token_ids) == 300
