@@ -13,8 +13,7 @@ from monarch_rl.adapter import LoraSettings
 from monarch_rl.episode import Completion, Sampling
 from monarch_rl.runtime.cluster import launch
 from tests.generator.helpers import make_model, weights_in
-from tests.pipeline.system import ENGINES, System
-from tests.pipeline.test_weights_in_flight import LOGPROB_BOUND
+from tests.pipeline.system import ENGINES, LOGPROB_BOUND, System
 
 LORA = LoraSettings(rank=3, alpha=6.0)
 CHANGED = "model.layers.0.mlp.up_proj.weight"

@@ -18,10 +18,8 @@ from monarch_rl.weights.manifest import Manifest
 from monarch_rl.weights.transport import SLOTS, TRANSPORTS
 from tests.generator.helpers import EXPERTS, LAYERS, make_model
 from tests.pipeline.held import held_by_all, same_bits
-from tests.pipeline.system import TRANSFER, System, start_inspected
+from tests.pipeline.system import LOGPROB_BOUND, TRANSFER, System, start_inspected
 
-LOGPROB_BOUND = 2e-5
-"""Engine against trainer, float32, natural log. The largest in 480 batches of these models: 1.0e-5."""
 EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.\w+_proj\.weight")
 WAYS = [replace(TRANSFER, transport=transport) for transport in TRANSPORTS] + [replace(TRANSFER, delta=True)]
 

@@ -18,10 +18,8 @@ from monarch_rl.runtime.deadlines import Patience
 from monarch_rl.weights.transport import TRANSPORTS
 from tests.generator.helpers import make_model
 from tests.pipeline.held import held_by_all, same_bits
-from tests.pipeline.system import TRANSFER, VOCABULARY, System, start_inspected
+from tests.pipeline.system import LOGPROB_BOUND, TRANSFER, VOCABULARY, System, start_inspected
 
-LOGPROB_BOUND = 1e-5
-"""Engine against trainer, float32: seen 2e-6."""
 GREEDY = Sampling(max_new_tokens=32, temperature=0.0)
 
 
