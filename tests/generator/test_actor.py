@@ -215,7 +215,7 @@ def test_who_gives_up_leaves_the_replica_as_it_was(replicas: Replicas, run: Loop
         async def drawn() -> bool:
             return not (await actor.stats.call_one())["requests_in_flight"]
 
-        await until(drawn, "the rest to be drawn")
+        await until(drawn, "the rest to be drawn", 60.0)
         return caught.value
 
     lost = run(give_up())

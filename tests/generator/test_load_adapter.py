@@ -254,7 +254,7 @@ def test_a_replica_of_two_ranks_holds_the_adapter_in_parts(
         engine = await Engine.start(str(folder), replace(SETTINGS, tp=2), lora=LORA)
         try:
             await engine.verify_frozen(manifest_of(weights_in(folder)), checksums_of(weights_in(folder)))
-            drawing = start(engine, 4, 200)
+            drawing = start(engine, 4, 400)
             await drawing.goes_on()
             await commit(engine, staging, tensors[1])
             across, fresh = await drawing.completions(), await draw(engine, 4, 30)

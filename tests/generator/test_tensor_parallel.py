@@ -49,7 +49,7 @@ def test_sequences_go_on_across_commits_and_agree_with_transformers(
     weights = {version: next_version(weights_in(models["qwen3"]), version) for version in (1, 2, 3)}
 
     async def play() -> tuple[Completion, Completion]:
-        drawing = Drawing.start(engine, [PROMPT], Sampling(max_new_tokens=300))
+        drawing = Drawing.start(engine, [PROMPT], Sampling(max_new_tokens=600))
         for version in weights:
             await drawing.goes_on()
             staging.fill(version, weights[version])
@@ -58,7 +58,7 @@ def test_sequences_go_on_across_commits_and_agree_with_transformers(
         return across, await engine.generate(PROMPT, Sampling(max_new_tokens=40, temperature=0.0))
 
     across, fresh = run(play())
-    assert len(across.token_ids) == 300
+    assert len(across.token_ids) == 600
     assert set(across.policy_versions.tolist()) == {0, 1, 2, 3}
     (reference,) = reference_logprobs(models["qwen3"], [(PROMPT, fresh)], weights[3])
     assert np.abs(fresh.logprobs - reference).max() < LOGPROB_BOUND

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,9 +33,8 @@ ENGINES = GeneratorSettings(replicas=2, max_running_requests=32, max_total_token
 GROUPS, SIZE, NEW_TOKENS, VOCABULARY = 4, 4, 24, 500
 TRANSFER = TransferSettings(bucket_mib=1, deadline_s=60)
 ALL_TOKENS = Sampling(max_new_tokens=NEW_TOKENS)
-LOGPROB_BOUND = 2e-5
-"""Engine against trainer, float32, natural log, at temperature 1. The largest difference in 120 batches of each model:
-dense 7.6e-6, Qwen3-MoE 8.1e-6, DeepSeek-V3 1.0e-5."""
+LOTS = (300, 220)
+"""Tokens of the sequences that are drawn while versions come."""
 
 
 class InspectedGenerator(Generator):
@@ -126,6 +127,24 @@ class System:
         """Completions of all prompts at once, spread over the replicas."""
         router = Router(self.generators, 120.0)
         return list(await asyncio.gather(*(router.generate(p, sampling, g) for g, p in enumerate(prompts))))
+
+    @asynccontextmanager
+    async def drawing(self) -> AsyncIterator[list[Completion]]:
+        """Draw lot after lot meanwhile; at the end all completions are in the list.
+
+        Two lengths: where one lot ends and the next has not begun, sequences of the other are on their way.
+        """
+        drawn: list[Completion] = []
+        wanted = True
+
+        async def keep_drawing(first: int, tokens: int) -> None:
+            while wanted:
+                drawn.extend(await self.draw([[first, i] for i in range(4)], Sampling(max_new_tokens=tokens)))
+
+        lots = asyncio.gather(*[keep_drawing(5 + i, tokens) for i, tokens in enumerate(LOTS)])
+        yield drawn
+        wanted = False
+        await lots
 
     async def play(self, seed: int, sampling: Sampling = ALL_TOKENS) -> list[Group]:
         """Admit and play one batch of groups with random prompts and rewards, and put it into the buffer."""

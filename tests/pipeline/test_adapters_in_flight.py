@@ -10,10 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from monarch_rl import pipeline
 from monarch_rl.adapter import LoraSettings
-from monarch_rl.episode import Completion, Sampling
 from monarch_rl.runtime.cluster import launch
-from tests.generator.helpers import make_model, weights_in
-from tests.pipeline.system import ENGINES, LOGPROB_BOUND, System
+from tests.generator.helpers import LOGPROB_BOUND, make_model, weights_in
+from tests.pipeline.system import ENGINES, System
 
 LORA = LoraSettings(rank=3, alpha=6.0)
 CHANGED = "model.layers.0.mlp.up_proj.weight"
@@ -41,12 +40,11 @@ def test_adapters_flow_while_sequences_are_drawn(tmp_path: Path) -> None:
             assert len(names) == 2 * 2 * 7
             assert all(".lora_A." in name or ".lora_B." in name for name in names)
             assert await system.mismatch(seed=1) < LOGPROB_BOUND
-            drawing = asyncio.ensure_future(system.draw([[5, i] for i in range(8)], Sampling(max_new_tokens=800)))
-            for seed in range(3):
-                await system.step(seed)
-                assert await system.mismatch(seed=100 + seed) < LOGPROB_BOUND
-            drawn: list[Completion] = await drawing
-            assert len({int(v) for c in drawn for v in c.policy_versions}) > 1, "no update came during a sequence"
+            async with system.drawing() as drawn:
+                for seed in range(3):
+                    await system.step(seed)
+                    assert await system.mismatch(seed=100 + seed) < LOGPROB_BOUND
+            assert any(len({*c.policy_versions.tolist()}) > 1 for c in drawn), "no update came during a sequence"
             await pipeline.save(system.trainer, tmp_path / "saved")
 
         asyncio.run(go())

@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 from monarch_rl.adapter import LoraSettings
 from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.weights.transport import TransportName
-from tests.generator.helpers import make_model, weights_in
+from tests.generator.helpers import LOGPROB_BOUND, make_model, weights_in
 from tests.pipeline.held import held_by_all, same_bits
-from tests.pipeline.system import LOGPROB_BOUND, TRANSFER, System, start_inspected
+from tests.pipeline.system import TRANSFER, System, start_inspected
 
 LORA = LoraSettings(rank=3, alpha=6.0, targets=("q_proj", "gate_proj", "down_proj"))
 """q lies in one parameter of the engine with k and v, gate with up: of both a part is sent."""

@@ -16,9 +16,9 @@ from monarch_rl.runtime.deadlines import Patience
 from monarch_rl.weights.checksum import signed
 from monarch_rl.weights.manifest import Manifest
 from monarch_rl.weights.transport import SLOTS, TRANSPORTS
-from tests.generator.helpers import EXPERTS, LAYERS, make_model
+from tests.generator.helpers import EXPERTS, LAYERS, LOGPROB_BOUND, make_model
 from tests.pipeline.held import held_by_all, same_bits
-from tests.pipeline.system import LOGPROB_BOUND, TRANSFER, System, start_inspected
+from tests.pipeline.system import TRANSFER, System, start_inspected
 
 EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.\w+_proj\.weight")
 WAYS = [replace(TRANSFER, transport=transport) for transport in TRANSPORTS] + [replace(TRANSFER, delta=True)]

@@ -19,8 +19,8 @@ from monarch_rl.generator.router import Router
 from monarch_rl.runtime.cluster import Cluster, init_torch_distributed_env
 from monarch_rl.trainer.actor import Trainer, TrainerPlan
 from monarch_rl.trainer.settings import Routing, TrainerSettings
-from tests.generator.helpers import make_model
-from tests.pipeline.system import ALL_TOKENS, ENGINES, LOGPROB_BOUND, System, episode, start_inspected
+from tests.generator.helpers import LOGPROB_BOUND, make_model
+from tests.pipeline.system import ALL_TOKENS, ENGINES, System, episode, start_inspected
 
 ROUTES = replace(ALL_TOKENS, routes_from=0)
 TEMPERATURE = 0.7

@@ -16,9 +16,9 @@ from monarch_rl.generator.router import Router
 from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.runtime.deadlines import Patience
 from monarch_rl.weights.transport import TRANSPORTS
-from tests.generator.helpers import make_model
+from tests.generator.helpers import LOGPROB_BOUND, make_model
 from tests.pipeline.held import held_by_all, same_bits
-from tests.pipeline.system import LOGPROB_BOUND, TRANSFER, VOCABULARY, System, start_inspected
+from tests.pipeline.system import LOTS, TRANSFER, VOCABULARY, System, start_inspected
 
 GREEDY = Sampling(max_new_tokens=32, temperature=0.0)
 
@@ -63,23 +63,13 @@ def test_engine_and_trainer_agree_on_logprobs_also_after_five_updates_in_flight(
     async def go() -> None:
         system = await System.start(cluster, model, generators, lr=3e-3, version=10)
         assert await system.mismatch(seed=1) < LOGPROB_BOUND
-        drawn: list[Completion] = []
-        stepping = True
-
-        async def keep_drawing(first: int, tokens: int) -> None:
-            while stepping:
-                drawn.extend(await system.draw([[first, i] for i in range(4)], Sampling(max_new_tokens=tokens)))
-
-        # Two lengths: where one lot ends and the next has not begun, sequences of the other are on their way.
-        drawing = asyncio.gather(keep_drawing(5, 300), keep_drawing(6, 220))
-        for seed in range(5):
-            await system.step(seed)
-            assert await system.mismatch(seed=100 + seed) < LOGPROB_BOUND
-        stepping = False
-        await drawing
+        async with system.drawing() as drawn:
+            for seed in range(5):
+                await system.step(seed)
+                assert await system.mismatch(seed=100 + seed) < LOGPROB_BOUND
         crossed: set[int] = set()
         for completion in drawn:
-            assert len(completion.token_ids) in (300, 220)
+            assert len(completion.token_ids) in LOTS
             steps = np.diff(completion.policy_versions)
             assert (steps >= 0).all()
             crossed |= set(completion.policy_versions[1:][steps > 0])
