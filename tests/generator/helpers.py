@@ -410,7 +410,7 @@ def _ask_transformers(program: str, folders: list[Path], asked: list[list[list[i
 
 def _run_transformers(program: str, folders: list[Path], asked: list[list[list[int]]]) -> list[Any]:
     command = [sys.executable, str(Path(__file__).with_name(program)), *map(str, folders)]
-    answer = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, timeout=120)
+    answer = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, timeout=300)
     assert answer.returncode == 0, answer.stderr[-2000:]
     found: list[Any] = json.loads(answer.stdout)
     return found
@@ -424,7 +424,7 @@ class LoopThread:
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
 
-    def __call__(self, awaitable: Awaitable[T], timeout: float = 120.0) -> T:
+    def __call__(self, awaitable: Awaitable[T], timeout: float = 300.0) -> T:
         async def bounded() -> T:
             return await asyncio.wait_for(awaitable, timeout)
 
