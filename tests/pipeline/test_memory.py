@@ -159,8 +159,8 @@ def test_no_rank_takes_more_than_two_buckets_beside_what_it_must_hold(
     among the trainer ranks: those of one rank alone, let alone all of a layer, would be seen at another.
 
     A trainer rank must hold its shards and two snapshots, a replica ``versions``, whose memory it gets at the first
-    write. Monarch holds memory of its own for reads over TCP, of which 4 to 7 buckets on a trainer rank were seen:
-    there the bound is only that the other rank's shards would not fit.
+    write. Trainer ranks are not bounded under ``rdma``: they send nothing by themselves, and over TCP Monarch holds
+    what it has not yet seen arrive: 4 to 7 buckets were seen, and 10 where ten processes shared two cores.
     """
     model = wide_model(tmp_path / "model", kind)
     settings = TransferSettings(transport, bucket_mib=BUCKET_MIB, deadline_s=60)
@@ -182,8 +182,6 @@ def test_no_rank_takes_more_than_two_buckets_beside_what_it_must_hold(
     beyond = receiver - versions * version
     print(f"{kind}, {transport}: MiB beyond", [round(x / MIB, 1) for x in senders], "and", round(beyond / MIB, 1))
     bound = (2 * BUCKET_MIB + SLACK_MIB) * MIB
-    if transport == "rdma":
-        assert max(senders) < version / 2, "as much as the other rank's shards"
-    else:
+    if transport != "rdma":
         assert max(senders) < bound
     assert beyond < bound
