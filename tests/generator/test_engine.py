@@ -29,9 +29,13 @@ from tests.generator.helpers import (
 )
 
 
-async def draw(engine: Engine, count: int, tokens: int, **sampling: object) -> list[Completion]:
+def start(engine: Engine, count: int, tokens: int, **sampling: object) -> Drawing:
     wanted = Sampling(max_new_tokens=tokens, **sampling)  # type: ignore[arg-type]
-    return await asyncio.gather(*[engine.generate([5, 6, 7, 8 + i], wanted) for i in range(count)])
+    return Drawing.start(engine, [[5, 6, 7, 8 + i] for i in range(count)], wanted)
+
+
+async def draw(engine: Engine, count: int, tokens: int, **sampling: object) -> list[Completion]:
+    return await start(engine, count, tokens, **sampling).completions()
 
 
 def prompts(completions: list[Completion]) -> list[tuple[list[int], Completion]]:
@@ -138,7 +142,7 @@ def test_sequences_go_on_across_commits(
     folder, before = models["qwen3"], engine.version
 
     async def play() -> list[Completion]:
-        drawing = Drawing.start(engine, [[5, 6, 7, 8 + i] for i in range(8)], Sampling(max_new_tokens=700))
+        drawing = start(engine, 8, 700)
         for seed in range(5):
             await drawing.goes_on()
             await commit_seed(engine, staging, folder, seed)
