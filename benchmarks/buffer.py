@@ -26,7 +26,9 @@ from monarch.actor import Actor, concurrent_endpoint
 
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.settings import BufferSettings
-from monarch_rl.episode import Completion, Episode, Group, Turn
+from monarch_rl.episode.episode import Episode, Group, Turn
+from monarch_rl.episode.packed import pack_group
+from monarch_rl.episode.sampling import Completion
 from monarch_rl.rollout.admissions import Admissions
 from monarch_rl.rollout.outbox import MESSAGE_BYTES, Outbox
 from monarch_rl.runtime.cluster import Cluster, launch
@@ -72,7 +74,7 @@ def template(s: Settings) -> bytes:
         drawn = Completion(ids, logprobs.astype(np.float32), np.zeros(s.new_tokens, np.int32), "length")
         return Episode([Turn.from_completion(list(range(s.prompt_tokens)), drawn)], float(reward), "length")
 
-    return Group(GROUP_ID, 0, [episode(i % 2) for i in range(s.group_size)]).to_bytes()
+    return pack_group(Group(GROUP_ID, 0, [episode(i % 2) for i in range(s.group_size)]))
 
 
 class Clock(Actor):

@@ -28,8 +28,8 @@ import torch
 import torch.distributed as dist
 
 from monarch_rl.algorithms.packing import plan_microbatches
-from monarch_rl.episode import BatchShard, Episode, Group, Turn
-from monarch_rl.model_folder import resolve_model
+from monarch_rl.episode.episode import BatchShard, Episode, Group, Turn
+from monarch_rl.model.folder import resolve_model
 from monarch_rl.runtime.network import free_port
 from monarch_rl.trainer.batch import MicroBatch, pack_shard
 from monarch_rl.trainer.objective import reinforcement

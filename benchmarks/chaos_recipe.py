@@ -19,13 +19,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
 import grpo  # noqa: E402
 
-from monarch_rl import pipeline  # noqa: E402
+from monarch_rl.pipeline import start  # noqa: E402
 from monarch_rl.rollout.worker import RolloutWorker  # noqa: E402
 from monarch_rl.runtime.lifetime import die_with_parent  # noqa: E402
 
 FOLDER = Path(sys.argv[1])
 SLOW_S = 8.0
-update = pipeline.update
+update = start.update
 
 
 class FailingWorker(RolloutWorker):
@@ -42,7 +42,7 @@ class FailingWorker(RolloutWorker):
 
 
 async def slow_update(*arguments: Any) -> Any:
-    """``pipeline.update``, later."""
+    """``start.update``, later."""
     if (FOLDER / "slow").exists():
         await asyncio.sleep(SLOW_S)
     return await update(*arguments)
@@ -50,6 +50,6 @@ async def slow_update(*arguments: Any) -> Any:
 
 if __name__ == "__main__":
     die_with_parent(signal.SIGTERM)  # whatever ends the driver leaves no run behind
-    pipeline.RolloutWorker = FailingWorker  # type: ignore[misc]
-    pipeline.update = slow_update  # type: ignore[assignment]
+    start.RolloutWorker = FailingWorker  # type: ignore[misc]
+    grpo.update = slow_update  # type: ignore[assignment]
     grpo.main(tyro.cli(grpo.Settings, args=sys.argv[2:]))

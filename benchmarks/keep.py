@@ -25,10 +25,12 @@ from reporting import run_benchmark, short
 from speed_generator import GeneratorBeside
 from speed_trainer import Training
 
-from monarch_rl.episode import Episode, Group, Sampling, Turn
-from monarch_rl.generator.router import Router
+from monarch_rl.episode.episode import Episode, Group, Turn
+from monarch_rl.episode.packed import pack_group
+from monarch_rl.episode.sampling import Sampling
+from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.generator.settings import GeneratorSettings
-from monarch_rl.model_folder import num_experts, read_config, resolve_model, sparse_layers
+from monarch_rl.model.folder import num_experts, read_config, resolve_model, sparse_layers
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.runtime.cluster import Cluster, launch
 from monarch_rl.runtime.deadlines import within
@@ -58,37 +60,46 @@ class Settings:
 def ways(s: Settings) -> dict[str, Sampling]:
     plain = Sampling(max_new_tokens=s.new_tokens)
     cut = replace(plain, top_k=s.top_k, top_p=s.top_p)
-    routes, both = replace(plain, routes_from=0), replace(cut, routes_from=0)
-    return {NEITHER: plain, ROUTES: routes, KEPT: cut, BOTH: both}
+    expert_routes, both = replace(plain, expert_routes_from=0), replace(cut, expert_routes_from=0)
+    return {NEITHER: plain, ROUTES: expert_routes, KEPT: cut, BOTH: both}
 
 
-async def draw(router: Router, prompts: list[list[int]], s: Settings, sampling: Sampling) -> tuple[float, list[Group]]:
+async def draw(
+    dispatcher: Dispatcher, prompts: list[list[int]], s: Settings, sampling: Sampling
+) -> tuple[float, list[Group]]:
     """All groups at once; returns tokens a second, and the groups."""
     started = time.perf_counter()
-    requests = [router.generate(ids, sampling, group) for group, ids in enumerate(prompts) for _ in range(s.group_size)]
+    requests = [
+        dispatcher.generate(ids, sampling, group) for group, ids in enumerate(prompts) for _ in range(s.group_size)
+    ]
     drawn = await within(ROUND_DEADLINE_S, asyncio.gather(*requests), "a round of completions", on="generator 0")
     rate = sum(len(completion.token_ids) for completion in drawn) / (time.perf_counter() - started)
     groups = []
     for index, ids in enumerate(prompts):
         own = drawn[index * s.group_size : (index + 1) * s.group_size]
         episodes = [
-            Episode([Turn.from_completion(ids, one)], float(place % 2), one.finish_reason, routes=one.routes)
+            Episode(
+                [Turn.from_completion(ids, one)], float(place % 2), one.finish_reason, expert_routes=one.expert_routes
+            )
             for place, one in enumerate(own)
         ]
         groups.append(Group(index, index, episodes))
     return rate, groups
 
 
-async def start_engine(cluster: Cluster, model: Path, slot: int, routes: bool) -> Router:
+async def start_engine(cluster: Cluster, model: Path, slot: int, expert_routes: bool) -> Dispatcher:
     settings, name = GeneratorSettings(replicas=1), f"generator{slot}"
-    generator = cluster.spawn(name, 1, first_slot=slot).spawn(name, GeneratorBeside)
-    start = generator.setup.call_one(str(model), settings, slot, routes=routes)
+    generator = cluster.spawn(name, 1, first_device=slot).spawn(name, GeneratorBeside)
+    start = generator.setup.call_one(str(model), settings, slot, expert_routes=expert_routes)
     await within(settings.start_deadline_s, start, f"{name} to start", on=name)
-    return Router([generator], ROUND_DEADLINE_S)
+    return Dispatcher([generator], ROUND_DEADLINE_S)
 
 
 async def measure(cluster: Cluster, s: Settings, model: Path) -> dict[str, Any]:
-    routers = {routes: await start_engine(cluster, model, 2 + routes, routes) for routes in (False, True)}
+    dispatchers = {
+        expert_routes: await start_engine(cluster, model, 2 + expert_routes, expert_routes)
+        for expert_routes in (False, True)
+    }
     config, sampler = read_config(model), np.random.default_rng(0)
     rates: dict[str, list[float]] = {way: [] for way in ways(s)}
     steps: dict[str, list[float]] = {way: [] for way in ways(s)}
@@ -96,16 +107,16 @@ async def measure(cluster: Cluster, s: Settings, model: Path) -> dict[str, Any]:
     for turn in range(s.rounds + 1):
         prompts = [sampler.integers(2, config["vocab_size"], s.prompt_tokens).tolist() for _ in range(s.groups)]
         for way, sampling in ways(s).items() if turn % 2 else reversed(ways(s).items()):
-            rate, drawn[way] = await draw(routers[sampling.routes_from is not None], prompts, s, sampling)
+            rate, drawn[way] = await draw(dispatchers[sampling.expert_routes_from is not None], prompts, s, sampling)
             rates[way] += [rate] if turn else []
     trainers = {}
-    for slot, routing in enumerate(("own", "replay")):
-        settings = TrainerSettings(1, routing=routing)  # type: ignore[arg-type]  # one of its names
+    for slot, router_replay in enumerate(("off", "replay")):
+        settings = TrainerSettings(1, router_replay=router_replay)  # type: ignore[arg-type]  # one of its names
         plan = TrainerPlan(model, settings, 1000, 1.0, s.new_tokens)
-        trainers[routing] = await Training.start(cluster, plan, drawn[BOTH], 1000, first_slot=slot)
+        trainers[router_replay] = await Training.start(cluster, plan, drawn[BOTH], 1000, first_device=slot)
     for turn in range(s.rounds + 1):
         for way in ways(s) if turn % 2 else reversed(ways(s)):
-            training = trainers["replay" if way in (ROUTES, BOTH) else "own"]
+            training = trainers["replay" if way in (ROUTES, BOTH) else "off"]
             training.groups = drawn[way]
             _, metrics = await training.step(ROUND_DEADLINE_S)
             await training.served()
@@ -124,7 +135,7 @@ def summary(
         return statistics.median(one / other for one, other in zip(values, base, strict=True))
 
     tokens = {way: sum(e.num_tokens for g in groups for e in g.episodes) for way, groups in drawn.items()}
-    nbytes = {way: sum(len(group.to_bytes()) for group in groups) / tokens[way] for way, groups in drawn.items()}
+    nbytes = {way: sum(len(pack_group(group)) for group in groups) / tokens[way] for way, groups in drawn.items()}
     kept = [episode.kept for group in drawn[KEPT] for episode in group.episodes]
     counts = np.concatenate([one.counts[one.counts > 0] for one in kept if one is not None])
     return {

@@ -16,8 +16,9 @@ import tyro
 
 from monarch_rl.buffer.actor import cut
 from monarch_rl.buffer.core import Batch
-from monarch_rl.episode import Completion, Episode, Group, Turn
-from monarch_rl.packed import PackedGroup
+from monarch_rl.episode.episode import Episode, Group, Turn
+from monarch_rl.episode.packed import PackedGroup, pack_group
+from monarch_rl.episode.sampling import Completion
 from monarch_rl.rollout.tokenizer import Tokenizer
 
 LIMIT_MS = 20.0
@@ -66,17 +67,17 @@ def best_ms(work: Callable[[], object], rounds: int) -> float:
 
 def main(s: Settings) -> None:
     groups = [make_group(s, number) for number in range(s.groups)]
-    data = groups[0].to_bytes()
+    data = pack_group(groups[0])
     tokenizer = Tokenizer(s.model)
     drawn = groups[0].episodes[0].turns[0].token_ids.tolist()
     budget = 4 * (s.tokens + 200)
-    packed = [PackedGroup.read(group.to_bytes()) for group in groups]
+    packed = [PackedGroup.read(pack_group(group)) for group in groups]
     batch = Batch(0, packed, None, np.asarray([sum(group.trainable for group in packed)]))
     shard = cut(batch, 2, budget)[0]
     work: dict[str, Callable[[], object]] = {
         "rollout worker: tokens of one answer to text": lambda: tokenizer.decode(drawn),
         "rollout worker: 8 answers to text (on a thread)": lambda: [tokenizer.decode(drawn) for _ in range(8)],
-        "rollout worker: a group to bytes": groups[0].to_bytes,
+        "rollout worker: a group to bytes": lambda: pack_group(groups[0]),
         "buffer: a group read": lambda: PackedGroup.read(data),
         "buffer: a batch cut into two shards": lambda: cut(batch, 2, budget),
         "buffer, trainer: a shard to a pickle and back": lambda: pickle.loads(pickle.dumps(shard)),

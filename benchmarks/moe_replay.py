@@ -23,7 +23,7 @@ from main_job import run
 from reporting import run_benchmark, short
 
 WAYS = {"replay": "replay", "own_routes": "compare"}
-"""Settings of trainer.routing, by the names in the figures."""
+"""Settings of trainer.router-replay, by the names in the figures."""
 CURVES = {
     "trainer/mismatch_k3_all": "mismatch of engine and trainer, k3 (KL)",
     "reward/mean": "reward of the batch",
@@ -52,7 +52,7 @@ def play(seed: int, way: str, s: Settings, scratch: Path) -> list[dict[str, floa
         kind = ["--kind", "moe", "--seed", str(seed), "--task.seed", str(seed)]
         run("tools/make_tiny_model.py", *kind, "--output", str(model))
     seeds = ["--task.seed", str(seed), "--generator.random-seed", str(1000 * seed)]
-    routing = ["--trainer.routing", WAYS[way], "--steps", str(s.steps)]
+    routing = ["--trainer.router-replay", WAYS[way], "--steps", str(s.steps)]
     run("recipes/grpo_moe.py", "--model", str(model), "--output", str(runs), *routing, *seeds, *s.arguments)
     (folder,) = runs.iterdir()
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
-from monarch_rl.model_folder import ARCHITECTURES, read_config
+from monarch_rl.model.folder import ARCHITECTURES, read_config
 from monarch_rl.trainer.batch import MicroBatch
 from monarch_rl.trainer.model import SPMD_BACKEND, LlamaAdapter, model_config
 from monarch_rl.trainer.platform import force_sum_reduction, prepare

@@ -26,23 +26,24 @@ from typing import Any
 import numpy as np
 from monarch.actor import Actor, Port, concurrent_endpoint
 
-from monarch_rl import pipeline
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.settings import BufferSettings
-from monarch_rl.crew import Crew
-from monarch_rl.episode import Completion, GenerationError, Sampling
+from monarch_rl.episode.sampling import Completion, GenerationError, Sampling
+from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.generator.engine import CommitReport
 from monarch_rl.generator.link import Answer, Request, answer_all
 from monarch_rl.generator.parts import Tell
-from monarch_rl.generator.router import Router
-from monarch_rl.rollout.environment import Environment, SingleTurn
+from monarch_rl.pipeline.actor_pool import ActorPool
+from monarch_rl.pipeline.publishing import Publisher
+from monarch_rl.pipeline.start import replica_updates
 from monarch_rl.rollout.settings import RolloutSettings
-from monarch_rl.rollout.tasks import Item, TaskSettings
 from monarch_rl.rollout.worker import RolloutWorker
 from monarch_rl.runtime.cluster import Cluster, launch
 from monarch_rl.runtime.deadlines import now, within
 from monarch_rl.simulate.costs import Costs, DecodeCosts, Distribution, TrainerCosts
 from monarch_rl.simulate.run import Figures, Plan, SimulatedTrainer, System, measure, predict
+from monarch_rl.tasks.reasoning_gym import TaskSettings
+from monarch_rl.tasks.task import Environment, Item, SingleTurn
 from monarch_rl.weights.transport import TransferSettings
 
 MODEL = Path(".cache/tiny-qwen3")
@@ -264,12 +265,12 @@ async def observe(meshes: dict[str, Any], case: Case) -> tuple[Figures, float]:
         scorer_processes=plan.scorer_processes,
     )
     worker = meshes["rollout"].spawn(f"rollout_{name}", SlowlyScoringWorker, settings, TASK, str(MODEL))
-    await within(DEADLINE_S, worker.setup.call_one(buffer, Router(generators, DEADLINE_S)), "a worker to set up")
+    await within(DEADLINE_S, worker.setup.call_one(buffer, Dispatcher(generators, DEADLINE_S)), "a worker to set up")
     await within(DEADLINE_S, worker.score_takes.call_one(costs.score.mean), "a worker to note the time of a score")
-    workers = Crew("rollout worker", "rollout", {0: worker})
-    routing = pipeline.routing(workers)
+    workers = ActorPool("rollout worker", "rollout", {0: worker})
+    tell_workers = replica_updates(workers)
     by_index = dict(enumerate(generators))
-    connecting = pipeline.Publisher.connect(trainer, by_index, buffer, TransferSettings(), "float32", routing)
+    connecting = Publisher.connect(trainer, by_index, buffer, TransferSettings(), "float32", tell_workers)
     publisher = await within(DEADLINE_S, connecting, "trainer and generators to meet")
     await publisher.publish(0)
     await publisher.settled()

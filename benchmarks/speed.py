@@ -28,10 +28,10 @@ import speed_swap
 import speed_trainer
 from reporting import run_benchmark, short
 
-from monarch_rl import pipeline
 from monarch_rl.generator.scheduler_process import quiet_imports
 from monarch_rl.generator.settings import GeneratorSettings
-from monarch_rl.model_folder import read_config, resolve_model
+from monarch_rl.model.folder import read_config, resolve_model
+from monarch_rl.pipeline.start import served_dtype
 from monarch_rl.runtime.cluster import Cluster, devices, launch
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, within
 from monarch_rl.trainer.settings import TrainerSettings
@@ -124,7 +124,7 @@ async def measure_parts(cluster: Cluster, s: Settings, model: Path) -> dict[str,
         if bare is not None:
             await part("generator", speed_generator.measure(generator, bare, load, s.generator_rounds))
     if "swap" in s.parts:
-        dtype = pipeline.served_dtype(s.generator, cluster)
+        dtype = served_dtype(s.generator, cluster)
         await part("swap", speed_swap.measure(training, generator, load, s.swaps, dtype, s.deadline_s))
     await within(CALL_DEADLINE_S, generator.shutdown.call_one(), "the generator to end its engine")
     await within(CALL_DEADLINE_S, training.trainer.close.call(), "trainer ranks to leave their world")

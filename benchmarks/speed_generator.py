@@ -1,4 +1,4 @@
-"""Tokens a second through the Generator actor and the Router against the bare SGLang engine, turn by turn.
+"""Tokens a second through the Generator actor and the Dispatcher against the bare SGLang engine, turn by turn.
 
 The yardstick is ``sglang.Engine`` as SGLang ships it, with the same flags, in a process of its own. Both engines
 see equally many requests: one slows down as its prefix cache fills.
@@ -23,9 +23,9 @@ import psutil
 import torch
 from monarch.actor import concurrent_endpoint
 
-from monarch_rl.episode import Sampling
+from monarch_rl.episode.sampling import Sampling
 from monarch_rl.generator.actor import Generator
-from monarch_rl.generator.router import Router
+from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.generator.scheduler_process import quiet_imports
 from monarch_rl.generator.settings import GeneratorSettings, engine_arguments
 from monarch_rl.runtime.cluster import Cluster
@@ -192,9 +192,9 @@ def _serve_bare(pipe: Connection, arguments: dict[str, Any]) -> None:
         engine.shutdown()
 
 
-async def start(cluster: Cluster, model: Path, settings: GeneratorSettings, first_slot: int) -> Any:
+async def start(cluster: Cluster, model: Path, settings: GeneratorSettings, first_device: int) -> Any:
     """One replica."""
-    mesh = cluster.spawn("generator0", 1, first_slot=first_slot)
+    mesh = cluster.spawn("generator0", 1, first_device=first_device)
     generator = mesh.spawn("generator0", GeneratorBeside)
     await within(START_DEADLINE_S, generator.setup.call_one(str(model), settings, 0), "the generator to start")
     return generator
@@ -205,7 +205,7 @@ async def measure(generator: Any, bare: BareEngine, load: Load, rounds: int) -> 
 
     A ratio is the median over rounds of seconds of the yardstick / seconds of the actor.
     """
-    router = Router([generator], ROUND_DEADLINE_S)
+    dispatcher = Dispatcher([generator], ROUND_DEADLINE_S)
 
     stats = await within(ROUND_DEADLINE_S, generator.stats.call_one(), "the generator's figures")
     replica = {stats["pid"], *stats["child_pids"]}
@@ -214,7 +214,7 @@ async def measure(generator: Any, bare: BareEngine, load: Load, rounds: int) -> 
         prompts = load.prompts(turn)
         started = time.perf_counter()
         completions = await asyncio.gather(
-            *(router.generate(ids, load.sampling, group) for group, ids in enumerate(prompts))
+            *(dispatcher.generate(ids, load.sampling, group) for group, ids in enumerate(prompts))
         )
         return time.perf_counter() - started, sum(len(completion.token_ids) for completion in completions)
 

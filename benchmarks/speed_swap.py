@@ -12,9 +12,9 @@ from typing import Any
 from speed_generator import Load
 from speed_trainer import Training
 
-from monarch_rl.episode import Sampling
-from monarch_rl.generator.router import Router
-from monarch_rl.publishing import Publisher
+from monarch_rl.episode.sampling import Sampling
+from monarch_rl.generator.dispatcher import Dispatcher
+from monarch_rl.pipeline.publishing import Publisher
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.weights.transport import TransferSettings
 
@@ -80,7 +80,7 @@ async def measure(
 @asynccontextmanager
 async def keep_busy(generator: Any, load: Load) -> AsyncIterator[None]:
     """Within the block the generator decodes without a break, and notes when the tokens of one request came."""
-    playing = asyncio.create_task(_play(Router([generator], DEADLINE_S), load))
+    playing = asyncio.create_task(_play(Dispatcher([generator], DEADLINE_S), load))
     watch = asyncio.ensure_future(generator.watch.call_one(load.prompts(0)[0], load.new_tokens))
     try:
         yield
@@ -92,13 +92,13 @@ async def keep_busy(generator: Any, load: Load) -> AsyncIterator[None]:
     await _idle(generator)
 
 
-async def _play(router: Router, load: Load) -> None:
+async def _play(dispatcher: Dispatcher, load: Load) -> None:
     """Keep ``load.requests`` requests in flight, which end one after the other and not all at once."""
 
     async def place(index: int) -> None:
         sampling = Sampling(max_new_tokens=1 + index * load.new_tokens // load.requests)
         while True:
-            await router.generate(prompts[index], sampling, index)
+            await dispatcher.generate(prompts[index], sampling, index)
             sampling = load.sampling
 
     prompts = load.prompts(0)

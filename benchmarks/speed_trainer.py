@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 from monarch.actor import concurrent_endpoint
 
-from monarch_rl import pipeline
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.settings import BufferSettings
-from monarch_rl.episode import Episode, Group, Turn
+from monarch_rl.episode.episode import Episode, Group, Turn
+from monarch_rl.episode.packed import pack_group, unpack_group
+from monarch_rl.pipeline.start import SET_UP_DEADLINE_S, update
 from monarch_rl.runtime.cluster import Cluster, init_torch_distributed_env
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, Patience, within
 from monarch_rl.trainer.actor import Trainer, TrainerPlan
@@ -36,7 +37,7 @@ class TrainerBeside(Trainer):
     @concurrent_endpoint
     async def plain_setup(self, groups: list[bytes]) -> None:
         """Load the plain models, and prepare this rank's part of the batch as torchtitan's data loader would."""
-        await self._on(self._compute, self._set_up_plain, [Group.from_bytes(data) for data in groups])
+        await self._on(self._compute, self._set_up_plain, [unpack_group(data) for data in groups])
 
     def _set_up_plain(self, groups: list[Group]) -> None:
         import torch
@@ -86,14 +87,14 @@ class Training:
 
     @classmethod
     async def start(
-        cls, cluster: Cluster, plan: TrainerPlan, groups: list[Group], steps: int, first_slot: int = 0
+        cls, cluster: Cluster, plan: TrainerPlan, groups: list[Group], steps: int, first_device: int = 0
     ) -> Training:
         """``steps``: most that will be made."""
-        buffer = cluster.spawn(f"buffer{first_slot}", 1).spawn("buffer", Buffer, len(groups), BufferSettings(steps))
-        mesh = cluster.spawn(f"trainer{first_slot}", plan.settings.ranks, first_slot=first_slot)
+        buffer = cluster.spawn(f"buffer{first_device}", 1).spawn("buffer", Buffer, len(groups), BufferSettings(steps))
+        mesh = cluster.spawn(f"trainer{first_device}", plan.settings.ranks, first_device=first_device)
         await init_torch_distributed_env(mesh)
         trainer = mesh.spawn("trainer", TrainerBeside, plan, buffer)
-        deadline = pipeline.SET_UP_DEADLINE_S
+        deadline = SET_UP_DEADLINE_S
         await within(deadline, trainer.setup.call(), f"{plan.settings.ranks} trainer ranks to load {plan.model}")
         return cls(trainer, buffer, groups)
 
@@ -101,10 +102,10 @@ class Training:
         """An update with the groups in the buffer; returns the seconds of the call and the metrics by rank."""
         for group in self.groups:
             ticket = await within(CALL_DEADLINE_S, self.buffer.admit.call_one("benchmark", 1.0), "a slot")
-            data = Group(ticket.group_id, ticket.task_cursor, group.episodes).to_bytes()
+            data = pack_group(Group(ticket.group_id, ticket.task_cursor, group.episodes))
             await within(CALL_DEADLINE_S, self.buffer.put.call_one(data), "the buffer to take a group")
         started = time.perf_counter()
-        metrics = await pipeline.update(self.trainer, self.buffer, self.version, Patience(deadline_s))
+        metrics = await update(self.trainer, self.buffer, self.version, Patience(deadline_s))
         seconds = time.perf_counter() - started
         self.version += 1
         return seconds, metrics
@@ -141,8 +142,8 @@ async def measure(training: Training, rounds: int, deadline_s: float) -> dict[st
     A ratio is the median over rounds of yardstick / trainer: 1 is as fast as torchtitan, less is slower.
     """
     trainer = training.trainer
-    data = [group.to_bytes() for group in training.groups]
-    deadline = pipeline.SET_UP_DEADLINE_S
+    data = [pack_group(group) for group in training.groups]
+    deadline = SET_UP_DEADLINE_S
     await within(deadline, trainer.plain_setup.call(data), "trainer ranks to load plain torchtitan")
 
     async def ours() -> tuple[float, float, float]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from monarch_rl.buffer.core import BufferCore
-from monarch_rl.packed import PackedEpisode, PackedGroup
+from monarch_rl.episode.packed import PackedEpisode, PackedGroup
 
 
 @dataclass

@@ -28,12 +28,12 @@ from speed_generator import GeneratorBeside, Load
 from speed_swap import keep_busy
 from speed_trainer import Training, make_groups, plan_of
 
-from monarch_rl import pipeline
-from monarch_rl.adapter import FULL_TRAINING, LoraSettings
 from monarch_rl.generator.engine import CommitReport
 from monarch_rl.generator.scheduler_process import quiet_imports
 from monarch_rl.generator.settings import GeneratorSettings
-from monarch_rl.publishing import Publisher, SwapReport
+from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
+from monarch_rl.pipeline.publishing import Publisher, SwapReport
+from monarch_rl.pipeline.start import served_dtype
 from monarch_rl.runtime.cluster import Cluster, launch
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.trainer.settings import TrainerSettings
@@ -103,7 +103,7 @@ async def measure(cluster: Cluster, s: Settings, model: Path, lora: LoraSettings
     training, generator = await asyncio.gather(
         Training.start(cluster, plan, groups, steps), start_generator(cluster, model, settings, 2, lora)
     )
-    dtype = pipeline.served_dtype(settings, cluster)
+    dtype = served_dtype(settings, cluster)
     figures: dict[str, Any] = {}
     for name in s.transports:
         transfer = TransferSettings(name, deadline_s=DEADLINE_S)
@@ -122,7 +122,7 @@ async def measure(cluster: Cluster, s: Settings, model: Path, lora: LoraSettings
 async def start_generator(
     cluster: Cluster, model: Path, settings: GeneratorSettings, slot: int, lora: LoraSettings
 ) -> Any:
-    generator = cluster.spawn("generator0", 1, first_slot=slot).spawn("generator0", GeneratorBeside)
+    generator = cluster.spawn("generator0", 1, first_device=slot).spawn("generator0", GeneratorBeside)
     await within(DEADLINE_S, generator.setup.call_one(str(model), settings, 0, lora), "the generator to start")
     return generator
 

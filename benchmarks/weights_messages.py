@@ -26,17 +26,17 @@ from reporting import run_benchmark, short
 from speed_trainer import Training, make_groups, plan_of
 from weights import DEADLINE_S, VOCABULARY, model_of, start_generator
 
-from monarch_rl import pipeline
-from monarch_rl.adapter import FULL_TRAINING
 from monarch_rl.generator.scheduler_process import quiet_imports
 from monarch_rl.generator.settings import GeneratorSettings
-from monarch_rl.publishing import Publisher
+from monarch_rl.model.lora import FULL_TRAINING
+from monarch_rl.pipeline.publishing import Publisher
+from monarch_rl.pipeline.start import served_dtype
 from monarch_rl.runtime.cluster import Cluster, launch
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.meshes import members
 from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.weights.checksum import signed
-from monarch_rl.weights.transport import SLOTS, TransferSettings, TransportName
+from monarch_rl.weights.transport import SNAPSHOTS, TransferSettings, TransportName
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ async def one_version(watch: Stopwatch, training: Training, generator: Any, publ
     """A step, and the calls of its publication."""
     await training.step(DEADLINE_S)
     trainer, ranks, version = training.trainer, members(training.trainer), training.version
-    slot = version % SLOTS
+    slot = version % SNAPSHOTS
     await watch.time("call_ms", generator.ready.call_one())
     (copied,) = await watch.time("snapshot_ms", trainer.snapshot.call(version, slot))
     watch.note("snapshot_in_actor_ms", max(copied.values()))
@@ -98,7 +98,7 @@ async def measure(cluster: Cluster, s: Settings, model: Path) -> dict[str, Any]:
         Training.start(cluster, plan, make_groups(VOCABULARY, 2, 2, 16, 16), steps),
         start_generator(cluster, model, settings, 2, FULL_TRAINING),
     )
-    dtype = pipeline.served_dtype(settings, cluster)
+    dtype = served_dtype(settings, cluster)
     figures: dict[str, Any] = {}
     for name in s.transports:
         transfer = TransferSettings(name, deadline_s=DEADLINE_S)

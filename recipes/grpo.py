@@ -22,18 +22,31 @@ from typing import Any
 
 import tyro
 
-from monarch_rl import pipeline
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.generator.settings import GeneratorSettings, check_served
-from monarch_rl.model_folder import read_config, resolve_model
+from monarch_rl.model.folder import read_config, resolve_model
 from monarch_rl.observe.console import Console
 from monarch_rl.observe.metrics import Metrics
-from monarch_rl.recovery import Recovery, RecoverySettings
+from monarch_rl.pipeline.evaluation import evaluate
+from monarch_rl.pipeline.observer import Observer
+from monarch_rl.pipeline.publishing import Publisher
+from monarch_rl.pipeline.recovery import Recovery, RecoverySettings
+from monarch_rl.pipeline.start import (
+    replica_updates,
+    save,
+    schedule,
+    served_dtype,
+    start_buffer,
+    start_generators,
+    start_rollout,
+    start_trainer,
+    update,
+)
 from monarch_rl.rollout.settings import RolloutSettings
-from monarch_rl.rollout.tasks import TaskSettings, TaskSource
 from monarch_rl.runtime.cluster import Cluster, devices, launch
 from monarch_rl.runtime.deadlines import Patience
 from monarch_rl.runtime.watch import STALL_S, watched
+from monarch_rl.tasks.reasoning_gym import TaskSettings, TaskSource
 from monarch_rl.trainer.actor import TrainerPlan
 from monarch_rl.trainer.settings import TrainerSettings, check_experts
 from monarch_rl.weights.transport import TransferSettings
@@ -59,7 +72,7 @@ class Settings:
     """Held-out items played before and after training."""
     output: Path = Path("runs")
     """Folder in which the run's own folder is made."""
-    step_deadline_s: float = 600.0
+    update_deadline_s: float = 600.0
     """Seconds that a step may take, its batch and its update, before the run fails. After the first one it is 10 times
     the longest recent one, if that is less, but at least as long as a generator may take to start + 60."""
     stall_s: float = STALL_S
@@ -75,8 +88,10 @@ class Settings:
 
 def check(s: Settings) -> Path:
     """Refuse what cannot work, before anything is spawned; returns the model's folder."""
-    if s.groups_per_step < 1 or s.steps < 1 or s.held_out < 1 or min(s.step_deadline_s, s.stall_s) <= 0:
-        raise ValueError("groups-per-step, steps and held-out must be at least 1, step-deadline-s and stall-s above 0")
+    if s.groups_per_step < 1 or s.steps < 1 or s.held_out < 1 or min(s.update_deadline_s, s.stall_s) <= 0:
+        raise ValueError(
+            "groups-per-step, steps and held-out must be at least 1, update-deadline-s and stall-s above 0"
+        )
     if s.held_out > s.task.held_out_size:
         raise ValueError(f"held-out {s.held_out} is more than task.held-out-size {s.task.held_out_size}: raise that")
     if s.rollout.group_size < 2:
@@ -140,41 +155,43 @@ async def train(cluster: Cluster, s: Settings, model: Path, folder: Path) -> Non
     """The run: start the four kinds of actor, then take, update, publish, repeat."""
     drawn = s.rollout.max_turns * s.rollout.max_new_tokens
     plan = TrainerPlan(model, s.trainer, s.steps, s.rollout.temperature, drawn)
-    routes = s.trainer.routing != "own"  # generators tell them, and they travel with the tokens
-    buffer = await pipeline.start_buffer(cluster, s.groups_per_step, s.buffer)
+    expert_routes = s.trainer.router_replay != "off"  # generators tell them, and they travel with the tokens
+    buffer = await start_buffer(cluster, s.groups_per_step, s.buffer)
     trainer, generators = await asyncio.gather(
-        pipeline.start_trainer(cluster, plan, buffer, first_slot=0),
-        pipeline.start_generators(cluster, model, s.generator, s.trainer.ranks, s.trainer.lora, routes),
+        start_trainer(cluster, plan, buffer, first_device=0),
+        start_generators(cluster, model, s.generator, s.trainer.ranks, s.trainer.lora, expert_routes),
     )
     limit = min(episode_limits(s, read_config(model)).values())
-    limit -= 1 if routes else 0  # those of a lost generator's episode may take one token more
-    workers = await pipeline.start_rollout(cluster, s.rollout, s.task, model, buffer, generators, limit, routes)
-    dtype = pipeline.served_dtype(s.generator, cluster)
-    routing = pipeline.routing(workers)
-    publisher = await pipeline.Publisher.connect(trainer, generators.handles, buffer, s.weights, dtype, routing)
+    limit -= 1 if expert_routes else 0  # those of a lost generator's episode may take one token more
+    workers = await start_rollout(cluster, s.rollout, s.task, model, buffer, generators, limit, expert_routes)
+    dtype = served_dtype(s.generator, cluster)
+    tell_workers = replica_updates(workers)
+    publisher = await Publisher.connect(trainer, generators.handles, buffer, s.weights, dtype, tell_workers)
     await publisher.publish(0)  # nothing is drawn before the weights are known to be the trainer's
     await publisher.settled()
 
-    observer = pipeline.Observer(publisher, workers, buffer, folder / "rollouts.jsonl")
+    observer = Observer(publisher, workers, buffer, folder / "rollouts.jsonl")
     recovery = Recovery(generators, workers, publisher, buffer, s.recovery, folder)
     with Metrics(folder) as metrics, Console(s.steps) as console:
         async with watched(cluster, folder, s.stall_s, recovery.recover) as watch, recovery.tended():
-            before = await pipeline.evaluate(workers, s.held_out)
+            before = await evaluate(workers, s.held_out)
             metrics.log(0, before.metrics())
             console.note(f"before: {before}")
             async with recovery.rolling_out():
                 await observer.begin()
-                patience = Patience(s.step_deadline_s, floor_s=s.generator.start_deadline_s + 60)  # one may be replaced
+                patience = Patience(
+                    s.update_deadline_s, floor_s=s.generator.start_deadline_s + 60
+                )  # one may be replaced
                 for version in range(s.steps):
-                    update = pipeline.update(trainer, buffer, version, patience)
-                    trained = await publisher.or_failed(update)
+                    updating = update(trainer, buffer, version, patience)
+                    trained = await publisher.or_failed(updating)
                     await publisher.publish(version + 1)
                     values = await observer.step(trained) | watch.loop_lag() | recovery.metrics()
                     metrics.log(version + 1, values)
                     console.show(version + 1, values)
                 await publisher.settled()
-            await pipeline.save(trainer, folder / "model")
-            after = await pipeline.evaluate(workers, s.held_out)
+            await save(trainer, folder / "model")
+            after = await evaluate(workers, s.held_out)
         metrics.log(s.steps, after.metrics())
         console.note(f"after:  {after}")
         console.note(f"metrics, rollouts and the model are in {folder}")
@@ -191,7 +208,7 @@ def main(s: Settings) -> None:
         folder = s.output / f"grpo-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         folder.mkdir(parents=True)
         (folder / "settings.json").write_text(json.dumps(asdict(s), indent=2, default=str))
-        print(pipeline.schedule(s.groups_per_step, s.rollout.group_size, s.buffer), f"Run folder: {folder}")
+        print(schedule(s.groups_per_step, s.rollout.group_size, s.buffer), f"Run folder: {folder}")
         asyncio.run(train(cluster, s, model, folder.resolve()))
 
 

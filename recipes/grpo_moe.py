@@ -2,8 +2,8 @@
 
     python tools/make_tiny_model.py --kind moe && python recipes/grpo_moe.py
 
-The loop is that of grpo.py. Each token is trained by the experts that the engine chose for it (trainer.routing replay),
-among the tokens that the engine left to be drawn (rollout.keep-sampling-mask): docs/moe.md.
+The loop is that of grpo.py. Each token is trained by the experts that the engine chose for it (trainer.router-replay
+replay), among the tokens that the engine left to be drawn (rollout.keep-sampling-mask): docs/moe.md.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import tyro
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.trainer.settings import TrainerSettings
 
-TRAINER = TrainerSettings(lr=3e-4, lr_warmup_steps=5, expert_parallel=2, routing="replay")
+TRAINER = TrainerSettings(lr=3e-4, lr_warmup_steps=5, expert_parallel=2, router_replay="replay")
 ROLLOUT = RolloutSettings(max_new_tokens=8, concurrent_groups=64, top_k=20, top_p=0.95, keep_sampling_mask=True)
 
 

@@ -25,9 +25,9 @@ import torch.multiprocessing as multiprocessing
 import tyro
 from rich.progress import track
 
-from monarch_rl.episode import Episode, Turn
-from monarch_rl.rollout.tasks import TaskSettings, TaskSource
+from monarch_rl.episode.episode import Episode, Turn
 from monarch_rl.runtime.network import held_port
+from monarch_rl.tasks.reasoning_gym import TaskSettings, TaskSource
 from monarch_rl.trainer.settings import TrainerSettings
 
 CHARACTERS = "".join(map(chr, range(32, 127))) + "\n"

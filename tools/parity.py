@@ -26,14 +26,14 @@ import torch
 import tyro
 
 from monarch_rl.algorithms.mismatch import figures
-from monarch_rl.episode import Sampling
+from monarch_rl.episode.sampling import Sampling
 from monarch_rl.generator.settings import GeneratorSettings, check_served, resolve_dtype
-from monarch_rl.model_folder import num_experts, read_config, resolve_model, sparse_layers
-from monarch_rl.parity import TOP, Lot, Reading, SideFailed, compare
-from monarch_rl.rollout.environment import Message
+from monarch_rl.model.folder import num_experts, read_config, resolve_model, sparse_layers
+from monarch_rl.pipeline.parity import TOP, Lot, Reading, SideFailed, compare
 from monarch_rl.rollout.settings import RolloutSettings
-from monarch_rl.rollout.tasks import TaskSettings, TaskSource
 from monarch_rl.rollout.tokenizer import Tokenizer
+from monarch_rl.tasks.reasoning_gym import TaskSettings, TaskSource
+from monarch_rl.tasks.task import Message
 from monarch_rl.trainer.settings import TrainerSettings, check_experts
 
 Figures = dict[str, float]
@@ -126,9 +126,9 @@ class Settings:
             raise ValueError(f"deadline-s must be positive, got {self.deadline_s}")
         if not self.rollout.temperature:
             raise ValueError("rollout.temperature must be above 0: a greedy lot is drawn in any case")
-        if self.trainer.routing != "own":
+        if self.trainer.router_replay != "off":
             raise ValueError(
-                f"trainer.routing {self.trainer.routing}: leave it; own routes and replay are both measured"
+                f"trainer.router-replay {self.trainer.router_replay}: leave it; own routes and replay are both measured"
             )
         if self.trainer.lora.rank:
             raise ValueError("trainer.lora.rank: adapters are not compared here; save the model with them merged")
@@ -253,10 +253,12 @@ def find(s: Settings, readings: dict[str, Reading]) -> Found:
     }
     sampled, costs, routes_differ, rerouted = readings["sampled"], {}, [], 0.0
     if sampled.differing is not None:
-        routes = [episode.routes for episode in sampled.group.episodes if episode.routes is not None]
-        routes_differ = (sampled.differing.double().mean(0) / routes[0].shape[2]).tolist()
+        expert_routes = [
+            episode.expert_routes for episode in sampled.group.episodes if episode.expert_routes is not None
+        ]
+        routes_differ = (sampled.differing.double().mean(0) / expert_routes[0].shape[2]).tolist()
         rerouted = float((sampled.differing > 0).any(1).double().mean())
-        costs["route_bytes_per_token"] = sum(x.nbytes for x in routes) / sum(map(len, routes))
+        costs["route_bytes_per_token"] = sum(x.nbytes for x in expert_routes) / sum(map(len, expert_routes))
     if "truncated" in readings:
         sets = [episode.kept for episode in readings["truncated"].group.episodes]
         drawn = sum(episode.num_trainable for episode in readings["truncated"].group.episodes)

@@ -10,8 +10,9 @@ import numpy as np
 
 from monarch_rl.buffer.core import BufferCore
 from monarch_rl.buffer.settings import BufferSettings
-from monarch_rl.episode import Completion, Episode, Group, Turn
-from monarch_rl.packed import PackedEpisode, PackedGroup
+from monarch_rl.episode.episode import Episode, Group, Turn
+from monarch_rl.episode.packed import PackedEpisode, PackedGroup
+from monarch_rl.episode.sampling import Completion
 
 
 def episode(versions: Sequence[int], reward: float = 0.0, prompt: int = 2) -> Episode:

@@ -14,7 +14,8 @@ from monarch.actor import ActorError, this_host
 from monarch_rl.buffer.actor import Buffer, BufferClosed
 from monarch_rl.buffer.ledger import PLAYED_AGAIN, RUN_ENDED, STALE
 from monarch_rl.buffer.settings import BufferSettings
-from monarch_rl.episode import Group
+from monarch_rl.episode.episode import Group
+from monarch_rl.episode.packed import pack_group
 from monarch_rl.rollout.admissions import Admissions
 from monarch_rl.rollout.outbox import Outbox
 from monarch_rl.runtime.deadlines import DeadlineExceeded, within
@@ -42,7 +43,7 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 async def fill(buffer: Any, groups: int, version: int = 0) -> list[int]:
     tickets = [await buffer.admit.call_one("worker 0", WAIT_S) for _ in range(groups)]
     for ticket in tickets:
-        await buffer.put.call_one(group(ticket.group_id, [version], [version]).to_bytes())
+        await buffer.put.call_one(pack_group(group(ticket.group_id, [version], [version])))
     return [ticket.group_id for ticket in tickets]
 
 
@@ -106,7 +107,7 @@ def test_close_ends_every_wait() -> None:
             with pytest.raises(ActorError) as failure:
                 await within(WAIT_S, take, "the end of take")
             assert isinstance(failure.value.exception, BufferClosed)
-            await buffer.put.call_one(group(last.group_id, [0]).to_bytes())
+            await buffer.put.call_one(pack_group(group(last.group_id, [0])))
             assert await buffer.admit.call_one("worker 0", WAIT_S) is None
 
     run(test)
@@ -121,7 +122,7 @@ def test_shards_hold_each_episode_once_and_all_rewards() -> None:
             ]
             for one in groups:
                 await buffer.admit.call_one("worker 0", WAIT_S)
-                await buffer.put.call_one(one.to_bytes())
+                await buffer.put.call_one(pack_group(one))
             calls = [buffer.take.call_one(0, rank, 2, 12, WAIT_S) for rank in range(2)]
             shards = [shard.unpack() for shard in await asyncio.gather(*calls)]
             again = (await buffer.take.call_one(0, 1, 2, 12, WAIT_S)).unpack()
@@ -154,7 +155,7 @@ def test_slots_of_stale_groups_go_to_waiting_workers() -> None:
             admit = asyncio.ensure_future(buffer.admit.call_one("worker 0", WAIT_S))
             take = asyncio.ensure_future(buffer.take.call_one(3, 0, 1, 64, WAIT_S))
             ticket = await within(WAIT_S, admit, "the slot of the stale group")
-            await buffer.put.call_one(group(ticket.group_id, [3]).to_bytes())
+            await buffer.put.call_one(pack_group(group(ticket.group_id, [3])))
             await within(WAIT_S, take, "the batch")
             counts = await buffer.counts.call_one()
             assert counts.dropped == {STALE: 1}
@@ -166,7 +167,7 @@ def test_groups_of_a_lost_worker_go_to_another_and_its_late_puts_are_ignored() -
     async def test() -> None:
         async with buffer_actor(2, 0) as buffer:
             tickets = [await buffer.admit.call_one("worker 0", WAIT_S) for _ in range(2)]
-            await buffer.put.call_one(group(0, [0], [0]).to_bytes())
+            await buffer.put.call_one(pack_group(group(0, [0], [0])))
             dead = asyncio.ensure_future(buffer.admit.call_one("worker 0", WAIT_S))
             waiting = asyncio.ensure_future(buffer.admit.call_one("worker 1", WAIT_S))
             await buffer.counts.call_one()
@@ -175,14 +176,14 @@ def test_groups_of_a_lost_worker_go_to_another_and_its_late_puts_are_ignored() -
             ticket = await within(WAIT_S, waiting, "the lost worker's group")
             assert (ticket.group_id, ticket.task_cursor, ticket.attempt) == (1, tickets[1].task_cursor, 1)
             assert "held: group 1 by worker 1" in await buffer.report.call_one()
-            await buffer.put.call_one(group(1, [0], [0]).to_bytes())  # worker 0 was only slow
+            await buffer.put.call_one(pack_group(group(1, [0], [0])))  # worker 0 was only slow
             await buffer.drop.call_one(1, "score hung")
             counts = await buffer.counts.call_one()
             assert (counts.playing, counts.wasted_tokens, counts.dropped) == (1, {PLAYED_AGAIN: 2}, {})
             assert "held: group 1 by worker 1" in await buffer.report.call_one()
             again = group(1, [0], [0])
             again.attempt = 1
-            await buffer.put.call_one(again.to_bytes())
+            await buffer.put.call_one(pack_group(again))
             shard = await buffer.take.call_one(0, 0, 1, 64, WAIT_S)
             assert shard.unpack().num_episodes == 4
 
@@ -195,7 +196,7 @@ def test_waits_for_a_slow_group_are_counted() -> None:
             await buffer.admit.call_one("worker 0", WAIT_S)
             take = asyncio.ensure_future(buffer.take.call_one(0, 0, 1, 64, WAIT_S))
             await fill(buffer, 2)
-            await buffer.put.call_one(group(0, [0]).to_bytes())
+            await buffer.put.call_one(pack_group(group(0, [0])))
             await within(WAIT_S, take, "the batch")
             counts = await buffer.counts.call_one()
             assert counts.order_waits == 1 and 0 < counts.order_wait_s < WAIT_S
@@ -208,7 +209,7 @@ def test_waits_for_a_slow_group_are_counted() -> None:
 
 def large(group_id: int) -> bytes:
     """Some 0.6 MiB."""
-    return group(group_id, [0] * 75_000).to_bytes()
+    return pack_group(group(group_id, [0] * 75_000))
 
 
 def test_a_group_without_room_waits_at_its_worker() -> None:
@@ -261,9 +262,9 @@ def test_an_outbox_hands_on_what_the_buffer_refuses() -> None:
         async with buffer_actor(1, 1) as buffer:
             outbox = Outbox(buffer, "worker 0", WAIT_S)
             with pytest.raises(ActorError, match="group 5 cannot be given room: it is not admitted"):
-                await within(WAIT_S, outbox.put(5, 0, group(5, [0]).to_bytes()), "the refusal")
+                await within(WAIT_S, outbox.put(5, 0, pack_group(group(5, [0]))), "the refusal")
             await buffer.admit.call_one("worker 0", WAIT_S)
-            await within(WAIT_S, outbox.put(0, 0, group(0, [0]).to_bytes()), "a put after a refusal")
+            await within(WAIT_S, outbox.put(0, 0, pack_group(group(0, [0]))), "a put after a refusal")
 
     run(test)
 
@@ -274,7 +275,7 @@ def test_groups_that_are_complete_at_once_travel_in_one_call() -> None:
             counting = CountingBuffer(buffer)
             outbox = Outbox(counting, "worker 0", WAIT_S)
             ids = [(await buffer.admit.call_one("worker 0", WAIT_S)).group_id for _ in range(8)]
-            await asyncio.gather(*(outbox.put(i, 0, group(i, [0]).to_bytes()) for i in ids))
+            await asyncio.gather(*(outbox.put(i, 0, pack_group(group(i, [0]))) for i in ids))
             assert counting.puts == [8]
             assert (await buffer.counts.call_one()).complete == 8
 

@@ -18,7 +18,7 @@ from monarch_rl.buffer.ledger import (
 )
 from monarch_rl.buffer.rules import token_lags
 from monarch_rl.buffer.settings import BufferSettings
-from monarch_rl.packed import PackedGroup
+from monarch_rl.episode.packed import PackedGroup, pack_group
 from tests.buffer.helpers import core, packed
 
 
@@ -370,16 +370,16 @@ def test_what_does_not_fit_waits_but_never_what_the_next_batch_needs() -> None:
 
 
 def test_a_core_goes_on_from_its_state() -> None:
-    from monarch_rl.packed import PackedGroup as Read
+    from monarch_rl.episode.packed import PackedGroup as Read
     from tests.buffer.helpers import group
 
     settings = BufferSettings(2, window=1)
     buffer = BufferCore(2, settings, task_cursor=7)
     admit(buffer, 5)
     for group_id in (1, 2, 3):
-        buffer.put(Read.read(group(group_id, [0], [0]).to_bytes()))
+        buffer.put(Read.read(pack_group(group(group_id, [0], [0]))))
     assert ids(buffer) is None
-    buffer.put(Read.read(group(0, [0], [0]).to_bytes()))
+    buffer.put(Read.read(pack_group(group(0, [0], [0]))))
     step(buffer)
     assert ids(buffer) == [2, 3]
     resumed = BufferCore.restore(2, settings, buffer.state())

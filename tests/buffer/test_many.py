@@ -10,7 +10,8 @@ from monarch.actor import Actor, concurrent_endpoint, current_rank, this_host
 
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.settings import BufferSettings
-from monarch_rl.episode import Group
+from monarch_rl.episode.episode import Group
+from monarch_rl.episode.packed import pack_group
 from monarch_rl.rollout.admissions import Admissions
 from monarch_rl.rollout.outbox import Outbox
 from monarch_rl.runtime.deadlines import within
@@ -43,7 +44,7 @@ class Player(Actor):
                 if ticket.group_id % 7 == 3:
                     await buffer.drop.call_one(ticket.group_id, "score hung")
                     continue
-                await outbox.put(ticket.group_id, 0, make(ticket.group_id, version, 0).to_bytes())
+                await outbox.put(ticket.group_id, 0, pack_group(make(ticket.group_id, version, 0)))
                 puts += 1
 
         await asyncio.gather(*(place() for _ in range(3)))

@@ -29,8 +29,8 @@ from hypothesis.stateful import (
 from monarch_rl.buffer.core import BufferCore
 from monarch_rl.buffer.ledger import EQUAL_REWARDS, LATE, PARTIAL, PLAYED_AGAIN, REJECTED, RUN_ENDED, STALE
 from monarch_rl.buffer.settings import BufferSettings
-from monarch_rl.episode import Group
-from monarch_rl.packed import PackedGroup
+from monarch_rl.episode.episode import Group
+from monarch_rl.episode.packed import PackedGroup, pack_group
 from tests.buffer.helpers import episode
 
 RUNS, ORDERS, STEPS = 5, 2000, 25
@@ -44,7 +44,7 @@ ANY = st.integers(0, 10**6)
 @functools.lru_cache(100_000)
 def read_group(group_id: int, attempt: int, versions: tuple[int, ...], failed: int, equal: bool) -> PackedGroup:
     episodes = [episode(versions, 1.0), episode(versions[-1:], 1.0 if equal else 0.0)]
-    return PackedGroup.read(Group(group_id, group_id, episodes, failed, attempt).to_bytes())
+    return PackedGroup.read(pack_group(Group(group_id, group_id, episodes, failed, attempt)))
 
 
 @dataclass

@@ -21,9 +21,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from monarch_rl.adapter import FULL_TRAINING, LoraSettings, adapter_config, tensor_names
-from monarch_rl.episode import Completion, KeptSets, Sampling
+from monarch_rl.episode.sampling import Completion, KeptSets, Sampling
 from monarch_rl.generator.engine import CommitReport, Engine
+from monarch_rl.model.lora import FULL_TRAINING, LoraSettings, adapter_config, tensor_names
 from monarch_rl.weights.area import Area
 from monarch_rl.weights.checksum import tensor_checksum
 from monarch_rl.weights.manifest import Manifest, make_manifest
@@ -288,7 +288,7 @@ def check_told(parts: list[Completion], completion: Completion) -> None:
     count = sum(len(part.token_ids) for part in parts)
     whole = len(completion.token_ids)
     assert 0 < whole - count <= PART_TOKENS, f"{count} of {whole} tokens were told"
-    assert all(part.routes is None for part in parts)
+    assert all(part.expert_routes is None for part in parts)
     if completion.kept is not None:
         told_sets = KeptSets.join([part.kept for part in parts if part.kept is not None])
         assert told_sets.counts.tolist() == completion.kept.counts[:count].tolist()
@@ -376,7 +376,7 @@ def reference_in_turn(
 class Reading:
     """How a sequence of n tokens is read."""
 
-    routes: np.ndarray
+    expert_routes: np.ndarray
     """int [n, layers, k], sorted: the experts of each token."""
     logprobs: np.ndarray
     """float32 [n, vocabulary]: of the token after each."""
@@ -394,7 +394,7 @@ def reference_reading(
     asked = [[ids, [versions.index(version) for version in readers]] for ids, readers in sequences]
     folders = [_with_weights(folder, weights[version]) for version in versions]
     answers = _run_transformers("transformers_reading.py", folders, asked)
-    return [Reading(np.asarray(routes), np.asarray(logprobs, np.float32)) for routes, logprobs in answers]
+    return [Reading(np.asarray(expert_routes), np.asarray(logprobs, np.float32)) for expert_routes, logprobs in answers]
 
 
 def _with_weights(folder: Path, weights: Weights) -> Path:

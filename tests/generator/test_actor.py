@@ -19,12 +19,12 @@ import pytest
 import torch
 from monarch.actor import ActorError
 
-from monarch_rl.episode import Completion, GenerationError, Sampling
+from monarch_rl.episode.sampling import Completion, GenerationError, Sampling
+from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.generator.link import Link, ReplicaLost
-from monarch_rl.generator.router import Router
 from monarch_rl.runtime.cluster import STATE_DEADLINE_S, configure_monarch
 from monarch_rl.weights.collective import CollectiveSender
-from monarch_rl.weights.transport import SLOTS, TransferSettings
+from monarch_rl.weights.transport import SNAPSHOTS, TransferSettings
 from tests.generator.conftest import SETTINGS
 from tests.generator.helpers import (
     LOGPROB_BOUND,
@@ -56,11 +56,11 @@ class Replicas:
     async def publish(self, version: int, weights: dict[str, torch.Tensor]) -> list[Any]:
         """Transfer while decoding goes on, then commit; returns the reports."""
         await self.transfer(version, weights)
-        slot, checksums = version % SLOTS, checksums_of(weights)
+        slot, checksums = version % SNAPSHOTS, checksums_of(weights)
         return await asyncio.gather(*[wait(actor.commit.call_one(version, slot, checksums)) for actor in self.actors])
 
     async def transfer(self, version: int, weights: dict[str, torch.Tensor]) -> None:
-        slot = version % SLOTS
+        slot = version % SNAPSHOTS
         for view, tensor in zip(self.sender.views(slot), weights.values(), strict=True):
             view.copy_(tensor.reshape(-1).view(torch.uint8))
         await asyncio.gather(
@@ -73,7 +73,7 @@ async def wait(future: Any) -> Any:
 
 
 async def ask(actor: Any, prompt: list[int], sampling: Sampling) -> Completion:
-    return await Router([actor], 60).generate(prompt, sampling, 0)
+    return await Dispatcher([actor], 60).generate(prompt, sampling, 0)
 
 
 @pytest.fixture(scope="module")
@@ -114,19 +114,19 @@ def replicas(models: dict[str, Path], run: LoopThread) -> Iterator[Replicas]:
     run(stop())
 
 
-async def play(router: Router, groups: int, tokens: int) -> list[Completion]:
+async def play(dispatcher: Dispatcher, groups: int, tokens: int) -> list[Completion]:
     wanted = Sampling(max_new_tokens=tokens)
-    return await asyncio.gather(*[router.generate([5, 6, 7 + i // 4], wanted, i // 4) for i in range(4 * groups)])
+    return await asyncio.gather(*[dispatcher.generate([5, 6, 7 + i // 4], wanted, i // 4) for i in range(4 * groups)])
 
 
 def test_two_replicas_draw_while_they_take_new_weights(
     replicas: Replicas, run: LoopThread, models: dict[str, Path]
 ) -> None:
     """Every commit is bit-exact on both, no request is lost, and both replicas draw."""
-    router = Router(replicas.actors, 60)
+    dispatcher = Dispatcher(replicas.actors, 60)
 
     async def rounds() -> tuple[list[Completion], list[Any]]:
-        playing, reports = asyncio.ensure_future(play(router, 4, 500)), []
+        playing, reports = asyncio.ensure_future(play(dispatcher, 4, 500)), []
         for version in range(1, 4):
             reports += await replicas.publish(version, next_version(replicas.base, version))
         return await playing, reports
@@ -149,7 +149,7 @@ def test_two_replicas_draw_while_they_take_new_weights(
         assert numbers["busy_seconds"] > 0
         assert numbers["last_commit"]["version"] == 3
 
-    fresh = run(play(router, 1, 30))
+    fresh = run(play(dispatcher, 1, 30))
     weights = next_version(replicas.base, 3)
     asked = [([5, 6, 7], completion) for completion in fresh]
     for completion, reference in zip(fresh, reference_logprobs(models["llama"], asked, weights), strict=True):
@@ -185,9 +185,9 @@ def test_a_refused_request_costs_no_other(replicas: Replicas, run: LoopThread) -
     """They travel in one message."""
 
     async def play() -> list[Any]:
-        router = Router(replicas.actors[:1], 60)
+        dispatcher = Dispatcher(replicas.actors[:1], 60)
         prompts = [[5, 6], [5] * 5000, [5, 7]]
-        asked = (router.generate(prompt, Sampling(max_new_tokens=3), 0) for prompt in prompts)
+        asked = (dispatcher.generate(prompt, Sampling(max_new_tokens=3), 0) for prompt in prompts)
         return await asyncio.gather(*asked, return_exceptions=True)
 
     first, refused, last = run(play())
@@ -252,10 +252,10 @@ def test_a_killed_replica_takes_its_engine_along_and_another_one_goes_on(replica
 
     async def lose() -> tuple[Completion, Completion, int]:
         alone = await ask(replicas.actors[1], [5], LONG)
-        before, router = await tokens(), Router(replicas.actors, 60)
+        before, dispatcher = await tokens(), Dispatcher(replicas.actors, 60)
         request = Link(replicas.actors[0], 60, "generator 0").ask([5], LONG)
-        playing = asyncio.ensure_future(router.generate([5], LONG, 0))
-        await router.generate([5], BEGINNING, 0)
+        playing = asyncio.ensure_future(dispatcher.generate([5], LONG, 0))
+        await dispatcher.generate([5], BEGINNING, 0)
         os.kill(actor, signal.SIGKILL)
         # A process killed while Monarch asks it for its state is noticed later, and in other words.
         lost = r"(?s)generator\.generate\(\) failed.*(sig=9|process likely crashed)"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from monarch_rl.episode import Sampling
+from monarch_rl.episode.sampling import Sampling
 from monarch_rl.generator.engine import Engine
 from tests.generator.helpers import (
     HEAD_DIM,

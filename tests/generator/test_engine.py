@@ -10,7 +10,7 @@ import numpy as np
 import psutil
 import pytest
 
-from monarch_rl.episode import Completion, GenerationError, Sampling
+from monarch_rl.episode.sampling import Completion, GenerationError, Sampling
 from monarch_rl.generator.answers import to_completion
 from monarch_rl.generator.clock import BusyClock
 from monarch_rl.generator.engine import CommitError, CommitReport, Engine, EngineStopped, WeightMismatch

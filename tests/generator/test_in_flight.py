@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from monarch_rl.adapter import FULL_TRAINING, LoraSettings
-from monarch_rl.episode import Completion, Sampling
+from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.generator.engine import Engine, StillRunning, WeightMismatch
 from monarch_rl.generator.settings import InFlight
+from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
 from tests.generator.conftest import SETTINGS
 from tests.generator.helpers import (
     LAYERS,

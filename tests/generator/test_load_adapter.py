@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import nn
 
-from monarch_rl.adapter import LoraSettings, Target
-from monarch_rl.episode import Completion, Sampling
+from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.generator import engine as engine_module
 from monarch_rl.generator.answers import to_completion
 from monarch_rl.generator.engine import CommitError, Engine, WeightMismatch
 from monarch_rl.generator.load_adapter import load
 from monarch_rl.generator.load_report import LoadSheet
 from monarch_rl.generator.load_staged import write_order
+from monarch_rl.model.lora import LoraSettings, Target
 from tests.generator.conftest import SETTINGS
 from tests.generator.helpers import (
     LOGPROB_BOUND,

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from monarch_rl.adapter import LoraSettings
-from monarch_rl.episode import Sampling
+from monarch_rl.episode.sampling import Sampling
 from monarch_rl.generator.engine import Engine, EngineStopped, WeightMismatch
+from monarch_rl.model.lora import LoraSettings
 from tests.generator.conftest import SETTINGS
 from tests.generator.helpers import (
     LOGPROB_BOUND,

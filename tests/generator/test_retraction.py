@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from monarch_rl.episode import Completion, Sampling
+from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.generator.engine import Engine
 from tests.generator.conftest import SETTINGS
 from tests.generator.helpers import LoopThread, check_kept, reference_reading, watched, weights_in
@@ -20,10 +20,10 @@ def test_routes_and_kept_sets_are_those_of_transformers(
     """SGLang's own switch for tests has it do so every few steps."""
     monkeypatch.setenv("SGLANG_TEST_RETRACT", "1")
     monkeypatch.setenv("SGLANG_TEST_RETRACT_INTERVAL", "9")
-    sampling = Sampling(max_new_tokens=60, top_k=20, top_p=0.9, routes_from=0)
+    sampling = Sampling(max_new_tokens=60, top_k=20, top_p=0.9, expert_routes_from=0)
     base, prompts = weights_in(models["moe"]), [[5, 6, 7, 8 + i] for i in range(4)]
 
-    engine = run(Engine.start(str(models["moe"]), SETTINGS, routes=True))
+    engine = run(Engine.start(str(models["moe"]), SETTINGS, expert_routes=True))
     retracted = watched(engine, "retraction_counts", monkeypatch)
 
     async def draw() -> list[Completion]:
@@ -37,6 +37,6 @@ def test_routes_and_kept_sets_are_those_of_transformers(
     sequences = [prompt + one.token_ids.tolist() for prompt, one in zip(prompts, drawn, strict=True)]
     readings = reference_reading(models["moe"], [(ids, [0] * len(ids)) for ids in sequences], {0: base})
     for prompt, one, reading in zip(prompts, drawn, readings, strict=True):
-        assert one.routes is not None
-        np.testing.assert_array_equal(np.sort(one.routes, -1), reading.routes[:-1])
+        assert one.expert_routes is not None
+        np.testing.assert_array_equal(np.sort(one.expert_routes, -1), reading.expert_routes[:-1])
         check_kept(one, prompt, reading, 20)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from monarch_rl.episode import Completion, DrawLost, GenerationError, KeptSets, Sampling
+from monarch_rl.episode.sampling import Completion, DrawLost, GenerationError, KeptSets, Sampling
 from monarch_rl.generator import engine as engine_module
 from monarch_rl.generator.answers import Beside, RouteForm, take_beside, to_completion
 from monarch_rl.generator.engine import Engine
@@ -50,7 +50,7 @@ def policy(request: pytest.FixtureRequest) -> InFlight:
 @pytest.fixture(scope="module")
 def engine(policy: InFlight, models: dict[str, Path], run: LoopThread) -> Iterator[Engine]:
     settings = replace(SETTINGS, in_flight=policy)
-    engine = run(Engine.start(str(models["moe"]), settings, routes=True))
+    engine = run(Engine.start(str(models["moe"]), settings, expert_routes=True))
     yield engine
     run(engine.shutdown())
 
@@ -64,7 +64,7 @@ def test_routes_and_kept_sets_are_those_of_transformers(
     engine: Engine, run: LoopThread, models: dict[str, Path], staging: Staging, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of all tokens, of some, of a prompt that the cache knows, and of the turn after a turn."""
-    sampling = Sampling(max_new_tokens=40, top_k=20, top_p=0.1, routes_from=0)
+    sampling = Sampling(max_new_tokens=40, top_k=20, top_p=0.1, expert_routes_from=0)
     base = weights_in(models["moe"])
     version = engine.version + 1
     staging.fill(version, base)
@@ -73,7 +73,7 @@ def test_routes_and_kept_sets_are_those_of_transformers(
     second_prompt = PROMPT + first.token_ids.tolist() + [9, 10]
     known = len(PROMPT) + len(first.token_ids) - 1
     cached = watched(engine, "cached_tokens", monkeypatch)
-    second = run(engine.generate(second_prompt, replace(sampling, routes_from=known, top_k=5, top_p=1.0)))
+    second = run(engine.generate(second_prompt, replace(sampling, expert_routes_from=known, top_k=5, top_p=1.0)))
     assert cached and min(cached) >= known, "the cache did not know the turn before"
     cached.clear()
     whole = run(engine.generate(second_prompt, replace(sampling, max_new_tokens=1, top_k=20, top_p=1.0, min_p=0.2)))
@@ -81,11 +81,11 @@ def test_routes_and_kept_sets_are_those_of_transformers(
     sequence = second_prompt + second.token_ids.tolist()
     (reading,) = reference_reading(models["moe"], [(sequence, [0] * len(sequence))], {0: base})
 
-    assert first.routes is not None and second.routes is not None and whole.routes is not None
-    assert first.routes.dtype == np.uint8 and first.routes.shape == (known, LAYERS, 2)
-    routes = np.concatenate([first.routes, second.routes])
-    np.testing.assert_array_equal(np.sort(routes, -1), reading.routes[:-1])
-    np.testing.assert_array_equal(np.sort(whole.routes, -1), reading.routes[: len(second_prompt)])
+    assert first.expert_routes is not None and second.expert_routes is not None and whole.expert_routes is not None
+    assert first.expert_routes.dtype == np.uint8 and first.expert_routes.shape == (known, LAYERS, 2)
+    expert_routes = np.concatenate([first.expert_routes, second.expert_routes])
+    np.testing.assert_array_equal(np.sort(expert_routes, -1), reading.expert_routes[:-1])
+    np.testing.assert_array_equal(np.sort(whole.expert_routes, -1), reading.expert_routes[: len(second_prompt)])
     check_kept(first, PROMPT, reading, 20)
     check_kept(second, second_prompt, reading, 5)
     check_kept(whole, second_prompt, reading, 20)
@@ -96,7 +96,7 @@ def test_routes_and_kept_sets_across_commits(
     engine: Engine, run: LoopThread, models: dict[str, Path], staging: Staging, policy: InFlight
 ) -> None:
     """A sequence over three versions keeps a route for each token that was read, and a set for each that was drawn."""
-    base, sampling = weights_in(models["moe"]), Sampling(max_new_tokens=400, top_k=20, top_p=0.9, routes_from=0)
+    base, sampling = weights_in(models["moe"]), Sampling(max_new_tokens=400, top_k=20, top_p=0.9, expert_routes_from=0)
     first_version = engine.version + 1
     weights = {first_version + i: next_version(base, 10 + i) for i in range(3)}
 
@@ -118,18 +118,18 @@ def test_routes_and_kept_sets_across_commits(
     drew = drawn.policy_versions.tolist()
     # A token is read by the version that draws the one after it.
     readers = [drew[0]] * (len(PROMPT) - 1) + drew
-    assert drawn.routes is not None and len(drawn.routes) == len(ids) == len(readers)
+    assert drawn.expert_routes is not None and len(drawn.expert_routes) == len(ids) == len(readers)
     if policy == "continue":
         (reading,) = reference_reading(models["moe"], [(ids, readers)], weights)
-        expected, logprobs = reading.routes, reading.logprobs
+        expected, logprobs = reading.expert_routes, reading.logprobs
     else:  # each version has read everything before
         alone = reference_reading(models["moe"], [(ids, [version] * len(ids)) for version in weights], weights)
         read = dict(zip(weights, alone, strict=True))
-        expected = np.stack([read[reader].routes[place] for place, reader in enumerate(readers)])
+        expected = np.stack([read[reader].expert_routes[place] for place, reader in enumerate(readers)])
         logprobs = np.stack([read[reader].logprobs[place] for place, reader in enumerate(readers)])
         if policy == "recompute":  # the engine reads again in its own cache, where the last reading stays
-            expected = read[drew[-1]].routes
-    np.testing.assert_array_equal(np.sort(drawn.routes, -1), expected)
+            expected = read[drew[-1]].expert_routes
+    np.testing.assert_array_equal(np.sort(drawn.expert_routes, -1), expected)
     check_kept(drawn, PROMPT, Reading(expected, logprobs), 20)
 
 
@@ -185,7 +185,7 @@ def test_what_the_engine_cannot_tell_is_refused(engine: Engine, run: LoopThread)
     with pytest.raises(GenerationError, match="min_p only without a seed"):
         run(engine.generate(PROMPT, Sampling(top_k=5, min_p=0.1, seed=1)))
     plain = run(engine.generate(PROMPT, Sampling(max_new_tokens=3)))
-    assert plain.routes is None and plain.kept is None
+    assert plain.expert_routes is None and plain.kept is None
 
 
 def test_routes_of_another_sequence_are_refused() -> None:

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from monarch_rl.adapter import LoraSettings
 from monarch_rl.generator.settings import (
     CPU_KV_TOKENS,
     GeneratorSettings,
@@ -12,6 +11,7 @@ from monarch_rl.generator.settings import (
     cores_of_ranks,
     engine_arguments,
 )
+from monarch_rl.model.lora import LoraSettings
 
 
 @pytest.mark.parametrize(

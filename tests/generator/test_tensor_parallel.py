@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from monarch_rl.episode import Completion, Sampling
+from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.generator import engine as engine_module
 from monarch_rl.generator.engine import Engine, EngineStopped, WeightMismatch
 from tests.generator.conftest import SETTINGS

@@ -34,8 +34,8 @@ def main() -> None:
                         torch.stack([layer.topk(k).indices.sort().values for layer in read.router_logits], 1)
                     )
                 start = end
-            routes = torch.cat(experts).tolist() if experts else []
-            answers.append([routes, torch.cat(logits).log_softmax(-1).tolist()])
+            expert_routes = torch.cat(experts).tolist() if experts else []
+            answers.append([expert_routes, torch.cat(logits).log_softmax(-1).tolist()])
     json.dump(answers, sys.stdout)
 
 

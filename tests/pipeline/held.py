@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from monarch_rl import pipeline
+from monarch_rl.pipeline.start import save
 from tests.generator.helpers import EXPERT_WIDTH, HEAD_DIM, HEADS, KV_HEADS, VOCABULARY, weights_in
 from tests.pipeline.system import System
 
@@ -31,7 +31,7 @@ async def held_by_all(system: System, scratch: Path) -> dict[str, torch.Tensor]:
         scratch: a folder to make others in.
     """
     folder = Path(tempfile.mkdtemp(dir=scratch))
-    await pipeline.save(system.trainer, folder / "trainer")
+    await save(system.trainer, folder / "trainer")
     trained = weights_in(folder / "trainer")
     for index, generator in enumerate(system.generators):
         ranks = folder / f"generator{index}"

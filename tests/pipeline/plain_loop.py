@@ -66,7 +66,7 @@ def train(folder: Path, settings: dict[str, Any], draw: Callable[..., Any]) -> d
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from monarch_rl.rollout.play import episode_seed
-    from monarch_rl.rollout.tasks import TaskSettings, TaskSource, score
+    from monarch_rl.tasks.reasoning_gym import TaskSettings, TaskSource, score
 
     task = TaskSettings(**settings["task"])
     source = TaskSource(task, "train")

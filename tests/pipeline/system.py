@@ -13,19 +13,21 @@ import numpy as np
 import torch
 from monarch.actor import concurrent_endpoint
 
-from monarch_rl import pipeline
-from monarch_rl.adapter import FULL_TRAINING, LoraSettings
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.settings import BufferSettings
-from monarch_rl.episode import Completion, Episode, Group, Sampling, Turn
+from monarch_rl.episode.episode import Episode, Group, Turn
+from monarch_rl.episode.packed import pack_group
+from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.generator.actor import Generator
-from monarch_rl.generator.router import Router
+from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.generator.settings import GeneratorSettings
-from monarch_rl.publishing import Publisher
+from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
+from monarch_rl.pipeline.publishing import Publisher
+from monarch_rl.pipeline.start import start_trainer, update
 from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.runtime.deadlines import Patience
 from monarch_rl.trainer.actor import TrainerPlan
-from monarch_rl.trainer.settings import Routing, TrainerSettings
+from monarch_rl.trainer.settings import RouterReplay, TrainerSettings
 from monarch_rl.weights.area import attach
 from monarch_rl.weights.transport import TransferSettings
 
@@ -66,13 +68,13 @@ class InspectedGenerator(Generator):
 
 
 async def start_inspected(
-    cluster: Cluster, model: Path, replicas: int, first_slot: int, name: str, tp: int = 1, **engine: Any
+    cluster: Cluster, model: Path, replicas: int, first_device: int, name: str, tp: int = 1, **engine: Any
 ) -> list[Any]:
-    """Like ``pipeline.start_generators``, with inspected ones of ``tp`` ranks; ``engine`` are arguments of setup()."""
+    """Like ``start_generators``, with inspected ones of ``tp`` ranks; ``engine`` are arguments of setup()."""
     found = []
     for index in range(replicas):
-        slot = first_slot + index * tp
-        mesh = cluster.spawn(f"{name}{index}", 1, first_slot=slot, slots_per_process=tp)
+        slot = first_device + index * tp
+        mesh = cluster.spawn(f"{name}{index}", 1, first_device=slot, devices_per_process=tp)
         found.append(mesh.spawn(f"{name}{index}", InspectedGenerator))
     settings = replace(ENGINES, tp=tp)
     await asyncio.gather(*(g.setup.call_one(str(model), settings, i, **engine) for i, g in enumerate(found)))
@@ -101,14 +103,14 @@ class System:
         lora: LoraSettings = FULL_TRAINING,
         ranks: int = 2,
         expert_parallel: int = 1,
-        routing: Routing = "own",
+        router_replay: RouterReplay = "off",
         temperature: float = 1.0,
     ) -> System:
         """A fresh trainer on the first slots, whose weights are published as ``version`` to running generators."""
         buffer = cluster.spawn("buffer", 1).spawn("buffer", Buffer, GROUPS, BufferSettings(1), version)
-        settings = TrainerSettings(ranks, expert_parallel, routing, lr=lr, lora=lora)
+        settings = TrainerSettings(ranks, expert_parallel, router_replay, lr=lr, lora=lora)
         plan = TrainerPlan(model, settings, 100, temperature, NEW_TOKENS)
-        trainer = await pipeline.start_trainer(cluster, plan, buffer, first_slot=0)
+        trainer = await start_trainer(cluster, plan, buffer, first_device=0)
         publisher = await Publisher.connect(trainer, dict(enumerate(generators)), buffer, transfer, "float32")
         system = cls(trainer, generators, buffer, publisher, version)
         await publisher.publish(version)
@@ -125,8 +127,8 @@ class System:
 
     async def draw(self, prompts: list[list[int]], sampling: Sampling = ALL_TOKENS) -> list[Completion]:
         """Completions of all prompts at once, spread over the replicas."""
-        router = Router(self.generators, 120.0)
-        return list(await asyncio.gather(*(router.generate(p, sampling, g) for g, p in enumerate(prompts))))
+        dispatcher = Dispatcher(self.generators, 120.0)
+        return list(await asyncio.gather(*(dispatcher.generate(p, sampling, g) for g, p in enumerate(prompts))))
 
     @asynccontextmanager
     async def drawing(self) -> AsyncIterator[list[Completion]]:
@@ -156,13 +158,13 @@ class System:
             completions = await self.draw([prompt] * SIZE, sampling)
             episodes = [episode(prompt, completion, float(rng.integers(0, 2))) for completion in completions]
             groups.append(Group(ticket.group_id, 0, episodes))
-            await self.buffer.put.call_one(groups[-1].to_bytes())
+            await self.buffer.put.call_one(pack_group(groups[-1]))
         return groups
 
     async def step(self, seed: int, sampling: Sampling = ALL_TOKENS) -> dict[str, float]:
         """Play, update, publish, and wait until the new version is served; returns the update's metrics."""
         await self.play(seed, sampling)
-        metrics = await pipeline.update(self.trainer, self.buffer, self.version, Patience(60.0))
+        metrics = await update(self.trainer, self.buffer, self.version, Patience(60.0))
         self.version += 1
         await self.publisher.publish(self.version)
         await self.publisher.settled()
@@ -175,7 +177,7 @@ class System:
         completions = await self.draw(prompts, sampling)
         assert {int(v) for c in completions for v in c.policy_versions} == {self.version}
         episodes = [episode(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
-        answers = await self.trainer.logprobs.call([Group(0, 0, episodes).to_bytes()], self.version)
+        answers = await self.trainer.logprobs.call([pack_group(Group(0, 0, episodes))], self.version)
         return max(
             float(np.abs(computed - completion.logprobs).max())
             for by_rank in answers.values()
@@ -185,4 +187,4 @@ class System:
 
 def episode(prompt: list[int], completion: Completion, reward: float = 0.0) -> Episode:
     """An episode of one turn."""
-    return Episode([Turn.from_completion(prompt, completion)], reward, "length", routes=completion.routes)
+    return Episode([Turn.from_completion(prompt, completion)], reward, "length", expert_routes=completion.expert_routes)

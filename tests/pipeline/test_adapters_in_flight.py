@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from monarch_rl import pipeline
-from monarch_rl.adapter import LoraSettings
+from monarch_rl.model.lora import LoraSettings
+from monarch_rl.pipeline.start import save, start_generators
 from monarch_rl.runtime.cluster import launch
 from tests.generator.helpers import LOGPROB_BOUND, make_model, weights_in
 from tests.pipeline.system import ENGINES, System
@@ -30,7 +30,7 @@ def test_adapters_flow_while_sequences_are_drawn(tmp_path: Path) -> None:
         assert cluster is not None
 
         async def go() -> None:
-            crew = await pipeline.start_generators(cluster, model, ENGINES, first_slot=2, lora=LORA)
+            crew = await start_generators(cluster, model, ENGINES, first_device=2, lora=LORA)
             generators = list(crew.handles.values())
             refusal = rf"generator 0 does not hold the model whose adapter is trained: 1 of \d+ tensors .*: {CHANGED}"
             with pytest.raises(Exception, match=refusal):
@@ -45,7 +45,7 @@ def test_adapters_flow_while_sequences_are_drawn(tmp_path: Path) -> None:
                     await system.step(seed)
                     assert await system.mismatch(seed=100 + seed) < LOGPROB_BOUND
             assert any(len({*c.policy_versions.tolist()}) > 1 for c in drawn), "no update came during a sequence"
-            await pipeline.save(system.trainer, tmp_path / "saved")
+            await save(system.trainer, tmp_path / "saved")
 
         asyncio.run(go())
     adapter = load_file(tmp_path / "saved_adapter" / "adapter_model.safetensors")

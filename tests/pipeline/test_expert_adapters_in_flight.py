@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import save_file
 
-from monarch_rl.adapter import LoraSettings
+from monarch_rl.model.lora import LoraSettings
 from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.weights.transport import TransportName
 from tests.generator.helpers import LOGPROB_BOUND, make_model, weights_in
@@ -24,11 +24,11 @@ CHANGED = "model.layers.1.self_attn.v_proj.weight"
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("degree", "tp", "first_slot", "transports"),
+    ("degree", "tp", "first_device", "transports"),
     [(1, 1, 4, ("collective", "shared_memory")), (2, 2, 5, ("rdma", "collective"))],
 )
 def test_the_weights_with_adapters_travel_merged_and_no_others(
-    cluster: Cluster, tmp_path: Path, degree: int, tp: int, first_slot: int, transports: tuple[TransportName, ...]
+    cluster: Cluster, tmp_path: Path, degree: int, tp: int, first_device: int, transports: tuple[TransportName, ...]
 ) -> None:
     """What engines hold of the whole model is what the trainer saves, bit for bit; and a model that differs in what
     does not travel is refused."""
@@ -38,7 +38,7 @@ def test_the_weights_with_adapters_travel_merged_and_no_others(
     save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
 
     async def go() -> None:
-        generators = await start_inspected(cluster, model, 1, first_slot, f"merged{tp}", tp, lora=LORA)
+        generators = await start_inspected(cluster, model, 1, first_device, f"merged{tp}", tp, lora=LORA)
         refusal = rf"generator 0 does not hold the model whose adapter is trained: 1 of \d+ tensors .*: {CHANGED}"
         with pytest.raises(Exception, match=refusal):
             await System.start(cluster, other, generators, lr=1e-2, lora=LORA, expert_parallel=degree)

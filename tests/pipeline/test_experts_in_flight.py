@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from monarch_rl import pipeline
+from monarch_rl.pipeline.start import update
 from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.runtime.deadlines import Patience
 from monarch_rl.weights.checksum import signed
 from monarch_rl.weights.manifest import Manifest
-from monarch_rl.weights.transport import SLOTS, TRANSPORTS
+from monarch_rl.weights.transport import SNAPSHOTS, TRANSPORTS
 from tests.generator.helpers import EXPERTS, LAYERS, LOGPROB_BOUND, make_model
 from tests.pipeline.held import held_by_all, same_bits
 from tests.pipeline.system import TRANSFER, System, start_inspected
@@ -132,9 +132,9 @@ def test_a_bit_of_one_expert_that_is_wrong_is_caught_and_the_expert_named(
         served = (await generator.stats.call_one())["version"]
         system = await System.start(cluster, model, [generator], lr=3e-3, version=served + 1, expert_parallel=2)
         await system.play(0)
-        await pipeline.update(system.trainer, system.buffer, system.version, Patience(60.0))
+        await update(system.trainer, system.buffer, system.version, Patience(60.0))
         version, manifest = system.version + 1, system.publisher.manifest
-        slot = version % SLOTS
+        slot = version % SNAPSHOTS
         await system.trainer.snapshot.call(version, slot)
         sums, _ = await asyncio.gather(
             system.trainer.send.call(version, slot), generator.receive.call_one(version, slot)

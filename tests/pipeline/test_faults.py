@@ -17,10 +17,10 @@ import psutil
 import pytest
 from monarch.actor import concurrent_endpoint
 
-from monarch_rl.episode import Completion, Sampling
+from monarch_rl.episode.sampling import Completion, Sampling
+from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.generator.engine import CommitReport
-from monarch_rl.generator.router import Router
-from monarch_rl.publishing import PublishError
+from monarch_rl.pipeline.publishing import PublishError
 from monarch_rl.runtime.cluster import Cluster, launch
 from monarch_rl.weights.area import attach
 from monarch_rl.weights.transport import TransferSettings
@@ -72,15 +72,15 @@ class Harness:
     async def start(self) -> None:
         self.generators = await asyncio.gather(*(self.replica(index) for index in range(4)))
         self.system = await System.start(self.cluster, self.model, list(self.generators), 1e-3, transfer=TRANSFER)
-        self.system.publisher.routing = self.route
+        self.system.publisher.tell_workers = self.update_replicas
 
     async def replica(self, index: int, name: str = "doomed") -> Any:
-        mesh = self.cluster.spawn(f"{name}{index}", 1, first_slot=2 + index)
+        mesh = self.cluster.spawn(f"{name}{index}", 1, first_device=2 + index)
         generator = mesh.spawn(f"{name}{index}", Doomed)
         await generator.setup.call_one(str(self.model), ENGINES, index)
         return generator
 
-    async def route(self, paused: list[int], lost: list[int]) -> None:
+    async def update_replicas(self, paused: list[int], lost: list[int]) -> None:
         self.paused.append(paused)
         self.lost = lost
 
@@ -92,7 +92,7 @@ class Harness:
         return system.version
 
     async def ask(self, index: int) -> Completion:
-        return await Router([self.generators[index]], 30.0).generate([7, 8, 9], SHORT, 0)
+        return await Dispatcher([self.generators[index]], 30.0).generate([7, 8, 9], SHORT, 0)
 
     async def serving(self, *indices: int) -> None:
         """These replicas draw with the newest version, bit for bit the same weights, and answer alike."""

@@ -12,25 +12,27 @@ import numpy as np
 import pytest
 from monarch.actor import concurrent_endpoint
 
-from monarch_rl.adapter import LoraSettings
-from monarch_rl.episode import Group, Sampling
+from monarch_rl.episode.episode import Group
+from monarch_rl.episode.packed import pack_group
+from monarch_rl.episode.sampling import Sampling
 from monarch_rl.generator.actor import Generator
-from monarch_rl.generator.router import Router
+from monarch_rl.generator.dispatcher import Dispatcher
+from monarch_rl.model.lora import LoraSettings
 from monarch_rl.runtime.cluster import Cluster, init_torch_distributed_env
 from monarch_rl.trainer.actor import Trainer, TrainerPlan
-from monarch_rl.trainer.settings import Routing, TrainerSettings
+from monarch_rl.trainer.settings import RouterReplay, TrainerSettings
 from tests.generator.helpers import LOGPROB_BOUND, make_model
 from tests.pipeline.system import ALL_TOKENS, ENGINES, System, episode, start_inspected
 
-ROUTES = replace(ALL_TOKENS, routes_from=0)
+ROUTES = replace(ALL_TOKENS, expert_routes_from=0)
 TEMPERATURE = 0.7
 CUT_BOUND = LOGPROB_BOUND / TEMPERATURE
 """Among the kept sets at that temperature, which the logits and their rounding are divided by."""
 CUT = {
-    "top_k": Sampling(24, TEMPERATURE, top_k=7, routes_from=0),
-    "top_p": Sampling(24, TEMPERATURE, top_k=400, top_p=0.7, routes_from=0),
-    "min_p": Sampling(24, TEMPERATURE, top_k=400, min_p=0.1, routes_from=0),
-    "all": Sampling(24, TEMPERATURE, top_k=300, top_p=0.9, min_p=0.1, routes_from=0),
+    "top_k": Sampling(24, TEMPERATURE, top_k=7, expert_routes_from=0),
+    "top_p": Sampling(24, TEMPERATURE, top_k=400, top_p=0.7, expert_routes_from=0),
+    "min_p": Sampling(24, TEMPERATURE, top_k=400, min_p=0.1, expert_routes_from=0),
+    "all": Sampling(24, TEMPERATURE, top_k=300, top_p=0.9, min_p=0.1, expert_routes_from=0),
 }
 LORA = LoraSettings(rank=3, alpha=6.0)
 
@@ -43,7 +45,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture(scope="module")
 def generator(cluster: Cluster, model: Path) -> Iterator[Any]:
     slot = {"moe": 4, "deepseek": 5}[model.name]
-    (generator,) = asyncio.run(start_inspected(cluster, model, 1, slot, model.name, routes=True))
+    (generator,) = asyncio.run(start_inspected(cluster, model, 1, slot, model.name, expert_routes=True))
     yield generator
 
     async def end() -> None:
@@ -59,7 +61,7 @@ def test_with_replay_and_kept_sets_engine_and_trainer_agree_after_updates(
 
     async def go() -> None:
         system = await System.start(
-            cluster, model, [generator], 3e-3, expert_parallel=2, routing="replay", temperature=TEMPERATURE
+            cluster, model, [generator], 3e-3, expert_parallel=2, router_replay="replay", temperature=TEMPERATURE
         )
         for seed, sampling in enumerate(CUT.values()):
             assert await system.mismatch(seed, sampling) < CUT_BOUND
@@ -79,14 +81,18 @@ def test_log_probs_of_other_routes_differ(cluster: Cluster, model: Path, generat
     async def go() -> None:
         version = (await generator.stats.call_one())["version"] + 1
         system = await System.start(
-            cluster, model, [generator], 3e-3, version=version, expert_parallel=2, routing="replay"
+            cluster, model, [generator], 3e-3, version=version, expert_parallel=2, router_replay="replay"
         )
         assert await system.mismatch(1, ROUTES) < LOGPROB_BOUND
         draw = system.draw
 
         async def spoilt(prompts: list[list[int]], sampling: Sampling = ROUTES) -> Any:
             drawn = await draw(prompts, sampling)
-            return [replace(one, routes=one.routes[::-1].copy()) for one in drawn if one.routes is not None]
+            return [
+                replace(one, expert_routes=one.expert_routes[::-1].copy())
+                for one in drawn
+                if one.expert_routes is not None
+            ]
 
         system.draw = spoilt  # type: ignore[method-assign]
         assert await system.mismatch(1, ROUTES) > 100 * LOGPROB_BOUND
@@ -105,7 +111,7 @@ def test_kept_sets_go_with_adapters(cluster: Cluster, tmp_path: Path) -> None:
         (generator,) = await start_inspected(cluster, model, 1, 6, "adapted", lora=LORA)
         system = await System.start(cluster, model, [generator], 3e-3, lora=LORA, temperature=TEMPERATURE)
         for seed, cut in enumerate((CUT["top_p"], CUT["all"])):
-            sampling = replace(cut, routes_from=None)
+            sampling = replace(cut, expert_routes_from=None)
             assert await system.mismatch(seed, sampling) < CUT_BOUND
             metrics = await system.step(seed, sampling)
             assert metrics["logprob_difference_max"] < 1.5 * CUT_BOUND, "the upper edge of a bin"
@@ -157,10 +163,10 @@ def test_replay_makes_up_for_other_numerics(cluster: Cluster, tmp_path: Path) ->
     model = make_model(tmp_path / "model", "moe")
     mismatch: dict[str, float] = {}
 
-    async def trained_by(routing: Routing, groups: list[bytes]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        mesh = cluster.spawn(f"trainer-{routing}", 1, first_slot=0)
+    async def trained_by(router_replay: RouterReplay, groups: list[bytes]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        mesh = cluster.spawn(f"trainer-{router_replay}", 1, first_device=0)
         await init_torch_distributed_env(mesh)
-        plan = TrainerPlan(model, TrainerSettings(1, routing=routing), 1, 1.0, 200)
+        plan = TrainerPlan(model, TrainerSettings(1, router_replay=router_replay), 1, 1.0, 200)
         trainer = mesh.spawn("trainer", InspectedTrainer, plan, None)
         await trainer.setup.call()
         found = await trainer.experts.call_one(groups), await trainer.logprobs.call_one(groups, 0)
@@ -168,26 +174,26 @@ def test_replay_makes_up_for_other_numerics(cluster: Cluster, tmp_path: Path) ->
         return found
 
     async def go() -> None:
-        mesh = cluster.spawn("coarse", 1, first_slot=7)
+        mesh = cluster.spawn("coarse", 1, first_device=7)
         generator = mesh.spawn("coarse", OwnWeights)
-        await generator.setup.call_one(str(model), replace(ENGINES, dtype="bfloat16"), 0, routes=True)
+        await generator.setup.call_one(str(model), replace(ENGINES, dtype="bfloat16"), 0, expert_routes=True)
         prompts = [[5, 6, 7, i] for i in range(8)]
-        sampling = Sampling(200, routes_from=0)
-        router = Router([generator], 120.0)
+        sampling = Sampling(200, expert_routes_from=0)
+        router = Dispatcher([generator], 120.0)
         drawn = await asyncio.gather(*(router.generate(prompt, sampling, 0) for prompt in prompts))
         episodes = [episode(prompt, one) for prompt, one in zip(prompts, drawn, strict=True)]
-        groups = [Group(0, 0, [one]).to_bytes() for one in episodes]
+        groups = [pack_group(Group(0, 0, [one])) for one in episodes]
         same: dict[str, float] = {}
-        for routing in ("compare", "replay"):
-            experts, logprobs = await trained_by(routing, groups)
+        for router_replay in ("compare", "replay"):
+            experts, logprobs = await trained_by(router_replay, groups)
             tokens = [
-                (np.sort(one.routes, -1) == np.sort(used, -1)).all((1, 2))
+                (np.sort(one.expert_routes, -1) == np.sort(used, -1)).all((1, 2))
                 for one, used in zip(episodes, experts, strict=True)
-                if one.routes is not None
+                if one.expert_routes is not None
             ]
             assert len(tokens) == len(episodes)
-            same[routing] = float(np.concatenate(tokens).mean())
-            mismatch[routing] = max(
+            same[router_replay] = float(np.concatenate(tokens).mean())
+            mismatch[router_replay] = max(
                 float(np.abs(said - one.logprobs).max()) for said, one in zip(logprobs, drawn, strict=True)
             )
         assert same["replay"] == 1.0

@@ -20,7 +20,7 @@ from monarch_rl.runtime.meshes import members
 from monarch_rl.trainer.actor import Trainer, TrainerPlan
 from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.weights.manifest import make_manifest, shard_bytes
-from monarch_rl.weights.transport import SLOTS, TransferSettings, TransportName
+from monarch_rl.weights.transport import SNAPSHOTS, TransferSettings, TransportName
 
 MIB = 1 << 20
 BUCKET_MIB = 32
@@ -61,7 +61,7 @@ class MeasuredTrainer(Measured, Trainer):
     @concurrent_endpoint
     async def touch(self) -> None:
         """Snapshots are memory that the system gives at the first touch: have it before the measurement."""
-        for slot in range(SLOTS):
+        for slot in range(SNAPSHOTS):
             for view in self.sender.views(slot):
                 view.zero_()
 
@@ -131,14 +131,14 @@ async def peaks(trainer: Any, generator: Any, settings: TransferSettings) -> tup
     meeting = trainer.weights_connect.call(addresses, 1), generator.weights_connect.call_one(addresses, 0, 1)
     await ask(asyncio.gather(*meeting), "a meeting")
     for version in range(3):
-        slot = version % SLOTS
+        slot = version % SNAPSHOTS
         await ask(trainer.snapshot.call(version, slot), "a snapshot")
         sending = [rank.send.call_one(version, slot) for rank in members(trainer)]
         *_, received = await ask(asyncio.gather(*sending, generator.receive.call_one(version, slot)), "a transfer")
         assert received == sum(shard_bytes(manifest, rank) for rank in range(2))
     sent = [await ask(rank.peak.call_one(), "the peak of a trainer rank") for rank in members(trainer)]
     if shared:
-        sent = [peak - SLOTS * shard_bytes(manifest, rank) for rank, peak in enumerate(sent)]
+        sent = [peak - SNAPSHOTS * shard_bytes(manifest, rank) for rank, peak in enumerate(sent)]
     return sent, await ask(generator.peak.call_one(), "the peak of the replica"), manifest.nbytes
 
 
@@ -168,12 +168,12 @@ def test_no_rank_takes_more_than_two_buckets_beside_what_it_must_hold(
         assert cluster is not None
 
         async def go() -> tuple[list[int], int, int]:
-            mesh = cluster.spawn("trainer", 2, first_slot=0)
+            mesh = cluster.spawn("trainer", 2, first_device=0)
             await init_torch_distributed_env(mesh)
             plan = TrainerPlan(model, TrainerSettings(expert_parallel=2 if kind == "experts" else 1), 1, 1.0, 8)
             trainer = mesh.spawn("trainer", MeasuredTrainer, plan, None)
             await ask(trainer.setup.call(), "trainer ranks to load the model")
-            generator = cluster.spawn("generator", 1, first_slot=2).spawn("generator", MeasuredGenerator)
+            generator = cluster.spawn("generator", 1, first_device=2).spawn("generator", MeasuredGenerator)
             found = await peaks(trainer, generator, settings)
             await ask(trainer.close.call(), "trainer ranks to leave their world")
             return found

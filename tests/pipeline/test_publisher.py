@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monarch_rl.publishing import Publisher, PublishError
+from monarch_rl.pipeline.publishing import Publisher, PublishError
 from monarch_rl.weights.checksum import signed
 from monarch_rl.weights.manifest import Manifest
 from monarch_rl.weights.transport import StillServing, TransferSettings
@@ -109,17 +109,17 @@ class Harness:
         rank = Handle(ready=says(), send=send or says([]))
         trainer = Handle(weights_open=says({0: (0, b"")}), weights_connect=says(), snapshot=says({0: 0.01}))
         self.served: list[int] = []
-        self.routes: list[tuple[list[int], list[int]]] = []
+        self.expert_routes: list[tuple[list[int], list[int]]] = []
 
         async def published(version: int) -> None:
             self.served.append(version)
 
-        async def routing(paused: list[int], lost: list[int]) -> None:
-            self.routes.append((paused, lost))
+        async def tell_workers(paused: list[int], lost: list[int]) -> None:
+            self.expert_routes.append((paused, lost))
 
         settings = TransferSettings(attempts=attempts)
         buffer = Handle(published=published)
-        self.publisher = Publisher(trainer, buffer, settings, Manifest((), 0, ()), routing, _ranks=[rank])
+        self.publisher = Publisher(trainer, buffer, settings, Manifest((), 0, ()), tell_workers, _ranks=[rank])
         self.replicas = replicas
 
     async def publish(self, *versions: int) -> None:
@@ -146,7 +146,7 @@ def test_one_that_never_receives_is_given_up_alone() -> None:
     asyncio.run(harness.publish(1))
     assert list(harness.publisher.lost) == [1] and "no version in 3 attempts" in harness.publisher.lost[1]
     assert list(harness.publisher.generators) == [0, 2] and len(together) == 2
-    assert harness.served == [1] and harness.routes[-1] == ([], [1])
+    assert harness.served == [1] and harness.expert_routes[-1] == ([], [1])
 
 
 def test_one_that_is_gone_is_to_blame_even_at_the_only_attempt() -> None:
@@ -206,7 +206,7 @@ def test_one_that_could_not_commit_yet_stays_in_the_routing_and_one_that_broke_d
 
     harness = Harness(Replica(commit=once(StillServing("requests run"))), Replica(commit=once(RuntimeError("bits"))))
     asyncio.run(harness.publish(1, 2))
-    assert harness.routes == [([], []), ([1], []), ([], [])]
+    assert harness.expert_routes == [([], []), ([1], []), ([], [])]
     last = harness.publisher.last
     assert last is not None and (last.version, last.snapshot_s, last.paused_s) == (2, 0.01, 0.1)
     assert last.verify_share == pytest.approx(0.2)

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from monarch_rl.crew import Crew, Way
-from monarch_rl.recovery import CrewLost, Recovery, RecoverySettings
+from monarch_rl.pipeline.actor_pool import ActorFactory, ActorPool
+from monarch_rl.pipeline.recovery import AllActorsLost, Recovery, RecoverySettings
 from monarch_rl.runtime.deadlines import DeadlineExceeded
 from monarch_rl.simulate.clock import run_virtual
 
@@ -60,13 +60,15 @@ class Stage:
         """By kind: why no other one starts."""
         cluster: Any = SimpleNamespace(kill=self._stop, introduce=self._introduce)
 
-        def crew(kind: str) -> Crew:
-            way = Way(cluster, lambda index: self._spawn(kind, index), lambda *_: self._set_up(kind))
-            return Crew(kind, kind.split()[0], {index: Worker() for index in range(2)}, way if replaceable else None)
+        def crew(kind: str) -> ActorPool:
+            way = ActorFactory(cluster, lambda index: self._spawn(kind, index), lambda *_: self._set_up(kind))
+            return ActorPool(
+                kind, kind.split()[0], {index: Worker() for index in range(2)}, way if replaceable else None
+            )
 
         self.generators, self.workers = crew("generator"), crew("rollout worker")
         publisher: Any = SimpleNamespace(on_lost=None, lost={}, give_up=self._noting("give up"))
-        publisher.add, publisher.reroute = self._add, self._reroute
+        publisher.add, publisher.update_dispatch = self._add, self._update_dispatch
         self.publisher_adds_fail = False
         self.hold: asyncio.Event | None = None
         """What telling the workers the routing waits for."""
@@ -99,7 +101,7 @@ class Stage:
             raise RuntimeError("no version in 3 attempts")
         self.publisher.lost.pop(index, None)
 
-    async def _reroute(self) -> None:
+    async def _update_dispatch(self) -> None:
         if self.hold is not None:
             self.events.append(("reroute waits",))
             await self.hold.wait()
@@ -203,7 +205,7 @@ def test_a_replacement_that_does_not_start_is_tried_as_often_as_allowed(tmp_path
 def test_a_crash_loop_ends_with_its_first_cause(tmp_path: Path) -> None:
     async def test(stage: Stage) -> None:
         stage.broken["rollout worker"] = "a consequence"
-        with pytest.raises(CrewLost) as ended:
+        with pytest.raises(AllActorsLost) as ended:
             async with stage.recovery.tended():
                 stage.workers.handles[1].fail("the disk is full")
                 await stage.until(
@@ -223,7 +225,7 @@ def test_the_first_cause_is_that_of_a_series_and_not_of_long_ago(tmp_path: Path)
     """Each loss comes within the time after the one before, and all of them together take longer."""
 
     async def test(stage: Stage) -> None:
-        with pytest.raises(CrewLost) as ended:
+        with pytest.raises(AllActorsLost) as ended:
             async with stage.recovery.tended():
                 stage.workers.handles[1].fail("unrelated")
                 await asyncio.sleep(150)

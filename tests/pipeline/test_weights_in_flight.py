@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from monarch_rl import pipeline
-from monarch_rl.episode import Completion, Sampling
-from monarch_rl.generator.router import Router
+from monarch_rl.episode.sampling import Completion, Sampling
+from monarch_rl.generator.dispatcher import Dispatcher
+from monarch_rl.pipeline.start import save, update
 from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.runtime.deadlines import Patience
 from monarch_rl.weights.transport import TRANSPORTS
@@ -25,7 +25,9 @@ GREEDY = Sampling(max_new_tokens=32, temperature=0.0)
 
 async def alone(generators: list[Any]) -> list[Completion]:
     """Greedy completions, one request at a time: what is batched together changes the last bits."""
-    return [await Router([g], 60).generate(prompt, GREEDY, 0) for g in generators for prompt in ([7, 8, 9], [20, 30])]
+    return [
+        await Dispatcher([g], 60).generate(prompt, GREEDY, 0) for g in generators for prompt in ([7, 8, 9], [20, 30])
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +90,7 @@ def test_served_weights_equal_the_trainers_bit_for_bit(
         start = await generators[0].engine_checksums.call_one()
         for seed in range(2):
             await system.step(seed)
-        await pipeline.save(system.trainer, tmp_path / "saved")
+        await save(system.trainer, tmp_path / "saved")
         (fresh,) = await start_inspected(cluster, tmp_path / "saved", 1, 4, "fresh")
         expected = await fresh.engine_checksums.call_one()
         for generator in generators:
@@ -182,7 +184,7 @@ def test_a_version_that_arrives_wrong_is_not_served(cluster: Cluster, model: Pat
     async def go() -> None:
         system = await System.start(cluster, model, generators, lr=3e-3, version=90)
         await system.play(0)
-        await pipeline.update(system.trainer, system.buffer, 90, Patience(60.0))
+        await update(system.trainer, system.buffer, 90, Patience(60.0))
         wrong = {name: 0 for name in system.publisher.manifest.names}
         await system.trainer.snapshot.call(91, 1)
         await asyncio.gather(system.trainer.send.call(91, 1), *(g.receive.call_one(91, 1) for g in generators))

@@ -22,8 +22,8 @@ from monarch_rl.buffer.ledger import EQUAL_REWARDS, REJECTED
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.rollout.settings import RolloutSettings
-from monarch_rl.rollout.tasks import TaskSettings
 from monarch_rl.runtime.network import free_port
+from monarch_rl.tasks.reasoning_gym import TaskSettings
 from monarch_rl.trainer.settings import TrainerSettings
 from tests.recipe.running import (
     GONE_S,
@@ -190,7 +190,7 @@ def test_the_last_worker_ends_the_run_when_none_may_be_started(start: Start, mod
     process_named(run, "rollout0-0").kill()
     assert run.wait(LOST_S) == 1, run.output()
     run.assert_gone(GONE_S)
-    ended = r"CrewLost: no rollout worker is left\. The first loss was that of rollout worker 0: .*\s+.*"
+    ended = r"AllActorsLost: no rollout worker is left\. The first loss was that of rollout worker 0: .*\s+.*"
     assert re.search(rf"{ended}(Killed\(sig=9\)|process likely crashed)", run.output()), run.output()
 
 
@@ -256,7 +256,10 @@ MIN_P = RolloutSettings(top_k=20, min_p=0.1, keep_sampling_mask=True)
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"trainer": TrainerSettings(routing="replay")}, ["trainer.routing replay", "the model has no experts"]),
+        (
+            {"trainer": TrainerSettings(router_replay="replay")},
+            ["trainer.router-replay replay", "the model has no experts"],
+        ),
         (
             {"rollout": MIN_P, "generator": GeneratorSettings(deterministic=True)},
             ["rollout.min-p cannot be used with generator.deterministic"],

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from monarch.actor import Actor, concurrent_endpoint
 
-from monarch_rl.episode import Completion, Sampling
-from monarch_rl.rollout.environment import Environment, SingleTurn
-from monarch_rl.rollout.tasks import Item, extract_answer
+from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.rollout.worker import RolloutWorker
+from monarch_rl.tasks.reasoning_gym import extract_answer
+from monarch_rl.tasks.task import Environment, Item, SingleTurn
 
 CHARACTERS = "\n !\"#$%&'()*+,-./0123456789:;<=>?@ABCDEFGHIJKLMNOPQRSTUVWXYZ[]^_abcdefghijklmnopqrstuvwxyz{|}"
 END = "<|end|>"

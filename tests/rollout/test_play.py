@@ -9,16 +9,17 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from monarch_rl.episode import Completion, DrawLost, Episode, Sampling
-from monarch_rl.rollout.environment import Message, SingleTurn, StepResult
+from monarch_rl.episode.episode import Episode
+from monarch_rl.episode.sampling import Completion, DrawLost, Sampling
 from monarch_rl.rollout.play import EpisodeFailed, all_or_none, episode_seed, play
 from monarch_rl.rollout.scoring import ScorerBroken, ScoringFailed
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.tokenizer import Tokenizer
 from monarch_rl.runtime.deadlines import DeadlineExceeded
+from monarch_rl.tasks.task import Message, SingleTurn, StepResult
 
 T = TypeVar("T")
-SETTINGS = RolloutSettings(max_turns=3, step_deadline_s=0.2, generate_deadline_s=0.2)
+SETTINGS = RolloutSettings(max_turns=3, environment_deadline_s=0.2, generate_deadline_s=0.2)
 
 
 class Echo:
@@ -195,20 +196,22 @@ def test_routes_of_all_turns_are_asked_for_once_and_follow_each_other(tokenizer:
             self.lost = lost
 
         async def generate(self, prompt_ids: list[int], sampling: Sampling, group: int) -> Completion:
-            self.asked.append((len(prompt_ids), sampling.routes_from))
-            drawn, start = 3, sampling.routes_from
+            self.asked.append((len(prompt_ids), sampling.expert_routes_from))
+            drawn, start = 3, sampling.expert_routes_from
             assert start is not None and len(prompt_ids) >= drawn
             positions = np.arange(start, len(prompt_ids) + drawn - 1 - self.lost, dtype=np.uint8)
-            routes = np.broadcast_to(positions[:, None, None], (len(positions), 2, 4))
+            expert_routes = np.broadcast_to(positions[:, None, None], (len(positions), 2, 4))
             ids = np.asarray(prompt_ids[:drawn], np.int32)
-            return Completion(ids, np.zeros(drawn, np.float32), np.zeros(drawn, np.int32), "length", routes=routes)
+            return Completion(
+                ids, np.zeros(drawn, np.float32), np.zeros(drawn, np.int32), "length", expert_routes=expert_routes
+            )
 
-    generator, sampling = Routing(lost=0), Sampling(max_new_tokens=3, routes_from=0)
+    generator, sampling = Routing(lost=0), Sampling(max_new_tokens=3, expert_routes_from=0)
     episode = run(play(Guessing(), generator, tokenizer, sampling, 0, SETTINGS))
     first, second = generator.asked
     assert first[1] == 0 and second[1] == first[0] + 2 and second[0] > first[0] + 3
-    assert episode.routes is not None and episode.routes.shape == (episode.num_tokens - 1, 2, 4)
-    np.testing.assert_array_equal(episode.routes[:, 1, 2], np.arange(episode.num_tokens - 1))
+    assert episode.expert_routes is not None and episode.expert_routes.shape == (episode.num_tokens - 1, 2, 4)
+    np.testing.assert_array_equal(episode.expert_routes[:, 1, 2], np.arange(episode.num_tokens - 1))
     with pytest.raises(ValueError, match="turn 0 .* routes of .* were asked for"):
         run(play(Guessing(), Routing(lost=1), tokenizer, sampling, 0, SETTINGS))
 

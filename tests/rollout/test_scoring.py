@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from monarch_rl.rollout.scoring import Scorer, ScorerBroken, ScoringFailed
-from monarch_rl.rollout.tasks import TaskSettings, TaskSource, load_data_set, score
+from monarch_rl.tasks.reasoning_gym import TaskSettings, TaskSource, load_data_set, score
 from tests.rollout import helpers
 
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from monarch_rl.rollout.environment import Message
 from monarch_rl.rollout.tokenizer import Tokenizer
+from monarch_rl.tasks.task import Message
 from tests.rollout.helpers import END, write_tokenizer
 
 

@@ -17,10 +17,10 @@ from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.rollout.play import episode_seed
 from monarch_rl.rollout.settings import RolloutSettings
-from monarch_rl.rollout.tasks import TaskSettings, TaskSource
 from monarch_rl.rollout.tokenizer import Tokenizer
 from monarch_rl.rollout.worker import RolloutWorker
 from monarch_rl.runtime.deadlines import within
+from monarch_rl.tasks.reasoning_gym import TaskSettings, TaskSource
 from tests.rollout.helpers import Handle, StandInGenerator, TouchyWorker
 from tests.rollout.test_scoring import wait_until_dead
 

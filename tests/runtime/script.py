@@ -22,7 +22,7 @@ DEADLINE_S = 60.0
 
 
 async def work(cluster: Cluster, folder: Path) -> None:
-    trainer = cluster.spawn("trainer", cluster.num_hosts * min(2, cluster.slots_per_host), first_slot=0)
+    trainer = cluster.spawn("trainer", cluster.num_hosts * min(2, cluster.devices_per_host), first_device=0)
     buffer = cluster.spawn("buffer", 1, env={"ROLE": "buffer"})
     report = {}
     for name, mesh in (("trainer", trainer), ("buffer", buffer)):
@@ -39,7 +39,7 @@ async def work(cluster: Cluster, folder: Path) -> None:
 
 
 async def linger(cluster: Cluster, folder: Path, mode: str) -> None:
-    members = cluster.spawn("members", 2, first_slot=0).spawn("members", Member)
+    members = cluster.spawn("members", 2, first_device=0).spawn("members", Member)
     await within(DEADLINE_S, members.start_child.call(), "the children")
     (folder / "ready").write_text(str(os.getpid()))
     if mode == "raise":

@@ -23,7 +23,7 @@ def cluster() -> Iterator[Cluster]:
 
 def test_all_reduce_over_a_mesh(cluster: Cluster) -> None:
     async def run() -> list[float]:
-        mesh = cluster.spawn("trainer", 2, first_slot=0)
+        mesh = cluster.spawn("trainer", 2, first_device=0)
         assert dict(zip(mesh.extent.labels, mesh.extent.sizes, strict=True)) == {"hosts": 1, "gpus": 2}
         await init_torch_distributed_env(mesh)
         members = mesh.spawn("members", Member)
@@ -45,17 +45,17 @@ def test_what_a_process_sees(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize(
-    ("processes", "first_slot", "slots_per_process", "seen"),
+    ("processes", "first_device", "devices_per_process", "seen"),
     [(2, 0, 1, ["4", "5"]), (1, 3, 1, ["7"]), (2, 0, 2, ["4,5", "6,7"]), (1, None, 1, [""])],
 )
 def test_each_process_sees_its_own_gpus(
-    cluster: Cluster, processes: int, first_slot: int | None, slots_per_process: int, seen: list[str]
+    cluster: Cluster, processes: int, first_device: int | None, devices_per_process: int, seen: list[str]
 ) -> None:
     """The variables do not need a GPU: this says what a machine with GPUs 4 to 7 would set."""
     gpus = Cluster(cluster.hosts, Devices("cuda", 1, 4), _device_names=(("4", "5", "6", "7"),))
 
     async def run() -> list[dict[str, str]]:
-        mesh = gpus.spawn("gpus", processes, first_slot=first_slot, slots_per_process=slots_per_process)
+        mesh = gpus.spawn("gpus", processes, first_device=first_device, devices_per_process=devices_per_process)
         await init_torch_distributed_env(mesh)
         members = mesh.spawn("members", Member)
         found = list((await within(DEADLINE_S, members.see.call(), "the environments")).values())
@@ -70,12 +70,12 @@ def test_each_process_sees_its_own_gpus(
 
 def test_a_mesh_that_does_not_fit_is_refused(cluster: Cluster) -> None:
     with pytest.raises(TooFewDevices, match="trainer takes slots"):
-        cluster.spawn("trainer", 2, first_slot=cluster.devices.total - 1)
+        cluster.spawn("trainer", 2, first_device=cluster.devices.total - 1)
     two_hosts = Cluster(cluster.hosts, Devices("cuda", 2, 4))
     with pytest.raises(ValueError, match="neither lie within one host nor fill whole hosts of 4 slots"):
-        two_hosts.spawn("trainer", 4, first_slot=2)
+        two_hosts.spawn("trainer", 4, first_device=2)
     with pytest.raises(ValueError, match="neither lie within one host nor fill whole hosts"):
-        two_hosts.spawn("trainer", 6, first_slot=0)
+        two_hosts.spawn("trainer", 6, first_device=0)
 
 
 def test_a_lost_process_is_a_fault_and_the_controller_lives(cluster: Cluster) -> None:

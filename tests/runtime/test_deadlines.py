@@ -83,7 +83,7 @@ def test_a_cancelled_waiter_cancels_what_it_waits_for() -> None:
 
 def test_a_wait_can_be_seen_from_another_thread_while_it_lasts() -> None:
     async def trainer_step() -> tuple[list[presence.Wait], list[presence.Wait]]:
-        presence.enlist("trainer rank 1")
+        presence.register("trainer rank 1")
         try:
             waiter = asyncio.create_task(within(60, never(), "the batch of step 41", on="buffer"))
             await asyncio.sleep(0)
@@ -92,7 +92,7 @@ def test_a_wait_can_be_seen_from_another_thread_while_it_lasts() -> None:
             await asyncio.wait({waiter}, timeout=5)
             return seen, presence.waits()
         finally:
-            presence.dismiss("trainer rank 1")
+            presence.unregister("trainer rank 1")
 
     (wait,), after = asyncio.run(trainer_step())
     assert (wait.owner, wait.what, wait.on, wait.deadline_s) == ("trainer rank 1", "the batch of step 41", "buffer", 60)
@@ -102,11 +102,11 @@ def test_a_wait_can_be_seen_from_another_thread_while_it_lasts() -> None:
 
 def test_the_error_names_the_actor_on_whose_loop_it_was() -> None:
     async def trainer_step() -> None:
-        presence.enlist("trainer rank 1")
+        presence.register("trainer rank 1")
         try:
             await within(0.01, never(), "a batch", on="buffer")
         finally:
-            presence.dismiss("trainer rank 1")
+            presence.unregister("trainer rank 1")
 
     with pytest.raises(DeadlineExceeded, match=r"^trainer rank 1 \(.*trainer_step, process \d+\) waited 0.01 s"):
         asyncio.run(trainer_step())

@@ -23,10 +23,10 @@ def nobody() -> Iterator[None]:
 
 def test_owners_are_told_apart_by_their_loops() -> None:
     async def act(name: str) -> str:
-        presence.enlist(name)
+        presence.register(name)
         await asyncio.sleep(0)
         found = presence.owner()
-        presence.dismiss(name)
+        presence.unregister(name)
         return found
 
     found: dict[str, str] = {}
@@ -44,9 +44,9 @@ def test_owners_are_told_apart_by_their_loops() -> None:
 
 def test_a_thread_waits_for_its_process() -> None:
     async def act() -> str:
-        presence.enlist("trainer rank 0")
+        presence.register("trainer rank 0")
         found = await asyncio.to_thread(presence.owner)
-        presence.dismiss("trainer rank 0")
+        presence.unregister("trainer rank 0")
         return found
 
     assert asyncio.run(act()) == "trainer rank 0"
@@ -71,11 +71,11 @@ def test_of_many_waits_on_one_process_the_oldest_that_differ_are_told() -> None:
 def test_an_account_adds_what_is_not_awaited() -> None:
     async def act() -> list[Wait]:
         lease = Wait("buffer", "group 327", "rollout worker 2", time.monotonic(), 60.0)
-        presence.enlist("buffer", account=lambda: [lease])
+        presence.register("buffer", account=lambda: [lease])
         try:
             return await asyncio.to_thread(presence.waits)
         finally:
-            presence.dismiss("buffer")
+            presence.unregister("buffer")
 
     assert [(wait.what, wait.on) for wait in asyncio.run(act())] == [("group 327", "rollout worker 2")]
 
@@ -84,7 +84,7 @@ def test_a_blocked_loop_is_seen_while_it_is_blocked_and_afterwards() -> None:
     blocked, seen = threading.Event(), threading.Event()
 
     async def act() -> list[float]:
-        presence.enlist("trainer rank 0")
+        presence.register("trainer rank 0")
         heart, thread = presence.hearts()["trainer rank 0"]
         assert thread == threading.get_ident()
         await asyncio.sleep(0.2)
@@ -93,7 +93,7 @@ def test_a_blocked_loop_is_seen_while_it_is_blocked_and_afterwards() -> None:
         assert seen.wait(30), "nobody saw it"  # what an actor must not do
         await asyncio.sleep(0.2)
         lags = heart.take()
-        presence.dismiss("trainer rank 0")
+        presence.unregister("trainer rank 0")
         return lags
 
     lags: list[float] = []

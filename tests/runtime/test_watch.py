@@ -34,7 +34,7 @@ class Player(Actor):
     """A trainer rank or a rollout worker that does what it is told."""
 
     def __init__(self, kind: str) -> None:
-        presence.enlist(f"{kind} {current_rank().rank}")
+        presence.register(f"{kind} {current_rank().rank}")
 
     @concurrent_endpoint
     async def pid(self) -> int:

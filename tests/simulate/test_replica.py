@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from monarch_rl.episode import Completion, Sampling
+from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.generator.settings import InFlight
 from monarch_rl.runtime.deadlines import now
 from monarch_rl.simulate.clock import run_virtual

@@ -145,7 +145,7 @@ def test_what_cannot_be_compared_is_refused_before_anything_starts(
         ({"sequences": 0}, "sequences must be at least 1"),
         ({"ratio_low": 1.5}, "must have 1 between them"),
         ({"rollout": RolloutSettings(temperature=0.0)}, "a greedy lot is drawn in any case"),
-        ({"trainer": TrainerSettings(ranks=1, routing="replay")}, "trainer.routing replay: leave it"),
+        ({"trainer": TrainerSettings(ranks=1, router_replay="replay")}, "trainer.router-replay replay: leave it"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(changes: dict[str, Any], message: str) -> None:

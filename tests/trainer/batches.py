@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from monarch_rl.algorithms.packing import plan_microbatches
-from monarch_rl.episode import BatchShard, Episode, Group, Turn
+from monarch_rl.episode.episode import BatchShard, Episode, Group, Turn
 
 VOCABULARY, STEPS, LR, WEIGHT_DECAY, MAX_NEW_TOKENS = 101, 4, 1e-3, 0.1, 20
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from monarch_rl.adapter import LoraSettings
+from monarch_rl.model.lora import LoraSettings
 from monarch_rl.trainer.policy import Policy
 from monarch_rl.trainer.settings import TrainerSettings
 from tests.trainer.batches import LR, WEIGHT_DECAY

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.func import functional_call
 
-from monarch_rl.adapter import LoraSettings
+from monarch_rl.model.lora import LoraSettings
 from tests.trainer.batches import LR, STEPS, WEIGHT_DECAY, batch
 from tests.trainer.lora_cases import EXPERT_CASES, EXPERT_LAYOUTS
 from tests.trainer.moe_cases import layout

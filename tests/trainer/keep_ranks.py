@@ -15,18 +15,19 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from monarch_rl.episode import Episode, KeptSets, Turn
+from monarch_rl.episode.episode import Episode, Turn
+from monarch_rl.episode.sampling import KeptSets
 from monarch_rl.trainer.batch import MicroBatch, pack
 from monarch_rl.trainer.objective import reinforcement
 from monarch_rl.trainer.policy import Policy
-from monarch_rl.trainer.settings import Checkpointing, LossSettings, Routing, TrainerSettings
+from monarch_rl.trainer.settings import Checkpointing, LossSettings, RouterReplay, TrainerSettings
 
 VOCABULARY, LAYERS, EXPERTS, K = 500, 2, 4, 2
 CHUNK = 7
 """Tokens that the head takes at a time: fewer than an episode has."""
 
 
-def episodes(rank: int, *, kept: bool, routes: bool) -> list[Episode]:
+def episodes(rank: int, *, kept: bool, expert_routes: bool) -> list[Episode]:
     """Three episodes of two turns; routes and kept sets are drawn at random. Some tokens that have a set are no longer
     trained, as where they are too old."""
     rng = np.random.default_rng(rank)
@@ -47,9 +48,9 @@ def episodes(rank: int, *, kept: bool, routes: bool) -> list[Episode]:
         return drawn
 
     made = [Episode([turn(), turn()], 1.0, "stop") for _ in range(3)]
-    for episode in made if routes else []:
+    for episode in made if expert_routes else []:
         chosen = rng.random((episode.num_tokens - 1, LAYERS, EXPERTS)).argsort(-1)[..., :K]
-        episode.routes = chosen.astype(np.uint8)
+        episode.expert_routes = chosen.astype(np.uint8)
     return made
 
 
@@ -57,7 +58,7 @@ def packed(made: list[Episode], device: torch.device) -> MicroBatch:
     return pack(made, torch.ones(len(made)), torch.full((len(made),), 0.1), 0, device)
 
 
-def score(policy: Policy, batch: MicroBatch) -> dict[str, torch.Tensor]:
+def logprobs(policy: Policy, batch: MicroBatch) -> dict[str, torch.Tensor]:
     """What the policy says, all logits, and input and output of each layer of experts."""
     seen: dict[str, torch.Tensor] = {}
 
@@ -69,7 +70,7 @@ def score(policy: Policy, batch: MicroBatch) -> dict[str, torch.Tensor]:
 
     hooks = [block.moe.register_forward_hook(keep(name)) for name, block in policy.module.layers.items()]
     with torch.no_grad():
-        scored = policy.score(batch)
+        scored = policy.logprobs(batch)
     for hook in hooks:
         hook.remove()
     masks = policy.module.get_attention_masks(positions=batch.positions)
@@ -80,7 +81,7 @@ def score(policy: Policy, batch: MicroBatch) -> dict[str, torch.Tensor]:
 
 def gradients(policy: Policy, batch: MicroBatch) -> dict[str, torch.Tensor]:
     policy.optimizers.zero_grad()
-    (-policy.score(batch).logprobs.sum()).backward()
+    (-policy.logprobs(batch).logprobs.sum()).backward()
     return {
         name: parameter.grad.full_tensor().clone()
         for name, parameter in policy.module.named_parameters()
@@ -90,21 +91,21 @@ def gradients(policy: Policy, batch: MicroBatch) -> dict[str, torch.Tensor]:
 
 def main(folder: Path, degree: int) -> None:
     torch.set_num_threads(1)
-    for routing in get_args(Routing):
-        for checkpoint in get_args(Checkpointing) if routing == "replay" else ("none",):
+    for router_replay in get_args(RouterReplay):
+        for checkpoint in get_args(Checkpointing) if router_replay == "replay" else ("none",):
             settings = TrainerSettings(
-                2, degree, routing=routing, logprob_chunk=CHUNK, activation_checkpoint=checkpoint, lr=0.0
+                2, degree, router_replay=router_replay, logprob_chunk=CHUNK, activation_checkpoint=checkpoint, lr=0.0
             )
             policy = Policy(folder / "model", settings, total_steps=1, temperature=0.7)
-            made = episodes(policy.rank, kept=True, routes=routing != "own")
+            made = episodes(policy.rank, kept=True, expert_routes=router_replay != "off")
             batch = packed(made, policy.device)
-            name = f"{routing}.{checkpoint}.rank{policy.rank}"
-            found = score(policy, batch)
+            name = f"{router_replay}.{checkpoint}.rank{policy.rank}"
+            found = logprobs(policy, batch)
             inputs = {"trainable": batch.trainable, "ids": batch.targets[0, batch.trainable]}
             if batch.kept is not None:
                 inputs |= {"kept_counts": batch.kept[0], "kept_ids": batch.kept[1]}
-            if batch.routes is not None:
-                inputs["routes"] = batch.routes[0]
+            if batch.expert_routes is not None:
+                inputs["routes"] = batch.expert_routes[0]
             grads = {f"grad.{key}": value for key, value in gradients(policy, batch).items()}
             save_file({k: v.contiguous() for k, v in (found | inputs | grads).items()}, folder / name)
             # One rank has nothing this time.

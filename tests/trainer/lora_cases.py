@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from monarch_rl.adapter import LoraSettings
+from monarch_rl.model.lora import LoraSettings
 
 CASES: dict[str, tuple[str, LoraSettings]] = {
     # Rank 3 on 2 ranks: shards of A are of 2 rows and 1 row.

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from monarch_rl.adapter import LoraSettings
+from monarch_rl.model.lora import LoraSettings
 from monarch_rl.trainer.batch import pack_shard
 from monarch_rl.trainer.objective import reinforcement
 from monarch_rl.trainer.policy import Policy

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3MoeConfig
 
-from monarch_rl.episode import Group
+from monarch_rl.episode.episode import Group
 from tests.trainer.batches import LR, MAX_NEW_TOKENS, STEPS, VOCABULARY, WEIGHT_DECAY, batch, single
 from tests.trainer.moe_cases import MODELS, TRAININGS
 from tests.trainer.reference import MOE, QWEN3, dr_grpo, drawn

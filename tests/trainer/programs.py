@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from monarch_rl.adapter import LoraSettings
+from monarch_rl.model.lora import LoraSettings
 from tests.trainer.moe_cases import layout
 
 ROOT = Path(__file__).parents[2]

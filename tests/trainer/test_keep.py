@@ -57,13 +57,13 @@ def test_the_engines_experts_compute_each_token(folder: Path, name: str) -> None
     model = weights_in(folder / "model")
     for found in of_ranks(folder, name):
         for layer in range(2):
-            block, routes = f"model.layers.{layer}.mlp.", found["routes"][:, layer].long()
+            block, expert_routes = f"model.layers.{layer}.mlp.", found["routes"][:, layer].long()
             x, y = found[f"in.{layer}"].double(), found[f"out.{layer}"].double()
-            scores = (x @ model[block + "gate.weight"].double().T).softmax(-1).gather(-1, routes)
+            scores = (x @ model[block + "gate.weight"].double().T).softmax(-1).gather(-1, expert_routes)
             scores = scores / scores.sum(-1, keepdim=True)
             expected = torch.zeros_like(x)
             for slot in range(K):
-                for token, expert in enumerate(routes[:, slot].tolist()):
+                for token, expert in enumerate(expert_routes[:, slot].tolist()):
                     gate, up, down = (
                         model[f"{block}experts.{expert}.{part}_proj.weight"].double() for part in ("gate", "up", "down")
                     )
@@ -101,11 +101,11 @@ def test_the_natural_disagreement_is_counted(folder: Path) -> None:
         differing = slots = 0
         for found in [*ranks, ranks[0]]:
             scores = found[f"in.{layer}"] @ model[f"model.layers.{layer}.mlp.gate.weight"].T
-            own, routes = scores.topk(K).indices, found["routes"][:, layer].long()
+            own, expert_routes = scores.topk(K).indices, found["routes"][:, layer].long()
             differing += sum(
-                len(set(there) - set(here)) for there, here in zip(routes.tolist(), own.tolist(), strict=True)
+                len(set(there) - set(here)) for there, here in zip(expert_routes.tolist(), own.tolist(), strict=True)
             )
-            slots += routes.numel()
+            slots += expert_routes.numel()
         shares.append(differing / slots)
         assert chosen[f"routes_differ_{layer}"] == pytest.approx(shares[-1], abs=1e-6)
         assert 0.1 < shares[-1] < 0.9

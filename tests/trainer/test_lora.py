@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from monarch_rl.adapter import LoraSettings
+from monarch_rl.model.lora import LoraSettings
 from tests.trainer.lora_cases import CASES
 from tests.trainer.programs import check_merged, run_program, saved
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from monarch_rl.adapter import LoraSettings
-from monarch_rl.model_folder import resolve_model, sparse_layers
+from monarch_rl.model.folder import resolve_model, sparse_layers
+from monarch_rl.model.lora import LoraSettings
 from monarch_rl.trainer.settings import TrainerSettings, check_experts
 from tests.trainer.batches import LR, STEPS, WEIGHT_DECAY
 from tests.trainer.moe_cases import LAYOUTS, MODELS, TRAININGS, layout

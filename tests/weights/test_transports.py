@@ -16,7 +16,7 @@ from monarch_rl.weights.area import attach
 from monarch_rl.weights.checksum import ShardChecksums, tensor_checksum
 from monarch_rl.weights.manifest import Manifest, make_manifest
 from monarch_rl.weights.transport import (
-    SLOTS,
+    SNAPSHOTS,
     TransferError,
     TransferSettings,
     TransportName,
@@ -74,11 +74,11 @@ def send(rank: int, pipe: Connection, chosen: TransferSettings) -> None:
                     await sender.connect(addresses, receivers)
                     pipe.send("connected")
                 case "send", version:
-                    views = sender.views(version % SLOTS)
+                    views = sender.views(version % SNAPSHOTS)
                     write(version, rank, views)
                     sums = ShardChecksums(manifest(), rank, views).take()
                     try:
-                        await sender.send(version, version % SLOTS)
+                        await sender.send(version, version % SNAPSHOTS)
                         pipe.send(sums)
                     except TransferError as error:
                         pipe.send(str(error))
@@ -100,11 +100,11 @@ def receive(pipe: Connection, chosen: TransferSettings) -> None:
                     pipe.send("connected")
                 case "receive", version:
                     try:
-                        nbytes = await receiver.receive(version, version % SLOTS)
+                        nbytes = await receiver.receive(version, version % SNAPSHOTS)
                     except TransferError as error:
                         pipe.send(str(error))
                         continue
-                    held = attach(receiver.area(version % SLOTS))
+                    held = attach(receiver.area(version % SNAPSHOTS))
                     found = [spec.view(held) for spec in plan.tensors]
                     pipe.send(sum(nbytes) if all(map(torch.equal, found, values(version))) else "other values")
 

@@ -20,7 +20,7 @@ from monarch_rl.buffer.core import Batch, BufferCore, Ticket
 from monarch_rl.buffer.ledger import Counts
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.buffer.waiting import Line
-from monarch_rl.packed import PackedGroup, PackedShard
+from monarch_rl.episode.packed import PackedGroup, PackedShard
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import DeadlineExceeded, now
 from monarch_rl.runtime.presence import Wait
@@ -59,7 +59,7 @@ class Buffer(ResilientActor):
         """How often a worker of this name was lost."""
         self._held_back_since: float | None = None
         self._order_waits, self._order_wait_s = 0, 0.0
-        presence.enlist("buffer", self._account)
+        presence.register("buffer", self._account)
 
     @concurrent_endpoint
     async def admit(self, worker: str, timeout_s: float) -> Ticket | None:
@@ -114,7 +114,7 @@ class Buffer(ResilientActor):
 
     @concurrent_endpoint
     async def put(self, *groups: bytes) -> None:
-        """Hand in complete groups (:meth:`Group.to_bytes`).
+        """Hand in complete groups (:meth:`pack_group, Group`).
 
         Raises:
             ValueError: a group is not being played, or does not fit and had no room reserved.

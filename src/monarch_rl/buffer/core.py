@@ -23,7 +23,7 @@ from monarch_rl.buffer.ledger import MASKED, PLAYED_AGAIN, RUN_ENDED, Counts, Le
 from monarch_rl.buffer.order import Live, next_batch, note_overtaking
 from monarch_rl.buffer.rules import Rules, token_lags
 from monarch_rl.buffer.settings import BufferSettings
-from monarch_rl.packed import PackedGroup
+from monarch_rl.episode.packed import PackedGroup
 
 
 @dataclass(frozen=True, slots=True)

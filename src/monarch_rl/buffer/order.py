@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from monarch_rl.packed import PackedGroup
+from monarch_rl.episode.packed import PackedGroup
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ import numpy as np
 
 from monarch_rl.buffer.ledger import EQUAL_REWARDS, LATE, PARTIAL, REJECTED, STALE
 from monarch_rl.buffer.settings import BufferSettings
-from monarch_rl.packed import PackedGroup
+from monarch_rl.episode.packed import PackedGroup
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from monarch.actor import Port, concurrent_endpoint
 
-from monarch_rl.adapter import FULL_TRAINING, LoraSettings
-from monarch_rl.episode import GenerationError
+from monarch_rl.episode.sampling import GenerationError
 from monarch_rl.generator.engine import CommitReport, Engine, EngineStopped
 from monarch_rl.generator.link import Answer, Request, answer_all
 from monarch_rl.generator.settings import GeneratorSettings
+from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.resilient import ResilientActor
@@ -69,7 +69,7 @@ class Generator(ResilientActor):
         settings: GeneratorSettings,
         replica: int = 0,
         lora: LoraSettings = FULL_TRAINING,
-        routes: bool = False,
+        expert_routes: bool = False,
     ) -> float:
         """Start the engine with the model's own weights as version 0; returns the seconds it took.
 
@@ -80,11 +80,11 @@ class Generator(ResilientActor):
         if self._engine is not None:
             raise RuntimeError(f"generator {self._replica} has an engine already")
         self._replica, self._devices = replica, settings.tp
-        presence.enlist(f"generator {replica}")
+        presence.register(f"generator {replica}")
         started = time.perf_counter()
         self._engine = await within(
             settings.start_deadline_s,
-            Engine.start(model_path, settings, replica, lora, routes),
+            Engine.start(model_path, settings, replica, lora, expert_routes),
             f"SGLang's engine of generator {replica} to load {model_path}",
             on="the start of an engine",  # its process computes, and is not known before it has
         )
@@ -95,7 +95,7 @@ class Generator(ResilientActor):
         """Draw after every prompt; answers go to ``port`` as they are ready, long ones in parts before. Ends with the
         last one.
 
-        This is :class:`~monarch_rl.generator.router.Router`'s: ask through one. See :meth:`Engine.generate`.
+        This is :class:`~monarch_rl.generator.dispatcher.Dispatcher`'s: ask through one. See :meth:`Engine.generate`.
         """
         if not self._verified.is_set():
             with presence.waiting("a version that is verified", on="controller"):

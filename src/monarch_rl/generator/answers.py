@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from monarch_rl.episode import Completion, DrawLost, GenerationError, KeptSets
+from monarch_rl.episode.sampling import Completion, DrawLost, GenerationError, KeptSets
 from monarch_rl.generator.parts import UNFINISHED
-from monarch_rl.model_folder import num_experts, sparse_layers
+from monarch_rl.model.folder import num_experts, sparse_layers
 
 LOST_SETS = ("outside its captured sampling support", "Sampling support exceeds")
 """In SGLang's messages where its sampler and its record of the kept set did not agree, or ties made the set too large:
@@ -28,7 +28,7 @@ class Beside:
     """Of the tokens of each message."""
     logprobs: list[np.ndarray] = field(default_factory=list)
     """float32: of the tokens of each message among their kept sets."""
-    routes: np.ndarray | None = None
+    expert_routes: np.ndarray | None = None
     """int32 [tokens read, all layers, k]; comes with the last message."""
     error: GenerationError | None = None
     """What was wrong with the first of them that was."""
@@ -37,7 +37,7 @@ class Beside:
         """Take in what the next message tells."""
         self.kept += later.kept
         self.logprobs += later.logprobs
-        self.routes = later.routes
+        self.expert_routes = later.expert_routes
         self.error = self.error or later.error
 
 
@@ -58,13 +58,13 @@ class RouteForm:
         self.experts = num_experts(config)
         self.dtype = np.dtype(np.uint8 if self.experts <= 256 else np.uint16)
 
-    def read(self, routes: np.ndarray, rows: int) -> np.ndarray:
+    def read(self, expert_routes: np.ndarray, rows: int) -> np.ndarray:
         """Routes as SGLang tells them, int32 [tokens, all layers, k].
 
         Raises GenerationError if they are not of ``rows`` tokens, or not k experts of this model: then they are not
         those of this sequence, or were not recorded.
         """
-        kept = routes[:, self.layers]
+        kept = expert_routes[:, self.layers]
         if len(kept) != rows:
             raise GenerationError(f"SGLang told routes of {len(kept)} tokens, of {rows} were asked for")
         if kept.size and not 0 <= kept.min() <= kept.max() < self.experts:
@@ -82,7 +82,7 @@ def take_beside(output: Any) -> list[Beside]:
 
     What is wrong with one of them is in its ``error``: raised here, SGLang would end this process for it.
     """
-    masks, routes = output.output_token_sampling_mask, output.routed_experts
+    masks, expert_routes = output.output_token_sampling_mask, output.routed_experts
     output.output_token_sampling_mask = output.routed_experts = None
     taken = [Beside() for _ in output.rids]
     for one, mask in zip(taken, masks or [], strict=False):
@@ -92,8 +92,8 @@ def take_beside(output: Any) -> list[Beside]:
             except ValueError as error:
                 one.error = GenerationError(f"SGLang told {error}")
             one.logprobs.append(np.asarray(mask.logprobs, np.float32))
-    for one, routed in zip(taken, routes or [], strict=False):
-        one.routes = None if routed is None else routed.numpy()
+    for one, routed in zip(taken, expert_routes or [], strict=False):
+        one.expert_routes = None if routed is None else routed.numpy()
     return taken
 
 

@@ -38,8 +38,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from monarch_rl.adapter import FULL_TRAINING, LoraSettings, adapter_config
-from monarch_rl.episode import Completion, GenerationError, Sampling
+from monarch_rl.episode.sampling import Completion, GenerationError, Sampling
 from monarch_rl.generator.answers import Beside, RouteForm, take_beside, to_completion, to_part
 from monarch_rl.generator.clock import BusyClock
 from monarch_rl.generator.launching import close_sockets, end_processes, launch_engine, take_over_watch
@@ -58,7 +57,8 @@ from monarch_rl.generator.settings import (
     cores_of_ranks,
     engine_arguments,
 )
-from monarch_rl.model_folder import sparse_layers
+from monarch_rl.model.folder import sparse_layers
+from monarch_rl.model.lora import FULL_TRAINING, LoraSettings, adapter_config
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import DeadlineExceeded, within
 from monarch_rl.runtime.network import held_port
@@ -159,7 +159,7 @@ class Engine:
         """Of the requests in SGLang."""
         self._beside: dict[str, Beside] = {}
         """Of the requests in SGLang."""
-        self._routes: RouteForm | None = None
+        self._expert_routes: RouteForm | None = None
         """If it tells routes."""
         manager = engine.tokenizer_manager
         manager._handle_batch_output = partial(self._tell_parts, manager._handle_batch_output)
@@ -179,7 +179,7 @@ class Engine:
         settings: GeneratorSettings,
         replica: int = 0,
         lora: LoraSettings = FULL_TRAINING,
-        routes: bool = False,
+        expert_routes: bool = False,
         **extra: Any,
     ) -> Engine:
         """Start SGLang's processes and load the model as version 0.
@@ -190,7 +190,7 @@ class Engine:
             replica: this one's index; its random seed depends on it.
             lora: with a rank, versions are adapters: the model's own weights stay, and version 0 has an adapter of
                 zeros. With adapters on experts they are the weights that have adapters, merged
-                (:meth:`~monarch_rl.adapter.LoraSettings.sends_merged`), and the other weights stay.
+                (:meth:`~monarch_rl.model.lora.LoraSettings.sends_merged`), and the other weights stay.
             routes: requests may ask by which experts their tokens were read. SGLang keeps that on the host for every
                 token of its KV cache: 4 bytes a layer and expert.
             extra: further SGLang ``ServerArgs``.
@@ -203,16 +203,16 @@ class Engine:
         config = json.loads(file.read_text()) if file.is_file() else None
         if config is not None:
             check_served(config, settings, on_gpu)
-        elif routes:
+        elif expert_routes:
             raise ValueError(f"routes need a model folder, with config.json in it; {model_path} is none")
-        form = RouteForm(config) if config is not None and routes else None
+        form = RouteForm(config) if config is not None and expert_routes else None
         in_part = config is not None and lora.sends_merged(bool(sparse_layers(config)))
         if in_part:
             lora = FULL_TRAINING  # SGLang is sent weights and hears of no adapter
         if Engine._in_this_process is not None:
             raise RuntimeError("there is an engine in this process already; SGLang keeps its settings per process")
         arguments = engine_arguments(model_path, settings, replica, on_gpu, lora) | extra
-        arguments["enable_return_routed_experts"] = routes
+        arguments["enable_return_routed_experts"] = expert_routes
         if settings.tp > 1 and not on_gpu:
             cores = sorted(os.sched_getaffinity(0))
             os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = cores_of_ranks(replica, settings.tp, cores)
@@ -225,7 +225,7 @@ class Engine:
         # In SGLang's deterministic mode requests without a seed would all share one.
         seeds = random.Random(settings.random_seed + replica) if on_gpu and settings.deterministic else None
         Engine._in_this_process = started = cls(engine, launcher, replica, seeds, settings)
-        started._routes, started._in_part = form, in_part
+        started._expert_routes, started._in_part = form, in_part
         if lora.rank:
             await started._add_adapter(lora, model_path)
         return started
@@ -290,19 +290,21 @@ class Engine:
         stops, teller = self._stops(sampling), Teller(tell)
         parts: list[Completion] = []
         drawn: list[int] = []
-        routes_from = sampling.routes_from
+        expert_routes_from = sampling.expert_routes_from
         async with self._places:
             while True:
                 # Held here and not by SGLang: the prefix cache's version must be that of the weights it is used with.
                 while not self._serving.is_set():
                     await self._or_stopped(self._serving.wait(), "a commit to end")
                 self.check()
-                left = replace(sampling, max_new_tokens=sampling.max_new_tokens - len(drawn), routes_from=routes_from)
+                left = replace(
+                    sampling, max_new_tokens=sampling.max_new_tokens - len(drawn), expert_routes_from=expert_routes_from
+                )
                 part = await self._draw(prompt_ids + drawn, left, teller)
                 parts.append(part)
                 drawn += part.token_ids.tolist()
-                if routes_from is not None and part.routes is not None:
-                    routes_from += len(part.routes)
+                if expert_routes_from is not None and part.expert_routes is not None:
+                    expert_routes_from += len(part.expert_routes)
                 reason: str | None = part.finish_reason
                 if reason == UNFINISHED:
                     reason = end_of(drawn, sampling, stops)  # the step that ended it may have drawn its last token
@@ -312,7 +314,7 @@ class Engine:
                 teller.rest(parts)
 
     async def _draw(self, prompt_ids: list[int], sampling: Sampling, teller: Teller) -> Completion:
-        request, start = uuid.uuid4().hex, sampling.routes_from
+        request, start = uuid.uuid4().hex, sampling.expert_routes_from
         asked = _io().GenerateReqInput(
             input_ids=prompt_ids,
             sampling_params=self._sampling_params(sampling),
@@ -345,9 +347,9 @@ class Engine:
         completion = to_completion(answer, interrupted, beside)
         if sampling.truncated and len(completion.token_ids) and completion.kept is None:
             raise GenerationError("SGLang told no kept sets, though it was asked for them")
-        if self._routes is not None and start is not None and beside.routes is not None:
+        if self._expert_routes is not None and start is not None and beside.expert_routes is not None:
             rows = len(prompt_ids) + len(completion.token_ids) - 1 - start
-            completion = replace(completion, routes=self._routes.read(beside.routes, rows))
+            completion = replace(completion, expert_routes=self._expert_routes.read(beside.expert_routes, rows))
         self.generated_tokens += len(completion.token_ids)
         presence.progress("tokens drawn")
         return completion
@@ -407,7 +409,7 @@ class Engine:
 
     def _check_sampling(self, sampling: Sampling) -> None:
         """Refuse what SGLang would end its scheduler for, or ignore."""
-        if sampling.routes_from is not None and self._routes is None:
+        if sampling.expert_routes_from is not None and self._expert_routes is None:
             raise GenerationError("routes are asked for, but the engine was not started to tell them")
         if sampling.min_p and (sampling.seed is not None or self._seeds is not None):
             raise GenerationError("SGLang draws with min_p only without a seed")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from monarch_rl.episode import Completion, Sampling
+from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.generator.parts import UNFINISHED, Tell
 from monarch_rl.runtime.deadlines import DeadlineExceeded, within
 

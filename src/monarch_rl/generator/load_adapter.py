@@ -18,9 +18,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from monarch_rl.adapter import tensor_names
 from monarch_rl.generator.load_report import Box
 from monarch_rl.generator.load_staged import Place, Plan, UnsupportedModel, box_of, plan_of, run_order
+from monarch_rl.model.lora import tensor_names
 from monarch_rl.weights.manifest import TensorSpec, list_names
 
 _managers: WeakKeyDictionary[torch.nn.Module, Any] = WeakKeyDictionary()

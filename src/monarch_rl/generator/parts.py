@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
-from monarch_rl.episode import Completion, KeptSets, Sampling
+from monarch_rl.episode.sampling import Completion, KeptSets, Sampling
 
 UNFINISHED = "unfinished"
 """Finish reason of a part: more is drawn after it."""
@@ -26,14 +26,14 @@ def nobody(part: Completion) -> None:
 def join(parts: Sequence[Completion], reason: str) -> Completion:
     """One completion of parts that follow each other, each with the routes that those before it have not, or none."""
     kept = [part.kept for part in parts if part.kept is not None]
-    routes = [part.routes for part in parts if part.routes is not None]
+    expert_routes = [part.expert_routes for part in parts if part.expert_routes is not None]
     return Completion(
         np.concatenate([part.token_ids for part in parts]),
         np.concatenate([part.logprobs for part in parts]),
         np.concatenate([part.policy_versions for part in parts]),
         reason,
         KeptSets.join(kept) if kept else None,  # a part of no tokens has none
-        np.concatenate(routes) if routes else None,
+        np.concatenate(expert_routes) if expert_routes else None,
     )
 
 

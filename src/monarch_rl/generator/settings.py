@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from monarch_rl.adapter import FULL_TRAINING, LoraSettings
-from monarch_rl.model_folder import rope_parameters
+from monarch_rl.model.folder import rope_parameters
+from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
 
 InFlight = Literal["continue", "recompute", "resume", "drain"]
 

@@ -10,12 +10,13 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from monarch_rl.episode import Completion, DrawLost, Episode, Sampling, Turn
-from monarch_rl.rollout.environment import Environment, StepResult
+from monarch_rl.episode.episode import Episode, Turn
+from monarch_rl.episode.sampling import Completion, DrawLost, Sampling
 from monarch_rl.rollout.scoring import ScorerBroken, ScoringFailed
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.tokenizer import Tokenizer
 from monarch_rl.runtime.deadlines import DeadlineExceeded, within
+from monarch_rl.tasks.task import Environment, StepResult
 
 T = TypeVar("T")
 
@@ -80,15 +81,15 @@ async def _play(
     """See :func:`play`; ``turns`` grows by what was drawn."""
     context = tokenizer.render(await _answer(environment.reset(), settings, "reset"))
     history: list[int] = []
-    routes: list[np.ndarray] = []
+    expert_routes: list[np.ndarray] = []
     reward = 0.0
     while True:
         history += context
         if limit is not None and len(history) + sampling.max_new_tokens > limit:
             raise EpisodeFailed(f"prompt leaves no room within {limit} tokens")
         what = f"turn {len(turns)} of an episode of group {group} from the generators"
-        if sampling.routes_from is not None:
-            sampling = replace(sampling, routes_from=sum(map(len, routes)))
+        if sampling.expert_routes_from is not None:
+            sampling = replace(sampling, expert_routes_from=sum(map(len, expert_routes)))
         drawing = generator.generate(history, sampling, group)
         try:
             completion = await within(settings.generate_deadline_s, drawing, what, on="generators")
@@ -96,21 +97,21 @@ async def _play(
             raise EpisodeFailed("the engine could not tell a token's kept set") from error
         drawn = completion.token_ids.tolist()
         history += drawn
-        if sampling.routes_from is not None:
-            routes.append(_routes_of(completion, len(history) - 1 - sampling.routes_from, what))
+        if sampling.expert_routes_from is not None:
+            expert_routes.append(_expert_routes_of(completion, len(history) - 1 - sampling.expert_routes_from, what))
         turns.append(Turn.from_completion(context, completion))
         result: StepResult = await _answer(environment.step(tokenizer.decode(drawn)), settings, "step")
         reward += result.reward
         if result.done or len(turns) == settings.max_turns:
-            kept = np.concatenate(routes) if routes else None
+            kept = np.concatenate(expert_routes) if expert_routes else None
             return Episode(turns, reward, completion.finish_reason, result.info, kept)
         context = tokenizer.render_reply(result.messages, ended=completion.finish_reason == "stop")
 
 
-def _routes_of(completion: Completion, rows: int, what: str) -> np.ndarray:
+def _expert_routes_of(completion: Completion, rows: int, what: str) -> np.ndarray:
     """The routes that a turn adds: of its context and of what it drew, but for the last token, and of the last token
     of the turn before. A wrong number of them would put all later ones beside other tokens."""
-    found = completion.routes
+    found = completion.expert_routes
     if found is None or len(found) != rows:
         raise ValueError(
             f"{what}: routes of {rows} tokens were asked for, of {0 if found is None else len(found)} came"
@@ -121,11 +122,11 @@ def _routes_of(completion: Completion, rows: int, what: str) -> np.ndarray:
 async def _answer(answer: Coroutine[Any, Any, T], settings: RolloutSettings, name: str) -> T:
     """Await the environment; whatever goes wrong in it costs the episode and gets a countable reason."""
     try:
-        return await within(settings.step_deadline_s, answer, f"the environment's {name}", on="the environment")
+        return await within(settings.environment_deadline_s, answer, f"the environment's {name}", on="the environment")
     except ScoringFailed as error:
         raise EpisodeFailed(error.reason) from error
     except DeadlineExceeded as error:
-        raise EpisodeFailed(f"environment's {name} took over {settings.step_deadline_s:g} s") from error
+        raise EpisodeFailed(f"environment's {name} took over {settings.environment_deadline_s:g} s") from error
     except ScorerBroken:
         raise
     except Exception as error:

@@ -40,7 +40,7 @@ class RolloutSettings:
     """Processes of each worker that compute scores."""
     score_deadline_s: float = 10.0
     """Seconds of one score; one that takes longer is killed and costs its episode."""
-    step_deadline_s: float = 300.0
+    environment_deadline_s: float = 300.0
     """Seconds of one step of an environment, its wait for a scoring process included; more costs the episode."""
     generate_deadline_s: float = 600.0
     """Seconds of one turn of the policy; more ends the run."""
@@ -55,7 +55,7 @@ class RolloutSettings:
         if self.temperature < 0:
             raise ValueError(f"rollout.temperature must not be negative, got {self.temperature}")
         self._check_truncation()
-        for name in ("score_deadline_s", "step_deadline_s", "generate_deadline_s", "slot_deadline_s"):
+        for name in ("score_deadline_s", "environment_deadline_s", "generate_deadline_s", "slot_deadline_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"rollout.{name.replace('_', '-')} must be positive, got {getattr(self, name)}")
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from monarch_rl.rollout.environment import Message
+from monarch_rl.tasks.task import Message
 
 _DRAWN = "\x02the turn that the policy drew\x03"
 """Stands for the policy's turn where only the text around it is wanted."""

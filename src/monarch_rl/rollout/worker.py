@@ -13,18 +13,20 @@ from typing import Any, Protocol
 import numpy as np
 from monarch.actor import concurrent_endpoint, current_rank
 
-from monarch_rl.episode import Episode, Group, Sampling
+from monarch_rl.episode.episode import Episode, Group
+from monarch_rl.episode.packed import pack_group
+from monarch_rl.episode.sampling import Sampling
 from monarch_rl.rollout.admissions import Admissions
-from monarch_rl.rollout.environment import Environment, SingleTurn
 from monarch_rl.rollout.outbox import BUFFER_DEADLINE_S, Outbox
 from monarch_rl.rollout.play import EpisodeFailed, GeneratorHandle, all_or_none, episode_seed, play
 from monarch_rl.rollout.scoring import Scorer
 from monarch_rl.rollout.settings import RolloutSettings
-from monarch_rl.rollout.tasks import Item, TaskSettings, TaskSource, load_data_set, score
 from monarch_rl.rollout.tokenizer import Tokenizer
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.resilient import ResilientActor
+from monarch_rl.tasks.reasoning_gym import TaskSettings, TaskSource, load_data_set, score
+from monarch_rl.tasks.task import Environment, Item, SingleTurn
 
 RECENT_EPISODES = 256
 """Episodes behind the recent means and the samples."""
@@ -79,10 +81,10 @@ class Evaluation:
         return f"held-out accuracy {self.accuracy:.1%}, mean reward {np.mean(self.rewards):.3f}{lost}"
 
 
-class RoutedGenerators(GeneratorHandle, Protocol):
+class DispatchedGenerators(GeneratorHandle, Protocol):
     """Several replicas behind one handle."""
 
-    def route(self, paused: Sequence[int], lost: Sequence[int]) -> None:
+    def update_replicas(self, paused: Sequence[int], lost: Sequence[int]) -> None:
         """Send no new requests to the ``paused`` replicas, and ask others for what the ``lost`` ones owe."""
         ...
 
@@ -103,14 +105,19 @@ class RolloutWorker(ResilientActor):
     """
 
     def __init__(
-        self, settings: RolloutSettings, task: TaskSettings, model: str, name: str = "", keep_routes: bool = False
+        self,
+        settings: RolloutSettings,
+        task: TaskSettings,
+        model: str,
+        name: str = "",
+        keep_expert_routes: bool = False,
     ) -> None:
         self._settings = settings
         self._task = task
         self._model = model
-        self._keep_routes = keep_routes
+        self._keep_expert_routes = keep_expert_routes
         self._name = name or f"rollout worker {current_rank().rank}"
-        presence.enlist(self._name)
+        presence.register(self._name)
         self._scorer: Scorer | None = None
         self._running: asyncio.Task[None] | None = None
         self._limit: int | None = None
@@ -125,7 +132,7 @@ class RolloutWorker(ResilientActor):
         self._samples: deque[tuple[int, Item, Episode]] = deque(maxlen=RECENT_EPISODES)
 
     @concurrent_endpoint
-    async def setup(self, buffer: Any, generator: RoutedGenerators, episode_limit: int | None = None) -> None:
+    async def setup(self, buffer: Any, generator: DispatchedGenerators, episode_limit: int | None = None) -> None:
         """Load tokenizer and task, start the scoring processes. Raises what loading raises (OSError, ValueError).
 
         Args:
@@ -202,9 +209,9 @@ class RolloutWorker(ResilientActor):
         return await asyncio.to_thread(lambda: [self._sample(*episode) for episode in newest])
 
     @concurrent_endpoint
-    async def route(self, paused: list[int], lost: list[int]) -> None:
+    async def update_replicas(self, paused: list[int], lost: list[int]) -> None:
         """Take note of replicas that take no new requests for now, and of those that are lost."""
-        self._generator.route(paused, lost)
+        self._generator.update_replicas(paused, lost)
 
     @concurrent_endpoint
     async def replace(self, replica: int, handle: Any) -> None:
@@ -274,7 +281,7 @@ class RolloutWorker(ResilientActor):
             self._record(group_id, item, episode)
         if len(episodes) >= min(2, size):
             group = Group(group_id, item.index, episodes, failed=len(lost), attempt=attempt)
-            data = await asyncio.to_thread(group.to_bytes)
+            data = await asyncio.to_thread(pack_group, group)
             await self._outbox.put(group_id, attempt, data)
             self._groups["put"] += 1
             presence.progress("group put")
@@ -308,8 +315,12 @@ class RolloutWorker(ResilientActor):
         return SingleTurn(item.prompt, lambda text: scorer.score(score, self._task, item.entry, text))
 
     def _sampling(self, seed: int | None) -> Sampling:
-        s, stops, routes_from = self._settings, self._tokenizer.stop_token_ids, 0 if self._keep_routes else None
-        return Sampling(s.max_new_tokens, s.temperature, stops, seed, s.top_k, s.top_p, s.min_p, routes_from)
+        s, stops, expert_routes_from = (
+            self._settings,
+            self._tokenizer.stop_token_ids,
+            0 if self._keep_expert_routes else None,
+        )
+        return Sampling(s.max_new_tokens, s.temperature, stops, seed, s.top_k, s.top_p, s.min_p, expert_routes_from)
 
     def _record(self, group_id: int, item: Item, episode: Episode) -> None:
         self._episodes += 1

@@ -99,7 +99,7 @@ class Cluster:
         return self.devices.num_hosts
 
     @property
-    def slots_per_host(self) -> int:
+    def devices_per_host(self) -> int:
         """Device slots of each machine."""
         return self.devices.per_host
 
@@ -108,15 +108,15 @@ class Cluster:
         name: str,
         processes: int,
         *,
-        first_slot: int | None = None,
-        slots_per_process: int = 1,
+        first_device: int | None = None,
+        devices_per_process: int = 1,
         env: Mapping[str, str] | None = None,
     ) -> ProcMesh:
         """Spawn a mesh of ``processes`` processes, dimensions ``{"hosts": h, "gpus": g}``.
 
-        ``first_slot`` is the first of the ``processes * slots_per_process`` device slots the mesh takes, counted
+        ``first_device`` is the first of the ``processes * devices_per_process`` device slots the mesh takes, counted
         host by host; the mesh lies within one host or fills whole hosts. Each process sees its own devices only
-        (CUDA_VISIBLE_DEVICES). Without ``first_slot`` the mesh is a CPU role on the first host and sees no device.
+        (CUDA_VISIBLE_DEVICES). Without ``first_device`` the mesh is a CPU role on the first host and sees no device.
         On a CPU, processes run one OpenMP thread unless OMP_NUM_THREADS says otherwise. ``env`` is set last.
 
         Raises :class:`TooFewDevices` and ValueError. The mesh is stopped when the launch ends.
@@ -124,8 +124,8 @@ class Cluster:
         from monarch.actor import default_bootstrap_cmd
 
         first_host, num_hosts = 0, 1
-        if first_slot is not None:
-            first_host, num_hosts = self._place(name, first_slot, processes, slots_per_process)
+        if first_device is not None:
+            first_host, num_hosts = self._place(name, first_device, processes, devices_per_process)
         per_host = processes // num_hosts
         common = dict(env or {})
         if self.devices.kind == "cpu":
@@ -134,9 +134,9 @@ class Cluster:
         def bootstrap(point: Any) -> Any:
             host = first_host + point.rank // per_host
             visible: tuple[str, ...] = ()
-            if first_slot is not None and self.devices.kind == "cuda":
-                start = first_slot % self.slots_per_host + point.rank % per_host * slots_per_process
-                visible = self._device_names[host][start : start + slots_per_process]
+            if first_device is not None and self.devices.kind == "cuda":
+                start = first_device % self.devices_per_host + point.rank % per_host * devices_per_process
+                visible = self._device_names[host][start : start + devices_per_process]
             return default_bootstrap_cmd().with_env({"CUDA_VISIBLE_DEVICES": ",".join(visible)} | common)
 
         chosen = self.hosts.slice(hosts=slice(first_host, first_host + num_hosts))
@@ -185,19 +185,19 @@ class Cluster:
                 return
         logger.warning("nobody on its machine answers who could end process %d", pid)
 
-    def _place(self, name: str, first_slot: int, processes: int, slots_per_process: int) -> tuple[int, int]:
-        """The first host and the number of hosts of a mesh that takes slots from ``first_slot``."""
-        slots = processes * slots_per_process
-        self.devices.check(first_slot + slots, f"{name} takes slots {first_slot} to {first_slot + slots - 1}")
-        first_host, offset = divmod(first_slot, self.slots_per_host)
-        if offset + slots <= self.slots_per_host:
+    def _place(self, name: str, first_device: int, processes: int, devices_per_process: int) -> tuple[int, int]:
+        """The first host and the number of hosts of a mesh that takes slots from ``first_device``."""
+        slots = processes * devices_per_process
+        self.devices.check(first_device + slots, f"{name} takes slots {first_device} to {first_device + slots - 1}")
+        first_host, offset = divmod(first_device, self.devices_per_host)
+        if offset + slots <= self.devices_per_host:
             return first_host, 1
-        if offset or slots % self.slots_per_host or self.slots_per_host % slots_per_process:
+        if offset or slots % self.devices_per_host or self.devices_per_host % devices_per_process:
             raise ValueError(
-                f"{name}: slots {first_slot} to {first_slot + slots - 1} neither lie within one host nor fill whole "
-                f"hosts of {self.slots_per_host} slots; choose a number of ranks that does"
+                f"{name}: slots {first_device} to {first_device + slots - 1} neither lie within one host nor fill "
+                f"whole hosts of {self.devices_per_host} slots; choose a number of ranks that does"
             )
-        return first_host, slots // self.slots_per_host
+        return first_host, slots // self.devices_per_host
 
     def _fault(self, failure: MeshFailure) -> None:
         """Monarch's last word on a failure that no supervisor took. Returning keeps the controller alive."""

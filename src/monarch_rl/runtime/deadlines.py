@@ -50,7 +50,7 @@ async def within(seconds: float, awaitable: Awaitable[T], what: str, *, on: str 
         awaitable: a call to an actor that is given up on goes on over there; only this wait ends.
         what: completes the sentence "waited for ...": name the thing and who owes it, for example
             ``"the gradients of step 3 from trainer rank 1"``.
-        on: who owes it, as it calls itself (:func:`presence.enlist`), or all of a kind (``"trainer ranks"``), or the
+        on: who owes it, as it calls itself (:func:`presence.register`), or all of a kind (``"trainer ranks"``), or the
             name of something outside the run. Along these names a stall is followed to its cause.
 
     Raises :class:`DeadlineExceeded`, and whatever the awaitable raises.

@@ -90,7 +90,7 @@ _marks: dict[str, Mark] = {}
 _numbers = itertools.count()
 
 
-def enlist(name: str, account: Callable[[], Sequence[Wait]] | None = None) -> None:
+def register(name: str, account: Callable[[], Sequence[Wait]] | None = None) -> None:
     """Say who works on the running event loop, and have the loop watched. Again with the same name changes nothing.
 
     Args:
@@ -107,7 +107,7 @@ def enlist(name: str, account: Callable[[], Sequence[Wait]] | None = None) -> No
         _hearts[name] = heart, loop.create_task(heart.run()), threading.get_ident()
 
 
-def dismiss(name: str) -> None:
+def unregister(name: str) -> None:
     """Undo :func:`enlist`, from the loop that was enlisted."""
     if name in _hearts:
         _hearts.pop(name)[1].cancel()

@@ -237,7 +237,7 @@ async def watched(
         Stalled: the run could not go on.
         ValueError: ``stall_s`` is not positive.
     """
-    presence.enlist(CONTROLLER)
+    presence.register(CONTROLLER)
     watch = Watch(cluster, folder, stall_s, recover)
     watch.start()
     try:
@@ -254,4 +254,4 @@ async def watched(
         raise watch.stalled from None
     finally:
         await asyncio.to_thread(watch.stop)
-        presence.dismiss(CONTROLLER)
+        presence.unregister(CONTROLLER)

@@ -13,20 +13,20 @@ from typing import Any
 
 import numpy as np
 
-from monarch_rl import pipeline
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.ledger import Counts
 from monarch_rl.buffer.settings import BufferSettings
-from monarch_rl.crew import Crew
-from monarch_rl.generator.router import Router
+from monarch_rl.episode.packed import PackedShard
+from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.generator.settings import InFlight
-from monarch_rl.packed import PackedShard
-from monarch_rl.recovery import Recovery, RecoverySettings
+from monarch_rl.pipeline.actor_pool import ActorPool
+from monarch_rl.pipeline.observer import Observer
+from monarch_rl.pipeline.publishing import Publisher
+from monarch_rl.pipeline.recovery import Recovery, RecoverySettings
+from monarch_rl.pipeline.start import replica_updates, update
 from monarch_rl.rollout.admissions import Admissions
-from monarch_rl.rollout.environment import Message
 from monarch_rl.rollout.outbox import Outbox
 from monarch_rl.rollout.settings import RolloutSettings
-from monarch_rl.rollout.tasks import Item, TaskSettings
 from monarch_rl.rollout.worker import RolloutWorker
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, Patience, now, within
@@ -34,6 +34,8 @@ from monarch_rl.simulate.clock import run_virtual
 from monarch_rl.simulate.costs import Costs, uniform
 from monarch_rl.simulate.handles import LocalMesh
 from monarch_rl.simulate.replica import Replica
+from monarch_rl.tasks.reasoning_gym import TaskSettings
+from monarch_rl.tasks.task import Item, Message
 from monarch_rl.weights.transport import TransferSettings
 
 FOREVER_S = 1e9
@@ -186,8 +188,8 @@ class System:
 
     buffer: Any
     trainer: Any
-    workers: Crew
-    publisher: pipeline.Publisher
+    workers: ActorPool
+    publisher: Publisher
 
     @classmethod
     async def start(cls, plan: Plan, costs: Costs, grain: int) -> System:
@@ -203,28 +205,28 @@ class System:
         for worker in rollout:
             worker.connect(buffer, replicas)
         for name in ("buffer", *(f"rollout worker {rank}" for rank in range(plan.workers))):
-            presence.dismiss(name)  # nobody watches, and a look at the clock every 50 ms is a long way in virtual hours
-        workers = Crew("rollout worker", "rollout", {rank: mesh(worker) for rank, worker in enumerate(rollout)})
+            presence.unregister(
+                name
+            )  # nobody watches, and a look at the clock every 50 ms is a long way in virtual hours
+        workers = ActorPool("rollout worker", "rollout", {rank: mesh(worker) for rank, worker in enumerate(rollout)})
         generators = {index: mesh(replica) for index, replica in enumerate(replicas)}
         settings = TransferSettings(deadline_s=FOREVER_S)
-        publisher = await pipeline.Publisher.connect(
-            trainer, generators, buffer, settings, "float32", pipeline.routing(workers)
-        )
+        publisher = await Publisher.connect(trainer, generators, buffer, settings, "float32", replica_updates(workers))
         await publisher.publish(0)
         await publisher.settled()
         return cls(buffer, trainer, workers, publisher)
 
     async def steps(self, count: int, batch_deadline_s: float) -> AsyncIterator[dict[str, float]]:
         """The recipe's loop; the metrics of each step."""
-        observer = pipeline.Observer(self.publisher, self.workers, self.buffer, Path(os.devnull))
-        generators = Crew("generator", "generator", self.publisher.generators)
+        observer = Observer(self.publisher, self.workers, self.buffer, Path(os.devnull))
+        generators = ActorPool("generator", "generator", self.publisher.generators)
         recovery = Recovery(generators, self.workers, self.publisher, self.buffer, RecoverySettings())
         async with recovery.tended(), recovery.rolling_out():
             await observer.begin()
             patience = Patience(batch_deadline_s, floor_s=batch_deadline_s)
             for version in range(count):
-                update = pipeline.update(self.trainer, self.buffer, version, patience)
-                trained = await self.publisher.or_failed(update)
+                updating = update(self.trainer, self.buffer, version, patience)
+                trained = await self.publisher.or_failed(updating)
                 await self.publisher.publish(version + 1)
                 yield await observer.step(trained)
             await self.publisher.settled()
@@ -294,7 +296,7 @@ class SimulatedWorker(RolloutWorker):
             group_size=plan.group_size,
             max_new_tokens=2**31 - 1 if math.isinf(limit) else max(1, math.ceil(limit / grain)),
             seed=plan.seed,
-            step_deadline_s=FOREVER_S,
+            environment_deadline_s=FOREVER_S,
             generate_deadline_s=FOREVER_S,
             slot_deadline_s=FOREVER_S,
         )
@@ -314,7 +316,7 @@ class SimulatedWorker(RolloutWorker):
         self._buffer = buffer
         self._admissions = Admissions(buffer, self._name, self._settings.slot_deadline_s)
         self._outbox = Outbox(buffer, self._name, self._settings.slot_deadline_s)
-        self._generator = SimulatedRouter(replicas)
+        self._generator = SimulatedDispatcher(replicas)
 
     async def score(self, function: Any, task: TaskSettings, entry: dict[str, Any], text: str) -> float:
         """As ``Scorer.score``: a process, then the seconds of a score; rewards are 0 and 1 in turn, or all 0."""
@@ -327,7 +329,7 @@ class SimulatedWorker(RolloutWorker):
         return reward
 
 
-class SimulatedRouter(Router):
+class SimulatedDispatcher(Dispatcher):
     """The real router, with replicas at hand instead of links to them."""
 
     def __init__(self, replicas: list[Replica]) -> None:

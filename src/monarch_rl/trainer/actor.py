@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from monarch.actor import concurrent_endpoint, current_rank
 
+from monarch_rl.episode.packed import unpack_group
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.network import host_address
@@ -23,8 +24,8 @@ from monarch_rl.weights.manifest import Manifest
 from monarch_rl.weights.transport import Sender, TransferSettings, make_sender
 
 if TYPE_CHECKING:
-    from monarch_rl.episode import Group
-    from monarch_rl.packed import PackedShard
+    from monarch_rl.episode.episode import Group
+    from monarch_rl.episode.packed import PackedShard
     from monarch_rl.trainer.policy import Policy
 
 T = TypeVar("T")
@@ -49,7 +50,7 @@ class Trainer(ResilientActor):
     """One rank. All ranks get every call; training runs on one thread, checksums on another."""
 
     def __init__(self, plan: TrainerPlan, buffer: Any) -> None:
-        presence.enlist(f"trainer rank {current_rank().rank}")
+        presence.register(f"trainer rank {current_rank().rank}")
         self._plan = plan
         self._buffer = buffer
         # One thread for all of torch: FSDP and autograd keep state per thread.
@@ -151,15 +152,14 @@ class Trainer(ResilientActor):
     def _logprobs(self, groups: list[bytes], version: int) -> list[Any]:
         import torch
 
-        from monarch_rl.episode import Group
         from monarch_rl.trainer.batch import pack
 
-        read: list[Group] = [Group.from_bytes(data) for data in groups]
+        read: list[Group] = [unpack_group(data) for data in groups]
         results = []
         with torch.no_grad():
             for episode in (episode for group in read for episode in group.episodes):
                 batch = pack([episode], torch.zeros(1), torch.zeros(1), version, self.policy.device)
-                results.append(self.policy.score(batch).logprobs.cpu().numpy())
+                results.append(self.policy.logprobs(batch).logprobs.cpu().numpy())
         return results
 
     # -- publishing: see weights/transport.py for the order of calls ------------------------------------------

@@ -11,7 +11,8 @@ import torch
 
 from monarch_rl.algorithms.advantages import ADVANTAGES
 from monarch_rl.algorithms.aggregation import token_weights
-from monarch_rl.episode import BatchShard, Episode, KeptSets
+from monarch_rl.episode.episode import BatchShard, Episode
+from monarch_rl.episode.sampling import KeptSets
 from monarch_rl.trainer.settings import LossSettings
 
 T = TypeVar("T")
@@ -43,7 +44,7 @@ class MicroBatch:
     kept: tuple[torch.Tensor, torch.Tensor] | None = None
     """``(counts int64[N], ids int32[sum of counts])``: the ids that each token was drawn from, where the sampler cut
     the others off."""
-    routes: torch.Tensor | None = None
+    expert_routes: torch.Tensor | None = None
     """uint8 or uint16 [1, L, layers, k]: the experts by which the engine read each input, where they were kept."""
     padding: int = 0
     """Inputs that stand for nothing: 1 on a rank without episodes."""
@@ -94,7 +95,7 @@ def pack(
         weights=_per_token(weights, counts, device),
         lags=version - row(versions).long(),
         kept=_kept(episodes, device),
-        routes=_routes(episodes, device),
+        expert_routes=_expert_routes(episodes, device),
         padding=0 if episodes else 1,
     )
 
@@ -108,12 +109,12 @@ def _kept(episodes: Sequence[Episode], device: torch.device) -> tuple[torch.Tens
     return torch.from_numpy(joined.counts).long().to(device), torch.from_numpy(joined.ids).to(device)
 
 
-def _routes(episodes: Sequence[Episode], device: torch.device) -> torch.Tensor | None:
-    found = _all_or_none([episode.routes for episode in episodes], "routes")
-    for episode, routes in zip(episodes, found, strict=False):  # none, or as many
-        if len(routes) != episode.num_tokens - 1:
+def _expert_routes(episodes: Sequence[Episode], device: torch.device) -> torch.Tensor | None:
+    found = _all_or_none([episode.expert_routes for episode in episodes], "routes")
+    for episode, expert_routes in zip(episodes, found, strict=False):  # none, or as many
+        if len(expert_routes) != episode.num_tokens - 1:
             raise ValueError(
-                f"an episode of {episode.num_tokens} tokens has routes of {len(routes)}: one less is right"
+                f"an episode of {episode.num_tokens} tokens has routes of {len(expert_routes)}: one less is right"
             )
     return torch.from_numpy(np.concatenate(found)).unsqueeze(0).to(device) if found else None
 

@@ -18,7 +18,7 @@ from torchtitan.models.common import Linear
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
-from monarch_rl.adapter import MLP_TARGETS, LoraSettings, adapter_config, tensor_names
+from monarch_rl.model.lora import MLP_TARGETS, LoraSettings, adapter_config, tensor_names
 from monarch_rl.trainer.moe import EXPERT_TARGETS, adapted_experts, adapter_parameters
 from monarch_rl.trainer.shards import local_run
 

@@ -9,7 +9,7 @@ from torchtitan.models.common.decoder import TransformerBlock
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.deepseek_v3 import build_mla_moe_layers
 
-from monarch_rl.model_folder import num_experts, rope_parameters
+from monarch_rl.model.folder import num_experts, rope_parameters
 from monarch_rl.trainer.modules import PackedAttention
 from monarch_rl.trainer.moe import LOADED_EXPERTS, exact, replaying
 

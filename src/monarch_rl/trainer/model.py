@@ -33,8 +33,8 @@ from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
 from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
-from monarch_rl.adapter import tensor_names
-from monarch_rl.model_folder import ARCHITECTURES, TEXT_FILES, read_config, rope_parameters, saved_dtype, sparse_layers
+from monarch_rl.model.folder import ARCHITECTURES, TEXT_FILES, read_config, rope_parameters, saved_dtype, sparse_layers
+from monarch_rl.model.lora import tensor_names
 from monarch_rl.trainer.lora import (
     adapt_config,
     draw_adapters,

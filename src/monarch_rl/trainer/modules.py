@@ -15,7 +15,7 @@ from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Linear
 from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
 from torchtitan.protocols.module import Module
 
-from monarch_rl.trainer.scored import Drawn, Scored
+from monarch_rl.trainer.token_logprobs import Drawn, TokenLogprobs
 
 
 class PackedAttention(VarlenAttention):
@@ -74,7 +74,7 @@ class HalfRotaryEmbedding(CosSinRoPE):
 
 
 class LogprobHead(Linear):
-    """The LM head; told what was drawn where, it answers with :class:`Scored`, not logits.
+    """The LM head; told what was drawn where, it answers with :class:`TokenLogprobs`, not logits.
 
     Only the N positions that are asked for are projected. Log-probs are computed in fp32, chunk by chunk, and the
     logits of every chunk but the last are computed again in the backward pass, which begins with the last: never
@@ -104,7 +104,7 @@ class LogprobHead(Linear):
         ]
         hidden_TD, (ids, kept) = parts[-1]
         chunks.append(_score(hidden_TD, weight, ids, drawn.temperature, kept))
-        return Scored(*(torch.cat(values) for values in zip(*chunks, strict=True)))
+        return TokenLogprobs(*(torch.cat(values) for values in zip(*chunks, strict=True)))
 
 
 def _score(
@@ -113,7 +113,7 @@ def _score(
     ids_T: torch.Tensor,
     temperature: float,
     kept: tuple[torch.Tensor, torch.Tensor] | None,
-) -> Scored:
+) -> TokenLogprobs:
     logits = F.linear(hidden_TD.float(), weight_VD)
     if temperature != 1.0:
         logits = logits / temperature
@@ -131,4 +131,4 @@ def _score(
     logprobs = logits.gather(-1, ids_T.unsqueeze(-1)).squeeze(-1) - normaliser
     with torch.no_grad():
         entropies = torch.special.entr(logits.softmax(-1)).sum(-1)
-    return Scored(logprobs, entropies, kept_mass)
+    return TokenLogprobs(logprobs, entropies, kept_mass)

@@ -18,8 +18,8 @@ from torchtitan.models.common.config_utils import make_moe_config, make_router_c
 from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, TokenChoiceTopKRouter
 from torchtitan.models.common.param_init import skip_param_init
 
-from monarch_rl.adapter import LoraSettings
-from monarch_rl.model_folder import num_experts
+from monarch_rl.model.folder import num_experts
+from monarch_rl.model.lora import LoraSettings
 
 
 class ExactExperts(GroupedExperts):

@@ -10,8 +10,8 @@ import torch
 from monarch_rl.algorithms import corrections, losses
 from monarch_rl.algorithms.mismatch import histogram
 from monarch_rl.trainer.batch import MicroBatch
-from monarch_rl.trainer.scored import Scored
 from monarch_rl.trainer.settings import LossSettings
+from monarch_rl.trainer.token_logprobs import TokenLogprobs
 
 FAR_RATIO = 2.0
 """A token whose ratio trainer / engine is beyond this factor, either way, is far off (also in ``tools/parity.py``)."""
@@ -19,16 +19,16 @@ FAR_RATIO = 2.0
 Sums = dict[str, torch.Tensor]
 """Sums over tokens, by metric name, scalars or vectors; ``tokens`` is the number of tokens summed over."""
 
-Objective = Callable[[Scored, MicroBatch], tuple[torch.Tensor, Sums]]
+Objective = Callable[[TokenLogprobs, MicroBatch], tuple[torch.Tensor, Sums]]
 """``(what the model says of the micro-batch's tokens, micro-batch) -> (loss, sums)``."""
 
 
 def reinforcement(settings: LossSettings) -> Objective:
     """The RL objective that ``settings`` describe."""
 
-    def objective(scored: Scored, batch: MicroBatch) -> tuple[torch.Tensor, Sums]:
+    def objective(output: TokenLogprobs, batch: MicroBatch) -> tuple[torch.Tensor, Sums]:
         keep = corrections.finite_tokens(batch.behaviour_logprobs)
-        logprobs, behaviour = scored.logprobs[keep], batch.behaviour_logprobs[keep]
+        logprobs, behaviour = output.logprobs[keep], batch.behaviour_logprobs[keep]
         advantages, lags = batch.advantages[keep], batch.lags[keep]
         weights, on_policy = batch.weights[keep] * corrections.lag_discount(lags, settings.lag_discount), lags == 0
         # One optimiser step a batch: the trainer's policy when the batch was formed is the current one.
@@ -42,7 +42,7 @@ def reinforcement(settings: LossSettings) -> Objective:
         clipped = losses.clip_fraction(old, reference, settings.clip_low, settings.clip_high)
         sums = {
             "tokens": torch.ones_like(old).sum(),
-            "entropy": scored.entropies[keep].sum(),
+            "entropy": output.entropies[keep].sum(),
             "logprob": old.sum(),
             "importance_weight": importance.sum(),
             "clipped": clipped.sum(),
@@ -51,7 +51,7 @@ def reinforcement(settings: LossSettings) -> Objective:
             "mismatch_k3_on_policy": mismatch[on_policy].sum(),
             "logprob_difference": histogram((old - behaviour)[on_policy]),
             "masked_nonfinite": (~keep).sum(),
-            "kept_mass": scored.kept_mass[keep].sum(),
+            "kept_mass": output.kept_mass[keep].sum(),
             "ratio_outside": ((old - behaviour).abs() > math.log(FAR_RATIO)).sum(),
         }
         return (loss * importance * weights).sum(), sums
@@ -59,9 +59,9 @@ def reinforcement(settings: LossSettings) -> Objective:
     return objective
 
 
-def supervised(scored: Scored, batch: MicroBatch) -> tuple[torch.Tensor, Sums]:
+def supervised(output: TokenLogprobs, batch: MicroBatch) -> tuple[torch.Tensor, Sums]:
     """Cross-entropy of the trainable tokens, for a warm start: the policy gradient with an advantage of 1."""
-    logprobs, entropies, _ = scored
+    logprobs, entropies, _ = output
     loss = losses.policy_gradient(logprobs, torch.ones_like(logprobs))
     sums = {
         "tokens": torch.ones_like(loss).sum(),

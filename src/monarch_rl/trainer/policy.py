@@ -23,14 +23,14 @@ from torchtitan.distributed import ParallelDims  # noqa: E402
 from torchtitan.distributed import utils as dist_utils  # noqa: E402
 
 from monarch_rl.algorithms.mismatch import quantile  # noqa: E402
-from monarch_rl.model_folder import sparse_layers  # noqa: E402
+from monarch_rl.model.folder import sparse_layers  # noqa: E402
 from monarch_rl.trainer.batch import MicroBatch  # noqa: E402
 from monarch_rl.trainer.model import SPMD_BACKEND, ShardedModel, parallelism_config  # noqa: E402
 from monarch_rl.trainer.moe import ReplayRouter  # noqa: E402
 from monarch_rl.trainer.objective import Objective, Sums  # noqa: E402
-from monarch_rl.trainer.scored import Drawn, Scored  # noqa: E402
-from monarch_rl.trainer.settings import Routing, TrainerSettings  # noqa: E402
+from monarch_rl.trainer.settings import RouterReplay, TrainerSettings  # noqa: E402
 from monarch_rl.trainer.shards import local_run  # noqa: E402
+from monarch_rl.trainer.token_logprobs import Drawn, TokenLogprobs  # noqa: E402
 from monarch_rl.weights.checksum import tensor_checksum  # noqa: E402
 from monarch_rl.weights.manifest import Manifest  # noqa: E402
 
@@ -86,11 +86,11 @@ class Policy:
             min_lr_factor=settings.lr_min_factor,
         ).build(optimizers=self.optimizers, training_steps=total_steps)
 
-    def score(self, batch: MicroBatch, routing: Routing | None = None) -> Scored:
+    def logprobs(self, batch: MicroBatch, router_replay: RouterReplay | None = None) -> TokenLogprobs:
         """Log-probs of the trainable targets and what belongs to them.
 
         Args:
-            routing: what to do with the engine's routes; ``settings.routing`` if it is None.
+            router_replay: what to do with the engine's expert routes; None takes ``settings.router_replay``.
 
         Raises:
             ValueError: routes are needed and the batch has none, or of another model.
@@ -98,25 +98,29 @@ class Policy:
         self.module.lm_head.drawn = Drawn(
             batch.trainable, batch.targets[0, batch.trainable], self.temperature, batch.kept
         )
-        self._set_routes(batch, routing or self.settings.routing)
+        self._set_routes(batch, router_replay or self.settings.router_replay)
         return self.module(
             batch.token_ids,
             positions=batch.positions,
             attention_masks=self.module.get_attention_masks(positions=batch.positions),
         )
 
-    def _set_routes(self, batch: MicroBatch, routing: Routing) -> None:
+    def _set_routes(self, batch: MicroBatch, router_replay: RouterReplay) -> None:
         """For the forward pass and, where activations are computed again, for the backward pass after it."""
-        routes = None if routing == "own" else batch.routes
-        if routes is None and routing != "own" and not batch.padding:
-            raise ValueError(f"trainer.routing {routing} needs episodes with routes, these have none")
-        if routes is not None and routes.shape[2] != len(self._routers):
-            raise ValueError(f"routes are of {routes.shape[2]} layers, the model has experts in {len(self._routers)}")
-        if routes is not None and routes.shape[3] != self._routers[0].top_k:
-            raise ValueError(f"routes have {routes.shape[3]} experts a token, the model {self._routers[0].top_k}")
+        expert_routes = None if router_replay == "off" else batch.expert_routes
+        if expert_routes is None and router_replay != "off" and not batch.padding:
+            raise ValueError(f"trainer.router-replay {router_replay} needs episodes with routes, these have none")
+        if expert_routes is not None and expert_routes.shape[2] != len(self._routers):
+            raise ValueError(
+                f"routes are of {expert_routes.shape[2]} layers, the model has experts in {len(self._routers)}"
+            )
+        if expert_routes is not None and expert_routes.shape[3] != self._routers[0].top_k:
+            raise ValueError(
+                f"routes have {expert_routes.shape[3]} experts a token, the model {self._routers[0].top_k}"
+            )
         for layer, router in enumerate(self._routers):
-            router.routes_BLK = None if routes is None else routes[:, :, layer]
-            router.replay = routing == "replay"
+            router.routes_BLK = None if expert_routes is None else expert_routes[:, :, layer]
+            router.replay = router_replay == "replay"
 
     def routes_differ(self) -> torch.Tensor:
         """int64[L, layers that have experts]: of the experts that the engine chose for each token of the batch scored
@@ -125,9 +129,9 @@ class Policy:
 
     def _route_sums(self, batch: MicroBatch) -> Sums:
         """Of the forward pass just made."""
-        if self.settings.routing == "own":
+        if self.settings.router_replay == "off":
             return {}
-        slots = 0 if batch.routes is None else batch.routes[:, :, 0].numel()
+        slots = 0 if batch.expert_routes is None else batch.expert_routes[:, :, 0].numel()
         return {
             "routes_differ": self.routes_differ().sum(0).float(),
             "route_slots": torch.tensor(float(slots), device=self.device),
@@ -151,7 +155,7 @@ class Policy:
         self.optimizers.zero_grad()
         totals: Sums = {}
         for batch in microbatches:
-            loss, sums = objective(self.score(batch), batch)
+            loss, sums = objective(self.logprobs(batch), batch)
             sums |= self._route_sums(batch) | {"loss": loss.detach()}
             loss.backward()
             for name, value in sums.items():

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from monarch_rl.adapter import FULL_TRAINING, MLP_TARGETS, LoraSettings
 from monarch_rl.algorithms.advantages import AdvantageName
 from monarch_rl.algorithms.aggregation import Aggregation
-from monarch_rl.model_folder import num_experts, sparse_layers
+from monarch_rl.model.folder import num_experts, sparse_layers
+from monarch_rl.model.lora import FULL_TRAINING, MLP_TARGETS, LoraSettings
 
-Routing = Literal["own", "compare", "replay"]
+RouterReplay = Literal["off", "compare", "replay"]
 Checkpointing = Literal["none", "selective", "full"]
 
 
@@ -58,7 +58,7 @@ class TrainerSettings:
     expert_parallel: int = 1
     """Ranks among which the experts of a mixture-of-experts model are divided, and to which tokens travel: a divisor
     of `ranks`. 1: every rank gathers all experts of a layer to compute it. More: less memory, more messages."""
-    routing: Routing = "own"
+    router_replay: RouterReplay = "off"
     """Which experts compute a token of a mixture-of-experts model. `own`: those that the trainer's router chooses.
     `replay`: those by which the generator drew it (Keep Routing); they travel with the tokens, a byte for each layer
     and expert. `compare`: the router's own; the generator's travel too, to show how many differ."""
@@ -126,8 +126,8 @@ def check_experts(config: dict[str, Any], settings: TrainerSettings) -> None:
     if not sparse_layers(config):
         if degree > 1:
             raise ValueError(f"trainer.expert-parallel {degree}: the model has no experts; leave it at 1")
-        if settings.routing != "own":
-            raise ValueError(f"trainer.routing {settings.routing}: the model has no experts; leave it at own")
+        if settings.router_replay != "off":
+            raise ValueError(f"trainer.router-replay {settings.router_replay}: the model has no experts; leave it off")
         return
     experts, lora = num_experts(config), settings.lora
     if lora.rank and config["architectures"][0] == "DeepseekV3ForCausalLM":

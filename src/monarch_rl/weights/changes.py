@@ -14,7 +14,7 @@ import torch
 from monarch_rl.weights import delta
 from monarch_rl.weights.area import Area, attach
 from monarch_rl.weights.manifest import Manifest, make_manifest, plan_buckets, shard_bytes
-from monarch_rl.weights.transport import SLOTS, Receiver, Sender, TransferError
+from monarch_rl.weights.transport import SNAPSHOTS, Receiver, Sender, TransferError
 
 BUCKET_BYTES = 4 << 20
 """Looked at at a time: the fastest of 1 to 64 MiB, and the grain in which a replica can read less."""
@@ -37,7 +37,7 @@ class ChangesSender:
         self._transport = transport
         self._sizes = [shard.numel * manifest.tensors[shard.tensor].dtype.itemsize for shard in manifest.shards[rank]]
         self._itemsize = manifest.tensors[0].dtype.itemsize
-        self._snapshots = [torch.zeros(sum(self._sizes), dtype=torch.uint8, device=device) for _ in range(SLOTS)]
+        self._snapshots = [torch.zeros(sum(self._sizes), dtype=torch.uint8, device=device) for _ in range(SNAPSHOTS)]
         self._known = torch.zeros_like(self._snapshots[0])
         """What all receivers hold. Not a slot: the next snapshot may be written there while this one is sent."""
         self._offered: set[int] = set()
@@ -45,7 +45,7 @@ class ChangesSender:
 
     async def open(self) -> bytes:
         self._known.zero_()
-        for slot in range(SLOTS):
+        for slot in range(SNAPSHOTS):
             self._withdraw(slot)
         return await self._transport.open()
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from monarch_rl.weights.area import Area
 from monarch_rl.weights.manifest import Manifest, Piece, plan_buckets, shard_bytes
-from monarch_rl.weights.transport import SLOTS, TransferError, TransferSettings
+from monarch_rl.weights.transport import SNAPSHOTS, TransferError, TransferSettings
 
 T = TypeVar("T")
 
@@ -80,7 +80,7 @@ class CollectiveSender:
         self._timeout = timedelta(seconds=settings.deadline_s)
         # Buckets are runs of a snapshot: nothing is copied on this side.
         self._snapshots = [
-            torch.zeros(shard_bytes(manifest, rank), dtype=torch.uint8, device=device) for _ in range(SLOTS)
+            torch.zeros(shard_bytes(manifest, rank), dtype=torch.uint8, device=device) for _ in range(SNAPSHOTS)
         ]
         self._sizes = [shard.numel * manifest.tensors[shard.tensor].dtype.itemsize for shard in manifest.shards[rank]]
         self._thread = ThreadPoolExecutor(1, "weights")

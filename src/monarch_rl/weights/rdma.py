@@ -26,7 +26,7 @@ import torch
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.weights.area import Area
 from monarch_rl.weights.manifest import ALIGNMENT, Manifest
-from monarch_rl.weights.transport import SLOTS, TransferError, TransferSettings
+from monarch_rl.weights.transport import SNAPSHOTS, TransferError, TransferSettings
 
 if TYPE_CHECKING:
     from monarch.rdma import RDMABuffer
@@ -155,8 +155,8 @@ class RdmaSender:
     ) -> None:
         self._rank = rank
         self._plan = plan_slot(manifest, rank, settings.bucket_bytes)
-        self._slots = [torch.zeros(self._plan.nbytes, dtype=torch.uint8, device=device) for _ in range(SLOTS)]
-        self._headers = [torch.tensor([-1, self._plan.nbytes, _EMPTY]) for _ in range(SLOTS)]
+        self._slots = [torch.zeros(self._plan.nbytes, dtype=torch.uint8, device=device) for _ in range(SNAPSHOTS)]
+        self._headers = [torch.tensor([-1, self._plan.nbytes, _EMPTY]) for _ in range(SNAPSHOTS)]
         self._registered: list[_SlotBuffers] = []
 
     async def open(self) -> bytes:
@@ -207,7 +207,7 @@ class RdmaReceiver:
 
     def __init__(self, manifest: Manifest, settings: TransferSettings, device: torch.device) -> None:
         self._settings = settings
-        self._areas = [Area(max(1, manifest.nbytes), device) for _ in range(SLOTS)]
+        self._areas = [Area(max(1, manifest.nbytes), device) for _ in range(SNAPSHOTS)]
         self._plans = [plan_slot(manifest, rank, settings.bucket_bytes) for rank in range(len(manifest.shards))]
         shared = [_span(runs)[1] for plan in self._plans for runs in plan.reads if len(runs) > 1]
         self._lanes = min(_IN_FLIGHT, max(2, len(self._plans)))

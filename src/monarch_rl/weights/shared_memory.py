@@ -17,7 +17,7 @@ import torch
 
 from monarch_rl.weights.area import Area, attach
 from monarch_rl.weights.manifest import Manifest, shard_bytes
-from monarch_rl.weights.transport import SLOTS, TransferError, TransferSettings
+from monarch_rl.weights.transport import SNAPSHOTS, TransferError, TransferSettings
 
 POLL_S = 0.0005
 """Between two looks at whether a trainer rank is done: the wait is for a call that is on its way to it."""
@@ -66,7 +66,7 @@ class SharedMemorySender:
         """Rank 0's address tells the areas; they stay the same for all meetings."""
         if self._rank == 0 and not self._own:
             size = self._manifest.nbytes + NOTES_BYTES * len(self._manifest.shards)
-            self._own = [await asyncio.to_thread(Area, size, self._device) for _ in range(SLOTS)]
+            self._own = [await asyncio.to_thread(Area, size, self._device) for _ in range(SNAPSHOTS)]
             for area in self._own:
                 area.buffer[-NOTES_BYTES * len(self._manifest.shards) :].view(torch.int64).fill_(NOTHING)
         return pickle.dumps((this_host(), [area.handle for area in self._own]))

@@ -26,7 +26,7 @@ from monarch_rl.weights.manifest import Manifest
 
 TransportName = Literal["auto", "collective", "rdma", "shared_memory"]
 
-SLOTS = 2
+SNAPSHOTS = 2
 """Versions that can be on their way: one in transfer, one being copied by the trainer."""
 
 

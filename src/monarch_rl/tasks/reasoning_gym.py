@@ -19,6 +19,8 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from monarch_rl.tasks.task import Item
+
 logger = logging.getLogger("monarch_rl")
 
 Split = Literal["train", "held_out", "warm_up"]
@@ -62,18 +64,6 @@ class TaskSettings:
             raise ValueError(f"task.pass-mark must be in 0..1, got {self.pass_mark}")
         if not 0 <= self.seed < 2**31:
             raise ValueError(f"task.seed must be in 0..2^31-1, got {self.seed}")
-
-
-@dataclass(frozen=True, slots=True)
-class Item:
-    """One question."""
-
-    index: int
-    prompt: str
-    answer: str
-    """The data set's own answer, to look at. Others may score as well."""
-    entry: dict[str, Any]
-    """reasoning-gym's record, which its scorer needs."""
 
 
 class TaskSource:

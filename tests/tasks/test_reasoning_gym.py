@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from monarch_rl.rollout.tasks import SKIPS, SPLIT_DISTANCE, Split, TaskSettings, TaskSource, extract_answer, score
+from monarch_rl.tasks.reasoning_gym import SKIPS, SPLIT_DISTANCE, Split, TaskSettings, TaskSource, extract_answer, score
 
 SUMS = '{"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}'
 
@@ -94,6 +94,6 @@ def test_extract_answer(text: str, answer: str) -> None:
 
 def test_import_is_light() -> None:
     heavy = "('torch', 'transformers', 'reasoning_gym')"
-    code = f"import sys, monarch_rl.rollout.tasks; print([m for m in {heavy} if m in sys.modules])"
+    code = f"import sys, monarch_rl.tasks.reasoning_gym; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"

@@ -8,6 +8,18 @@ from typing import Any, Literal, Protocol
 
 
 @dataclass(frozen=True, slots=True)
+class Item:
+    """One question."""
+
+    index: int
+    prompt: str
+    answer: str
+    """The data set's own answer, to look at. Others may score as well."""
+    entry: dict[str, Any]
+    """reasoning-gym's record, which its scorer needs."""
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
     """One entry of a conversation."""
 

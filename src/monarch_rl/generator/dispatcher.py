@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from monarch_rl.episode import Completion, Sampling
+from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.generator.link import Link, ReplicaLost
 from monarch_rl.generator.parts import end_of, join
 from monarch_rl.runtime.deadlines import within
@@ -26,7 +26,7 @@ REMEMBERED_GROUPS = 4096
 """Groups whose replica is remembered, the last used ones; many times what one worker plays at once."""
 
 
-class Router:
+class Dispatcher:
     """Hands requests to replicas. Picklable; each copy counts its own requests."""
 
     def __init__(self, replicas: Sequence[Any], deadline_s: float) -> None:
@@ -47,14 +47,14 @@ class Router:
         return {"replicas": self._replicas, "deadline_s": self._deadline_s}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        Router.__init__(self, state["replicas"], state["deadline_s"])
+        Dispatcher.__init__(self, state["replicas"], state["deadline_s"])
 
     @property
     def in_flight(self) -> tuple[int, ...]:
         """Requests from here that each replica has not answered yet."""
         return tuple(self._in_flight)
 
-    def route(self, paused: Sequence[int], lost: Sequence[int]) -> None:
+    def update_replicas(self, paused: Sequence[int], lost: Sequence[int]) -> None:
         """Send no new requests to the ``paused`` replicas, and ask others for what the ``lost`` ones owe.
 
         Both are all there are: a replica that is in neither takes requests (again).
@@ -94,13 +94,13 @@ class Router:
                 drawn += [token for part in error.drawn for token in part.token_ids.tolist()]
                 # Lost between its last token and the answer. A replica knows more stop tokens, which are in no part.
                 reason = end_of(drawn, sampling, sampling.stop_token_ids)
-                if reason is not None and sampling.routes_from is None:
+                if reason is not None and sampling.expert_routes_from is None:
                     return join(parts, reason)
             else:
                 if reason is None:
                     return join([*parts, answer], answer.finish_reason)
-                routes = answer.routes
-                return replace(join(parts, reason), routes=None if routes is None else routes[:-1])
+                expert_routes = answer.expert_routes
+                return replace(join(parts, reason), expert_routes=None if expert_routes is None else expert_routes[:-1])
 
     async def _ask(self, prompt_ids: list[int], sampling: Sampling, group: int) -> Completion:
         """Ask the group's replica, once there is one; if it is lost, it is out of the routing. Raises ReplicaLost."""

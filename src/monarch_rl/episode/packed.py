@@ -27,7 +27,8 @@ from typing import Any
 
 import numpy as np
 
-from monarch_rl.episode import BatchShard, Episode, Group, KeptSets, Turn
+from monarch_rl.episode.episode import BatchShard, Episode, Group, Turn
+from monarch_rl.episode.sampling import KeptSets
 
 FORMAT = b"GRP3"
 """The last character is the version of the format."""
@@ -56,7 +57,7 @@ class PackedEpisode:
 
 @dataclass(frozen=True, slots=True)
 class PackedGroup:
-    """A group of which only the header was read: the fields of :class:`monarch_rl.episode.Group`."""
+    """A group of which only the header was read: the fields of :class:`monarch_rl.episode.episode.Group`."""
 
     group_id: int
     task_index: int
@@ -175,6 +176,11 @@ def pack_group(group: Group) -> bytes:
     return b"".join([FORMAT, _LENGTH.pack(len(text)), text, *(part for parts in packed for part in parts)])
 
 
+def unpack_group(data: bytes) -> Group:
+    """The inverse of :func:`pack_group`. Raises ValueError on another format version, or if bytes are missing."""
+    return PackedGroup.read(data).unpack()
+
+
 def unpack_episode(data: bytes | memoryview) -> Episode:
     """Read one packed episode, but for its reward, which stands in the group's header (0 here)."""
     start = 4 + _LENGTH.unpack_from(data)[0]
@@ -189,12 +195,12 @@ def unpack_episode(data: bytes | memoryview) -> Episode:
 
     tokens = sum(length for runs in head["turns"] for length, _, _ in runs)
     trainable = sum(length for runs in head["turns"] for length, _, drawn in runs if drawn)
-    ids, logprobs, kept, routes = take("i4", tokens), take("f4", trainable), None, None
+    ids, logprobs, kept, expert_routes = take("i4", tokens), take("f4", trainable), None, None
     if head["kept"] is not None:
         kept = KeptSets(take("i4", trainable), take("i4", head["kept"]))
     if head["routes"] is not None:
         *shape, dtype = head["routes"]
-        routes = take(dtype, math.prod(shape)).reshape(shape)
+        expert_routes = take(dtype, math.prod(shape)).reshape(shape)
     drawn = [sum(length for length, _, of_policy in runs if of_policy) for runs in head["turns"]]
     sets = [None] * len(drawn) if kept is None else kept.split(drawn)
     at = drawn_at = 0
@@ -203,12 +209,12 @@ def unpack_episode(data: bytes | memoryview) -> Episode:
         drawn_logprobs = logprobs[drawn_at : drawn_at + count]
         turns.append(Turn.from_runs(runs, ids[at : at + length], drawn_logprobs, of_turn))
         at, drawn_at = at + length, drawn_at + count
-    return Episode(turns, 0.0, head["finish_reason"], head["info"], routes)
+    return Episode(turns, 0.0, head["finish_reason"], head["info"], expert_routes)
 
 
 def _pack_episode(episode: Episode) -> list[bytes]:
     ids, logprobs, trainable = episode.token_ids, episode.logprobs, episode.trainable
-    kept, routes = episode.kept, episode.routes
+    kept, expert_routes = episode.kept, episode.expert_routes
     if np.any(logprobs[~trainable]):
         raise ValueError("an episode has a log-prob that is not 0 on a token that is not trainable")
     if kept is not None and np.any(kept.counts[~trainable]):
@@ -218,14 +224,14 @@ def _pack_episode(episode: Episode) -> list[bytes]:
         "finish_reason": episode.finish_reason,
         "info": episode.info,
         "kept": None if kept is None else len(kept.ids),
-        "routes": None if routes is None else [*routes.shape, routes.dtype.str[1:]],
+        "routes": None if expert_routes is None else [*expert_routes.shape, expert_routes.dtype.str[1:]],
     }
     text = _padded(head)
     parts = [_LENGTH.pack(len(text)), text, ids.astype("<i4").tobytes(), logprobs[trainable].astype("<f4").tobytes()]
     if kept is not None:
         parts += [kept.counts[trainable].astype("<i4").tobytes(), kept.ids.astype("<i4").tobytes()]
-    if routes is not None:
-        data = routes.astype(routes.dtype.newbyteorder("<")).tobytes()
+    if expert_routes is not None:
+        data = expert_routes.astype(expert_routes.dtype.newbyteorder("<")).tobytes()
         parts.append(data + bytes(-len(data) % 4))
     return parts
 

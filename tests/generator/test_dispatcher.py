@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from monarch.actor import Port
 
-from monarch_rl.episode import Completion, Sampling
-from monarch_rl.generator import router as module
+from monarch_rl.episode.sampling import Completion, Sampling
+from monarch_rl.generator import dispatcher as module
+from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.generator.link import Answer, ReplicaLost, Request, answer_all
 from monarch_rl.generator.parts import UNFINISHED, Tell, end_of
-from monarch_rl.generator.router import Router
 from monarch_rl.runtime.deadlines import DeadlineExceeded
 
 COMPLETION = Completion(np.zeros(1, np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), "stop")
@@ -60,24 +60,24 @@ class Replica:
         return COMPLETION
 
 
-def start(router: Router, group: int) -> asyncio.Task[Completion]:
-    return asyncio.ensure_future(router.generate([group], Sampling(), group))
+def start(dispatcher: Dispatcher, group: int) -> asyncio.Task[Completion]:
+    return asyncio.ensure_future(dispatcher.generate([group], Sampling(), group))
 
 
 def test_groups_go_where_least_is_in_flight_and_stay_there() -> None:
     async def play() -> None:
         replicas = [Replica(), Replica()]
-        router = Router(replicas, 10)
-        tasks = [start(router, group) for group in (0, 0, 0, 1, 2, 0, 1)]
+        dispatcher = Dispatcher(replicas, 10)
+        tasks = [start(dispatcher, group) for group in (0, 0, 0, 1, 2, 0, 1)]
         await until(lambda: all(replica.messages for replica in replicas))
         assert [replica.messages for replica in replicas] == [[[0, 0, 0, 0]], [[1, 2, 1]]]
-        assert router.in_flight == (4, 3)
+        assert dispatcher.in_flight == (4, 3)
         for replica in replicas:
             replica.open.set()
         await asyncio.gather(*tasks)
-        assert router.in_flight == (0, 0)
+        assert dispatcher.in_flight == (0, 0)
         assert [replica.sent for replica in replicas] == [1, 1], "what is ready together is one message"
-        await router.generate([1], Sampling(), 1)
+        await dispatcher.generate([1], Sampling(), 1)
         assert replicas[1].messages[-1] == [1]
 
     asyncio.run(play())
@@ -104,12 +104,12 @@ def test_an_answer_waits_for_no_other() -> None:
 
         replica.draw = draw_slowly  # type: ignore[method-assign]
         replica.open.set()
-        router = Router([replica], 10)
-        first, refused, last = (start(router, group) for group in (1, -1, 2))
+        dispatcher = Dispatcher([replica], 10)
+        first, refused, last = (start(dispatcher, group) for group in (1, -1, 2))
         assert await first == COMPLETION
         with pytest.raises(ValueError, match="no such token: -1"):
             await refused
-        assert not last.done() and router.in_flight == (1,)
+        assert not last.done() and dispatcher.in_flight == (1,)
         slow.set()
         assert await last == COMPLETION
 
@@ -118,10 +118,10 @@ def test_an_answer_waits_for_no_other() -> None:
 
 def test_a_request_past_its_deadline_names_the_replica() -> None:
     async def play() -> None:
-        router = Router([Replica(), Replica()], 0.05)
+        dispatcher = Dispatcher([Replica(), Replica()], 0.05)
         with pytest.raises(DeadlineExceeded, match="generator 0 to answer a request of group 7"):
-            await router.generate([1, 2], Sampling(), 7)
-        assert router.in_flight == (0, 0)
+            await dispatcher.generate([1, 2], Sampling(), 7)
+        assert dispatcher.in_flight == (0, 0)
 
     asyncio.run(play())
 
@@ -130,14 +130,14 @@ def test_what_a_lost_replica_owes_another_one_answers() -> None:
     async def play() -> None:
         replicas = [Replica(), Replica()]
         replicas[0].error = Lost("the process this actor was running on failed")
-        router = Router(replicas, 10)
-        tasks = [start(router, group) for group in (0, 1, 0)]
+        dispatcher = Dispatcher(replicas, 10)
+        tasks = [start(dispatcher, group) for group in (0, 1, 0)]
         for replica in replicas:
             replica.open.set()
         assert await asyncio.gather(*tasks) == [COMPLETION] * 3
-        assert await router.generate([0], Sampling(), 0) == COMPLETION
+        assert await dispatcher.generate([0], Sampling(), 0) == COMPLETION
         assert replicas[0].messages == [[0, 0]] and replicas[1].messages == [[1], [0, 0], [0]]
-        assert router.in_flight == (0, 0)
+        assert dispatcher.in_flight == (0, 0)
 
     asyncio.run(play())
 
@@ -188,7 +188,7 @@ class LosingLink:
         return answer
 
 
-def routes_of(ids: Sequence[int], start: int) -> np.ndarray:
+def expert_routes_of(ids: Sequence[int], start: int) -> np.ndarray:
     """How any replica reads a sequence: of each token but the last, by those up to it."""
     read = [[[sum(ids[: place + 1]) % 251, place]] for place in range(start, len(ids) - 1)]
     return np.asarray(read, np.uint8).reshape(-1, 1, 2)
@@ -200,10 +200,12 @@ class RoutingLink(LosingLink):
     def ask(self, prompt_ids: list[int], sampling: Sampling) -> asyncio.Future[Completion]:
         answer = super().ask(prompt_ids, sampling)
         if answer.exception() is None:
-            whole, start = answer.result(), sampling.routes_from
+            whole, start = answer.result(), sampling.expert_routes_from
             assert start is not None
             answer = asyncio.get_running_loop().create_future()
-            answer.set_result(replace(whole, routes=routes_of(prompt_ids + whole.token_ids.tolist(), start)))
+            answer.set_result(
+                replace(whole, expert_routes=expert_routes_of(prompt_ids + whole.token_ids.tolist(), start))
+            )
         return answer
 
 
@@ -219,13 +221,13 @@ def test_wherever_replicas_are_lost_there_is_a_route_for_each_token_that_was_rea
 ) -> None:
     """Also where all tokens had arrived, but not the answer with their routes."""
     start = min(known, len(prompt) - 1)
-    wanted = Sampling(max_new_tokens=count, stop_token_ids=stops, routes_from=start)
+    wanted = Sampling(max_new_tokens=count, stop_token_ids=stops, expert_routes_from=start)
     whole = draw(prompt, wanted, 0)
     found, _ = generate_through(losses, prompt, wanted, RoutingLink)
     assert found.token_ids.tolist() == whole.token_ids.tolist()
     assert found.finish_reason == whole.finish_reason
-    expected = routes_of(prompt + whole.token_ids.tolist(), start)
-    assert found.routes is not None and found.routes.tolist() == expected.tolist()
+    expected = expert_routes_of(prompt + whole.token_ids.tolist(), start)
+    assert found.expert_routes is not None and found.expert_routes.tolist() == expected.tolist()
 
 
 def generate_through(
@@ -235,9 +237,9 @@ def generate_through(
     links = [link(9 - index, parts) for index, parts in enumerate([*losses, None])]
 
     async def play() -> Completion:
-        router = Router(links, 10)
-        router._links = links  # type: ignore[assignment]
-        return await router.generate(prompt, wanted, 0)
+        dispatcher = Dispatcher(links, 10)
+        dispatcher._links = links  # type: ignore[assignment]
+        return await dispatcher.generate(prompt, wanted, 0)
 
     return asyncio.run(play()), links
 
@@ -313,22 +315,22 @@ def test_what_a_lost_replica_had_told_is_not_drawn_again() -> None:
 
     async def play() -> None:
         replicas = [TellingReplica(5, 8, holds=(3, 4)), TellingReplica(4, 4, holds=(3,)), TellingReplica(3, 4)]
-        router = Router(replicas, 10)
+        dispatcher = Dispatcher(replicas, 10)
         wanted = Sampling(max_new_tokens=20)
-        thrice, twice, once = (asyncio.ensure_future(router.generate([i], wanted, 0)) for i in (3, 4, 5))
+        thrice, twice, once = (asyncio.ensure_future(dispatcher.generate([i], wanted, 0)) for i in (3, 4, 5))
         whole = draw([3], wanted, 0)
         ids = whole.token_ids.tolist()
         assert (await once).policy_versions.tolist() == [5] * 20
-        router.route(paused=[], lost=[0])
+        dispatcher.update_replicas(paused=[], lost=[0])
         assert (await twice).policy_versions.tolist() == [5] * 8 + [4] * 12
-        router.route(paused=[], lost=[0, 1])
+        dispatcher.update_replicas(paused=[], lost=[0, 1])
         found = await thrice
         assert found.policy_versions.tolist() == [5] * 8 + [4] * 4 + [3] * 8
         assert found.token_ids.tolist() == ids
         assert found.logprobs.tolist() == whole.logprobs.tolist()
         assert replicas[1].asked[0] == ([3, *ids[:8]], 12)
         assert replicas[2].asked == [([3, *ids[:12]], 8)]
-        assert router.in_flight == (0, 0, 0)
+        assert dispatcher.in_flight == (0, 0, 0)
 
     asyncio.run(play())
 
@@ -339,15 +341,15 @@ def test_without_replicas_left_requests_wait_for_a_new_one() -> None:
         lost.error = Lost("gone")
         lost.open.set()
         new.open.set()
-        router = Router([lost], 10)
-        waiting = start(router, 0)
-        await until(lambda: bool(router._lost))
-        router.replace(0, new)
+        dispatcher = Dispatcher([lost], 10)
+        waiting = start(dispatcher, 0)
+        await until(lambda: bool(dispatcher._lost))
+        dispatcher.replace(0, new)
         await asyncio.sleep(0.01)
         assert not waiting.done() and not new.messages, "it was asked before it was in the routing"
-        router.route(paused=[], lost=[])
+        dispatcher.update_replicas(paused=[], lost=[])
         assert await waiting == COMPLETION
-        assert new.messages == [[0]] and router.in_flight == (0,)
+        assert new.messages == [[0]] and dispatcher.in_flight == (0,)
 
     asyncio.run(play())
 
@@ -357,10 +359,10 @@ def test_without_a_new_replica_the_deadline_tells_the_losses() -> None:
         replica = Replica()
         replica.error = Lost("gone")
         replica.open.set()
-        router = Router([replica], 0.05)
+        dispatcher = Dispatcher([replica], 0.05)
         with pytest.raises(DeadlineExceeded, match="in the routing for group 3; generator 0 was lost: gone"):
-            await router.generate([1], Sampling(), 3)
-        assert router.in_flight == (0,)
+            await dispatcher.generate([1], Sampling(), 3)
+        assert dispatcher.in_flight == (0,)
 
     asyncio.run(play())
 
@@ -371,12 +373,12 @@ def test_a_loss_of_the_one_before_is_not_that_of_its_replacement() -> None:
     async def play() -> None:
         old, new = Replica(), Replica()
         new.open.set()
-        router = Router([old], 10)
-        waiting = start(router, 0)
+        dispatcher = Dispatcher([old], 10)
+        waiting = start(dispatcher, 0)
         await until(lambda: bool(old.messages))
-        router.replace(0, new)  # nobody was told that it is lost
+        dispatcher.replace(0, new)  # nobody was told that it is lost
         assert await waiting == COMPLETION
-        assert not router._lost and new.messages == [[0]]
+        assert not dispatcher._lost and new.messages == [[0]]
 
     asyncio.run(play())
 
@@ -386,12 +388,12 @@ def test_what_is_given_up_is_given_up_even_if_it_was_known_to_be_lost() -> None:
 
     async def play() -> None:
         replicas = [Replica(), Replica()]
-        router = Router(replicas, 10)
-        hanging = start(router, 0)
+        dispatcher = Dispatcher(replicas, 10)
+        hanging = start(dispatcher, 0)
         await until(lambda: bool(replicas[0].messages))
-        router._lost[0] = "another request failed there"
+        dispatcher._lost[0] = "another request failed there"
         replicas[1].open.set()
-        router.route(paused=[], lost=[0])
+        dispatcher.update_replicas(paused=[], lost=[0])
         assert await hanging == COMPLETION
 
     asyncio.run(play())
@@ -402,14 +404,14 @@ def test_a_replica_that_hangs_and_is_given_up_owes_nothing() -> None:
 
     async def play() -> None:
         replicas = [Replica(), Replica()]
-        router = Router(replicas, 10)
-        task = start(router, 0)
+        dispatcher = Dispatcher(replicas, 10)
+        task = start(dispatcher, 0)
         await until(lambda: bool(replicas[0].messages))
         replicas[1].open.set()
-        router.route(paused=[], lost=[0])
+        dispatcher.update_replicas(paused=[], lost=[0])
         assert await task == COMPLETION
-        router.route(paused=[], lost=[])  # it came back
-        assert router._replica_of(1) == 0
+        dispatcher.update_replicas(paused=[], lost=[])  # it came back
+        assert dispatcher._replica_of(1) == 0
 
     asyncio.run(play())
 
@@ -417,18 +419,18 @@ def test_a_replica_that_hangs_and_is_given_up_owes_nothing() -> None:
 def test_a_paused_replica_gets_nothing_new_and_keeps_what_it_has() -> None:
     async def play() -> None:
         replicas = [Replica(), Replica()]
-        router = Router(replicas, 10)
-        first = start(router, 0)
+        dispatcher = Dispatcher(replicas, 10)
+        first = start(dispatcher, 0)
         await until(lambda: bool(replicas[0].messages))
-        router.route(paused=[0], lost=[])
+        dispatcher.update_replicas(paused=[0], lost=[])
         replicas[1].open.set()
-        assert await router.generate([0], Sampling(), 0) == COMPLETION
+        assert await dispatcher.generate([0], Sampling(), 0) == COMPLETION
         assert not first.done() and replicas[0].messages == [[0]]
-        router.route(paused=[0, 1], lost=[])
-        waits = start(router, 5)
+        dispatcher.update_replicas(paused=[0, 1], lost=[])
+        waits = start(dispatcher, 5)
         await asyncio.sleep(0.01)
         assert not waits.done() and replicas[1].messages == [[0]]
-        router.route(paused=[0], lost=[])
+        dispatcher.update_replicas(paused=[0], lost=[])
         assert await waits == COMPLETION
         replicas[0].open.set()
         assert await first == COMPLETION
@@ -442,22 +444,22 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     async def play() -> None:
         replica = Replica()
         replica.open.set()
-        router = Router([replica], 10)
+        dispatcher = Dispatcher([replica], 10)
         for group in (0, 1, 2, 0, 3):
-            await router.generate([1], Sampling(), group)
-        assert list(router._groups) == [2, 0, 3]
+            await dispatcher.generate([1], Sampling(), group)
+        assert list(dispatcher._groups) == [2, 0, 3]
 
     asyncio.run(play())
 
 
 def test_a_copy_counts_its_own_requests() -> None:
-    router = Router(["handle a", "handle b"], 3.0)
-    router._in_flight[0] = 5
-    copy: Any = pickle.loads(pickle.dumps(router))
+    dispatcher = Dispatcher(["handle a", "handle b"], 3.0)
+    dispatcher._in_flight[0] = 5
+    copy: Any = pickle.loads(pickle.dumps(dispatcher))
     assert copy.in_flight == (0, 0)
     assert copy._replicas == ["handle a", "handle b"]
 
 
 def test_a_router_needs_replicas() -> None:
     with pytest.raises(ValueError, match="at least one"):
-        Router([], 1.0)
+        Dispatcher([], 1.0)

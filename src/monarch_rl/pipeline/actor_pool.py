@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Way:
+class ActorFactory:
     """How a process of a crew comes and goes."""
 
     cluster: Cluster
@@ -30,7 +30,7 @@ class Way:
     """By index and handle: all that the actor needs before it can be used; with a deadline."""
 
 
-class Crew:
+class ActorPool:
     """The processes of one kind, each in a mesh of its own, by index.
 
     Args:
@@ -40,7 +40,9 @@ class Crew:
         way: how others come; None if they cannot.
     """
 
-    def __init__(self, kind: str, mesh: str, handles: Mapping[int, Any] | None = None, way: Way | None = None) -> None:
+    def __init__(
+        self, kind: str, mesh: str, handles: Mapping[int, Any] | None = None, way: ActorFactory | None = None
+    ) -> None:
         self.kind, self.mesh = kind, mesh
         self.handles: dict[int, Any] = dict(handles or {})
         """Of those that are there and set up, by index."""

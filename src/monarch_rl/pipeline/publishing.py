@@ -20,13 +20,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from monarch_rl.crew import last_line
+from monarch_rl.pipeline.actor_pool import last_line
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, now, within
 from monarch_rl.runtime.meshes import members
 from monarch_rl.weights.checksum import signed
 from monarch_rl.weights.manifest import Manifest, lay_out, make_manifest
-from monarch_rl.weights.transport import SLOTS, TRANSPORTS, StillServing, TransferSettings, TransportName
+from monarch_rl.weights.transport import SNAPSHOTS, TRANSPORTS, StillServing, TransferSettings, TransportName
 
 logger = logging.getLogger("monarch_rl")
 
@@ -34,7 +34,7 @@ ANSWER_DEADLINE_S = 20.0
 """Seconds in which a living process answers that it is there, on a machine with all cores busy."""
 
 T = TypeVar("T")
-Routing = Callable[[list[int], list[int]], Awaitable[None]]
+TellWorkers = Callable[[list[int], list[int]], Awaitable[None]]
 """Tells the rollout workers which replicas take no new requests for now, and which are lost."""
 
 
@@ -89,7 +89,7 @@ class Publisher:
     buffer: Any
     settings: TransferSettings
     manifest: Manifest
-    routing: Routing | None = None
+    tell_workers: TellWorkers | None = None
     last: SwapReport | None = None
     """Of the newest version that is served."""
     lost: dict[int, str] = field(default_factory=dict)
@@ -118,11 +118,11 @@ class Publisher:
         buffer: Any,
         settings: TransferSettings,
         dtype: str,
-        routing: Routing | None = None,
+        tell_workers: TellWorkers | None = None,
     ) -> Publisher:
         """Plan what a version consists of, and let trainer ranks and generators, by index, meet. ``dtype``: served."""
         manifest = await _plan(trainer, dtype)
-        publisher = cls(trainer, buffer, settings, manifest, routing, _ranks=members(trainer))
+        publisher = cls(trainer, buffer, settings, manifest, tell_workers, _ranks=members(trainer))
         publisher._frozen = await _frozen(trainer, dtype)
         for index, generator in generators.items():
             await publisher._verify_frozen(index, generator)
@@ -183,7 +183,7 @@ class Publisher:
 
         Two versions can be on their way; a third waits until the first is served. Raises what the first raised.
         """
-        while len(self._deliveries) >= SLOTS:
+        while len(self._deliveries) >= SNAPSHOTS:
             await self._deliveries.pop(0)  # waits: every wait of a delivery has a deadline of its own
         self._snapshot_s[version] = await self._snapshot(version)
         self._newest = version
@@ -227,19 +227,19 @@ class Publisher:
     async def give_up(self, index: int, why: str) -> None:
         """Do without a replica from now on."""
         self._give_up(index, why)
-        await self.reroute()
+        await self.update_dispatch()
 
-    async def reroute(self) -> None:
+    async def update_dispatch(self) -> None:
         """Tell the rollout workers which replicas to ask.
 
         One that only missed a transfer serves the version before, which is whole: nothing is published yet.
         """
-        if self.routing is not None:
+        if self.tell_workers is not None:
             paused = [index for index, replica in self._replicas.items() if replica.serves is None]
-            await self.routing(paused, list(self.lost))  # waits: pipeline.routing has a deadline
+            await self.tell_workers(paused, list(self.lost))  # waits: pipeline.routing has a deadline
 
     async def _snapshot(self, version: int) -> float:
-        call = self.trainer.snapshot.call(version, version % SLOTS)
+        call = self.trainer.snapshot.call(version, version % SNAPSHOTS)
         what = f"trainer ranks to copy version {version}"
         answers = await within(self.settings.deadline_s, call, what, on="trainer ranks")
         return float(max(answers.values()))
@@ -286,7 +286,7 @@ class Publisher:
                         "generator %d did not take version %d (attempt %d of %d) and is sent it again: %s",
                         *(index, version, max(attempts, 1), self.settings.attempts, last_line(error)),
                     )
-            await self.reroute()
+            await self.update_dispatch()
             self._met = None
         if not self._replicas:
             if self.on_lost is not None:  # the next one that comes is sent the newest version
@@ -302,7 +302,7 @@ class Publisher:
             self.manifest.nbytes,
             took.sent_bytes,
         )
-        await self.reroute()
+        await self.update_dispatch()
         if version > 0:
             call = self.buffer.published.call_one(version)
             await within(CALL_DEADLINE_S, call, "the buffer to release slots", on="buffer")
@@ -338,7 +338,7 @@ class Publisher:
                 (
                     f"generator {replica.index}",
                     f"to commit version {version}",
-                    replica.handle.commit.call_one(version, version % SLOTS, checksums),
+                    replica.handle.commit.call_one(version, version % SNAPSHOTS, checksums),
                 )
                 for replica in arrived
             ),
@@ -359,7 +359,7 @@ class Publisher:
     async def _transfer(self, version: int, replicas: list[_Replica]) -> tuple[dict[str, int], dict[int, Any]]:
         """All bytes to all ``replicas``; the trainer's checksum of each tensor, and what each replica received, in
         bytes, or why it did not."""
-        slot = version % SLOTS
+        slot = version % SNAPSHOTS
         ranks = self._ranks
         answers = await self._gather(
             [

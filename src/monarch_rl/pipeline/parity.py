@@ -23,7 +23,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from monarch_rl.algorithms.packing import plan_microbatches
-from monarch_rl.episode import Episode, Group, Sampling, Turn
+from monarch_rl.episode.episode import Episode, Group, Turn
+from monarch_rl.episode.packed import pack_group, unpack_group
+from monarch_rl.episode.sampling import Sampling
 from monarch_rl.generator.scheduler_process import quiet_imports
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.runtime.deadlines import within
@@ -95,7 +97,7 @@ def compare(
         SideFailed: a side failed; its own error is on stderr.
     """
     quiet_imports()
-    trainer = replace(trainer, routing="compare" if experts else "own")
+    trainer = replace(trainer, router_replay="compare" if experts else "off")
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         what = f"the engine to draw {sum(len(lot.prompts) for lot in lots)} sequences"
@@ -154,37 +156,37 @@ def draw(
     model: Path,
     settings: GeneratorSettings,
     lots: Sequence[Lot],
-    routes: bool,
+    expert_routes: bool,
     deadline_s: float,
 ) -> None:
     """Draw all lots with one engine, and write each to ``folder`` as the bytes of a group."""
-    asyncio.run(_draw(folder, model, settings, lots, routes, deadline_s))
+    asyncio.run(_draw(folder, model, settings, lots, expert_routes, deadline_s))
 
 
 async def _draw(
-    folder: Path, model: Path, settings: GeneratorSettings, lots: Sequence[Lot], routes: bool, deadline_s: float
+    folder: Path, model: Path, settings: GeneratorSettings, lots: Sequence[Lot], expert_routes: bool, deadline_s: float
 ) -> None:
     from monarch_rl.generator.engine import Engine
 
-    starting = Engine.start(str(model), settings, routes=routes)
+    starting = Engine.start(str(model), settings, expert_routes=expert_routes)
     engine = await within(settings.start_deadline_s, starting, "the engine to start", on="the engine")
     try:
         what = f"{sum(len(lot.prompts) for lot in lots)} sequences of all lots"
-        await within(deadline_s, _draw_all(folder, engine, lots, routes), what, on="the engine")
+        await within(deadline_s, _draw_all(folder, engine, lots, expert_routes), what, on="the engine")
     finally:
         await engine.shutdown()
 
 
-async def _draw_all(folder: Path, engine: Engine, lots: Sequence[Lot], routes: bool) -> None:
+async def _draw_all(folder: Path, engine: Engine, lots: Sequence[Lot], expert_routes: bool) -> None:
     for index, lot in enumerate(lots):
-        sampling = replace(lot.sampling, routes_from=0 if routes else None)
+        sampling = replace(lot.sampling, expert_routes_from=0 if expert_routes else None)
         # waits: within _draw's deadline
         drawn = await asyncio.gather(*(engine.generate(prompt, sampling) for prompt in lot.prompts))
         episodes = [
-            Episode([Turn.from_completion(prompt, one)], 0.0, one.finish_reason, routes=one.routes)
+            Episode([Turn.from_completion(prompt, one)], 0.0, one.finish_reason, expert_routes=one.expert_routes)
             for prompt, one in zip(lot.prompts, drawn, strict=True)
         ]
-        (folder / lot.name).write_bytes(Group(index, index, episodes).to_bytes())
+        (folder / lot.name).write_bytes(pack_group(Group(index, index, episodes)))
 
 
 # ---- the trainer's side --------------------------------------------------------------------------------------
@@ -198,7 +200,7 @@ def score(rank: int, folder: Path, model: Path, settings: TrainerSettings, lots:
 
     policy = Policy(model, settings, total_steps=1)
     for lot in lots:
-        group = Group.from_bytes((folder / lot.name).read_bytes())
+        group = unpack_group((folder / lot.name).read_bytes())
         policy.temperature = lot.sampling.temperature or NEAR_ZERO
         save_file(_score(policy, group.episodes), folder / f"{lot.name}.{rank}")
     policy.close()
@@ -219,13 +221,13 @@ def _score(policy: Policy, episodes: Sequence[Episode]) -> dict[str, torch.Tenso
         mine = [episodes[i] for i in microbatch]
         batch = pack(mine, torch.zeros(len(mine)), torch.zeros(len(mine)), 0, policy.device)
         with torch.no_grad():
-            keep("own", policy.score(batch).logprobs)
+            keep("own", policy.logprobs(batch).logprobs)
             keep("engine", batch.behaviour_logprobs)
-            if settings.routing == "own":
+            if settings.router_replay == "off":
                 continue
-            if batch.routes is not None:
+            if batch.expert_routes is not None:
                 keep("differing", policy.routes_differ())
-            keep("replayed", policy.score(batch, "replay").logprobs)
+            keep("replayed", policy.logprobs(batch, "replay").logprobs)
     return {name: torch.cat(parts) for name, parts in found.items()}
 
 
@@ -238,5 +240,5 @@ def _collect(folder: Path, lot: Lot, ranks: int) -> Reading:
 
     engine, own = joined("engine"), joined("own")
     assert engine is not None and own is not None
-    group = Group.from_bytes((folder / lot.name).read_bytes())
+    group = unpack_group((folder / lot.name).read_bytes())
     return Reading(group, engine, own, joined("replayed"), joined("differing"))

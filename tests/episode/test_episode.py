@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monarch_rl.episode import NO_VERSION, Completion, Episode, Group, KeptSets, Turn
-from monarch_rl.packed import PackedGroup, mask_older, unpack_episode
+from monarch_rl.episode.episode import NO_VERSION, Episode, Group, Turn
+from monarch_rl.episode.packed import PackedGroup, mask_older, pack_group, unpack_episode, unpack_group
+from monarch_rl.episode.sampling import Completion, KeptSets
 
 INFO = st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=9) | st.none() | st.booleans(), max_size=3)
 
@@ -46,7 +47,7 @@ def episodes(draw: st.DrawFn) -> Episode:
     if dtype is not None and episode.num_tokens:
         shape = (episode.num_tokens - 1, *draw(st.tuples(st.integers(1, 3), st.integers(1, 3))))
         drawn = np.random.default_rng(draw(st.integers(0, 2**32)))
-        episode.routes = drawn.integers(0, np.iinfo(dtype).max, shape).astype(dtype)
+        episode.expert_routes = drawn.integers(0, np.iinfo(dtype).max, shape).astype(dtype)
     return episode
 
 
@@ -69,13 +70,13 @@ def check_equal(ours: np.ndarray | None, theirs: np.ndarray | None) -> None:
 
 @given(GROUPS)
 def test_group_survives_its_bytes(group: Group) -> None:
-    read = Group.from_bytes(group.to_bytes())
+    read = unpack_group(pack_group(group))
     for name in ("group_id", "task_index", "failed", "attempt"):
         assert getattr(read, name) == getattr(group, name)
     for ours, theirs in zip(group.episodes, read.episodes, strict=True):
         assert (ours.reward, ours.finish_reason, ours.info) == (theirs.reward, theirs.finish_reason, theirs.info)
         assert len(ours.turns) == len(theirs.turns)
-        check_equal(ours.routes, theirs.routes)
+        check_equal(ours.expert_routes, theirs.expert_routes)
         for a, b in zip(ours.turns, theirs.turns, strict=True):
             for name in ("token_ids", "logprobs", "policy_versions", "trainable"):
                 check_equal(getattr(a, name), getattr(b, name))
@@ -84,7 +85,7 @@ def test_group_survives_its_bytes(group: Group) -> None:
                 check_equal(a.kept.counts, b.kept.counts)
                 check_equal(a.kept.ids, b.kept.ids)
     assert read.oldest_version == group.oldest_version
-    assert read.to_bytes() == group.to_bytes()
+    assert pack_group(read) == pack_group(group)
 
 
 @given(GROUPS)
@@ -102,7 +103,7 @@ def test_oldest_version_is_that_of_trainable_tokens(group: Group) -> None:
 
 @given(GROUPS)
 def test_the_header_tells_what_the_buffer_decides_by(group: Group) -> None:
-    packed = PackedGroup.read(group.to_bytes())
+    packed = PackedGroup.read(pack_group(group))
     assert packed.oldest_version == group.oldest_version
     assert packed.rewards.tolist() == group.rewards.tolist()
     for known, episode in zip(packed.episodes, group.episodes, strict=True):
@@ -116,25 +117,25 @@ def test_the_header_tells_what_the_buffer_decides_by(group: Group) -> None:
 
 
 def test_what_is_no_packed_group_is_refused() -> None:
-    data = Group(7, 0, []).to_bytes()
+    data = pack_group(Group(7, 0, []))
     with pytest.raises(ValueError, match="group format b'GRP9' cannot be read here"):
-        Group.from_bytes(b"GRP9" + data[4:])
+        unpack_group(b"GRP9" + data[4:])
     with pytest.raises(ValueError, match=f"group 7 has {len(data) + 1} bytes, its header tells of {len(data)}"):
-        Group.from_bytes(data + b"x")
+        unpack_group(data + b"x")
     with pytest.raises(ValueError, match="the header of a group of 20 bytes cannot be read"):
-        Group.from_bytes(data[:20])
+        unpack_group(data[:20])
 
 
 def test_a_logprob_that_would_be_lost_is_refused() -> None:
     turn = Turn(np.zeros(1, np.int32), np.ones(1, np.float32), np.zeros(1, np.int32), np.zeros(1, bool))
     with pytest.raises(ValueError, match="not 0 on a token that is not trainable"):
-        Group(0, 0, [Episode([turn], 0.0, "stop")]).to_bytes()
+        pack_group(Group(0, 0, [Episode([turn], 0.0, "stop")]))
 
 
 def test_a_token_takes_eight_bytes() -> None:
     n = 1000
     turn = Turn.from_completion([], Completion(np.arange(n), np.full(n, -1.0), np.full(n, 3), "stop"))
-    assert len(Group(0, 0, [Episode([turn], 0.0, "stop")] * 16).to_bytes()) < 16 * (8 * n + 128)
+    assert len(pack_group(Group(0, 0, [Episode([turn], 0.0, "stop")] * 16))) < 16 * (8 * n + 128)
 
 
 def test_turn_from_completion_trains_only_what_was_drawn() -> None:
@@ -177,7 +178,7 @@ def test_a_kept_set_that_would_be_lost_is_refused() -> None:
     kept = KeptSets(np.ones(1, np.int32), np.zeros(1, np.int32))
     turn = Turn(np.zeros(1, np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), np.zeros(1, bool), kept)
     with pytest.raises(ValueError, match="a kept set on a token that is not trainable"):
-        Group(0, 0, [Episode([turn], 0.0, "stop")]).to_bytes()
+        pack_group(Group(0, 0, [Episode([turn], 0.0, "stop")]))
     with pytest.raises(ValueError, match="1 of the 2 turns of an episode have kept sets"):
         _ = Episode([turn, replace(turn, kept=None)], 0.0, "stop").kept
 
@@ -189,6 +190,6 @@ def test_what_kept_sets_and_routes_cost() -> None:
     completion = Completion(np.arange(n), np.full(n, -1.0), np.full(n, 3), "stop")
     bare = Episode([Turn.from_completion([], completion)], 0.0, "stop")
     full = Episode([Turn.from_completion([], replace(completion, kept=kept))], 0.0, "stop")
-    full.routes = np.zeros((n - 1, layers, k), np.uint8)
-    more = len(Group(0, 0, [full]).to_bytes()) - len(Group(0, 0, [bare]).to_bytes())
+    full.expert_routes = np.zeros((n - 1, layers, k), np.uint8)
+    more = len(pack_group(Group(0, 0, [full]))) - len(pack_group(Group(0, 0, [bare])))
     assert more == pytest.approx(n * (4 + 4 * size) + n * layers * k, abs=64)

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from monarch_rl.parity import SideFailed, run_ranks
+from monarch_rl.pipeline.parity import SideFailed, run_ranks
 
 
 def fail_or_hang(rank: int) -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 
-class Scored(NamedTuple):
+class TokenLogprobs(NamedTuple):
     """What the LM head says of N tokens that were drawn. A named tuple, since FSDP looks for tensors in it."""
 
     logprobs: torch.Tensor
@@ -21,7 +21,7 @@ class Scored(NamedTuple):
 
 @dataclass(slots=True)
 class Drawn:
-    """What was drawn, and how: what the LM head needs to say :class:`Scored`."""
+    """What was drawn, and how: what the LM head needs to say :class:`TokenLogprobs`."""
 
     positions: torch.Tensor
     """bool[B x L]: N places after which tokens were drawn."""

@@ -28,8 +28,8 @@ from typing import Any
 
 from monarch.actor import ActorError
 
-from monarch_rl.crew import Crew, last_line
-from monarch_rl.publishing import Publisher
+from monarch_rl.pipeline.actor_pool import ActorPool, last_line
+from monarch_rl.pipeline.publishing import Publisher
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, DeadlineExceeded, now, within
 
 logger = logging.getLogger("monarch_rl")
@@ -51,7 +51,7 @@ class RecoverySettings:
             )
 
 
-class CrewLost(RuntimeError):
+class AllActorsLost(RuntimeError):
     """All processes of a kind are lost; the message has the first cause."""
 
 
@@ -71,8 +71,8 @@ class Recovery:
 
     def __init__(
         self,
-        generators: Crew,
-        workers: Crew,
+        generators: ActorPool,
+        workers: ActorPool,
         publisher: Publisher,
         buffer: Any,
         settings: RecoverySettings,
@@ -103,15 +103,15 @@ class Recovery:
         """Replace what is lost while the block runs.
 
         Raises:
-            CrewLost: nobody of a kind is left.
+            AllActorsLost: nobody of a kind is left.
         """
         self._publisher.on_lost = self._publisher_lost
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 keepers = [
-                    self._tasks.create_task(self._keep(crew, index))
-                    for crew in (self._generators, self._workers)
-                    for index in crew.handles
+                    self._tasks.create_task(self._keep(pool, index))
+                    for pool in (self._generators, self._workers)
+                    for index in pool.handles
                 ]
                 yield
                 for keeper in keepers:
@@ -138,14 +138,14 @@ class Recovery:
         Returns:
             Whether the run can do without it: it belongs to a crew that others are left of, or can be replaced.
         """
-        for crew in (self._generators, self._workers):
+        for pool in (self._generators, self._workers):
             # A process that has not said its name yet goes by its mesh and its rank there.
-            found = re.search(rf"\b{crew.kind} (\d+)|^{crew.mesh}(\d+) \d+$", culprit)
+            found = re.search(rf"\b{pool.kind} (\d+)|^{pool.mesh}(\d+) \d+$", culprit)
             if found is None:
                 continue
             culprits = int(found[1] or found[2])
-            name, others = crew.name(culprits), any(index != culprits for index in crew.handles)
-            if others or (crew.replaceable and len(self._counting(name)) < self._settings.restarts):
+            name, others = pool.name(culprits), any(index != culprits for index in pool.handles)
+            if others or (pool.replaceable and len(self._counting(name)) < self._settings.restarts):
                 self._tell(name, RuntimeError(f"{culprit} is stopped, or does not go on"))
                 return True
         return False
@@ -156,36 +156,36 @@ class Recovery:
 
     # -- one process -----------------------------------------------------------------------------------------------
 
-    async def _keep(self, crew: Crew, index: int) -> None:
+    async def _keep(self, pool: ActorPool, index: int) -> None:
         """Wait for the loss of a process and start another one, again and again, until it is given up."""
         while True:
-            cause = await self._loss_of(crew, index)
+            cause = await self._loss_of(pool, index)
             lost = now()
-            await self._take_leave(crew, index, cause)
-            while self._may_start_again(crew, index, cause):
+            await self._take_leave(pool, index, cause)
+            while self._may_start_again(pool, index, cause):
                 try:
-                    await self._start_again(crew, index)
+                    await self._start_again(pool, index)
                     break
                 except Exception as error:  # counted as a loss: what fails again and again is given up
                     cause = error
-                    self._note(crew.name(index), f"did not start: {last_line(error)}", cause=str(error))
+                    self._note(pool.name(index), f"did not start: {last_line(error)}", cause=str(error))
             else:
-                await crew.stop(index)
-                self._give_up(crew, index, cause)
+                await pool.stop(index)
+                self._give_up(pool, index, cause)
                 return
             self._returned += 1
-            self._note(crew.name(index), f"is back after {now() - lost:.1f} s", back_after_s=now() - lost)
+            self._note(pool.name(index), f"is back after {now() - lost:.1f} s", back_after_s=now() - lost)
 
-    async def _loss_of(self, crew: Crew, index: int) -> Exception:
+    async def _loss_of(self, pool: ActorPool, index: int) -> Exception:
         """Why a process is lost, as soon as it is."""
-        if crew is self._generators and index in self._publisher.lost:  # before it was tended
+        if pool is self._generators and index in self._publisher.lost:  # before it was tended
             return RuntimeError(self._publisher.lost[index])
-        told = self._told[crew.name(index)] = asyncio.get_running_loop().create_future()
-        living = asyncio.ensure_future(_life(crew.handles[index]))
+        told = self._told[pool.name(index)] = asyncio.get_running_loop().create_future()
+        living = asyncio.ensure_future(_life(pool.handles[index]))
         try:
             await asyncio.wait({living, told}, return_when=asyncio.FIRST_COMPLETED)  # waits: as long as it lives
         finally:
-            del self._told[crew.name(index)]
+            del self._told[pool.name(index)]
             living.cancel()
         if told.done():
             return told.result()
@@ -199,16 +199,16 @@ class Recovery:
     def _publisher_lost(self, index: int, why: str) -> None:
         self._tell(self._generators.name(index), RuntimeError(why))
 
-    async def _take_leave(self, crew: Crew, index: int, cause: Exception) -> None:
+    async def _take_leave(self, pool: ActorPool, index: int, cause: Exception) -> None:
         """See to it that nobody waits for a process that is lost."""
-        name = crew.name(index)
+        name = pool.name(index)
         self._lost += 1
         self._note(name, f"is lost: {last_line(cause)}", cause=str(cause))
-        crew.handles.pop(index)
-        if crew is self._generators:
+        pool.handles.pop(index)
+        if pool is self._generators:
             await self._publisher.give_up(index, last_line(cause))
             return
-        await crew.stop(index)  # before its groups go to others: it could still ask for them
+        await pool.stop(index)  # before its groups go to others: it could still ask for them
         if self._playing is not None and index in self._playing:
             self._playing.pop(index).cancel()
         release = self._buffer.release.call_one(name)
@@ -216,12 +216,12 @@ class Recovery:
         if groups:
             logger.warning("%d groups of %s begin anew: %s", len(groups), name, ", ".join(map(str, groups)))
 
-    async def _start_again(self, crew: Crew, index: int) -> None:
-        if crew is self._workers:
+    async def _start_again(self, pool: ActorPool, index: int) -> None:
+        if pool is self._workers:
             await self._start_worker(index)
             return
-        await crew.stop(index)
-        handle = await crew.start(index)
+        await pool.stop(index)
+        handle = await pool.start(index)
         replace = "to take note of a new generator"
         answers = await self._workers.ask(
             CALL_DEADLINE_S, replace, lambda _, worker: worker.replace.call_one(index, handle)
@@ -240,7 +240,7 @@ class Recovery:
                 what = f"{name} to take note of a new generator"
                 await within(CALL_DEADLINE_S, worker.replace.call_one(other, generator), what, on=name)
             known |= new
-        await self._publisher.reroute()
+        await self._publisher.update_dispatch()
         if self._playing is not None and index not in self._playing:  # they may have begun to play meanwhile
             self._play(index)
 
@@ -265,28 +265,28 @@ class Recovery:
             losses.popleft()
         return losses
 
-    def _may_start_again(self, crew: Crew, index: int, cause: Exception) -> bool:
-        losses = self._counting(crew.name(index))
-        loss = _Loss(crew.name(index), cause, now())
+    def _may_start_again(self, pool: ActorPool, index: int, cause: Exception) -> bool:
+        losses = self._counting(pool.name(index))
+        loss = _Loss(pool.name(index), cause, now())
         losses.append(loss)
-        latest = self._latest.get(crew.kind)
+        latest = self._latest.get(pool.kind)
         if latest is None or latest.when < now() - self._settings.per_s:
-            self._first[crew.kind] = loss
-        self._latest[crew.kind] = loss
-        return crew.replaceable and len(losses) <= self._settings.restarts
+            self._first[pool.kind] = loss
+        self._latest[pool.kind] = loss
+        return pool.replaceable and len(losses) <= self._settings.restarts
 
-    def _give_up(self, crew: Crew, index: int, cause: Exception) -> None:
+    def _give_up(self, pool: ActorPool, index: int, cause: Exception) -> None:
         """Go on without a process, or raise if nobody of its kind is left."""
-        given_up = self._given_up[crew.kind]
+        given_up = self._given_up[pool.kind]
         given_up.add(index)
-        name, losses = crew.name(index), self._losses[crew.name(index)]
-        left = [crew.name(other) for other in crew.latest if other not in given_up]
+        name, losses = pool.name(index), self._losses[pool.name(index)]
+        left = [pool.name(other) for other in pool.latest if other not in given_up]
         if left:
             self._note(name, f"is not started again; the run goes on with {', '.join(left)}", given_up=True)
             return
-        first = self._first[crew.kind]
-        raise CrewLost(
-            f"no {crew.kind} is left. The first loss was that of {first.name}: {str(first.cause).strip()}"
+        first = self._first[pool.kind]
+        raise AllActorsLost(
+            f"no {pool.kind} is left. The first loss was that of {first.name}: {str(first.cause).strip()}"
             + (f"\nThe last one was that of {name}, {len(losses)} times: {last_line(cause)}" if len(losses) > 1 else "")
         )
 

@@ -1,0 +1,100 @@
+"""How tokens are drawn, and what one request drew."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+class GenerationError(RuntimeError):
+    """A request was refused or aborted; the message is the engine's."""
+
+
+class DrawLost(GenerationError):
+    """The engine drew a token and cannot tell from which set: it costs the episode, and no other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the engine draws tokens."""
+
+    max_new_tokens: int = 64
+    """Tokens a turn may have; the engine stops there with finish reason ``length``."""
+    temperature: float = 1.0
+    """0 is greedy. Log-probs are those of the tempered distribution."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Ids that end a turn. The stop token is part of the turn and is trained."""
+    seed: int | None = None
+    """Makes one request's draws repeatable under the same weights; ``None`` draws freely."""
+    top_k: int = 0
+    """Draw from the k most likely tokens only; 0 from all."""
+    top_p: float = 1.0
+    """Draw from the fewest most likely tokens that have this probability together (arXiv:1904.09751)."""
+    min_p: float = 0.0
+    """Draw from tokens that have this share of the most likely one's probability (arXiv:2407.01082)."""
+    expert_routes_from: int | None = None
+    """Tell the experts of each token from this position on; ``None`` of none."""
+
+    @property
+    def truncated(self) -> bool:
+        """Whether some tokens cannot be drawn: then the engine tells from which ones each was."""
+        return bool(self.temperature) and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+
+@dataclass(slots=True)
+class KeptSets:
+    """From which token ids each of n tokens was drawn, where the sampler cut the rest off: n sets of ids, ragged."""
+
+    counts: np.ndarray
+    """int32[n]: the size of each set; 0 for a token that was not drawn."""
+    ids: np.ndarray
+    """int32[sum of counts], set after set."""
+
+    def __post_init__(self) -> None:
+        if int(self.counts.sum()) != len(self.ids):
+            raise ValueError(f"kept sets of {self.counts.sum()} ids in all have {len(self.ids)}")
+
+    def __getitem__(self, tokens: slice | np.ndarray) -> KeptSets:
+        """The sets of some of the tokens: a slice of them, or bool[n]."""
+        mask = np.zeros(len(self.counts), bool)
+        mask[tokens] = True
+        return KeptSets(self.counts[mask], self.ids[np.repeat(mask, self.counts)])
+
+    def split(self, sizes: Sequence[int]) -> list[KeptSets]:
+        """The sets of the first ``sizes[0]`` tokens, of the next ``sizes[1]``, and so on: what :meth:`join` joined."""
+        counts = np.split(self.counts, np.cumsum(sizes)[:-1])
+        ids = np.split(self.ids, np.cumsum([part.sum() for part in counts])[:-1])
+        return [KeptSets(*part) for part in zip(counts, ids, strict=True)]
+
+    @classmethod
+    def join(cls, parts: Sequence[KeptSets]) -> KeptSets:
+        """The sets of tokens that follow each other."""
+        counts, ids = zip(*((part.counts, part.ids) for part in parts), strict=True)
+        return cls(np.concatenate(counts), np.concatenate(ids))
+
+    @classmethod
+    def none(cls, tokens: int) -> KeptSets:
+        """Of tokens that were not drawn."""
+        return cls(np.zeros(tokens, np.int32), np.zeros(0, np.int32))
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What the engine drew for one request: arrays of length n."""
+
+    token_ids: np.ndarray
+    """int32."""
+    logprobs: np.ndarray
+    """float32, natural log, of the distribution that drew each token."""
+    policy_versions: np.ndarray
+    """int32, the version whose weights drew each token; non-decreasing, except where another replica went on for one
+    that was lost."""
+    finish_reason: str
+    """``stop`` or ``length``."""
+    kept: KeptSets | None = None
+    """From which ids each token was drawn, with truncated sampling."""
+    expert_routes: np.ndarray | None = None
+    """uint8 or uint16 [tokens, layers, k], where asked for: the experts by which each token was read, from
+    ``routes_from`` to the last but one of the sequence; the last one drawn was not read."""

@@ -1,0 +1,175 @@
+"""Composition: the meshes of a run and what goes between them. The only file that knows all four actors.
+
+    buffer <-- groups -- rollout workers -- prompts --> generators
+      |                                                     ^
+      +-- batch --> trainer ranks -- new weights -----------+
+
+Rollout data does not pass through here: workers put groups into the buffer, trainer ranks take batches from it.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from monarch.actor import ProcMesh
+
+from monarch_rl.buffer.actor import Buffer
+from monarch_rl.buffer.settings import BufferSettings
+from monarch_rl.generator.actor import Generator
+from monarch_rl.generator.dispatcher import Dispatcher
+from monarch_rl.generator.settings import GeneratorSettings, resolve_dtype
+from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
+from monarch_rl.pipeline.actor_pool import ActorFactory, ActorPool
+from monarch_rl.pipeline.publishing import TellWorkers
+from monarch_rl.rollout.settings import RolloutSettings
+from monarch_rl.rollout.worker import RolloutWorker
+from monarch_rl.runtime import presence
+from monarch_rl.runtime.cluster import Cluster, init_torch_distributed_env
+from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, Patience, within
+from monarch_rl.tasks.reasoning_gym import TaskSettings
+from monarch_rl.trainer.actor import Trainer, TrainerPlan
+
+logger = logging.getLogger("monarch_rl")
+
+SET_UP_DEADLINE_S = 600.0
+"""Seconds to load a model into trainer ranks or to set up workers: a large model on a slow disk takes minutes."""
+UPDATE_GRACE_S = 15.0
+"""Seconds by which a rank's own deadline for its batch may be told late."""
+HELD_OUT_ITEM_S = 30.0
+"""Seconds that a held-out item may take on average, played beside others."""
+
+
+async def start_buffer(cluster: Cluster, groups_per_step: int, settings: BufferSettings) -> Any:
+    """Spawn the buffer actor on the first host."""
+    mesh = cluster.spawn("buffer", 1)
+    return mesh.spawn("buffer", Buffer, groups_per_step, settings)
+
+
+async def start_trainer(cluster: Cluster, plan: TrainerPlan, buffer: Any, first_device: int) -> Any:
+    """Spawn the trainer mesh in one torch.distributed world, with the model loaded and sharded."""
+    mesh: ProcMesh = cluster.spawn("trainer", plan.settings.ranks, first_device=first_device)
+    await init_torch_distributed_env(mesh)
+    trainer = mesh.spawn("trainer", Trainer, plan, buffer)
+    what = f"{plan.settings.ranks} trainer ranks to load {plan.model}"
+    await within(SET_UP_DEADLINE_S, trainer.setup.call(), what, on="trainer ranks")
+    return trainer
+
+
+async def start_generators(
+    cluster: Cluster,
+    model: Path,
+    settings: GeneratorSettings,
+    first_device: int,
+    lora: LoraSettings = FULL_TRAINING,
+    expert_routes: bool = False,
+) -> ActorPool:
+    """Spawn the generator replicas, one process mesh each, with their engines running.
+
+    Args:
+        lora: the trainer's; with adapters, versions are adapters, or weights with adapters on experts merged.
+        routes: they can tell by which experts they read each token.
+    """
+
+    def spawn(index: int) -> tuple[ProcMesh, Any]:
+        slot = first_device + index * settings.tp
+        mesh = cluster.spawn(f"generator{index}", 1, first_device=slot, devices_per_process=settings.tp)
+        return mesh, mesh.spawn(f"generator{index}", Generator)
+
+    async def set_up(index: int, replica: Any) -> None:
+        start, name = replica.setup.call_one(str(model), settings, index, lora, expert_routes), f"generator {index}"
+        await within(settings.start_deadline_s + CALL_DEADLINE_S, start, f"{name} to start", on=name)
+
+    generators = ActorPool("generator", "generator", way=ActorFactory(cluster, spawn, set_up))
+    await generators.start_all(settings.replicas)
+    return generators
+
+
+async def start_rollout(
+    cluster: Cluster,
+    settings: RolloutSettings,
+    task: TaskSettings,
+    model: Path,
+    buffer: Any,
+    generators: ActorPool,
+    episode_limit: int,
+    expert_routes: bool = False,
+) -> ActorPool:
+    """Spawn the rollout workers on the first host, one process mesh each, with a router of its own over all replicas.
+
+    Args:
+        episode_limit: tokens that an episode may have; longer ones fail, are counted and shown.
+        routes: episodes keep by which experts the generators read their tokens.
+    """
+
+    def spawn(index: int) -> tuple[ProcMesh, Any]:
+        mesh = cluster.spawn(f"rollout{index}", 1)
+        name = f"rollout worker {index}"
+        return mesh, mesh.spawn("rollout", RolloutWorker, settings, task, str(model), name, expert_routes)
+
+    async def set_up(index: int, worker: Any) -> None:
+        replicas = [generators.latest[replica] for replica in sorted(generators.latest)]
+        set_up = worker.setup.call_one(buffer, Dispatcher(replicas, settings.generate_deadline_s), episode_limit)
+        name = f"rollout worker {index}"
+        await within(SET_UP_DEADLINE_S, set_up, f"{name} to set up", on=name)
+
+    workers = ActorPool("rollout worker", "rollout", way=ActorFactory(cluster, spawn, set_up))
+    await workers.start_all(settings.workers)
+    return workers
+
+
+def replica_updates(workers: ActorPool) -> TellWorkers:
+    """Tells all rollout workers which replicas take no new requests, and which are lost."""
+
+    async def tell(paused: list[int], lost: list[int]) -> None:
+        what = "to take note of the replicas"
+        await workers.ask(CALL_DEADLINE_S, what, lambda _, worker: worker.update_replicas.call_one(paused, lost))
+
+    return tell
+
+
+def served_dtype(settings: GeneratorSettings, cluster: Cluster) -> str:
+    """The dtype that generators serve and versions are sent in."""
+    return resolve_dtype(settings.dtype, cluster.devices.kind == "cuda")
+
+
+def schedule(groups_per_step: int, group_size: int, buffer: BufferSettings) -> str:
+    """The schedule that the settings amount to, in sentences for the start of a run."""
+    slots, window = buffer.slots_for(groups_per_step), buffer.window_for(groups_per_step)
+    order = "any number of groups may" if window is None else f"at most {window} groups may"
+    batch = f"{groups_per_step} prompts x {group_size} episodes = {groups_per_step * group_size} episodes a step; "
+    if slots is None:
+        return (
+            f"{batch}stream: nothing bounds the lag. Tokens may be trained however old they are, above all where "
+            f"generators are faster than the trainer; {order} overtake another."
+        )
+    late = {
+        "wait": "the trainer waits for it then",
+        "drop": "a group above the bound is dropped",
+        "mask": "tokens above the bound are not trained",
+    }[buffer.late]
+    return f"{batch}lag <= {buffer.max_policy_lag}; buffer of {slots} groups; {order} overtake another: {late}."
+
+
+async def update(trainer: Any, buffer: Any, version: int, patience: Patience) -> list[dict[str, float]]:
+    """One optimiser step from ``version`` on every trainer rank, once its batch is there; metrics by rank.
+
+    Args:
+        patience: how long batch and update may take together, judged by the steps before.
+    """
+    with patience.step() as limit_s:
+        # The rank's own deadline comes first: the buffer can say what its batch lacks.
+        call = trainer.update.call(version, limit_s)
+        what = f"trainer ranks to make step {version + 1}"
+        answers = await within(limit_s + UPDATE_GRACE_S, call, what, on="trainer ranks")
+    await within(CALL_DEADLINE_S, buffer.trained.call_one(version + 1), "the buffer to note the step", on="buffer")
+    presence.progress("step trained")
+    return list(answers.values())
+
+
+async def save(trainer: Any, folder: Path) -> None:
+    """Write the model as a Hugging Face folder, by all trainer ranks together."""
+    what = f"trainer ranks to save to {folder}"
+    # A disk is outside the run: a slow one is no stall.
+    await within(SET_UP_DEADLINE_S, trainer.save.call(str(folder)), what, on="the disk")
