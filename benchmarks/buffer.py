@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import tyro
-from monarch.actor import Actor, concurrent_endpoint
+from monarch.actor import Actor
 
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.settings import BufferSettings
@@ -33,6 +33,7 @@ from monarch_rl.rollout.admissions import Admissions
 from monarch_rl.rollout.outbox import MESSAGE_BYTES, Outbox
 from monarch_rl.runtime.cluster import Cluster, launch
 from monarch_rl.runtime.deadlines import within
+from monarch_rl.runtime.endpoint import concurrent_endpoint
 
 WAIT_S = 120.0
 

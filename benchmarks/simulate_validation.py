@@ -24,7 +24,7 @@ from timeit import timeit
 from typing import Any
 
 import numpy as np
-from monarch.actor import Actor, Port, concurrent_endpoint
+from monarch.actor import Actor, Port
 
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.settings import BufferSettings
@@ -40,6 +40,7 @@ from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.worker import RolloutWorker
 from monarch_rl.runtime.cluster import Cluster, launch
 from monarch_rl.runtime.deadlines import now, within
+from monarch_rl.runtime.endpoint import concurrent_endpoint
 from monarch_rl.simulate.costs import Costs, DecodeCosts, Distribution, TrainerCosts
 from monarch_rl.simulate.run import Figures, Plan, SimulatedTrainer, System, measure, predict
 from monarch_rl.tasks.reasoning_gym import TaskSettings

@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
-from monarch.actor import concurrent_endpoint
 
 from monarch_rl.episode.sampling import Sampling
 from monarch_rl.generator.actor import Generator
@@ -30,6 +29,7 @@ from monarch_rl.generator.scheduler_process import quiet_imports
 from monarch_rl.generator.settings import GeneratorSettings, engine_arguments
 from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.runtime.deadlines import within
+from monarch_rl.runtime.endpoint import concurrent_endpoint
 from monarch_rl.weights.area import attach
 
 START_DEADLINE_S = 360.0

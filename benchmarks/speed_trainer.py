@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from monarch.actor import concurrent_endpoint
 
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.settings import BufferSettings
@@ -19,6 +18,7 @@ from monarch_rl.episode.packed import pack_group, unpack_group
 from monarch_rl.pipeline.start import SET_UP_DEADLINE_S, update
 from monarch_rl.runtime.cluster import Cluster, init_torch_distributed_env
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, Patience, within
+from monarch_rl.runtime.endpoint import concurrent_endpoint
 from monarch_rl.trainer.actor import Trainer, TrainerPlan
 
 LOSS_BOUND = 1e-4

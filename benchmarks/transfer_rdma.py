@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 import tyro
-from monarch.actor import Actor, concurrent_endpoint
+from monarch.actor import Actor
 from monarch.rdma import RDMABuffer
 
 from monarch_rl.runtime.cluster import Cluster, launch
 from monarch_rl.runtime.deadlines import within
+from monarch_rl.runtime.endpoint import concurrent_endpoint
 from monarch_rl.weights.manifest import Manifest, make_manifest
 from monarch_rl.weights.rdma import RdmaReceiver, RdmaSender
 from monarch_rl.weights.transport import TransferSettings

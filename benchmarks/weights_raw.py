@@ -14,10 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
-from monarch.actor import Actor, concurrent_endpoint
+from monarch.actor import Actor
 
 from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.runtime.deadlines import within
+from monarch_rl.runtime.endpoint import concurrent_endpoint
 from monarch_rl.runtime.network import free_port
 from monarch_rl.weights.area import Area
 

@@ -6,7 +6,7 @@ import asyncio
 import random
 from typing import Any
 
-from monarch.actor import Actor, concurrent_endpoint, current_rank, this_host
+from monarch.actor import Actor, current_rank, this_host
 
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.settings import BufferSettings
@@ -15,6 +15,7 @@ from monarch_rl.episode.packed import pack_group
 from monarch_rl.rollout.admissions import Admissions
 from monarch_rl.rollout.outbox import Outbox
 from monarch_rl.runtime.deadlines import within
+from monarch_rl.runtime.endpoint import concurrent_endpoint
 from tests.buffer.helpers import episode
 
 WORKERS, RANKS, GROUPS, SIZE, STEPS = 3, 3, 4, 5, 12

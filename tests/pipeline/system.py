@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from monarch.actor import concurrent_endpoint
 
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.settings import BufferSettings
@@ -26,6 +25,7 @@ from monarch_rl.pipeline.publishing import Publisher
 from monarch_rl.pipeline.start import start_trainer, update
 from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.runtime.deadlines import Patience
+from monarch_rl.runtime.endpoint import concurrent_endpoint
 from monarch_rl.trainer.actor import TrainerPlan
 from monarch_rl.trainer.settings import RouterReplay, TrainerSettings
 from monarch_rl.weights.area import attach

@@ -15,13 +15,13 @@ from typing import Any, Literal
 
 import psutil
 import pytest
-from monarch.actor import concurrent_endpoint
 
 from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.generator.engine import CommitReport
 from monarch_rl.pipeline.publishing import PublishError
 from monarch_rl.runtime.cluster import Cluster, launch
+from monarch_rl.runtime.endpoint import concurrent_endpoint
 from monarch_rl.weights.area import attach
 from monarch_rl.weights.transport import TransferSettings
 from tests.generator.helpers import make_model

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from monarch.actor import concurrent_endpoint
 
 from monarch_rl.episode.episode import Group
 from monarch_rl.episode.packed import pack_group
@@ -19,6 +18,7 @@ from monarch_rl.generator.actor import Generator
 from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.model.lora import LoraSettings
 from monarch_rl.runtime.cluster import Cluster, init_torch_distributed_env
+from monarch_rl.runtime.endpoint import concurrent_endpoint
 from monarch_rl.trainer.actor import Trainer, TrainerPlan
 from monarch_rl.trainer.settings import RouterReplay, TrainerSettings
 from tests.generator.helpers import LOGPROB_BOUND, make_model

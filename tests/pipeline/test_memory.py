@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from monarch.actor import Actor, concurrent_endpoint
+from monarch.actor import Actor
 from safetensors.torch import save_file
 
 from monarch_rl.generator.actor import Generator
 from monarch_rl.runtime.cluster import init_torch_distributed_env, launch
 from monarch_rl.runtime.deadlines import within
+from monarch_rl.runtime.endpoint import concurrent_endpoint
 from monarch_rl.runtime.meshes import members
 from monarch_rl.trainer.actor import Trainer, TrainerPlan
 from monarch_rl.trainer.settings import TrainerSettings

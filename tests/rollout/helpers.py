@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from monarch.actor import Actor, concurrent_endpoint
+from monarch.actor import Actor
 
 from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.rollout.worker import RolloutWorker
+from monarch_rl.runtime.endpoint import concurrent_endpoint
 from monarch_rl.tasks.reasoning_gym import extract_answer
 from monarch_rl.tasks.task import Environment, Item, SingleTurn
 

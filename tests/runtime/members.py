@@ -6,9 +6,10 @@ import asyncio
 import os
 import subprocess
 
-from monarch.actor import Actor, concurrent_endpoint
+from monarch.actor import Actor
 
 from monarch_rl.runtime.cluster import host_address
+from monarch_rl.runtime.endpoint import concurrent_endpoint
 
 
 class Member(Actor):

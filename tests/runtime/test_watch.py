@@ -15,11 +15,12 @@ from typing import Any
 
 import psutil
 import pytest
-from monarch.actor import Actor, concurrent_endpoint, current_rank
+from monarch.actor import Actor, current_rank
 
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.cluster import Cluster, launch
 from monarch_rl.runtime.deadlines import DeadlineExceeded, within
+from monarch_rl.runtime.endpoint import concurrent_endpoint
 from monarch_rl.runtime.lookout import stacks_of
 from monarch_rl.runtime.watch import Stalled, watched
 from tests.rollout.test_scoring import wait_until_dead

@@ -14,11 +14,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from monarch.actor import Actor, concurrent_endpoint
+from monarch.actor import Actor
 from monarch.config import configured
 
 from monarch_rl.runtime.cluster import Cluster, launch
 from monarch_rl.runtime.deadlines import within
+from monarch_rl.runtime.endpoint import concurrent_endpoint
 from monarch_rl.weights.area import attach
 from monarch_rl.weights.manifest import ALIGNMENT, Manifest, make_manifest
 from monarch_rl.weights.rdma import SILENCE_S, RdmaReceiver, RdmaSender, plan_slot, usable

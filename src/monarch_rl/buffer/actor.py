@@ -13,8 +13,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from monarch.actor import concurrent_endpoint
-
 from monarch_rl.algorithms.packing import plan_microbatches
 from monarch_rl.buffer.core import Batch, BufferCore, Ticket
 from monarch_rl.buffer.ledger import Counts
@@ -23,6 +21,7 @@ from monarch_rl.buffer.waiting import Line
 from monarch_rl.episode.packed import PackedGroup, PackedShard
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import DeadlineExceeded, now
+from monarch_rl.runtime.endpoint import concurrent_endpoint
 from monarch_rl.runtime.presence import Wait
 from monarch_rl.runtime.resilient import ResilientActor
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from monarch.actor import Port, concurrent_endpoint
+from monarch.actor import Port
 
 from monarch_rl.episode.sampling import GenerationError
 from monarch_rl.generator.engine import CommitReport, Engine, EngineStopped
@@ -22,6 +22,7 @@ from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import within
+from monarch_rl.runtime.endpoint import concurrent_endpoint
 from monarch_rl.runtime.resilient import ResilientActor
 from monarch_rl.weights.manifest import Manifest
 from monarch_rl.weights.transport import Receiver, TransferSettings, make_receiver

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-from monarch.actor import concurrent_endpoint, current_rank
+from monarch.actor import current_rank
 
 from monarch_rl.episode.episode import Episode, Group
 from monarch_rl.episode.packed import pack_group
@@ -24,6 +24,7 @@ from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.tokenizer import Tokenizer
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import within
+from monarch_rl.runtime.endpoint import concurrent_endpoint
 from monarch_rl.runtime.resilient import ResilientActor
 from monarch_rl.tasks.reasoning_gym import TaskSettings, TaskSource, load_data_set, score
 from monarch_rl.tasks.task import Environment, Item, SingleTurn

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from monarch.actor import Actor, concurrent_endpoint, context
+from monarch.actor import Actor, context
 
 from monarch_rl.runtime.deadlines import within
+from monarch_rl.runtime.endpoint import concurrent_endpoint
 from monarch_rl.runtime.network import free_port, host_address
 
 if TYPE_CHECKING:

@@ -19,9 +19,10 @@ from pathlib import Path
 from types import FrameType
 
 import psutil
-from monarch.actor import Actor, concurrent_endpoint
+from monarch.actor import Actor
 
 from monarch_rl.runtime import presence
+from monarch_rl.runtime.endpoint import concurrent_endpoint
 from monarch_rl.runtime.presence import Mark, Wait
 
 TASKS_SHOWN = 20

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import Any
+from typing import Any, TypeVar, cast
+
+T = TypeVar("T")
 
 
-def members(mesh: Any) -> list[Any]:
-    """The mesh's actors, each as a mesh of one, by rank."""
-    labels, sizes = mesh.extent.labels, mesh.extent.sizes
+def members(mesh: T) -> list[T]:
+    """The mesh's actors, each as a mesh of one, by rank. ``mesh``: a handle, typed as its actor's class."""
+    monarch_mesh = cast(Any, mesh)
+    labels, sizes = monarch_mesh.extent.labels, monarch_mesh.extent.sizes
     places = product(*(range(size) for size in sizes))
-    return [mesh.slice(**dict(zip(labels, place, strict=True))) for place in places]
+    return [monarch_mesh.slice(**dict(zip(labels, place, strict=True))) for place in places]

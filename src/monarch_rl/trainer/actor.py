@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-from monarch.actor import concurrent_endpoint, current_rank
+from monarch.actor import current_rank
 
 from monarch_rl.episode.packed import unpack_group
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import within
+from monarch_rl.runtime.endpoint import concurrent_endpoint
 from monarch_rl.runtime.network import host_address
 from monarch_rl.runtime.resilient import ResilientActor
 from monarch_rl.trainer.settings import TrainerSettings
