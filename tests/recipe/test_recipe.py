@@ -21,7 +21,10 @@ import pytest
 from monarch_rl.buffer.ledger import EQUAL_REWARDS, REJECTED
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.generator.settings import GeneratorSettings
+from monarch_rl.pipeline.run import launch
+from monarch_rl.pipeline.settings import check
 from monarch_rl.rollout.settings import RolloutSettings
+from monarch_rl.runtime.devices import devices
 from monarch_rl.runtime.network import free_port
 from monarch_rl.tasks.reasoning_gym import TaskSettings
 from monarch_rl.trainer.settings import TrainerSettings
@@ -233,10 +236,11 @@ def refusal(grpo: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """Runs the recipe with changed settings and returns its error, after making sure that nothing was spawned."""
 
     def refuse(**changes: Any) -> str:
-        monkeypatch.setattr(grpo, "launch", lambda: pytest.fail("bad settings were not refused before the launch"))
+        refused_late = "bad settings were not refused before the launch"
+        monkeypatch.setattr("monarch_rl.pipeline.run.launch_cluster", lambda: pytest.fail(refused_late))
         settings = grpo.Settings(**{"model": str(model), "output": tmp_path / "runs"} | changes)
         with pytest.raises(SystemExit) as ended:
-            grpo.main(settings)
+            launch(grpo.train, settings)
         message = str(ended.value.code)  # what Python prints on stderr; the exit code is then 1
         assert message.startswith("error: ")
         return message
@@ -246,7 +250,7 @@ def refusal(grpo: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_the_defaults_are_accepted(grpo: Any, model: Path, tmp_path: Path) -> None:
     """Or the tests below would show nothing."""
-    assert grpo.check(grpo.Settings(model=str(model), output=tmp_path / "runs")) == model
+    assert check(grpo.Settings(model=str(model), output=tmp_path / "runs"), devices()) == model
 
 
 TURNS_OF_16 = RolloutSettings(max_new_tokens=16)
