@@ -87,6 +87,53 @@ def test_experts(start: Start, tmp_path: Path) -> None:
     assert on_policy and all(row["trainer/logprob_difference_max"] < 1e-4 for row in on_policy)
 
 
+OWN_RECIPE = """
+import sys
+import torch, tyro
+sys.path.insert(0, {folder!r})
+import grpo
+from monarch_rl.pipeline.run import launch
+from monarch_rl.trainer.objective import reinforcement
+from monarch_rl.trainer.settings import LossSettings
+
+SHIFT = 5.0
+
+def shifted(rewards):
+    return torch.full_like(rewards, SHIFT)
+
+def halved(token_logprobs, batch):
+    assert bool((batch.advantages == SHIFT).all()), "not the recipe's advantage"
+    loss, sums = reinforcement(LossSettings())(token_logprobs, batch)
+    return loss / 2, sums | {{"own_figure": 7 * sums["tokens"]}}
+
+async def train(run, s):
+    await run.start(s.task, advantage=shifted, objective=halved)
+    await run.evaluate()
+    async for step in run.steps(s.steps):
+        figures = await run.update()
+        await run.publish()
+        await run.log(figures)
+        if s.evaluates_after(step):
+            await run.evaluate()
+
+launch(train, tyro.cli(grpo.Settings))
+"""
+
+
+def test_own_functions_and_evaluations_on_the_way(start: Start, model: Path, tmp_path: Path) -> None:
+    """Advantage and objective are functions of the recipe's file; held-out items are played while training goes on."""
+    (own := tmp_path / "own.py").write_text(OWN_RECIPE.format(folder=str(RECIPE.parent)))
+    _, *arguments = recipe(model, tmp_path / "runs", "--evaluate-every=2")
+    run = start([sys.executable, str(own), *arguments])
+    finished(run)
+    (file,) = (tmp_path / "runs").glob("own-*/metrics.jsonl")
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    steps = [row for row in rows if "lag/max" in row]
+    assert [row["trainer/own_figure"] for row in steps] == [7.0] * len(steps) and steps
+    assert [row["step"] for row in rows if "held_out/accuracy" in row] == [0, 2]
+    assert "after step 2: held-out accuracy" in run.output()
+
+
 def test_a_stream_that_filters_and_rejects(start: Start, model: Path, tmp_path: Path) -> None:
     """Without a bound the buffer still leaves out what its rules say, counts it, and fills the batches."""
     rules = ["--buffer.max-policy-lag=None", "--buffer.reject-lag=0", "--buffer.drop-equal-rewards"]
