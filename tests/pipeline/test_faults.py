@@ -72,7 +72,7 @@ class Harness:
     async def start(self) -> None:
         self.generators = await asyncio.gather(*(self.replica(index) for index in range(4)))
         self.system = await System.start(self.cluster, self.model, list(self.generators), 1e-3, transfer=TRANSFER)
-        self.system.publisher.tell_workers = self.update_replicas
+        self.system.publisher.replicas.tell_workers = self.update_replicas
 
     async def replica(self, index: int, name: str = "doomed") -> Any:
         mesh = self.cluster.spawn(f"{name}{index}", 1, first_device=2 + index)
@@ -187,7 +187,7 @@ async def trainer_killed(harness: Harness, caplog: pytest.LogCaptureFixture) -> 
     system = harness.system
     below = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
     (victim,) = [p for p in below if p.environ().get("HYPERACTOR_PROCESS_NAME", "").startswith("trainer-1")]
-    transfer = system.publisher._transfer
+    transfer = system.publisher.meeting.transfer
 
     async def struck(*arguments: Any) -> Any:
         """All have said that they are there; the rank does not get to sending."""
@@ -197,7 +197,7 @@ async def trainer_killed(harness: Harness, caplog: pytest.LogCaptureFixture) -> 
         victim.kill()
         return await sending
 
-    system.publisher._transfer = struck  # type: ignore[method-assign, assignment]
+    system.publisher.meeting.transfer = struck  # type: ignore[method-assign, assignment]
     await system.publisher.publish(system.version + 1)
     told = rf"version {system.version + 1} could not be sent: trainer rank 1 does not answer"
     with pytest.raises(PublishError, match=told):

@@ -13,15 +13,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from monarch_rl.pipeline.meeting import Meeting
 from monarch_rl.pipeline.publishing import Publisher, PublishError
+from monarch_rl.pipeline.replicas import Replicas
 from monarch_rl.weights.checksum import signed
 from monarch_rl.weights.manifest import Manifest
 from monarch_rl.weights.transport import StillServing, TransferSettings
 
 
 def publisher() -> Publisher:
-    nobody: Any = None
-    return Publisher(nobody, nobody, TransferSettings(), Manifest((), 0, ()))
+    absent: Any = None
+    return Publisher(Meeting(absent, [], Manifest((), 0, ()), TransferSettings()), absent, Replicas())
 
 
 async def fails() -> None:
@@ -106,26 +108,29 @@ class Harness:
     """A publisher of one trainer rank, whose ``send`` is given."""
 
     def __init__(self, *replicas: Handle, send: Callable[..., Any] | None = None, attempts: int = 3) -> None:
-        rank = Handle(ready=says(), send=send or says([]))
-        trainer = Handle(weights_open=says({0: (0, b"")}), weights_connect=says(), snapshot=says({0: 0.01}))
+        rank: Any = Handle(ready=says(), send=send or says([]))
+        trainer: Any = Handle(weights_open=says({0: (0, b"")}), weights_connect=says(), snapshot=says({0: 0.01}))
         self.served: list[int] = []
-        self.expert_routes: list[tuple[list[int], list[int]]] = []
+        self.dispatch: list[tuple[list[int], list[int]]] = []
 
         async def published(version: int) -> None:
             self.served.append(version)
 
         async def tell_workers(paused: list[int], lost: list[int]) -> None:
-            self.expert_routes.append((paused, lost))
+            self.dispatch.append((paused, lost))
 
-        settings = TransferSettings(attempts=attempts)
-        buffer = Handle(published=published)
-        self.publisher = Publisher(trainer, buffer, settings, Manifest((), 0, ()), tell_workers, _ranks=[rank])
+        meeting = Meeting(trainer, [rank], Manifest((), 0, ()), TransferSettings(attempts=attempts))
+        buffer: Any = Handle(published=published)
+        self.publisher = Publisher(meeting, buffer, Replicas(tell_workers))
         self.replicas = replicas
+
+    async def set_up(self, index: int, replica: Any) -> None:
+        self.publisher.replicas.add(await self.publisher.meeting.set_up_replica(index, replica))
 
     async def publish(self, *versions: int) -> None:
         if not self.publisher.generators:
             for index, replica in enumerate(self.replicas):
-                await self.publisher._set_up(index, replica)
+                await self.set_up(index, replica)
         for version in versions:
             await self.publisher.publish(version)
         await self.publisher.settled()
@@ -137,7 +142,7 @@ def test_one_that_never_receives_is_given_up_alone() -> None:
     together: list[int] = []
 
     async def send(*_: Any) -> list[int]:
-        if len(harness.publisher._met or []) > 1:
+        if len(harness.publisher.meeting.connected or []) > 1:
             together.append(1)
             raise RuntimeError("connection closed by peer")
         return []
@@ -146,7 +151,7 @@ def test_one_that_never_receives_is_given_up_alone() -> None:
     asyncio.run(harness.publish(1))
     assert list(harness.publisher.lost) == [1] and "no version in 3 attempts" in harness.publisher.lost[1]
     assert list(harness.publisher.generators) == [0, 2] and len(together) == 2
-    assert harness.served == [1] and harness.expert_routes[-1] == ([], [1])
+    assert harness.served == [1] and harness.dispatch[-1] == ([], [1])
 
 
 def test_one_that_is_gone_is_to_blame_even_at_the_only_attempt() -> None:
@@ -184,7 +189,7 @@ def test_a_replica_given_up_while_its_answer_is_waited_for_does_not_disturb_the_
         harness = Harness(Replica(), Replica(ready=ready))
         publishing = asyncio.create_task(harness.publish(1))
         await asked.wait()
-        await harness.publisher.give_up(1, "it is stopped")
+        await harness.publisher.remove_replica(1, "it is stopped")
         answer.set_exception(RuntimeError("Killed(sig=9)"))
         await publishing
         assert list(harness.publisher.lost) == [1] and harness.served == [1]
@@ -206,7 +211,7 @@ def test_one_that_could_not_commit_yet_stays_in_the_routing_and_one_that_broke_d
 
     harness = Harness(Replica(commit=once(StillServing("requests run"))), Replica(commit=once(RuntimeError("bits"))))
     asyncio.run(harness.publish(1, 2))
-    assert harness.expert_routes == [([], []), ([1], []), ([], [])]
+    assert harness.dispatch == [([], []), ([1], []), ([], [])]
     last = harness.publisher.last
     assert last is not None and (last.version, last.snapshot_s, last.paused_s) == (2, 0.01, 0.1)
     assert last.verify_share == pytest.approx(0.2)
@@ -221,12 +226,12 @@ def test_two_versions_are_on_their_way_and_a_third_waits() -> None:
             return 1
 
         harness = Harness(Replica(receive=receive))
-        await harness.publisher._set_up(0, harness.replicas[0])
+        await harness.set_up(0, harness.replicas[0])
         await harness.publisher.publish(1)
         await harness.publisher.publish(2)
         third = asyncio.create_task(harness.publisher.publish(3))
         await asyncio.sleep(0.05)
-        assert not third.done() and harness.publisher._newest == 2, "a slot that is being read was written to"
+        assert not third.done() and harness.publisher._newest == 2, "a snapshot that is being read was written to"
         gate.set()
         await third
         await harness.publisher.settled()
@@ -236,7 +241,7 @@ def test_two_versions_are_on_their_way_and_a_third_waits() -> None:
 
 
 def test_one_that_comes_while_the_end_is_waited_for_is_sent_to_after_the_others() -> None:
-    """Two deliveries at once would use the same groups and slots."""
+    """Two deliveries at once would use the same groups and snapshots."""
 
     async def go() -> None:
         gate, under_way, most = asyncio.Event(), 0, 0
@@ -250,13 +255,14 @@ def test_one_that_comes_while_the_end_is_waited_for_is_sent_to_after_the_others(
             return 1
 
         harness = Harness(Replica(receive=receive))
-        await harness.publisher._set_up(0, harness.replicas[0])
+        await harness.set_up(0, harness.replicas[0])
         await harness.publisher.publish(1)
         settling = asyncio.create_task(harness.publisher.settled())
         while not under_way:
             await asyncio.sleep(0)
         harness.publisher.lost[1] = "killed"
-        adding = asyncio.create_task(harness.publisher.add(1, Replica(receive=receive)))
+        new: Any = Replica(receive=receive)
+        adding = asyncio.create_task(harness.publisher.add(1, new))
         await asyncio.sleep(0.05)
         gate.set()
         await asyncio.gather(settling, adding)
@@ -280,8 +286,8 @@ def test_a_replica_is_not_blamed_for_the_silence_of_the_one_before() -> None:
         harness = Harness(Replica(), Replica(ready=ready, receive=says(RuntimeError("connection lost"))))
         publishing = asyncio.create_task(harness.publish(1))
         await asked.wait()
-        new = Replica()
-        await harness.publisher.give_up(1, "it is stopped")
+        new: Any = Replica()
+        await harness.publisher.remove_replica(1, "it is stopped")
         adding = asyncio.create_task(harness.publisher.add(1, new))
         while 1 not in harness.publisher.generators:
             await asyncio.sleep(0)

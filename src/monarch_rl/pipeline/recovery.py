@@ -206,7 +206,7 @@ class Recovery:
         self._note(name, f"is lost: {last_line(cause)}", cause=str(cause))
         pool.handles.pop(index)
         if pool is self._generators:
-            await self._publisher.give_up(index, last_line(cause))
+            await self._publisher.remove_replica(index, last_line(cause))
             return
         await pool.stop(index)  # before its groups go to others: it could still ask for them
         if self._playing is not None and index in self._playing:

@@ -195,7 +195,7 @@ class System:
     async def start(cls, plan: Plan, costs: Costs, grain: int) -> System:
         """A simulated run, up to where version 0 is served."""
 
-        def mesh(*actors: Any) -> LocalMesh:
+        def mesh(*actors: Any) -> Any:
             return LocalMesh(actors, costs.call_s)
 
         buffer = mesh(Buffer(plan.groups_per_step, replace(plan.buffer, max_mib=2**30)))
