@@ -108,7 +108,7 @@ async def train(cluster: Cluster, s: Settings, model: Path, scratch: Path) -> li
     await publisher.settled()
     patience = Patience(job.update_deadline_s)
     recovery = Recovery(generators, workers, publisher, buffer, job.recovery)
-    async with recovery.tended(), recovery.rolling_out():
+    async with recovery.supervising(), recovery.rolling_out():
         for version in range(s.steps + 1):
             if version >= s.steps - s.commits:
                 folders.append(scratch / f"version{version}")

@@ -173,7 +173,7 @@ async def train(cluster: Cluster, s: Settings, model: Path, folder: Path) -> Non
     observer = Observer(publisher, workers, buffer, folder / "rollouts.jsonl")
     recovery = Recovery(generators, workers, publisher, buffer, s.recovery, folder)
     with Metrics(folder) as metrics, Console(s.steps) as console:
-        async with watched(cluster, folder, s.stall_s, recovery.recover) as watch, recovery.tended():
+        async with watched(cluster, folder, s.stall_s, recovery.recover) as watch, recovery.supervising():
             before = await evaluate(workers, s.held_out)
             metrics.log(0, before.metrics())
             console.note(f"before: {before}")

@@ -221,7 +221,7 @@ class System:
         observer = Observer(self.publisher, self.workers, self.buffer, Path(os.devnull))
         generators = ActorPool("generator", "generator", self.publisher.generators)
         recovery = Recovery(generators, self.workers, self.publisher, self.buffer, RecoverySettings())
-        async with recovery.tended(), recovery.rolling_out():
+        async with recovery.supervising(), recovery.rolling_out():
             await observer.begin()
             patience = Patience(batch_deadline_s, floor_s=batch_deadline_s)
             for version in range(count):
