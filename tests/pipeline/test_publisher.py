@@ -1,4 +1,4 @@
-"""What the recipe waits for must not hide that a version cannot be delivered."""
+"""A version that cannot be delivered ends the recipe's wait, and the right member is blamed for it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_checksums_of_shards_add_up_as_int64_do(sums: list[int]) -> None:
     assert signed(sum(sums)) == int(total)
 
 
-# -- who is to blame: handles that answer as told, no processes -----------------------------------------------------
+# -- who is to blame: handles with prepared answers, no processes ----------------------------------------------------
 
 
 class Handle:
@@ -85,7 +85,7 @@ class Report:
 
 
 class Replica(Handle):
-    """Takes every version, unless told otherwise. ``received`` counts the calls."""
+    """Takes every version, except where an endpoint is given. ``received`` counts the calls."""
 
     def __init__(self, **endpoints: Callable[..., Any]) -> None:
         self.received = 0
@@ -136,8 +136,8 @@ class Harness:
         await self.publisher.settled()
 
 
-def test_one_that_never_receives_is_given_up_alone() -> None:
-    """A collective fails for all of its members, and all of them answer: only at last each is sent it alone."""
+def test_a_replica_that_never_receives_is_removed_alone() -> None:
+    """A collective fails for all of its members, and all of them answer: the last attempt sends to each alone."""
     sick = Replica(receive=says(RuntimeError("no route to host")))
     together: list[int] = []
 
@@ -154,7 +154,7 @@ def test_one_that_never_receives_is_given_up_alone() -> None:
     assert harness.served == [1] and harness.dispatch[-1] == ([], [1])
 
 
-def test_one_that_is_gone_is_to_blame_even_at_the_only_attempt() -> None:
+def test_a_replica_that_is_gone_is_to_blame_even_at_the_only_attempt() -> None:
     answers = iter([None, RuntimeError("Killed(sig=9)")])
 
     async def ready() -> None:
@@ -172,13 +172,15 @@ def test_one_that_is_gone_is_to_blame_even_at_the_only_attempt() -> None:
     assert harness.served == [1]
 
 
-def test_nobody_left_is_an_error_that_names_all() -> None:
+def test_no_replica_left_is_an_error_that_names_all() -> None:
     harness = Harness(*[Replica(commit=says(RuntimeError(f"broken {i}"))) for i in range(2)], attempts=1)
-    with pytest.raises(PublishError, match=r"generator 0: .*broken 0; generator 1: .*broken 1"):
+    with pytest.raises(
+        PublishError, match=r"version 1 is abandoned: .*generator 0: .*broken 0; generator 1: .*broken 1"
+    ):
         asyncio.run(harness.publish(1))
 
 
-def test_a_replica_given_up_while_its_answer_is_waited_for_does_not_disturb_the_delivery() -> None:
+def test_a_replica_removed_while_it_is_asked_does_not_disturb_the_delivery() -> None:
     async def go() -> None:
         asked, answer = asyncio.Event(), asyncio.get_running_loop().create_future()
 
@@ -197,14 +199,14 @@ def test_a_replica_given_up_while_its_answer_is_waited_for_does_not_disturb_the_
     asyncio.run(go())
 
 
-def test_one_that_could_not_commit_yet_stays_in_the_routing_and_one_that_broke_does_not() -> None:
+def test_a_replica_that_could_not_commit_yet_is_still_asked_and_one_that_broke_is_not() -> None:
     def once(error: Exception) -> Callable[..., Any]:
-        """The first version is committed, the second one at the second attempt."""
+        """Commits the first version at once, the second one at the second attempt."""
         answers = iter([None, error])
 
         async def commit(*_: Any) -> Report:
-            if (found := next(answers, None)) is not None:
-                raise found
+            if (failure := next(answers, None)) is not None:
+                raise failure
             return Report()
 
         return commit
@@ -240,16 +242,16 @@ def test_two_versions_are_on_their_way_and_a_third_waits() -> None:
     asyncio.run(go())
 
 
-def test_one_that_comes_while_the_end_is_waited_for_is_sent_to_after_the_others() -> None:
+def test_a_replica_added_while_a_delivery_is_awaited_is_sent_to_after_it() -> None:
     """Two deliveries at once would use the same groups and snapshots."""
 
     async def go() -> None:
-        gate, under_way, most = asyncio.Event(), 0, 0
+        gate, under_way, most_at_once = asyncio.Event(), 0, 0
 
         async def receive(*_: Any) -> int:
-            nonlocal under_way, most
+            nonlocal under_way, most_at_once
             under_way += 1
-            most = max(most, under_way)
+            most_at_once = max(most_at_once, under_way)
             await gate.wait()
             under_way -= 1
             return 1
@@ -266,13 +268,13 @@ def test_one_that_comes_while_the_end_is_waited_for_is_sent_to_after_the_others(
         await asyncio.sleep(0.05)
         gate.set()
         await asyncio.gather(settling, adding)
-        assert most == 1 and list(harness.publisher.generators) == [0, 1] and not harness.publisher.lost
+        assert most_at_once == 1 and list(harness.publisher.generators) == [0, 1] and not harness.publisher.lost
 
     asyncio.run(go())
 
 
 def test_a_replica_is_not_blamed_for_the_silence_of_the_one_before() -> None:
-    """The old one is asked whether it is there, and is replaced before its silence is noticed."""
+    """The replica before is asked whether it is there, and is replaced before its silence is noticed."""
 
     async def go() -> None:
         silent, asked = asyncio.get_running_loop().create_future(), asyncio.Event()

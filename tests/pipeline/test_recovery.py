@@ -1,6 +1,6 @@
-"""Who is started again, how often, and what a run says that ends for it: handles that answer as told, no processes.
+"""Who is started again and how often, and how a run ends that cannot go on: prepared handles, no processes.
 
-What real processes do when they are killed, stopped or fail is tests/recipe/test_chaos.py's.
+Real processes are killed, stopped and made to fail in tests/recipe/test_chaos.py.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from monarch_rl.simulate.clock import run_virtual
 
 
 class Worker:
-    """A handle of a rollout worker or a generator; ``fail`` lets it end."""
+    """A handle of a rollout worker or a generator; ``fail`` ends it."""
 
     def __init__(self) -> None:
         self.end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.work: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.replaced: list[tuple[int, Any]] = []
         self.runs = 0
-        self.deaf = False
+        self.refuses_replacements = False
         for name in ("lives", "run", "replace"):
             setattr(self, name, SimpleNamespace(call_one=getattr(self, f"_{name}")))
 
@@ -41,7 +41,7 @@ class Worker:
         await asyncio.shield(self.work)
 
     async def _replace(self, index: int, handle: Any) -> None:
-        if self.deaf:
+        if self.refuses_replacements:
             raise DeadlineExceeded("waited 60 s")
         self.replaced.append((index, handle))
 
@@ -50,14 +50,14 @@ class Worker:
 
 
 class Stage:
-    """Two generators and two workers, a publisher and a buffer that note what they are told."""
+    """Two generators and two workers, and a publisher and a buffer that record their calls."""
 
     def __init__(self, folder: Path, replaceable: bool = True, **settings: Any) -> None:
         self.started: dict[str, list[Worker]] = {"generator": [], "rollout worker": []}
         self.stopped: list[Any] = []
         self.events: list[tuple[Any, ...]] = []
         self.broken: dict[str, str] = {}
-        """By kind: why no other one starts."""
+        """By kind: why no replacement starts."""
         cluster: Any = SimpleNamespace(kill=self._stop, introduce=self._introduce)
 
         def pool(kind: str) -> ActorPool[Any]:
@@ -66,15 +66,15 @@ class Stage:
             return ActorPool(kind, kind.split()[0], workers, factory if replaceable else None)
 
         self.generators, self.workers = pool("generator"), pool("rollout worker")
-        publisher: Any = SimpleNamespace(on_lost=None, lost={}, remove_replica=self._noting("remove"))
+        publisher: Any = SimpleNamespace(on_lost=None, lost={}, remove_replica=self._recording("remove"))
         publisher.add, publisher.update_dispatch = self._add, self._update_dispatch
-        self.publisher_adds_fail = False
+        self.publisher_refuses = False
         self.hold: asyncio.Event | None = None
         """If set, ``update_dispatch`` waits for it."""
         self.publisher = publisher
         buffer: Any = SimpleNamespace(
-            release=SimpleNamespace(call_one=self._noting("release", [4, 5])),
-            close=SimpleNamespace(call_one=self._noting("close")),
+            release=SimpleNamespace(call_one=self._recording("release", [4, 5])),
+            close=SimpleNamespace(call_one=self._recording("close")),
         )
         self.file = folder / "losses.jsonl"
         self.recovery = Recovery(self.generators, self.workers, publisher, buffer, RecoverySettings(**settings), folder)
@@ -83,7 +83,7 @@ class Stage:
         self.stopped.append(mesh)
 
     async def _introduce(self, mesh: Any) -> None:
-        """Where its processes are is not asked here."""
+        """Nobody asks here where its processes are."""
 
     def _spawn(self, kind: str, index: int) -> tuple[Any, Worker]:
         worker = Worker()
@@ -96,7 +96,7 @@ class Stage:
 
     async def _add(self, index: int, generator: Any) -> None:
         self.events.append(("add", index, generator))
-        if self.publisher_adds_fail:
+        if self.publisher_refuses:
             raise RuntimeError("no version in 3 attempts")
         self.publisher.lost.pop(index, None)
 
@@ -106,12 +106,12 @@ class Stage:
             await self.hold.wait()
         self.events.append(("dispatch",))
 
-    def _noting(self, what: str, answer: Any = None) -> Callable[..., Awaitable[Any]]:
-        async def note(*values: Any) -> Any:
+    def _recording(self, what: str, answer: Any = None) -> Callable[..., Awaitable[Any]]:
+        async def record(*values: Any) -> Any:
             self.events.append((what, *values))
             return answer
 
-        return note
+        return record
 
     async def until(self, condition: Callable[[], Any]) -> None:
         async with asyncio.timeout(10):
@@ -128,7 +128,7 @@ class Stage:
         return self.recovery.metrics()["recovery/returned"]
 
 
-def played(folder: Path, test: Callable[[Stage], Awaitable[None]], **settings: Any) -> None:
+def run_on_stage(folder: Path, test: Callable[[Stage], Awaitable[None]], **settings: Any) -> None:
     async def go() -> None:
         await test(Stage(folder, **settings))
 
@@ -149,7 +149,7 @@ def test_a_lost_generator_is_replaced_and_added(tmp_path: Path) -> None:
         assert back["back_after_s"] >= 0
         assert stage.recovery.metrics() == {"recovery/lost": 1.0, "recovery/returned": 1.0}
 
-    played(tmp_path, test)
+    run_on_stage(tmp_path, test)
 
 
 @pytest.mark.parametrize("how", ["its process", "its work", "the watch"])
@@ -172,7 +172,7 @@ def test_a_lost_worker_leaves_its_groups_and_another_plays(tmp_path: Path, how: 
             new.work.set_result(None)  # it was asked to play, or this would end nothing
         assert stage.events[-1] == ("close",)
 
-    played(tmp_path, test)
+    run_on_stage(tmp_path, test)
 
 
 def test_a_replica_that_the_publisher_removes_is_replaced(tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_a_replica_that_the_publisher_removes_is_replaced(tmp_path: Path) -> Non
         assert stage.losses()[0]["cause"] == "no version in 3 attempts"
         assert stage.publisher.on_lost is None
 
-    played(tmp_path, test)
+    run_on_stage(tmp_path, test)
 
 
 def test_a_replacement_that_does_not_start_is_tried_as_often_as_allowed(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_a_replacement_that_does_not_start_is_tried_as_often_as_allowed(tmp_path
             assert len(stage.started["generator"]) == 2 and list(stage.generators.handles) == [1]
             assert await stage.recovery.recover("generator 1"), "another one may be started in its place"
 
-    played(tmp_path, test, restarts=2)
+    run_on_stage(tmp_path, test, restarts=2)
 
 
 def test_a_crash_loop_ends_with_its_first_cause(tmp_path: Path) -> None:
@@ -213,11 +213,11 @@ def test_a_crash_loop_ends_with_its_first_cause(tmp_path: Path) -> None:
         )
         assert "The last one was that of rollout worker 0, 3 times: a consequence" in str(ended.value)
 
-    played(tmp_path, test, restarts=2)
+    run_on_stage(tmp_path, test, restarts=2)
 
 
 def test_the_first_cause_is_that_of_a_series_and_not_of_long_ago(tmp_path: Path) -> None:
-    """Each loss comes within the time after the one before, and all of them together take longer."""
+    """Each loss comes within ``per_s`` of the one before, and all of them together take longer."""
 
     async def test(stage: Stage) -> None:
         with pytest.raises(AllActorsLost) as ended:
@@ -243,16 +243,16 @@ def test_the_first_cause_is_that_of_a_series_and_not_of_long_ago(tmp_path: Path)
 def test_a_removed_process_is_ended(tmp_path: Path) -> None:
     async def test(stage: Stage) -> None:
         async with stage.recovery.supervising():
-            stage.publisher_adds_fail = True
+            stage.publisher_refuses = True
             stage.generators.handles[0].fail("Killed(sig=9)")
             await stage.until(stage.has_removed)
             assert stage.stopped == ["mesh of generator 0"] * 2
             assert list(stage.generators.handles) == [1]
 
-    played(tmp_path, test, restarts=2)
+    run_on_stage(tmp_path, test, restarts=2)
 
 
-def test_a_worker_that_comes_while_playing_begins_is_asked_once(tmp_path: Path) -> None:
+def test_a_worker_that_starts_while_playing_begins_is_asked_once(tmp_path: Path) -> None:
     async def test(stage: Stage) -> None:
         async with stage.recovery.supervising():
             stage.hold = asyncio.Event()
@@ -266,21 +266,21 @@ def test_a_worker_that_comes_while_playing_begins_is_asked_once(tmp_path: Path) 
                 for worker in stage.workers.handles.values():
                     worker.work.set_result(None)
 
-    played(tmp_path, test)
+    run_on_stage(tmp_path, test)
 
 
-def test_a_worker_that_does_not_hear_of_a_new_generator_is_replaced_too(tmp_path: Path) -> None:
+def test_a_worker_that_does_not_take_note_of_a_new_generator_is_replaced_too(tmp_path: Path) -> None:
     async def test(stage: Stage) -> None:
         async with stage.recovery.supervising():
-            stage.workers.handles[1].deaf = True
+            stage.workers.handles[1].refuses_replacements = True
             stage.generators.handles[0].fail("Killed(sig=9)")
             await stage.until(lambda: stage.returns() == 2)
             assert {row["who"] for row in stage.losses()} == {"generator 0", "rollout worker 1"}
 
-    played(tmp_path, test)
+    run_on_stage(tmp_path, test)
 
 
-def test_one_that_has_not_said_its_name_is_known_by_its_mesh(tmp_path: Path) -> None:
+def test_a_process_that_has_not_said_its_name_is_known_by_its_mesh(tmp_path: Path) -> None:
     async def test(stage: Stage) -> None:
         async with stage.recovery.supervising():
             await asyncio.sleep(0)
@@ -289,11 +289,11 @@ def test_one_that_has_not_said_its_name_is_known_by_its_mesh(tmp_path: Path) -> 
             await stage.until(stage.returns)
             assert stage.losses()[0]["who"] == "generator 1"
 
-    played(tmp_path, test)
+    run_on_stage(tmp_path, test)
 
 
-def test_one_that_was_lost_before_is_replaced(tmp_path: Path) -> None:
-    """Such as one that did not take the first version."""
+def test_a_replica_lost_before_the_supervision_is_replaced(tmp_path: Path) -> None:
+    """For example because it did not take the first version."""
 
     async def test(stage: Stage) -> None:
         stage.publisher.lost[1] = "no version in 3 attempts"
@@ -301,7 +301,7 @@ def test_one_that_was_lost_before_is_replaced(tmp_path: Path) -> None:
             await stage.until(stage.returns)
         assert stage.losses()[0]["cause"] == "no version in 3 attempts"
 
-    played(tmp_path, test)
+    run_on_stage(tmp_path, test)
 
 
 def test_losses_long_ago_do_not_count(tmp_path: Path) -> None:
@@ -313,7 +313,7 @@ def test_losses_long_ago_do_not_count(tmp_path: Path) -> None:
                 await asyncio.sleep(0.02)
         assert len(stage.started["generator"]) == 4
 
-    played(tmp_path, test, restarts=1, per_s=0.01)
+    run_on_stage(tmp_path, test, restarts=1, per_s=0.01)
 
 
 def test_without_restarts_the_others_go_on_and_the_last_one_cannot_be_spared(tmp_path: Path) -> None:
@@ -325,7 +325,7 @@ def test_without_restarts_the_others_go_on_and_the_last_one_cannot_be_spared(tmp
             assert not await stage.recovery.recover("generator 0")
             assert not await stage.recovery.recover("trainer rank 0")
 
-    played(tmp_path, test, restarts=0)
+    run_on_stage(tmp_path, test, restarts=0)
 
 
 def test_a_worker_that_waited_in_vain_for_somebody_else_ends_the_run(tmp_path: Path) -> None:
@@ -336,7 +336,7 @@ def test_a_worker_that_waited_in_vain_for_somebody_else_ends_the_run(tmp_path: P
                 await asyncio.sleep(30)
         assert not stage.started["rollout worker"]
 
-    played(tmp_path, test)
+    run_on_stage(tmp_path, test)
 
 
 def test_bad_settings_are_refused() -> None:
