@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from monarch_rl.pipeline.delivery import Delivery
 from monarch_rl.pipeline.meeting import Meeting
 from monarch_rl.pipeline.publishing import Publisher, PublishError
 from monarch_rl.pipeline.replicas import Replicas
@@ -134,6 +135,25 @@ class Harness:
         for version in versions:
             await self.publisher.publish(version)
         await self.publisher.settled()
+
+
+def test_a_delivery_alone_serves_a_version_to_those_that_are_behind() -> None:
+    """It knows the meeting and the replicas, and no publisher."""
+
+    async def go() -> None:
+        behind, current = Replica(), Replica()
+        harness = Harness(behind, current)
+        meeting, replicas = harness.publisher.meeting, harness.publisher.replicas
+        for index, handle in enumerate(harness.replicas):
+            await harness.set_up(index, handle)
+        next(replica for replica in replicas if replica.index == 1).version = 7
+        delivery = Delivery(7, meeting, replicas)
+        await delivery.run()
+        assert not replicas.behind(7) and (behind.received, current.received) == (1, 0)
+        assert (delivery.sent_bytes, delivery.paused_s, delivery.verify_share) == (1, 0.1, 0.2)
+        assert not harness.served, "only the publisher tells the buffer"
+
+    asyncio.run(go())
 
 
 def test_a_replica_that_never_receives_is_removed_alone() -> None:
@@ -295,6 +315,6 @@ def test_a_replica_is_not_blamed_for_the_silence_of_the_one_before() -> None:
             await asyncio.sleep(0)
         silent.set_exception(RuntimeError("Killed(sig=9)"))
         await asyncio.gather(publishing, adding)
-        assert harness.publisher.generators[1] is new and new.received and not harness.publisher.lost
+        assert new.received and harness.publisher.generators[1] is new and not harness.publisher.lost
 
     asyncio.run(go())

@@ -47,9 +47,9 @@ class ActorPool(Generic[A]):
     ) -> None:
         self.kind, self.mesh = kind, mesh
         self.handles: dict[int, A] = dict(handles or {})
-        """Of the processes that are there and set up, by index."""
+        """The processes that are there and set up, by index."""
         self.latest: dict[int, A] = dict(self.handles)
-        """The last handle of each process, also of the lost ones."""
+        """The newest handle of each index, also if that process is lost."""
         self.changed = asyncio.Event()
         """Set when a process was started."""
         self._factory = factory
@@ -83,7 +83,7 @@ class ActorPool(Generic[A]):
         self.handles = dict(sorted(self.handles.items()))
 
     async def stop(self, index: int) -> None:
-        """End whatever still runs of process ``index``, if this pool started it."""
+        """End process ``index``, if this pool started it and it still runs."""
         self.handles.pop(index, None)
         mesh = self._meshes.pop(index, None)
         if mesh is not None and self._factory is not None:

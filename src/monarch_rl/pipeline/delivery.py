@@ -1,8 +1,8 @@
-"""One version's way to all replicas: who is ready, the transfer, the commits, and who is to blame when it fails.
+"""The delivery of one version to all replicas: who is ready, the transfer, the commits, and who is to blame.
 
 A replica commits a version only when all of it has arrived, and serves it only when the checksums of what its engine
-then holds equal the trainer's. A replica that answers and did not take the version is sent it again, ``attempts`` times
-in all; then it is removed. A replica that does not answer is removed at once.
+then holds equal the trainer's. A replica that answers but did not take the version is sent it again, and is removed
+after ``attempts`` attempts. A replica that does not answer is removed at once.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ class Delivery:
     """The delivery of one version to every replica that does not serve it.
 
     Args:
-        version: of which the trainer has taken a snapshot.
-        meeting: connects trainer ranks with replicas, and transfers.
-        replicas: the ones that are there; a failing one is removed from them.
+        version: the trainer holds a snapshot of it.
+        meeting: transfers it.
+        replicas: receive it; those that fail are removed from them.
     """
 
     def __init__(self, version: int, meeting: Meeting, replicas: Replicas) -> None:
         self.version = version
         self.transfer_s = 0.0
-        """Seconds from trainer ranks to the generators, summed over the attempts."""
+        """Seconds of all transfers: there may have been several attempts."""
         self.paused_s = 0.0
         """The longest time, in seconds, that a replica did not decode."""
         self.verify_share = 0.0
-        """Of a replica's pause, the largest part that computed checksums."""
+        """The largest share of a replica's pause in which it computed checksums."""
         self.sent_bytes = 0
         """The most bytes that a replica received."""
         self._meeting, self._replicas = meeting, replicas
@@ -50,7 +50,7 @@ class Delivery:
         """Attempts that failed although all members answered."""
 
     async def run(self) -> None:
-        """Return when every replica that is there serves the version, be there any or none.
+        """Return when every replica that is there serves the version, also when none is left.
 
         Raises:
             PublishError: a trainer rank does not answer.
@@ -64,7 +64,7 @@ class Delivery:
             await self._judge(failed, is_last)
 
     async def _attempt(self, replicas: list[Replica]) -> Failures:
-        """Transfer to ``replicas`` and let them commit; returns why some failed. Raises PublishError."""
+        """Transfer the version to ``replicas`` and let them commit it; returns why some failed. Raises PublishError."""
         # A rank that enters a collective early waits inside it: first every peer's answer, then the transfer.
         failed = await self._all_ready(replicas)
         replicas = [replica for replica in replicas if replica not in failed]
@@ -102,7 +102,7 @@ class Delivery:
             raise PublishError(f"version {self.version} could not be sent: {rank} ({last_line(error)})") from error
 
     async def _commit(self, arrived: dict[Replica, int], checksums: dict[str, int]) -> Failures:
-        """Let replicas serve the version they received, ``arrived`` bytes each; returns why some do not."""
+        """Let replicas serve the version; returns why some do not. ``arrived``: the bytes that each has received."""
         snapshot, what = snapshot_index(self.version), f"to commit version {self.version}"
         commits = [
             (replica.name, what, replica.handle.commit.call_one(self.version, snapshot, checksums))
@@ -124,9 +124,9 @@ class Delivery:
         return failed
 
     async def _judge(self, failed: Failures, is_last: bool) -> None:
-        """Remove the replicas that are gone or have failed at the last attempt; the others are sent the version again.
+        """Remove the replicas that are gone, or failed at the last attempt; the others are sent the version again.
 
-        A failure of those that answer is nobody's attempt while another member is gone: that one is to blame.
+        An attempt counts only if all members answer: otherwise the silent one is to blame for every failure.
         """
         present = [replica for replica in failed if replica in self._replicas]  # others were removed meanwhile
         if not present:

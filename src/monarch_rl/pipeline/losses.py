@@ -1,4 +1,4 @@
-"""The processes that a run has lost: how often each, what the first cause was, and the file ``losses.jsonl``."""
+"""The processes that a run has lost: how often each was lost, the first cause, and the file ``losses.jsonl``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger("monarch_rl")
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """One process was lost, or its replacement did not start."""
+    """A process was lost, or its replacement did not start."""
 
     name: str
     """What the process calls itself."""
@@ -63,7 +63,7 @@ class Losses:
         return len(losses)
 
     def explain(self, kind: str, name: str, cause: Exception) -> str:
-        """Why no process of a kind is left, after ``name`` was the last one to be lost."""
+        """Say why no process of a kind is left. ``name``: the last one, which was lost for ``cause``."""
         first, times = self._first[kind], len(self._recent[name])
         text = f"no {kind} is left. The first loss was that of {first.name}: {str(first.cause).strip()}"
         if times > 1:

@@ -1,10 +1,10 @@
-"""Trainer ranks and generator replicas meet here: what connects them, and the transfer of one version.
+"""The meeting of trainer ranks and generator replicas: they are connected, and versions are transferred.
 
-    connect            all members, whenever the set of replicas changes
+    connect            all members meet, whenever the set of replicas changes
     snapshot(v)        trainer ranks copy their weights; then the trainer may go on
     transfer(v)        trainer ranks send, replicas receive; decoding goes on
 
-A member that is not there can hold up all others: whoever calls asks first (``delivery.py``).
+A member that is gone can hold up all others, so ``delivery.py`` asks every member before a transfer.
 """
 
 from __future__ import annotations
@@ -137,6 +137,6 @@ class Meeting:
         return await asyncio.gather(*waits, return_exceptions=True)
 
     async def silent_rank(self) -> str | None:
-        """None if all trainer ranks answer; otherwise what is wrong with one of them."""
+        """What is wrong with a trainer rank that does not answer; None if all answer."""
         asked = [silence_of(f"trainer rank {r}", rank) for r, rank in enumerate(self._ranks)]
         return next((reason for reason in await asyncio.gather(*asked) if reason), None)

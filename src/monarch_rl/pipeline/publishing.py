@@ -3,10 +3,10 @@
     trainer ranks --snapshot(v)--> a copy --transport--> an area beside each engine       decoding goes on
     pause -> load -> checksums -> version v -> continue                                    decoding stops only here
 
-This is what a recipe calls. How one version is delivered, and who is to blame when it is not, says ``delivery.py``; who
-is there and who is lost, ``replicas.py``. A replica that is removed is replaced by another process (``recovery.py``),
-and the run goes on meanwhile. No version counts as published before every replica that is there serves it: the buffer's
-bound on the lag depends on it.
+A recipe calls the :class:`Publisher`. ``delivery.py`` delivers one version and finds who is to blame when that fails,
+``meeting.py`` transfers it, ``replicas.py`` knows which replicas are there and which are lost. ``recovery.py`` replaces
+the lost ones while the run goes on. No version counts as published before every replica that is there serves it: the
+buffer's bound on the lag depends on it.
 """
 
 from __future__ import annotations
@@ -50,23 +50,23 @@ class SwapReport:
     paused_s: float
     """The longest time that a replica did not decode."""
     verify_share: float
-    """Of that time, the part that computed checksums: the largest share of a replica."""
+    """The largest share of a replica's pause in which it computed checksums."""
     nbytes: int
     """Bytes of the version."""
     sent_bytes: int
-    """Bytes that a replica received: the most of all."""
+    """The most bytes that a replica received."""
 
 
 @dataclass(frozen=True)
 class FrozenWeights:
-    """The weights that trainer and generators both loaded from the model folder, and that no version has."""
+    """The weights that training leaves as they are: no version has them, trainer and generators must both hold them."""
 
     manifest: Manifest
     checksums: dict[str, int]
     """The trainer's, by tensor name."""
 
     async def verify(self, index: int, generator: Generator) -> None:
-        """Raise if adapters that are trained here are to be served on another model."""
+        """Raise if a generator holds another model than the one whose adapters are trained."""
         call = generator.verify_frozen.call_one(self.manifest, self.checksums)
         await within(CALL_DEADLINE_S, call, f"generator {index} to compare its model", on=f"generator {index}")
 
@@ -89,7 +89,7 @@ class Publisher:
         """Of the newest version that is served."""
         self._buffer, self._frozen = buffer, frozen
         self._deliveries: list[asyncio.Task[None]] = []
-        """The deliveries that nobody has awaited yet, oldest first."""
+        """The deliveries that nobody has awaited to their end, oldest first."""
         self._latest: asyncio.Task[None] | None = None
         """The delivery that was begun last."""
         self._newest: int | None = None
@@ -111,9 +111,9 @@ class Publisher:
 
         Args:
             generators: by index.
-            settings: with the transport ``auto``, all of them are measured and the fastest is taken.
+            settings: with the transport ``auto``, every transport is measured and the fastest is taken.
             dtype: what generators serve.
-            tell_workers: called when the rollout workers should ask other replicas.
+            tell_workers: called when rollout workers should ask other replicas than before.
         """
         meeting = Meeting(trainer, members(trainer), await _plan(trainer, dtype), settings)
         replicas, frozen = Replicas(tell_workers), await _frozen_weights(trainer, dtype)

@@ -88,7 +88,7 @@ class Recovery:
         self._publisher, self._buffer, self._settings = publisher, buffer, settings
         self._losses = Losses(settings.per_s, folder / "losses.jsonl" if folder is not None else None)
         self._loss_reports: dict[str, asyncio.Future[Exception]] = {}
-        """By name, for each process that is thought to live: set to what ended it."""
+        """By name, of each process that is thought to live; set to the cause of its loss."""
         self._removed: dict[str, set[int]] = {generators.kind: set(), workers.kind: set()}
         """By kind, the indices that are not started again."""
         self._tasks: asyncio.TaskGroup | None = None
@@ -130,10 +130,13 @@ class Recovery:
         await asyncio.gather(*running.values())  # waits: they end with the buffer; lost ones have ended
 
     async def recover(self, culprit: str) -> bool:
-        """Count a process as lost that cannot go on: ``culprit`` is ``"generator 1"``, ``"the engine of generator 1"``.
+        """Replace a process that cannot go on, if the run can do without it.
+
+        Args:
+            culprit: what the watch calls it: ``"generator 1"``, ``"the engine of generator 1"``.
 
         Returns:
-            Whether the run can do without it: it belongs to a pool in which others are left, or can be replaced.
+            Whether the run can: the process belongs to a pool in which others are left, or can be replaced.
         """
         for pool in (self._generators, self._workers):
             # A process that has not said its name yet goes by its mesh and its rank there.
@@ -201,11 +204,11 @@ class Recovery:
             report.set_result(cause)
 
     def _report_replica(self, index: int, why: str) -> None:
-        """The publisher has removed a replica."""
+        """Take note that the publisher has removed a replica."""
         self._report_loss(self._generators.name(index), RuntimeError(why))
 
     def _may_start_again(self, pool: ActorPool[L], index: int, cause: Exception) -> bool:
-        """Count a loss; whether the process is started again after it."""
+        """Count a loss; returns whether the process is started again."""
         name = pool.name(index)
         self._losses.count(pool.kind, name, cause)
         return pool.replaceable and self._losses.recent(name) <= self._settings.restarts
@@ -244,7 +247,7 @@ class Recovery:
     async def _start_worker(self, index: int) -> None:
         known = dict(self._generators.latest)
         worker = await self._workers.start(index)
-        # Generators that were started meanwhile: the worker has the handles of before.
+        # The worker has the handles of before; generators may have been started meanwhile.
         while new := {i: g for i, g in self._generators.latest.items() if known[i] is not g}:
             for other, generator in new.items():
                 name = self._workers.name(index)

@@ -24,7 +24,7 @@ TellWorkers = Callable[[list[int], list[int]], Awaitable[None]]
 
 @dataclass(eq=False)
 class Replica:
-    """One generator process. The one that takes its place after a loss is another ``Replica`` of the same index."""
+    """One generator process. After a loss, another ``Replica`` takes its index."""
 
     index: int
     handle: Generator
@@ -50,8 +50,8 @@ class Replicas:
         self.lost: dict[int, str] = {}
         """Replicas that were removed, by index, and why."""
         self.on_lost: Callable[[int, str], None] | None = None
-        """Called with the index of a removed replica and the reason. While it is set, a run without replicas waits for
-        a new one; without it, that is an error."""
+        """Called with the index of a removed replica and the reason. While it is set, a run that has lost all replicas
+        waits for a new one; without it, that is an error."""
         self._present: dict[int, Replica] = {}
 
     def __iter__(self) -> Iterator[Replica]:
@@ -61,7 +61,7 @@ class Replicas:
         return len(self._present)
 
     def __contains__(self, replica: Replica) -> bool:
-        """Whether this very process is still there: another one may have taken its index."""
+        """Whether this very process is there: another one may have taken its index."""
         return self._present.get(replica.index) is replica
 
     @property
@@ -74,11 +74,11 @@ class Replicas:
         return [replica for replica in self if replica.version != version]
 
     def add(self, replica: Replica) -> None:
-        """Count ``replica`` in, in the place of another one of its index."""
+        """Add a replica; it takes the place of another one with its index."""
         self._present[replica.index] = replica
 
     def remove(self, index: int, why: str) -> None:
-        """Count a replica as lost. Does nothing if it was removed already."""
+        """Take a replica as lost. Does nothing if it was removed already."""
         if self._present.pop(index, None) is None:
             return
         self.lost[index] = why
@@ -90,7 +90,7 @@ class Replicas:
     async def update_dispatch(self) -> None:
         """Tell the rollout workers which replicas to ask.
 
-        A replica that only missed a transfer serves the version before, which is whole, and is asked.
+        A replica that only missed a transfer takes requests: it serves the version before, which is whole.
         """
         if self.tell_workers is not None:
             paused = [replica.index for replica in self if replica.version is None]
@@ -106,7 +106,7 @@ class Answering(Protocol):
 
 
 async def silence_of(name: str, actor: Answering) -> str | None:
-    """None if the actor answers within ``ANSWER_DEADLINE_S``; otherwise a sentence that says what is wrong."""
+    """What is wrong with an actor that does not answer within ``ANSWER_DEADLINE_S``; None if it answers."""
     try:
         await within(ANSWER_DEADLINE_S, actor.ready.call_one(), f"{name} to say that it is there", on=name)
     except Exception as error:

@@ -9,7 +9,6 @@ Rollout data does not pass through here: workers put groups into the buffer, tra
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 from monarch.actor import ProcMesh
@@ -29,8 +28,6 @@ from monarch_rl.runtime.cluster import Cluster, init_torch_distributed_env
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, Patience, within
 from monarch_rl.tasks.reasoning_gym import TaskSettings
 from monarch_rl.trainer.actor import Trainer, TrainerPlan
-
-logger = logging.getLogger("monarch_rl")
 
 SET_UP_DEADLINE_S = 600.0
 """Seconds to load a model into trainer ranks or to set up workers: a large model on a slow disk takes minutes."""
@@ -133,7 +130,7 @@ def served_dtype(settings: GeneratorSettings, cluster: Cluster) -> str:
 
 
 def schedule(groups_per_step: int, group_size: int, buffer: BufferSettings) -> str:
-    """The schedule that follows from the settings, as one line for the start of a run."""
+    """The schedule that follows from the settings, in sentences for the start of a run."""
     slots, window = buffer.slots_for(groups_per_step), buffer.window_for(groups_per_step)
     order = "any number of groups may" if window is None else f"at most {window} groups may"
     batch = f"{groups_per_step} prompts x {group_size} episodes = {groups_per_step * group_size} episodes a step; "
