@@ -6,12 +6,13 @@ import asyncio
 import hashlib
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from monarch_rl.episode.episode import Episode, Turn
 from monarch_rl.episode.sampling import Completion, DrawLost, Sampling
+from monarch_rl.rollout.handles import GeneratorHandle
 from monarch_rl.rollout.scoring import ScorerBroken, ScoringFailed
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.tokenizer import Tokenizer
@@ -19,14 +20,6 @@ from monarch_rl.runtime.deadlines import DeadlineExceeded, within
 from monarch_rl.tasks.task import Environment, StepResult
 
 T = TypeVar("T")
-
-
-class GeneratorHandle(Protocol):
-    """What a worker needs of the generators; crosses processes, so it must pickle."""
-
-    async def generate(self, prompt_ids: list[int], sampling: Sampling, group: int) -> Completion:
-        """Draw one turn after ``prompt_ids``. ``group`` is the same for prompts that share a prefix."""
-        ...
 
 
 class EpisodeFailed(Exception):

@@ -6,9 +6,8 @@ import asyncio
 import functools
 import os
 from collections import Counter, deque
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from monarch.actor import current_rank
@@ -17,8 +16,9 @@ from monarch_rl.episode.episode import Episode, Group
 from monarch_rl.episode.packed import pack_group
 from monarch_rl.episode.sampling import Sampling
 from monarch_rl.rollout.admissions import Admissions
-from monarch_rl.rollout.outbox import BUFFER_DEADLINE_S, Outbox
-from monarch_rl.rollout.play import EpisodeFailed, GeneratorHandle, all_or_none, episode_seed, play
+from monarch_rl.rollout.handles import BUFFER_DEADLINE_S, BufferHandle, DispatchedGenerators
+from monarch_rl.rollout.outbox import Outbox
+from monarch_rl.rollout.play import EpisodeFailed, all_or_none, episode_seed, play
 from monarch_rl.rollout.scoring import Scorer
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.tokenizer import Tokenizer
@@ -82,18 +82,6 @@ class Evaluation:
         return f"held-out accuracy {self.accuracy:.1%}, mean reward {np.mean(self.rewards):.3f}{lost}"
 
 
-class DispatchedGenerators(GeneratorHandle, Protocol):
-    """Several replicas behind one handle."""
-
-    def update_replicas(self, paused: Sequence[int], lost: Sequence[int]) -> None:
-        """Send no new requests to the ``paused`` replicas, and ask others for what the ``lost`` ones owe."""
-        ...
-
-    def replace(self, replica: int, handle: Any) -> None:
-        """From now on ``replica`` is the one behind ``handle``."""
-        ...
-
-
 class RolloutWorker(ResilientActor):
     """One process that plays groups.
 
@@ -133,7 +121,9 @@ class RolloutWorker(ResilientActor):
         self._samples: deque[tuple[int, Item, Episode]] = deque(maxlen=RECENT_EPISODES)
 
     @concurrent_endpoint
-    async def setup(self, buffer: Any, generator: DispatchedGenerators, episode_limit: int | None = None) -> None:
+    async def setup(
+        self, buffer: BufferHandle, generator: DispatchedGenerators, episode_limit: int | None = None
+    ) -> None:
         """Load tokenizer and task, start the scoring processes. Raises what loading raises (OSError, ValueError).
 
         Args:
@@ -215,7 +205,7 @@ class RolloutWorker(ResilientActor):
         self._generator.update_replicas(paused, lost)
 
     @concurrent_endpoint
-    async def replace(self, replica: int, handle: Any) -> None:
+    async def replace(self, replica: int, handle: object) -> None:
         """From now on a generator is the one behind ``handle``."""
         self._generator.replace(replica, handle)
 
