@@ -11,7 +11,7 @@ import pytest
 
 from monarch_rl.episode.episode import Episode
 from monarch_rl.episode.sampling import Completion, DrawLost, Sampling
-from monarch_rl.rollout.play import EpisodeFailed, all_or_none, episode_seed, play
+from monarch_rl.rollout.play import EpisodeFailed, EpisodePlayer, all_or_none, episode_seed
 from monarch_rl.rollout.scoring import ScorerBroken, ScoringFailed
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.tokenizer import Tokenizer
@@ -83,7 +83,7 @@ def test_single_turn_keeps_the_drawn_ids(tokenizer: Tokenizer) -> None:
         return float(text == "12")
 
     echo = Echo(tokenizer, "12")
-    episode: Episode = run(play(SingleTurn("3 * 4 =", score), echo, tokenizer, Sampling(), 0, SETTINGS))
+    episode: Episode = run(EpisodePlayer(echo, tokenizer, SETTINGS).play(SingleTurn("3 * 4 =", score), Sampling(), 0))
     assert (episode.reward, episode.finish_reason, len(episode.turns)) == (1.0, "stop", 1)
     prompt = tokenizer.render([Message("user", "3 * 4 =")])
     assert episode.token_ids.tolist() == prompt + echo.completion.token_ids.tolist()
@@ -93,7 +93,7 @@ def test_single_turn_keeps_the_drawn_ids(tokenizer: Tokenizer) -> None:
 
 def test_turns_are_never_tokenised_again(tokenizer: Tokenizer) -> None:
     environment, echo = Guessing(), Echo(tokenizer, "8", ends=False)
-    episode = run(play(environment, echo, tokenizer, Sampling(), 0, SETTINGS))
+    episode = run(EpisodePlayer(echo, tokenizer, SETTINGS).play(environment, Sampling(), 0))
     assert environment.heard == ["8", "8"]
     assert (episode.reward, episode.info) == (1.0, {"guesses": 2})
     assert tokenizer.decode(episode.token_ids.tolist()) == "guess8again8"
@@ -104,7 +104,7 @@ def test_turns_are_never_tokenised_again(tokenizer: Tokenizer) -> None:
 
 def test_max_turns_ends_an_episode(tokenizer: Tokenizer) -> None:
     settings = RolloutSettings(max_turns=1)
-    episode = run(play(Guessing(), Echo(tokenizer, "8"), tokenizer, Sampling(), 0, settings))
+    episode = run(EpisodePlayer(Echo(tokenizer, "8"), tokenizer, settings).play(Guessing(), Sampling(), 0))
     assert (len(episode.turns), episode.reward) == (1, 0.5)
 
 
@@ -118,7 +118,7 @@ def test_max_turns_ends_an_episode(tokenizer: Tokenizer) -> None:
 )
 def test_the_environment_costs_its_episode(tokenizer: Tokenizer, environment: Guessing, reason: str) -> None:
     with pytest.raises(EpisodeFailed) as failure:
-        run(play(environment, Echo(tokenizer, "8"), tokenizer, Sampling(), 0, SETTINGS))
+        run(EpisodePlayer(Echo(tokenizer, "8"), tokenizer, SETTINGS).play(environment, Sampling(), 0))
     assert failure.value.reason == reason
 
 
@@ -129,9 +129,9 @@ def test_what_is_not_the_episodes_fault_is_raised_as_it_is(tokenizer: Tokenizer)
             raise AssertionError
 
     with pytest.raises(DeadlineExceeded, match="turn 0 of an episode of group 5 from the generators"):
-        run(play(Guessing(), Silent(), tokenizer, Sampling(), 5, SETTINGS))
+        run(EpisodePlayer(Silent(), tokenizer, SETTINGS).play(Guessing(), Sampling(), 5))
     with pytest.raises(ScorerBroken):
-        run(play(Raising(ScorerBroken("gone")), Echo(tokenizer, "8"), tokenizer, Sampling(), 0, SETTINGS))
+        run(EpisodePlayer(Echo(tokenizer, "8"), tokenizer, SETTINGS).play(Raising(ScorerBroken("gone")), Sampling(), 0))
 
 
 def test_seeds_differ_by_run_group_and_episode_and_repeat() -> None:
@@ -207,13 +207,13 @@ def test_routes_of_all_turns_are_asked_for_once_and_follow_each_other(tokenizer:
             )
 
     generator, sampling = Routing(lost=0), Sampling(max_new_tokens=3, expert_routes_from=0)
-    episode = run(play(Guessing(), generator, tokenizer, sampling, 0, SETTINGS))
+    episode = run(EpisodePlayer(generator, tokenizer, SETTINGS).play(Guessing(), sampling, 0))
     first, second = generator.asked
     assert first[1] == 0 and second[1] == first[0] + 2 and second[0] > first[0] + 3
     assert episode.expert_routes is not None and episode.expert_routes.shape == (episode.num_tokens - 1, 2, 4)
     np.testing.assert_array_equal(episode.expert_routes[:, 1, 2], np.arange(episode.num_tokens - 1))
     with pytest.raises(ValueError, match="turn 0 .* routes of .* were asked for"):
-        run(play(Guessing(), Routing(lost=1), tokenizer, sampling, 0, SETTINGS))
+        run(EpisodePlayer(Routing(lost=1), tokenizer, SETTINGS).play(Guessing(), sampling, 0))
 
 
 def test_a_lost_kept_set_costs_its_episode(tokenizer: Tokenizer) -> None:
@@ -222,4 +222,4 @@ def test_a_lost_kept_set_costs_its_episode(tokenizer: Tokenizer) -> None:
             raise DrawLost("the engine ended the request")
 
     with pytest.raises(EpisodeFailed, match="could not tell a token's kept set"):
-        run(play(Guessing(), Losing(), tokenizer, Sampling(), 0, SETTINGS))
+        run(EpisodePlayer(Losing(), tokenizer, SETTINGS).play(Guessing(), Sampling(), 0))

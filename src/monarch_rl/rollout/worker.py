@@ -18,7 +18,7 @@ from monarch_rl.episode.sampling import Sampling
 from monarch_rl.rollout.admissions import Admissions
 from monarch_rl.rollout.handles import BUFFER_DEADLINE_S, BufferHandle, DispatchedGenerators
 from monarch_rl.rollout.outbox import Outbox
-from monarch_rl.rollout.play import EpisodeFailed, all_or_none, episode_seed, play
+from monarch_rl.rollout.play import EpisodeFailed, EpisodePlayer, all_or_none, episode_seed
 from monarch_rl.rollout.scoring import Scorer
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.tokenizer import Tokenizer
@@ -109,7 +109,6 @@ class RolloutWorker(ResilientActor):
         presence.register(self._name)
         self._scorer: Scorer | None = None
         self._running: asyncio.Task[None] | None = None
-        self._limit: int | None = None
         self._waiting = 0
         self._playing = 0
         self._groups: Counter[str] = Counter()
@@ -132,9 +131,9 @@ class RolloutWorker(ResilientActor):
         self._buffer = buffer
         self._admissions = Admissions(buffer, self._name, self._settings.slot_deadline_s)
         self._outbox = Outbox(buffer, self._name, self._settings.slot_deadline_s)
-        self._limit = episode_limit
         self._generator = generator
         self._tokenizer = await asyncio.to_thread(Tokenizer, self._model)
+        self._player = EpisodePlayer(generator, self._tokenizer, self._settings, episode_limit)
         self._train = await asyncio.to_thread(TaskSource, self._task, "train")
         self._held_out = await asyncio.to_thread(TaskSource, self._task, "held_out")
         await asyncio.to_thread(self._train.item, 0)  # collects the held-out questions
@@ -287,15 +286,7 @@ class RolloutWorker(ResilientActor):
     async def _episode(self, item: Item, sampling: Sampling, group: int) -> Episode | EpisodeFailed:
         """The episode, or why it failed: failures are values here, so that they cost no other episode."""
         try:
-            return await play(
-                self._environment(item),
-                self._generator,
-                self._tokenizer,
-                sampling,
-                group,
-                self._settings,
-                self._limit,
-            )
+            return await self._player.play(self._environment(item), sampling, group)
         except EpisodeFailed as failure:
             return failure
 

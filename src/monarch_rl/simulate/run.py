@@ -26,6 +26,7 @@ from monarch_rl.pipeline.recovery import Recovery, RecoverySettings
 from monarch_rl.pipeline.start import replica_updates, update
 from monarch_rl.rollout.admissions import Admissions
 from monarch_rl.rollout.outbox import Outbox
+from monarch_rl.rollout.play import EpisodePlayer
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.worker import RolloutWorker
 from monarch_rl.runtime import presence
@@ -317,6 +318,7 @@ class SimulatedWorker(RolloutWorker):
         self._admissions = Admissions(buffer, self._name, self._settings.slot_deadline_s)
         self._outbox = Outbox(buffer, self._name, self._settings.slot_deadline_s)
         self._generator = SimulatedDispatcher(replicas)
+        self._player = EpisodePlayer(self._generator, self._tokenizer, self._settings)
 
     async def score(self, function: Any, task: TaskSettings, entry: dict[str, Any], text: str) -> float:
         """As ``Scorer.score``: a process, then the seconds of a score; rewards are 0 and 1 in turn, or all 0."""
