@@ -16,7 +16,7 @@ from monarch_rl.rollout.scoring import ScorerBroken, ScoringFailed
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.tokenizer import Tokenizer
 from monarch_rl.runtime.deadlines import DeadlineExceeded
-from monarch_rl.tasks.task import Message, SingleTurn, StepResult
+from monarch_rl.tasks.task import Message, Score, SingleTurn, StepResult
 
 T = TypeVar("T")
 SETTINGS = RolloutSettings(max_turns=3, environment_deadline_s=0.2, generate_deadline_s=0.2)
@@ -48,7 +48,9 @@ class Guessing:
 
     async def step(self, text: str) -> StepResult:
         self.heard.append(text)
-        return StepResult(0.5, len(self.heard) == 2, [Message("user", "again")], {"guesses": len(self.heard)})
+        turn = len(self.heard)
+        parts = {"format": 0.25, f"turn {turn}": 1.0}
+        return StepResult(0.5, turn == 2, [Message("user", "again")], {"guesses": turn}, parts)
 
 
 class Raising(Guessing):
@@ -79,8 +81,8 @@ def tokenizer(model: str) -> Tokenizer:
 
 
 def test_single_turn_keeps_the_drawn_ids(tokenizer: Tokenizer) -> None:
-    async def score(text: str) -> float:
-        return float(text == "12")
+    async def score(text: str) -> Score:
+        return Score(float(text == "12"))
 
     echo = Echo(tokenizer, "12")
     episode: Episode = run(EpisodePlayer(echo, tokenizer, SETTINGS).play(SingleTurn("3 * 4 =", score), Sampling(), 0))
@@ -96,6 +98,7 @@ def test_turns_are_never_tokenised_again(tokenizer: Tokenizer) -> None:
     episode = run(EpisodePlayer(echo, tokenizer, SETTINGS).play(environment, Sampling(), 0))
     assert environment.heard == ["8", "8"]
     assert (episode.reward, episode.info) == (1.0, {"guesses": 2})
+    assert episode.parts == {"format": 0.5, "turn 1": 1.0, "turn 2": 1.0}  # summed by name
     assert tokenizer.decode(episode.token_ids.tolist()) == "guess8again8"
     first, second = echo.prompts
     assert second[: len(first)] == first

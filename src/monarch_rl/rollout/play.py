@@ -69,7 +69,7 @@ class EpisodePlayer:
             completion = await self._draw_turn(context, state)
             text = self.tokenizer.decode(completion.token_ids.tolist())
             result: StepResult = await self._answer(environment.step(text), "step")
-            state.reward += result.reward
+            state.add_reward(result)
             if result.done or len(state.turns) == self.settings.max_turns:
                 return state.episode(completion.finish_reason, result.info)
             context = self.tokenizer.render_reply(result.messages, ended=completion.finish_reason == "stop")
@@ -120,6 +120,8 @@ class _EpisodeState:
     expert_routes: list[np.ndarray] = field(default_factory=list)
     """What each turn added, where routes are kept."""
     reward: float = 0.0
+    parts: dict[str, float] = field(default_factory=dict)
+    """Of the reward, summed over turns by name."""
 
     def next_sampling(self) -> Sampling:
         """For the next turn: expert routes are asked for from the first token on that has none."""
@@ -127,10 +129,16 @@ class _EpisodeState:
             return self.sampling
         return replace(self.sampling, expert_routes_from=sum(map(len, self.expert_routes)))
 
+    def add_reward(self, result: StepResult) -> None:
+        """Add the reward of a turn, and its parts."""
+        self.reward += result.reward
+        for name, value in result.parts.items():
+            self.parts[name] = self.parts.get(name, 0.0) + value
+
     def episode(self, finish_reason: str, info: dict[str, Any]) -> Episode:
         """The episode, once its last turn is answered."""
         expert_routes = np.concatenate(self.expert_routes) if self.expert_routes else None
-        return Episode(self.turns, self.reward, finish_reason, info, expert_routes)
+        return Episode(self.turns, self.reward, finish_reason, info, expert_routes, parts=self.parts)
 
 
 def _expert_routes_of(completion: Completion, rows: int, what: str) -> np.ndarray:

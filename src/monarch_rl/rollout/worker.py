@@ -270,7 +270,7 @@ class RolloutWorker(ResilientActor):
         for episode in episodes:
             self._record(group_id, item, episode)
         if len(episodes) >= min(2, size):
-            group = Group(group_id, item.index, episodes, failed=len(lost), attempt=attempt)
+            group = Group(group_id, item.index, episodes, failed=len(lost), attempt=attempt, task=self._task.name)
             data = await asyncio.to_thread(pack_group, group)
             await self._outbox.put(group_id, attempt, data)
             self._groups["put"] += 1

@@ -36,7 +36,7 @@ from monarch_rl.simulate.costs import Costs, uniform
 from monarch_rl.simulate.handles import LocalMesh
 from monarch_rl.simulate.replica import Replica
 from monarch_rl.tasks.reasoning_gym import TaskSettings
-from monarch_rl.tasks.task import Item, Message
+from monarch_rl.tasks.task import Item, Message, Score
 from monarch_rl.weights.transport import TransferSettings
 
 FOREVER_S = 1e9
@@ -320,7 +320,7 @@ class SimulatedWorker(RolloutWorker):
         self._generator = SimulatedDispatcher(replicas)
         self._player = EpisodePlayer(self._generator, self._tokenizer, self._settings)
 
-    async def score(self, function: Any, task: TaskSettings, entry: dict[str, Any], text: str) -> float:
+    async def score(self, function: Any, task: TaskSettings, entry: dict[str, Any], text: str) -> Score:
         """As ``Scorer.score``: a process, then the seconds of a score; rewards are 0 and 1 in turn, or all 0."""
         entry["scored"] += 1
         reward = 0.0 if entry["equal"] else float(entry["scored"] % 2)
@@ -328,7 +328,7 @@ class SimulatedWorker(RolloutWorker):
         if seconds > 0:
             async with self._score_places:
                 await asyncio.sleep(seconds)
-        return reward
+        return Score(reward)
 
 
 class SimulatedDispatcher(Dispatcher):

@@ -19,7 +19,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from monarch_rl.tasks.task import Item
+from monarch_rl.tasks.task import Item, Score
 
 logger = logging.getLogger("monarch_rl")
 
@@ -127,15 +127,17 @@ class TaskSource:
         return "hold out less (task.held-out-size) or make the task wider (task.config)"
 
 
-def score(settings: TaskSettings, entry: dict[str, Any], text: str) -> float:
+def score(settings: TaskSettings, entry: dict[str, Any], text: str) -> Score:
     """Score a completion with the data set's own scorer, then the pass mark.
+
+    With a pass mark the reward is 0 or 1, and its part ``"score"`` is what the scorer gave.
 
     Raises what the scorer raises, and ValueError if the score is not finite.
     """
-    reward = float(load_data_set(settings, "train").score_answer(answer=extract_answer(text), entry=entry))
-    if not math.isfinite(reward):
-        raise ValueError(f"score {reward}")
-    return float(reward >= settings.pass_mark) if settings.pass_mark > 0 else reward
+    raw = float(load_data_set(settings, "train").score_answer(answer=extract_answer(text), entry=entry))
+    if not math.isfinite(raw):
+        raise ValueError(f"score {raw}")
+    return Score(float(raw >= settings.pass_mark), {"score": raw}) if settings.pass_mark > 0 else Score(raw)
 
 
 def extract_answer(text: str) -> str:
