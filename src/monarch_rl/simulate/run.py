@@ -24,11 +24,8 @@ from monarch_rl.pipeline.observer import Observer
 from monarch_rl.pipeline.publishing import Publisher
 from monarch_rl.pipeline.recovery import Recovery, RecoverySettings
 from monarch_rl.pipeline.start import replica_updates, update
-from monarch_rl.rollout.admissions import Admissions
-from monarch_rl.rollout.outbox import Outbox
-from monarch_rl.rollout.play import EpisodePlayer
 from monarch_rl.rollout.settings import RolloutSettings
-from monarch_rl.rollout.worker import RolloutWorker
+from monarch_rl.rollout.worker import Resources, RolloutWorker
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, Patience, now, within
 from monarch_rl.simulate.clock import run_virtual
@@ -204,7 +201,7 @@ class System:
         replicas = [Replica(costs, grain, plan.in_flight, plan.tp) for _ in range(plan.replicas)]
         rollout = [SimulatedWorker(plan, costs, grain, f"rollout worker {rank}") for rank in range(plan.workers)]
         for worker in rollout:
-            worker.connect(buffer, replicas)
+            worker.set_up(buffer, replicas)
         for name in ("buffer", *(f"rollout worker {rank}" for rank in range(plan.workers))):
             presence.unregister(
                 name
@@ -305,20 +302,14 @@ class SimulatedWorker(RolloutWorker):
         self._costs = costs
         self._score_places = asyncio.Semaphore(plan.scorer_processes)
         prompt = max(1, round(costs.prompt_tokens / grain))
-        stand_ins: dict[str, Any] = {
-            "_tokenizer": _Tokenizer(prompt),
-            "_train": _Items(plan.seed, costs.equal_rewards),
-            "_scorer": self,
-        }
-        self.__dict__.update(stand_ins)
+        tokenizer: Any = _Tokenizer(prompt)
+        items: Any = _Items(plan.seed, costs.equal_rewards)
+        scorer: Any = self
+        self._stand_ins = Resources(tokenizer, items, items, scorer)
 
-    def connect(self, buffer: Any, replicas: list[Replica]) -> None:
-        """As ``setup``, without its processes."""
-        self._buffer = buffer
-        self._admissions = Admissions(buffer, self._name, self._settings.slot_deadline_s)
-        self._outbox = Outbox(buffer, self._name, self._settings.slot_deadline_s)
-        self._generator = SimulatedDispatcher(replicas)
-        self._player = EpisodePlayer(self._generator, self._tokenizer, self._settings)
+    def set_up(self, buffer: Any, replicas: list[Replica]) -> None:
+        """As ``setup``, with stand-ins for what that loads."""
+        self.connect(buffer, SimulatedDispatcher(replicas), self._stand_ins)
 
     async def score(self, function: Any, task: TaskSettings, entry: dict[str, Any], text: str) -> Score:
         """As ``Scorer.score``: a process, then the seconds of a score; rewards are 0 and 1 in turn, or all 0."""
