@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from monarch_rl.tasks.reasoning_gym import SKIPS, SPLIT_DISTANCE, Split, TaskSettings, TaskSource, extract_answer, score
+from monarch_rl.tasks.reasoning_gym import (
+    MAX_SKIPS,
+    SPLIT_DISTANCE,
+    Split,
+    TaskSettings,
+    TaskSource,
+    extract_answer,
+    score,
+)
 from monarch_rl.tasks.task import Score
 
 SUMS = '{"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}'
@@ -43,7 +51,7 @@ def test_held_out_questions_are_never_trained(seed: int) -> None:
 
 def test_splits_do_not_meet() -> None:
     task = TaskSettings(seed=3)
-    assert task.train_size * SKIPS < SPLIT_DISTANCE
+    assert task.train_size * MAX_SKIPS < SPLIT_DISTANCE
     splits: tuple[Split, ...] = ("train", "held_out", "warm_up")
     here = {TaskSource(task, split).item(i).entry["question"] for split in splits for i in range(50)}
     there = {TaskSource(TaskSettings(seed=99), split).item(i).entry["question"] for split in splits for i in range(50)}

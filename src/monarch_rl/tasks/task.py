@@ -14,7 +14,7 @@ class Item:
     index: int
     prompt: str
     answer: str
-    """The data set's own answer, to look at. Others may score as well."""
+    """The data set's own answer, to look at; other answers may get the full score too."""
     entry: dict[str, Any]
     """reasoning-gym's record, which its scorer needs."""
 
