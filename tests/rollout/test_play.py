@@ -137,6 +137,16 @@ def test_what_is_not_the_episodes_fault_is_raised_as_it_is(tokenizer: Tokenizer)
         run(EpisodePlayer(Echo(tokenizer, "8"), tokenizer, SETTINGS).play(Raising(ScorerBroken("gone")), Sampling(), 0))
 
 
+def test_an_episode_that_outgrows_its_limit_fails_and_tells_what_was_drawn(tokenizer: Tokenizer) -> None:
+    echo = Echo(tokenizer, "8")  # it draws two tokens
+    limit = len("guess") + 2 + len("again") + 1  # too few for the second turn
+    with pytest.raises(EpisodeFailed, match=f"prompt leaves no room within {limit} tokens") as failure:
+        run(EpisodePlayer(echo, tokenizer, SETTINGS, limit).play(Guessing(), Sampling(max_new_tokens=2), 0))
+    assert failure.value.tokens == 2
+    episode = run(EpisodePlayer(echo, tokenizer, SETTINGS, limit + 1).play(Guessing(), Sampling(max_new_tokens=2), 0))
+    assert episode.num_tokens == limit + 1
+
+
 def test_seeds_differ_by_run_group_and_episode_and_repeat() -> None:
     seeds = {episode_seed(run_seed, g, e) for run_seed in range(3) for g in range(20) for e in range(8)}
     assert len(seeds) == 3 * 20 * 8

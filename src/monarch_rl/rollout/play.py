@@ -147,7 +147,7 @@ def _expert_routes_of(completion: Completion, rows: int, what: str) -> np.ndarra
     expert_routes = completion.expert_routes
     if expert_routes is None or len(expert_routes) != rows:
         received = 0 if expert_routes is None else len(expert_routes)
-        raise ValueError(f"{what}: routes of {rows} tokens were asked for, of {received} came")
+        raise ValueError(f"{what}: expert routes of {rows} tokens were asked for, {received} were returned")
     return expert_routes
 
 
