@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.episode.ticket import Ticket
@@ -57,6 +57,6 @@ class DispatchedGenerators(GeneratorHandle, Protocol):
         """Send no new requests to the ``paused`` replicas, and ask others for what the ``lost`` ones owe."""
         ...
 
-    def replace(self, replica: int, handle: object) -> None:
-        """From now on ``replica`` is the one behind ``handle``."""
+    def replace(self, replica: int, handle: Any) -> None:
+        """From now on ``replica`` is the one behind ``handle``, whose type is the generators' own affair."""
         ...
