@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
 import grpo  # noqa: E402
 
+from monarch_rl.episode.ticket import Ticket  # noqa: E402
 from monarch_rl.pipeline import run, start  # noqa: E402
 from monarch_rl.rollout.worker import RolloutWorker  # noqa: E402
 from monarch_rl.runtime.lifetime import die_with_parent  # noqa: E402
@@ -31,14 +32,14 @@ update = run.update
 class FailingWorker(RolloutWorker):
     """Fails when it begins a group."""
 
-    async def _play_group(self, *group: Any) -> None:
+    async def _play_group(self, ticket: Ticket) -> None:
         index = self._name.split()[-1]
         for fault in FOLDER.glob(f"*-{index}"):
             fault.unlink()
             if fault.name.startswith("os._exit"):
                 os._exit(3)
             raise RuntimeError("what a user has written may fail")
-        await super()._play_group(*group)
+        await super()._play_group(ticket)
 
 
 async def slow_update(*arguments: Any) -> Any:

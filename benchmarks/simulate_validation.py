@@ -36,6 +36,7 @@ from monarch_rl.generator.parts import Tell
 from monarch_rl.pipeline.actor_pool import ActorPool
 from monarch_rl.pipeline.actors import Actors
 from monarch_rl.pipeline.run import Run
+from monarch_rl.rollout.scoring import Scorer
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.worker import RolloutWorker
 from monarch_rl.runtime.cluster import Cluster, launch
@@ -239,9 +240,7 @@ class SlowlyScoringWorker(RolloutWorker):
     async def score_takes(self, seconds: float) -> None:
         self.seconds = seconds
 
-    def _environment(self, item: Item) -> Environment:
-        scorer = self._scorer
-        assert scorer is not None
+    def make_environment(self, item: Item, scorer: Scorer) -> Environment:
         # Whatever is called must be found by the scoring process, which does not know this file.
         slept = (timeit, f"sleep({self.seconds})", "from time import sleep", perf_counter, 1)
         return SingleTurn(item.prompt, lambda text: scorer.score(*slept))

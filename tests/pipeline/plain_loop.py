@@ -86,7 +86,7 @@ def train(folder: Path, settings: dict[str, Any], draw: Callable[..., Any]) -> d
             group += 1
         sequences = draw(model.state_dict(), prompts, seeds, limit, tokenizer.eos_token_id)
         texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids, _ in sequences]
-        rewards = torch.tensor([score(task, item.entry, text) for item, text in zip(items, texts, strict=True)])
+        rewards = torch.tensor([score(task, item.entry, text).reward for item, text in zip(items, texts, strict=True)])
         advantages = (rewards.view(-1, size) - rewards.view(-1, size).mean(1, keepdim=True)).flatten()
         total = torch.zeros(())
         for prompt, (ids, behaviour), advantage in zip(prompts, sequences, advantages, strict=True):

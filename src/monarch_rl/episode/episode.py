@@ -101,6 +101,7 @@ class Episode:
     expert_routes: np.ndarray | None = None
     """uint8 or uint16 [n - 1, layers, k], where kept: the experts by which the engine read each token but the last,
     in each layer that has experts."""
+    parts: dict[str, float] = field(default_factory=dict)
 
     def _joined(self, name: str) -> np.ndarray:
         return np.concatenate([getattr(turn, name) for turn in self.turns])
@@ -161,6 +162,7 @@ class Group:
     """Episodes that were begun, failed and are not here."""
     attempt: int = 0
     """How often the group was begun anew because its worker was lost; with ``group_id`` it names a lease."""
+    task: str = ""
 
     @property
     def rewards(self) -> np.ndarray:

@@ -20,10 +20,8 @@ from monarch_rl.pipeline.actor_pool import ActorPool
 from monarch_rl.pipeline.actors import Actors
 from monarch_rl.pipeline.run import Run
 from monarch_rl.pipeline.settings import RunSettings
-from monarch_rl.rollout.admissions import Admissions
-from monarch_rl.rollout.outbox import Outbox
 from monarch_rl.rollout.settings import RolloutSettings
-from monarch_rl.rollout.worker import RolloutWorker
+from monarch_rl.rollout.worker import Resources, RolloutWorker
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, now, within
 from monarch_rl.simulate.clock import run_virtual
@@ -31,7 +29,7 @@ from monarch_rl.simulate.costs import Costs, uniform
 from monarch_rl.simulate.handles import LocalMesh
 from monarch_rl.simulate.replica import Replica
 from monarch_rl.tasks.reasoning_gym import TaskSettings
-from monarch_rl.tasks.task import Item, Message
+from monarch_rl.tasks.task import Item, Message, Score
 from monarch_rl.weights.transport import TransferSettings
 
 FOREVER_S = 1e9
@@ -207,7 +205,7 @@ def simulated_actors(plan: Plan, costs: Costs, grain: int) -> Actors:
     replicas = [Replica(costs, grain, plan.in_flight, plan.tp) for _ in range(plan.replicas)]
     rollout = [SimulatedWorker(plan, costs, grain, f"rollout worker {rank}") for rank in range(plan.workers)]
     for worker in rollout:
-        worker.connect(buffer, replicas)
+        worker.set_up(buffer, replicas)
     for name in ("buffer", *(f"rollout worker {rank}" for rank in range(plan.workers))):
         presence.unregister(name)  # nobody watches, and a look at the clock every 50 ms takes long in virtual hours
     workers = ActorPool("rollout worker", "rollout", {rank: mesh(worker) for rank, worker in enumerate(rollout)})
@@ -282,21 +280,16 @@ class SimulatedWorker(RolloutWorker):
         self._costs = costs
         self._score_places = asyncio.Semaphore(plan.scorer_processes)
         prompt = max(1, round(costs.prompt_tokens / grain))
-        stand_ins: dict[str, Any] = {
-            "_tokenizer": _Tokenizer(prompt),
-            "_train": _Items(plan.seed, costs.equal_rewards),
-            "_scorer": self,
-        }
-        self.__dict__.update(stand_ins)
+        tokenizer: Any = _Tokenizer(prompt)
+        items: Any = _Items(plan.seed, costs.equal_rewards)
+        scorer: Any = self
+        self._stand_ins = Resources(tokenizer, items, items, scorer)
 
-    def connect(self, buffer: Any, replicas: list[Replica]) -> None:
-        """As ``setup``, without its processes."""
-        self._buffer = buffer
-        self._admissions = Admissions(buffer, self._name, self._settings.slot_deadline_s)
-        self._outbox = Outbox(buffer, self._name, self._settings.slot_deadline_s)
-        self._generator = SimulatedDispatcher(replicas)
+    def set_up(self, buffer: Any, replicas: list[Replica]) -> None:
+        """As ``setup``, with stand-ins for what that loads."""
+        self.connect(buffer, SimulatedDispatcher(replicas), self._stand_ins)
 
-    async def score(self, function: Any, task: TaskSettings, entry: dict[str, Any], text: str) -> float:
+    async def score(self, function: Any, task: TaskSettings, entry: dict[str, Any], text: str) -> Score:
         """As ``Scorer.score``: a process, then the seconds of a score; rewards are 0 and 1 in turn, or all 0."""
         entry["scored"] += 1
         reward = 0.0 if entry["equal"] else float(entry["scored"] % 2)
@@ -304,7 +297,7 @@ class SimulatedWorker(RolloutWorker):
         if seconds > 0:
             async with self._score_places:
                 await asyncio.sleep(seconds)
-        return reward
+        return Score(reward)
 
 
 class SimulatedDispatcher(Dispatcher):
