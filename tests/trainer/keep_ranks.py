@@ -1,7 +1,7 @@
-"""What routes and kept sets do in the trainer, on every rank of a torchrun job:  keep_ranks.py FOLDER DEGREE
+"""What expert routes and kept sets do in the trainer, on every rank of a torchrun job:  keep_ranks.py FOLDER DEGREE
 
-``FOLDER/model`` is a mixture of experts. Writes for each way of routing what the policy says of made-up episodes, and
-what went in and out of every layer of experts; ``FOLDER/<name>.rank<r>``.
+``FOLDER/model`` is a mixture of experts. Writes for each setting of ``router_replay`` what the policy computes of
+made-up episodes, and what went in and out of every layer of experts; ``FOLDER/<name>.rank<r>``.
 """
 
 from __future__ import annotations
@@ -70,18 +70,18 @@ def logprobs(policy: Policy, batch: MicroBatch) -> dict[str, torch.Tensor]:
 
     hooks = [block.moe.register_forward_hook(keep(name)) for name, block in policy.module.layers.items()]
     with torch.no_grad():
-        scored = policy.logprobs(batch)
+        token_logprobs = policy.token_logprobs(batch)
     for hook in hooks:
         hook.remove()
     masks = policy.module.get_attention_masks(positions=batch.positions)
     with torch.no_grad():  # routes are still set
         logits = policy.module(batch.token_ids, positions=batch.positions, attention_masks=masks)[0]
-    return seen | scored._asdict() | {"logits": logits[batch.trainable].contiguous()}
+    return seen | token_logprobs._asdict() | {"logits": logits[batch.trainable].contiguous()}
 
 
 def gradients(policy: Policy, batch: MicroBatch) -> dict[str, torch.Tensor]:
     policy.optimizers.zero_grad()
-    (-policy.logprobs(batch).logprobs.sum()).backward()
+    (-policy.token_logprobs(batch).logprobs.sum()).backward()
     return {
         name: parameter.grad.full_tensor().clone()
         for name, parameter in policy.module.named_parameters()
@@ -102,8 +102,8 @@ def main(folder: Path, degree: int) -> None:
             name = f"{router_replay}.{checkpoint}.rank{policy.rank}"
             found = logprobs(policy, batch)
             inputs = {"trainable": batch.trainable, "ids": batch.targets[0, batch.trainable]}
-            if batch.kept is not None:
-                inputs |= {"kept_counts": batch.kept[0], "kept_ids": batch.kept[1]}
+            if batch.kept_sets is not None:
+                inputs |= {"kept_counts": batch.kept_sets[0], "kept_ids": batch.kept_sets[1]}
             if batch.expert_routes is not None:
                 inputs["routes"] = batch.expert_routes[0]
             grads = {f"grad.{key}": value for key, value in gradients(policy, batch).items()}

@@ -64,13 +64,13 @@ FULL_TRAINING = LoraSettings()
 """No adapters."""
 
 
-def tensor_names(weight: str) -> tuple[str, str]:
+def lora_names(weight: str) -> tuple[str, str]:
     """peft's names of A and B for the Hugging Face name of the weight that they adapt."""
     module = f"base_model.model.{weight.removesuffix('.weight')}"
     return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
 
 
-def adapter_config(lora: LoraSettings, base: str) -> dict[str, Any]:
+def lora_config(lora: LoraSettings, base: str) -> dict[str, Any]:
     """peft's ``adapter_config.json``.
 
     Args:

@@ -6,16 +6,14 @@ from typing import Any
 
 from torchtitan.models.common import ComplexRoPE
 from torchtitan.models.common.decoder import TransformerBlock
-from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.deepseek_v3 import build_mla_moe_layers
 
 from monarch_rl.model.folder import num_experts, rope_parameters
-from monarch_rl.trainer.modules import PackedAttention
+from monarch_rl.trainer.modules import LOADED, PackedAttention
 from monarch_rl.trainer.moe import LOADED_EXPERTS, exact, replaying
 
 NORM_EPS = 1e-6
 """Of all norms. Hugging Face's latent norms have this one whatever ``rms_norm_eps`` is, SGLang's have that."""
-_LOADED = {"weight": skip_param_init}
 
 
 def deepseek_layers(hf: dict[str, Any], *, on_gpu: bool) -> list[TransformerBlock.Config]:
@@ -59,9 +57,9 @@ def deepseek_layers(hf: dict[str, Any], *, on_gpu: bool) -> list[TransformerBloc
         attn_backend="varlen",
         moe_comm_backend="standard",
         non_blocking_capacity_factor=None,
-        linear_init=_LOADED,
-        norm_init=_LOADED,
-        depth_init=lambda _layer: _LOADED,
+        linear_init=LOADED,
+        norm_init=LOADED,
+        depth_init=lambda _layer: LOADED,
         depth_experts_init=lambda _layer: LOADED_EXPERTS,
         rope=rope,
     )

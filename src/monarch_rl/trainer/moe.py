@@ -63,13 +63,13 @@ GROUPED_ROW_BYTES = 16
 """Of which ``torch._grouped_mm`` wants a multiple in each row of what it is given."""
 
 
-def adapter_parameters(weight: str) -> tuple[str, str]:
+def lora_parameters(weight: str) -> tuple[str, str]:
     """The names of A and B for such a parameter."""
     stem = weight.partition("_")[0]
     return f"{stem}_lora_a", f"{stem}_lora_b"
 
 
-class AdaptedExperts(ExactExperts):
+class LoraExperts(ExactExperts):
     """Experts each with a low-rank adapter on some projections: ``W x + alpha / rank * B (A x)``, W frozen.
 
     A ``[E, r, I]`` and B ``[E, O, r]`` are stacked, divided among ranks and sharded as the weights are.
@@ -90,7 +90,7 @@ class AdaptedExperts(ExactExperts):
             parameter.requires_grad_(False)
         for name in config.targets:
             experts, rows, columns = getattr(self, name).shape
-            name_a, name_b = adapter_parameters(name)
+            name_a, name_b = lora_parameters(name)
             self.register_parameter(name_a, nn.Parameter(torch.empty(experts, config.rank, columns)))
             self.register_parameter(name_b, nn.Parameter(torch.empty(experts, rows, config.rank)))
 
@@ -98,14 +98,14 @@ class AdaptedExperts(ExactExperts):
         sharding = self._sharding_config
         if sharding is not None:
             layouts = sharding.state_shardings
-            layouts.update({adapter: layouts[name] for name in self._targets for adapter in adapter_parameters(name)})
+            layouts.update({adapter: layouts[name] for name in self._targets for adapter in lora_parameters(name)})
         super().parallelize(parallel_dims)
 
     def _project(self, name: str, x_RI: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
         projected_RO = super()._project(name, x_RI, ends_E)
         if name not in self._targets:
             return projected_RO
-        a_ErI, b_EOr = (self._local(adapter) for adapter in adapter_parameters(name))
+        a_ErI, b_EOr = (self._local(adapter) for adapter in lora_parameters(name))
         # grouped_mm takes rows of whole 16 bytes: zeros fill up the rank.
         padding = -a_ErI.shape[1] % (GROUPED_ROW_BYTES // a_ErI.element_size())
         a_ErI, b_EOr = F.pad(a_ErI, (0, 0, 0, padding)), F.pad(b_EOr, (0, padding))
@@ -114,13 +114,13 @@ class AdaptedExperts(ExactExperts):
         return torch.add(projected_RO, added_RO, alpha=self._scaling)
 
 
-def adapted_experts(experts: GroupedExperts.Config, lora: LoraSettings) -> AdaptedExperts.Config:
+def expert_lora_config(experts: GroupedExperts.Config, lora: LoraSettings) -> LoraExperts.Config:
     """The same experts with adapters on the settings' targets; one of these must be a projection of experts."""
     targets = tuple(EXPERT_TARGETS[target] for target in lora.targets if target in EXPERT_TARGETS)
     kept = _given(experts)
-    adapters = [adapter for name in targets for adapter in adapter_parameters(name)]
+    adapters = [adapter for name in targets for adapter in lora_parameters(name)]
     kept["param_init"] = {**(experts.param_init or {}), **dict.fromkeys(adapters, skip_param_init)}
-    return AdaptedExperts.Config(**kept, rank=lora.rank, alpha=lora.alpha, targets=targets)
+    return LoraExperts.Config(**kept, rank=lora.rank, alpha=lora.alpha, targets=targets)
 
 
 class ReplayRouter(TokenChoiceTopKRouter):

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from monarch_rl.algorithms.advantages import AdvantageName
 from monarch_rl.algorithms.aggregation import Aggregation
+from monarch_rl.model.architecture import architecture_of
 from monarch_rl.model.folder import num_experts, sparse_layers
 from monarch_rl.model.lora import FULL_TRAINING, MLP_TARGETS, LoraSettings
 
@@ -130,8 +131,8 @@ def check_experts(config: dict[str, Any], settings: TrainerSettings) -> None:
             raise ValueError(f"trainer.router-replay {settings.router_replay}: the model has no experts; leave it off")
         return
     experts, lora = num_experts(config), settings.lora
-    if lora.rank and config["architectures"][0] == "DeepseekV3ForCausalLM":
-        raise ValueError("trainer.lora: adapters on the latent attention of a DeepSeek-V3 are not supported")
+    if lora.rank and architecture_of(config).lora_unsupported:
+        raise ValueError(f"trainer.lora: {architecture_of(config).lora_unsupported}")
     if lora.sends_merged(sparse=True) and ranks > experts:
         on_experts = ", ".join(name for name in lora.targets if name in MLP_TARGETS)
         raise ValueError(
