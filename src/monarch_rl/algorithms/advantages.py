@@ -1,4 +1,8 @@
-"""Advantages: how much better an episode was than its group. Pure functions of one group's rewards."""
+"""Advantages: how much better an episode was than its group. Pure functions of one group's rewards.
+
+An advantage of your own is a function of the type :data:`Advantage`: give it to the trainer as
+``TrainerPlan.advantage``.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,7 @@ def grpo(rewards: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
 
 
 def dr_grpo(rewards: torch.Tensor) -> torch.Tensor:
-    """``R - mean`` in the group: without the division by std, which favours prompts of little spread
+    """``R - mean`` in the group: without the division by std, which favours prompts whose rewards differ little
     (arXiv:2503.20783).
 
     Args:
@@ -43,4 +47,4 @@ def dr_grpo(rewards: torch.Tensor) -> torch.Tensor:
 
 
 ADVANTAGES: dict[AdvantageName, Advantage] = {"grpo": grpo, "dr_grpo": dr_grpo}
-"""By the name that the settings use."""
+"""By their names in the settings."""

@@ -1,4 +1,4 @@
-"""A model is a Hugging Face folder: found, checked and described here, before anything is spawned."""
+"""A model is a Hugging Face folder: this finds, checks and describes it, before anything is spawned."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def resolve_model(name: str, tokenizer: bool = True) -> Path:
 
     Args:
         name: a folder with ``config.json``, safetensors and a tokenizer, or a Hub name (``org/name``).
-        tokenizer: whether it must have one; not where all there is are token ids.
+        tokenizer: whether the folder must have one; a user of token ids alone needs none.
 
     Raises:
-        ValueError: there is no such folder and no such (reachable) Hub repository, a file is missing, or the
-            architecture is not supported.
+        ValueError: there is no such folder and no such (reachable) Hub repository, a file or a key of the config is
+            missing, or the architecture is not supported.
     """
     folder = Path(name).expanduser()
     if not folder.is_dir():
@@ -95,7 +95,7 @@ def sparse_layers(config: dict[str, Any]) -> list[int]:
 
 
 def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
-    """The rotary embeddings as transformers 5 writes them: ``rope_type``, ``rope_theta`` and what the type needs;
+    """The rotary embeddings in the form of transformers 5: ``rope_type``, ``rope_theta`` and what the type needs.
     transformers 4 wrote ``rope_theta`` and ``rope_scaling``."""
     rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"

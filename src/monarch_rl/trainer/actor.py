@@ -22,7 +22,7 @@ from monarch_rl.runtime.endpoint import concurrent_endpoint
 from monarch_rl.runtime.network import host_address
 from monarch_rl.runtime.resilient import ResilientActor
 from monarch_rl.trainer.settings import TrainerSettings
-from monarch_rl.weights.checksum import ShardChecksums
+from monarch_rl.trainer.snapshots import Snapshots
 from monarch_rl.weights.manifest import Manifest
 from monarch_rl.weights.transport import Sender, TransferSettings, make_sender
 
@@ -74,12 +74,7 @@ class Trainer(ResilientActor):
         self._compute = ThreadPoolExecutor(1, "compute")
         self._verify = ThreadPoolExecutor(1, "verify")
         self._policy: Policy | None = None
-        self._sender: Sender | None = None
-        self._manifest: Manifest | None = None
-        self._versions: dict[int, int] = {}
-        """The version in each snapshot, by its index."""
-        self._checksums: dict[int, ShardChecksums] = {}
-        """Of each snapshot, by its index; planned when it is first taken."""
+        self._snapshots: Snapshots | None = None
 
     @property
     def policy(self) -> Policy:
@@ -88,10 +83,14 @@ class Trainer(ResilientActor):
         return self._policy
 
     @property
-    def sender(self) -> Sender:
-        if self._sender is None:
+    def snapshots(self) -> Snapshots:
+        if self._snapshots is None:
             raise RuntimeError("weights_setup() must come first")
-        return self._sender
+        return self._snapshots
+
+    @property
+    def sender(self) -> Sender:
+        return self.snapshots.sender
 
     async def _on(self, executor: ThreadPoolExecutor, call: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(executor, call, *arguments)
@@ -203,13 +202,10 @@ class Trainer(ResilientActor):
     async def weights_setup(self, manifest: Manifest, settings: TransferSettings) -> None:
         """Make the sending end, with room for snapshots."""
         policy = self.policy
-        if self._sender is not None:
-            await self._sender.close()
-        self._manifest = manifest
-        self._sender = await asyncio.to_thread(
-            make_sender, manifest, policy.rank, settings, host_address(), policy.device
-        )
-        self._versions, self._checksums = {}, {}
+        if self._snapshots is not None:
+            await self.sender.close()
+        sender = await asyncio.to_thread(make_sender, manifest, policy.rank, settings, host_address(), policy.device)
+        self._snapshots = Snapshots(sender, manifest, policy.rank)
 
     @concurrent_endpoint
     async def weights_open(self) -> tuple[int, bytes]:
@@ -230,12 +226,8 @@ class Trainer(ResilientActor):
         """Copy the weights, which are those of ``version``, into the snapshot ``index``; returns the seconds it
         took."""
         started = time.perf_counter()
-        views, manifest = self.sender.views(index), self._manifest
-        assert manifest is not None, "weights_setup() makes both"
-        self._versions[index] = version
-        if index not in self._checksums:
-            self._checksums[index] = ShardChecksums(manifest, self.policy.rank, views)
-        await self._on(self._compute, self.policy.published.snapshot, manifest, views)
+        views = self.snapshots.prepare(version, index)
+        await self._on(self._compute, self.policy.published.snapshot, self.snapshots.manifest, views)
         return time.perf_counter() - started
 
     @concurrent_endpoint
@@ -245,12 +237,7 @@ class Trainer(ResilientActor):
         Returns:
             The checksum of this rank's part of each tensor of the manifest, signed 64-bit.
         """
-        taken = self._versions.get(snapshot)
-        if taken != version:
-            raise RuntimeError(
-                f"trainer rank {self.policy.rank} has version {taken} in snapshot {snapshot}, not {version}"
-            )
-        summing = self._on(self._verify, self._checksums[snapshot].take)
+        summing = self._on(self._verify, self.snapshots.checksums(version, snapshot).take)
         checksums, _ = await asyncio.gather(summing, self.sender.send(version, snapshot))
         return checksums
 
@@ -262,7 +249,7 @@ class Trainer(ResilientActor):
     @concurrent_endpoint
     async def close(self) -> None:
         """Leave the worlds that this rank is in."""
-        if self._sender is not None:
-            await self._sender.close()
+        if self._snapshots is not None:
+            await self.sender.close()
         if self._policy is not None:
             await self._on(self._compute, self._policy.close)
