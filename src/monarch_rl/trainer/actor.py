@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 
 import numpy as np
 from monarch.actor import current_rank
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from monarch_rl.trainer.shards import NamedShape, Run
 
 T = TypeVar("T")
+Arguments = TypeVarTuple("Arguments")
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class Trainer(ResilientActor):
     def sender(self) -> Sender:
         return self.snapshots.sender
 
-    async def _on(self, executor: ThreadPoolExecutor, call: Callable[..., T], *arguments: Any) -> T:
+    async def _on(self, executor: ThreadPoolExecutor, call: Callable[[*Arguments], T], *arguments: *Arguments) -> T:
         return await asyncio.get_running_loop().run_in_executor(executor, call, *arguments)
 
     @concurrent_endpoint

@@ -143,7 +143,7 @@ def pack_shard(
         aggregation: how per-token losses become one number.
         max_new_tokens: tokens that an episode may draw, the normaliser of the ``constant`` aggregation.
     """
-    by_group = [advantage(torch.from_numpy(rewards)) for rewards in shard.rewards]
+    by_group = advantages_of(shard.rewards, advantage)
     packed = []
     for microbatch in shard.microbatches:
         episodes = [episode for _, _, episode in microbatch]
@@ -157,3 +157,8 @@ def pack_shard(
         advantages = torch.tensor([float(by_group[group][place]) for group, place, _ in microbatch])
         packed.append(pack(episodes, advantages, weights, shard.version, device))
     return packed
+
+
+def advantages_of(rewards: Sequence[np.ndarray], advantage: Advantage) -> list[torch.Tensor]:
+    """The advantages of a batch's episodes: one float[G] per group, from one float32[G] of rewards per group."""
+    return [advantage(torch.from_numpy(of_group)) for of_group in rewards]

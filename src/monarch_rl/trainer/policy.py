@@ -28,7 +28,7 @@ from monarch_rl.trainer.model_config import SPMD_BACKEND, parallelism_config  # 
 from monarch_rl.trainer.moe import ReplayRouter  # noqa: E402
 from monarch_rl.trainer.objective import Objective, Sums  # noqa: E402
 from monarch_rl.trainer.publishing import PublishedWeights  # noqa: E402
-from monarch_rl.trainer.reduction import batch_metrics, waste_metrics  # noqa: E402
+from monarch_rl.trainer.reduction import reduced_metrics, waste_metrics  # noqa: E402
 from monarch_rl.trainer.saving import save_model  # noqa: E402
 from monarch_rl.trainer.settings import RouterReplay, TrainerSettings  # noqa: E402
 from monarch_rl.trainer.token_logprobs import DrawnTokens, TokenLogprobs  # noqa: E402
@@ -143,11 +143,14 @@ class Policy:
 
         Raises:
             RuntimeError: the gradient is not finite; nothing was updated.
+            ValueError: the objective does not count its tokens.
         """
         self.optimizers.zero_grad()
         totals: Sums = {}
         for batch in microbatches:
             loss, sums = objective(self.token_logprobs(batch), batch)
+            if "tokens" not in sums:
+                raise ValueError("the objective returned no sum named 'tokens', the number of tokens summed over")
             sums |= self._expert_route_sums(batch) | {"loss": loss.detach()}
             loss.backward()
             for name, value in sums.items():
@@ -162,7 +165,7 @@ class Policy:
             raise RuntimeError(f"the gradient norm is {float(grad_norm)}: no update was made")
         self.optimizers.step()
         self.schedulers.step()
-        metrics = batch_metrics(totals, self._sparse_layers) | {"grad_norm": float(grad_norm), "lr": float(lr)}
+        metrics = reduced_metrics(totals, self._sparse_layers) | {"grad_norm": float(grad_norm), "lr": float(lr)}
         return metrics | waste_metrics(microbatches, self.device)
 
     def save(self, folder: Path) -> None:

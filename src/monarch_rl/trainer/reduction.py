@@ -12,7 +12,7 @@ from monarch_rl.trainer.batch import MicroBatch
 from monarch_rl.trainer.objective import Sums
 
 
-def batch_metrics(totals: Sums, sparse_layers: Sequence[int]) -> dict[str, float]:
+def reduced_metrics(totals: Sums, sparse_layers: Sequence[int]) -> dict[str, float]:
     """Add up the sums of all ranks, and divide by the number of tokens (of their own kind).
 
     Args:
