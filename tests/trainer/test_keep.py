@@ -114,10 +114,10 @@ def test_the_natural_disagreement_is_counted(folder: Path) -> None:
     assert metrics(folder, "replay.none")["routes_differ"] > 0.1
 
 
-def test_differences_of_log_probs_are_told_by_quantile(folder: Path) -> None:
+def test_differences_of_log_probs_are_reported_by_quantile(folder: Path) -> None:
     """The engine's are all -1; a quantile is right within a bin."""
-    ranks, told = of_ranks(folder, "off.none"), metrics(folder, "off.none")
+    ranks, reported = of_ranks(folder, "off.none"), metrics(folder, "off.none")
     differences = torch.cat([found["logprobs"] + 1.0 for found in [*ranks, ranks[0]]]).abs()
     for name, share in (("p50", 0.5), ("p99", 0.99), ("max", 1.0)):
         exact = float(differences.quantile(share, interpolation="higher" if share < 1 else "linear"))
-        assert exact / 1.34 <= told[f"logprob_difference_{name}"] <= exact * 1.34
+        assert exact / 1.34 <= reported[f"logprob_difference_{name}"] <= exact * 1.34
