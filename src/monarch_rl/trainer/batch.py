@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -139,7 +139,7 @@ def pack_shard(shard: BatchShard, loss: LossSettings, max_new_tokens: int, devic
         max_new_tokens: tokens that an episode may draw, the normaliser of the ``constant`` aggregation.
     """
     advantage = ADVANTAGES[loss.advantage]
-    by_group = [advantage(torch.from_numpy(rewards)) for rewards in shard.rewards]
+    by_group = advantages_of(shard.rewards, advantage)
     packed = []
     for microbatch in shard.microbatches:
         episodes = [episode for _, _, episode in microbatch]
@@ -153,3 +153,10 @@ def pack_shard(shard: BatchShard, loss: LossSettings, max_new_tokens: int, devic
         advantages = torch.tensor([float(by_group[group][place]) for group, place, _ in microbatch])
         packed.append(pack(episodes, advantages, weights, shard.version, device))
     return packed
+
+
+def advantages_of(
+    rewards: Sequence[np.ndarray], advantage: Callable[[torch.Tensor], torch.Tensor]
+) -> list[torch.Tensor]:
+    """The advantages of a batch's episodes: one float[G] per group, from one float32[G] of rewards per group."""
+    return [advantage(torch.from_numpy(of_group)) for of_group in rewards]
