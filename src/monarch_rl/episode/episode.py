@@ -102,6 +102,7 @@ class Episode:
     """uint8 or uint16 [n - 1, layers, k], where kept: the experts by which the engine read each token but the last,
     in each layer that has experts."""
     parts: dict[str, float] = field(default_factory=dict)
+    """Named parts of the reward, for the metrics; training reads the reward alone."""
 
     def _joined(self, name: str) -> np.ndarray:
         return np.concatenate([getattr(turn, name) for turn in self.turns])
@@ -163,6 +164,7 @@ class Group:
     attempt: int = 0
     """How often the group was begun anew because its worker was lost; with ``group_id`` it names a lease."""
     task: str = ""
+    """Name of the task that the prompt is of, for the metrics."""
 
     @property
     def rewards(self) -> np.ndarray:
@@ -178,7 +180,7 @@ class Group:
 
 @dataclass(slots=True)
 class BatchShard:
-    """What one trainer rank takes from a batch of groups: its micro-batches, and the rewards of all groups."""
+    """What one trainer rank takes from a batch of groups: its micro-batches, and the outcomes of all groups."""
 
     version: int
     """The version that the update starts from; lag is counted against it."""
@@ -190,6 +192,14 @@ class BatchShard:
     """Trainable tokens of the whole batch, all ranks."""
     lag_counts: np.ndarray
     """int64[L]: trainable tokens of the whole batch by lag 0, 1, ..."""
+    lengths: list[np.ndarray] = field(default_factory=list)
+    """One int32[G] per group of the batch: tokens that each episode drew, also those masked for their lag."""
+    cut: list[np.ndarray] = field(default_factory=list)
+    """One bool[G] per group: whether the episode ended because it reached a limit of tokens."""
+    tasks: list[str] = field(default_factory=list)
+    """The task of each group."""
+    parts: list[list[dict[str, float]]] = field(default_factory=list)
+    """Per group, for each episode: the named parts of its reward."""
 
     @property
     def num_episodes(self) -> int:

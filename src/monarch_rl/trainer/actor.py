@@ -21,6 +21,7 @@ from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.endpoint import concurrent_endpoint
 from monarch_rl.runtime.network import host_address
 from monarch_rl.runtime.resilient import ResilientActor
+from monarch_rl.trainer.batch_metrics import batch_metrics
 from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.trainer.snapshots import Snapshots
 from monarch_rl.weights.manifest import Manifest
@@ -120,13 +121,12 @@ class Trainer(ResilientActor):
 
         Returns:
             The metrics of :meth:`Policy.update`, with ``wait_s`` (seconds without a batch: idle) and
-            ``step_s`` (seconds of packing and computing), the lag of the tokens trained, and the rewards of the
-            batch (``equal_reward_groups``: share of groups that teach nothing).
+            ``step_s`` (seconds of packing and computing), and those of :func:`batch_metrics`.
 
         Raises:
             DeadlineExceeded: no batch came in time; says what is missing.
         """
-        from monarch_rl.trainer.batch import pack_shard
+        from monarch_rl.trainer.batch import advantages_of, pack_shard
 
         plan, policy = self._plan, self.policy
         advantage, objective = loss_functions(plan)
@@ -147,17 +147,9 @@ class Trainer(ResilientActor):
             return policy.update(batches, objective)
 
         metrics = await self._on(self._compute, step)
-        lags = packed.lag_counts
-        tokens = max(int(lags.sum()), 1)
-        return metrics | {
-            "wait_s": taken - started,
-            "step_s": time.perf_counter() - taken,
-            "lag_mean": float((lags * range(len(lags))).sum() / tokens),
-            "lag_max": float(max((lag for lag, count in enumerate(lags) if count), default=0)),
-            "reward_mean": float(np.mean(np.concatenate(packed.rewards))),
-            "reward_std": float(np.std(np.concatenate(packed.rewards))),
-            "equal_reward_groups": float(np.mean([np.ptp(rewards) == 0 for rewards in packed.rewards])),
-        }
+        metrics |= {"wait_s": taken - started, "step_s": time.perf_counter() - taken}
+        advantages = advantages_of(packed.rewards, advantage)
+        return metrics | batch_metrics(packed, [of_group.numpy() for of_group in advantages])
 
     @concurrent_endpoint
     async def logprobs(self, groups: list[bytes], version: int) -> list[np.ndarray]:
