@@ -45,7 +45,7 @@ from monarch_rl.simulate.costs import Costs, DecodeCosts, Distribution, TrainerC
 from monarch_rl.simulate.run import Figures, Plan, SimulatedTrainer, System, measure, predict
 from monarch_rl.tasks.reasoning_gym import TaskSettings
 from monarch_rl.tasks.task import Environment, Item, SingleTurn
-from monarch_rl.weights.transport import TransferSettings
+from monarch_rl.weights.endpoint import TransferSettings
 
 MODEL = Path(".cache/tiny-qwen3")
 """For its tokenizer."""

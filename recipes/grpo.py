@@ -49,7 +49,7 @@ from monarch_rl.runtime.watch import STALL_S, watched
 from monarch_rl.tasks.reasoning_gym import TaskSettings, TaskSource
 from monarch_rl.trainer.actor import TrainerPlan
 from monarch_rl.trainer.settings import TrainerSettings, check_experts
-from monarch_rl.weights.transport import TransferSettings
+from monarch_rl.weights.endpoint import TransferSettings
 
 # The tiny model of tools/make_tiny_model.py learns to spell words backward. What these settings give is in
 # benchmarks/results/main_job_cpu.txt; a larger model wants a far smaller learning rate (TRL's and verl's is 1e-6).

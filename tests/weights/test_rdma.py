@@ -21,9 +21,9 @@ from monarch_rl.runtime.cluster import Cluster, launch
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.endpoint import concurrent_endpoint
 from monarch_rl.weights.area import attach
+from monarch_rl.weights.endpoint import TransferError, TransferSettings
 from monarch_rl.weights.manifest import ALIGNMENT, Manifest, make_manifest
 from monarch_rl.weights.rdma import SILENCE_S, RdmaReceiver, RdmaSender, plan_slot, usable
-from monarch_rl.weights.transport import TransferError, TransferSettings
 
 T = TypeVar("T")
 CPU = torch.device("cpu")

@@ -14,15 +14,9 @@ import torch.multiprocessing as multiprocessing
 
 from monarch_rl.weights.area import attach
 from monarch_rl.weights.checksum import ShardChecksums, tensor_checksum
+from monarch_rl.weights.endpoint import SNAPSHOTS, TransferError, TransferSettings, TransportName
 from monarch_rl.weights.manifest import Manifest, make_manifest
-from monarch_rl.weights.transport import (
-    SNAPSHOTS,
-    TransferError,
-    TransferSettings,
-    TransportName,
-    make_receiver,
-    make_sender,
-)
+from monarch_rl.weights.transport import make_receiver, make_sender
 
 CPU = torch.device("cpu")
 TENSORS = [("wide", (1000, 700), torch.float32), ("odd", (7, 3), torch.float32), ("norm", (5,), torch.float32)]

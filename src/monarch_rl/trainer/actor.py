@@ -21,8 +21,9 @@ from monarch_rl.runtime.network import host_address
 from monarch_rl.runtime.resilient import ResilientActor
 from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.weights.checksum import ShardChecksums
+from monarch_rl.weights.endpoint import Sender, TransferSettings
 from monarch_rl.weights.manifest import Manifest
-from monarch_rl.weights.transport import Sender, TransferSettings, make_sender
+from monarch_rl.weights.transport import make_sender
 
 if TYPE_CHECKING:
     from monarch_rl.episode.episode import Group
@@ -163,7 +164,7 @@ class Trainer(ResilientActor):
                 results.append(self.policy.logprobs(batch).logprobs.cpu().numpy())
         return results
 
-    # -- publishing: see weights/transport.py for the order of calls ------------------------------------------
+    # -- publishing: see weights/endpoint.py for the order of calls ------------------------------------------
 
     @concurrent_endpoint
     async def owned_runs(self) -> tuple[int, list[Any], list[Any]]:

@@ -13,8 +13,8 @@ import torch
 
 from monarch_rl.weights import delta
 from monarch_rl.weights.area import Area, attach
+from monarch_rl.weights.endpoint import SNAPSHOTS, Receiver, Sender, TransferError
 from monarch_rl.weights.manifest import Manifest, make_manifest, plan_buckets, shard_bytes
-from monarch_rl.weights.transport import SNAPSHOTS, Receiver, Sender, TransferError
 
 BUCKET_BYTES = 4 << 20
 """Looked at at a time: the fastest of 1 to 64 MiB, and the grain in which a replica can read less."""
@@ -31,7 +31,7 @@ def updates_manifest(manifest: Manifest) -> Manifest:
 
 
 class ChangesSender:
-    """A trainer rank's end: see :class:`monarch_rl.weights.transport.Sender`. ``transport`` moves the updates."""
+    """A trainer rank's end: see :class:`monarch_rl.weights.endpoint.Sender`. ``transport`` moves the updates."""
 
     def __init__(self, transport: Sender, manifest: Manifest, rank: int, device: torch.device) -> None:
         self._transport = transport
@@ -76,7 +76,7 @@ class ChangesSender:
 
 
 class ChangesReceiver:
-    """A replica's end: see :class:`monarch_rl.weights.transport.Receiver`. ``transport`` moves the updates."""
+    """A replica's end: see :class:`monarch_rl.weights.endpoint.Receiver`. ``transport`` moves the updates."""
 
     def __init__(self, transport: Receiver, manifest: Manifest, device: torch.device) -> None:
         self._transport = transport

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from monarch_rl.weights.area import Area
+from monarch_rl.weights.endpoint import SNAPSHOTS, TransferError, TransferSettings
 from monarch_rl.weights.manifest import Manifest, Piece, plan_buckets, shard_bytes
-from monarch_rl.weights.transport import SNAPSHOTS, TransferError, TransferSettings
 
 T = TypeVar("T")
 
@@ -67,7 +67,7 @@ class _Group:
 
 
 class CollectiveSender:
-    """A trainer rank's end: see :class:`monarch_rl.weights.transport.Sender`."""
+    """A trainer rank's end: see :class:`monarch_rl.weights.endpoint.Sender`."""
 
     def __init__(
         self, manifest: Manifest, rank: int, settings: TransferSettings, host: str, device: torch.device
@@ -154,7 +154,7 @@ class CollectiveSender:
 
 
 class CollectiveReceiver:
-    """A generator replica's end: see :class:`monarch_rl.weights.transport.Receiver`."""
+    """A generator replica's end: see :class:`monarch_rl.weights.endpoint.Receiver`."""
 
     def __init__(self, manifest: Manifest, settings: TransferSettings, device: torch.device) -> None:
         self._manifest = manifest

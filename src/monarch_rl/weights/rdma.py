@@ -25,8 +25,8 @@ import torch
 
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.weights.area import Area
+from monarch_rl.weights.endpoint import SNAPSHOTS, TransferError, TransferSettings
 from monarch_rl.weights.manifest import ALIGNMENT, Manifest
-from monarch_rl.weights.transport import SNAPSHOTS, TransferError, TransferSettings
 
 if TYPE_CHECKING:
     from monarch.rdma import RDMABuffer
@@ -145,7 +145,7 @@ class _SlotBuffers:
 
 
 class RdmaSender:
-    """A trainer rank's end: see :class:`monarch_rl.weights.transport.Sender`.
+    """A trainer rank's end: see :class:`monarch_rl.weights.endpoint.Sender`.
 
     To be used inside an actor, whose process then owns the memory.
     """
@@ -203,7 +203,7 @@ class RdmaSender:
 
 
 class RdmaReceiver:
-    """A generator replica's end: see :class:`monarch_rl.weights.transport.Receiver`. To be used inside an actor."""
+    """A generator replica's end: see :class:`monarch_rl.weights.endpoint.Receiver`. To be used inside an actor."""
 
     def __init__(self, manifest: Manifest, settings: TransferSettings, device: torch.device) -> None:
         self._settings = settings

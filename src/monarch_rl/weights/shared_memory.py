@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 
 from monarch_rl.weights.area import Area, attach
+from monarch_rl.weights.endpoint import SNAPSHOTS, TransferError, TransferSettings
 from monarch_rl.weights.manifest import Manifest, shard_bytes
-from monarch_rl.weights.transport import SNAPSHOTS, TransferError, TransferSettings
 
 POLL_S = 0.0005
 """Between two looks at whether a trainer rank is done: the wait is for a call that is on its way to it."""
@@ -51,7 +51,7 @@ class _Areas:
 
 
 class SharedMemorySender:
-    """A trainer rank's end: see :class:`monarch_rl.weights.transport.Sender`."""
+    """A trainer rank's end: see :class:`monarch_rl.weights.endpoint.Sender`."""
 
     def __init__(
         self, manifest: Manifest, rank: int, settings: TransferSettings, host: str, device: torch.device
@@ -102,7 +102,7 @@ class SharedMemorySender:
 
 
 class SharedMemoryReceiver:
-    """A generator replica's end: see :class:`monarch_rl.weights.transport.Receiver`."""
+    """A generator replica's end: see :class:`monarch_rl.weights.endpoint.Receiver`."""
 
     def __init__(self, manifest: Manifest, settings: TransferSettings, device: torch.device) -> None:
         self._deadline_s = settings.deadline_s
