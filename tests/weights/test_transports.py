@@ -193,7 +193,7 @@ def test_another_version_than_expected_is_refused(transport: TransportName) -> N
         for pipe in running.senders:
             pipe.send(("send", 5))
         for pipe in running.receivers:
-            pipe.send(("receive", 7))  # of the same slot
+            pipe.send(("receive", 7))  # of the same snapshot
         for pipe in running.receivers:
             message = running.answer(pipe)
             assert "version 7" in message and "5" in message and "trainer rank" in message

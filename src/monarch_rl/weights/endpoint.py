@@ -26,7 +26,7 @@ from monarch_rl.weights.manifest import Manifest
 TransportName = Literal["auto", "collective", "rdma", "shared_memory"]
 
 SNAPSHOTS = 2
-"""Versions that can be on their way: one in transfer, one being copied by the trainer."""
+"""Versions under way at a time: one in transfer, one being copied by the trainer."""
 
 
 @dataclass(frozen=True)
@@ -35,21 +35,21 @@ class TransferSettings:
 
     transport: TransportName = "collective"
     """`collective` broadcasts from every trainer rank to all replicas: NCCL on GPUs, gloo on CPUs.
-    `rdma`: replicas read out of the trainer ranks' memory, by ibverbs, or over Monarch's TCP connections.
-    `shared_memory`, on one host: trainer ranks write a version where engines load it from. `auto` measures those that
-    work with the run's own model at the start, and takes the fastest."""
+    `rdma`: replicas read from the trainer ranks' memory, by ibverbs or over Monarch's TCP connections.
+    `shared_memory`, on one host: trainer ranks write a version where engines load it from. `auto` measures, at the
+    start and with the run's own model, those that work, and takes the fastest."""
     bucket_mib: int = 64
-    """MiB sent at a time. With `collective` each replica holds two buckets beside a version; smaller ones cost more
+    """MiB sent at a time. With `collective` each replica holds two buckets beside a version; smaller buckets cost more
     calls. With `delta`, at most 4."""
     delta: bool = False
-    """Send only the elements whose bits changed, found and put back without loss. Costs up to three more copies of a
-    rank's shards, two more versions on a replica, and a look at every byte; docs/weights.md says when it pays.
-    `shared_memory` has no way to save on: there it only costs."""
+    """Send only the elements whose bits changed; lossless. Costs up to three more copies of a rank's shards, two more
+    versions on a replica, and one pass over every byte; docs/weights.md says when it pays. `shared_memory` sends
+    nothing over a network, so there it only costs."""
     deadline_s: float = 120.0
     """Seconds that one transfer may take before it fails; the old version stays served."""
     attempts: int = 3
-    """Times that a version is sent to a replica that answers and could not take it, the last time to it alone; then the
-    replica is given up."""
+    """Times that a version is sent to a replica that answers but could not load it, the last time to it alone. Then
+    the replica is removed."""
 
     def __post_init__(self) -> None:
         if self.transport not in get_args(TransportName):
@@ -67,54 +67,54 @@ class TransferSettings:
 
 
 class Sender(Protocol):
-    """One trainer rank's end. Methods run on the actor's event loop and must not block it."""
+    """The end of one trainer rank. Methods run on the actor's event loop and must not block it."""
 
     def __init__(
         self, manifest: Manifest, rank: int, settings: TransferSettings, host: str, device: torch.device
     ) -> None: ...
 
     async def open(self) -> bytes:
-        """Prepare a meeting; the address under which others find this rank there."""
+        """Prepare to connect; returns the address at which the others reach this rank."""
 
     async def connect(self, addresses: list[bytes], receivers: int) -> None:
-        """Meet all senders (``addresses`` by rank, this one's too) and ``receivers`` receivers."""
+        """Connect to all senders (``addresses`` by rank, this rank's included) and ``receivers`` receivers."""
 
-    def views(self, slot: int) -> list[torch.Tensor]:
-        """Where a snapshot goes: one flat uint8 view for each of ``manifest.shards[rank]``, in their order.
+    def views(self, snapshot: int) -> list[torch.Tensor]:
+        """Where to write snapshot 0 or 1: one flat uint8 view for each of ``manifest.shards[rank]``, in their order.
 
-        Called before each snapshot, always the same memory for a slot: until the next ``send`` nobody takes what lies
-        there for a version.
+        Call it before each write. A snapshot always has the same memory. From this call until the next ``send`` of
+        this snapshot, no receiver takes its content for a version.
         """
 
-    async def send(self, version: int, slot: int, nbytes: int | None = None) -> None:
-        """Send the snapshot in ``slot`` as this rank's part of ``version``; with ``nbytes`` only its first bytes."""
+    async def send(self, version: int, snapshot: int, nbytes: int | None = None) -> None:
+        """Send a snapshot as this rank's part of ``version``; with ``nbytes``, only its first bytes."""
 
     async def close(self) -> None: ...
 
 
 class Receiver(Protocol):
-    """One generator replica's end. Methods run on the actor's event loop and must not block it."""
+    """The end of one generator replica. Methods run on the actor's event loop and must not block it."""
 
     def __init__(self, manifest: Manifest, settings: TransferSettings, device: torch.device) -> None: ...
 
     async def connect(self, addresses: list[bytes], position: int, receivers: int) -> None:
-        """Meet every sender, as number ``position`` of ``receivers``."""
+        """Connect to every sender, as number ``position`` of ``receivers``."""
 
-    def area(self, slot: int) -> bytes:
-        """Handle of the area (:mod:`monarch_rl.weights.area`) in which a version received from ``slot`` lies."""
+    def area(self, snapshot: int) -> bytes:
+        """Handle of the area (:mod:`monarch_rl.weights.area`) that holds a version received from ``snapshot``."""
 
-    async def receive(self, version: int, slot: int) -> list[int]:
-        """Return when all of ``version`` lies in ``area(slot)``: the bytes that each trainer rank sent.
+    async def receive(self, version: int, snapshot: int) -> list[int]:
+        """Return when all of ``version`` is in ``area(snapshot)``: the bytes that each trainer rank sent.
 
-        Raises TransferError; then nothing of use lies there.
+        Raises TransferError; then the area holds nothing of use.
         """
 
     async def close(self) -> None: ...
 
 
 class TransferError(RuntimeError):
-    """A transfer failed or was not of the version that was asked for; the area holds nothing of use."""
+    """A transfer failed or brought another version than expected; the area holds nothing of use."""
 
 
 class StillServing(RuntimeError):
-    """A version was not committed, and the one before is served on."""
+    """A version was not committed; the previous version is still served."""

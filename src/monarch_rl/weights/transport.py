@@ -1,4 +1,4 @@
-"""Find a transport by name and build its two ends; with ``delta``, send only what changed over it.
+"""Build the two ends of a transport by its name; with ``delta``, let it send only what changed.
 
 The interface is in ``weights/endpoint.py``.
 """
@@ -20,11 +20,11 @@ TRANSPORTS: dict[TransportName, tuple[str, str, str]] = {
     "rdma": ("monarch_rl.weights.rdma", "RdmaSender", "RdmaReceiver"),
     "shared_memory": ("monarch_rl.weights.shared_memory", "SharedMemorySender", "SharedMemoryReceiver"),
 }
-"""By name: module, sender's class, receiver's class; imported on demand."""
+"""By name: module, class of the sender, class of the receiver. Imported on demand."""
 
 
 def make_sender(manifest: Manifest, rank: int, settings: TransferSettings, host: str, device: torch.device) -> Sender:
-    """A trainer rank's end of the transport that ``settings`` name. ``host``: where others reach this process."""
+    """Make the trainer rank's end of the transport in ``settings``. ``host``: where others reach this process."""
     make: type[Sender] = _find(settings.transport, 1)
     if not settings.delta:
         return make(manifest, rank, settings, host, device)
@@ -33,7 +33,7 @@ def make_sender(manifest: Manifest, rank: int, settings: TransferSettings, host:
 
 
 def make_receiver(manifest: Manifest, settings: TransferSettings, device: torch.device) -> Receiver:
-    """A replica's end of the transport that ``settings`` name."""
+    """Make the replica's end of the transport in ``settings``."""
     make: type[Receiver] = _find(settings.transport, 2)
     if not settings.delta:
         return make(manifest, settings, device)
@@ -47,5 +47,5 @@ def _find(name: TransportName, side: int) -> Any:
 
 
 def _in_small_buckets(settings: TransferSettings) -> TransferSettings:
-    """An update is short: buckets of 64 MiB would be read whole for a few bytes."""
+    """An update is short: a whole bucket of 64 MiB would be read for a few bytes."""
     return replace(settings, bucket_mib=min(settings.bucket_mib, 4))
