@@ -21,7 +21,7 @@ from monarch_rl.runtime import presence
 from monarch_rl.runtime.cluster import Cluster, launch
 from monarch_rl.runtime.deadlines import DeadlineExceeded, within
 from monarch_rl.runtime.endpoint import concurrent_endpoint
-from monarch_rl.runtime.lookout import stacks_of
+from monarch_rl.runtime.monitor import stacks_of
 from monarch_rl.runtime.watch import Stalled, watched
 from tests.rollout.test_scoring import wait_until_dead
 
@@ -106,9 +106,9 @@ def test_a_stopped_process_is_named_and_killed(
 ) -> None:
     """Also where the controller cannot look at it: then another process that is there does, and kills it."""
     if machine == "another machine":
-        monkeypatch.setattr("monarch_rl.runtime.lookout.machine", lambda: "the controller's")
-        monkeypatch.delattr("monarch_rl.runtime.lookout.stacks_of")
-        monkeypatch.delattr("monarch_rl.runtime.lookout.kill")
+        monkeypatch.setattr("monarch_rl.runtime.monitor.machine", lambda: "the controller's")
+        monkeypatch.delattr("monarch_rl.runtime.monitor.stacks_of")
+        monkeypatch.delattr("monarch_rl.runtime.monitor.kill")
 
     async def test() -> None:
         ranks, _ = await players(cluster, "trainer rank")
@@ -165,14 +165,14 @@ def test_what_is_replaced_is_ended_even_if_it_does_not_answer(
 ) -> None:
     """It must not keep the device of the process that takes its place."""
     if machine == "another machine":
-        monkeypatch.setattr("monarch_rl.runtime.lookout.machine", lambda: "the controller's")
-        monkeypatch.delattr("monarch_rl.runtime.lookout.kill")
+        monkeypatch.setattr("monarch_rl.runtime.monitor.machine", lambda: "the controller's")
+        monkeypatch.delattr("monarch_rl.runtime.monitor.kill")
 
     async def test() -> None:
         await players(cluster, "trainer rank")
         mesh = cluster.spawn("generator", 1)
         pid = await within(PATIENCE_S, mesh.spawn("player", Player, "generator").pid.call_one(), "it", on="Monarch")
-        await cluster.introduce(mesh)
+        await cluster.locate(mesh)
         os.kill(pid, signal.SIGSTOP)
         await cluster.kill(mesh)
         await asyncio.to_thread(wait_until_dead, pid, 10)

@@ -69,7 +69,7 @@ class ActorPool:
         mesh, handle = self._way.spawn(index)
         self._meshes[index] = mesh
         await self._way.set_up(index, handle)  # waits: it has deadlines of its own
-        await self._way.cluster.introduce(mesh)  # waits: as above
+        await self._way.cluster.locate(mesh)  # waits: as above
         self.handles[index] = self.latest[index] = handle
         self.changed.set()
         return handle

@@ -1,4 +1,4 @@
-"""What all actors of a run have in common."""
+"""The base class of a run's actors."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from monarch.actor import Actor
 
 
 class ResilientActor(Actor):
-    """An actor that outlives those that it calls and answers."""
+    """An actor that survives the loss of the actors that it calls and answers."""
 
     def _handle_undeliverable_message(self, message: Any) -> bool:
-        """True: a message to a process that is lost is no failure of who sent it, as it is Monarch's default."""
+        """Return True, so that a message to a lost process does not end its sender. By Monarch's default it does."""
         return True

@@ -17,7 +17,7 @@ from monarch_rl.weights.endpoint import SNAPSHOTS, Receiver, Sender, TransferErr
 from monarch_rl.weights.manifest import Manifest, make_manifest, plan_buckets, shard_bytes
 
 BUCKET_BYTES = 4 << 20
-"""Bytes compared at a time: the fastest of 1 to 64 MiB. A replica also reads an update in whole buckets of it."""
+"""Bytes compared at a time: the fastest of 1 to 64 MiB. A replica saves reads in steps of this size, too."""
 
 
 def updates_manifest(manifest: Manifest) -> Manifest:
