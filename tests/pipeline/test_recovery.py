@@ -58,7 +58,7 @@ class Stage:
         self.events: list[tuple[Any, ...]] = []
         self.broken: dict[str, str] = {}
         """By kind: why no other one starts."""
-        cluster: Any = SimpleNamespace(kill=self._stop, introduce=self._introduce)
+        cluster: Any = SimpleNamespace(kill=self._stop, locate=self._locate)
 
         def crew(kind: str) -> ActorPool:
             way = ActorFactory(cluster, lambda index: self._spawn(kind, index), lambda *_: self._set_up(kind))
@@ -83,7 +83,7 @@ class Stage:
     async def _stop(self, mesh: Any) -> None:
         self.stopped.append(mesh)
 
-    async def _introduce(self, mesh: Any) -> None:
+    async def _locate(self, mesh: Any) -> None:
         """Where its processes are is not asked here."""
 
     def _spawn(self, kind: str, index: int) -> tuple[Any, Worker]:
