@@ -1,4 +1,4 @@
-"""From who waits for whom to the culprit, and to the sentence that tells it."""
+"""From who waits for whom to the culprit, and to the sentence that describes it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def process(name: str, *waits: tuple[str, str, float], status: str = "sleeping",
 
 
 def picture(*processes: Process) -> RunPicture:
-    return RunPicture({found.name: found for found in processes}, SILENCE_S)
+    return RunPicture({process.name: process for process in processes}, SILENCE_S)
 
 
 def sentence(seen: RunPicture) -> str:
@@ -131,13 +131,13 @@ def test_a_wait_for_something_outside_counts_as_work() -> None:
     )
 
 
-def test_a_stall_without_a_culprit_is_told_to_where_it_ends() -> None:
+def test_a_stall_without_a_culprit_is_described_to_where_it_ends() -> None:
     seen = picture(CONTROLLER, RANK_0, BUFFER, process("rollout worker 2"))
     assert seen.culprits() == [] and not seen.at_work()
     assert sentence(seen).endswith("rollout worker 2 waits for nobody; its process 100 uses 0% of a core")
 
 
-def test_a_circle_is_told_once_around() -> None:
+def test_a_circle_is_described_once() -> None:
     circle = process("buffer", ("version 7 to be served", "controller", 30.0))
     seen = picture(CONTROLLER, RANK_0, circle)
     assert not seen.at_work()

@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from monarch.config import configured
 from monarch_rl.runtime.cluster import Cluster, launch
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.endpoint import concurrent_endpoint
+from monarch_rl.runtime.meshes import members
 from monarch_rl.weights.area import attach
 from monarch_rl.weights.endpoint import TransferError, TransferSettings
 from monarch_rl.weights.manifest import ALIGNMENT, Manifest, make_manifest
@@ -99,7 +100,7 @@ class Received:
 class ReadWhileWritten(RdmaReceiver):
     """Has a sender begin its next snapshot between the last data and the second look at the header."""
 
-    writer: Any = None
+    writer: Sending | None = None
 
     async def _check_unchanged(self, rank: int, version: int, snapshot: int, deadline: float) -> None:
         if self.writer is not None:
@@ -139,7 +140,7 @@ class Receiving(Actor):
         return Received(self._holds(version, snapshot), error, time.monotonic() - since)
 
     @concurrent_endpoint
-    async def set_writer(self, writer: Any) -> None:
+    async def set_writer(self, writer: Sending | None) -> None:
         self.receiver.writer = writer
 
     def _holds(self, version: int, snapshot: int) -> bool:
@@ -163,11 +164,12 @@ class Sides:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.senders = [self.sender(0), self.sender(1)]
-        self.receivers = cluster.spawn("receivers", 2).spawn("receivers", Receiving)
+        self.receivers: Receiving = cluster.spawn("receivers", 2).spawn("receivers", Receiving)
         self.pids: list[int] = []
 
-    def sender(self, rank: int) -> Any:
-        return self.cluster.spawn(f"sender{rank}", 1).spawn(f"sender{rank}", Sending, rank)
+    def sender(self, rank: int) -> Sending:
+        actor: Sending = self.cluster.spawn(f"sender{rank}", 1).spawn(f"sender{rank}", Sending, rank)
+        return actor
 
     async def meet(self) -> None:
         opened = await ask(asyncio.gather(*(s.open.call_one() for s in self.senders)), "addresses")
@@ -182,7 +184,7 @@ class Sides:
         return list((await ask(self.receivers.receive.call(version, snapshot), f"version {version}")).values())
 
     async def receive_and_signal(self, version: int, snapshot: int, rank: int, number: signal.Signals) -> Received:
-        receiver = self.receivers.slice(gpus=0)
+        receiver = members(self.receivers)[0]
         return await ask(receiver.receive.call_one(version, snapshot, (self.pids[rank], number)), "an interrupted read")
 
 
@@ -252,12 +254,12 @@ def test_a_stopped_owner_is_an_error_in_seconds_and_writes_nothing_later(sides: 
         received = await sides.receive_and_signal(20, 0, 0, signal.SIGSTOP)
         assert "from trainer rank 0 within" in received.error
         assert received.seconds < 2 * SILENCE_S
-        one = sides.receivers.slice(gpus=0)
-        before = await one.content.call_one(0)
+        receiver = members(sides.receivers)[0]
+        before = await receiver.content.call_one(0)
         os.kill(sides.pids[0], signal.SIGCONT)
         await sides.publish(21, 1)
         assert all(received.equal for received in await sides.receive(21, 1))
-        assert await one.content.call_one(0) == before
+        assert await receiver.content.call_one(0) == before
         assert all(received.equal for received in await sides.receive(20, 0))
 
     run(steps)
