@@ -58,9 +58,9 @@ def test_each_process_sees_its_own_gpus(
         mesh = gpus.spawn("gpus", processes, first_device=first_device, devices_per_process=devices_per_process)
         await init_torch_distributed_env(mesh)
         members = mesh.spawn("members", Member)
-        found = list((await within(DEADLINE_S, members.see.call(), "the environments")).values())
+        environments = list((await within(DEADLINE_S, members.see.call(), "the environments")).values())
         await within(DEADLINE_S, mesh.stop(), "the mesh to stop")
-        return found
+        return environments
 
     environments = asyncio.run(run())
     assert [environment["CUDA_VISIBLE_DEVICES"] for environment in environments] == seen

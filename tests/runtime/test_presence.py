@@ -25,29 +25,29 @@ def test_waiters_are_told_apart_by_their_loops() -> None:
     async def act(name: str) -> str:
         presence.register(name)
         await asyncio.sleep(0)
-        found = presence.current_name()
+        current = presence.current_name()
         presence.unregister(name)
-        return found
+        return current
 
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
 
     def run(name: str) -> None:
-        found[name] = asyncio.run(act(name))
+        names[name] = asyncio.run(act(name))
 
     threads = [threading.Thread(target=run, args=[name]) for name in ("buffer", "generator 1")]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(10)
-    assert found == {"buffer": "buffer", "generator 1": "generator 1"}
+    assert names == {"buffer": "buffer", "generator 1": "generator 1"}
 
 
 def test_a_thread_waits_for_its_process() -> None:
     async def act() -> str:
         presence.register("trainer rank 0")
-        found = await asyncio.to_thread(presence.current_name)
+        name = await asyncio.to_thread(presence.current_name)
         presence.unregister("trainer rank 0")
-        return found
+        return name
 
     assert asyncio.run(act()) == "trainer rank 0"
     assert presence.current_name().startswith("process ")
@@ -59,13 +59,13 @@ def test_of_many_waits_on_one_process_the_oldest_distinct_ones_are_reported() ->
         stack.append(presence.waiting("a slot", on="buffer"))
         for block in stack:
             block.__enter__()
-        found = presence.waits()
+        waits = presence.waits()
         for block in reversed(stack):
             block.__exit__(None, None, None)
-        return found
+        return waits
 
-    found = asyncio.run(act())
-    assert [wait.what for wait in found] == [f"token {i}" for i in range(WAITS_PER_PROCESS)] + ["a slot"]
+    waits = asyncio.run(act())
+    assert [wait.what for wait in waits] == [f"token {i}" for i in range(WAITS_PER_PROCESS)] + ["a slot"]
 
 
 def test_an_actor_adds_what_it_does_not_await() -> None:

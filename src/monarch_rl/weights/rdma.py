@@ -268,14 +268,14 @@ class RdmaReceiver:
             if offered > version or (offered == version and nbytes > expected):
                 raise TransferError(
                     f"version {version} of {expected} bytes was to be read from trainer rank {rank}, "
-                    f"but version {offered} of {nbytes} bytes lies there"
+                    f"but version {offered} of {nbytes} bytes is there"
                 )
             if offered == version and state == _READY:
                 return nbytes
             if time.monotonic() > deadline:
                 raise TransferError(
                     f"trainer rank {rank} did not offer version {version} in snapshot {snapshot} within "
-                    f"{self._settings.deadline_s:g} s: version {offered} lies there, {_STATES[state]}"
+                    f"{self._settings.deadline_s:g} s: version {offered} is there, {_STATES[state]}"
                 )
             await asyncio.sleep(_POLL_S)
 
