@@ -24,7 +24,7 @@ from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.generator.link import Link, ReplicaLost
 from monarch_rl.runtime.cluster import STATE_DEADLINE_S, configure_monarch
 from monarch_rl.weights.collective import CollectiveSender
-from monarch_rl.weights.transport import SNAPSHOTS, TransferSettings
+from monarch_rl.weights.endpoint import SNAPSHOTS, TransferSettings
 from tests.generator.conftest import SETTINGS
 from tests.generator.helpers import (
     LOGPROB_BOUND,

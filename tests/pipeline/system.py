@@ -29,7 +29,7 @@ from monarch_rl.runtime.endpoint import concurrent_endpoint
 from monarch_rl.trainer.actor import Trainer, TrainerPlan
 from monarch_rl.trainer.settings import RouterReplay, TrainerSettings
 from monarch_rl.weights.area import attach
-from monarch_rl.weights.transport import TransferSettings
+from monarch_rl.weights.endpoint import TransferSettings
 
 ENGINES = GeneratorSettings(replicas=2, max_running_requests=32, max_total_tokens=16384)
 GROUPS, SIZE, NEW_TOKENS, VOCABULARY = 4, 4, 24, 500

@@ -24,8 +24,9 @@ from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.endpoint import concurrent_endpoint
 from monarch_rl.runtime.resilient import ResilientActor
+from monarch_rl.weights.endpoint import Receiver, TransferSettings
 from monarch_rl.weights.manifest import Manifest
-from monarch_rl.weights.transport import Receiver, TransferSettings, make_receiver
+from monarch_rl.weights.transport import make_receiver
 
 TRANSFER_GRACE_S = 10.0
 """Seconds beyond its own deadline after which a transfer's thread counts as hung."""

@@ -63,8 +63,8 @@ from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import DeadlineExceeded, within
 from monarch_rl.runtime.network import held_port
 from monarch_rl.weights.area import Area
+from monarch_rl.weights.endpoint import StillServing
 from monarch_rl.weights.manifest import Manifest
-from monarch_rl.weights.transport import StillServing
 
 INTERRUPT_DEADLINE_S = 60.0
 """How long requests that are ended may take to be answered: one step, at worst a prefill on a slow machine."""

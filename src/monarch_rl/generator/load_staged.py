@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from monarch_rl.generator import load_report as answers
 from monarch_rl.generator.load_report import Box, LoadSheet, matrix_shape
 from monarch_rl.weights.area import attach
-from monarch_rl.weights.checksum import Checksums, Held
+from monarch_rl.weights.checksum import Checksums, TensorBox
 from monarch_rl.weights.manifest import TensorSpec, list_names
 
 AREAS = 2
@@ -79,7 +79,7 @@ class Plan:
                 self.sources.pop(next(iter(self.sources)))
             buffer = attach(area)
             boxes = [box_of(buffer, self.specs[place.tensor], place.box) for place in self.places]
-            self.sources[area] = [boxes[piece.box][piece.rows] for piece in self.checksums.pieces]
+            self.sources[area] = [boxes[piece.box][piece.rows] for piece in self.checksums.blocks]
         return self.sources[area]
 
     @property
@@ -175,7 +175,7 @@ def _load(model: torch.nn.Module, area: bytes, sheet: LoadSheet, rank: int, make
     if plan is None or not planned:
         plan = _plans[model] = make_plan(model, attach(area), sheet.specs)
     sheet.boxes[rank] = plan.boxes
-    pieces, sources = plan.checksums.pieces, plan.sources_in(area)
+    pieces, sources = plan.checksums.blocks, plan.sources_in(area)
     device = plan.places[0].destination.device
     # A core finds in its cache what it has just copied; a device is kept busy by long runs of calls.
     fused = device.type == "cpu" and plan.derive is None
@@ -325,7 +325,7 @@ def plan_of(
     model: torch.nn.Module, specs: tuple[TensorSpec, ...], places: Sequence[Place], derive: Callable[[], None] | None
 ) -> Plan:
     """The plan to copy to ``places``. Raises UnsupportedModel if they hold a tensor in several parts."""
-    held = [Held(place.destination, place.box.first_row, place.box.first_column) for place in places]
+    held = [TensorBox(place.destination, place.box.first_row, place.box.first_column) for place in places]
     return Plan(specs, _addresses(model), tuple(places), _boxes(specs, places), Checksums(held), derive)
 
 

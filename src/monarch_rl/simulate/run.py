@@ -30,7 +30,7 @@ from monarch_rl.simulate.handles import LocalMesh
 from monarch_rl.simulate.replica import Replica
 from monarch_rl.tasks.reasoning_gym import TaskSettings
 from monarch_rl.tasks.task import Item, Message, Score
-from monarch_rl.weights.transport import TransferSettings
+from monarch_rl.weights.endpoint import TransferSettings
 
 FOREVER_S = 1e9
 """A deadline that no simulated wait reaches: the figures say that it is long, not an error."""
