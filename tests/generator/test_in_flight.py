@@ -1,6 +1,6 @@
 """What becomes of running sequences at a commit, under each policy, against transformers under each version.
 
-Versions are of all weights, or of an adapter; what sequences do under ``continue`` then is in test_load_adapter.
+Versions are of all weights, or of an adapter; what sequences do under ``continue`` then is in test_load_lora.
 """
 
 from __future__ import annotations

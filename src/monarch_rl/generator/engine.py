@@ -46,18 +46,12 @@ from monarch_rl.generator.load_report import LoadSheet
 from monarch_rl.generator.load_staged import write_order
 from monarch_rl.generator.parts import UNFINISHED, Tell, Teller, end_of, join, nobody
 from monarch_rl.generator.settings import (
-    ADAPTER,
-    ADAPTER_LOADER,
-    LOADER,
-    PART_LOADER,
-    PART_VERIFIER,
-    VERIFIER,
     GeneratorSettings,
     check_served,
     cores_of_ranks,
     engine_arguments,
 )
-from monarch_rl.model.folder import sparse_layers
+from monarch_rl.generator.version_kind import ALL_WEIGHTS, VersionKind
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings, adapter_config
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import DeadlineExceeded, within
@@ -136,10 +130,7 @@ class Engine:
         # SGLang's processes die with the thread that started them, so that thread must live as long as they do.
         self._launcher = launcher
         self._seeds = seeds
-        self._adapted = False
-        """Versions are an adapter's, which requests name."""
-        self._in_part = False
-        """Versions are some of the weights; the others are verified once, before."""
+        self._kind = ALL_WEIGHTS
         self._rest_verified = False
         self._version = 0
         self._ranks = settings.tp
@@ -206,9 +197,8 @@ class Engine:
         elif expert_routes:
             raise ValueError(f"routes need a model folder, with config.json in it; {model_path} is none")
         form = RouteForm(config) if config is not None and expert_routes else None
-        in_part = config is not None and lora.sends_merged(bool(sparse_layers(config)))
-        if in_part:
-            lora = FULL_TRAINING  # SGLang is sent weights and hears of no adapter
+        kind = VersionKind.of(config, lora)
+        lora = lora if kind.lora_name else FULL_TRAINING  # of one that is merged SGLang does not hear
         if Engine._in_this_process is not None:
             raise RuntimeError("there is an engine in this process already; SGLang keeps its settings per process")
         arguments = engine_arguments(model_path, settings, replica, on_gpu, lora) | extra
@@ -225,8 +215,8 @@ class Engine:
         # In SGLang's deterministic mode requests without a seed would all share one.
         seeds = random.Random(settings.random_seed + replica) if on_gpu and settings.deterministic else None
         Engine._in_this_process = started = cls(engine, launcher, replica, seeds, settings)
-        started._expert_routes, started._in_part = form, in_part
-        if lora.rank:
+        started._expert_routes, started._kind = form, kind
+        if kind.lora_name:
             await started._add_adapter(lora, model_path)
         return started
 
@@ -235,7 +225,7 @@ class Engine:
         from sglang.srt.utils import MultiprocessingSerializer
 
         request = _io().LoadLoRAAdapterFromTensorsReqInput(
-            lora_name=ADAPTER,
+            lora_name=self._kind.lora_name,
             config_dict=adapter_config(lora, model_path),
             serialized_named_tensors=[MultiprocessingSerializer.serialize({})] * self._ranks,
             pinned=True,
@@ -245,7 +235,6 @@ class Engine:
         if not answer.success:
             await self.shutdown()
             raise RuntimeError(f"generator {self._replica}: SGLang refused the adapter: {answer.error_message}")
-        self._adapted = True
 
     @property
     def version(self) -> int:
@@ -323,7 +312,7 @@ class Engine:
             return_routed_experts=start is not None,
             routed_experts_start_len=start or 0,
             cache_salt=str(self._version),
-            lora_path=ADAPTER if self._adapted else None,
+            lora_path=self._kind.lora_name,
             rid=request,
         )
         self._running[request] = False
@@ -456,7 +445,7 @@ class Engine:
         async with self._commit_lock:
             if version < self._version:
                 raise ValueError(f"version {version} is older than version {self._version}, which is served")
-            if self._in_part and not self._rest_verified:
+            if self._kind.rest_verified_first and not self._rest_verified:
                 raise ValueError(
                     f"version {version} holds only the weights that have adapters, and the others are not known to be "
                     "the trainer's: call verify_frozen() first"
@@ -467,8 +456,7 @@ class Engine:
             self._serving.clear()
             await self._settle_running(version)
             self._version = version
-            loader = ADAPTER_LOADER if self._adapted else PART_LOADER if self._in_part else LOADER
-            await self._load(loader, area, sheet, f"version {version}", f"version {version} is not served")
+            await self._load(self._kind.loader, area, sheet, f"version {version}", f"version {version} is not served")
             cost, seconds = sheet.report(), time.perf_counter() - started
             return CommitReport(
                 version, cost.nbytes, seconds, cost.stood_seconds, cost.copy_seconds, cost.checksum_seconds
@@ -492,7 +480,7 @@ class Engine:
             self._serving.clear()
             self._rest_verified = False
             wrong = f"generator {self._replica} does not hold the model whose adapter is trained"
-            await self._load(PART_VERIFIER if self._in_part else VERIFIER, size.handle, sheet, "frozen weights", wrong)
+            await self._load(self._kind.verifier, size.handle, sheet, "frozen weights", wrong)
             self._rest_verified = True
 
     async def _load(self, loader: str, area: bytes, sheet: LoadSheet, what: str, otherwise: str) -> None:

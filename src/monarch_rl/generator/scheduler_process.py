@@ -37,7 +37,7 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
     from sglang.srt.managers.scheduler_components.output_streamer import _GenerationStreamAccumulator as Outputs
     from tqdm import std
 
-    from monarch_rl.generator.load_adapter import remember_managers
+    from monarch_rl.generator.load_lora import remember_managers
     from monarch_rl.generator.load_staged import continue_if_verified
 
     remember_managers()

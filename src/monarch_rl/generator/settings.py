@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from monarch_rl.generator.version_kind import LOADERS
 from monarch_rl.model.folder import rope_parameters
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
 
@@ -77,18 +78,6 @@ class GeneratorSettings:
             raise ValueError(f"start_deadline_s must be positive, got {self.start_deadline_s}")
 
 
-LOADER = "monarch_rl.generator.load_staged.load"
-"""What SGLang's scheduler runs to load a version from staging."""
-ADAPTER_LOADER = "monarch_rl.generator.load_adapter.load"
-"""What it runs instead if versions are adapters."""
-VERIFIER = "monarch_rl.generator.load_staged.verify"
-"""What it runs to tell checksums of the weights that it holds, and load nothing."""
-PART_LOADER = "monarch_rl.generator.load_staged.load_part"
-"""What it runs to load a version that is only some of the weights."""
-PART_VERIFIER = "monarch_rl.generator.load_staged.verify_rest"
-"""What it runs to tell checksums of those that no such version holds."""
-ADAPTER = "policy"
-"""SGLang's name of the adapter that versions overwrite."""
 CPU_KV_TOKENS = 65_536
 """KV cache of a replica on a CPU: 64 sequences of 1,024 tokens; 1.5 GB for SmolLM2-135M in float32."""
 
@@ -108,7 +97,7 @@ def engine_arguments(
         "max_running_requests": settings.max_running_requests,
         "random_seed": settings.random_seed + replica,
         "weight_version": "0",
-        "custom_weight_loader": [LOADER, ADAPTER_LOADER, VERIFIER, PART_LOADER, PART_VERIFIER],
+        "custom_weight_loader": LOADERS,
         "tp_size": settings.tp,
         "sleep_on_idle": True,
         "log_level": "error",

@@ -17,7 +17,7 @@ from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.generator import engine as engine_module
 from monarch_rl.generator.answers import to_completion
 from monarch_rl.generator.engine import CommitError, Engine, WeightMismatch
-from monarch_rl.generator.load_adapter import load
+from monarch_rl.generator.load_lora import load
 from monarch_rl.generator.load_report import LoadSheet
 from monarch_rl.generator.load_staged import write_order
 from monarch_rl.model.lora import LoraSettings, Target
