@@ -29,10 +29,10 @@ from monarch.actor import Actor, Port
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.episode.sampling import Completion, GenerationError, Sampling
+from monarch_rl.generator.commit import CommitReport
 from monarch_rl.generator.dispatcher import Dispatcher
-from monarch_rl.generator.engine import CommitReport
 from monarch_rl.generator.link import Answer, Request, answer_all
-from monarch_rl.generator.parts import Tell
+from monarch_rl.generator.parts import OnPart
 from monarch_rl.pipeline.actor_pool import ActorPool
 from monarch_rl.pipeline.publishing import Publisher
 from monarch_rl.pipeline.start import replica_updates
@@ -106,7 +106,7 @@ class SleepingGenerator(Actor):
         """As ``Generator.generate``."""
         await answer_all(requests, port, self._draw, GenerationError)
 
-    async def _draw(self, prompt_ids: list[int], sampling: Sampling, tell: Tell) -> Completion:
+    async def _draw(self, prompt_ids: list[int], sampling: Sampling, on_part: OnPart) -> Completion:
         tokens = self._costs.length.draw(0, sampling.seed)
         length = min(max(1, round(tokens)), sampling.max_new_tokens)
         drawing = Drawing(length, asyncio.get_running_loop().create_future(), [])

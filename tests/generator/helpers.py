@@ -22,7 +22,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from monarch_rl.episode.sampling import Completion, KeptSets, Sampling
-from monarch_rl.generator.engine import CommitReport, Engine
+from monarch_rl.generator.commit import CommitReport
+from monarch_rl.generator.engine import Engine
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings, adapter_config, tensor_names
 from monarch_rl.weights.area import Area
 from monarch_rl.weights.checksum import tensor_checksum
@@ -219,7 +220,7 @@ class Staging:
 def watched(engine: Engine, field: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A figure that SGLang tells of its requests, message by message from now on."""
     told: list[int] = []
-    manager = engine._engine.tokenizer_manager
+    manager = engine._sglang.manager
     handle = manager._handle_batch_output
 
     async def watch(output: Any) -> None:

@@ -17,7 +17,7 @@ from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.generator import dispatcher as module
 from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.generator.link import Answer, ReplicaLost, Request, answer_all
-from monarch_rl.generator.parts import UNFINISHED, Tell, end_of
+from monarch_rl.generator.parts import UNFINISHED, OnPart, finish_reason_of
 from monarch_rl.runtime.deadlines import DeadlineExceeded
 
 COMPLETION = Completion(np.zeros(1, np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), "stop")
@@ -51,7 +51,7 @@ class Replica:
         self.messages.append([prompt[0] for prompt, _ in requests])
         await answer_all(requests, self, self.draw, ValueError)
 
-    async def draw(self, prompt_ids: list[int], sampling: Sampling, tell: Tell) -> Completion:
+    async def draw(self, prompt_ids: list[int], sampling: Sampling, on_part: OnPart) -> Completion:
         await self.open.wait()
         if self.error:
             raise self.error
@@ -97,10 +97,10 @@ def test_an_answer_waits_for_no_other() -> None:
         slow = asyncio.Event()
         draw = replica.draw
 
-        async def draw_slowly(prompt_ids: list[int], sampling: Sampling, tell: Tell) -> Completion:
+        async def draw_slowly(prompt_ids: list[int], sampling: Sampling, on_part: OnPart) -> Completion:
             if prompt_ids == [2]:
                 await slow.wait()
-            return await draw(prompt_ids, sampling, tell)
+            return await draw(prompt_ids, sampling, on_part)
 
         replica.draw = draw_slowly  # type: ignore[method-assign]
         replica.open.set()
@@ -149,7 +149,7 @@ def draw(prompt_ids: list[int], sampling: Sampling, version: int) -> Completion:
     """A policy: each token, and its log-prob, follows from all that are before it."""
     ids = list(prompt_ids)
     logprobs: list[float] = []
-    while not (reason := end_of(ids[len(prompt_ids) :], sampling, sampling.stop_token_ids)):
+    while not (reason := finish_reason_of(ids[len(prompt_ids) :], sampling, sampling.stop_token_ids)):
         noise = random.Random(str(ids))
         ids.append(noise.randrange(20))
         logprobs.append(-noise.random())
@@ -300,11 +300,11 @@ class TellingReplica(Replica):
         self._holds = holds
         self.asked: list[tuple[list[int], int]] = []
 
-    async def draw(self, prompt_ids: list[int], sampling: Sampling, tell: Tell) -> Completion:
+    async def draw(self, prompt_ids: list[int], sampling: Sampling, on_part: OnPart) -> Completion:
         self.asked.append((prompt_ids, sampling.max_new_tokens))
         whole = draw(prompt_ids, sampling, self._version)
         for start in range(0, self._told, 4):
-            tell(cut(whole, start, start + 4))
+            on_part(cut(whole, start, start + 4))
         if prompt_ids[0] in self._holds:
             await self.open.wait()
         return whole

@@ -13,7 +13,9 @@ import pytest
 from monarch_rl.episode.sampling import Completion, GenerationError, Sampling
 from monarch_rl.generator.answers import to_completion
 from monarch_rl.generator.clock import BusyClock
-from monarch_rl.generator.engine import CommitError, CommitReport, Engine, EngineStopped, WeightMismatch
+from monarch_rl.generator.commit import CommitError, CommitReport, WeightMismatch
+from monarch_rl.generator.engine import Engine
+from monarch_rl.generator.sglang_engine import EngineStopped
 from tests.generator.conftest import SETTINGS
 from tests.generator.helpers import (
     LOGPROB_BOUND,
@@ -329,7 +331,7 @@ def test_an_aborted_request_is_an_error_with_the_engines_words() -> None:
 
 def test_busy_seconds_exclude_pauses_and_emptiness(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("monarch_rl.generator.engine.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("monarch_rl.generator.clock.time.perf_counter", lambda: now[0])
     clock = BusyClock()
     for seconds, event in (
         (5, clock.enter),

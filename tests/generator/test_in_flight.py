@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from monarch_rl.episode.sampling import Completion, Sampling
-from monarch_rl.generator.engine import Engine, StillRunning, WeightMismatch
+from monarch_rl.generator.commit import StillRunning, WeightMismatch
+from monarch_rl.generator.engine import Engine
 from monarch_rl.generator.settings import InFlight
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
 from tests.generator.conftest import SETTINGS
@@ -272,7 +273,7 @@ def test_a_drain_that_takes_too_long_says_how_many_still_run(
 ) -> None:
     if policy != "drain":
         pytest.skip("the policy is another")
-    monkeypatch.setattr(engine, "_drain_deadline_s", 0.1)
+    monkeypatch.setattr(engine._commits, "_drain_deadline_s", 0.1)
     weights = versions.first()
 
     async def play() -> tuple[list[Completion], int]:

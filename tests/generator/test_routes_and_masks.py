@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from monarch_rl.episode.sampling import Completion, DrawLost, GenerationError, KeptSets, Sampling
-from monarch_rl.generator import engine as engine_module
-from monarch_rl.generator.answers import Beside, RouteForm, take_beside, to_completion
+from monarch_rl.generator import requests as requests_module
+from monarch_rl.generator.answers import ExpertRouteFormat, SideChannel, take_side_channel, to_completion
 from monarch_rl.generator.engine import Engine
 from monarch_rl.generator.settings import InFlight
 from tests.generator.conftest import SETTINGS
@@ -150,22 +150,22 @@ def test_a_wrong_kept_set_costs_its_request_alone(
     engine: Engine, run: LoopThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also in a part of an answer, which SGLang handles where an error would end this process."""
-    take, victims = engine_module.take_beside, list[str]()
+    take, victims = requests_module.take_side_channel, list[str]()
 
-    def forge(output: Any) -> list[Beside]:
-        taken = take(output)
-        for request, one in zip(output.rids, taken, strict=True):
-            if one.kept and (not victims or request in victims):
+    def forge(output: Any) -> list[SideChannel]:
+        sides = take(output)
+        for request, side in zip(output.rids, sides, strict=True):
+            if side.kept_sets and (not victims or request in victims):
                 victims.append(request)
-                one.kept = [KeptSets(sets.counts, sets.ids + 1) for sets in one.kept]
-        return taken
+                side.kept_sets = [KeptSets(sets.counts, sets.ids + 1) for sets in side.kept_sets]
+        return sides
 
     async def both() -> list[Completion | BaseException]:
         draws = (engine.generate([*PROMPT, i], sampling) for i in range(2))
         return await asyncio.gather(*draws, return_exceptions=True)
 
     sampling = Sampling(max_new_tokens=4 * PART_TOKENS, top_k=2)
-    monkeypatch.setattr(engine_module, "take_beside", forge)
+    monkeypatch.setattr(requests_module, "take_side_channel", forge)
     drawn = run(both())
     (spoiled,) = [one for one in drawn if isinstance(one, GenerationError)]
     assert "without the token that was drawn" in str(spoiled) and len(victims) > 1, "in a part, and at the end"
@@ -177,8 +177,8 @@ def test_sets_that_do_not_add_up_are_told_of_their_request() -> None:
     mask = SimpleNamespace(lengths=[2, 1], token_ids=[5, 6], logprobs=[-0.5, 0.0])
     right = SimpleNamespace(lengths=[2], token_ids=[5, 6], logprobs=[-0.5])
     output = SimpleNamespace(rids=["a", "b"], output_token_sampling_mask=[mask, right], routed_experts=None)
-    wrong, fine = take_beside(output)
-    assert "kept sets of 3 ids in all have 2" in str(wrong.error) and fine.error is None and len(fine.kept) == 1
+    wrong, fine = take_side_channel(output)
+    assert "kept sets of 3 ids in all have 2" in str(wrong.error) and fine.error is None and len(fine.kept_sets) == 1
 
 
 def test_what_the_engine_cannot_tell_is_refused(engine: Engine, run: LoopThread) -> None:
@@ -197,7 +197,7 @@ def test_routes_of_another_sequence_are_refused() -> None:
         "decoder_sparse_step": 2,
         "mlp_only_layers": [3],
     }
-    form = RouteForm(config)
+    form = ExpertRouteFormat(config)
     told = np.arange(3 * 4 * 2, dtype=np.int32).reshape(3, 4, 2)
     kept = form.read(told, 3)
     assert kept.dtype == np.uint16 and kept.tolist() == told[:, [1]].tolist()
@@ -208,4 +208,4 @@ def test_routes_of_another_sequence_are_refused() -> None:
     with pytest.raises(GenerationError, match="an expert twice"):
         form.read(np.zeros((3, 4, 2), np.int32), 3)
     with pytest.raises(ValueError, match="has no experts"):
-        RouteForm(config | {"architectures": ["Qwen3ForCausalLM"]})
+        ExpertRouteFormat(config | {"architectures": ["Qwen3ForCausalLM"]})

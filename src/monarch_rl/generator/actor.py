@@ -16,9 +16,11 @@ import torch
 from monarch.actor import Port
 
 from monarch_rl.episode.sampling import GenerationError
-from monarch_rl.generator.engine import CommitReport, Engine, EngineStopped
+from monarch_rl.generator.commit import CommitReport
+from monarch_rl.generator.engine import Engine
 from monarch_rl.generator.link import Answer, Request, answer_all
 from monarch_rl.generator.settings import GeneratorSettings
+from monarch_rl.generator.sglang_engine import EngineStopped
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import within

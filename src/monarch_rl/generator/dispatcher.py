@@ -17,7 +17,7 @@ from typing import Any
 
 from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.generator.link import Link, ReplicaLost
-from monarch_rl.generator.parts import end_of, join
+from monarch_rl.generator.parts import finish_reason_of, join_parts
 from monarch_rl.runtime.deadlines import within
 
 logger = logging.getLogger("monarch_rl")
@@ -93,14 +93,16 @@ class Dispatcher:
                 parts += error.drawn
                 drawn += [token for part in error.drawn for token in part.token_ids.tolist()]
                 # Lost between its last token and the answer. A replica knows more stop tokens, which are in no part.
-                reason = end_of(drawn, sampling, sampling.stop_token_ids)
+                reason = finish_reason_of(drawn, sampling, sampling.stop_token_ids)
                 if reason is not None and sampling.expert_routes_from is None:
-                    return join(parts, reason)
+                    return join_parts(parts, reason)
             else:
                 if reason is None:
-                    return join([*parts, answer], answer.finish_reason)
+                    return join_parts([*parts, answer], answer.finish_reason)
                 expert_routes = answer.expert_routes
-                return replace(join(parts, reason), expert_routes=None if expert_routes is None else expert_routes[:-1])
+                return replace(
+                    join_parts(parts, reason), expert_routes=None if expert_routes is None else expert_routes[:-1]
+                )
 
     async def _ask(self, prompt_ids: list[int], sampling: Sampling, group: int) -> Completion:
         """Ask the group's replica, once there is one; if it is lost, it is out of the routing. Raises ReplicaLost."""

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from monarch_rl.episode.sampling import Completion, Sampling
-from monarch_rl.generator.parts import UNFINISHED, Tell
+from monarch_rl.generator.parts import UNFINISHED, OnPart
 from monarch_rl.runtime.deadlines import DeadlineExceeded, within
 
 Request = tuple[list[int], Sampling]
@@ -164,7 +164,7 @@ class Answers:
 async def answer_all(
     requests: list[Request],
     port: Outlet,
-    generate: Callable[[list[int], Sampling, Tell], Awaitable[Completion]],
+    generate: Callable[[list[int], Sampling, OnPart], Awaitable[Completion]],
     refusal: type[Exception],
 ) -> None:
     """Answer every request as soon as it is done, and pass its parts on before; a ``refusal`` is an answer, any other

@@ -44,11 +44,11 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
     psutil.Process.send_signal = partialmethod(_exit_on_sigquit, psutil.Process.send_signal)
     std.tqdm.__init__ = partialmethod(_without_bar, std.tqdm.__init__)
     Scheduler.continue_generation = partialmethod(continue_if_verified, Scheduler.continue_generation)
-    Outputs.accept = partialmethod(tell_versions, Outputs.accept)
+    Outputs.accept = partialmethod(report_versions, Outputs.accept)
     run_scheduler_process(*args, **kwargs)
 
 
-def tell_versions(self: Any, original: Any, *, req: Any) -> None:
+def report_versions(self: Any, original: Any, *, req: Any) -> None:
     """In the place of SGLang's ``_GenerationStreamAccumulator.accept``, which adds a request to a message.
 
     SGLang tells the versions that drew a request's tokens only with the last of them.

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from monarch_rl.episode.sampling import Completion, Sampling
-from monarch_rl.generator.engine import CommitReport
+from monarch_rl.generator.commit import CommitReport
 from monarch_rl.generator.settings import InFlight
 from monarch_rl.simulate.costs import Costs
 
