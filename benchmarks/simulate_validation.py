@@ -3,10 +3,10 @@
     python benchmarks/simulate_validation.py
 
 Each setting is run for real: Monarch processes, the buffer actor, rollout workers with tokenizer, tasks and scoring
-processes, routers and links, the publisher and the recipe's loop. Only the computing is replaced: an engine that sleeps
-through every decoding step and gives each running sequence a token, a trainer that sleeps through its update. Lengths
-are drawn by the same seeds on both sides; the time of a call to an actor is measured beside the run and given to the
-simulation. The last line is JSON: predicted over observed step time, by setting.
+processes, dispatchers and connections, the publisher and the recipe's loop. Only the computing is replaced: an engine
+that sleeps through every decoding step and gives each running sequence a token, a trainer that sleeps through its
+update. Lengths are drawn by the same seeds on both sides; the time of a call to an actor is measured beside the run and
+given to the simulation. The last line is JSON: predicted over observed step time, by setting.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.episode.sampling import Completion, GenerationError, Sampling
 from monarch_rl.generator.commit import CommitReport
+from monarch_rl.generator.connection import Answer, Request, answer_all
 from monarch_rl.generator.dispatcher import Dispatcher
-from monarch_rl.generator.link import Answer, Request, answer_all
 from monarch_rl.generator.parts import OnPart
 from monarch_rl.pipeline.actor_pool import ActorPool
 from monarch_rl.pipeline.publishing import Publisher

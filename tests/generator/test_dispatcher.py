@@ -15,8 +15,8 @@ from monarch.actor import Port
 
 from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.generator import dispatcher as module
+from monarch_rl.generator.connection import Answer, ReplicaLost, Request, answer_all
 from monarch_rl.generator.dispatcher import Dispatcher
-from monarch_rl.generator.link import Answer, ReplicaLost, Request, answer_all
 from monarch_rl.generator.parts import UNFINISHED, OnPart, finish_reason_of
 from monarch_rl.runtime.deadlines import DeadlineExceeded
 
@@ -28,7 +28,7 @@ class Lost(RuntimeError):
 
 
 class Replica:
-    """What the router sees of an actor: ``generate.call_one``. Answers on a real port, when told to."""
+    """What the dispatcher sees of an actor: ``generate.call_one``. Answers on a real port, when told to."""
 
     def __init__(self) -> None:
         self.messages: list[list[int]] = []
@@ -39,7 +39,7 @@ class Replica:
         """Messages that answers took."""
 
     @property
-    def generate(self) -> Replica:
+    def generate(self) -> Any:
         return self
 
     def send(self, obj: list[Answer], /) -> None:
@@ -163,8 +163,8 @@ def cut(whole: Completion, start: int, end: int) -> Completion:
     return Completion(whole.token_ids[piece], whole.logprobs[piece], whole.policy_versions[piece], UNFINISHED)
 
 
-class LosingLink:
-    """In the place of a Link: its replica draws by ``draw`` and is lost when parts of given lengths have arrived."""
+class LosingConnection:
+    """Replaces a connection: its replica draws by ``draw`` and is lost when parts of given lengths have arrived."""
 
     def __init__(self, version: int, parts: list[int] | None) -> None:
         self._version = version
@@ -194,7 +194,7 @@ def expert_routes_of(ids: Sequence[int], start: int) -> np.ndarray:
     return np.asarray(read, np.uint8).reshape(-1, 1, 2)
 
 
-class RoutingLink(LosingLink):
+class RouteReportingConnection(LosingConnection):
     """Tells routes with its answer, and never with parts of it."""
 
     def ask(self, prompt_ids: list[int], sampling: Sampling) -> asyncio.Future[Completion]:
@@ -223,7 +223,7 @@ def test_wherever_replicas_are_lost_there_is_a_route_for_each_token_that_was_rea
     start = min(known, len(prompt) - 1)
     wanted = Sampling(max_new_tokens=count, stop_token_ids=stops, expert_routes_from=start)
     whole = draw(prompt, wanted, 0)
-    found, _ = generate_through(losses, prompt, wanted, RoutingLink)
+    found, _ = generate_through(losses, prompt, wanted, RouteReportingConnection)
     assert found.token_ids.tolist() == whole.token_ids.tolist()
     assert found.finish_reason == whole.finish_reason
     expected = expert_routes_of(prompt + whole.token_ids.tolist(), start)
@@ -231,17 +231,18 @@ def test_wherever_replicas_are_lost_there_is_a_route_for_each_token_that_was_rea
 
 
 def generate_through(
-    losses: list[list[int]], prompt: list[int], wanted: Sampling, link: type[LosingLink] = LosingLink
-) -> tuple[Completion, list[LosingLink]]:
-    """What a router makes of replicas 0, 1, ... that are lost in turn, as told, and a last one that is not."""
-    links = [link(9 - index, parts) for index, parts in enumerate([*losses, None])]
+    losses: list[list[int]], prompt: list[int], wanted: Sampling, connection: type[LosingConnection] = LosingConnection
+) -> tuple[Completion, list[LosingConnection]]:
+    """What a dispatcher makes of replicas 0, 1, ... that are lost in turn, as told, and a last one that is not."""
+    connections = [connection(9 - index, parts) for index, parts in enumerate([*losses, None])]
 
     async def play() -> Completion:
-        dispatcher = Dispatcher(links, 10)
-        dispatcher._links = links  # type: ignore[assignment]
+        stand_ins: Any = connections
+        dispatcher = Dispatcher(stand_ins, 10)
+        dispatcher._connections = stand_ins
         return await dispatcher.generate(prompt, wanted, 0)
 
-    return asyncio.run(play()), links
+    return asyncio.run(play()), connections
 
 
 @given(
@@ -256,7 +257,7 @@ def test_wherever_replicas_are_lost_the_tokens_are_those_of_one_that_is_not(
     """Also where the last part that arrived ends with a stop token, or has all the tokens that were asked for."""
     wanted = Sampling(max_new_tokens=count, stop_token_ids=stops)
     whole = draw(prompt, wanted, 0)
-    found, links = generate_through(losses, prompt, wanted)
+    found, connections = generate_through(losses, prompt, wanted)
     assert found.token_ids.tolist() == whole.token_ids.tolist()
     assert found.logprobs.tolist() == whole.logprobs.tolist()
     assert found.finish_reason == whole.finish_reason
@@ -267,11 +268,11 @@ def test_wherever_replicas_are_lost_the_tokens_are_those_of_one_that_is_not(
     ]
     arrived: list[int] = []
     versions: list[int] = []
-    for index, link in enumerate(links):
+    for index, connection in enumerate(connections):
         ended = bool(arrived) and len(arrived) == len(whole.token_ids)
-        assert link.asked == ([] if ended else [(prompt + arrived, count - len(arrived))]), "it was drawn again"
-        arrived += link.arrived
-        versions += [9 - index] * len(link.arrived)
+        assert connection.asked == ([] if ended else [(prompt + arrived, count - len(arrived))]), "it was drawn again"
+        arrived += connection.arrived
+        versions += [9 - index] * len(connection.arrived)
     versions += [9 - len(losses)] * (len(whole.token_ids) - len(arrived))
     assert found.policy_versions.tolist() == versions
 
@@ -346,7 +347,7 @@ def test_without_replicas_left_requests_wait_for_a_new_one() -> None:
         await until(lambda: bool(dispatcher._lost))
         dispatcher.replace(0, new)
         await asyncio.sleep(0.01)
-        assert not waiting.done() and not new.messages, "it was asked before it was in the routing"
+        assert not waiting.done() and not new.messages, "it was asked before it took requests"
         dispatcher.update_replicas(paused=[], lost=[])
         assert await waiting == COMPLETION
         assert new.messages == [[0]] and dispatcher.in_flight == (0,)
@@ -360,7 +361,7 @@ def test_without_a_new_replica_the_deadline_tells_the_losses() -> None:
         replica.error = Lost("gone")
         replica.open.set()
         dispatcher = Dispatcher([replica], 0.05)
-        with pytest.raises(DeadlineExceeded, match="in the routing for group 3; generator 0 was lost: gone"):
+        with pytest.raises(DeadlineExceeded, match="takes requests of group 3; generator 0 was lost: gone"):
             await dispatcher.generate([1], Sampling(), 3)
         assert dispatcher.in_flight == (0,)
 
@@ -383,8 +384,8 @@ def test_a_loss_of_the_one_before_is_not_that_of_its_replacement() -> None:
     asyncio.run(play())
 
 
-def test_what_is_given_up_is_given_up_even_if_it_was_known_to_be_lost() -> None:
-    """One request has failed there; another one hangs there until the controller gives the replica up, too."""
+def test_requests_of_a_removed_replica_are_cancelled_even_if_it_was_known_to_be_lost() -> None:
+    """One request has failed there; another one hangs there until the controller removes the replica, too."""
 
     async def play() -> None:
         replicas = [Replica(), Replica()]
@@ -399,7 +400,7 @@ def test_what_is_given_up_is_given_up_even_if_it_was_known_to_be_lost() -> None:
     asyncio.run(play())
 
 
-def test_a_replica_that_hangs_and_is_given_up_owes_nothing() -> None:
+def test_a_replica_that_hangs_and_is_removed_owes_nothing() -> None:
     """It never answers; the request in flight there is answered by the other one."""
 
     async def play() -> None:
@@ -453,13 +454,14 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_copy_counts_its_own_requests() -> None:
-    dispatcher = Dispatcher(["handle a", "handle b"], 3.0)
+    handles: Any = ["handle a", "handle b"]
+    dispatcher = Dispatcher(handles, 3.0)
     dispatcher._in_flight[0] = 5
     copy: Any = pickle.loads(pickle.dumps(dispatcher))
     assert copy.in_flight == (0, 0)
     assert copy._replicas == ["handle a", "handle b"]
 
 
-def test_a_router_needs_replicas() -> None:
+def test_a_dispatcher_needs_replicas() -> None:
     with pytest.raises(ValueError, match="at least one"):
         Dispatcher([], 1.0)

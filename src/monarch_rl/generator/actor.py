@@ -17,8 +17,8 @@ from monarch.actor import Port
 
 from monarch_rl.episode.sampling import GenerationError
 from monarch_rl.generator.commit import CommitReport
+from monarch_rl.generator.connection import Answer, Request, answer_all
 from monarch_rl.generator.engine import Engine
-from monarch_rl.generator.link import Answer, Request, answer_all
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.generator.sglang_engine import EngineStopped
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
