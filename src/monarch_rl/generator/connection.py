@@ -39,7 +39,7 @@ class AnswerPort(Protocol):
     def send(self, obj: list[Answer], /) -> None: ...
 
 
-class GeneratorHandle(Protocol):
+class ReplicaHandle(Protocol):
     """A replica as callers see it: the handle of a :class:`~monarch_rl.generator.actor.Generator`, or its stand-in."""
 
     @concurrent_endpoint
@@ -60,7 +60,7 @@ class ReplicaConnection:
     A request may take ``deadline_s`` seconds.
     """
 
-    def __init__(self, handle: GeneratorHandle, deadline_s: float, name: str) -> None:
+    def __init__(self, handle: ReplicaHandle, deadline_s: float, name: str) -> None:
         self._handle = handle
         self._name = name
         self._deadline_s = deadline_s

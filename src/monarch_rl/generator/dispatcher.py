@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from monarch_rl.episode.sampling import Completion, Sampling
-from monarch_rl.generator.connection import GeneratorHandle, ReplicaConnection, ReplicaLost
+from monarch_rl.generator.connection import ReplicaConnection, ReplicaHandle, ReplicaLost
 from monarch_rl.generator.parts import finish_reason_of, join_parts
 from monarch_rl.runtime.deadlines import within
 
@@ -29,7 +29,7 @@ REMEMBERED_GROUPS = 4096
 class Dispatcher:
     """Hands requests to replicas. Picklable; each copy counts its own requests."""
 
-    def __init__(self, replicas: Sequence[GeneratorHandle], deadline_s: float) -> None:
+    def __init__(self, replicas: Sequence[ReplicaHandle], deadline_s: float) -> None:
         """``replicas``: handles of one :class:`Generator` each. ``deadline_s``: seconds a request may take."""
         if not replicas:
             raise ValueError("a dispatcher needs at least one replica")
@@ -67,7 +67,7 @@ class Dispatcher:
         self._paused, self._lost = set(paused), {replica: self._lost.get(replica, removed) for replica in lost}
         self._changed.set()
 
-    def replace(self, replica: int, handle: GeneratorHandle) -> None:
+    def replace(self, replica: int, handle: ReplicaHandle) -> None:
         """From now on ``replica`` is the one behind ``handle``; if it was lost, it stays so until
         :meth:`update_replicas`."""
         self._connections[replica].cancel_requests(f"generator {replica} was replaced")
@@ -149,5 +149,5 @@ class Dispatcher:
     def _load(self, replica: int) -> int:
         return self._in_flight[replica]
 
-    def _connect(self, replica: int, handle: GeneratorHandle) -> ReplicaConnection:
+    def _connect(self, replica: int, handle: ReplicaHandle) -> ReplicaConnection:
         return ReplicaConnection(handle, self._deadline_s, f"generator {replica}")
