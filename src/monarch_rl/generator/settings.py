@@ -1,4 +1,4 @@
-"""What a user sets about the generators."""
+"""Settings of the generators, and what SGLang is started with."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class GeneratorSettings:
     drain_deadline_s: float = 600.0
     """Seconds that a commit may wait for running sequences to end under `drain`, before it fails."""
     part_tokens: int = 64
-    """Tokens after which what a request has drawn is passed on to who asked; if the replica is lost, another one goes
-    on from there. At most so many tokens a request are drawn again; fewer cost more messages. Shorter answers are sent
-    once, when they are complete. SGLang's scheduler reports in such steps anyway, by itself of 50."""
+    """Tokens after which what a request has drawn is passed on to its caller; if the replica is lost, another one goes
+    on from there. At most this many tokens a request are drawn again; fewer cost more messages. Shorter answers are
+    sent once, when they are complete. SGLang's scheduler reports in such steps anyway, of 50 by default."""
     random_seed: int = 0
     """Seeds the engines' draws; replica r uses random_seed + r."""
     deterministic: bool = False
@@ -88,7 +88,11 @@ def engine_arguments(
     """SGLang ``ServerArgs`` for a token-in token-out engine that serves version 0.
 
     Args:
-        lora: the adapter that it serves beside the model's weights, if its rank is above 0.
+        model_path: Hugging Face folder or Hub name.
+        settings: of all replicas.
+        replica: this one's index.
+        on_gpu: the engine has a GPU.
+        lora: the LoRA adapter that it serves beside the model's weights, if its rank is above 0.
     """
     arguments: dict[str, object] = {
         "model_path": model_path,
@@ -111,7 +115,7 @@ def engine_arguments(
         arguments["attention_backend"] = "torch_native" if backend == "auto" else backend
     if lora.rank:
         arguments.update(enable_lora=True, max_lora_rank=lora.rank, lora_target_modules=list(lora.targets))
-        # One for the policy and one for the model without it: both stay where they are, neither evicts the other.
+        # One pool entry for the policy, one for the model without it: both stay in place, neither evicts the other.
         arguments["max_loras_per_batch"] = 2
         if not on_gpu:
             arguments["lora_backend"] = "torch_native"
