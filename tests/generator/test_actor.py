@@ -163,7 +163,7 @@ def test_only_what_was_received_is_committed(replicas: Replicas, run: LoopThread
 
 
 def test_a_wrong_checksum_stops_that_replica_alone(replicas: Replicas, run: LoopThread) -> None:
-    """The last commit of these tests but one: replica 0 is right, replica 1 is told another checksum."""
+    """The last commit of these tests but one: replica 0 is right, replica 1 is given another checksum."""
     weights = next_version(replicas.base, 4)
     checksums = checksums_of(weights)
     name = "model.layers.0.mlp.up_proj.weight"
@@ -243,7 +243,7 @@ def test_a_failure_that_is_no_requests_own_is_the_end_of_the_replica(replicas: R
 
 
 def test_a_killed_replica_takes_its_engine_along_and_another_one_goes_on(replicas: Replicas, run: LoopThread) -> None:
-    """The last test on replica 0: what it had drawn is drawn by nobody again."""
+    """The last test on replica 0: what it had drawn is not drawn again."""
     scheduler = run(scheduler_of(replicas.actors[0]))
     actor = psutil.Process(scheduler).ppid()
 

@@ -28,7 +28,7 @@ class Lost(RuntimeError):
 
 
 class Replica:
-    """What the dispatcher sees of an actor: ``generate.call_one``. Answers on a real port, when told to."""
+    """What the dispatcher sees of an actor: ``generate.call_one``. Answers on a real port, once it is ``open``."""
 
     def __init__(self) -> None:
         self.messages: list[list[int]] = []
@@ -233,7 +233,7 @@ def test_wherever_replicas_are_lost_there_is_a_route_for_each_token_that_was_rea
 def generate_through(
     losses: list[list[int]], prompt: list[int], wanted: Sampling, connection: type[LosingConnection] = LosingConnection
 ) -> tuple[Completion, list[LosingConnection]]:
-    """What a dispatcher makes of replicas 0, 1, ... that are lost in turn, as told, and a last one that is not."""
+    """What a dispatcher makes of replicas that are lost in turn, as ``losses`` says, and a last one that is not."""
     connections = [connection(9 - index, parts) for index, parts in enumerate([*losses, None])]
 
     async def play() -> Completion:
@@ -291,31 +291,35 @@ def test_parts_with_all_tokens_are_the_answer() -> None:
     assert found.finish_reason == "length" and lost.asked and not other.asked
 
 
-class TellingReplica(Replica):
-    """Draws by ``draw``: tells so many tokens in parts of four, then answers, except prompts that it ``holds``."""
+class PartSendingReplica(Replica):
+    """Draws by ``draw``: sends this many tokens in parts of four, then answers, except prompts that it ``holds``."""
 
-    def __init__(self, version: int, told: int, holds: tuple[int, ...] = ()) -> None:
+    def __init__(self, version: int, tokens: int, holds: tuple[int, ...] = ()) -> None:
         super().__init__()
         self._version = version
-        self._told = told
+        self._tokens = tokens
         self._holds = holds
         self.asked: list[tuple[list[int], int]] = []
 
     async def draw(self, prompt_ids: list[int], sampling: Sampling, on_part: OnPart) -> Completion:
         self.asked.append((prompt_ids, sampling.max_new_tokens))
         whole = draw(prompt_ids, sampling, self._version)
-        for start in range(0, self._told, 4):
+        for start in range(0, self._tokens, 4):
             on_part(cut(whole, start, start + 4))
         if prompt_ids[0] in self._holds:
             await self.open.wait()
         return whole
 
 
-def test_what_a_lost_replica_had_told_is_not_drawn_again() -> None:
-    """Over real channels. What one request was told has arrived when another one of its message is answered."""
+def test_what_a_lost_replica_had_sent_is_not_drawn_again() -> None:
+    """Over real channels. The parts of one request have arrived when another one of its message is answered."""
 
     async def play() -> None:
-        replicas = [TellingReplica(5, 8, holds=(3, 4)), TellingReplica(4, 4, holds=(3,)), TellingReplica(3, 4)]
+        replicas = [
+            PartSendingReplica(5, 8, holds=(3, 4)),
+            PartSendingReplica(4, 4, holds=(3,)),
+            PartSendingReplica(3, 4),
+        ]
         dispatcher = Dispatcher(replicas, 10)
         wanted = Sampling(max_new_tokens=20)
         thrice, twice, once = (asyncio.ensure_future(dispatcher.generate([i], wanted, 0)) for i in (3, 4, 5))
@@ -355,7 +359,7 @@ def test_without_replicas_left_requests_wait_for_a_new_one() -> None:
     asyncio.run(play())
 
 
-def test_without_a_new_replica_the_deadline_tells_the_losses() -> None:
+def test_without_a_new_replica_the_deadline_names_the_losses() -> None:
     async def play() -> None:
         replica = Replica()
         replica.error = Lost("gone")
@@ -377,7 +381,7 @@ def test_a_loss_of_the_one_before_is_not_that_of_its_replacement() -> None:
         dispatcher = Dispatcher([old], 10)
         waiting = start(dispatcher, 0)
         await until(lambda: bool(old.messages))
-        dispatcher.replace(0, new)  # nobody was told that it is lost
+        dispatcher.replace(0, new)  # the dispatcher does not know that it is lost
         assert await waiting == COMPLETION
         assert not dispatcher._lost and new.messages == [[0]]
 

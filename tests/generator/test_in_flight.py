@@ -28,7 +28,7 @@ from tests.generator.helpers import (
     LoopThread,
     Staging,
     adapter,
-    check_told,
+    check_parts,
     checksums_of,
     next_version,
     reference_in_turn,
@@ -126,7 +126,7 @@ def test_each_token_is_drawn_by_the_version_that_it_carries(
 ) -> None:
     """A failed commit, a good one in its place, and another, while six sequences run and three more come.
 
-    What is told of them while they run says the same.
+    The parts that arrive while they run say the same.
     """
     first = engine.version + 1  # of the test's own: an earlier one may have left other weights
     weights = {first: versions.first()} | {first + i: versions.later(i) for i in (1, 2)}
@@ -153,12 +153,12 @@ def test_each_token_is_drawn_by_the_version_that_it_carries(
         await late.goes_on()
         staging.fill(first + 2, weights[first + 2])
         await staging.commit(engine, first + 2, checksums_of(weights[first + 2]))
-        return early.told + late.told, await early.completions() + await late.completions()
+        return early.parts + late.parts, await early.completions() + await late.completions()
 
-    told, played = run(play())
+    arrived, played = run(play())
     asked = [(prompt, completion) for prompt, completion in zip(PROMPTS + PROMPTS[:3], played, strict=True)]
-    for parts, completion in zip(told, played, strict=True):
-        check_told(parts, completion)
+    for parts, completion in zip(arrived, played, strict=True):
+        check_parts(parts, completion)
     seen: set[int] = set()
     for _, completion in asked:
         assert len(completion.token_ids) == 600
@@ -260,10 +260,10 @@ def test_a_stop_token_in_the_step_of_a_commit_ends_the_request(
             staging.fill(version, weights)
             await staging.commit(engine, version, checksums_of(weights))
             await asyncio.wait(drawing.tasks, timeout=0.01)
-        return drawing.told, alone, await drawing.completions()
+        return drawing.parts, alone, await drawing.completions()
 
     for parts, alone, across in zip(*run(play()), strict=True):
-        check_told(parts, across)
+        check_parts(parts, across)
         assert across.token_ids.tolist() == alone.token_ids.tolist()
         assert across.finish_reason == alone.finish_reason
 
