@@ -11,13 +11,14 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.generator.parts import UNFINISHED, OnPart
 from monarch_rl.runtime.deadlines import DeadlineExceeded, within
 from monarch_rl.runtime.endpoint import concurrent_endpoint
 
+T = TypeVar("T")
 Request = tuple[list[int], Sampling]
 """Prompt ids and how to draw after them."""
 Answer = tuple[int, "Completion | Exception"]
@@ -98,7 +99,7 @@ class ReplicaConnection:
         port, receiver = Channel[list[Answer]].open()
         # The call ends with the last request, or with the error that keeps the rest from being answered.
         requests = [each.request for each in pending]
-        call = asyncio.ensure_future(_started(self._handle.generate.call_one(requests, port)))
+        call = asyncio.ensure_future(_as_coroutine(self._handle.generate.call_one(requests, port)))
         try:
             collecting = _collect(receiver, call, pending)
             await within(self._deadline_s, collecting, f"{len(requests)} requests", on=self._name)
@@ -119,7 +120,7 @@ class ReplicaConnection:
 async def _collect(receiver: Any, call: asyncio.Future[None], pending: list[_PendingRequest]) -> None:
     unanswered = len(pending)
     while unanswered:
-        arriving = asyncio.ensure_future(_started(receiver.recv()))
+        arriving = asyncio.ensure_future(_as_coroutine(receiver.recv()))
         try:
             # The end of a call that went well may be noticed before the last answers; a failed one is the end.
             ended = asyncio.FIRST_COMPLETED
@@ -144,7 +145,7 @@ async def _collect(receiver: Any, call: asyncio.Future[None], pending: list[_Pen
     await call  # waits: within _exchange's deadline
 
 
-async def _started(awaitable: Awaitable[Any]) -> Any:
+async def _as_coroutine(awaitable: Awaitable[T]) -> T:
     """Monarch's futures and tasks are no coroutines; asyncio wants one."""
     return await awaitable  # waits: as long as the caller
 
