@@ -28,7 +28,7 @@ from speed_generator import GeneratorBeside, Load
 from speed_swap import keep_busy
 from speed_trainer import Training, make_groups, plan_of
 
-from monarch_rl.generator.engine import CommitReport
+from monarch_rl.generator.commit import CommitReport
 from monarch_rl.generator.scheduler_process import quiet_imports
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings

@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 from monarch_rl.episode.sampling import Completion, Sampling
+from monarch_rl.generator.commit import CommitReport
 from monarch_rl.generator.dispatcher import Dispatcher
-from monarch_rl.generator.engine import CommitReport
 from monarch_rl.pipeline.publishing import PublishError
 from monarch_rl.runtime.cluster import Cluster, launch
 from monarch_rl.runtime.endpoint import concurrent_endpoint

@@ -301,12 +301,12 @@ class SimulatedWorker(RolloutWorker):
 
 
 class SimulatedDispatcher(Dispatcher):
-    """The real router, with replicas at hand instead of links to them."""
+    """The real dispatcher, with replicas at hand instead of connections to them."""
 
     def __init__(self, replicas: list[Replica]) -> None:
-        super().__init__(replicas, FOREVER_S)
-        links: Any = replicas
-        self._links = links
+        connections: Any = replicas
+        super().__init__(connections, FOREVER_S)
+        self._connections = connections
 
 
 class _Tokenizer:
