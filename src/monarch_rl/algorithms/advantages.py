@@ -7,6 +7,8 @@ from typing import Literal
 
 import torch
 
+Advantage = Callable[[torch.Tensor], torch.Tensor]
+"""Rewards of one group, float[G], to the advantages of its episodes, float[G]."""
 AdvantageName = Literal["grpo", "dr_grpo"]
 
 
@@ -40,5 +42,5 @@ def dr_grpo(rewards: torch.Tensor) -> torch.Tensor:
     return rewards - rewards.mean()
 
 
-ADVANTAGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"grpo": grpo, "dr_grpo": dr_grpo}
+ADVANTAGES: dict[str, Advantage] = {"grpo": grpo, "dr_grpo": dr_grpo}
 """By the name that the settings use."""

@@ -25,8 +25,10 @@ from monarch_rl.weights.manifest import Manifest
 from monarch_rl.weights.transport import Sender, TransferSettings, make_sender
 
 if TYPE_CHECKING:
+    from monarch_rl.algorithms.advantages import Advantage
     from monarch_rl.episode.episode import Group
     from monarch_rl.episode.packed import PackedShard
+    from monarch_rl.trainer.objective import Objective
     from monarch_rl.trainer.policy import Policy
 
 T = TypeVar("T")
@@ -45,6 +47,10 @@ class TrainerPlan:
     """Of the sampling distribution."""
     max_new_tokens: int
     """Tokens that an episode may draw: the normaliser of the ``constant`` aggregation."""
+    advantage: Advantage | None = None
+    """Rewards of a group to advantages; None takes the one that ``settings.loss`` names."""
+    objective: Objective | None = None
+    """The loss of a micro-batch; None takes the one that ``settings.loss`` describes."""
 
 
 class Trainer(ResilientActor):
@@ -126,8 +132,9 @@ class Trainer(ResilientActor):
         taken = time.perf_counter()
 
         def step() -> dict[str, float]:
-            batches = pack_shard(packed.unpack(), plan.settings.loss, plan.max_new_tokens, policy.device)
-            return policy.update(batches, reinforcement(plan.settings.loss))
+            loss = plan.settings.loss
+            batches = pack_shard(packed.unpack(), loss, plan.max_new_tokens, policy.device, plan.advantage)
+            return policy.update(batches, plan.objective or reinforcement(loss))
 
         metrics = await self._on(self._compute, step)
         lags = packed.lag_counts

@@ -9,7 +9,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from monarch_rl.algorithms.advantages import ADVANTAGES
+from monarch_rl.algorithms.advantages import ADVANTAGES, Advantage
 from monarch_rl.algorithms.aggregation import token_weights
 from monarch_rl.episode.episode import BatchShard, Episode
 from monarch_rl.episode.sampling import KeptSets
@@ -132,13 +132,21 @@ def _per_token(per_episode: torch.Tensor, counts: torch.Tensor, device: torch.de
     return per_episode.to(device).repeat_interleave(counts)
 
 
-def pack_shard(shard: BatchShard, loss: LossSettings, max_new_tokens: int, device: torch.device) -> list[MicroBatch]:
+def pack_shard(
+    shard: BatchShard,
+    loss: LossSettings,
+    max_new_tokens: int,
+    device: torch.device,
+    advantage: Advantage | None = None,
+) -> list[MicroBatch]:
     """The micro-batches of one trainer rank, with the advantages and weights of the whole batch.
 
     Args:
         max_new_tokens: tokens that an episode may draw, the normaliser of the ``constant`` aggregation.
+        advantage: rewards of one group, float32[G], to the advantages of its episodes, float32[G]; None takes the one
+            that ``loss`` names.
     """
-    advantage = ADVANTAGES[loss.advantage]
+    advantage = advantage or ADVANTAGES[loss.advantage]
     by_group = [advantage(torch.from_numpy(rewards)) for rewards in shard.rewards]
     packed = []
     for microbatch in shard.microbatches:
