@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import os
 import signal
 import subprocess
@@ -51,6 +52,8 @@ def test_failures_cost_one_score_each_and_have_a_reason() -> None:
             ]
             assert time.monotonic() - start < 20
             assert await scorer.score(helpers.touchy_score, "8") == Score(8.0)
+            parts = await scorer.score(helpers.in_parts)
+            assert json.dumps([parts.reward, parts.parts]) == '[0.5, {"format": 0.25, "answer": 1.0}]'
             with pytest.raises(ScoringFailed, match="score raised ValueError: could not convert"):
                 await scorer.score(helpers.not_a_number)
         finally:
