@@ -102,6 +102,7 @@ class Episode:
     """uint8 or uint16 [n - 1, layers, k], where kept: the experts by which the engine read each token but the last,
     in each layer that has experts."""
     parts: dict[str, float] = field(default_factory=dict)
+    """Named parts of the reward, for the metrics; training reads the reward alone."""
 
     def _joined(self, name: str) -> np.ndarray:
         return np.concatenate([getattr(turn, name) for turn in self.turns])
@@ -163,6 +164,7 @@ class Group:
     attempt: int = 0
     """How often the group was begun anew because its worker was lost; with ``group_id`` it names a lease."""
     task: str = ""
+    """Name of the task that the prompt is of, for the metrics."""
 
     @property
     def rewards(self) -> np.ndarray:
