@@ -8,10 +8,12 @@ from pathlib import Path
 
 from monarch_rl.algorithms.advantages import Advantage
 from monarch_rl.buffer.actor import Buffer
+from monarch_rl.generator.actor import Generator
 from monarch_rl.model.folder import read_config
 from monarch_rl.pipeline.actor_pool import ActorPool
 from monarch_rl.pipeline.settings import RunSettings, episode_limits
 from monarch_rl.pipeline.start import start_buffer, start_generators, start_rollout, start_trainer
+from monarch_rl.rollout.worker import RolloutWorker
 from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.tasks.reasoning_gym import TaskSettings
 from monarch_rl.trainer.actor import Trainer, TrainerPlan
@@ -24,8 +26,8 @@ class Actors:
 
     buffer: Buffer
     trainer: Trainer
-    generators: ActorPool
-    workers: ActorPool
+    generators: ActorPool[Generator]
+    workers: ActorPool[RolloutWorker]
 
 
 async def start_actors(

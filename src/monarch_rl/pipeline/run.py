@@ -164,7 +164,7 @@ class Run:
         if self._cluster is not None and folder is not None:
             watching = watched(self._cluster, folder, s.stall_s, recovery.recover)
             watch = await self._lifetimes.enter_async_context(watching)
-        await self._lifetimes.enter_async_context(recovery.tended())
+        await self._lifetimes.enter_async_context(recovery.supervising())
         self._begun = _Parts(actors, publisher, observer, recovery, watch, metrics, console)
 
     # -- the loop --------------------------------------------------------------------------------------------------
