@@ -117,9 +117,15 @@ def test_shards_hold_each_episode_once_and_all_rewards() -> None:
     async def test() -> None:
         async with buffer_actor(2, 2) as buffer:
             groups = [
-                Group(i, i, [episode([0] * (1 + i + j), reward=float(10 * i + j), prompt=3) for j in range(3)])
+                Group(
+                    i,
+                    i,
+                    [episode([0] * (1 + i + j), reward=float(10 * i + j), prompt=3) for j in range(3)],
+                    task=f"t{i}",
+                )
                 for i in range(2)
             ]
+            groups[1].episodes[2].finish_reason, groups[0].episodes[1].parts = "length", {"format": 0.5}
             for one in groups:
                 await buffer.admit.call_one("worker 0", WAIT_S)
                 await buffer.put.call_one(pack_group(one))
@@ -131,6 +137,9 @@ def test_shards_hold_each_episode_once_and_all_rewards() -> None:
             places = []
             for shard in shards:
                 assert [rewards.tolist() for rewards in shard.rewards] == [[0, 1, 2], [10, 11, 12]]
+                assert [lengths.tolist() for lengths in shard.lengths] == [[1, 2, 3], [2, 3, 4]]
+                assert [cut.tolist() for cut in shard.cut] == [[False] * 3, [False, False, True]]
+                assert (shard.tasks, shard.parts) == (["t0", "t1"], [[{}, {"format": 0.5}, {}], [{}, {}, {}]])
                 assert shard.trainable_tokens == 1 + 2 + 3 + 2 + 3 + 4
                 assert shard.lag_counts.tolist() == [15, 0, 0] and shard.lag_counts.dtype == np.int64
                 for microbatch in shard.microbatches:

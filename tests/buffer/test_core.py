@@ -42,7 +42,7 @@ def test_depth_zero_is_synchronous() -> None:
         play(buffer, 3)
         assert buffer.admit() is None
         batch = step(buffer)
-        assert {int(v) for g in batch for e in g.episodes for v in e.drawn} == {version}
+        assert {int(v) for g in batch for e in g.episodes for v in e.tokens_by_version} == {version}
         assert buffer.admit() is None  # trained is not served
         buffer.published(version + 1)
     assert buffer.counts().lag_counts == [4 * 3]

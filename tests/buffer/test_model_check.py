@@ -124,7 +124,12 @@ def check(state: State) -> None:
     assert counts.playing == sum(play is not None for play in state.plays) + len(buffer._idle)
     assert all(one.overtaken <= (buffer.window or 0) for one in buffer._live.values())
     if buffer._batch is not None:
-        lags = [buffer.version - version for g in buffer._batch[0].groups for e in g.episodes for version in e.drawn]
+        lags = [
+            buffer.version - version
+            for g in buffer._batch[0].groups
+            for e in g.episodes
+            for version in e.tokens_by_version
+        ]
         assert min(lags) >= 0 and max(lags) <= (buffer.settings.max_policy_lag or 0)
 
 

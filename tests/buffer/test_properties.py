@@ -78,7 +78,7 @@ class Books:
 
 def tokens(group: PackedGroup) -> list[int]:
     """The version of each trainable token."""
-    return [version for e in group.episodes for version, n in e.drawn.items() for _ in range(n)]
+    return [version for e in group.episodes for version, n in e.tokens_by_version.items() for _ in range(n)]
 
 
 DEPTHS = st.sampled_from([None, 0, 1, 2, 3])

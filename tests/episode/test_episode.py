@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from monarch_rl.episode.episode import NO_VERSION, Episode, Group, Turn
-from monarch_rl.episode.packed import PackedGroup, mask_older, pack_group, unpack_episode, unpack_group
+from monarch_rl.episode.packed import PackedGroup, PackedShard, mask_older, pack_group, unpack_episode, unpack_group
 from monarch_rl.episode.sampling import Completion, KeptSets
 
 INFO = st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=9) | st.none() | st.booleans(), max_size=3)
@@ -42,6 +42,7 @@ def episodes(draw: st.DrawFn) -> Episode:
         reward=draw(st.floats(allow_nan=False, allow_infinity=False)),
         finish_reason=draw(st.sampled_from(["stop", "length"])),
         info=draw(INFO),
+        parts=draw(st.dictionaries(st.text(max_size=5), st.floats(allow_nan=False, allow_infinity=False), max_size=3)),
     )
     dtype = draw(st.sampled_from([None, np.uint8, np.uint16]))
     if dtype is not None and episode.num_tokens:
@@ -58,6 +59,7 @@ GROUPS = st.builds(
     episodes=st.lists(episodes(), max_size=4),
     failed=st.integers(0, 8),
     attempt=st.integers(0, 3),
+    task=st.text(max_size=9),
 )
 
 
@@ -71,10 +73,11 @@ def check_equal(ours: np.ndarray | None, theirs: np.ndarray | None) -> None:
 @given(GROUPS)
 def test_group_survives_its_bytes(group: Group) -> None:
     read = unpack_group(pack_group(group))
-    for name in ("group_id", "task_index", "failed", "attempt"):
+    for name in ("group_id", "task_index", "failed", "attempt", "task"):
         assert getattr(read, name) == getattr(group, name)
     for ours, theirs in zip(group.episodes, read.episodes, strict=True):
         assert (ours.reward, ours.finish_reason, ours.info) == (theirs.reward, theirs.finish_reason, theirs.info)
+        assert (ours.parts, list(ours.parts)) == (theirs.parts, list(theirs.parts))
         assert len(ours.turns) == len(theirs.turns)
         check_equal(ours.expert_routes, theirs.expert_routes)
         for a, b in zip(ours.turns, theirs.turns, strict=True):
@@ -106,14 +109,56 @@ def test_the_header_tells_what_the_buffer_decides_by(group: Group) -> None:
     packed = PackedGroup.read(pack_group(group))
     assert packed.oldest_version == group.oldest_version
     assert packed.rewards.tolist() == group.rewards.tolist()
+    assert packed.task == group.task
+    check_equal(packed.lengths, np.asarray([episode.num_trainable for episode in group.episodes], np.int32))
+    check_equal(packed.cut, np.asarray([episode.finish_reason == "length" for episode in group.episodes], bool))
     for known, episode in zip(packed.episodes, group.episodes, strict=True):
         assert (known.tokens, known.trainable) == (episode.num_tokens, episode.num_trainable)
+        assert (known.finish_reason, known.parts) == (episode.finish_reason, episode.parts)
         drawn = episode.policy_versions[episode.trainable]
         for oldest in range(-1, 5):
-            assert known.trainable_since(oldest) == (drawn >= oldest).sum()
+            since = sum(n for version, n in known.tokens_by_version.items() if version >= oldest)
+            assert since == (drawn >= oldest).sum()
             masked = unpack_episode(known.data)
             mask_older(masked, oldest)
             assert masked.trainable.tolist() == (episode.trainable & (episode.policy_versions >= oldest)).tolist()
+
+
+@given(st.lists(GROUPS, min_size=1, max_size=3), st.data())
+def test_a_shard_has_the_outcomes_of_all_groups_and_the_episodes_of_its_own(
+    groups: list[Group], data: st.DataObject
+) -> None:
+    packed = [PackedGroup.read(pack_group(group)) for group in groups]
+    places = [(g, e) for g, group in enumerate(groups) for e in range(len(group.episodes))]
+    own = data.draw(st.lists(st.sampled_from(places), unique=True)) if places else []
+    oldest = data.draw(st.none() | st.integers(-1, 4))
+    shard = PackedShard(
+        version=5,
+        rewards=[group.rewards for group in packed],
+        places=[[(g, e, len(packed[g].episodes[e].data)) for g, e in own]],
+        data=b"".join(packed[g].episodes[e].data for g, e in own),
+        trainable_tokens=0,
+        lag_counts=np.zeros(1, np.int64),
+        oldest=oldest,
+        lengths=[group.lengths for group in packed],
+        cut=[group.cut for group in packed],
+        tasks=[group.task for group in packed],
+        parts=[[episode.parts for episode in group.episodes] for group in packed],
+    ).unpack()
+    assert shard.tasks == [group.task for group in groups]
+    assert shard.parts == [[episode.parts for episode in group.episodes] for group in groups]
+    for group, rewards, lengths, cut in zip(groups, shard.rewards, shard.lengths, shard.cut, strict=True):
+        check_equal(rewards, group.rewards)
+        check_equal(lengths, np.asarray([episode.num_trainable for episode in group.episodes], np.int32))
+        check_equal(cut, np.asarray([episode.finish_reason == "length" for episode in group.episodes], bool))
+    ((*taken,),) = shard.microbatches
+    assert [(g, e) for g, e, _ in taken] == own
+    for g, e, episode in taken:
+        drawn = groups[g].episodes[e]
+        assert episode.reward == np.float32(drawn.reward) or np.isinf(np.float32(drawn.reward))
+        assert (episode.parts, episode.finish_reason) == (drawn.parts, drawn.finish_reason)
+        newer = drawn.trainable if oldest is None else drawn.trainable & (drawn.policy_versions >= oldest)
+        check_equal(episode.trainable, newer)
 
 
 def test_what_is_no_packed_group_is_refused() -> None:

@@ -4,9 +4,12 @@ import json
 import math
 from pathlib import Path
 
+import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from monarch_rl.observe.metrics import Metrics
+
+NAMES = ("reward/mean", "trainer/loss", "trainer/my_own", "lag/max")
 
 
 def test_same_numbers_in_both_files(tmp_path: Path) -> None:
@@ -28,10 +31,10 @@ def test_same_numbers_in_both_files(tmp_path: Path) -> None:
 
 def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
     with Metrics(tmp_path) as metrics:
-        metrics.log(0, {"a": math.nan, "b": math.inf, "c": -math.inf, "d": 1})
+        metrics.log(0, dict(zip(NAMES, (math.nan, math.inf, -math.inf, 1), strict=True)))
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
     read = json.loads(line, parse_constant=lambda name: pytest_fail(name))
-    assert [read[name] for name in "abcd"] == [None, None, None, 1.0]
+    assert [read[name] for name in NAMES] == [None, None, None, 1.0]
 
 
 def pytest_fail(name: str) -> None:
@@ -40,9 +43,18 @@ def pytest_fail(name: str) -> None:
 
 def test_lines_are_there_at_once_and_a_second_run_appends(tmp_path: Path) -> None:
     first = Metrics(tmp_path)
-    first.log(1, {"a": 1.0})
+    first.log(1, {"lag/mean": 1.0})
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
     first.close()
     with Metrics(tmp_path) as second:
-        second.log(2, {"a": 2.0})
+        second.log(2, {"lag/mean": 2.0})
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_name_that_is_not_in_the_registry_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
+    with Metrics(tmp_path) as metrics:
+        with pytest.raises(ValueError, match="not in monarch_rl/observe/registry.py: reward_mean, speed; add them"):
+            metrics.log(1, {"reward/mean": 0.5, "reward_mean": 0.5, "speed": 1.0})
+        metrics.log(1, {"trainer/my_own": 1.0})
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line)["trainer/my_own"] == 1.0

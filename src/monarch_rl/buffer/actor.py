@@ -311,6 +311,10 @@ def cut(batch: Batch, dp_size: int, token_budget: int) -> list[PackedShard]:
             trainable_tokens=int(batch.lag_counts.sum()),
             lag_counts=batch.lag_counts,
             oldest=batch.oldest,
+            lengths=[group.lengths for group in batch.groups],
+            cut=[group.cut for group in batch.groups],
+            tasks=[group.task for group in batch.groups],
+            parts=[[episode.parts for episode in group.episodes] for group in batch.groups],
         )
         for microbatches in plan
     ]

@@ -35,7 +35,7 @@ def token_lags(groups: Iterable[PackedGroup], version: int, oldest: int | None, 
     by_lag: Counter[int] = Counter()
     for group in groups:
         for episode in group.episodes:
-            for drew, count in episode.drawn.items():
+            for drew, count in episode.tokens_by_version.items():
                 if oldest is not None and drew < oldest:
                     continue
                 if version < drew or (bound is not None and version - drew > bound):

@@ -180,7 +180,7 @@ class Group:
 
 @dataclass(slots=True)
 class BatchShard:
-    """What one trainer rank takes from a batch of groups: its micro-batches, and the rewards of all groups."""
+    """What one trainer rank takes from a batch of groups: its micro-batches, and the outcomes of all groups."""
 
     version: int
     """The version that the update starts from; lag is counted against it."""
@@ -192,6 +192,14 @@ class BatchShard:
     """Trainable tokens of the whole batch, all ranks."""
     lag_counts: np.ndarray
     """int64[L]: trainable tokens of the whole batch by lag 0, 1, ..."""
+    lengths: list[np.ndarray] = field(default_factory=list)
+    """One int32[G] per group of the batch: tokens that each episode drew, also those masked for their lag."""
+    cut: list[np.ndarray] = field(default_factory=list)
+    """One bool[G] per group: whether the episode ended because it reached a limit of tokens."""
+    tasks: list[str] = field(default_factory=list)
+    """The task of each group."""
+    parts: list[list[dict[str, float]]] = field(default_factory=list)
+    """Per group, for each episode: the named parts of its reward."""
 
     @property
     def num_episodes(self) -> int:

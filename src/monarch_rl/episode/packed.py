@@ -2,7 +2,7 @@
 
 A packed group is
 
-    4 bytes "GRP3", 4 bytes length of the header, the header (JSON), then the episodes one after the other
+    4 bytes "GRP4", 4 bytes length of the header, the header (JSON), then the episodes one after the other
 
 and a packed episode is
 
@@ -10,10 +10,10 @@ and a packed episode is
     if the sampler cut tokens off: sizes (int32) and ids (int32) of the sets they were drawn from,
     if routes were kept: the experts of each token but the last (uint8 or uint16)
 
-all little-endian, every part padded to 4 bytes. The header has what the buffer decides by (rewards, tokens by policy
-version, bytes), so it hands episodes on without reading them. Versions and trainability are stored as runs: a token
-takes 8 bytes, or 4 if it was not drawn. A kept set takes 4 bytes and 4 for each id, routes one or two bytes for each
-layer and expert.
+all little-endian, every part padded to 4 bytes. The header has what the buffer decides by and what each trainer rank
+gets of all episodes of a batch (reward and its parts, tokens by policy version, finish reason, bytes), so the buffer
+hands episodes on without reading them. Versions and trainability are stored as runs: a token takes 8 bytes, or 4 if it
+was not drawn. A kept set takes 4 bytes and 4 for each id, routes one or two bytes for each layer and expert.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import json
 import math
 import struct
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -30,29 +30,28 @@ import numpy as np
 from monarch_rl.episode.episode import BatchShard, Episode, Group, Turn
 from monarch_rl.episode.sampling import KeptSets
 
-FORMAT = b"GRP3"
+FORMAT = b"GRP4"
 """The last character is the version of the format."""
 _LENGTH = struct.Struct("<I")
 
 
 @dataclass(frozen=True, slots=True)
 class PackedEpisode:
-    """An episode that nobody has read, and what its group's header tells of it."""
+    """The bytes of an episode that nobody has read, and what the group's header says about it."""
 
     reward: float
     tokens: int
     """All of them, prompts included."""
-    drawn: dict[int, int]
+    tokens_by_version: dict[int, int]
     """Trainable tokens by the policy version that drew them."""
     data: bytes | memoryview
+    finish_reason: str = "stop"
+    parts: dict[str, float] = field(default_factory=dict)
+    """Named parts of the reward."""
 
     @property
     def trainable(self) -> int:
-        return sum(self.drawn.values())
-
-    def trainable_since(self, oldest: int | None) -> int:
-        """Trainable tokens that version ``oldest`` or a later one drew; all for None."""
-        return sum(n for version, n in self.drawn.items() if oldest is None or version >= oldest)
+        return sum(self.tokens_by_version.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +64,23 @@ class PackedGroup:
     failed: int = 0
     attempt: int = 0
     data: bytes = b""
-    """All of it, as it came."""
+    """The whole group, as it arrived."""
+    task: str = ""
 
     @property
     def rewards(self) -> np.ndarray:
         """float32[G]."""
         return np.asarray([episode.reward for episode in self.episodes], np.float32)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int32[G]: trainable tokens of each episode."""
+        return np.asarray([episode.trainable for episode in self.episodes], np.int32)
+
+    @property
+    def cut(self) -> np.ndarray:
+        """bool[G]: whether the episode ended because it reached a limit of tokens."""
+        return np.asarray([episode.finish_reason == "length" for episode in self.episodes], bool)
 
     @property
     def nbytes(self) -> int:
@@ -84,12 +94,12 @@ class PackedGroup:
     @property
     def oldest_version(self) -> int | None:
         """The smallest version that drew a trainable token of any episode."""
-        return min((version for episode in self.episodes for version in episode.drawn), default=None)
+        return min((version for episode in self.episodes for version in episode.tokens_by_version), default=None)
 
     @property
     def newest_version(self) -> int | None:
         """The largest version that drew a trainable token of any episode."""
-        return max((version for episode in self.episodes for version in episode.drawn), default=None)
+        return max((version for episode in self.episodes for version in episode.tokens_by_version), default=None)
 
     @classmethod
     def read(cls, data: bytes) -> PackedGroup:
@@ -101,21 +111,29 @@ class PackedGroup:
             header = json.loads(data[8:start])
         except ValueError as error:
             raise ValueError(f"the header of a group of {len(data)} bytes cannot be read: {error}") from error
-        expected = start + sum(nbytes for _, _, _, nbytes in header["episodes"])
+        expected = start + sum(nbytes for _, _, _, nbytes, _, _ in header["episodes"])
         if expected != len(data):
             raise ValueError(f"group {header['group_id']} has {len(data)} bytes, its header tells of {expected}")
         view, episodes = memoryview(data), []
-        for reward, tokens, drawn, nbytes in header["episodes"]:
-            by_version = {int(version): count for version, count in drawn}
-            episodes.append(PackedEpisode(reward, tokens, by_version, view[start : start + nbytes]))
+        for reward, tokens, by_version, nbytes, finish_reason, parts in header["episodes"]:
+            part = view[start : start + nbytes]
+            episodes.append(PackedEpisode(reward, tokens, dict(by_version), part, finish_reason, parts))
             start += nbytes
-        return cls(header["group_id"], header["task_index"], episodes, header["failed"], header["attempt"], data)
+        return cls(
+            header["group_id"],
+            header["task_index"],
+            episodes,
+            header["failed"],
+            header["attempt"],
+            data,
+            header["task"],
+        )
 
     def unpack(self) -> Group:
         episodes = [unpack_episode(episode.data) for episode in self.episodes]
         for known, episode in zip(self.episodes, episodes, strict=True):
-            episode.reward = known.reward
-        return Group(self.group_id, self.task_index, episodes, self.failed, self.attempt)
+            episode.reward, episode.parts = known.reward, known.parts
+        return Group(self.group_id, self.task_index, episodes, self.failed, self.attempt, self.task)
 
 
 @dataclass(slots=True)
@@ -136,6 +154,14 @@ class PackedShard:
     """int64[L]: those tokens by lag 0, 1, ..."""
     oldest: int | None
     """Tokens that earlier versions drew are not trained; None trains all."""
+    lengths: list[np.ndarray]
+    """One int32[G] per group of the batch: tokens that each episode drew, also those that ``oldest`` leaves out."""
+    cut: list[np.ndarray]
+    """One bool[G] per group: whether the episode ended because it reached a limit of tokens."""
+    tasks: list[str]
+    """The task of each group."""
+    parts: list[list[dict[str, float]]]
+    """Per group, for each episode: the named parts of its reward."""
 
     def unpack(self) -> BatchShard:
         view, start, microbatches = memoryview(self.data), 0, []
@@ -144,11 +170,22 @@ class PackedShard:
             for group, place, nbytes in places:
                 episode = unpack_episode(view[start : start + nbytes])
                 episode.reward = float(self.rewards[group][place])
+                episode.parts = self.parts[group][place]
                 mask_older(episode, self.oldest)
                 microbatch.append((group, place, episode))
                 start += nbytes
             microbatches.append(microbatch)
-        return BatchShard(self.version, self.rewards, microbatches, self.trainable_tokens, self.lag_counts)
+        return BatchShard(
+            self.version,
+            self.rewards,
+            microbatches,
+            self.trainable_tokens,
+            self.lag_counts,
+            self.lengths,
+            self.cut,
+            self.tasks,
+            self.parts,
+        )
 
 
 def mask_older(episode: Episode, oldest: int | None) -> None:
@@ -167,13 +204,21 @@ def pack_group(group: Group) -> bytes:
         "task_index": group.task_index,
         "failed": group.failed,
         "attempt": group.attempt,
+        "task": group.task,
         "episodes": [
-            (episode.reward, episode.num_tokens, list(_drawn(episode).items()), sum(map(len, parts)))
-            for episode, parts in zip(group.episodes, packed, strict=True)
+            (
+                episode.reward,
+                episode.num_tokens,
+                list(_tokens_by_version(episode).items()),
+                sum(map(len, arrays)),
+                episode.finish_reason,
+                episode.parts,
+            )
+            for episode, arrays in zip(group.episodes, packed, strict=True)
         ],
     }
     text = _padded(header)
-    return b"".join([FORMAT, _LENGTH.pack(len(text)), text, *(part for parts in packed for part in parts)])
+    return b"".join([FORMAT, _LENGTH.pack(len(text)), text, *(array for arrays in packed for array in arrays)])
 
 
 def unpack_group(data: bytes) -> Group:
@@ -182,7 +227,8 @@ def unpack_group(data: bytes) -> Group:
 
 
 def unpack_episode(data: bytes | memoryview) -> Episode:
-    """Read one packed episode, but for its reward, which stands in the group's header (0 here)."""
+    """Read one packed episode, without its reward and the parts of it, which are in the group's header (here 0 and
+    none)."""
     start = 4 + _LENGTH.unpack_from(data)[0]
     head = json.loads(bytes(data[4:start]))
     turns = []
@@ -196,9 +242,9 @@ def unpack_episode(data: bytes | memoryview) -> Episode:
     tokens = sum(length for runs in head["turns"] for length, _, _ in runs)
     trainable = sum(length for runs in head["turns"] for length, _, drawn in runs if drawn)
     ids, logprobs, kept, expert_routes = take("i4", tokens), take("f4", trainable), None, None
-    if head["kept"] is not None:
+    if "kept" in head:
         kept = KeptSets(take("i4", trainable), take("i4", head["kept"]))
-    if head["routes"] is not None:
+    if "routes" in head:
         *shape, dtype = head["routes"]
         expert_routes = take(dtype, math.prod(shape)).reshape(shape)
     drawn = [sum(length for length, _, of_policy in runs if of_policy) for runs in head["turns"]]
@@ -219,13 +265,15 @@ def _pack_episode(episode: Episode) -> list[bytes]:
         raise ValueError("an episode has a log-prob that is not 0 on a token that is not trainable")
     if kept is not None and np.any(kept.counts[~trainable]):
         raise ValueError("an episode has a kept set on a token that is not trainable")
-    head = {
+    head: dict[str, Any] = {
         "turns": [turn.runs for turn in episode.turns],
         "finish_reason": episode.finish_reason,
         "info": episode.info,
-        "kept": None if kept is None else len(kept.ids),
-        "routes": None if expert_routes is None else [*expert_routes.shape, expert_routes.dtype.str[1:]],
     }
+    if kept is not None:
+        head["kept"] = len(kept.ids)
+    if expert_routes is not None:
+        head["routes"] = [*expert_routes.shape, expert_routes.dtype.str[1:]]
     text = _padded(head)
     parts = [_LENGTH.pack(len(text)), text, ids.astype("<i4").tobytes(), logprobs[trainable].astype("<f4").tobytes()]
     if kept is not None:
@@ -236,13 +284,14 @@ def _pack_episode(episode: Episode) -> list[bytes]:
     return parts
 
 
-def _drawn(episode: Episode) -> Counter[int]:
-    drawn: Counter[int] = Counter()
+def _tokens_by_version(episode: Episode) -> Counter[int]:
+    """Trainable tokens by the version that drew them."""
+    counts: Counter[int] = Counter()
     for turn in episode.turns:
         for tokens, version, trainable in turn.runs:
             if trainable:
-                drawn[version] += tokens
-    return drawn
+                counts[version] += tokens
+    return counts
 
 
 def _padded(value: Any) -> bytes:

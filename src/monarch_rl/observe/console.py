@@ -13,18 +13,15 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 
-COLUMNS = (
-    ("reward/mean", "reward", "{:.3f}"),
-    ("lag/mean", "lag", "{:.2f}"),
-    ("lag/max", "lag max", "{:.0f}"),
-    ("tokens_per_second", "tokens/s", "{:,.0f}"),
-    ("trainer/idle_share", "trainer idle", "{:.0%}"),
-    ("generator/idle_share", "generator idle", "{:.0%}"),
-    ("weights/swap_ms", "swap ms", "{:.1f}"),
-)
-"""The metrics that are shown: name, heading, format."""
+from monarch_rl.observe.registry import METRICS
+
+COLUMNS = {
+    heading: [metric for metric in METRICS if metric.heading == heading]
+    for heading in dict.fromkeys(metric.heading for metric in METRICS if metric.heading)
+}
+"""The metrics that are shown, by the heading of their column, learning first."""
 DROPPED = "dropped/"
-"""Metrics that begin so are groups dropped, or episodes lost, by reason."""
+"""What the names of groups dropped, and episodes lost, begin with; the reason follows."""
 BARS = " " + "".join(chr(code) for code in range(0x2581, 0x2589))
 
 
@@ -56,12 +53,16 @@ class Console:
             self._live.stop()
 
     def note(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         self._terminal.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    def show(self, step: int, values: Mapping[str, float]) -> None:
-        """Show a step. Metrics that are not in :data:`COLUMNS` are left out, absent ones keep their last value."""
+    def remember(self, values: Mapping[str, float]) -> None:
+        """Take metrics, of an evaluation for example, that the next steps show beside their own."""
         self._latest.update(values)
+
+    def show(self, step: int, values: Mapping[str, float]) -> None:
+        """Show a step. Metrics that are not in :data:`COLUMNS` are left out; absent ones keep their last value."""
+        self.remember(values)
         self._steps.append((step, dict(values)))
         self._rewards.append(values.get("reward/mean", math.nan))
         if self._live is None:
@@ -71,15 +72,9 @@ class Console:
 
     def line(self, step: int) -> str:
         """The step as one line of text."""
-        shown = [f"{heading} {text}" for heading, text in self._cells(self._latest) if text]
+        shown = [f"{heading} {text}" for heading in COLUMNS if (text := _cell(heading, self._latest))]
         dropped = self._dropped()
         return " | ".join([f"step {step}/{self._total}", *shown, *([f"dropped {dropped}"] if dropped else [])])
-
-    def _cells(self, values: Mapping[str, float]) -> list[tuple[str, str]]:
-        return [
-            (heading, form.format(values[name]) if math.isfinite(values.get(name, math.nan)) else "")
-            for name, heading, form in COLUMNS
-        ]
 
     def _dropped(self) -> str:
         counts = {name.removeprefix(DROPPED): n for name, n in self._latest.items() if name.startswith(DROPPED) and n}
@@ -87,20 +82,28 @@ class Console:
 
     def _panel(self, step: int) -> Panel:
         table = Table(box=None, expand=True, pad_edge=False)
-        table.add_column("step", justify="right")
-        for _, heading, _ in COLUMNS:
+        headings = [name for name, metrics in COLUMNS.items() if any(metric.name in self._latest for metric in metrics)]
+        for heading in ("step", *headings):
             table.add_column(heading, justify="right")
         for at, values in self._steps:
             shown = self._latest if at == step else values
-            table.add_row(str(at), *(text for _, text in self._cells(shown)))
+            table.add_row(str(at), *(_cell(heading, shown) for heading in headings))
         seconds = time.monotonic() - self._start
         dropped = self._dropped()
         footer = f"reward {bars(list(self._rewards))}   dropped {dropped or 'none'}"
         return Panel(table, title=f"step {step}/{self._total}, {seconds:.0f} s", subtitle=footer)
 
 
+def _cell(heading: str, values: Mapping[str, float]) -> str:
+    """The values of a column, divided by slashes; "-" for one that is missing or not finite, "" if all are."""
+    shown = [(metric, values.get(metric.name, math.nan)) for metric in COLUMNS[heading]]
+    if not any(math.isfinite(value) for _, value in shown):
+        return ""
+    return "/".join(metric.form.format(value) if math.isfinite(value) else "-" for metric, value in shown)
+
+
 def bars(values: list[float]) -> str:
-    """The values as a row of small bars, from their least to their greatest; a space where one is not finite."""
+    """The values as a row of small bars between the least and the greatest; a space for a value that is not finite."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return ""

@@ -11,26 +11,33 @@ from types import TracebackType
 
 from torch.utils.tensorboard import SummaryWriter
 
+from monarch_rl.observe.registry import check_names
+
 
 class Metrics:
     """Writes ``metrics.jsonl`` and TensorBoard event files into a folder.
 
-    A line of the file is ``{"step": int, "seconds": float, name: number or null, ...}``; ``seconds`` counts from the
-    start of this process's run, null stands for nan and infinities. A resumed run appends.
+    A line of the file is ``{"step": int, "seconds": float, name: number or null, ...}``. ``seconds`` counts from the
+    start of this process's run; null stands for nan and infinities. A resumed run appends.
 
     Args:
-        folder: made if it is not there.
+        folder: made if it does not exist.
     """
 
     def __init__(self, folder: str | Path) -> None:
         self.path = Path(folder) / "metrics.jsonl"
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._lines = self.path.open("a", buffering=1)  # a line that is written can be read, whatever comes next
+        self._lines = self.path.open("a", buffering=1)  # a line can be read as soon as it is written
         self._board = SummaryWriter(str(Path(folder) / "tensorboard"))
         self._start = time.monotonic()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Write one step's values. Names are grouped at slashes by TensorBoard (``lag/mean``)."""
+        """Write one step's values. TensorBoard groups names by what comes before the slash (``lag/mean``).
+
+        Raises:
+            ValueError: a name is not in the registry (``observe/registry.py``); nothing was written.
+        """
+        check_names(list(values))
         numbers = {name: float(value) for name, value in values.items()}
         line: dict[str, float | None] = {"step": step, "seconds": round(time.monotonic() - self._start, 3)}
         line.update({name: value if math.isfinite(value) else None for name, value in numbers.items()})

@@ -77,7 +77,8 @@ class Observer:
         tokens, busy = sum(one.tokens for one in since), sum(one.busy_s for one in since)
         self._drawn += tokens
         self._device_s += sum(one.busy_s * one.devices for one in since)
-        values = {_metric_name(name): value for name, value in trained[0].items()}
+        # Names with a slash are final; the update's own figures, and those of its objective, go under trainer/.
+        values = {name if "/" in name else f"trainer/{name}": value for name, value in trained[0].items()}
         values["time/step_s"] = elapsed
         computing = float(np.mean([rank["step_s"] for rank in trained])) + (swap.snapshot_s if swap else 0.0)
         values["trainer/idle_share"] = max(0.0, 1.0 - computing / elapsed)
@@ -132,16 +133,3 @@ class _Engine:
             return self
         busy_s, request_s = self.busy_s - before.busy_s, self.request_s - before.request_s
         return _Engine(self.pid, self.tokens - before.tokens, busy_s, request_s, self.devices)
-
-
-_GROUPED = {
-    "reward_mean": "reward/mean",
-    "reward_std": "reward/std",
-    "equal_reward_groups": "reward/equal_groups_share",
-    "lag_mean": "lag/mean",
-    "lag_max": "lag/max",
-}
-
-
-def _metric_name(name: str) -> str:
-    return _GROUPED.get(name, f"trainer/{name}")

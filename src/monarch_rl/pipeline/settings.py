@@ -11,7 +11,7 @@ from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.generator.settings import GeneratorSettings, check_served
 from monarch_rl.model.folder import read_config, resolve_model
 from monarch_rl.pipeline.recovery import RecoverySettings
-from monarch_rl.rollout.settings import RolloutSettings
+from monarch_rl.rollout.settings import RolloutSettings, check_lengths, check_rollout
 from monarch_rl.runtime.devices import Devices
 from monarch_rl.runtime.watch import STALL_S
 from monarch_rl.tasks.reasoning_gym import TaskSettings, TaskSource
@@ -69,7 +69,7 @@ def check(s: RunSettings, offered: Devices) -> Path:
         ValueError: names the setting and says what to do.
     """
     _check_numbers(s)
-    check_rollout(s)
+    check_rollout(s.rollout, s.groups_per_step, s.trainer.ranks)
     s.buffer.window_for(s.groups_per_step)
     _check_devices(s, offered)
     TaskSource(s.task).check()
@@ -77,7 +77,8 @@ def check(s: RunSettings, offered: Devices) -> Path:
     config = read_config(model)
     check_served(config, s.generator, offered.kind == "cuda")
     check_experts(config, s.trainer)
-    check_lengths(s, config)
+    check_lengths(s.rollout, episode_limits(s, config))
+    _check_context(s, config)
     _check_output(s.output)
     return model
 
@@ -95,23 +96,10 @@ def _check_numbers(s: RunSettings) -> None:
         )
     if s.evaluate_every < 0:
         raise ValueError(f"evaluate-every must be 0 (only before and after training) or more, got {s.evaluate_every}")
-    if s.held_out > s.task.held_out_size:
-        raise ValueError(f"held-out {s.held_out} is more than task.held-out-size {s.task.held_out_size}: raise that")
-
-
-def check_rollout(s: RunSettings) -> None:
-    if s.rollout.group_size < 2:
-        raise ValueError("rollout.group-size must be at least 2: advantages compare the episodes of a group")
-    if s.rollout.temperature == 0:
-        raise ValueError("rollout.temperature must be above 0: greedy episodes of a group are all the same")
-    episodes = s.groups_per_step * s.rollout.group_size
-    if episodes % s.trainer.ranks:
-        raise ValueError(
-            f"{s.groups_per_step} groups x {s.rollout.group_size} episodes = {episodes} episodes a step cannot be "
-            f"shared equally by {s.trainer.ranks} trainer ranks: change groups-per-step or trainer.ranks"
-        )
     if s.rollout.min_p and s.generator.deterministic:
         raise ValueError("rollout.min-p cannot be used with generator.deterministic, which seeds every draw")
+    if s.held_out > s.task.held_out_size:
+        raise ValueError(f"held-out {s.held_out} is more than task.held-out-size {s.task.held_out_size}: raise that")
 
 
 def _check_devices(s: RunSettings, offered: Devices) -> None:
@@ -122,13 +110,7 @@ def _check_devices(s: RunSettings, offered: Devices) -> None:
         raise ValueError(f"trainer.ranks {s.trainer.ranks} must fill whole hosts: a multiple of {offered.per_host}")
 
 
-def check_lengths(s: RunSettings, config: dict[str, Any]) -> None:
-    """Refuse episodes that cannot be drawn or trained whatever the prompt is."""
-    drawn = s.new_tokens_per_episode
-    asked = f"rollout.max-turns {s.rollout.max_turns} x rollout.max-new-tokens {s.rollout.max_new_tokens}"
-    for name, tokens in episode_limits(s, config).items():
-        if drawn >= tokens:
-            raise ValueError(f"{asked} leaves no room for a prompt within {name}, which is {tokens}")
+def _check_context(s: RunSettings, config: dict[str, Any]) -> None:
     if s.generator.context_length > config["max_position_embeddings"]:
         raise ValueError(
             f"generator.context-length {s.generator.context_length} is more than the model's own limit of "

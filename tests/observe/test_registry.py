@@ -1,0 +1,108 @@
+"""The registry of metrics: each once, in the documentation as it says, and with all that a run logs."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from monarch_rl.algorithms.advantages import grpo
+from monarch_rl.observe.registry import GROUPS, METRICS, OBJECTIVE, check_names, find
+from monarch_rl.pipeline.run import Run
+from monarch_rl.rollout.worker import Evaluation
+from monarch_rl.runtime.sight import LoopLag
+from monarch_rl.simulate.clock import run_virtual
+from monarch_rl.simulate.costs import Costs
+from monarch_rl.simulate.run import Plan, run_settings, simulated_actors
+from monarch_rl.trainer.batch import pack_shard
+from monarch_rl.trainer.objective import reinforcement, supervised
+from monarch_rl.trainer.settings import LossSettings
+from monarch_rl.trainer.token_logprobs import TokenLogprobs
+from tests.trainer.batches import batch, shard
+from tools.metrics_table import DOCS, updated
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+def check(names: Iterable[str]) -> None:
+    """All have an entry of their own, not only the one for what objectives add."""
+    check_names(list(names))
+    assert not [name for name in names if (metric := find(name)) is not None and metric.name == OBJECTIVE]
+
+
+def test_each_metric_is_there_once_and_described() -> None:
+    assert Counter(metric.name for metric in METRICS).most_common(1)[0][1] == 1
+    for metric in METRICS:
+        assert metric.meaning.endswith(".") and "|" not in metric.meaning and metric.group in GROUPS
+        assert bool(metric.heading) == bool(metric.form)
+        assert not metric.form or metric.form.format(0.5)
+
+
+def test_an_exact_name_comes_before_a_pattern_and_an_unknown_one_is_refused() -> None:
+    found = {
+        "trainer/routes_differ": "trainer/routes_differ",
+        "trainer/routes_differ_3": "trainer/routes_differ_*",
+        "trainer/my_own": OBJECTIVE,
+        "dropped/score took over 1 s": "dropped/*",
+        "loop_lag/generator_max_ms": "loop_lag/*_max_ms",
+        "reward/spell/mean": "reward/*/mean",
+        "reward/spell/format": "reward/*/*",
+        "reward/mean": "reward/mean",
+    }
+    assert {name: metric.name for name in found if (metric := find(name)) is not None} == found
+    for name in ("reward/median", "steps", "dropped"):
+        with pytest.raises(ValueError, match=f"not in monarch_rl/observe/registry.py: {name}; add them there"):
+            check_names(["lag/max", name])
+
+
+def test_the_documentation_is_made_from_it() -> None:
+    text = DOCS.read_text()
+    assert updated(text) == text, "run python tools/metrics_table.py"
+    assert all(f"`{metric.name}`" in text for metric in METRICS)
+
+
+def test_what_observer_buffer_and_recovery_log_is_in_it() -> None:
+    async def rows() -> list[dict[str, float]]:
+        plan = Plan(groups_per_step=2, group_size=2)
+        async with Run.open(run_settings(plan, 1e6)) as run:
+            await run.begin(simulated_actors(plan, Costs(), grain=1))
+            return [await run.step() async for _ in run.steps(3)]
+
+    names = run_virtual(rows())[-1]
+    assert {"trainer/idle_share", "weights/swap_ms", "buffer/trained", "wasted/tokens"} <= names.keys()
+    check(names)
+
+
+def test_what_the_watch_and_an_evaluation_log_is_in_it() -> None:
+    lag = LoopLag()
+    for kind in ("trainer", "generator", "rollout", "buffer", "controller"):
+        lag.note(f"{kind} 0", kind, [0.01])
+    names = lag.metrics()
+    assert len(names) == 10
+    check(names)
+    check(Evaluation(np.ones(2, np.float32), {"score hung": 1}).metrics())
+
+
+def test_what_the_objectives_sum_is_in_it() -> None:
+    batches = pack_shard(shard(batch(0), 0, 0, 1, 1024), grpo, "token_mean", 20, torch.device("cpu"))
+    tokens = int(batches[0].trainable.sum())
+    output = TokenLogprobs(*(torch.full((tokens,), value) for value in (-4.0, 4.0, 1.0)))
+    made_of_them = {
+        "on_policy_tokens": "on_policy_share",
+        "logprob_difference": "logprob_difference_p50",
+    }
+    for objective in (reinforcement(LossSettings()), supervised):
+        _, sums = objective(output, batches[0])
+        check([f"trainer/{made_of_them.get(name, name)}" for name in sums])
+
+
+def test_what_a_real_run_logged_is_in_it() -> None:
+    lines = (RESULTS / "smollm2_syllogism_cpu.jsonl").read_text().splitlines()
+    names = {name for line in lines for name in json.loads(line)} - {"step", "seconds"}
+    assert len(names) > 30
+    check(names)

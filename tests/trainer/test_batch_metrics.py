@@ -1,0 +1,110 @@
+"""The metrics of a batch against plain NumPy over its episodes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from monarch_rl.algorithms.advantages import dr_grpo, grpo
+from monarch_rl.episode.packed import PackedShard
+from monarch_rl.observe.registry import check_names, find
+from monarch_rl.trainer.batch import advantages_of
+from monarch_rl.trainer.batch_metrics import batch_metrics
+
+EPISODE = st.tuples(
+    st.sampled_from([-1.0, 0.0, 0.25, 0.5, 1.0, 2.0]),
+    st.integers(1, 50),
+    st.booleans(),
+    st.dictionaries(st.sampled_from(["format", "answer"]), st.floats(-1, 1, width=32), max_size=2),
+)
+GROUP = st.tuples(st.sampled_from(["", "spell", "sums"]), st.lists(EPISODE, min_size=1, max_size=4))
+Group = tuple[str, list[tuple[float, int, bool, dict[str, float]]]]
+
+
+def shard(groups: list[Group], lag_counts: list[int]) -> PackedShard:
+    """A rank's share without any episode: the metrics read the outcomes of all groups alone."""
+    return PackedShard(
+        version=3,
+        rewards=[np.asarray([reward for reward, *_ in episodes], np.float32) for _, episodes in groups],
+        places=[[]],
+        data=b"",
+        trainable_tokens=sum(lag_counts),
+        lag_counts=np.asarray(lag_counts, np.int64),
+        oldest=None,
+        lengths=[np.asarray([length for _, length, _, _ in episodes], np.int32) for _, episodes in groups],
+        cut=[np.asarray([cut for _, _, cut, _ in episodes], bool) for _, episodes in groups],
+        tasks=[task for task, _ in groups],
+        parts=[[parts for *_, parts in episodes] for _, episodes in groups],
+    )
+
+
+@given(st.lists(GROUP, min_size=1, max_size=4), st.lists(st.integers(0, 99), min_size=1, max_size=3))
+def test_against_plain_numpy(groups: list[Group], lag_counts: list[int]) -> None:
+    found = shard(groups, lag_counts)
+    advantages = [of_group.numpy() for of_group in advantages_of(found.rewards, grpo)]
+    values = batch_metrics(found, advantages)
+    check_names(list(values))
+    assert all(isinstance(value, float) and np.isfinite(value) for value in values.values())
+    episodes = [(task, *episode) for task, of_group in groups for episode in of_group]
+    lags = [lag for lag, count in enumerate(lag_counts) for _ in range(count)]
+    by_group = [[reward for reward, *_ in of_group] for _, of_group in groups]
+    expected = {
+        "reward/mean": np.mean([reward for _, reward, *_ in episodes]),
+        "reward/std": np.std([reward for _, reward, *_ in episodes]),
+        "reward/equal_groups_share": np.mean([len(set(rewards)) == 1 for rewards in by_group]),
+        "reward/all_right_share": np.mean([min(rewards) >= 1 for rewards in by_group]),
+        "reward/all_wrong_share": np.mean([max(rewards) <= 0 for rewards in by_group]),
+        "length/mean": np.mean([length for _, _, length, *_ in episodes]),
+        "length/max": max(length for _, _, length, *_ in episodes),
+        "length/cut_share": np.mean([cut for *_, cut, _ in episodes]),
+        "lag/mean": np.mean(lags) if lags else 0.0,
+        "lag/max": max(lags, default=0),
+        "advantage/std": np.std([value for of_group in advantages for value in of_group]),
+    }
+    for task in {task for task, *_ in episodes} - {""}:
+        expected[f"reward/{task}/mean"] = np.mean([reward for name, reward, *_ in episodes if name == task])
+        for part in ("format", "answer"):
+            scores = [parts[part] for name, *_, parts in episodes if name == task and part in parts]
+            if scores:
+                expected[f"reward/{task}/{part}"] = np.mean(scores)
+    assert values == {name: pytest.approx(value, abs=1e-6) for name, value in expected.items()}
+
+
+def test_a_worked_example() -> None:
+    groups: list[Group] = [
+        ("spell", [(1.0, 4, False, {"answer": 1.0, "format": 0.0}), (1.0, 8, True, {"answer": 1.0})]),
+        ("spell", [(0.0, 2, False, {"answer": 0.0}), (0.0, 2, False, {"answer": 0.0})]),
+        ("sums", [(1.0, 4, True, {}), (0.0, 4, False, {})]),
+        ("", [(0.0, 4, False, {"answer": 9.0}), (1.0, 4, False, {})]),
+    ]
+    found = shard(groups, [24, 8])
+    values = batch_metrics(found, [of_group.numpy() for of_group in advantages_of(found.rewards, dr_grpo)])
+    assert values == {
+        "lag/mean": 0.25,
+        "lag/max": 1.0,
+        "reward/mean": 0.5,
+        "reward/std": 0.5,
+        "reward/equal_groups_share": 0.5,
+        "reward/all_right_share": 0.25,
+        "reward/all_wrong_share": 0.25,
+        "advantage/std": pytest.approx(0.5 / np.sqrt(2)),
+        "length/mean": 4.0,
+        "length/max": 8.0,
+        "length/cut_share": 0.25,
+        "reward/spell/answer": 0.5,
+        "reward/spell/format": 0.0,
+        "reward/spell/mean": 0.5,
+        "reward/sums/mean": 0.5,
+    }
+    own = {name for name in values if (metric := find(name)) is not None and metric.name == name}
+    assert {name for name in values if name.count("/") == 1} == own
+
+
+def test_advantages_are_of_each_group_alone() -> None:
+    rewards = [np.asarray([0, 1], np.float32), np.asarray([2, 2, 5], np.float32)]
+    first, second = advantages_of(rewards, dr_grpo)
+    assert torch.equal(first, torch.tensor([-0.5, 0.5]))
+    assert torch.equal(second, torch.tensor([-1.0, -1.0, 2.0]))
