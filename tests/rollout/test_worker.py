@@ -28,6 +28,7 @@ WAIT_S = 60.0
 SUMS = TaskSettings(
     config='{"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}',
     template="{expression} =",
+    pass_mark=1.0,
     train_size=50,
     held_out_size=20,
 )
@@ -106,6 +107,7 @@ def test_groups_go_from_the_task_to_the_trainer(processes: Processes, model: str
             source, tokenizer = TaskSource(SUMS), Tokenizer(model)
             for version, shard in enumerate(shards):
                 assert [len(rewards) for rewards in shard.rewards] == [4, 4]
+                assert shard.tasks == [SUMS.name] * 2
                 for g, e, episode in (place for batch in shard.microbatches for place in batch):
                     group_id = 2 * version + g
                     item = source.item(group_id)
@@ -114,6 +116,7 @@ def test_groups_go_from_the_task_to_the_trainer(processes: Processes, model: str
                     assert text.startswith(item.prompt)
                     assert drawn == str((episode_seed(11, group_id, e) or 0) % 10)  # order kept, seeds used
                     assert (episode.reward == 1.0) == (drawn == item.answer)
+                    assert (episode.parts["score"] == 1.0) == (drawn == item.answer)
                     assert episode.policy_versions[episode.trainable].min() >= version - 1
             stats = list((await s.workers.stats.call()).values())
             assert {one.worker for one in stats} == {"rollout worker 0", "rollout worker 1"}
