@@ -96,7 +96,7 @@ class StandInGenerator(Actor):
 class Handle:
     """What a worker holds of the generators: picklable, with actor handles inside."""
 
-    def __init__(self, actor: Any) -> None:
+    def __init__(self, actor: StandInGenerator) -> None:
         self._actor = actor
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling, group: int) -> Completion:

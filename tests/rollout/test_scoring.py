@@ -85,9 +85,9 @@ def test_a_score_whose_process_is_killed_is_computed_again(tmp_path: Path) -> No
         try:
             scoring = asyncio.ensure_future(scorer.score(helpers.hangs_once, str(tmp_path)))
             async with asyncio.timeout(30):
-                while not (found := list(tmp_path.iterdir())):
+                while not (files := list(tmp_path.iterdir())):
                     await asyncio.sleep(0.01)
-                os.kill(int(found[0].name), signal.SIGKILL)
+                os.kill(int(files[0].name), signal.SIGKILL)
                 assert await scoring == Score(3.0)
         finally:
             await asyncio.to_thread(scorer.close)
