@@ -165,7 +165,7 @@ def test_what_is_no_packed_group_is_refused() -> None:
     data = pack_group(Group(7, 0, []))
     with pytest.raises(ValueError, match="group format b'GRP9' cannot be read here"):
         unpack_group(b"GRP9" + data[4:])
-    with pytest.raises(ValueError, match=f"group 7 has {len(data) + 1} bytes, its header tells of {len(data)}"):
+    with pytest.raises(ValueError, match=f"group 7 has {len(data) + 1} bytes, its header says {len(data)}"):
         unpack_group(data + b"x")
     with pytest.raises(ValueError, match="the header of a group of 20 bytes cannot be read"):
         unpack_group(data[:20])
