@@ -27,6 +27,7 @@ from monarch_rl.trainer.policy import Policy  # isort: skip  # it prepares the p
 import torch
 import torch.distributed as dist
 
+from monarch_rl.algorithms.advantages import ADVANTAGES
 from monarch_rl.algorithms.packing import plan_microbatches
 from monarch_rl.episode.episode import BatchShard, Episode, Group, Turn
 from monarch_rl.model.folder import resolve_model
@@ -110,7 +111,8 @@ def make_batch(s: Settings, text: np.ndarray[Any, Any], step: int, policy: Polic
         trainable_tokens=drawn,
         lag_counts=np.asarray([drawn]),
     )
-    return pack_shard(shard, policy.settings.loss, s.tokens, policy.device)
+    loss = policy.settings.loss
+    return pack_shard(shard, ADVANTAGES[loss.advantage], loss.aggregation, s.tokens, policy.device)
 
 
 def served(policy: Policy) -> torch.Tensor:

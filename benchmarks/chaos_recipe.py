@@ -19,30 +19,31 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
 import grpo  # noqa: E402
 
-from monarch_rl.pipeline import start  # noqa: E402
+from monarch_rl.episode.ticket import Ticket  # noqa: E402
+from monarch_rl.pipeline import run, start  # noqa: E402
 from monarch_rl.rollout.worker import RolloutWorker  # noqa: E402
 from monarch_rl.runtime.lifetime import die_with_parent  # noqa: E402
 
 FOLDER = Path(sys.argv[1])
 SLOW_S = 8.0
-update = start.update
+update = run.update
 
 
 class FailingWorker(RolloutWorker):
     """Fails when it begins a group."""
 
-    async def _play_group(self, *group: Any) -> None:
+    async def _play_group(self, ticket: Ticket) -> None:
         index = self._name.split()[-1]
         for fault in FOLDER.glob(f"*-{index}"):
             fault.unlink()
             if fault.name.startswith("os._exit"):
                 os._exit(3)
             raise RuntimeError("what a user has written may fail")
-        await super()._play_group(*group)
+        await super()._play_group(ticket)
 
 
 async def slow_update(*arguments: Any) -> Any:
-    """``start.update``, later."""
+    """An update, later."""
     if (FOLDER / "slow").exists():
         await asyncio.sleep(SLOW_S)
     return await update(*arguments)
@@ -51,5 +52,5 @@ async def slow_update(*arguments: Any) -> Any:
 if __name__ == "__main__":
     die_with_parent(signal.SIGTERM)  # whatever ends the driver leaves no run behind
     start.RolloutWorker = FailingWorker  # type: ignore[misc]
-    grpo.update = slow_update  # type: ignore[assignment]
-    grpo.main(tyro.cli(grpo.Settings, args=sys.argv[2:]))
+    run.update = slow_update  # type: ignore[assignment]
+    run.launch(grpo.train, tyro.cli(grpo.Settings, args=sys.argv[2:]))

@@ -29,27 +29,19 @@ import torch
 from reporting import run_benchmark, short
 from safetensors.torch import load_file
 
+from monarch_rl.algorithms.advantages import ADVANTAGES
 from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.generator.engine import Engine
 from monarch_rl.generator.scheduler_process import quiet_imports
 from monarch_rl.model.folder import resolve_model
-from monarch_rl.pipeline.publishing import Publisher
-from monarch_rl.pipeline.recovery import Recovery
-from monarch_rl.pipeline.start import (
-    save,
-    served_dtype,
-    start_buffer,
-    start_generators,
-    start_rollout,
-    start_trainer,
-    update,
-)
+from monarch_rl.pipeline.run import Run
+from monarch_rl.pipeline.start import save
 from monarch_rl.rollout.tokenizer import Tokenizer
 from monarch_rl.runtime.cluster import Cluster, launch
-from monarch_rl.runtime.deadlines import Patience, within
+from monarch_rl.runtime.deadlines import within
 from monarch_rl.tasks.reasoning_gym import TaskSource
 from monarch_rl.tasks.task import Message
-from monarch_rl.trainer.actor import TrainerPlan
+from monarch_rl.trainer.objective import reinforcement
 from monarch_rl.weights.area import Area
 from monarch_rl.weights.checksum import tensor_checksum
 from monarch_rl.weights.manifest import make_manifest
@@ -93,30 +85,21 @@ class Settings:
 
 async def train(cluster: Cluster, s: Settings, model: Path, scratch: Path) -> list[Path]:
     """The recipe's run, with every one of the last versions saved: ``commits`` + 1 folders, oldest first."""
-    job, folders = s.job, []
-    plan = TrainerPlan(model, job.trainer, s.steps, job.rollout.temperature, job.rollout.max_new_tokens)
-    buffer = await start_buffer(cluster, job.groups_per_step, job.buffer)
-    trainer, generators = await asyncio.gather(
-        start_trainer(cluster, plan, buffer, first_device=0),
-        start_generators(cluster, model, job.generator, job.trainer.ranks),
-    )
-    limit = job.trainer.tokens_per_microbatch
-    workers = await start_rollout(cluster, job.rollout, job.task, model, buffer, generators, limit)
-    dtype = served_dtype(job.generator, cluster)
-    publisher = await Publisher.connect(trainer, generators.handles, buffer, job.weights, dtype)
-    await publisher.publish(0)
-    await publisher.settled()
-    patience = Patience(job.update_deadline_s)
-    recovery = Recovery(generators, workers, publisher, buffer, job.recovery)
-    async with recovery.tended(), recovery.rolling_out():
-        for version in range(s.steps + 1):
-            if version >= s.steps - s.commits:
-                folders.append(scratch / f"version{version}")
-                await save(trainer, folders[-1])
-            if version < s.steps:
-                await publisher.or_failed(update(trainer, buffer, version, patience))
-                await publisher.publish(version + 1)
-        await publisher.settled()
+    job, folders = replace(s.job, steps=s.steps), []
+
+    async def keep(run: Run) -> None:
+        if run.version >= s.steps - s.commits:
+            folders.append(scratch / f"version{run.version}")
+            await save(run.actors.trainer, folders[-1])
+
+    async with Run.open(job, cluster, model) as run:
+        loss = job.trainer.loss
+        await run.start(job.task, advantage=ADVANTAGES[loss.advantage], objective=reinforcement(loss))
+        async for _ in run.steps(s.steps):
+            await keep(run)
+            await run.update()
+            await run.publish()
+        await keep(run)
     print(f"trained {s.steps} steps of {s.model} at learning rate {job.trainer.lr:g}", flush=True)
     return folders
 

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
-from monarch_rl.model.folder import ARCHITECTURES, read_config
+from monarch_rl.model.architecture import architecture_of
+from monarch_rl.model.folder import read_config
 from monarch_rl.trainer.batch import MicroBatch
-from monarch_rl.trainer.model import SPMD_BACKEND, LlamaAdapter, model_config
+from monarch_rl.trainer.families import FAMILIES
+from monarch_rl.trainer.model_config import SPMD_BACKEND, model_config
 from monarch_rl.trainer.platform import force_sum_reduction, prepare
 from monarch_rl.trainer.settings import TrainerSettings
 
@@ -29,9 +31,6 @@ from torchtitan.distributed import ParallelDims  # noqa: E402
 from torchtitan.distributed import utils as dist_utils  # noqa: E402
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC  # noqa: E402
 from torchtitan.models.common import FusedQKVLinear, Linear  # noqa: E402
-from torchtitan.models.llama3 import parallelize_llama  # noqa: E402
-from torchtitan.models.qwen3 import parallelize_qwen3  # noqa: E402
-from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter  # noqa: E402
 
 
 class PlainTorchtitan:
@@ -52,7 +51,7 @@ class PlainTorchtitan:
         self._device = device
         self._max_grad_norm = settings.max_grad_norm
         hf = read_config(folder)
-        kind = ARCHITECTURES[hf["architectures"][0]]
+        family = FAMILIES[architecture_of(hf)]
         on_gpu = device.type == "cuda"
         config: Any = model_config(hf, logprob_chunk=settings.logprob_chunk, on_gpu=on_gpu)
         head = config.lm_head
@@ -69,8 +68,7 @@ class PlainTorchtitan:
             module = config.build()
         dtype = settings.compute_dtype
         checkpointing = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
-        parallelize: Any = {"qwen3": parallelize_qwen3, "llama": parallelize_llama}[kind]
-        self._model: Any = parallelize(
+        self._model: Any = family.parallelize(
             module,
             parallel_dims=self._dims,
             training=TrainingConfig(
@@ -85,10 +83,10 @@ class PlainTorchtitan:
         self._model.to_empty(device=device)
         with torch.no_grad():
             self._model.init_states()
-        adapter = {"qwen3": Qwen3StateDictAdapter, "llama": LlamaAdapter}[kind](config, str(folder))
-        state = adapter.to_hf(self._model.state_dict())
-        dcp.load(state, storage_reader=adapter.get_hf_storage_reader(str(folder)))
-        self._model.load_state_dict(adapter.from_hf(state), strict=False)
+        state_dict_adapter: Any = family.state_dict_adapter(config, str(folder))
+        state = state_dict_adapter.to_hf(self._model.state_dict())
+        dcp.load(state, storage_reader=state_dict_adapter.get_hf_storage_reader(str(folder)))
+        self._model.load_state_dict(state_dict_adapter.from_hf(state), strict=False)
         self._model.train()
         self._loss = CrossEntropyLoss(CrossEntropyLoss.Config())
         self._optimizers = default_adamw(

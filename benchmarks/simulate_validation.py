@@ -34,18 +34,18 @@ from monarch_rl.generator.engine import CommitReport
 from monarch_rl.generator.link import Answer, Request, answer_all
 from monarch_rl.generator.parts import Tell
 from monarch_rl.pipeline.actor_pool import ActorPool
-from monarch_rl.pipeline.publishing import Publisher
-from monarch_rl.pipeline.start import replica_updates
+from monarch_rl.pipeline.actors import Actors
+from monarch_rl.pipeline.run import Run
+from monarch_rl.rollout.scoring import Scorer
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.worker import RolloutWorker
 from monarch_rl.runtime.cluster import Cluster, launch
 from monarch_rl.runtime.deadlines import now, within
 from monarch_rl.runtime.endpoint import concurrent_endpoint
 from monarch_rl.simulate.costs import Costs, DecodeCosts, Distribution, TrainerCosts
-from monarch_rl.simulate.run import Figures, Plan, SimulatedTrainer, System, measure, predict
+from monarch_rl.simulate.run import Figures, Plan, SimulatedTrainer, measure, predict, run_settings
 from monarch_rl.tasks.reasoning_gym import TaskSettings
 from monarch_rl.tasks.task import Environment, Item, SingleTurn
-from monarch_rl.weights.transport import TransferSettings
 
 MODEL = Path(".cache/tiny-qwen3")
 """For its tokenizer."""
@@ -240,9 +240,7 @@ class SlowlyScoringWorker(RolloutWorker):
     async def score_takes(self, seconds: float) -> None:
         self.seconds = seconds
 
-    def _environment(self, item: Item) -> Environment:
-        scorer = self._scorer
-        assert scorer is not None
+    def make_environment(self, item: Item, scorer: Scorer) -> Environment:
         # Whatever is called must be found by the scoring process, which does not know this file.
         slept = (timeit, f"sleep({self.seconds})", "from time import sleep", perf_counter, 1)
         return SingleTurn(item.prompt, lambda text: scorer.score(*slept))
@@ -269,17 +267,13 @@ async def observe(meshes: dict[str, Any], case: Case) -> tuple[Figures, float]:
     await within(DEADLINE_S, worker.setup.call_one(buffer, Dispatcher(generators, DEADLINE_S)), "a worker to set up")
     await within(DEADLINE_S, worker.score_takes.call_one(costs.score.mean), "a worker to note the time of a score")
     workers = ActorPool("rollout worker", "rollout", {0: worker})
-    tell_workers = replica_updates(workers)
-    by_index = dict(enumerate(generators))
-    connecting = Publisher.connect(trainer, by_index, buffer, TransferSettings(), "float32", tell_workers)
-    publisher = await within(DEADLINE_S, connecting, "trainer and generators to meet")
-    await publisher.publish(0)
-    await publisher.settled()
-    await within(DEADLINE_S, worker.evaluate.call_one([0]), "a held-out item, so that the scoring processes run")
-    system = System(buffer, trainer, workers, publisher)
+    actors = Actors(buffer, trainer, ActorPool("generator", "generator", dict(enumerate(generators))), workers)
     calls: list[float] = []
-    calling = asyncio.ensure_future(call_now_and_then(trainer, calls))
-    found = await within(RUN_S, measure(system, STEPS, WARM_UP, DEADLINE_S), f"{STEPS} steps of {name}")
+    async with asyncio.timeout(RUN_S), Run.open(run_settings(plan, DEADLINE_S)) as run:
+        await run.begin(actors)
+        await within(DEADLINE_S, worker.evaluate.call_one([0]), "a held-out item, so that the scoring processes run")
+        calling = asyncio.ensure_future(call_now_and_then(trainer, calls))
+        found = await measure(run, STEPS, WARM_UP)
     calling.cancel()
     await within(DEADLINE_S, worker.close.call_one(), "the worker to close")
     return found, float(np.mean(calls))

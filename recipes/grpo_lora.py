@@ -14,6 +14,7 @@ import grpo
 import tyro
 
 from monarch_rl.model.lora import LoraSettings
+from monarch_rl.pipeline.run import launch
 from monarch_rl.trainer.settings import TrainerSettings
 
 # Five times grpo.py's rate: on the tiny model and three seeds, 41 to 56 % held out became 76 to 82 %
@@ -30,4 +31,4 @@ class Settings(grpo.Settings):
 
 
 if __name__ == "__main__":
-    grpo.main(tyro.cli(Settings, description=__doc__))
+    launch(grpo.train, tyro.cli(Settings, description=__doc__))

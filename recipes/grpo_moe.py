@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import grpo
 import tyro
 
+from monarch_rl.pipeline.run import launch
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.trainer.settings import TrainerSettings
 
@@ -31,4 +32,4 @@ class Settings(grpo.Settings):
 
 
 if __name__ == "__main__":
-    grpo.main(tyro.cli(Settings, description=__doc__))
+    launch(grpo.train, tyro.cli(Settings, description=__doc__))

@@ -5,9 +5,10 @@
 Reported is
 - an ``await`` of anything but a bounded thing: ``within(...)``; ``asyncio.wait_for``, ``asyncio.wait`` with a timeout,
   ``asyncio.sleep``, anything inside ``async with asyncio.timeout(...)``; work of this process on a thread; a coroutine
-  defined in the files looked at, as its own awaits are looked at; ``asyncio.gather`` and ``shield`` of bounded things;
-  a name that only bounded things are assigned to. So an actor's endpoint, a channel, a queue, an event, a condition, a
-  bare future or task is found;
+  defined in the files looked at, because its own awaits are looked at, also where an exit stack enters it;
+  ``asyncio.gather`` and ``shield`` of bounded things; a name that only bounded things are assigned to. So an actor's
+  endpoint, a channel, a queue, an event, a condition, a bare
+  future or task is found;
 - a ``within`` that does not say ``on`` whom;
 - ``join()``, ``wait()``, ``get()``, ``acquire()``, ``recv()``, ``accept()``, ``communicate()`` without any argument,
   ``subprocess.run`` and its like without ``timeout``, and ``result()`` outside ``async def`` (asyncio's does not wait);
@@ -35,7 +36,7 @@ BOUNDED = {"within", "sleep", "to_thread", "run_in_executor"}
 """Calls that end by themselves, by their last name."""
 TIMEOUTS = {"timeout", "timeout_at"}
 """Context managers that bound what is awaited in them."""
-TOGETHER = {"gather", "shield", "ensure_future", "create_task"}
+TOGETHER = {"gather", "shield", "ensure_future", "create_task", "enter_async_context"}
 """Calls that are as bounded as their arguments."""
 ENDPOINTS = {"call", "call_one", "choose"}
 BLOCKING = {"join", "wait", "get", "acquire", "recv", "accept", "communicate"}

@@ -1,14 +1,14 @@
-"""Do engine and trainer say the same of the same tokens?
+"""Do engine and trainer give the same log-probs to the same tokens?
 
     python tools/parity.py MODEL
     python tools/parity.py .cache/tiny-qwen3-moe --generator.dtype bfloat16 --plot parity.png
     python tools/parity.py MODEL --trainer-model OTHER        # of the same shape: how far apart are they?
 
 A real engine draws sequences of the model, in a process of its own: sampled, sampled from truncated distributions, and
-greedily. Then a real trainer scores them, in processes of its own. Prints how far apart their log-probs are, how often
-the most likely token is the same, and, of a mixture of experts, how often the trainer's routers choose other experts
-and what becomes of the log-probs with the engine's. The last lines are the verdict and all figures as one line of JSON;
-the exit code is 1 if they differ by more than the limits, and 2 if a side failed.
+greedily. Then a real trainer computes their log-probs, in processes of its own. Prints how far apart the log-probs are,
+how often the most likely token is the same, and, for a mixture of experts, how often the trainer's routers choose other
+experts and how far apart the log-probs are with the engine's experts. The last lines are the verdict and all figures in
+one line of JSON; the exit code is 1 if they differ by more than the limits, and 2 if a side failed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from monarch_rl.algorithms.mismatch import figures
 from monarch_rl.episode.sampling import Sampling
 from monarch_rl.generator.settings import GeneratorSettings, check_served, resolve_dtype
 from monarch_rl.model.folder import num_experts, read_config, resolve_model, sparse_layers
-from monarch_rl.pipeline.parity import TOP, Lot, Reading, SideFailed, compare
+from monarch_rl.pipeline.parity import TOP, PromptSet, Reading, SideFailed, compare
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.tokenizer import Tokenizer
 from monarch_rl.tasks.reasoning_gym import TaskSettings, TaskSource
@@ -62,7 +62,7 @@ class Limits:
     only near ties may go either way."""
     routes_differ: float | None = None
     """Share of the engine's experts that the trainer's routers would not choose. Default: float32 0.002; bfloat16 0.15,
-    as about 10 % are reported for 48 layers of 128 experts in bfloat16 (arXiv:2510.11370)."""
+    because about 10 % are reported for 48 layers of 128 experts in bfloat16 (arXiv:2510.11370)."""
 
     def __post_init__(self) -> None:
         for limit in fields(self):
@@ -85,7 +85,7 @@ DEFAULTS: dict[str, Figures] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """Do engine and trainer say the same of the same tokens? (See the top of this file.)"""
+    """Do engine and trainer give the same log-probs to the same tokens? (See the top of this file.)"""
 
     model: Annotated[str, tyro.conf.Positional]
     """Hugging Face folder or Hub name."""
@@ -96,7 +96,7 @@ class Settings:
     prompt_tokens: int = 16
     """Tokens of a random prompt."""
     sequences: int = 64
-    """Sequences of each lot, each after a prompt of its own. No end token ends one: each draws
+    """Sequences of each prompt set, each after a prompt of its own. No end token ends one: each draws
     `rollout.max-new-tokens`."""
     seed: int = 0
     """Of random prompts; the draws have `generator.random-seed`."""
@@ -111,8 +111,8 @@ class Settings:
     limits: Limits = Limits()
     task: TaskSettings = TaskSettings()
     rollout: RolloutSettings = RolloutSettings(top_k=50, top_p=0.95, keep_sampling_mask=True)
-    """Temperature and length of the draws, and how the truncated lot is truncated; `rollout.top-k 0` with
-    `rollout.top-p 1` leaves that one out."""
+    """Temperature and length of the draws, and how the truncated set is truncated; `rollout.top-k 0` with
+    `rollout.top-p 1` leaves that set out."""
     generator: GeneratorSettings = GeneratorSettings(replicas=1)
     trainer: TrainerSettings = TrainerSettings(ranks=1)
 
@@ -125,10 +125,10 @@ class Settings:
         if self.deadline_s <= 0:
             raise ValueError(f"deadline-s must be positive, got {self.deadline_s}")
         if not self.rollout.temperature:
-            raise ValueError("rollout.temperature must be above 0: a greedy lot is drawn in any case")
+            raise ValueError("rollout.temperature must be above 0: a greedy set is drawn in any case")
         if self.trainer.router_replay != "off":
             raise ValueError(
-                f"trainer.router-replay {self.trainer.router_replay}: leave it; own routes and replay are both measured"
+                f"trainer.router-replay {self.trainer.router_replay}: leave it off; both ways are measured"
             )
         if self.trainer.lora.rank:
             raise ValueError("trainer.lora.rank: adapters are not compared here; save the model with them merged")
@@ -139,12 +139,12 @@ class Settings:
 
 @dataclass(frozen=True)
 class Job:
-    """What is compared, checked."""
+    """What is compared; models and settings are checked."""
 
     engine_model: Path
     trainer_model: Path
     config: dict[str, Any]
-    lots: list[Lot]
+    prompt_sets: list[PromptSet]
     engine_dtype: str
     trainer_dtype: str
 
@@ -171,17 +171,17 @@ def prepare(s: Settings) -> Job:
         raise ValueError('--plot needs matplotlib: pip install -e ".[dev]"')
     prompts = random_prompts(s, config) if s.prompts == "random" else task_prompts(s, folder)
     longest = max(map(len, prompts)) + s.rollout.max_new_tokens
-    for name, most in (
+    for name, limit in (
         ("the model's max_position_embeddings", config.get("max_position_embeddings", longest)),
         ("generator.context-length", s.generator.context_length or longest),
         ("trainer.tokens-per-microbatch", s.trainer.tokens_per_microbatch),
     ):
-        if longest > most:
+        if longest > limit:
             raise ValueError(
-                f"the longest sequence may have {longest} tokens, {name} is {most}: draw fewer or raise it"
+                f"the longest sequence may have {longest} tokens, {name} is {limit}: draw fewer or raise it"
             )
     dtypes = [resolve_dtype(dtype, devices > 0) for dtype in (s.generator.dtype, s.trainer.compute_dtype)]
-    return Job(folder, other, config, make_lots(s.rollout, prompts), *dtypes)
+    return Job(folder, other, config, make_prompt_sets(s.rollout, prompts), *dtypes)
 
 
 def check_same_shape(config: dict[str, Any], other: dict[str, Any]) -> None:
@@ -207,28 +207,28 @@ def task_prompts(s: Settings, folder: Path) -> list[list[int]]:
     return [tokenizer.render([Message("user", source.item(index).prompt)]) for index in range(s.sequences)]
 
 
-def make_lots(r: RolloutSettings, prompts: list[list[int]]) -> list[Lot]:
-    lots = [Lot("sampled", prompts, Sampling(r.max_new_tokens, r.temperature))]
+def make_prompt_sets(r: RolloutSettings, prompts: list[list[int]]) -> list[PromptSet]:
+    prompt_sets = [PromptSet("sampled", prompts, Sampling(r.max_new_tokens, r.temperature))]
     if r.truncated:
         truncated = Sampling(r.max_new_tokens, r.temperature, top_k=r.top_k, top_p=r.top_p, min_p=r.min_p)
-        lots.append(Lot("truncated", prompts, truncated))
-    return [*lots, Lot("greedy", prompts, Sampling(r.max_new_tokens, temperature=0.0))]
+        prompt_sets.append(PromptSet("truncated", prompts, truncated))
+    return [*prompt_sets, PromptSet("greedy", prompts, Sampling(r.max_new_tokens, temperature=0.0))]
 
 
 # ---- figures and verdict -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Found:
-    """All figures."""
+class Differences:
+    """How far apart the two sides are: all figures."""
 
     rows: dict[str, Figures]
-    """By lot and way of routing: ``sampled``, ``sampled_replayed`` and so on; see :func:`figures`."""
+    """By prompt set and choice of experts: ``sampled``, ``sampled_replayed`` and so on; see :func:`figures`."""
     top_differs: Figures
     """Share of greedily drawn tokens that are not the trainer's most likely: ``own``, ``replayed``."""
     routes_differ: list[float]
     """Share of the engine's experts that the trainer would not choose, in each layer that has some; of the sampled
-    lot, prompts included."""
+    set, prompts included."""
     tokens_rerouted: float
     """Share of tokens that differ in any layer."""
     costs: Figures
@@ -241,15 +241,15 @@ class Found:
         return replayed or self.rows
 
 
-def find(s: Settings, readings: dict[str, Reading]) -> Found:
+def measure(s: Settings, readings: dict[str, Reading]) -> Differences:
     rows: dict[str, Figures] = {}
     for name, reading in readings.items():
-        for label, logprobs in ways(name, reading).items():
+        for label, logprobs in trainer_logprobs(name, reading).items():
             if name != "greedy":
                 rows[label] = figures(logprobs, reading.engine, s.ratio_low, s.ratio_high)
     top = {
         label.removeprefix("greedy").strip("_") or "own": float((logprobs <= TOP).double().mean())
-        for label, logprobs in ways("greedy", readings["greedy"]).items()
+        for label, logprobs in trainer_logprobs("greedy", readings["greedy"]).items()
     }
     sampled, costs, routes_differ, rerouted = readings["sampled"], {}, [], 0.0
     if sampled.differing is not None:
@@ -264,68 +264,69 @@ def find(s: Settings, readings: dict[str, Reading]) -> Found:
         drawn = sum(episode.num_trainable for episode in readings["truncated"].group.episodes)
         costs["kept_ids_per_token"] = sum(len(kept.ids) for kept in sets if kept is not None) / drawn
         costs["mask_bytes_per_token"] = 4 + 4 * costs["kept_ids_per_token"]
-    return Found(rows, top, routes_differ, rerouted, costs)
+    return Differences(rows, top, routes_differ, rerouted, costs)
 
 
-def ways(name: str, reading: Reading) -> dict[str, torch.Tensor]:
+def trainer_logprobs(name: str, reading: Reading) -> dict[str, torch.Tensor]:
+    """With the trainer's own experts, and with the engine's where there are some; by the names of rows."""
     replayed = {} if reading.replayed is None else {f"{name}_replayed": reading.replayed}
     return {name: reading.own} | replayed
 
 
-def judge(found: Found, limits: Figures) -> tuple[Figures, list[str]]:
+def judge(differences: Differences, limits: Figures) -> tuple[Figures, list[str]]:
     """The figures that count, by the names of the limits, and the names of those that exceed them."""
-    rows = found.judged.values()
+    rows = differences.judged.values()
     worst = {name: max(row[name] for row in rows) for name in ("p99", "k3", "outside")}
-    worst["top_differs"] = found.top_differs.get("replayed", found.top_differs["own"])
-    if found.routes_differ:
-        worst["routes_differ"] = sum(found.routes_differ) / len(found.routes_differ)
+    worst["top_differs"] = differences.top_differs.get("replayed", differences.top_differs["own"])
+    if differences.routes_differ:
+        worst["routes_differ"] = sum(differences.routes_differ) / len(differences.routes_differ)
     failed = [name for name, value in worst.items() if value > limits[name]]
-    if any(row["nonfinite"] for row in found.rows.values()):
+    if any(row["nonfinite"] for row in differences.rows.values()):
         failed.append("nonfinite")
     return worst, failed
 
 
-def sentence(job: Job, found: Found, limits: Figures, worst: Figures, failed: list[str]) -> str:
-    said = ", ".join(
+def sentence(job: Job, differences: Differences, limits: Figures, worst: Figures, failed: list[str]) -> str:
+    listed = ", ".join(
         f"{name} {value:.2g} ({'ABOVE' if name in failed else 'limit'} {limits[name]:g})"
         for name, value in worst.items()
     )
     nonfinite = " and some log-probs are not finite" if "nonfinite" in failed else ""
-    replayed = ", with the engine's experts replayed" if found.routes_differ else ""
+    replayed = ", with the engine's experts replayed" if differences.routes_differ else ""
     return (
         f"{'FAIL' if failed else 'PASS'}: engine ({job.engine_dtype}) and trainer ({job.trainer_dtype}) "
-        f"{'do not agree' if failed else 'agree'}{nonfinite}{replayed}: {said}."
+        f"{'do not agree' if failed else 'agree'}{nonfinite}{replayed}: {listed}."
     )
 
 
-def show(s: Settings, job: Job, found: Found) -> None:
+def show(s: Settings, job: Job, differences: Differences) -> None:
     print(f"{'log-prob differences':22}{'tokens':>8}" + "".join(f"{name:>10}" for name in COLUMNS))
-    for name, row in found.rows.items():
+    for name, row in differences.rows.items():
         print(f"{name:22}{row['tokens']:8.0f}" + "".join(f"{row[column]:10.2g}" for column in COLUMNS))
     print(f"outside: share of tokens whose ratio trainer / engine is not in [{s.ratio_low:g}, {s.ratio_high:g}]")
-    for name, share in found.top_differs.items():
+    for name, share in differences.top_differs.items():
         print(f"greedy tokens that are the trainer's most likely ({name} experts): {1 - share:.4%}")
-    if found.routes_differ:
-        layers = zip(sparse_layers(job.config), found.routes_differ, strict=True)
+    if differences.routes_differ:
+        layers = zip(sparse_layers(job.config), differences.routes_differ, strict=True)
         print("experts that the trainer would not choose: " + ", ".join(f"layer {i}: {x:.3%}" for i, x in layers))
-        print(f"tokens for which that is so in any layer: {found.tokens_rerouted:.3%}")
-    for name, value in found.costs.items():
+        print(f"tokens for which that is so in any layer: {differences.tokens_rerouted:.3%}")
+    for name, value in differences.costs.items():
         print(f"{name.replace('_', ' ')}: {value:.1f}")
 
 
 COLUMNS = ("mean", "p50", "p90", "p99", "p99_9", "max", "k3", "outside")
 
 
-def draw_plot(path: Path, job: Job, found: Found, readings: dict[str, Reading]) -> None:
+def draw_plot(path: Path, job: Job, differences: Differences, readings: dict[str, Reading]) -> None:
     """Share of tokens beyond a difference, the two log-probs against each other, and routes by layer."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(1, 3 if found.routes_differ else 2, figsize=(13, 4.2), layout="constrained")
+    figure, panels = pyplot.subplots(1, 3 if differences.routes_differ else 2, figsize=(13, 4.2), layout="constrained")
     for name, reading in readings.items():
-        for label, logprobs in ways(name, reading).items():
+        for label, logprobs in trainer_logprobs(name, reading).items():
             if name == "greedy":
                 continue
             sizes = (logprobs - reading.engine).abs().sort(descending=True).values.clamp(min=1e-8)
@@ -339,8 +340,8 @@ def draw_plot(path: Path, job: Job, found: Found, readings: dict[str, Reading]) 
         panels[1].legend(fontsize="small")
     panels[1].axline((0, 0), slope=1, color="grey", linewidth=0.5)
     panels[1].set(xlabel="engine's log-prob, sampled tokens", ylabel="trainer's")
-    if found.routes_differ:
-        panels[2].bar([str(layer) for layer in sparse_layers(job.config)], found.routes_differ)
+    if differences.routes_differ:
+        panels[2].bar([str(layer) for layer in sparse_layers(job.config)], differences.routes_differ)
         panels[2].set(xlabel="layer", ylabel="share of experts not the trainer's")
         panels[2].set_ylim(bottom=0)
     for panel in panels:
@@ -355,8 +356,8 @@ def rounded(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.4g}")
     if isinstance(value, list):
-        return [rounded(one) for one in value]
-    return {name: rounded(one) for name, one in value.items()} if isinstance(value, dict) else value
+        return [rounded(item) for item in value]
+    return {name: rounded(item) for name, item in value.items()} if isinstance(value, dict) else value
 
 
 def main(s: Settings) -> int:
@@ -368,19 +369,19 @@ def main(s: Settings) -> int:
         job.trainer_model,
         s.generator,
         s.trainer,
-        job.lots,
+        job.prompt_sets,
         experts=bool(sparse_layers(job.config)),
         deadline_s=s.deadline_s,
     )
-    found = find(s, readings)
-    worst, failed = judge(found, limits)
-    show(s, job, found)
+    differences = measure(s, readings)
+    worst, failed = judge(differences, limits)
+    show(s, job, differences)
     if s.plot is not None:
-        draw_plot(s.plot, job, found, readings)
-    print(sentence(job, found, limits, worst, failed))
-    said = asdict(found) | {"verdict": "fail" if failed else "pass", "failed": failed, "limits": limits}
-    said |= {"engine_dtype": job.engine_dtype, "trainer_dtype": job.trainer_dtype}
-    print(json.dumps(rounded(said)), flush=True)
+        draw_plot(s.plot, job, differences, readings)
+    print(sentence(job, differences, limits, worst, failed))
+    report = asdict(differences) | {"verdict": "fail" if failed else "pass", "failed": failed, "limits": limits}
+    report |= {"engine_dtype": job.engine_dtype, "trainer_dtype": job.trainer_dtype}
+    print(json.dumps(rounded(report)), flush=True)
     return 1 if failed else 0
 
 

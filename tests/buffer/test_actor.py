@@ -252,14 +252,16 @@ def test_places_are_admitted_together_and_hear_of_deadline_and_end() -> None:
         async with buffer_actor(3, 0) as buffer:
             admissions = Admissions(buffer, "worker 0", WAIT_S)
             tickets = await asyncio.gather(*(admissions.ticket() for _ in range(2)))
-            assert [ticket.group_id for ticket in tickets] == [0, 1]
+            assert [ticket and ticket.group_id for ticket in tickets] == [0, 1]
             impatient = Admissions(buffer, "worker 1", 0.1)
-            assert (await impatient.ticket()).group_id == 2
+            ticket = await impatient.ticket()
+            assert ticket is not None and ticket.group_id == 2
             waits = await asyncio.gather(*(impatient.ticket() for _ in range(2)), return_exceptions=True)
             assert all("worker 1 waited 0.1 s for a free slot" in str(error) for error in waits)
             waiting = [asyncio.ensure_future(admissions.ticket()) for _ in range(3)]
             await buffer.drop.call_one(1, "score hung")
-            assert (await within(WAIT_S, waiting[0], "the slot")).group_id == 3
+            ticket = await within(WAIT_S, waiting[0], "the slot")
+            assert ticket is not None and ticket.group_id == 3
             await buffer.close.call_one()
             assert await within(WAIT_S, asyncio.gather(*waiting[1:]), "the end") == [None, None]
 
@@ -281,7 +283,7 @@ def test_an_outbox_hands_on_what_the_buffer_refuses() -> None:
 def test_groups_that_are_complete_at_once_travel_in_one_call() -> None:
     async def test() -> None:
         async with buffer_actor(8, 0) as buffer:
-            counting = CountingBuffer(buffer)
+            counting: Any = CountingBuffer(buffer)
             outbox = Outbox(counting, "worker 0", WAIT_S)
             ids = [(await buffer.admit.call_one("worker 0", WAIT_S)).group_id for _ in range(8)]
             await asyncio.gather(*(outbox.put(i, 0, pack_group(group(i, [0]))) for i in ids))

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from monarch_rl.episode.sampling import Completion, KeptSets, Sampling
 from monarch_rl.generator.engine import CommitReport, Engine
-from monarch_rl.model.lora import FULL_TRAINING, LoraSettings, adapter_config, tensor_names
+from monarch_rl.model.lora import FULL_TRAINING, LoraSettings, lora_config, lora_names
 from monarch_rl.weights.area import Area
 from monarch_rl.weights.checksum import tensor_checksum
 from monarch_rl.weights.manifest import Manifest, make_manifest
@@ -316,7 +316,7 @@ def adapter(folder: Path, lora: LoraSettings, seed: int) -> Weights:
     made = {}
     for name, weight in weights_in(folder).items():
         if name.split(".")[-2] in lora.targets:
-            name_a, name_b = tensor_names(name)
+            name_a, name_b = lora_names(name)
             made[name_a] = torch.randn(lora.rank, weight.shape[1], generator=generator) * 0.2
             made[name_b] = torch.randn(weight.shape[0], lora.rank, generator=generator) * 0.05
     return made
@@ -326,7 +326,7 @@ def merged(folder: Path, lora: LoraSettings, tensors: Weights) -> Weights:
     """The folder's weights with an adapter merged into them."""
     weights = weights_in(folder)
     for name in weights:
-        name_a, name_b = tensor_names(name)
+        name_a, name_b = lora_names(name)
         if name_a in tensors:
             weights[name] = weights[name] + lora.alpha / lora.rank * tensors[name_b] @ tensors[name_a]
     return weights
@@ -348,7 +348,7 @@ def reference_logprobs(
     elif weights is not None:
         adapted = Path(tempfile.mkdtemp(dir=folder.parent))
         save_file(weights, adapted / "adapter_model.safetensors", metadata={"format": "pt"})
-        (adapted / "adapter_config.json").write_text(json.dumps(adapter_config(lora, str(folder))))
+        (adapted / "adapter_config.json").write_text(json.dumps(lora_config(lora, str(folder))))
         folders.append(adapted)
     asked = [[prompt, completion.token_ids.tolist()] for prompt, completion in completions]
     return _ask_transformers("transformers_logprobs.py", folders, asked)

@@ -1,4 +1,4 @@
-"""What engine ranks hold, joined to Hugging Face's tensors by SGLang's rules, not by what a commit noted of them."""
+"""What engine ranks hold, joined to Hugging Face's tensors by SGLang's rules, and not by what a commit knows."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 
 from monarch_rl.pipeline.start import save
 from tests.generator.helpers import EXPERT_WIDTH, HEAD_DIM, HEADS, KV_HEADS, VOCABULARY, weights_in
-from tests.pipeline.system import System
+from tests.pipeline.system import InspectedGenerator, System
 
 ROWS, COLUMNS = 0, 1
-"""Along which a tensor is cut among ranks."""
+"""Dimensions along which a tensor is cut among ranks."""
 
 
 def read_ranks(folder: Path) -> list[dict[str, torch.Tensor]]:
@@ -24,11 +24,14 @@ def read_ranks(folder: Path) -> list[dict[str, torch.Tensor]]:
     return [load_file(files[rank]) for rank in range(len(files))]
 
 
-async def held_by_all(system: System, scratch: Path) -> dict[str, torch.Tensor]:
-    """The trainer's full tensors, by name, when the parameters of all engine ranks, joined, are the same bit for bit.
+async def held_by_all(system: System[InspectedGenerator], scratch: Path) -> dict[str, torch.Tensor]:
+    """Check that the joined parameters of all engine ranks equal the trainer's full tensors bit for bit.
 
     Args:
         scratch: a folder to make others in.
+
+    Returns:
+        The trainer's tensors, by name.
     """
     folder = Path(tempfile.mkdtemp(dir=scratch))
     await save(system.trainer, folder / "trainer")
@@ -47,9 +50,9 @@ async def held_by_all(system: System, scratch: Path) -> dict[str, torch.Tensor]:
 def join_ranks(ranks: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """The tensors of a Qwen3 or Qwen3-MoE of :mod:`tests.generator.helpers` from the parameters of all ranks.
 
-    q, k and v lie in one parameter, gate and up in another; each rank has its heads or columns of every one of them.
-    All experts of a layer lie in two parameters, and each rank has its columns of every expert, padded. Vocabularies
-    are cut after they were padded. Norms and routers are on every rank, and must be the same there.
+    q, k and v lie in one parameter, gate and up in another; each rank has its heads or columns of each of them.
+    All experts of a layer lie in two parameters; each rank has its columns of every expert, padded. The vocabulary is
+    padded before it is cut. Norms and routers are on every rank, and must be the same on all.
     """
     joined = {}
     for name in ranks[0]:
@@ -60,8 +63,8 @@ def join_ranks(ranks: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
             for letter, cut in zip("qkv", zip(*(part.split(rows) for part in parts), strict=True), strict=True):
                 joined[name.replace("qkv_proj", f"{letter}_proj")] = torch.cat(cut, ROWS)
         elif module == "gate_up_proj":
-            for one, cut in zip(("gate", "up"), zip(*(part.chunk(2) for part in parts), strict=True), strict=True):
-                joined[name.replace("gate_up_proj", f"{one}_proj")] = torch.cat(cut, ROWS)
+            for half, cut in zip(("gate", "up"), zip(*(part.chunk(2) for part in parts), strict=True), strict=True):
+                joined[name.replace("gate_up_proj", f"{half}_proj")] = torch.cat(cut, ROWS)
         elif module == "experts":
             joined |= _join_experts(name, parts)
         elif module in ("o_proj", "down_proj"):
@@ -69,7 +72,7 @@ def join_ranks(ranks: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         elif module in ("embed_tokens", "lm_head"):
             joined[name] = torch.cat(parts, ROWS)[:VOCABULARY]
         else:
-            assert "norm" in module or module == "gate", f"how is {name} shared by ranks?"
+            assert "norm" in module or module == "gate", f"how do ranks share {name}?"
             assert not [rank for rank, part in enumerate(parts) if not same_bits(part, parts[0])], name
             joined[name] = parts[0]
     return joined
@@ -84,8 +87,8 @@ def _join_experts(name: str, parts: list[torch.Tensor]) -> dict[str, torch.Tenso
             joined[f"{prefix}.{expert}.down_proj.weight"] = _unpadded(held, COLUMNS)
             continue
         assert kind == "w13_weight", name
-        for one, cut in zip(("gate", "up"), zip(*(part.chunk(2) for part in held), strict=True), strict=True):
-            joined[f"{prefix}.{expert}.{one}_proj.weight"] = _unpadded(cut, ROWS)
+        for half, cut in zip(("gate", "up"), zip(*(part.chunk(2) for part in held), strict=True), strict=True):
+            joined[f"{prefix}.{expert}.{half}_proj.weight"] = _unpadded(cut, ROWS)
     return joined
 
 
@@ -97,7 +100,7 @@ def _unpadded(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
     return torch.cat([part.narrow(dim, 0, share) for part in parts], dim)
 
 
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """0 and -0 differ, and a NaN is like itself."""
-    alike = (one.shape, one.dtype) == (other.shape, other.dtype)
-    return alike and torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether both have the same bits: 0 and -0 differ, and a NaN equals itself."""
+    alike = (first.shape, first.dtype) == (second.shape, second.dtype)
+    return alike and torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8))

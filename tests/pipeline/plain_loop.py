@@ -2,9 +2,8 @@
 
     plain_loop.py MODEL_FOLDER SETTINGS_JSON OUTPUT_FILE
 
-The engine lives in a child process, since SGLang patches transformers. Nothing of trainer, generator, buffer,
-weights or pipeline is used: only the task, its scorer and the rule for seeds, which are the problem and not the
-solution.
+The engine lives in a child process, because SGLang patches transformers. Nothing of trainer, generator, buffer,
+weights or pipeline is used: only the task, its scorer and the rule for seeds, which state the problem.
 """
 
 from __future__ import annotations
@@ -53,16 +52,17 @@ def serve(model: str, pipe: Connection) -> None:
         common = {"max_new_tokens": max_new_tokens, "temperature": 1.0, "ignore_eos": True}
         sampling = [{**common, "sampling_seed": seed} for seed in seeds]
         answers = engine.generate(input_ids=prompts, sampling_params=sampling, return_logprob=True)
-        drawn = []
+        sequences = []
         for answer in answers:
             ids, entries = answer["output_ids"], answer["meta_info"]["output_token_logprobs"]
             length = ids.index(end) + 1 if end in ids else len(ids)
-            drawn.append((ids[:length], [entry[0] for entry in entries[:length]]))
-        pipe.send(drawn)
+            sequences.append((ids[:length], [entry[0] for entry in entries[:length]]))
+        pipe.send(sequences)
     engine.shutdown()
 
 
 def train(folder: Path, settings: dict[str, Any], draw: Callable[..., Any]) -> dict[str, torch.Tensor]:
+    """The weights after all steps; ``draw`` asks :func:`serve`."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from monarch_rl.rollout.play import episode_seed
@@ -84,16 +84,16 @@ def train(folder: Path, settings: dict[str, Any], draw: Callable[..., Any]) -> d
                 prompts.append(tokenizer.encode(item.prompt))
                 seeds.append(episode_seed(settings["seed"], group, i))
             group += 1
-        drawn = draw(model.state_dict(), prompts, seeds, limit, tokenizer.eos_token_id)
-        texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids, _ in drawn]
-        rewards = torch.tensor([score(task, item.entry, text) for item, text in zip(items, texts, strict=True)])
+        sequences = draw(model.state_dict(), prompts, seeds, limit, tokenizer.eos_token_id)
+        texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids, _ in sequences]
+        rewards = torch.tensor([score(task, item.entry, text).reward for item, text in zip(items, texts, strict=True)])
         advantages = (rewards.view(-1, size) - rewards.view(-1, size).mean(1, keepdim=True)).flatten()
         total = torch.zeros(())
-        for prompt, (ids, behaviour), advantage in zip(prompts, drawn, advantages, strict=True):
+        for prompt, (ids, behaviour), advantage in zip(prompts, sequences, advantages, strict=True):
             logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
             logprobs = logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
             weight = torch.exp(logprobs.detach() - torch.tensor(behaviour)).clamp(max=2.0)
-            total = total - (weight * advantage * logprobs).sum() / (len(drawn) * limit)
+            total = total - (weight * advantage * logprobs).sum() / (len(sequences) * limit)
         optimizer.zero_grad()
         total.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

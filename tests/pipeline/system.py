@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -22,11 +22,11 @@ from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
 from monarch_rl.pipeline.publishing import Publisher
-from monarch_rl.pipeline.start import start_trainer, update
+from monarch_rl.pipeline.start import start_buffer, start_trainer, update
 from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.runtime.deadlines import Patience
 from monarch_rl.runtime.endpoint import concurrent_endpoint
-from monarch_rl.trainer.actor import TrainerPlan
+from monarch_rl.trainer.actor import Trainer, TrainerPlan
 from monarch_rl.trainer.settings import RouterReplay, TrainerSettings
 from monarch_rl.weights.area import attach
 from monarch_rl.weights.transport import TransferSettings
@@ -35,12 +35,15 @@ ENGINES = GeneratorSettings(replicas=2, max_running_requests=32, max_total_token
 GROUPS, SIZE, NEW_TOKENS, VOCABULARY = 4, 4, 24, 500
 TRANSFER = TransferSettings(bucket_mib=1, deadline_s=60)
 ALL_TOKENS = Sampling(max_new_tokens=NEW_TOKENS)
-LOTS = (300, 220)
+LENGTHS = (300, 220)
 """Tokens of the sequences that are drawn while versions come."""
+
+G = TypeVar("G", bound=Generator)
+"""The class of the generators."""
 
 
 class InspectedGenerator(Generator):
-    """A generator that also tells what its engine holds."""
+    """A generator that also shows what its engine holds."""
 
     @concurrent_endpoint
     async def save_ranks(self, folder: str) -> None:
@@ -49,11 +52,11 @@ class InspectedGenerator(Generator):
         await asyncio.to_thread(save, path=folder, pattern=None, max_size=None)
 
     @concurrent_endpoint
-    async def flip_bit(self, slot: int, name: str) -> None:
-        """Change one bit of a tensor of the version that came by ``slot``, or change it back."""
+    async def flip_bit(self, snapshot: int, name: str) -> None:
+        """Change one bit of a tensor of the version received from ``snapshot``, or change it back."""
         weights = self._weights_ready()
         spec = weights.manifest.tensors[weights.manifest.names.index(name)]
-        spec.view(attach(weights.receiver.area(slot))).view(torch.uint8).view(-1)[spec.nbytes // 2].bitwise_xor_(1)
+        spec.view(attach(weights.receiver.area(snapshot))).view(torch.uint8).view(-1)[spec.nbytes // 2].bitwise_xor_(1)
 
     @concurrent_endpoint
     async def engine_checksums(self) -> dict[str, str]:
@@ -69,25 +72,25 @@ class InspectedGenerator(Generator):
 
 async def start_inspected(
     cluster: Cluster, model: Path, replicas: int, first_device: int, name: str, tp: int = 1, **engine: Any
-) -> list[Any]:
-    """Like ``start_generators``, with inspected ones of ``tp`` ranks; ``engine`` are arguments of setup()."""
-    found = []
+) -> list[InspectedGenerator]:
+    """Like ``start_generators``, but inspected ones of ``tp`` ranks; ``engine``: arguments of setup()."""
+    generators: list[InspectedGenerator] = []
     for index in range(replicas):
-        slot = first_device + index * tp
-        mesh = cluster.spawn(f"{name}{index}", 1, first_device=slot, devices_per_process=tp)
-        found.append(mesh.spawn(f"{name}{index}", InspectedGenerator))
+        device = first_device + index * tp
+        mesh = cluster.spawn(f"{name}{index}", 1, first_device=device, devices_per_process=tp)
+        generators.append(mesh.spawn(f"{name}{index}", InspectedGenerator))
     settings = replace(ENGINES, tp=tp)
-    await asyncio.gather(*(g.setup.call_one(str(model), settings, i, **engine) for i, g in enumerate(found)))
-    return found
+    await asyncio.gather(*(g.setup.call_one(str(model), settings, i, **engine) for i, g in enumerate(generators)))
+    return generators
 
 
 @dataclass
-class System:
+class System(Generic[G]):
     """Trainer, generators, buffer and publisher at some version."""
 
-    trainer: Any
-    generators: list[Any]
-    buffer: Any
+    trainer: Trainer
+    generators: Sequence[G]
+    buffer: Buffer
     publisher: Publisher
     version: int
 
@@ -96,7 +99,7 @@ class System:
         cls,
         cluster: Cluster,
         model: Path,
-        generators: list[Any],
+        generators: Sequence[G],
         lr: float,
         version: int = 0,
         transfer: TransferSettings = TRANSFER,
@@ -105,9 +108,9 @@ class System:
         expert_parallel: int = 1,
         router_replay: RouterReplay = "off",
         temperature: float = 1.0,
-    ) -> System:
-        """A fresh trainer on the first slots, whose weights are published as ``version`` to running generators."""
-        buffer = cluster.spawn("buffer", 1).spawn("buffer", Buffer, GROUPS, BufferSettings(1), version)
+    ) -> System[G]:
+        """A fresh trainer on the first devices, whose weights are published as ``version`` to running generators."""
+        buffer = await start_buffer(cluster, GROUPS, BufferSettings(1), version)
         settings = TrainerSettings(ranks, expert_parallel, router_replay, lr=lr, lora=lora)
         plan = TrainerPlan(model, settings, 100, temperature, NEW_TOKENS)
         trainer = await start_trainer(cluster, plan, buffer, first_device=0)
@@ -118,7 +121,7 @@ class System:
         return system
 
     async def publish_by(self, transfer: TransferSettings) -> None:
-        """From here on send versions another way: the newest is sent again, to generators that take it as a first."""
+        """Send versions as ``transfer`` says from here on; the newest is sent again, to replicas that have none yet."""
         self.publisher = await Publisher.connect(
             self.trainer, dict(enumerate(self.generators)), self.buffer, transfer, "float32"
         )
@@ -128,25 +131,26 @@ class System:
     async def draw(self, prompts: list[list[int]], sampling: Sampling = ALL_TOKENS) -> list[Completion]:
         """Completions of all prompts at once, spread over the replicas."""
         dispatcher = Dispatcher(self.generators, 120.0)
-        return list(await asyncio.gather(*(dispatcher.generate(p, sampling, g) for g, p in enumerate(prompts))))
+        drawing = (dispatcher.generate(prompt, sampling, group) for group, prompt in enumerate(prompts))
+        return list(await asyncio.gather(*drawing))
 
     @asynccontextmanager
     async def drawing(self) -> AsyncIterator[list[Completion]]:
-        """Draw lot after lot meanwhile; at the end all completions are in the list.
+        """Draw one set of sequences after the other while the block runs; then all completions are in the list.
 
-        Two lengths: where one lot ends and the next has not begun, sequences of the other are on their way.
+        Two lengths: where one set ends and the next has not begun, sequences of the other length are being drawn.
         """
-        drawn: list[Completion] = []
-        wanted = True
+        completions: list[Completion] = []
+        block_runs = True
 
         async def keep_drawing(first: int, tokens: int) -> None:
-            while wanted:
-                drawn.extend(await self.draw([[first, i] for i in range(4)], Sampling(max_new_tokens=tokens)))
+            while block_runs:
+                completions.extend(await self.draw([[first, i] for i in range(4)], Sampling(max_new_tokens=tokens)))
 
-        lots = asyncio.gather(*[keep_drawing(5 + i, tokens) for i, tokens in enumerate(LOTS)])
-        yield drawn
-        wanted = False
-        await lots
+        drawing = asyncio.gather(*[keep_drawing(5 + i, tokens) for i, tokens in enumerate(LENGTHS)])
+        yield completions
+        block_runs = False
+        await drawing
 
     async def play(self, seed: int, sampling: Sampling = ALL_TOKENS) -> list[Group]:
         """Admit and play one batch of groups with random prompts and rewards, and put it into the buffer."""
@@ -154,6 +158,7 @@ class System:
         groups = []
         for _ in range(GROUPS):
             ticket = await self.buffer.admit.call_one("test", 30.0)
+            assert ticket is not None
             prompt = rng.integers(3, VOCABULARY, 6).tolist()
             completions = await self.draw([prompt] * SIZE, sampling)
             episodes = [episode(prompt, completion, float(rng.integers(0, 2))) for completion in completions]
@@ -171,7 +176,7 @@ class System:
         return metrics[0]
 
     async def mismatch(self, seed: int, sampling: Sampling = ALL_TOKENS) -> float:
-        """The largest difference of engine and trainer over the log-probs of tokens drawn now."""
+        """The largest difference between the log-probs of engine and trainer, over tokens drawn now."""
         rng = np.random.default_rng(seed)
         prompts = [rng.integers(3, VOCABULARY, rng.integers(1, 40)).tolist() for _ in range(12)]
         completions = await self.draw(prompts, sampling)

@@ -16,12 +16,12 @@ from tests.pipeline.system import ENGINES, System
 
 LORA = LoraSettings(rank=3, alpha=6.0)
 CHANGED = "model.layers.0.mlp.up_proj.weight"
-"""What another model differs in."""
+"""The tensor in which another model differs."""
 
 
 @pytest.mark.slow
 def test_adapters_flow_while_sequences_are_drawn(tmp_path: Path) -> None:
-    """And not at all to engines that hold another model than the trainer's."""
+    """They are refused by engines that hold another model than the trainer's."""
     model, other = (make_model(tmp_path / name, "qwen3") for name in ("model", "other"))
     weights = weights_in(other)
     weights[CHANGED][0, 0] += 1
@@ -30,8 +30,8 @@ def test_adapters_flow_while_sequences_are_drawn(tmp_path: Path) -> None:
         assert cluster is not None
 
         async def go() -> None:
-            crew = await start_generators(cluster, model, ENGINES, first_device=2, lora=LORA)
-            generators = list(crew.handles.values())
+            pool = await start_generators(cluster, model, ENGINES, first_device=2, lora=LORA)
+            generators = list(pool.handles.values())
             refusal = rf"generator 0 does not hold the model whose adapter is trained: 1 of \d+ tensors .*: {CHANGED}"
             with pytest.raises(Exception, match=refusal):
                 await System.start(cluster, other, generators, lr=1e-2, lora=LORA)

@@ -17,9 +17,9 @@ from tests.pipeline.held import held_by_all, same_bits
 from tests.pipeline.system import TRANSFER, System, start_inspected
 
 LORA = LoraSettings(rank=3, alpha=6.0, targets=("q_proj", "gate_proj", "down_proj"))
-"""q lies in one parameter of the engine with k and v, gate with up: of both a part is sent."""
+"""In the engine, q shares a parameter with k and v, and gate with up: only a part of each is sent."""
 CHANGED = "model.layers.1.self_attn.v_proj.weight"
-"""What another model differs in."""
+"""The tensor in which another model differs."""
 
 
 @pytest.mark.slow
@@ -30,8 +30,8 @@ CHANGED = "model.layers.1.self_attn.v_proj.weight"
 def test_the_weights_with_adapters_travel_merged_and_no_others(
     cluster: Cluster, tmp_path: Path, degree: int, tp: int, first_device: int, transports: tuple[TransportName, ...]
 ) -> None:
-    """What engines hold of the whole model is what the trainer saves, bit for bit; and a model that differs in what
-    does not travel is refused."""
+    """Engines hold the whole model that the trainer saves, bit for bit; and a model that differs in weights that do not
+    travel is refused."""
     model, other = (make_model(tmp_path / name, "moe") for name in ("model", "other"))
     weights = weights_in(other)
     weights[CHANGED][0, 0] += 1

@@ -6,7 +6,6 @@ import asyncio
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,10 +17,10 @@ from monarch_rl.weights.manifest import Manifest
 from monarch_rl.weights.transport import SNAPSHOTS, TRANSPORTS
 from tests.generator.helpers import EXPERTS, LAYERS, LOGPROB_BOUND, make_model
 from tests.pipeline.held import held_by_all, same_bits
-from tests.pipeline.system import TRANSFER, System, start_inspected
+from tests.pipeline.system import TRANSFER, InspectedGenerator, System, start_inspected
 
 EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.\w+_proj\.weight")
-WAYS = [replace(TRANSFER, transport=transport) for transport in TRANSPORTS] + [replace(TRANSFER, delta=True)]
+TRANSFERS = [replace(TRANSFER, transport=transport) for transport in TRANSPORTS] + [replace(TRANSFER, delta=True)]
 
 
 @pytest.fixture(scope="module")
@@ -30,31 +29,31 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def narrow(cluster: Cluster, model: Path) -> Any:
+def narrow(cluster: Cluster, model: Path) -> InspectedGenerator:
     """A replica of one engine rank."""
     (generator,) = asyncio.run(start_inspected(cluster, model, 1, 4, "narrow"))
     return generator
 
 
 @pytest.fixture(scope="module")
-def wide(cluster: Cluster, model: Path) -> Any:
+def wide(cluster: Cluster, model: Path) -> InspectedGenerator:
     """A replica of two engine ranks."""
     (generator,) = asyncio.run(start_inspected(cluster, model, 1, 5, "wide", tp=2))
     return generator
 
 
 def owners(manifest: Manifest) -> dict[tuple[int, int], int]:
-    """The trainer rank that sends each expert, by layer and expert: all of it, in one piece for each projection."""
+    """The trainer rank that sends each expert, by layer and expert: the whole expert, a shard for each projection."""
     senders: dict[tuple[int, int], set[int]] = {}
-    pieces = 0
+    sent = 0
     for rank, shards in enumerate(manifest.shards):
         for shard in shards:
             spec = manifest.tensors[shard.tensor]
-            if found := EXPERT.fullmatch(spec.name):
+            if match := EXPERT.fullmatch(spec.name):
                 assert (shard.start, shard.numel) == (0, spec.numel), f"rank {rank} sends a part of {spec.name}"
-                senders.setdefault((int(found[1]), int(found[2])), set()).add(rank)
-                pieces += 1
-    assert pieces == 3 * LAYERS * EXPERTS
+                senders.setdefault((int(match[1]), int(match[2])), set()).add(rank)
+                sent += 1
+    assert sent == 3 * LAYERS * EXPERTS
     assert all(len(ranks) == 1 for ranks in senders.values())
     return {expert: ranks.pop() for expert, ranks in senders.items()}
 
@@ -71,9 +70,9 @@ def owners(manifest: Manifest) -> dict[tuple[int, int], int]:
 def test_every_expert_travels_once_from_its_owner_to_its_place_by_every_transport(
     cluster: Cluster, model: Path, request: pytest.FixtureRequest, tmp_path: Path, ranks: int, degree: int, replica: str
 ) -> None:
-    """After every version: what SGLang writes of its stacked experts is, bit for bit, what the trainer saves, of which
-    every tensor has changed, as many bytes came as the version has, and engine and trainer agree on log-probs."""
-    generator = request.getfixturevalue(replica)
+    """After every version: the stacked experts that SGLang writes are bit for bit those that the trainer saves; every
+    tensor has changed; all bytes of the version came; and engine and trainer agree on log-probs."""
+    generator: InspectedGenerator = request.getfixturevalue(replica)
 
     async def go() -> None:
         served = (await generator.stats.call_one())["version"]
@@ -84,12 +83,12 @@ def test_every_expert_travels_once_from_its_owner_to_its_place_by_every_transpor
         assert [by_rank.count(rank) for rank in range(ranks)] == [LAYERS * EXPERTS // ranks] * ranks
         before = await held_by_all(system, tmp_path)
         assert await system.mismatch(seed=0) < LOGPROB_BOUND
-        for way in WAYS:
-            await system.publish_by(way)
+        for transfer in TRANSFERS:
+            await system.publish_by(transfer)
             await system.step(seed=system.version)
             report = system.publisher.last
             assert report is not None and report.version == system.version
-            if not way.delta:
+            if not transfer.delta:
                 assert report.sent_bytes == sum(spec.nbytes for spec in system.publisher.manifest.tensors)
             assert await system.mismatch(seed=system.version) < LOGPROB_BOUND
             after = await held_by_all(system, tmp_path)
@@ -125,8 +124,8 @@ def test_engine_and_trainer_agree_on_a_deepseek(cluster: Cluster, tmp_path: Path
 def test_a_bit_of_one_expert_that_is_wrong_is_caught_and_the_expert_named(
     cluster: Cluster, model: Path, request: pytest.FixtureRequest, replica: str
 ) -> None:
-    """One at a time, of an expert of each trainer rank; then the version as it was sent is served."""
-    generator = request.getfixturevalue(replica)
+    """One bit at a time, of an expert of each trainer rank; then the version as it was sent is served."""
+    generator: InspectedGenerator = request.getfixturevalue(replica)
 
     async def go() -> None:
         served = (await generator.stats.call_one())["version"]
@@ -134,10 +133,10 @@ def test_a_bit_of_one_expert_that_is_wrong_is_caught_and_the_expert_named(
         await system.play(0)
         await update(system.trainer, system.buffer, system.version, Patience(60.0))
         version, manifest = system.version + 1, system.publisher.manifest
-        slot = version % SNAPSHOTS
-        await system.trainer.snapshot.call(version, slot)
+        snapshot = version % SNAPSHOTS
+        await system.trainer.snapshot.call(version, snapshot)
         sums, _ = await asyncio.gather(
-            system.trainer.send.call(version, slot), generator.receive.call_one(version, slot)
+            system.trainer.send.call(version, snapshot), generator.receive.call_one(version, snapshot)
         )
         parts = zip(*sums.values(), strict=True)
         expected = {name: signed(sum(part)) for name, part in zip(manifest.names, parts, strict=True)}
@@ -146,11 +145,11 @@ def test_a_bit_of_one_expert_that_is_wrong_is_caught_and_the_expert_named(
         for layer, expert in chosen:
             for projection in ("gate", "up", "down"):
                 name = f"model.layers.{layer}.mlp.experts.{expert}.{projection}_proj.weight"
-                await generator.flip_bit.call_one(slot, name)
+                await generator.flip_bit.call_one(snapshot, name)
                 with pytest.raises(Exception, match=rf"1 of \d+ tensors differ from the trainer's: {re.escape(name)}"):
-                    await generator.commit.call_one(version, slot, expected)
-                await generator.flip_bit.call_one(slot, name)
-        await generator.commit.call_one(version, slot, expected)
+                    await generator.commit.call_one(version, snapshot, expected)
+                await generator.flip_bit.call_one(snapshot, name)
+        await generator.commit.call_one(version, snapshot, expected)
         system.version = version
         assert await system.mismatch(seed=1) < LOGPROB_BOUND
         await system.trainer.close.call()

@@ -1,6 +1,6 @@
-"""Real losses while a version is on its way: what is served stays one whole version, and the rest goes on.
+"""Real losses while a version is on its way: replicas serve one whole version throughout, and the rest goes on.
 
-One system of two trainer ranks and four replicas, to which one thing happens after the other.
+One system of two trainer ranks and four replicas, which meets one fault after the other.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ Fault = Literal["killed while receiving", "stopped while receiving", "engine kil
 
 
 class Doomed(InspectedGenerator):
-    """A generator to which something happens, really, at the place that is asked for; once."""
+    """A generator that really meets the fault it is doomed to; once."""
 
     _fault: Fault | None = None
 
     @concurrent_endpoint
     async def doom(self, fault: Fault) -> None:
+        """Meet ``fault`` during the next version."""
         self._fault = fault
 
     async def _receive(self, version: int, slot: int) -> int:
@@ -62,7 +63,7 @@ class Doomed(InspectedGenerator):
 
 
 class Harness:
-    """The system, and the routing as rollout workers would be told."""
+    """The system, and the dispatch that rollout workers would be told."""
 
     def __init__(self, cluster: Cluster, model: Path) -> None:
         self.cluster, self.model = cluster, model
@@ -70,13 +71,13 @@ class Harness:
         self.lost: list[int] = []
 
     async def start(self) -> None:
-        self.generators = await asyncio.gather(*(self.replica(index) for index in range(4)))
-        self.system = await System.start(self.cluster, self.model, list(self.generators), 1e-3, transfer=TRANSFER)
-        self.system.publisher.tell_workers = self.update_replicas
+        self.generators = list(await asyncio.gather(*(self.replica(index) for index in range(4))))
+        self.system = await System.start(self.cluster, self.model, self.generators, 1e-3, transfer=TRANSFER)
+        self.system.publisher.replicas.tell_workers = self.update_replicas
 
-    async def replica(self, index: int, name: str = "doomed") -> Any:
+    async def replica(self, index: int, name: str = "doomed") -> Doomed:
         mesh = self.cluster.spawn(f"{name}{index}", 1, first_device=2 + index)
-        generator = mesh.spawn(f"{name}{index}", Doomed)
+        generator: Doomed = mesh.spawn(f"{name}{index}", Doomed)
         await generator.setup.call_one(str(self.model), ENGINES, index)
         return generator
 
@@ -87,7 +88,7 @@ class Harness:
     async def step(self) -> int:
         """Train on made-up episodes and publish; returns the version."""
         system = self.system
-        system.generators = list(system.publisher.generators.values())
+        system.generators = [self.generators[index] for index in system.publisher.generators]
         await system.step(system.version)
         return system.version
 
@@ -95,13 +96,13 @@ class Harness:
         return await Dispatcher([self.generators[index]], 30.0).generate([7, 8, 9], SHORT, 0)
 
     async def serving(self, *indices: int) -> None:
-        """These replicas draw with the newest version, bit for bit the same weights, and answer alike."""
+        """Check that these replicas draw with the newest version, from the same bits, and answer alike."""
         answers = [await self.ask(index) for index in indices]
         versions = {int(version) for answer in answers for version in answer.policy_versions}
         assert versions == {self.system.version}
         assert len({tuple(answer.token_ids.tolist()) for answer in answers}) == 1
         sums = [await self.generators[index].engine_checksums.call_one() for index in indices]
-        assert all(found == sums[0] for found in sums)
+        assert all(checksums == sums[0] for checksums in sums)
 
 
 @pytest.fixture
@@ -128,7 +129,7 @@ def test_losses_one_after_the_other(harness: Harness, caplog: pytest.LogCaptureF
 
 
 async def flipped(harness: Harness, caplog: pytest.LogCaptureFixture) -> None:
-    """Caught, out of the routing, loaded again, back."""
+    """The flipped bit is caught; the replica gets no requests until it was sent the version again."""
     await harness.generators[3].doom.call_one("bit flipped")
     harness.paused.clear()
     version = await harness.step()
@@ -154,7 +155,7 @@ async def engine_killed(harness: Harness, caplog: pytest.LogCaptureFixture) -> N
 
 
 async def stopped(harness: Harness, caplog: pytest.LogCaptureFixture) -> None:
-    """It neither ends nor answers; the others get the version once the transfer's deadline has passed."""
+    """The replica neither ends nor answers; the others get the version once the transfer's deadline has passed."""
     await harness.generators[1].doom.call_one("stopped while receiving")
     before = harness.system.version
     step = asyncio.ensure_future(harness.step())
@@ -169,8 +170,7 @@ async def stopped(harness: Harness, caplog: pytest.LogCaptureFixture) -> None:
 
 
 async def restarted(harness: Harness, caplog: pytest.LogCaptureFixture) -> None:
-    """A new replica in the place of 3 draws nothing before it has the newest version, verified."""
-    harness.generators = list(harness.generators)
+    """A new replica in the place of 3 draws nothing before it has verified the newest version."""
     harness.generators[3] = await harness.replica(3, "anew")
     early = asyncio.ensure_future(harness.ask(3))
     await harness.system.publisher.add(3, harness.generators[3])
@@ -183,23 +183,23 @@ async def restarted(harness: Harness, caplog: pytest.LogCaptureFixture) -> None:
 
 
 async def trainer_killed(harness: Harness, caplog: pytest.LogCaptureFixture) -> None:
-    """Nobody can send the version: an error that names the rank; the old version goes on being served."""
+    """Nobody can send the version: the error names the rank, and the version before is still served."""
     system = harness.system
     below = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
     (victim,) = [p for p in below if p.environ().get("HYPERACTOR_PROCESS_NAME", "").startswith("trainer-1")]
-    transfer = system.publisher._transfer
+    transfer = system.publisher.meeting.transfer
 
     async def struck(*arguments: Any) -> Any:
-        """All have said that they are there; the rank does not get to sending."""
+        """The rank has answered that it is there, and dies before it sends."""
         victim.suspend()
         sending = asyncio.ensure_future(transfer(*arguments))
         await asyncio.sleep(0)
         victim.kill()
         return await sending
 
-    system.publisher._transfer = struck  # type: ignore[method-assign, assignment]
+    system.publisher.meeting.transfer = struck  # type: ignore[method-assign, assignment]
     await system.publisher.publish(system.version + 1)
-    told = rf"version {system.version + 1} could not be sent: trainer rank 1 does not answer"
-    with pytest.raises(PublishError, match=told):
+    blame = rf"version {system.version + 1} could not be sent: trainer rank 1 does not answer"
+    with pytest.raises(PublishError, match=blame):
         await system.publisher.settled()
     assert {int(v) for v in (await harness.ask(0)).policy_versions} == {system.version}

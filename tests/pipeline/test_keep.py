@@ -1,4 +1,4 @@
-"""Routes and kept sets from the engine to the trainer's update: Keep Routing and Keep Sampling Mask, end to end."""
+"""Expert routes and kept sets from the engine to the trainer's update: Keep Routing, Keep Sampling Mask, end to end."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from monarch_rl.episode.episode import Group
 from monarch_rl.episode.packed import pack_group
-from monarch_rl.episode.sampling import Sampling
+from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.generator.actor import Generator
 from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.model.lora import LoraSettings
@@ -22,12 +21,12 @@ from monarch_rl.runtime.endpoint import concurrent_endpoint
 from monarch_rl.trainer.actor import Trainer, TrainerPlan
 from monarch_rl.trainer.settings import RouterReplay, TrainerSettings
 from tests.generator.helpers import LOGPROB_BOUND, make_model
-from tests.pipeline.system import ALL_TOKENS, ENGINES, System, episode, start_inspected
+from tests.pipeline.system import ALL_TOKENS, ENGINES, InspectedGenerator, System, episode, start_inspected
 
 ROUTES = replace(ALL_TOKENS, expert_routes_from=0)
 TEMPERATURE = 0.7
 CUT_BOUND = LOGPROB_BOUND / TEMPERATURE
-"""Among the kept sets at that temperature, which the logits and their rounding are divided by."""
+"""At that temperature, by which logits and their rounding are divided; for log-probs among the kept sets."""
 CUT = {
     "top_k": Sampling(24, TEMPERATURE, top_k=7, expert_routes_from=0),
     "top_p": Sampling(24, TEMPERATURE, top_k=400, top_p=0.7, expert_routes_from=0),
@@ -43,9 +42,9 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture(scope="module")
-def generator(cluster: Cluster, model: Path) -> Iterator[Any]:
-    slot = {"moe": 4, "deepseek": 5}[model.name]
-    (generator,) = asyncio.run(start_inspected(cluster, model, 1, slot, model.name, expert_routes=True))
+def generator(cluster: Cluster, model: Path) -> Iterator[InspectedGenerator]:
+    device = {"moe": 4, "deepseek": 5}[model.name]
+    (generator,) = asyncio.run(start_inspected(cluster, model, 1, device, model.name, expert_routes=True))
     yield generator
 
     async def end() -> None:
@@ -55,9 +54,9 @@ def generator(cluster: Cluster, model: Path) -> Iterator[Any]:
 
 
 def test_with_replay_and_kept_sets_engine_and_trainer_agree_after_updates(
-    cluster: Cluster, model: Path, generator: Any
+    cluster: Cluster, model: Path, generator: InspectedGenerator
 ) -> None:
-    """Under every kind of truncation, before and after updates; the trainer's own router would choose alike here."""
+    """Under every kind of truncation, before and after updates; here the trainer's own router would choose alike."""
 
     async def go() -> None:
         system = await System.start(
@@ -75,8 +74,8 @@ def test_with_replay_and_kept_sets_engine_and_trainer_agree_after_updates(
     asyncio.run(go())
 
 
-def test_log_probs_of_other_routes_differ(cluster: Cluster, model: Path, generator: Any) -> None:
-    """The trainer takes what the engine tells: routes in the wrong order are seen in log-probs and in the metric."""
+def test_log_probs_of_other_routes_differ(cluster: Cluster, model: Path, generator: InspectedGenerator) -> None:
+    """The trainer uses the engine's routes: in a wrong order, they show in log-probs and in the metric."""
 
     async def go() -> None:
         version = (await generator.stats.call_one())["version"] + 1
@@ -86,15 +85,15 @@ def test_log_probs_of_other_routes_differ(cluster: Cluster, model: Path, generat
         assert await system.mismatch(1, ROUTES) < LOGPROB_BOUND
         draw = system.draw
 
-        async def spoilt(prompts: list[list[int]], sampling: Sampling = ROUTES) -> Any:
-            drawn = await draw(prompts, sampling)
+        async def draw_reversed(prompts: list[list[int]], sampling: Sampling = ROUTES) -> list[Completion]:
+            completions = await draw(prompts, sampling)
             return [
-                replace(one, expert_routes=one.expert_routes[::-1].copy())
-                for one in drawn
-                if one.expert_routes is not None
+                replace(completion, expert_routes=completion.expert_routes[::-1].copy())
+                for completion in completions
+                if completion.expert_routes is not None
             ]
 
-        system.draw = spoilt  # type: ignore[method-assign]
+        system.draw = draw_reversed  # type: ignore[method-assign]
         assert await system.mismatch(1, ROUTES) > 100 * LOGPROB_BOUND
         metrics = await system.step(2, ROUTES)
         assert metrics["routes_differ"] > 0.05
@@ -123,7 +122,7 @@ def test_kept_sets_go_with_adapters(cluster: Cluster, tmp_path: Path) -> None:
 
 
 class OwnWeights(Generator):
-    """Draws from the model as it is loaded: no version comes."""
+    """Draws from the model as it was loaded, without waiting for a version."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,11 +130,11 @@ class OwnWeights(Generator):
 
 
 class InspectedTrainer(Trainer):
-    """A trainer rank that also tells which experts computed each token."""
+    """A trainer rank that also returns the experts that computed each token."""
 
     @concurrent_endpoint
     async def experts(self, groups: list[bytes]) -> list[np.ndarray]:
-        """Of each episode, as its routes are: int64 [tokens but the last, layers, k]."""
+        """Like an episode's routes, for each episode: int64 [tokens but the last, layers, k]."""
         return await self._on(self._compute, self._experts, groups)
 
     def _experts(self, groups: list[bytes]) -> list[np.ndarray]:
@@ -146,20 +145,20 @@ class InspectedTrainer(Trainer):
         used: list[np.ndarray] = []
         routers = [module for module in self.policy.module.modules() if isinstance(module, ReplayRouter)]
         hooks = [router.register_forward_hook(lambda _m, _i, out: used.append(out[1][0].numpy())) for router in routers]
-        found = []
+        by_episode = []
         for data in groups:
             used.clear()
             with torch.no_grad():
                 self._logprobs([data], 0)
-            found.append(np.stack(used, 1))
+            by_episode.append(np.stack(used, 1))
         for hook in hooks:
             hook.remove()
-        return found
+        return by_episode
 
 
 def test_replay_makes_up_for_other_numerics(cluster: Cluster, tmp_path: Path) -> None:
-    """An engine in bfloat16, a trainer in float32, the same weights: some tokens go to other experts, unless theirs are
-    replayed. Then every expert is the engine's, and the log-probs are nearer."""
+    """An engine in bfloat16 and a trainer in float32 with the same weights send some tokens to different experts. With
+    replay every expert is the engine's, and the log-probs are nearer."""
     model = make_model(tmp_path / "model", "moe")
     mismatch: dict[str, float] = {}
 
@@ -167,34 +166,35 @@ def test_replay_makes_up_for_other_numerics(cluster: Cluster, tmp_path: Path) ->
         mesh = cluster.spawn(f"trainer-{router_replay}", 1, first_device=0)
         await init_torch_distributed_env(mesh)
         plan = TrainerPlan(model, TrainerSettings(1, router_replay=router_replay), 1, 1.0, 200)
-        trainer = mesh.spawn("trainer", InspectedTrainer, plan, None)
+        trainer: InspectedTrainer = mesh.spawn("trainer", InspectedTrainer, plan, None)
         await trainer.setup.call()
-        found = await trainer.experts.call_one(groups), await trainer.logprobs.call_one(groups, 0)
+        experts, logprobs = await trainer.experts.call_one(groups), await trainer.logprobs.call_one(groups, 0)
         await trainer.close.call()
-        return found
+        return experts, logprobs
 
     async def go() -> None:
         mesh = cluster.spawn("coarse", 1, first_device=7)
-        generator = mesh.spawn("coarse", OwnWeights)
+        generator: OwnWeights = mesh.spawn("coarse", OwnWeights)
         await generator.setup.call_one(str(model), replace(ENGINES, dtype="bfloat16"), 0, expert_routes=True)
         prompts = [[5, 6, 7, i] for i in range(8)]
         sampling = Sampling(200, expert_routes_from=0)
-        router = Dispatcher([generator], 120.0)
-        drawn = await asyncio.gather(*(router.generate(prompt, sampling, 0) for prompt in prompts))
-        episodes = [episode(prompt, one) for prompt, one in zip(prompts, drawn, strict=True)]
-        groups = [pack_group(Group(0, 0, [one])) for one in episodes]
+        dispatcher = Dispatcher([generator], 120.0)
+        completions = await asyncio.gather(*(dispatcher.generate(prompt, sampling, 0) for prompt in prompts))
+        episodes = [episode(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
+        groups = [pack_group(Group(0, 0, [played])) for played in episodes]
         same: dict[str, float] = {}
         for router_replay in ("compare", "replay"):
             experts, logprobs = await trained_by(router_replay, groups)
             tokens = [
-                (np.sort(one.expert_routes, -1) == np.sort(used, -1)).all((1, 2))
-                for one, used in zip(episodes, experts, strict=True)
-                if one.expert_routes is not None
+                (np.sort(played.expert_routes, -1) == np.sort(used, -1)).all((1, 2))
+                for played, used in zip(episodes, experts, strict=True)
+                if played.expert_routes is not None
             ]
             assert len(tokens) == len(episodes)
             same[router_replay] = float(np.concatenate(tokens).mean())
             mismatch[router_replay] = max(
-                float(np.abs(said - one.logprobs).max()) for said, one in zip(logprobs, drawn, strict=True)
+                float(np.abs(computed - completion.logprobs).max())
+                for computed, completion in zip(logprobs, completions, strict=True)
             )
         assert same["replay"] == 1.0
         assert same["compare"] < 0.999

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from collections.abc import Awaitable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -26,17 +27,19 @@ from monarch_rl.weights.transport import SNAPSHOTS, TransferSettings, TransportN
 MIB = 1 << 20
 BUCKET_MIB = 32
 SLACK_MIB = 8
-"""For what is no tensor: code that is read in at first use, threads, messages, the allocator's own. Seen: 3 to 8."""
+"""For memory that is no tensor: code loaded at first use, threads, messages, the allocator's own. Seen: 3 to 8."""
 WIDTH, WIDER, LAYERS = 1024, 20_480, 2
-"""An MLP matrix takes 80 MiB: more than two buckets and the slack, so that to gather a single one would be seen. All
-take 480 MiB: 7.5 buckets for each of two ranks."""
+"""An MLP matrix takes 80 MiB: more than two buckets and the slack, so that gathering a single one would show. All take
+480 MiB: 7.5 buckets for each of two ranks."""
 EXPERTS, EXPERT_WIDTH = 20, 1024
 """The same figures for experts: all of a layer take 80 MiB for each of three projections, in all 480 MiB."""
 DEADLINE_S = 120.0
 
+T = TypeVar("T")
+
 
 def status(name: str) -> int:
-    """A figure of this process in bytes."""
+    """A figure of this process's status file, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
@@ -44,7 +47,7 @@ def status(name: str) -> int:
 
 
 class Measured(Actor):
-    """Tells how much memory its process took at most, in bytes, beyond what it had before."""
+    """Measures the peak of its process's memory, in bytes, beyond what it had before."""
 
     @concurrent_endpoint
     async def begin(self) -> int:
@@ -55,20 +58,21 @@ class Measured(Actor):
 
     @concurrent_endpoint
     async def peak(self) -> int:
+        """Bytes since :meth:`begin`."""
         return status("VmHWM") - self._before
 
 
 class MeasuredTrainer(Measured, Trainer):
     @concurrent_endpoint
     async def touch(self) -> None:
-        """Snapshots are memory that the system gives at the first touch: have it before the measurement."""
-        for slot in range(SNAPSHOTS):
-            for view in self.sender.views(slot):
+        """Write to the snapshots before the measurement: the system gives their memory at the first touch."""
+        for snapshot in range(SNAPSHOTS):
+            for view in self.sender.views(snapshot):
                 view.zero_()
 
 
 class MeasuredGenerator(Measured, Generator):
-    """A replica that receives and, since it has no engine, does not commit."""
+    """A replica without an engine, which receives and does not commit."""
 
 
 def wide_model(folder: Path, kind: str) -> Path:
@@ -109,14 +113,16 @@ def wide_model(folder: Path, kind: str) -> Path:
     return folder
 
 
-async def ask(call: Any, what: str) -> Any:
+async def ask(call: Awaitable[T], what: str) -> T:
     return await within(DEADLINE_S, call, what)
 
 
-async def peaks(trainer: Any, generator: Any, settings: TransferSettings) -> tuple[list[int], int, int]:
-    """Bytes at the peak beyond shards and snapshots (each trainer rank), in all (replica), and of a version.
+async def peaks(
+    trainer: MeasuredTrainer, generator: MeasuredGenerator, settings: TransferSettings
+) -> tuple[list[int], int, int]:
+    """Bytes at the peak of each trainer rank beyond shards and snapshots, at that of the replica, and of a version.
 
-    By ``shared_memory`` snapshots lie in the areas, which there are from the meeting on: they are taken off here.
+    With ``shared_memory`` snapshots lie in the areas, which are made at the meeting: they are subtracted here.
     """
     shared = settings.transport == "shared_memory"
     owned = sorted((await ask(trainer.owned_runs.call(), "what ranks own")).values(), key=lambda answer: answer[0])
@@ -132,10 +138,11 @@ async def peaks(trainer: Any, generator: Any, settings: TransferSettings) -> tup
     meeting = trainer.weights_connect.call(addresses, 1), generator.weights_connect.call_one(addresses, 0, 1)
     await ask(asyncio.gather(*meeting), "a meeting")
     for version in range(3):
-        slot = version % SNAPSHOTS
-        await ask(trainer.snapshot.call(version, slot), "a snapshot")
-        sending = [rank.send.call_one(version, slot) for rank in members(trainer)]
-        *_, received = await ask(asyncio.gather(*sending, generator.receive.call_one(version, slot)), "a transfer")
+        snapshot = version % SNAPSHOTS
+        await ask(trainer.snapshot.call(version, snapshot), "a snapshot")
+        sending = asyncio.gather(*(rank.send.call_one(version, snapshot) for rank in members(trainer)))
+        receiving = generator.receive.call_one(version, snapshot)
+        _, received = await ask(asyncio.gather(sending, receiving), "a transfer")
         assert received == sum(shard_bytes(manifest, rank) for rank in range(2))
     sent = [await ask(rank.peak.call_one(), "the peak of a trainer rank") for rank in members(trainer)]
     if shared:
@@ -157,11 +164,11 @@ def test_no_rank_takes_more_than_two_buckets_beside_what_it_must_hold(
     tmp_path: Path, kind: str, transport: TransportName, versions: int
 ) -> None:
     """From the meeting on, over three versions: snapshot, checksums, sending and receiving. ``experts`` are divided
-    among the trainer ranks: those of one rank alone, let alone all of a layer, would be seen at another.
+    among the trainer ranks: those of one rank, let alone all of a layer, would show at another.
 
     A trainer rank must hold its shards and two snapshots, a replica ``versions``, whose memory it gets at the first
     write. Trainer ranks are not bounded under ``rdma``: they send nothing by themselves, and over TCP Monarch holds
-    what it has not yet seen arrive: 4 to 7 buckets were seen, and 10 where ten processes shared two cores.
+    what has not yet arrived: 4 to 7 buckets were seen, and 10 where ten processes shared two cores.
     """
     model = wide_model(tmp_path / "model", kind)
     settings = TransferSettings(transport, bucket_mib=BUCKET_MIB, deadline_s=60)
@@ -172,12 +179,14 @@ def test_no_rank_takes_more_than_two_buckets_beside_what_it_must_hold(
             mesh = cluster.spawn("trainer", 2, first_device=0)
             await init_torch_distributed_env(mesh)
             plan = TrainerPlan(model, TrainerSettings(expert_parallel=2 if kind == "experts" else 1), 1, 1.0, 8)
-            trainer = mesh.spawn("trainer", MeasuredTrainer, plan, None)
+            trainer: MeasuredTrainer = mesh.spawn("trainer", MeasuredTrainer, plan, None)
             await ask(trainer.setup.call(), "trainer ranks to load the model")
-            generator = cluster.spawn("generator", 1, first_device=2).spawn("generator", MeasuredGenerator)
-            found = await peaks(trainer, generator, settings)
+            generator: MeasuredGenerator = cluster.spawn("generator", 1, first_device=2).spawn(
+                "generator", MeasuredGenerator
+            )
+            measured = await peaks(trainer, generator, settings)
             await ask(trainer.close.call(), "trainer ranks to leave their world")
-            return found
+            return measured
 
         senders, receiver, version = asyncio.run(go())
     beyond = receiver - versions * version

@@ -1,4 +1,4 @@
-"""What the recipe waits for must not hide that a version cannot be delivered."""
+"""A version that cannot be delivered ends the recipe's wait, and the right member is blamed for it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from monarch_rl.pipeline.delivery import Delivery
+from monarch_rl.pipeline.meeting import Meeting
 from monarch_rl.pipeline.publishing import Publisher, PublishError
+from monarch_rl.pipeline.replicas import Replicas
 from monarch_rl.weights.checksum import signed
 from monarch_rl.weights.manifest import Manifest
 from monarch_rl.weights.transport import StillServing, TransferSettings
 
 
 def publisher() -> Publisher:
-    nobody: Any = None
-    return Publisher(nobody, nobody, TransferSettings(), Manifest((), 0, ()))
+    absent: Any = None
+    return Publisher(Meeting(absent, [], Manifest((), 0, ()), TransferSettings()), absent, Replicas())
 
 
 async def fails() -> None:
@@ -56,7 +59,7 @@ def test_checksums_of_shards_add_up_as_int64_do(sums: list[int]) -> None:
     assert signed(sum(sums)) == int(total)
 
 
-# -- who is to blame: handles that answer as told, no processes -----------------------------------------------------
+# -- who is to blame: handles with prepared answers, no processes ----------------------------------------------------
 
 
 class Handle:
@@ -83,7 +86,7 @@ class Report:
 
 
 class Replica(Handle):
-    """Takes every version, unless told otherwise. ``received`` counts the calls."""
+    """Takes every version, except where an endpoint is given. ``received`` counts the calls."""
 
     def __init__(self, **endpoints: Callable[..., Any]) -> None:
         self.received = 0
@@ -106,38 +109,60 @@ class Harness:
     """A publisher of one trainer rank, whose ``send`` is given."""
 
     def __init__(self, *replicas: Handle, send: Callable[..., Any] | None = None, attempts: int = 3) -> None:
-        rank = Handle(ready=says(), send=send or says([]))
-        trainer = Handle(weights_open=says({0: (0, b"")}), weights_connect=says(), snapshot=says({0: 0.01}))
+        rank: Any = Handle(ready=says(), send=send or says([]))
+        trainer: Any = Handle(weights_open=says({0: (0, b"")}), weights_connect=says(), snapshot=says({0: 0.01}))
         self.served: list[int] = []
-        self.expert_routes: list[tuple[list[int], list[int]]] = []
+        self.dispatch: list[tuple[list[int], list[int]]] = []
 
         async def published(version: int) -> None:
             self.served.append(version)
 
         async def tell_workers(paused: list[int], lost: list[int]) -> None:
-            self.expert_routes.append((paused, lost))
+            self.dispatch.append((paused, lost))
 
-        settings = TransferSettings(attempts=attempts)
-        buffer = Handle(published=published)
-        self.publisher = Publisher(trainer, buffer, settings, Manifest((), 0, ()), tell_workers, _ranks=[rank])
+        meeting = Meeting(trainer, [rank], Manifest((), 0, ()), TransferSettings(attempts=attempts))
+        buffer: Any = Handle(published=published)
+        self.publisher = Publisher(meeting, buffer, Replicas(tell_workers))
         self.replicas = replicas
+
+    async def set_up(self, index: int, replica: Any) -> None:
+        self.publisher.replicas.add(await self.publisher.meeting.set_up_replica(index, replica))
 
     async def publish(self, *versions: int) -> None:
         if not self.publisher.generators:
             for index, replica in enumerate(self.replicas):
-                await self.publisher._set_up(index, replica)
+                await self.set_up(index, replica)
         for version in versions:
             await self.publisher.publish(version)
         await self.publisher.settled()
 
 
-def test_one_that_never_receives_is_given_up_alone() -> None:
-    """A collective fails for all of its members, and all of them answer: only at last each is sent it alone."""
+def test_a_delivery_alone_serves_a_version_to_those_that_are_behind() -> None:
+    """It knows the meeting and the replicas, and no publisher."""
+
+    async def go() -> None:
+        behind, current = Replica(), Replica()
+        harness = Harness(behind, current)
+        meeting, replicas = harness.publisher.meeting, harness.publisher.replicas
+        for index, handle in enumerate(harness.replicas):
+            await harness.set_up(index, handle)
+        next(replica for replica in replicas if replica.index == 1).version = 7
+        delivery = Delivery(7, meeting, replicas)
+        await delivery.run()
+        assert not replicas.behind(7) and (behind.received, current.received) == (1, 0)
+        assert (delivery.sent_bytes, delivery.paused_s, delivery.verify_share) == (1, 0.1, 0.2)
+        assert not harness.served, "only the publisher tells the buffer"
+
+    asyncio.run(go())
+
+
+def test_a_replica_that_never_receives_is_removed_alone() -> None:
+    """A collective fails for all of its members, and all of them answer: the last attempt sends to each alone."""
     sick = Replica(receive=says(RuntimeError("no route to host")))
     together: list[int] = []
 
     async def send(*_: Any) -> list[int]:
-        if len(harness.publisher._met or []) > 1:
+        if len(harness.publisher.meeting.connected or []) > 1:
             together.append(1)
             raise RuntimeError("connection closed by peer")
         return []
@@ -146,10 +171,10 @@ def test_one_that_never_receives_is_given_up_alone() -> None:
     asyncio.run(harness.publish(1))
     assert list(harness.publisher.lost) == [1] and "no version in 3 attempts" in harness.publisher.lost[1]
     assert list(harness.publisher.generators) == [0, 2] and len(together) == 2
-    assert harness.served == [1] and harness.expert_routes[-1] == ([], [1])
+    assert harness.served == [1] and harness.dispatch[-1] == ([], [1])
 
 
-def test_one_that_is_gone_is_to_blame_even_at_the_only_attempt() -> None:
+def test_a_replica_that_is_gone_is_to_blame_even_at_the_only_attempt() -> None:
     answers = iter([None, RuntimeError("Killed(sig=9)")])
 
     async def ready() -> None:
@@ -167,13 +192,15 @@ def test_one_that_is_gone_is_to_blame_even_at_the_only_attempt() -> None:
     assert harness.served == [1]
 
 
-def test_nobody_left_is_an_error_that_names_all() -> None:
+def test_no_replica_left_is_an_error_that_names_all() -> None:
     harness = Harness(*[Replica(commit=says(RuntimeError(f"broken {i}"))) for i in range(2)], attempts=1)
-    with pytest.raises(PublishError, match=r"generator 0: .*broken 0; generator 1: .*broken 1"):
+    with pytest.raises(
+        PublishError, match=r"version 1 is abandoned: .*generator 0: .*broken 0; generator 1: .*broken 1"
+    ):
         asyncio.run(harness.publish(1))
 
 
-def test_a_replica_given_up_while_its_answer_is_waited_for_does_not_disturb_the_delivery() -> None:
+def test_a_replica_removed_while_it_is_asked_does_not_disturb_the_delivery() -> None:
     async def go() -> None:
         asked, answer = asyncio.Event(), asyncio.get_running_loop().create_future()
 
@@ -184,7 +211,7 @@ def test_a_replica_given_up_while_its_answer_is_waited_for_does_not_disturb_the_
         harness = Harness(Replica(), Replica(ready=ready))
         publishing = asyncio.create_task(harness.publish(1))
         await asked.wait()
-        await harness.publisher.give_up(1, "it is stopped")
+        await harness.publisher.remove_replica(1, "it is stopped")
         answer.set_exception(RuntimeError("Killed(sig=9)"))
         await publishing
         assert list(harness.publisher.lost) == [1] and harness.served == [1]
@@ -192,21 +219,21 @@ def test_a_replica_given_up_while_its_answer_is_waited_for_does_not_disturb_the_
     asyncio.run(go())
 
 
-def test_one_that_could_not_commit_yet_stays_in_the_routing_and_one_that_broke_does_not() -> None:
+def test_a_replica_that_could_not_commit_yet_is_still_asked_and_one_that_broke_is_not() -> None:
     def once(error: Exception) -> Callable[..., Any]:
-        """The first version is committed, the second one at the second attempt."""
+        """Commits the first version at once, the second one at the second attempt."""
         answers = iter([None, error])
 
         async def commit(*_: Any) -> Report:
-            if (found := next(answers, None)) is not None:
-                raise found
+            if (failure := next(answers, None)) is not None:
+                raise failure
             return Report()
 
         return commit
 
     harness = Harness(Replica(commit=once(StillServing("requests run"))), Replica(commit=once(RuntimeError("bits"))))
     asyncio.run(harness.publish(1, 2))
-    assert harness.expert_routes == [([], []), ([1], []), ([], [])]
+    assert harness.dispatch == [([], []), ([1], []), ([], [])]
     last = harness.publisher.last
     assert last is not None and (last.version, last.snapshot_s, last.paused_s) == (2, 0.01, 0.1)
     assert last.verify_share == pytest.approx(0.2)
@@ -221,12 +248,12 @@ def test_two_versions_are_on_their_way_and_a_third_waits() -> None:
             return 1
 
         harness = Harness(Replica(receive=receive))
-        await harness.publisher._set_up(0, harness.replicas[0])
+        await harness.set_up(0, harness.replicas[0])
         await harness.publisher.publish(1)
         await harness.publisher.publish(2)
         third = asyncio.create_task(harness.publisher.publish(3))
         await asyncio.sleep(0.05)
-        assert not third.done() and harness.publisher._newest == 2, "a slot that is being read was written to"
+        assert not third.done() and harness.publisher._newest == 2, "a snapshot that is being read was written to"
         gate.set()
         await third
         await harness.publisher.settled()
@@ -235,38 +262,39 @@ def test_two_versions_are_on_their_way_and_a_third_waits() -> None:
     asyncio.run(go())
 
 
-def test_one_that_comes_while_the_end_is_waited_for_is_sent_to_after_the_others() -> None:
-    """Two deliveries at once would use the same groups and slots."""
+def test_a_replica_added_while_a_delivery_is_awaited_is_sent_to_after_it() -> None:
+    """Two deliveries at once would use the same groups and snapshots."""
 
     async def go() -> None:
-        gate, under_way, most = asyncio.Event(), 0, 0
+        gate, under_way, most_at_once = asyncio.Event(), 0, 0
 
         async def receive(*_: Any) -> int:
-            nonlocal under_way, most
+            nonlocal under_way, most_at_once
             under_way += 1
-            most = max(most, under_way)
+            most_at_once = max(most_at_once, under_way)
             await gate.wait()
             under_way -= 1
             return 1
 
         harness = Harness(Replica(receive=receive))
-        await harness.publisher._set_up(0, harness.replicas[0])
+        await harness.set_up(0, harness.replicas[0])
         await harness.publisher.publish(1)
         settling = asyncio.create_task(harness.publisher.settled())
         while not under_way:
             await asyncio.sleep(0)
         harness.publisher.lost[1] = "killed"
-        adding = asyncio.create_task(harness.publisher.add(1, Replica(receive=receive)))
+        new: Any = Replica(receive=receive)
+        adding = asyncio.create_task(harness.publisher.add(1, new))
         await asyncio.sleep(0.05)
         gate.set()
         await asyncio.gather(settling, adding)
-        assert most == 1 and list(harness.publisher.generators) == [0, 1] and not harness.publisher.lost
+        assert most_at_once == 1 and list(harness.publisher.generators) == [0, 1] and not harness.publisher.lost
 
     asyncio.run(go())
 
 
 def test_a_replica_is_not_blamed_for_the_silence_of_the_one_before() -> None:
-    """The old one is asked whether it is there, and is replaced before its silence is noticed."""
+    """The replica before is asked whether it is there, and is replaced before its silence is noticed."""
 
     async def go() -> None:
         silent, asked = asyncio.get_running_loop().create_future(), asyncio.Event()
@@ -280,13 +308,13 @@ def test_a_replica_is_not_blamed_for_the_silence_of_the_one_before() -> None:
         harness = Harness(Replica(), Replica(ready=ready, receive=says(RuntimeError("connection lost"))))
         publishing = asyncio.create_task(harness.publish(1))
         await asked.wait()
-        new = Replica()
-        await harness.publisher.give_up(1, "it is stopped")
+        new: Any = Replica()
+        await harness.publisher.remove_replica(1, "it is stopped")
         adding = asyncio.create_task(harness.publisher.add(1, new))
         while 1 not in harness.publisher.generators:
             await asyncio.sleep(0)
         silent.set_exception(RuntimeError("Killed(sig=9)"))
         await asyncio.gather(publishing, adding)
-        assert harness.publisher.generators[1] is new and new.received and not harness.publisher.lost
+        assert new.received and harness.publisher.generators[1] is new and not harness.publisher.lost
 
     asyncio.run(go())

@@ -1,6 +1,6 @@
-"""Who is started again, how often, and what a run says that ends for it: handles that answer as told, no processes.
+"""Who is started again and how often, and how a run ends that cannot go on: prepared handles, no processes.
 
-What real processes do when they are killed, stopped or fail is tests/recipe/test_chaos.py's.
+Real processes are killed, stopped and made to fail in tests/recipe/test_chaos.py.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from monarch_rl.simulate.clock import run_virtual
 
 
 class Worker:
-    """A handle of a rollout worker or a generator; ``fail`` lets it end."""
+    """A handle of a rollout worker or a generator; ``fail`` ends it."""
 
     def __init__(self) -> None:
         self.end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.work: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.replaced: list[tuple[int, Any]] = []
         self.runs = 0
-        self.deaf = False
+        self.refuses_replacements = False
         for name in ("lives", "run", "replace"):
             setattr(self, name, SimpleNamespace(call_one=getattr(self, f"_{name}")))
 
@@ -41,7 +41,7 @@ class Worker:
         await asyncio.shield(self.work)
 
     async def _replace(self, index: int, handle: Any) -> None:
-        if self.deaf:
+        if self.refuses_replacements:
             raise DeadlineExceeded("waited 60 s")
         self.replaced.append((index, handle))
 
@@ -50,32 +50,31 @@ class Worker:
 
 
 class Stage:
-    """Two generators and two workers, a publisher and a buffer that note what they are told."""
+    """Two generators and two workers, and a publisher and a buffer that record their calls."""
 
     def __init__(self, folder: Path, replaceable: bool = True, **settings: Any) -> None:
         self.started: dict[str, list[Worker]] = {"generator": [], "rollout worker": []}
         self.stopped: list[Any] = []
         self.events: list[tuple[Any, ...]] = []
         self.broken: dict[str, str] = {}
-        """By kind: why no other one starts."""
+        """By kind: why no replacement starts."""
         cluster: Any = SimpleNamespace(kill=self._stop, introduce=self._introduce)
 
-        def crew(kind: str) -> ActorPool:
-            way = ActorFactory(cluster, lambda index: self._spawn(kind, index), lambda *_: self._set_up(kind))
-            return ActorPool(
-                kind, kind.split()[0], {index: Worker() for index in range(2)}, way if replaceable else None
-            )
+        def pool(kind: str) -> ActorPool[Any]:
+            factory = ActorFactory[Any](cluster, lambda index: self._spawn(kind, index), lambda *_: self._set_up(kind))
+            workers = {index: Worker() for index in range(2)}
+            return ActorPool(kind, kind.split()[0], workers, factory if replaceable else None)
 
-        self.generators, self.workers = crew("generator"), crew("rollout worker")
-        publisher: Any = SimpleNamespace(on_lost=None, lost={}, give_up=self._noting("give up"))
+        self.generators, self.workers = pool("generator"), pool("rollout worker")
+        publisher: Any = SimpleNamespace(on_lost=None, lost={}, remove_replica=self._recording("remove"))
         publisher.add, publisher.update_dispatch = self._add, self._update_dispatch
-        self.publisher_adds_fail = False
+        self.publisher_refuses = False
         self.hold: asyncio.Event | None = None
-        """What telling the workers the routing waits for."""
+        """If set, ``update_dispatch`` waits for it."""
         self.publisher = publisher
-        buffer = SimpleNamespace(
-            release=SimpleNamespace(call_one=self._noting("release", [4, 5])),
-            close=SimpleNamespace(call_one=self._noting("close")),
+        buffer: Any = SimpleNamespace(
+            release=SimpleNamespace(call_one=self._recording("release", [4, 5])),
+            close=SimpleNamespace(call_one=self._recording("close")),
         )
         self.file = folder / "losses.jsonl"
         self.recovery = Recovery(self.generators, self.workers, publisher, buffer, RecoverySettings(**settings), folder)
@@ -84,7 +83,7 @@ class Stage:
         self.stopped.append(mesh)
 
     async def _introduce(self, mesh: Any) -> None:
-        """Where its processes are is not asked here."""
+        """Nobody asks here where its processes are."""
 
     def _spawn(self, kind: str, index: int) -> tuple[Any, Worker]:
         worker = Worker()
@@ -97,22 +96,22 @@ class Stage:
 
     async def _add(self, index: int, generator: Any) -> None:
         self.events.append(("add", index, generator))
-        if self.publisher_adds_fail:
+        if self.publisher_refuses:
             raise RuntimeError("no version in 3 attempts")
         self.publisher.lost.pop(index, None)
 
     async def _update_dispatch(self) -> None:
         if self.hold is not None:
-            self.events.append(("reroute waits",))
+            self.events.append(("dispatch waits",))
             await self.hold.wait()
-        self.events.append(("reroute",))
+        self.events.append(("dispatch",))
 
-    def _noting(self, what: str, answer: Any = None) -> Callable[..., Awaitable[Any]]:
-        async def note(*values: Any) -> Any:
+    def _recording(self, what: str, answer: Any = None) -> Callable[..., Awaitable[Any]]:
+        async def record(*values: Any) -> Any:
             self.events.append((what, *values))
             return answer
 
-        return note
+        return record
 
     async def until(self, condition: Callable[[], Any]) -> None:
         async with asyncio.timeout(10):
@@ -122,14 +121,14 @@ class Stage:
     def losses(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.file.read_text().splitlines()] if self.file.exists() else []
 
-    def gave_up(self) -> bool:
-        return any("given_up" in row for row in self.losses())
+    def has_removed(self) -> bool:
+        return any("removed" in row for row in self.losses())
 
     def returns(self) -> float:
         return self.recovery.metrics()["recovery/returned"]
 
 
-def played(folder: Path, test: Callable[[Stage], Awaitable[None]], **settings: Any) -> None:
+def run_on_stage(folder: Path, test: Callable[[Stage], Awaitable[None]], **settings: Any) -> None:
     async def go() -> None:
         await test(Stage(folder, **settings))
 
@@ -138,11 +137,11 @@ def played(folder: Path, test: Callable[[Stage], Awaitable[None]], **settings: A
 
 def test_a_lost_generator_is_replaced_and_added(tmp_path: Path) -> None:
     async def test(stage: Stage) -> None:
-        async with stage.recovery.tended():
+        async with stage.recovery.supervising():
             stage.generators.handles[1].fail("process ended\nKilled(sig=9)")
             await stage.until(stage.returns)
         (new,) = stage.started["generator"]
-        assert stage.events == [("give up", 1, "Killed(sig=9)"), ("add", 1, new)]
+        assert stage.events == [("remove", 1, "Killed(sig=9)"), ("add", 1, new)]
         assert stage.generators.handles[1] is new
         assert [worker.replaced for worker in stage.workers.handles.values()] == [[(1, new)]] * 2
         lost, back = stage.losses()
@@ -150,13 +149,13 @@ def test_a_lost_generator_is_replaced_and_added(tmp_path: Path) -> None:
         assert back["back_after_s"] >= 0
         assert stage.recovery.metrics() == {"recovery/lost": 1.0, "recovery/returned": 1.0}
 
-    played(tmp_path, test)
+    run_on_stage(tmp_path, test)
 
 
 @pytest.mark.parametrize("how", ["its process", "its work", "the watch"])
 def test_a_lost_worker_leaves_its_groups_and_another_plays(tmp_path: Path, how: str) -> None:
     async def test(stage: Stage) -> None:
-        async with stage.recovery.tended(), stage.recovery.rolling_out():
+        async with stage.recovery.supervising(), stage.recovery.rolling_out():
             lost = stage.workers.handles[0]
             await asyncio.sleep(0)
             if how == "its process":
@@ -167,50 +166,46 @@ def test_a_lost_worker_leaves_its_groups_and_another_plays(tmp_path: Path, how: 
                 assert await stage.recovery.recover("rollout worker 0")
             await stage.until(stage.returns)
             (new,) = stage.started["rollout worker"]
-            assert stage.events == [("release", "rollout worker 0"), ("reroute",)]
+            assert stage.events == [("release", "rollout worker 0"), ("dispatch",)]
             assert new.runs == 1
             stage.workers.handles[1].work.set_result(None)
             new.work.set_result(None)  # it was asked to play, or this would end nothing
         assert stage.events[-1] == ("close",)
 
-    played(tmp_path, test)
+    run_on_stage(tmp_path, test)
 
 
-def test_a_replica_that_the_publisher_gives_up_is_replaced(tmp_path: Path) -> None:
+def test_a_replica_that_the_publisher_removes_is_replaced(tmp_path: Path) -> None:
     async def test(stage: Stage) -> None:
-        async with stage.recovery.tended():
+        async with stage.recovery.supervising():
             await asyncio.sleep(0)
             stage.publisher.on_lost(0, "no version in 3 attempts")
             await stage.until(stage.returns)
         assert stage.losses()[0]["cause"] == "no version in 3 attempts"
         assert stage.publisher.on_lost is None
 
-    played(tmp_path, test)
+    run_on_stage(tmp_path, test)
 
 
 def test_a_replacement_that_does_not_start_is_tried_as_often_as_allowed(tmp_path: Path) -> None:
     async def test(stage: Stage) -> None:
         stage.broken["generator"] = "out of memory"
-        async with stage.recovery.tended():
+        async with stage.recovery.supervising():
             stage.generators.handles[0].fail("Killed(sig=9)")
-            await stage.until(
-                lambda: any("given_up" in row for row in stage.losses()) if stage.file.exists() else False
-            )
+            await stage.until(stage.has_removed)
             assert len(stage.started["generator"]) == 2 and list(stage.generators.handles) == [1]
             assert await stage.recovery.recover("generator 1"), "another one may be started in its place"
 
-    played(tmp_path, test, restarts=2)
+    run_on_stage(tmp_path, test, restarts=2)
 
 
 def test_a_crash_loop_ends_with_its_first_cause(tmp_path: Path) -> None:
     async def test(stage: Stage) -> None:
         stage.broken["rollout worker"] = "a consequence"
         with pytest.raises(AllActorsLost) as ended:
-            async with stage.recovery.tended():
+            async with stage.recovery.supervising():
                 stage.workers.handles[1].fail("the disk is full")
-                await stage.until(
-                    lambda: any("given_up" in row for row in stage.losses()) if stage.file.exists() else False
-                )
+                await stage.until(stage.has_removed)
                 stage.workers.handles[0].fail("Killed(sig=9)")
                 await asyncio.sleep(30)
         assert "no rollout worker is left. The first loss was that of rollout worker 1: the disk is full" in str(
@@ -218,15 +213,15 @@ def test_a_crash_loop_ends_with_its_first_cause(tmp_path: Path) -> None:
         )
         assert "The last one was that of rollout worker 0, 3 times: a consequence" in str(ended.value)
 
-    played(tmp_path, test, restarts=2)
+    run_on_stage(tmp_path, test, restarts=2)
 
 
 def test_the_first_cause_is_that_of_a_series_and_not_of_long_ago(tmp_path: Path) -> None:
-    """Each loss comes within the time after the one before, and all of them together take longer."""
+    """Each loss comes within ``per_s`` of the one before, and all of them together take longer."""
 
     async def test(stage: Stage) -> None:
         with pytest.raises(AllActorsLost) as ended:
-            async with stage.recovery.tended():
+            async with stage.recovery.supervising():
                 stage.workers.handles[1].fail("unrelated")
                 await asyncio.sleep(150)
                 for index, why in ((1, "the disk is full"), (0, "one consequence"), (1, "another"), (0, "and another")):
@@ -245,24 +240,24 @@ def test_the_first_cause_is_that_of_a_series_and_not_of_long_ago(tmp_path: Path)
     run_virtual(go())
 
 
-def test_what_is_given_up_is_ended(tmp_path: Path) -> None:
+def test_a_removed_process_is_ended(tmp_path: Path) -> None:
     async def test(stage: Stage) -> None:
-        async with stage.recovery.tended():
-            stage.publisher_adds_fail = True
+        async with stage.recovery.supervising():
+            stage.publisher_refuses = True
             stage.generators.handles[0].fail("Killed(sig=9)")
-            await stage.until(stage.gave_up)
+            await stage.until(stage.has_removed)
             assert stage.stopped == ["mesh of generator 0"] * 2
             assert list(stage.generators.handles) == [1]
 
-    played(tmp_path, test, restarts=2)
+    run_on_stage(tmp_path, test, restarts=2)
 
 
-def test_a_worker_that_comes_while_playing_begins_is_asked_once(tmp_path: Path) -> None:
+def test_a_worker_that_starts_while_playing_begins_is_asked_once(tmp_path: Path) -> None:
     async def test(stage: Stage) -> None:
-        async with stage.recovery.tended():
+        async with stage.recovery.supervising():
             stage.hold = asyncio.Event()
             stage.workers.handles[0].fail("Killed(sig=9)")
-            await stage.until(lambda: ("reroute waits",) in stage.events)
+            await stage.until(lambda: ("dispatch waits",) in stage.events)
             async with stage.recovery.rolling_out():
                 stage.hold.set()
                 await stage.until(stage.returns)
@@ -271,77 +266,77 @@ def test_a_worker_that_comes_while_playing_begins_is_asked_once(tmp_path: Path) 
                 for worker in stage.workers.handles.values():
                     worker.work.set_result(None)
 
-    played(tmp_path, test)
+    run_on_stage(tmp_path, test)
 
 
-def test_a_worker_that_does_not_hear_of_a_new_generator_is_replaced_too(tmp_path: Path) -> None:
+def test_a_worker_that_does_not_take_note_of_a_new_generator_is_replaced_too(tmp_path: Path) -> None:
     async def test(stage: Stage) -> None:
-        async with stage.recovery.tended():
-            stage.workers.handles[1].deaf = True
+        async with stage.recovery.supervising():
+            stage.workers.handles[1].refuses_replacements = True
             stage.generators.handles[0].fail("Killed(sig=9)")
             await stage.until(lambda: stage.returns() == 2)
             assert {row["who"] for row in stage.losses()} == {"generator 0", "rollout worker 1"}
 
-    played(tmp_path, test)
+    run_on_stage(tmp_path, test)
 
 
-def test_one_that_has_not_said_its_name_is_known_by_its_mesh(tmp_path: Path) -> None:
+def test_a_process_that_has_not_said_its_name_is_known_by_its_mesh(tmp_path: Path) -> None:
     async def test(stage: Stage) -> None:
-        async with stage.recovery.tended():
+        async with stage.recovery.supervising():
             await asyncio.sleep(0)
             assert await stage.recovery.recover("generator1 0")
             assert not await stage.recovery.recover("trainer 0")
             await stage.until(stage.returns)
             assert stage.losses()[0]["who"] == "generator 1"
 
-    played(tmp_path, test)
+    run_on_stage(tmp_path, test)
 
 
-def test_one_that_was_lost_before_is_replaced(tmp_path: Path) -> None:
-    """Such as one that did not take the first version."""
+def test_a_replica_lost_before_the_supervision_is_replaced(tmp_path: Path) -> None:
+    """For example because it did not take the first version."""
 
     async def test(stage: Stage) -> None:
         stage.publisher.lost[1] = "no version in 3 attempts"
-        async with stage.recovery.tended():
+        async with stage.recovery.supervising():
             await stage.until(stage.returns)
         assert stage.losses()[0]["cause"] == "no version in 3 attempts"
 
-    played(tmp_path, test)
+    run_on_stage(tmp_path, test)
 
 
 def test_losses_long_ago_do_not_count(tmp_path: Path) -> None:
     async def test(stage: Stage) -> None:
-        async with stage.recovery.tended():
+        async with stage.recovery.supervising():
             for times in range(1, 5):
                 stage.generators.handles[0].fail("Killed(sig=9)")
                 await stage.until(functools.partial(lambda so_far: stage.returns() == so_far, times))
                 await asyncio.sleep(0.02)
         assert len(stage.started["generator"]) == 4
 
-    played(tmp_path, test, restarts=1, per_s=0.01)
+    run_on_stage(tmp_path, test, restarts=1, per_s=0.01)
 
 
 def test_without_restarts_the_others_go_on_and_the_last_one_cannot_be_spared(tmp_path: Path) -> None:
     async def test(stage: Stage) -> None:
-        async with stage.recovery.tended():
+        async with stage.recovery.supervising():
             await asyncio.sleep(0)
             assert await stage.recovery.recover("the engine of generator 1")
             await stage.until(lambda: list(stage.generators.handles) == [0])
             assert not await stage.recovery.recover("generator 0")
             assert not await stage.recovery.recover("trainer rank 0")
 
-    played(tmp_path, test, restarts=0)
+    run_on_stage(tmp_path, test, restarts=0)
 
 
 def test_a_worker_that_waited_in_vain_for_somebody_else_ends_the_run(tmp_path: Path) -> None:
     async def test(stage: Stage) -> None:
         with pytest.raises(DeadlineExceeded, match="a free slot"):
-            async with stage.recovery.tended(), stage.recovery.rolling_out():
+            async with stage.recovery.supervising(), stage.recovery.rolling_out():
                 stage.workers.handles[0].work.set_exception(DeadlineExceeded("waited 5 s for a free slot"))
                 await asyncio.sleep(30)
         assert not stage.started["rollout worker"]
 
-    played(tmp_path, test)
+    run_on_stage(tmp_path, test)
 
 
 def test_bad_settings_are_refused() -> None:

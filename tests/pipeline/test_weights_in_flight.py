@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,13 +17,13 @@ from monarch_rl.runtime.deadlines import Patience
 from monarch_rl.weights.transport import TRANSPORTS
 from tests.generator.helpers import LOGPROB_BOUND, make_model
 from tests.pipeline.held import held_by_all, same_bits
-from tests.pipeline.system import LOTS, TRANSFER, VOCABULARY, System, start_inspected
+from tests.pipeline.system import LENGTHS, TRANSFER, VOCABULARY, InspectedGenerator, System, start_inspected
 
 GREEDY = Sampling(max_new_tokens=32, temperature=0.0)
 
 
-async def alone(generators: list[Any]) -> list[Completion]:
-    """Greedy completions, one request at a time: what is batched together changes the last bits."""
+async def alone(generators: list[InspectedGenerator]) -> list[Completion]:
+    """Greedy completions, one request at a time: a batch of several changes the last bits."""
     return [
         await Dispatcher([g], 60).generate(prompt, GREEDY, 0) for g in generators for prompt in ([7, 8, 9], [20, 30])
     ]
@@ -36,12 +35,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def generators(cluster: Cluster, model: Path) -> list[Any]:
+def generators(cluster: Cluster, model: Path) -> list[InspectedGenerator]:
     return asyncio.run(start_inspected(cluster, model, 2, 2, "generator"))
 
 
 def test_with_learning_rate_zero_five_syncs_change_nothing(
-    cluster: Cluster, model: Path, generators: list[Any]
+    cluster: Cluster, model: Path, generators: list[InspectedGenerator]
 ) -> None:
     async def go() -> None:
         system = await System.start(cluster, model, generators, lr=0.0)
@@ -60,7 +59,7 @@ def test_with_learning_rate_zero_five_syncs_change_nothing(
 
 
 def test_engine_and_trainer_agree_on_logprobs_also_after_five_updates_in_flight(
-    cluster: Cluster, model: Path, generators: list[Any]
+    cluster: Cluster, model: Path, generators: list[InspectedGenerator]
 ) -> None:
     async def go() -> None:
         system = await System.start(cluster, model, generators, lr=3e-3, version=10)
@@ -71,7 +70,7 @@ def test_engine_and_trainer_agree_on_logprobs_also_after_five_updates_in_flight(
                 assert await system.mismatch(seed=100 + seed) < LOGPROB_BOUND
         crossed: set[int] = set()
         for completion in drawn:
-            assert len(completion.token_ids) in LOTS
+            assert len(completion.token_ids) in LENGTHS
             steps = np.diff(completion.policy_versions)
             assert (steps >= 0).all()
             crossed |= set(completion.policy_versions[1:][steps > 0])
@@ -81,9 +80,10 @@ def test_engine_and_trainer_agree_on_logprobs_also_after_five_updates_in_flight(
 
 
 def test_served_weights_equal_the_trainers_bit_for_bit(
-    cluster: Cluster, model: Path, generators: list[Any], tmp_path: Path
+    cluster: Cluster, model: Path, generators: list[InspectedGenerator], tmp_path: Path
 ) -> None:
-    """SGLang's own checksums of its parameters: after commits in flight, and of an engine that loads what was saved."""
+    """SGLang's own checksums of its parameters are the same after commits in flight and in an engine that loads the
+    saved model."""
 
     async def go() -> None:
         system = await System.start(cluster, model, generators, lr=3e-3, version=20)
@@ -103,7 +103,7 @@ def test_served_weights_equal_the_trainers_bit_for_bit(
 
 
 @pytest.fixture(scope="module")
-def wide(cluster: Cluster, model: Path) -> Any:
+def wide(cluster: Cluster, model: Path) -> InspectedGenerator:
     """A replica of two engine ranks."""
     (generator,) = asyncio.run(start_inspected(cluster, model, 1, 4, "wide", tp=2))
     return generator
@@ -116,16 +116,16 @@ def wide(cluster: Cluster, model: Path) -> Any:
 def test_any_ratio_of_trainer_and_generator_ranks_gets_the_same_bits_by_every_transport(
     cluster: Cluster,
     model: Path,
-    generators: list[Any],
-    wide: Any,
+    generators: list[InspectedGenerator],
+    wide: InspectedGenerator,
     tmp_path: Path,
     trainer_ranks: int,
     replicas: str,
 ) -> None:
     """2:1, 1:2 in two ways, and 2:2; two ranks and two replicas are in the other tests of this file.
 
-    After every version: what engine ranks hold, written by SGLang and joined, equals the trainer's full tensors, all
-    of which have changed; replicas draw as the trainer computes.
+    After every version, what engine ranks hold, written by SGLang and joined, equals the trainer's full tensors, all
+    of which have changed; and engine and trainer agree on log-probs.
     """
     chosen = {"one": generators[:1], "two": generators, "one of two ranks": [wide]}[replicas]
 
@@ -150,16 +150,16 @@ def test_any_ratio_of_trainer_and_generator_ranks_gets_the_same_bits_by_every_tr
     asyncio.run(go())
 
 
-def sent_share(system: System) -> float:
+def sent_share(system: System[InspectedGenerator]) -> float:
     report = system.publisher.last
     assert report is not None and report.version == system.version
     return report.sent_bytes / report.nbytes
 
 
 def test_what_changed_travels_by_every_transport_and_all_to_a_replica_that_comes_anew(
-    cluster: Cluster, model: Path, generators: list[Any]
+    cluster: Cluster, model: Path, generators: list[InspectedGenerator]
 ) -> None:
-    """The same version twice: to those who have the one before, as what changed, and whole to one that begins anew."""
+    """Only the changes go to replicas that have the version before; a replica that begins anew is sent all of it."""
 
     async def go() -> None:
         system = await System.start(cluster, model, generators, lr=0.0, version=70)
@@ -180,7 +180,9 @@ def test_what_changed_travels_by_every_transport_and_all_to_a_replica_that_comes
     asyncio.run(go())
 
 
-def test_a_version_that_arrives_wrong_is_not_served(cluster: Cluster, model: Path, generators: list[Any]) -> None:
+def test_a_version_that_arrives_wrong_is_not_served(
+    cluster: Cluster, model: Path, generators: list[InspectedGenerator]
+) -> None:
     async def go() -> None:
         system = await System.start(cluster, model, generators, lr=3e-3, version=90)
         await system.play(0)

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 
 import grpo  # noqa: E402
 
-from monarch_rl.pipeline import start  # noqa: E402
+from monarch_rl.pipeline import run, start  # noqa: E402
 from monarch_rl.trainer.actor import Trainer  # noqa: E402
 
 FOLDER = Path(sys.argv[1])
@@ -36,4 +36,4 @@ class BlockedTrainer(Trainer):
 
 if __name__ == "__main__":
     start.Trainer = BlockedTrainer  # type: ignore[misc]
-    grpo.main(tyro.cli(grpo.Settings, args=sys.argv[2:]))
+    run.launch(grpo.train, tyro.cli(grpo.Settings, args=sys.argv[2:]))

@@ -21,7 +21,10 @@ import pytest
 from monarch_rl.buffer.ledger import EQUAL_REWARDS, REJECTED
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.generator.settings import GeneratorSettings
+from monarch_rl.pipeline.run import launch
+from monarch_rl.pipeline.settings import check
 from monarch_rl.rollout.settings import RolloutSettings
+from monarch_rl.runtime.devices import devices
 from monarch_rl.runtime.network import free_port
 from monarch_rl.tasks.reasoning_gym import TaskSettings
 from monarch_rl.trainer.settings import TrainerSettings
@@ -82,6 +85,53 @@ def test_experts(start: Start, tmp_path: Path) -> None:
     assert all(0.05 < row["trainer/kept_mass"] < 0.9 and row["trainer/routes_differ"] < 0.5 for row in steps)
     on_policy = [row for row in steps if "trainer/logprob_difference_max" in row]
     assert on_policy and all(row["trainer/logprob_difference_max"] < 1e-4 for row in on_policy)
+
+
+OWN_RECIPE = """
+import sys
+import torch, tyro
+sys.path.insert(0, {folder!r})
+import grpo
+from monarch_rl.pipeline.run import launch
+from monarch_rl.trainer.objective import reinforcement
+from monarch_rl.trainer.settings import LossSettings
+
+SHIFT = 5.0
+
+def shifted(rewards):
+    return torch.full_like(rewards, SHIFT)
+
+def halved(token_logprobs, batch):
+    assert bool((batch.advantages == SHIFT).all()), "not the recipe's advantage"
+    loss, sums = reinforcement(LossSettings())(token_logprobs, batch)
+    return loss / 2, sums | {{"own_figure": 7 * sums["tokens"]}}
+
+async def train(run, s):
+    await run.start(s.task, advantage=shifted, objective=halved)
+    await run.evaluate()
+    async for step in run.steps(s.steps):
+        figures = await run.update()
+        await run.publish()
+        await run.log(figures)
+        if s.evaluates_after(step):
+            await run.evaluate()
+
+launch(train, tyro.cli(grpo.Settings))
+"""
+
+
+def test_own_functions_and_evaluations_on_the_way(start: Start, model: Path, tmp_path: Path) -> None:
+    """Advantage and objective are functions of the recipe's file; held-out items are played while training goes on."""
+    (own := tmp_path / "own.py").write_text(OWN_RECIPE.format(folder=str(RECIPE.parent)))
+    _, *arguments = recipe(model, tmp_path / "runs", "--evaluate-every=2")
+    run = start([sys.executable, str(own), *arguments])
+    finished(run)
+    (file,) = (tmp_path / "runs").glob("own-*/metrics.jsonl")
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    steps = [row for row in rows if "lag/max" in row]
+    assert [row["trainer/own_figure"] for row in steps] == [7.0] * len(steps) and steps
+    assert [row["step"] for row in rows if "held_out/accuracy" in row] == [0, 2]
+    assert "after step 2: held-out accuracy" in run.output()
 
 
 def test_a_stream_that_filters_and_rejects(start: Start, model: Path, tmp_path: Path) -> None:
@@ -233,10 +283,11 @@ def refusal(grpo: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """Runs the recipe with changed settings and returns its error, after making sure that nothing was spawned."""
 
     def refuse(**changes: Any) -> str:
-        monkeypatch.setattr(grpo, "launch", lambda: pytest.fail("bad settings were not refused before the launch"))
+        refused_late = "bad settings were not refused before the launch"
+        monkeypatch.setattr("monarch_rl.pipeline.run.launch_cluster", lambda: pytest.fail(refused_late))
         settings = grpo.Settings(**{"model": str(model), "output": tmp_path / "runs"} | changes)
         with pytest.raises(SystemExit) as ended:
-            grpo.main(settings)
+            launch(grpo.train, settings)
         message = str(ended.value.code)  # what Python prints on stderr; the exit code is then 1
         assert message.startswith("error: ")
         return message
@@ -246,7 +297,7 @@ def refusal(grpo: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_the_defaults_are_accepted(grpo: Any, model: Path, tmp_path: Path) -> None:
     """Or the tests below would show nothing."""
-    assert grpo.check(grpo.Settings(model=str(model), output=tmp_path / "runs")) == model
+    assert check(grpo.Settings(model=str(model), output=tmp_path / "runs"), devices()) == model
 
 
 TURNS_OF_16 = RolloutSettings(max_new_tokens=16)

@@ -13,6 +13,7 @@ import numpy as np
 from monarch.actor import Actor
 
 from monarch_rl.episode.sampling import Completion, Sampling
+from monarch_rl.rollout.scoring import Scorer
 from monarch_rl.rollout.worker import RolloutWorker
 from monarch_rl.runtime.endpoint import concurrent_endpoint
 from monarch_rl.tasks.reasoning_gym import extract_answer
@@ -127,9 +128,7 @@ def hangs_once(folder: str) -> float:
 class TouchyWorker(RolloutWorker):
     """Scores with :func:`touchy_score`."""
 
-    def _environment(self, item: Item) -> Environment:
-        scorer = self._scorer
-        assert scorer is not None
+    def make_environment(self, item: Item, scorer: Scorer) -> Environment:
         return SingleTurn(item.prompt, lambda text: scorer.score(touchy_score, text))
 
     @concurrent_endpoint

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import pytest
 
 from monarch_rl.episode.episode import Episode
 from monarch_rl.episode.sampling import Completion, DrawLost, Sampling
-from monarch_rl.rollout.play import EpisodeFailed, all_or_none, episode_seed, play
+from monarch_rl.rollout.play import EpisodeFailed, EpisodePlayer, all_or_none, episode_seed
 from monarch_rl.rollout.scoring import ScorerBroken, ScoringFailed
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.tokenizer import Tokenizer
 from monarch_rl.runtime.deadlines import DeadlineExceeded
-from monarch_rl.tasks.task import Message, SingleTurn, StepResult
+from monarch_rl.tasks.task import Message, Score, SingleTurn, StepResult
 
 T = TypeVar("T")
 SETTINGS = RolloutSettings(max_turns=3, environment_deadline_s=0.2, generate_deadline_s=0.2)
@@ -48,7 +48,9 @@ class Guessing:
 
     async def step(self, text: str) -> StepResult:
         self.heard.append(text)
-        return StepResult(0.5, len(self.heard) == 2, [Message("user", "again")], {"guesses": len(self.heard)})
+        turn = len(self.heard)
+        parts = {"format": 0.25, f"turn {turn}": 1.0}
+        return StepResult(0.5, turn == 2, [Message("user", "again")], {"guesses": turn}, parts)
 
 
 class Raising(Guessing):
@@ -79,11 +81,11 @@ def tokenizer(model: str) -> Tokenizer:
 
 
 def test_single_turn_keeps_the_drawn_ids(tokenizer: Tokenizer) -> None:
-    async def score(text: str) -> float:
-        return float(text == "12")
+    async def score(text: str) -> Score:
+        return Score(float(text == "12"))
 
     echo = Echo(tokenizer, "12")
-    episode: Episode = run(play(SingleTurn("3 * 4 =", score), echo, tokenizer, Sampling(), 0, SETTINGS))
+    episode: Episode = run(EpisodePlayer(echo, tokenizer, SETTINGS).play(SingleTurn("3 * 4 =", score), Sampling(), 0))
     assert (episode.reward, episode.finish_reason, len(episode.turns)) == (1.0, "stop", 1)
     prompt = tokenizer.render([Message("user", "3 * 4 =")])
     assert episode.token_ids.tolist() == prompt + echo.completion.token_ids.tolist()
@@ -93,9 +95,10 @@ def test_single_turn_keeps_the_drawn_ids(tokenizer: Tokenizer) -> None:
 
 def test_turns_are_never_tokenised_again(tokenizer: Tokenizer) -> None:
     environment, echo = Guessing(), Echo(tokenizer, "8", ends=False)
-    episode = run(play(environment, echo, tokenizer, Sampling(), 0, SETTINGS))
+    episode = run(EpisodePlayer(echo, tokenizer, SETTINGS).play(environment, Sampling(), 0))
     assert environment.heard == ["8", "8"]
     assert (episode.reward, episode.info) == (1.0, {"guesses": 2})
+    assert episode.parts == {"format": 0.5, "turn 1": 1.0, "turn 2": 1.0}  # summed by name
     assert tokenizer.decode(episode.token_ids.tolist()) == "guess8again8"
     first, second = echo.prompts
     assert second[: len(first)] == first
@@ -104,7 +107,7 @@ def test_turns_are_never_tokenised_again(tokenizer: Tokenizer) -> None:
 
 def test_max_turns_ends_an_episode(tokenizer: Tokenizer) -> None:
     settings = RolloutSettings(max_turns=1)
-    episode = run(play(Guessing(), Echo(tokenizer, "8"), tokenizer, Sampling(), 0, settings))
+    episode = run(EpisodePlayer(Echo(tokenizer, "8"), tokenizer, settings).play(Guessing(), Sampling(), 0))
     assert (len(episode.turns), episode.reward) == (1, 0.5)
 
 
@@ -118,7 +121,7 @@ def test_max_turns_ends_an_episode(tokenizer: Tokenizer) -> None:
 )
 def test_the_environment_costs_its_episode(tokenizer: Tokenizer, environment: Guessing, reason: str) -> None:
     with pytest.raises(EpisodeFailed) as failure:
-        run(play(environment, Echo(tokenizer, "8"), tokenizer, Sampling(), 0, SETTINGS))
+        run(EpisodePlayer(Echo(tokenizer, "8"), tokenizer, SETTINGS).play(environment, Sampling(), 0))
     assert failure.value.reason == reason
 
 
@@ -129,9 +132,19 @@ def test_what_is_not_the_episodes_fault_is_raised_as_it_is(tokenizer: Tokenizer)
             raise AssertionError
 
     with pytest.raises(DeadlineExceeded, match="turn 0 of an episode of group 5 from the generators"):
-        run(play(Guessing(), Silent(), tokenizer, Sampling(), 5, SETTINGS))
+        run(EpisodePlayer(Silent(), tokenizer, SETTINGS).play(Guessing(), Sampling(), 5))
     with pytest.raises(ScorerBroken):
-        run(play(Raising(ScorerBroken("gone")), Echo(tokenizer, "8"), tokenizer, Sampling(), 0, SETTINGS))
+        run(EpisodePlayer(Echo(tokenizer, "8"), tokenizer, SETTINGS).play(Raising(ScorerBroken("gone")), Sampling(), 0))
+
+
+def test_an_episode_that_outgrows_its_limit_fails_and_tells_what_was_drawn(tokenizer: Tokenizer) -> None:
+    echo = Echo(tokenizer, "8")  # it draws two tokens
+    limit = len("guess") + 2 + len("again") + 1  # too few for the second turn
+    with pytest.raises(EpisodeFailed, match=f"prompt leaves no room within {limit} tokens") as failure:
+        run(EpisodePlayer(echo, tokenizer, SETTINGS, limit).play(Guessing(), Sampling(max_new_tokens=2), 0))
+    assert failure.value.tokens == 2
+    episode = run(EpisodePlayer(echo, tokenizer, SETTINGS, limit + 1).play(Guessing(), Sampling(max_new_tokens=2), 0))
+    assert episode.num_tokens == limit + 1
 
 
 def test_seeds_differ_by_run_group_and_episode_and_repeat() -> None:
@@ -160,33 +173,6 @@ def test_all_or_none_cancels_the_others() -> None:
     assert len(cancelled) == 2
 
 
-@pytest.mark.parametrize("field", ["workers", "group_size", "concurrent_groups", "max_turns", "score_deadline_s"])
-def test_settings_out_of_range_are_refused(field: str) -> None:
-    settings: dict[str, Any] = {field: 0}
-    with pytest.raises(ValueError, match=f"rollout.{field.replace('_', '-')} must be"):
-        RolloutSettings(**settings)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"top_k": 20}, "compares two different distributions. Set rollout.keep-sampling-mask"),
-        ({"top_p": 0.9}, "compares two different distributions"),
-        ({"min_p": 0.1}, "compares two different distributions"),
-        ({"top_p": 0.9, "keep_sampling_mask": True}, "need a rollout.top-k of 2 to 2048"),
-        ({"top_k": 1, "keep_sampling_mask": True}, "rollout.top-k must be"),
-        ({"top_k": 5000, "keep_sampling_mask": True}, "rollout.top-k must be"),
-        ({"top_p": 0.0}, "rollout.top-p must be"),
-        ({"min_p": 1.0}, "rollout.min-p must be"),
-        ({"top_k": 9, "temperature": 0.0, "keep_sampling_mask": True}, "nothing to cut off"),
-        ({"top_k": 9, "min_p": 0.1, "seed": 3, "keep_sampling_mask": True}, "cannot be used with rollout.seed"),
-    ],
-)
-def test_truncation_without_a_mask_or_that_the_engine_lacks_is_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        RolloutSettings(**settings)
-
-
 def test_routes_of_all_turns_are_asked_for_once_and_follow_each_other(tokenizer: Tokenizer) -> None:
     """Each turn asks from the token on that was not read before, and a turn with too few of them is refused."""
 
@@ -207,13 +193,13 @@ def test_routes_of_all_turns_are_asked_for_once_and_follow_each_other(tokenizer:
             )
 
     generator, sampling = Routing(lost=0), Sampling(max_new_tokens=3, expert_routes_from=0)
-    episode = run(play(Guessing(), generator, tokenizer, sampling, 0, SETTINGS))
+    episode = run(EpisodePlayer(generator, tokenizer, SETTINGS).play(Guessing(), sampling, 0))
     first, second = generator.asked
     assert first[1] == 0 and second[1] == first[0] + 2 and second[0] > first[0] + 3
     assert episode.expert_routes is not None and episode.expert_routes.shape == (episode.num_tokens - 1, 2, 4)
     np.testing.assert_array_equal(episode.expert_routes[:, 1, 2], np.arange(episode.num_tokens - 1))
     with pytest.raises(ValueError, match="turn 0 .* routes of .* were asked for"):
-        run(play(Guessing(), Routing(lost=1), tokenizer, sampling, 0, SETTINGS))
+        run(EpisodePlayer(Routing(lost=1), tokenizer, SETTINGS).play(Guessing(), sampling, 0))
 
 
 def test_a_lost_kept_set_costs_its_episode(tokenizer: Tokenizer) -> None:
@@ -222,4 +208,4 @@ def test_a_lost_kept_set_costs_its_episode(tokenizer: Tokenizer) -> None:
             raise DrawLost("the engine ended the request")
 
     with pytest.raises(EpisodeFailed, match="could not tell a token's kept set"):
-        run(play(Guessing(), Losing(), tokenizer, Sampling(), 0, SETTINGS))
+        run(EpisodePlayer(Losing(), tokenizer, SETTINGS).play(Guessing(), Sampling(), 0))

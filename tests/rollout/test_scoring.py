@@ -13,6 +13,7 @@ import pytest
 
 from monarch_rl.rollout.scoring import Scorer, ScorerBroken, ScoringFailed
 from monarch_rl.tasks.reasoning_gym import TaskSettings, TaskSource, load_data_set, score
+from monarch_rl.tasks.task import Score
 from tests.rollout import helpers
 
 
@@ -41,7 +42,7 @@ def test_failures_cost_one_score_each_and_have_a_reason() -> None:
             start = time.monotonic()
             reasons = asyncio.gather(*(reason(scorer, text) for text in "0123"))
             good = await asyncio.gather(*(scorer.score(helpers.touchy_score, "7") for _ in range(20)))
-            assert good == [7.0] * 20
+            assert good == [Score(7.0)] * 20
             assert await reasons == [
                 "score raised KeyError",
                 "score took over 1 s",
@@ -49,7 +50,7 @@ def test_failures_cost_one_score_each_and_have_a_reason() -> None:
                 "score raised SystemExit",
             ]
             assert time.monotonic() - start < 20
-            assert await scorer.score(helpers.touchy_score, "8") == 8.0
+            assert await scorer.score(helpers.touchy_score, "8") == Score(8.0)
             with pytest.raises(ScoringFailed, match="score raised ValueError: could not convert"):
                 await scorer.score(helpers.not_a_number)
         finally:
@@ -84,7 +85,7 @@ def test_a_score_whose_process_is_killed_is_computed_again(tmp_path: Path) -> No
                 while not (found := list(tmp_path.iterdir())):
                     await asyncio.sleep(0.01)
                 os.kill(int(found[0].name), signal.SIGKILL)
-                assert await scoring == 3.0
+                assert await scoring == Score(3.0)
         finally:
             await asyncio.to_thread(scorer.close)
 
@@ -97,10 +98,10 @@ def test_a_process_that_is_stopped_while_it_has_nothing_to_do_holds_nobody_up(mo
     async def test() -> None:
         scorer = Scorer(1, deadline_s=1.0)
         try:
-            stopped = int(await scorer.score(helpers.own_process_id))
+            stopped = int((await scorer.score(helpers.own_process_id)).reward)
             os.kill(stopped, signal.SIGSTOP)
             scores = [scorer.score(helpers.touchy_score, "7") for _ in range(3)]
-            assert await asyncio.wait_for(asyncio.gather(*scores), 60) == [7.0] * 3
+            assert await asyncio.wait_for(asyncio.gather(*scores), 60) == [Score(7.0)] * 3
             await asyncio.to_thread(wait_until_dead, stopped, 10)
         finally:
             await asyncio.to_thread(scorer.close)
@@ -110,13 +111,13 @@ def test_a_process_that_is_stopped_while_it_has_nothing_to_do_holds_nobody_up(mo
 
 def test_processes_are_light_and_end_with_close() -> None:
     async def test() -> int:
-        settings = TaskSettings(name="chain_sum")
+        settings = TaskSettings(name="chain_sum", pass_mark=0.5)
         scorer = Scorer(1, 20.0, functools.partial(load_data_set, settings, "train"))
         try:
             item = TaskSource(settings).item(3)
-            assert await scorer.score(score, settings, item.entry, item.answer) == 1.0
-            assert await scorer.score(helpers.heavy_modules) == 0
-            return int(await scorer.score(helpers.own_process_id))
+            assert await scorer.score(score, settings, item.entry, item.answer) == Score(1.0, {"score": 1.0})
+            assert (await scorer.score(helpers.heavy_modules)).reward == 0
+            return int((await scorer.score(helpers.own_process_id)).reward)
         finally:
             await asyncio.to_thread(scorer.close)
 
@@ -144,7 +145,7 @@ from tests.rollout import helpers
 
 async def main():
     scorer = Scorer(1, 600.0)
-    print(int(await scorer.score(helpers.own_process_id)), flush=True)
+    print(int((await scorer.score(helpers.own_process_id)).reward), flush=True)
     await scorer.score(helpers.touchy_score, "1")
 
 if __name__ == "__main__":

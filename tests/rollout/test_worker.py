@@ -119,7 +119,6 @@ def test_groups_go_from_the_task_to_the_trainer(processes: Processes, model: str
             assert {one.worker for one in stats} == {"rollout worker 0", "rollout worker 1"}
             assert sum(one.groups_put for one in stats) >= 8 and all(not one.failed for one in stats)
             assert sum(one.episodes for one in stats) * 2 == sum(one.tokens for one in stats)
-            assert all(one.recent_tokens == 2 for one in stats if one.episodes)
             samples = [row for rows in (await s.workers.samples.call(3)).values() for row in rows]
             assert samples and len(samples) <= 6
             for row in samples:

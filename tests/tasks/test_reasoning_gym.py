@@ -10,7 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from monarch_rl.tasks.reasoning_gym import SKIPS, SPLIT_DISTANCE, Split, TaskSettings, TaskSource, extract_answer, score
+from monarch_rl.tasks.reasoning_gym import (
+    MAX_SKIPS,
+    SPLIT_DISTANCE,
+    Split,
+    TaskSettings,
+    TaskSource,
+    extract_answer,
+    score,
+)
+from monarch_rl.tasks.task import Score
 
 SUMS = '{"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}'
 
@@ -20,9 +29,9 @@ def test_items_repeat_and_score_their_own_answer() -> None:
     item = TaskSource(task).item(5)
     assert item == TaskSource(pickle.loads(pickle.dumps(task))).item(5) == TaskSource(task).item(5 + task.train_size)
     assert item.prompt == item.entry["metadata"]["expression"] + " ="
-    assert score(task, item.entry, item.answer) == 1.0
-    assert score(task, item.entry, f"I think <answer> {item.answer} </answer>") == 1.0
-    assert score(task, item.entry, "no idea") == 0.0
+    assert score(task, item.entry, item.answer).reward == 1.0
+    assert score(task, item.entry, f"I think <answer> {item.answer} </answer>").reward == 1.0
+    assert score(task, item.entry, "no idea").reward == 0.0
 
 
 @settings(max_examples=10)
@@ -42,7 +51,7 @@ def test_held_out_questions_are_never_trained(seed: int) -> None:
 
 def test_splits_do_not_meet() -> None:
     task = TaskSettings(seed=3)
-    assert task.train_size * SKIPS < SPLIT_DISTANCE
+    assert task.train_size * MAX_SKIPS < SPLIT_DISTANCE
     splits: tuple[Split, ...] = ("train", "held_out", "warm_up")
     here = {TaskSource(task, split).item(i).entry["question"] for split in splits for i in range(50)}
     there = {TaskSource(TaskSettings(seed=99), split).item(i).entry["question"] for split in splits for i in range(50)}
@@ -81,7 +90,18 @@ def test_composite_mixes_data_sets() -> None:
     source.check()
     items = [source.item(i) for i in range(20)]
     assert {item.entry["metadata"]["source_dataset"] for item in items} == {"lcm", "gcd"}
-    assert all(score(task, item.entry, item.answer) == 1.0 for item in items)
+    assert all(score(task, item.entry, item.answer).reward == 1.0 for item in items)
+
+
+def test_a_pass_mark_makes_the_reward_0_or_1_and_keeps_the_score_as_its_part() -> None:
+    task = TaskSettings(name="spell_backward", config='{"min_word_len": 4, "max_word_len": 4}')
+    item = TaskSource(task).item(0)
+    near = f"{item.answer} and more"
+    raw = score(task, item.entry, near)
+    assert 0 < raw.reward < 1 and not raw.parts
+    for pass_mark, reward in ((raw.reward, 1.0), (1.0, 0.0)):
+        passed = score(dataclasses.replace(task, pass_mark=pass_mark), item.entry, near)
+        assert passed == Score(reward, {"score": raw.reward})
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ BAD = {
     "gather of a name": "async def f(actors):\n    c = [a.x.call_one() for a in actors]\n    await asyncio.gather(*c)",
     "shield": "async def f(task):\n    await asyncio.shield(task)",
     "asyncio.wait": "async def f(tasks):\n    await asyncio.wait(tasks)",
+    "an exit stack": "async def f(stack, a):\n    await stack.enter_async_context(a.session())",
     "within without on": "async def f(a):\n    await within(1.0, a.x.call(), 'x')",
     "a timeout around something else": "async def f(a):\n    async with a.lock():\n        await a.x.call()",
     "a timeout outside the function": (
@@ -55,6 +56,9 @@ GOOD = {
         "    await asyncio.gather(*calls)\n    await asyncio.gather(*[within(1, a, 'x', on='a') for a in all])"
     ),
     "a coroutine of ours": "async def f(a):\n    await g(a)\nasync def g(a):\n    await asyncio.sleep(1)",
+    "an exit stack": (
+        "async def f(stack):\n    await stack.enter_async_context(g())\n@asynccontextmanager\nasync def g():\n    yield"
+    ),
     "a thread of this process": "async def f(g):\n    await asyncio.to_thread(g)",
     "a timeout": "async def f(a):\n    async with asyncio.timeout(1):\n        await a.x.call()",
     "wait_for": "async def f(q):\n    await asyncio.wait_for(q.get(), 1)",

@@ -99,7 +99,7 @@ def row(**others: float) -> dict[str, float]:
 
 def test_each_limit_counts_and_replay_is_judged_where_there_is_one() -> None:
     limits = parity.Limits(k3=0.5).of("float32")
-    good = parity.Found({"sampled": row()}, {"own": 0.0}, [], 0.0, {})
+    good = parity.Differences({"sampled": row()}, {"own": 0.0}, [], 0.0, {})
     assert parity.judge(good, limits)[1] == []
     for name in ("p99", "k3", "outside"):
         assert parity.judge(replace(good, rows={"sampled": row(), "truncated": row(**{name: 1.0})}), limits)[1] == [
@@ -144,8 +144,8 @@ def test_what_cannot_be_compared_is_refused_before_anything_starts(
     [
         ({"sequences": 0}, "sequences must be at least 1"),
         ({"ratio_low": 1.5}, "must have 1 between them"),
-        ({"rollout": RolloutSettings(temperature=0.0)}, "a greedy lot is drawn in any case"),
-        ({"trainer": TrainerSettings(ranks=1, router_replay="replay")}, "trainer.router-replay replay: leave it"),
+        ({"rollout": RolloutSettings(temperature=0.0)}, "a greedy set is drawn in any case"),
+        ({"trainer": TrainerSettings(ranks=1, router_replay="replay")}, "trainer.router-replay replay: leave it off"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(changes: dict[str, Any], message: str) -> None:

@@ -1,7 +1,7 @@
-"""What routes and kept sets do in the trainer, on every rank of a torchrun job:  keep_ranks.py FOLDER DEGREE
+"""What expert routes and kept sets do in the trainer, on every rank of a torchrun job:  keep_ranks.py FOLDER DEGREE
 
-``FOLDER/model`` is a mixture of experts. Writes for each way of routing what the policy says of made-up episodes, and
-what went in and out of every layer of experts; ``FOLDER/<name>.rank<r>``.
+``FOLDER/model`` is a mixture of experts. Writes for each setting of ``router_replay`` what the policy computes of
+made-up episodes, and what went in and out of every layer of experts; ``FOLDER/<name>.rank<r>``.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ CHUNK = 7
 
 
 def episodes(rank: int, *, kept: bool, expert_routes: bool) -> list[Episode]:
-    """Three episodes of two turns; routes and kept sets are drawn at random. Some tokens that have a set are no longer
-    trained, as where they are too old."""
+    """Three episodes of two turns; expert routes and kept sets are random. Some tokens that have a set are no longer
+    trained, like tokens that are too old."""
     rng = np.random.default_rng(rank)
 
     def turn() -> Turn:
@@ -37,15 +37,15 @@ def episodes(rank: int, *, kept: bool, expert_routes: bool) -> list[Episode]:
         trainable = np.arange(n) >= 4
         ids = rng.integers(0, VOCABULARY, n).astype(np.int32)
         sets: list[Any] = [
-            rng.permutation(np.unique([token, *rng.integers(0, VOCABULARY, rng.integers(1, 9))])) if drawn else []
-            for token, drawn in zip(ids, trainable, strict=True)
+            rng.permutation(np.unique([token, *rng.integers(0, VOCABULARY, rng.integers(1, 9))])) if of_policy else []
+            for token, of_policy in zip(ids, trainable, strict=True)
         ]
-        counts = np.asarray([len(one) for one in sets], np.int32)
-        found = KeptSets(counts, np.concatenate(sets).astype(np.int32)) if kept else None
+        counts = np.asarray([len(ids_of_set) for ids_of_set in sets], np.int32)
+        kept_sets = KeptSets(counts, np.concatenate(sets).astype(np.int32)) if kept else None
         logprobs = np.where(trainable, -1.0, 0.0).astype(np.float32)
-        drawn = Turn(ids, logprobs, np.where(trainable, 0, -1).astype(np.int32), trainable, found)
-        drawn.trainable[5::7] = False
-        return drawn
+        made_up = Turn(ids, logprobs, np.where(trainable, 0, -1).astype(np.int32), trainable, kept_sets)
+        made_up.trainable[5::7] = False
+        return made_up
 
     made = [Episode([turn(), turn()], 1.0, "stop") for _ in range(3)]
     for episode in made if expert_routes else []:
@@ -59,29 +59,29 @@ def packed(made: list[Episode], device: torch.device) -> MicroBatch:
 
 
 def logprobs(policy: Policy, batch: MicroBatch) -> dict[str, torch.Tensor]:
-    """What the policy says, all logits, and input and output of each layer of experts."""
-    seen: dict[str, torch.Tensor] = {}
+    """The policy's log-probs, all logits, and input and output of each layer of experts."""
+    tensors: dict[str, torch.Tensor] = {}
 
     def keep(layer: str) -> Any:
         def hook(_: Any, inputs: Any, output: Any) -> None:
-            seen[f"in.{layer}"], seen[f"out.{layer}"] = inputs[0].detach().clone()[0], output.detach().clone()[0]
+            tensors[f"in.{layer}"], tensors[f"out.{layer}"] = inputs[0].detach().clone()[0], output.detach().clone()[0]
 
         return hook
 
     hooks = [block.moe.register_forward_hook(keep(name)) for name, block in policy.module.layers.items()]
     with torch.no_grad():
-        scored = policy.logprobs(batch)
+        token_logprobs = policy.token_logprobs(batch)
     for hook in hooks:
         hook.remove()
     masks = policy.module.get_attention_masks(positions=batch.positions)
-    with torch.no_grad():  # routes are still set
+    with torch.no_grad():  # expert routes are still set
         logits = policy.module(batch.token_ids, positions=batch.positions, attention_masks=masks)[0]
-    return seen | scored._asdict() | {"logits": logits[batch.trainable].contiguous()}
+    return tensors | token_logprobs._asdict() | {"logits": logits[batch.trainable].contiguous()}
 
 
 def gradients(policy: Policy, batch: MicroBatch) -> dict[str, torch.Tensor]:
     policy.optimizers.zero_grad()
-    (-policy.logprobs(batch).logprobs.sum()).backward()
+    (-policy.token_logprobs(batch).logprobs.sum()).backward()
     return {
         name: parameter.grad.full_tensor().clone()
         for name, parameter in policy.module.named_parameters()
@@ -100,14 +100,14 @@ def main(folder: Path, degree: int) -> None:
             made = episodes(policy.rank, kept=True, expert_routes=router_replay != "off")
             batch = packed(made, policy.device)
             name = f"{router_replay}.{checkpoint}.rank{policy.rank}"
-            found = logprobs(policy, batch)
+            outputs = logprobs(policy, batch)
             inputs = {"trainable": batch.trainable, "ids": batch.targets[0, batch.trainable]}
-            if batch.kept is not None:
-                inputs |= {"kept_counts": batch.kept[0], "kept_ids": batch.kept[1]}
+            if batch.kept_sets is not None:
+                inputs |= {"kept_counts": batch.kept_sets[0], "kept_ids": batch.kept_sets[1]}
             if batch.expert_routes is not None:
                 inputs["routes"] = batch.expert_routes[0]
             grads = {f"grad.{key}": value for key, value in gradients(policy, batch).items()}
-            save_file({k: v.contiguous() for k, v in (found | inputs | grads).items()}, folder / name)
+            save_file({k: v.contiguous() for k, v in (outputs | inputs | grads).items()}, folder / name)
             # One rank has nothing this time.
             batches = [batch, packed(made if policy.rank == 0 else [], policy.device)]
             metrics = policy.update(batches, reinforcement(LossSettings()))

@@ -13,16 +13,15 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from monarch_rl.model.lora import LoraSettings
-from monarch_rl.trainer.batch import pack_shard
 from monarch_rl.trainer.objective import reinforcement
 from monarch_rl.trainer.policy import Policy
 from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.trainer.shards import local_run
 from monarch_rl.weights.checksum import tensor_checksum
-from tests.trainer.batches import LR, MAX_NEW_TOKENS, STEPS, WEIGHT_DECAY, batch, shard
+from tests.trainer.batches import LR, STEPS, WEIGHT_DECAY, batch, shard
 from tests.trainer.lora_cases import CASES
 from tests.trainer.programs import saved
-from tests.trainer.ranks import check_snapshot
+from tests.trainer.ranks import check_snapshot, packed
 
 
 def check_base(policy: Policy, folder: Path) -> None:
@@ -31,8 +30,8 @@ def check_base(policy: Policy, folder: Path) -> None:
     for name, value in policy.model.hf_state().items():
         local, start = local_run(value)
         assert torch.equal(local.flatten(), whole[name].flatten()[start : start + local.numel()]), name
-    tensors, parts = policy.frozen_checksums(torch.float32)
-    sent = dict(policy.owned_runs()[0])
+    tensors, parts = policy.published.frozen_checksums(torch.float32)
+    sent = dict(policy.published.tensors())
     assert dict(tensors) == {name: tuple(value.shape) for name, value in whole.items() if name not in sent}
     sums = torch.tensor(parts)
     dist.all_reduce(sums)
@@ -65,7 +64,7 @@ def train(folder: Path, kind: str, name: str, settings: TrainerSettings) -> Poli
     policy.save(folder / f"{name}_start")
     for step in range(STEPS):
         part = shard(batch(step), step, policy.rank, policy.world_size, token_budget=50)
-        policy.update(pack_shard(part, settings.loss, MAX_NEW_TOKENS, policy.device), reinforcement(settings.loss))
+        policy.update(packed(part, policy), reinforcement(settings.loss))
     check_base(policy, folder / kind)
     policy.save(folder / name)
     check_base(policy, folder / kind)

@@ -17,13 +17,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from monarch_rl.trainer.batch import pack_shard
 from monarch_rl.trainer.objective import reinforcement, supervised
 from monarch_rl.trainer.policy import Policy
 from monarch_rl.trainer.settings import TrainerSettings
-from tests.trainer.batches import LR, MAX_NEW_TOKENS, STEPS, WEIGHT_DECAY, batch, shard, single
+from tests.trainer.batches import LR, STEPS, WEIGHT_DECAY, batch, shard, single
 from tests.trainer.moe_cases import MODELS, TRAININGS, layout
-from tests.trainer.ranks import check_snapshot, round_trip
+from tests.trainer.ranks import check_snapshot, packed, round_trip
 
 
 def check_counts(policy: Policy, training: str) -> None:
@@ -48,7 +47,7 @@ def train(folder: Path, training: str, settings: TrainerSettings, name: str) -> 
     steps = []
     for step in range(STEPS):
         part = shard(single(step) if one else batch(step), step, policy.rank, policy.world_size, token_budget=50)
-        metrics = policy.update(pack_shard(part, settings.loss, MAX_NEW_TOKENS, policy.device), objective)
+        metrics = policy.update(packed(part, policy), objective)
         assert (metrics["padding"] > 0) == one
         steps.append({"loss": metrics["loss"], "grad_norm": metrics["grad_norm"]})
     check_counts(policy, training)

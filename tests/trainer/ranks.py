@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
+from monarch_rl.algorithms.advantages import ADVANTAGES
 from monarch_rl.algorithms.aggregation import Aggregation
-from monarch_rl.trainer.batch import pack_shard
+from monarch_rl.episode.episode import BatchShard
+from monarch_rl.trainer.batch import MicroBatch, pack_shard
 from monarch_rl.trainer.objective import reinforcement
 from monarch_rl.trainer.policy import Policy
 from monarch_rl.trainer.settings import LossSettings, TrainerSettings
@@ -39,15 +41,19 @@ def round_trip(folder: Path, name: str, settings: TrainerSettings, written: str)
     return policy
 
 
+def packed(part: BatchShard, policy: Policy) -> list[MicroBatch]:
+    """The micro-batches of a shard, by the policy's loss settings."""
+    loss = policy.settings.loss
+    return pack_shard(part, ADVANTAGES[loss.advantage], loss.aggregation, MAX_NEW_TOKENS, policy.device)
+
+
 def train(folder: Path, name: str, settings: TrainerSettings) -> Policy:
     """Train on the made-up batches; in micro-batches of at most 50 tokens, so that there are several."""
     policy = Policy(folder / "qwen3", settings, total_steps=STEPS)
     for step in range(STEPS):
         part = shard(batch(step), step, policy.rank, policy.world_size, token_budget=50)
         assert len(part.microbatches) > 1
-        metrics = policy.update(
-            pack_shard(part, settings.loss, MAX_NEW_TOKENS, policy.device), reinforcement(settings.loss)
-        )
+        metrics = policy.update(packed(part, policy), reinforcement(settings.loss))
         assert metrics["tokens"] == part.trainable_tokens
         assert 0 <= metrics["imbalance"] < 0.5
     policy.save(folder / name)
@@ -56,13 +62,13 @@ def train(folder: Path, name: str, settings: TrainerSettings) -> Policy:
 
 def check_snapshot(policy: Policy, folder: Path) -> None:
     """A snapshot in bfloat16 is the saved weights cast, cut by rows; checksums are those of the whole tensors."""
-    tensors, runs = policy.owned_runs()
+    tensors, runs = policy.published.tensors(), policy.published.owned_runs()
     owned: list[list[tuple[str, int, int]]] = [[] for _ in range(policy.world_size)]
     dist.all_gather_object(owned, runs)
     manifest = make_manifest([(name, shape, torch.bfloat16) for name, shape in tensors], owned)
     mine = manifest.shards[policy.rank]
     views = [torch.empty(run.numel * 2, dtype=torch.uint8) for run in mine]
-    policy.snapshot(manifest, views)
+    policy.published.snapshot(manifest, views)
     sums = torch.tensor(ShardChecksums(manifest, policy.rank, views).take())
     dist.all_reduce(sums)
     whole = saved(folder)

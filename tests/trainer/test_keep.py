@@ -38,7 +38,7 @@ def metrics(folder: Path, name: str) -> dict[str, Any]:
 
 def test_log_probs_are_those_among_the_kept_sets(folder: Path) -> None:
     """Softmax over the ids of each set alone, of the tempered logits, in float64."""
-    for found in of_ranks(folder, "own.none"):
+    for found in of_ranks(folder, "off.none"):
         logits = (found["logits"].double() / TEMPERATURE).split(1)
         sets = found["kept_ids"].split(found["kept_counts"].tolist())
         assert len(sets) == len(logits) == len(found["ids"]) > 14
@@ -73,7 +73,7 @@ def test_the_engines_experts_compute_each_token(folder: Path, name: str) -> None
 
 def test_comparing_changes_nothing_and_replaying_does(folder: Path) -> None:
     for own, compared, replayed in zip(
-        *(of_ranks(folder, name) for name in ("own.none", "compare.none", "replay.none")), strict=True
+        *(of_ranks(folder, name) for name in ("off.none", "compare.none", "replay.none")), strict=True
     ):
         assert torch.equal(own["logprobs"], compared["logprobs"])
         assert (own["logprobs"] - replayed["logprobs"]).abs().max() > 0.05
@@ -110,14 +110,14 @@ def test_the_natural_disagreement_is_counted(folder: Path) -> None:
         assert chosen[f"routes_differ_{layer}"] == pytest.approx(shares[-1], abs=1e-6)
         assert 0.1 < shares[-1] < 0.9
     assert chosen["routes_differ"] == pytest.approx(sum(shares) / 2, abs=1e-6)
-    assert "routes_differ" not in metrics(folder, "own.none")
+    assert "routes_differ" not in metrics(folder, "off.none")
     assert metrics(folder, "replay.none")["routes_differ"] > 0.1
 
 
-def test_differences_of_log_probs_are_told_by_quantile(folder: Path) -> None:
+def test_differences_of_log_probs_are_reported_by_quantile(folder: Path) -> None:
     """The engine's are all -1; a quantile is right within a bin."""
-    ranks, told = of_ranks(folder, "own.none"), metrics(folder, "own.none")
+    ranks, reported = of_ranks(folder, "off.none"), metrics(folder, "off.none")
     differences = torch.cat([found["logprobs"] + 1.0 for found in [*ranks, ranks[0]]]).abs()
     for name, share in (("p50", 0.5), ("p99", 0.99), ("max", 1.0)):
         exact = float(differences.quantile(share, interpolation="higher" if share < 1 else "linear"))
-        assert exact / 1.34 <= told[f"logprob_difference_{name}"] <= exact * 1.34
+        assert exact / 1.34 <= reported[f"logprob_difference_{name}"] <= exact * 1.34

@@ -10,7 +10,7 @@ from monarch_rl.trainer import platform
 
 platform.prepare()
 
-from monarch_rl.trainer.model import model_config  # noqa: E402
+from monarch_rl.trainer.model_config import model_config  # noqa: E402
 
 YARN = {
     "rope_type": "yarn",

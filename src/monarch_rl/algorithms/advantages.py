@@ -1,4 +1,8 @@
-"""Advantages: how much better an episode was than its group. Pure functions of one group's rewards."""
+"""Advantages: how much better an episode was than its group. Pure functions of one group's rewards.
+
+An advantage of your own is a function of the type :data:`Advantage`: give it to the trainer as
+``TrainerPlan.advantage``.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,8 @@ from typing import Literal
 
 import torch
 
+Advantage = Callable[[torch.Tensor], torch.Tensor]
+"""From the rewards of a group, float[G], to the advantage of each of its episodes, float[G]."""
 AdvantageName = Literal["grpo", "dr_grpo"]
 
 
@@ -28,7 +34,7 @@ def grpo(rewards: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
 
 
 def dr_grpo(rewards: torch.Tensor) -> torch.Tensor:
-    """``R - mean`` in the group: without the division by std, which favours prompts of little spread
+    """``R - mean`` in the group: without the division by std, which favours prompts whose rewards differ little
     (arXiv:2503.20783).
 
     Args:
@@ -40,5 +46,5 @@ def dr_grpo(rewards: torch.Tensor) -> torch.Tensor:
     return rewards - rewards.mean()
 
 
-ADVANTAGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"grpo": grpo, "dr_grpo": dr_grpo}
-"""By the name that the settings use."""
+ADVANTAGES: dict[AdvantageName, Advantage] = {"grpo": grpo, "dr_grpo": dr_grpo}
+"""By their names in the settings."""

@@ -1,6 +1,6 @@
 """How per-token losses become one number: the weight of each token, so that the loss is a plain sum.
 
-The normalisers are those of the whole batch, over all ranks and micro-batches: how a batch is cut must not
+The normalisers are those of the whole batch, over all ranks and micro-batches, so that how a batch is cut does not
 change its gradient.
 """
 

@@ -24,10 +24,10 @@ def truncated_importance_weights(
 
 def finite_tokens(*logprobs: torch.Tensor) -> torch.Tensor:
     """bool[N]: tokens whose log-probs are all finite. The others must be masked, and counted."""
-    keep = torch.ones_like(logprobs[0], dtype=torch.bool)
+    finite = torch.ones_like(logprobs[0], dtype=torch.bool)
     for values in logprobs:
-        keep &= torch.isfinite(values)
-    return keep
+        finite &= torch.isfinite(values)
+    return finite
 
 
 def mismatch_k3(old_logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor) -> torch.Tensor:
@@ -42,13 +42,13 @@ def mismatch_k3(old_logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor) ->
 def lag_discount(lags: torch.Tensor, factor: float) -> torch.Tensor:
     """``factor ** lag``: stale tokens count less.
 
-    A heuristic: asynchronous SGD gains from steps that shrink with staleness (arXiv:1511.05950 divides by it), but
-    nothing there speaks of single tokens, or of language models. Unlike the
-    importance weight it asks for no log-prob, and it is biased: it shrinks the update by the lag of its tokens.
+    A heuristic: asynchronous SGD gains from steps that shrink with staleness (arXiv:1511.05950 divides by it), but that
+    work is not about single tokens, nor about language models. Unlike the importance weight it needs no log-prob, and
+    it is biased: it shrinks the update by the lag of its tokens.
 
     Args:
         lags: int[N], the version being updated minus the one that drew each token.
-        factor: 1 is off, 0 trains tokens of lag 0 alone.
+        factor: 1 is off, 0 trains tokens of lag 0 only.
 
     Returns:
         float32[N].

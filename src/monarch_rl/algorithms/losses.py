@@ -1,7 +1,7 @@
 """Policy losses: pure functions of per-token tensors, each of shape [N] over the trainable tokens.
 
 Every loss returns the loss of each token, to be minimised, unreduced; :mod:`monarch_rl.algorithms.aggregation`
-says what a token counts.
+gives each token its weight.
 """
 
 from __future__ import annotations

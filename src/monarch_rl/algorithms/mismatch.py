@@ -8,24 +8,25 @@ import torch
 from monarch_rl.algorithms.corrections import finite_tokens, mismatch_k3
 
 LOWEST, HIGHEST, PER_DECADE = -8, 2, 8
-"""Decades of absolute differences that have bins, and bins of each: a quantile is right within a factor of 1.33."""
+"""Decades of absolute differences that have bins, and bins of each decade: a quantile is right within a factor of
+1.33."""
 BINS = (HIGHEST - LOWEST) * PER_DECADE + 1
-"""The first has everything below ``10 ** LOWEST``, 0 included, the last what is above ``10 ** HIGHEST``, too."""
+"""The first bin also counts all below ``10 ** LOWEST``, 0 included, and the last all above ``10 ** HIGHEST``."""
 
 
 def histogram(differences: torch.Tensor) -> torch.Tensor:
-    """Counts of |differences| by size, float32[BINS]: those of several ranks are added up.
+    """Counts of |differences| by size, float32[BINS]: those of several ranks can be added up.
 
     Args:
         differences: float[N]; those that are not finite are left out.
     """
     differences = differences[differences.isfinite()]
-    places = ((differences.abs().clamp(min=1e-30).log10() - LOWEST) * PER_DECADE).ceil().clamp(0, BINS - 1)
-    return torch.bincount(places.long(), minlength=BINS).float()
+    bins = ((differences.abs().clamp(min=1e-30).log10() - LOWEST) * PER_DECADE).ceil().clamp(0, BINS - 1)
+    return torch.bincount(bins.long(), minlength=BINS).float()
 
 
 def quantile(counts: torch.Tensor, share: float) -> float:
-    """The upper edge of the bin up to which ``share`` of what was counted lies; 0.0 for the lowest bin.
+    """The upper edge of the bin up to which ``share`` of the counts lies; 0.0 for the lowest bin.
 
     Args:
         counts: float[BINS], of :func:`histogram`.
@@ -36,8 +37,8 @@ def quantile(counts: torch.Tensor, share: float) -> float:
     total = float(counts.sum())
     if not total:
         raise ValueError("there is no quantile of nothing")
-    place = int(torch.searchsorted(counts.cumsum(0), torch.tensor(share * total)))
-    return float(10 ** (LOWEST + place / PER_DECADE)) if place else 0.0
+    index = int(torch.searchsorted(counts.cumsum(0), torch.tensor(share * total)))
+    return float(10 ** (LOWEST + index / PER_DECADE)) if index else 0.0
 
 
 def figures(trainer: torch.Tensor, engine: torch.Tensor, low: float, high: float) -> dict[str, float]:
@@ -46,30 +47,30 @@ def figures(trainer: torch.Tensor, engine: torch.Tensor, low: float, high: float
     Args:
         trainer: float[N], natural log.
         engine: float[N], of the distribution that drew the tokens.
-        low, high: bounds of the ratio trainer / engine, as an importance cap or a mask would have them.
+        low, high: bounds of the ratio trainer / engine, such as those of an importance cap or a mask.
 
     Returns:
         Of |trainer - engine|: ``mean``, exact quantiles ``p50``, ``p90``, ``p99``, ``p99_9``, and ``max``; ``k3``
         (:func:`monarch_rl.algorithms.corrections.mismatch_k3`); ``outside``, the share of tokens whose ratio lies
-        outside the bounds; and ``nonfinite``, the share of tokens that all others leave out since a log-prob of theirs
-        is not finite. ``tokens`` is N.
+        outside the bounds; and ``nonfinite``, the share of tokens that all other figures leave out because one of their
+        log-probs is not finite. ``tokens`` is N.
 
     Raises:
         ValueError: no token has finite log-probs.
     """
-    keep = finite_tokens(trainer, engine)
-    if not keep.any():
-        raise ValueError(f"none of {len(keep)} tokens has finite log-probs on both sides")
-    old, behaviour = trainer[keep].double(), engine[keep].double()
+    finite = finite_tokens(trainer, engine)
+    if not finite.any():
+        raise ValueError(f"none of {len(finite)} tokens has finite log-probs on both sides")
+    old, behaviour = trainer[finite].double(), engine[finite].double()
     sizes, ratio = (old - behaviour).abs(), torch.exp(old - behaviour)
     shares = torch.tensor([0.5, 0.9, 0.99, 0.999], dtype=torch.float64)
     quantiles = dict(zip(("p50", "p90", "p99", "p99_9"), sizes.cpu().quantile(shares).tolist(), strict=True))
     return {
-        "tokens": float(len(keep)),
+        "tokens": float(len(finite)),
         "mean": float(sizes.mean()),
         **quantiles,
         "max": float(sizes.max()),
         "k3": float(mismatch_k3(old, behaviour).mean()),
         "outside": float(((ratio < low) | (ratio > high)).double().mean()),
-        "nonfinite": float((~keep).double().mean()),
+        "nonfinite": float((~finite).double().mean()),
     }

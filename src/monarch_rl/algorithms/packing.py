@@ -9,18 +9,18 @@ from collections.abc import Sequence
 def plan_microbatches(lengths: Sequence[int], token_budget: int, dp_size: int) -> list[list[list[int]]]:
     """Spread episodes over micro-batches: few, within the budget, and balanced between ranks.
 
-    An episode's tokens stand one after the other in its micro-batch, without padding, so what is wasted is
-    only the wait of a rank with fewer tokens for one with more. The longest episode goes first, each into the
+    Episodes lie one after the other in their micro-batch, without padding, so the only waste is the wait of a rank
+    with fewer tokens for a rank with more. Episodes are placed from the longest to the shortest, each into the
     micro-batch with the fewest tokens (LPT; Graham, 1969), with as few micro-batches as hold them all.
 
-    Any two micro-batches differ by at most the longest episode (the last one put into the larger found it no larger
-    than the other). Micro-batches of like size run at the same time on all ranks, so the waits of a rank, summed over
-    all of its micro-batches, are at most the longest episode too.
+    Any two micro-batches differ by at most the longest episode (when the larger one got its last episode, it was no
+    larger than the other). Micro-batches of similar size run at the same time on all ranks, so the waits of a rank,
+    summed over all of its micro-batches, are at most the longest episode too.
 
     Args:
         lengths: tokens of each episode.
         token_budget: tokens that one micro-batch may have.
-        dp_size: trainer ranks; all of them run the same number of micro-batches, as their collectives demand.
+        dp_size: trainer ranks; all of them run the same number of micro-batches, because their collectives need it.
 
     Returns:
         ``plan[rank][k]``: the indices into ``lengths`` of the k-th micro-batch of that rank, ascending. A

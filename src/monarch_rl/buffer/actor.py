@@ -12,12 +12,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from monarch_rl.algorithms.packing import plan_microbatches
-from monarch_rl.buffer.core import Batch, BufferCore, Ticket
+from monarch_rl.buffer.core import Batch, BufferCore
 from monarch_rl.buffer.ledger import Counts
 from monarch_rl.buffer.report import Lease, report, waits
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.buffer.waiting import Line
 from monarch_rl.episode.packed import PackedGroup, PackedShard
+from monarch_rl.episode.ticket import Ticket
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import DeadlineExceeded, now
 from monarch_rl.runtime.endpoint import concurrent_endpoint

@@ -25,18 +25,7 @@ from monarch_rl.buffer.order import Live, next_batch, note_overtaking
 from monarch_rl.buffer.rules import Rules, token_lags
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.episode.packed import PackedGroup
-
-
-@dataclass(frozen=True, slots=True)
-class Ticket:
-    """Leave to play one group."""
-
-    group_id: int
-    """Counts admissions: 0, 1, 2, ..."""
-    task_cursor: int
-    """Position in the stream of tasks; differs from ``group_id`` only in a resumed run."""
-    attempt: int = 0
-    """How often the group was begun before, by workers that were lost."""
+from monarch_rl.episode.ticket import Ticket
 
 
 @dataclass(frozen=True, slots=True)

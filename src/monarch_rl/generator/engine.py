@@ -58,7 +58,7 @@ from monarch_rl.generator.settings import (
     engine_arguments,
 )
 from monarch_rl.model.folder import sparse_layers
-from monarch_rl.model.lora import FULL_TRAINING, LoraSettings, adapter_config
+from monarch_rl.model.lora import FULL_TRAINING, LoraSettings, lora_config
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import DeadlineExceeded, within
 from monarch_rl.runtime.network import held_port
@@ -236,7 +236,7 @@ class Engine:
 
         request = _io().LoadLoRAAdapterFromTensorsReqInput(
             lora_name=ADAPTER,
-            config_dict=adapter_config(lora, model_path),
+            config_dict=lora_config(lora, model_path),
             serialized_named_tensors=[MultiprocessingSerializer.serialize({})] * self._ranks,
             pinned=True,
         )

@@ -20,7 +20,7 @@ import torch
 
 from monarch_rl.generator.load_report import Box
 from monarch_rl.generator.load_staged import Place, Plan, UnsupportedModel, box_of, plan_of, run_order
-from monarch_rl.model.lora import tensor_names
+from monarch_rl.model.lora import lora_names
 from monarch_rl.weights.manifest import TensorSpec, list_names
 
 _managers: WeakKeyDictionary[torch.nn.Module, Any] = WeakKeyDictionary()
@@ -127,7 +127,7 @@ def _add_siblings(manager: Any, tensors: dict[str, torch.Tensor]) -> None:
     for modules in manager.lora_modules:
         for path, module in modules.items():
             parent, _, leaf = path.rpartition(".")
-            parts = [tensor_names(f"{parent}.{part}.weight") for part in fused.get(leaf, ())]
+            parts = [lora_names(f"{parent}.{part}.weight") for part in fused.get(leaf, ())]
             there = next((pair for pair in parts if pair[0] in tensors), None)
             if there is None:
                 continue

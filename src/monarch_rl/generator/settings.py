@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from monarch_rl.model.architecture import find_architecture
 from monarch_rl.model.folder import rope_parameters
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
 
@@ -153,20 +154,20 @@ def check_served(config: dict[str, Any], settings: GeneratorSettings, on_gpu: bo
             would not start.
     """
     tp = settings.tp
-    if config.get("architectures") == ["DeepseekV3ForCausalLM"]:
-        if resolve_dtype(settings.dtype, on_gpu) != "float32":
-            raise ValueError(
-                "a DeepSeek-V3 is served in float32 only: SGLang keeps its router's bias in float32, and a version has "
-                "one dtype. Set generator.dtype float32"
-            )
-        if not on_gpu and rope_parameters(config)["rope_type"] == "default":
-            raise ValueError(
-                "on a CPU SGLang serves a DeepSeek-V3 only with YaRN's rotary embeddings, which DeepSeek's own have: "
-                "this one's config.json has no rope_scaling"
-            )
-    if config.get("architectures") == ["Qwen3MoeForCausalLM"] and config.get("tie_word_embeddings"):
+    family = find_architecture(config)
+    if family is not None and family.float32_only and resolve_dtype(settings.dtype, on_gpu) != "float32":
         raise ValueError(
-            "the model is a Qwen3MoeForCausalLM with tie_word_embeddings, for which SGLang makes an LM head of its own "
+            f"a {family.label} is served in float32 only: {family.float32_only}. Set generator.dtype float32"
+        )
+    scaled_rope = rope_parameters(config)["rope_type"] != "default"
+    if family is not None and family.cpu_needs_scaled_rope and not on_gpu and not scaled_rope:
+        raise ValueError(
+            f"on a CPU SGLang serves a {family.label} only with YaRN's rotary embeddings, which {family.label}'s own "
+            "have: this one's config.json has no rope_scaling"
+        )
+    if family is not None and family.needs_lm_head and config.get("tie_word_embeddings"):
+        raise ValueError(
+            f"the model is a {family.name} with tie_word_embeddings, for which SGLang makes an LM head of its own "
             "that no tensor fills: untie it, that is, save its embeddings as lm_head.weight too"
         )
     heads = int(config.get("num_attention_heads") or 1)

@@ -1,4 +1,4 @@
-"""A model is a Hugging Face folder: found, checked and described here, before anything is spawned."""
+"""A model is a Hugging Face folder: this finds, checks and describes it, before anything is spawned."""
 
 from __future__ import annotations
 
@@ -6,16 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-ARCHITECTURES = {
-    "Qwen3ForCausalLM": "qwen3",
-    "Qwen3MoeForCausalLM": "qwen3",
-    "LlamaForCausalLM": "llama",
-    "DeepseekV3ForCausalLM": "deepseek_v3",
-}
-"""Architectures that can be trained, by the name in ``config.json``."""
-
-DEEPSEEK_KEYS = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-"""What SGLang looks for in a DeepSeek-V3's ``config.json``, and DeepSeek's own values."""
+from monarch_rl.model.architecture import architecture_of, find_architecture
 
 TEXT_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
 """Files of a model folder beside the weights: config and tokenizer."""
@@ -27,21 +18,21 @@ def resolve_model(name: str, tokenizer: bool = True) -> Path:
 
     Args:
         name: a folder with ``config.json``, safetensors and a tokenizer, or a Hub name (``org/name``).
-        tokenizer: whether it must have one; not where all there is are token ids.
+        tokenizer: whether the folder must have one; a user of token ids alone needs none.
 
     Raises:
-        ValueError: there is no such folder and no such (reachable) Hub repository, a file is missing, or the
-            architecture is not supported.
+        ValueError: there is no such folder and no such (reachable) Hub repository, a file or a key of the config is
+            missing, or the architecture is not supported.
     """
     folder = Path(name).expanduser()
     if not folder.is_dir():
         folder = _download(name)
     config = read_config(folder)
-    needed = DEEPSEEK_KEYS if config["architectures"][0] == "DeepseekV3ForCausalLM" else {}
-    if lacking := {key: value for key, value in needed.items() if key not in config}:
+    architecture = architecture_of(config)
+    if lacking := {key: value for key, value in architecture.needed_keys.items() if key not in config}:
         raise ValueError(
             f"model {name}: its config lacks {', '.join(lacking)}, without which SGLang does not start: transformers 5 "
-            f"leaves them out. Add what DeepSeek-V3's own has: {json.dumps(lacking)}"
+            f"leaves them out. Add what {architecture.label}'s own has: {json.dumps(lacking)}"
         )
     if not any(folder.glob("*.safetensors")):
         raise ValueError(f"model {name}: no *.safetensors file in {folder}; save the weights as safetensors")
@@ -78,48 +69,38 @@ def read_config(folder: Path) -> dict[str, Any]:
         config = json.loads(path.read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
-    architecture = (config.get("architectures") or ["none"])[0]
-    if architecture not in ARCHITECTURES:
-        raise ValueError(
-            f"{folder}: architecture {architecture} is not supported; supported: {', '.join(ARCHITECTURES)}"
-        )
+    try:
+        architecture_of(config)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
     return config
 
 
 def num_experts(config: dict[str, Any]) -> int:
-    """Experts of a layer that has some; 0 for a model without.
+    """Experts of a layer that has some; 0 for a model without, and for one of a family that cannot be trained here.
 
     Raises:
         ValueError: a mixture-of-experts model whose config does not say so.
     """
-    if config["architectures"][0] == "DeepseekV3ForCausalLM":
-        return int(config["n_routed_experts"])
-    if config["architectures"][0] != "Qwen3MoeForCausalLM":
-        return 0
-    found = config.get("num_experts", config.get("num_local_experts"))  # transformers 4's name, and 5's
-    if found is None:
-        raise ValueError("config.json of a Qwen3MoeForCausalLM names neither num_experts nor num_local_experts")
-    return int(found)
+    architecture = find_architecture(config)
+    return 0 if architecture is None else architecture.num_experts(config)
 
 
 def sparse_layers(config: dict[str, Any]) -> list[int]:
-    """The layers that have experts: of a Qwen3-MoE every ``decoder_sparse_step`` th one but for ``mlp_only_layers``, of
-    a DeepSeek-V3 all but the first ``first_k_dense_replace``."""
+    """The indices of the layers that have experts; none for a model without."""
     if num_experts(config) == 0:
         return []
-    if config["architectures"][0] == "DeepseekV3ForCausalLM":
-        return list(range(config["first_k_dense_replace"], config["num_hidden_layers"]))
-    dense, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step", 1)
-    return [i for i in range(config["num_hidden_layers"]) if i not in dense and (i + 1) % step == 0]
+    architecture = architecture_of(config)
+    return [layer for layer in range(config["num_hidden_layers"]) if architecture.is_sparse(config, layer)]
 
 
 def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
-    """The rotary embeddings as transformers 5 writes them: ``rope_type``, ``rope_theta`` and what the type needs;
+    """The rotary embeddings in the form of transformers 5: ``rope_type``, ``rope_theta`` and what the type needs.
     transformers 4 wrote ``rope_theta`` and ``rope_scaling``."""
-    found = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    found["rope_type"] = found.get("rope_type") or found.get("type") or "default"
-    found["rope_theta"] = found.get("rope_theta") or config.get("rope_theta") or 10_000.0
-    return found
+    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
+    rope["rope_theta"] = rope.get("rope_theta") or config.get("rope_theta") or 10_000.0
+    return rope
 
 
 def saved_dtype(config: dict[str, Any]) -> str:

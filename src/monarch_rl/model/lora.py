@@ -1,7 +1,7 @@
-"""What a low-rank adapter (LoRA, arXiv:2106.09685) is called and made of, in peft's terms.
+"""Low-rank adapters (LoRA, arXiv:2106.09685): their settings, and the names of their tensors, in peft's terms.
 
-An adapted projection computes ``W x + alpha / rank * B (A x)``: W is the model's own and stays as it is, A
-``[rank, in]`` and B ``[out, rank]`` are trained. Trainers, generators and files all use the names of this module.
+A projection with LoRA computes ``W x + alpha / rank * B (A x)``: W is the model's own and frozen, A ``[rank, in]`` and
+B ``[out, rank]`` are trained. Trainers, generators and files all use the names of this module.
 """
 
 from __future__ import annotations
@@ -11,28 +11,29 @@ from typing import Any, Literal, get_args
 
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 TARGETS: tuple[Target, ...] = get_args(Target)
-"""The projections of a decoder layer that can be adapted, by their Hugging Face names."""
+"""The projections of a decoder layer that can have LoRA, by their Hugging Face names."""
 MLP_TARGETS: tuple[Target, ...] = ("gate_proj", "up_proj", "down_proj")
-"""Of these, those that a mixture of experts has once in each expert."""
+"""The targets that a mixture of experts has once in each expert."""
 
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """Low-rank adapters: only they are trained, and only they travel to the generators, or, with adapters on experts,
-    the weights that they have changed."""
+    """Low-rank adapters: only they are trained, and only they travel to the generators; with adapters on experts, the
+    weights that they change travel instead."""
 
     rank: int = 0
     """Rank of the adapters; 0 is full training. 1 to 32 were enough for reinforcement learning in `LoRA Without
-    Regret` (Schulman et al., Thinking Machines 2025), which wants about 10 times the rate of full training (on the
-    tiny model 5 times worked, and 10 times was worse: see recipes/grpo_lora.py)."""
+    Regret` (Schulman et al., Thinking Machines 2025), which recommends about 10 times the learning rate of full
+    training (on the tiny model 5 times worked, and 10 times was worse: see recipes/grpo_lora.py)."""
     alpha: float = 32.0
-    """Adapters count alpha / rank. 32 whatever the rank is that paper's: the best rate hardly depends on the rank."""
+    """Adapters are scaled by alpha / rank. 32 for every rank is that paper's value: the best learning rate then hardly
+    depends on the rank."""
     targets: tuple[Target, ...] = TARGETS
-    """The projections that get an adapter; all of them, for the same paper: attention alone learns less. Of a mixture
-    of experts, gate_proj, up_proj and down_proj give each expert an adapter of its own, and a version is then the
-    weights with adapters merged into them, since the engine cannot serve such adapters on a CPU."""
+    """The projections that get an adapter. All of them by default, after the same paper: attention alone learns less.
+    In a mixture of experts, gate_proj, up_proj and down_proj give each expert an adapter of its own, and a version is
+    then the weights with adapters merged into them, because the engine cannot serve such adapters on a CPU."""
     seed: int = 0
-    """Of the first values of A. B starts at zero, so that training starts from the model as it is."""
+    """Of the initial values of A. B starts at zero, so that training starts from the unchanged model."""
 
     def __post_init__(self) -> None:
         if self.rank < 0:
@@ -49,10 +50,10 @@ class LoraSettings:
         return self.alpha / self.rank
 
     def sends_merged(self, sparse: bool) -> bool:
-        """Whether a version is not the adapters but the adapted weights with their adapters merged into them.
+        """Whether a version consists of the targeted weights with LoRA merged into them, and not of LoRA alone.
 
-        So it is with adapters on experts: SGLang 0.5.23 computes them on GPUs alone (``FusedMoEWithLoRA``), whatever
-        its ``lora_backend`` is; on a CPU its scheduler ends at the first token.
+        That is so with LoRA on experts: SGLang 0.5.23 computes it on GPUs only (``FusedMoEWithLoRA``), whatever its
+        ``lora_backend`` is; on a CPU its scheduler ends at the first token.
 
         Args:
             sparse: the model has layers with experts.
@@ -61,20 +62,20 @@ class LoraSettings:
 
 
 FULL_TRAINING = LoraSettings()
-"""No adapters."""
+"""Without LoRA."""
 
 
-def tensor_names(weight: str) -> tuple[str, str]:
-    """peft's names of A and B for the Hugging Face name of the weight that they adapt."""
+def lora_names(weight: str) -> tuple[str, str]:
+    """peft's names of A and B, from the Hugging Face name of their weight."""
     module = f"base_model.model.{weight.removesuffix('.weight')}"
     return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
 
 
-def adapter_config(lora: LoraSettings, base: str) -> dict[str, Any]:
+def lora_config(lora: LoraSettings, base: str) -> dict[str, Any]:
     """peft's ``adapter_config.json``.
 
     Args:
-        base: folder or Hub name of the model that the adapter belongs to.
+        base: folder or Hub name of the model that LoRA belongs to.
     """
     return {
         "peft_type": "LORA",

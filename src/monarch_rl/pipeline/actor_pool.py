@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Generic, TypeVar
 
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ProcMesh
@@ -16,60 +16,63 @@ from monarch_rl.runtime.deadlines import DeadlineExceeded, within
 
 logger = logging.getLogger("monarch_rl")
 
+A = TypeVar("A")
+"""The actor's class."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class ActorFactory:
-    """How a process of a crew comes and goes."""
+class ActorFactory(Generic[A]):
+    """How a process of a pool is started and ended."""
 
     cluster: Cluster
-    spawn: Callable[[int], tuple[ProcMesh, Any]]
+    spawn: Callable[[int], tuple[ProcMesh, A]]
     """By index: a process mesh, and a handle of the one actor in it."""
-    set_up: Callable[[int, Any], Awaitable[None]]
+    set_up: Callable[[int, A], Awaitable[None]]
     """By index and handle: all that the actor needs before it can be used; with a deadline."""
 
 
-class ActorPool:
+class ActorPool(Generic[A]):
     """The processes of one kind, each in a mesh of its own, by index.
 
     Args:
-        kind: as in messages: ``"generator"``.
+        kind: what messages call them: ``"generator"``.
         mesh: what their meshes are called, followed by an index.
         handles: of processes that are there already.
-        way: how others come; None if they cannot.
+        factory: starts others; None if none can be started.
     """
 
     def __init__(
-        self, kind: str, mesh: str, handles: Mapping[int, Any] | None = None, way: ActorFactory | None = None
+        self, kind: str, mesh: str, handles: Mapping[int, A] | None = None, factory: ActorFactory[A] | None = None
     ) -> None:
         self.kind, self.mesh = kind, mesh
-        self.handles: dict[int, Any] = dict(handles or {})
-        """Of those that are there and set up, by index."""
-        self.latest: dict[int, Any] = dict(self.handles)
-        """The last handle of each, also of those that are lost."""
+        self.handles: dict[int, A] = dict(handles or {})
+        """The processes that are there and set up, by index."""
+        self.latest: dict[int, A] = dict(self.handles)
+        """The newest handle of each index, also if that process is lost."""
         self.changed = asyncio.Event()
-        """Set when one has come."""
-        self._way = way
+        """Set when a process was started."""
+        self._factory = factory
         self._meshes: dict[int, ProcMesh] = {}
 
     def name(self, index: int) -> str:
-        """As the process calls itself: ``"generator 1"``."""
+        """What process ``index`` calls itself: ``"generator 1"``."""
         return f"{self.kind} {index}"
 
     @property
     def replaceable(self) -> bool:
         """Whether others can be started."""
-        return self._way is not None
+        return self._factory is not None
 
-    async def start(self, index: int) -> Any:
+    async def start(self, index: int) -> A:
         """Start process ``index``; returns its handle once it is set up. Raises what setting it up raises."""
-        if self._way is None:
-            raise RuntimeError(f"{self.name(index)} cannot be started: nobody has said how")
-        mesh, handle = self._way.spawn(index)
+        factory = self._factory
+        if factory is None:
+            raise RuntimeError(f"{self.name(index)} cannot be started: its pool has no factory")
+        mesh, handle = factory.spawn(index)
         self._meshes[index] = mesh
-        await self._way.set_up(index, handle)  # waits: it has deadlines of its own
-        await self._way.cluster.introduce(mesh)  # waits: as above
+        await factory.set_up(index, handle)  # waits: it has deadlines of its own
+        await factory.cluster.introduce(mesh)  # waits: as above
         self.handles[index] = self.latest[index] = handle
         self.changed.set()
         return handle
@@ -80,23 +83,23 @@ class ActorPool:
         self.handles = dict(sorted(self.handles.items()))
 
     async def stop(self, index: int) -> None:
-        """End what is left of process ``index``, if it was started from here."""
+        """End process ``index``, if this pool started it and it still runs."""
         self.handles.pop(index, None)
         mesh = self._meshes.pop(index, None)
-        if mesh is not None and self._way is not None:
-            await self._way.cluster.kill(mesh)  # waits: it has a deadline
+        if mesh is not None and self._factory is not None:
+            await self._factory.cluster.kill(mesh)  # waits: it has a deadline
 
     async def ask(
         self,
         seconds: float,
         what: str,
-        call: Callable[[int, Any], Awaitable[T]],
-        asked: Mapping[int, Any] | None = None,
+        call: Callable[[int, A], Awaitable[T]],
+        asked: Mapping[int, A] | None = None,
     ) -> dict[int, T]:
         """Answers to ``call(index, handle)`` by index, each within ``seconds``.
 
-        One that is lost, or does not answer in time, is left out with a warning: what becomes of it is not decided
-        here. What an actor raises is raised.
+        A process that is lost, or does not answer in time, is left out with a warning: others decide what becomes of
+        it. What an actor raises is raised.
 
         Args:
             what: completes the sentence that begins with a name: ``"to take note of the replicas"``.
@@ -104,22 +107,22 @@ class ActorPool:
         """
         asked = dict(self.handles if asked is None else asked)
 
-        async def one(index: int, handle: Any) -> T:
+        async def ask_one(index: int, handle: A) -> T:
             return await within(seconds, call(index, handle), f"{self.name(index)} {what}", on=self.name(index))
 
-        answers = await asyncio.gather(*(one(*each) for each in asked.items()), return_exceptions=True)
-        found: dict[int, T] = {}
-        for index, answer in zip(asked, answers, strict=True):
-            if not isinstance(answer, BaseException):
-                found[index] = answer
-            elif isinstance(answer, SupervisionError | DeadlineExceeded):
-                logger.warning("no answer of %s, asked %s: %s", self.name(index), what, last_line(answer))
+        results = await asyncio.gather(*(ask_one(*item) for item in asked.items()), return_exceptions=True)
+        answers: dict[int, T] = {}
+        for index, result in zip(asked, results, strict=True):
+            if not isinstance(result, BaseException):
+                answers[index] = result
+            elif isinstance(result, SupervisionError | DeadlineExceeded):
+                logger.warning("no answer of %s, asked %s: %s", self.name(index), what, last_line(result))
             else:
-                raise answer
-        return found
+                raise result
+        return answers
 
 
 def last_line(error: BaseException) -> str:
-    """The last line of an error that came from another process says what happened there."""
+    """The last line of an error's text. Of an error that came from another process, it says what happened there."""
     lines = [line for line in str(error).strip().splitlines() if line.strip()]
     return lines[-1].strip() if lines else type(error).__name__

@@ -9,7 +9,7 @@ import numpy as np
 
 from monarch_rl.pipeline.actor_pool import ActorPool
 from monarch_rl.pipeline.start import SET_UP_DEADLINE_S
-from monarch_rl.rollout.worker import Evaluation
+from monarch_rl.rollout.evaluation import Evaluation
 from monarch_rl.runtime.deadlines import within
 
 HELD_OUT_ITEM_S = 30.0

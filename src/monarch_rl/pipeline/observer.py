@@ -15,7 +15,7 @@ import numpy as np
 from monarch_rl.buffer.ledger import Counts
 from monarch_rl.pipeline.actor_pool import ActorPool
 from monarch_rl.pipeline.publishing import Publisher
-from monarch_rl.rollout.worker import WorkerStats
+from monarch_rl.rollout.statistics import WorkerStats
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, now, within
 
 logger = logging.getLogger("monarch_rl")

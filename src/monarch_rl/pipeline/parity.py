@@ -1,7 +1,8 @@
-"""The same tokens read twice: an engine draws sequences, then a trainer scores them. ``tools/parity.py`` judges it.
+"""The same tokens read twice: an engine draws sequences, then a trainer computes their log-probs. ``tools/parity.py``
+judges the differences.
 
 Each side runs in processes of its own and alone, so that one device is enough, and so that SGLang and torchtitan never
-meet in one process. Sequences travel between them as the bytes that a run's would (``packed.py``).
+meet in one process. Sequences travel between them in the format of a run (``packed.py``).
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ if TYPE_CHECKING:
     from monarch_rl.trainer.policy import Policy
 
 NEAR_ZERO = 1e-3
-"""Temperature at which tokens that were drawn greedily are scored: one that is the trainer's most likely, too, then has
-more than half of the probability, and any other less. Three tokens within some 1e-3 nats could deceive it."""
+"""Temperature at which the trainer computes log-probs of greedily drawn tokens: its own most likely token then has more
+than half of the probability, and any other less. Three tokens within some 1e-3 nats could deceive it."""
 TOP = math.log(0.5)
 """Log-probs at ``NEAR_ZERO`` above this are of the trainer's most likely token."""
 END_S = 60.0
@@ -47,8 +48,8 @@ END_S = 60.0
 
 
 @dataclass(frozen=True)
-class Lot:
-    """Prompts that are continued in one way."""
+class PromptSet:
+    """Prompts that are continued with the same sampling."""
 
     name: str
     prompts: list[list[int]]
@@ -57,15 +58,15 @@ class Lot:
 
 @dataclass(frozen=True)
 class Reading:
-    """What both sides say of a lot: N drawn tokens, R tokens read, of which the last of each sequence is none."""
+    """Log-probs of both sides for a prompt set: N drawn tokens, R tokens read, without the last of each sequence."""
 
     group: Group
-    """The lot's sequences as they were drawn."""
+    """The sequences as they were drawn."""
     engine: torch.Tensor
     """float32[N], log-probs; of the distribution that drew each token, so 0 if it was drawn greedily."""
     own: torch.Tensor
-    """float32[N], the trainer's, each layer's experts chosen by itself; at temperature ``NEAR_ZERO`` if the tokens were
-    drawn greedily."""
+    """float32[N], the trainer's, with the experts that its own routers choose; at temperature ``NEAR_ZERO`` if the
+    tokens were drawn greedily."""
     replayed: torch.Tensor | None = None
     """float32[N], the same with the engine's experts; None for a model without experts."""
     differing: torch.Tensor | None = None
@@ -73,7 +74,7 @@ class Reading:
 
 
 class SideFailed(RuntimeError):
-    """The engine's or the trainer's process failed, or took too long."""
+    """A process of the engine's or the trainer's side failed, or took too long."""
 
 
 def compare(
@@ -81,17 +82,17 @@ def compare(
     trainer_model: Path,
     generator: GeneratorSettings,
     trainer: TrainerSettings,
-    lots: Sequence[Lot],
+    prompt_sets: Sequence[PromptSet],
     *,
     experts: bool,
     deadline_s: float,
 ) -> dict[str, Reading]:
-    """Have an engine draw all lots and a trainer score them.
+    """Have an engine continue all prompts and a trainer compute the log-probs of what it drew.
 
     Args:
-        trainer: ``routing`` is not looked at: both ways are taken.
+        trainer: ``router_replay`` is ignored: with experts both own routes and replay are measured.
         experts: the models have some.
-        deadline_s: seconds that all draws, or all scores, may take together; the engine's start has its own.
+        deadline_s: seconds that each side may take for all sequences together; the engine's start has its own.
 
     Raises:
         SideFailed: a side failed; its own error is on stderr.
@@ -100,13 +101,14 @@ def compare(
     trainer = replace(trainer, router_replay="compare" if experts else "off")
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        what = f"the engine to draw {sum(len(lot.prompts) for lot in lots)} sequences"
-        limit = generator.start_deadline_s + deadline_s + END_S
-        run_ranks(draw, (folder, engine_model, generator, lots, experts, deadline_s), 1, limit, what)
-        what = f"{trainer.ranks} trainer ranks to score them"
+        what = f"the engine to draw {sum(len(prompt_set.prompts) for prompt_set in prompt_sets)} sequences"
+        limit_s = generator.start_deadline_s + deadline_s + END_S
+        run_ranks(draw, (folder, engine_model, generator, prompt_sets, experts, deadline_s), 1, limit_s, what)
+        what = f"{trainer.ranks} trainer ranks to compute the log-probs"
         with held_port() as port:
-            run_ranks(score, (folder, trainer_model, trainer, lots, port), trainer.ranks, deadline_s + END_S, what)
-        return {lot.name: _collect(folder, lot, trainer.ranks) for lot in lots}
+            arguments = (folder, trainer_model, trainer, prompt_sets, port)
+            run_ranks(compute_logprobs, arguments, trainer.ranks, deadline_s + END_S, what)
+        return {prompt_set.name: _collect(folder, prompt_set, trainer.ranks) for prompt_set in prompt_sets}
 
 
 def run_ranks(work: Callable[..., None], arguments: tuple[Any, ...], ranks: int, limit_s: float, what: str) -> None:
@@ -114,10 +116,10 @@ def run_ranks(work: Callable[..., None], arguments: tuple[Any, ...], ranks: int,
 
     Args:
         limit_s: seconds after which they are killed.
-        what: is waited for.
+        what: what is waited for, for the error.
 
     Raises:
-        SideFailed: one failed, or they took too long; none is left.
+        SideFailed: one failed, or they took too long; all have ended.
     """
     context = multiprocessing.get_context("spawn")
     processes = [context.Process(target=_enter, args=(os.getpid(), work, rank, *arguments)) for rank in range(ranks)]
@@ -155,90 +157,102 @@ def draw(
     folder: Path,
     model: Path,
     settings: GeneratorSettings,
-    lots: Sequence[Lot],
+    prompt_sets: Sequence[PromptSet],
     expert_routes: bool,
     deadline_s: float,
 ) -> None:
-    """Draw all lots with one engine, and write each to ``folder`` as the bytes of a group."""
-    asyncio.run(_draw(folder, model, settings, lots, expert_routes, deadline_s))
+    """Continue all prompts with one engine, and write each set to ``folder`` as a packed group."""
+    asyncio.run(_draw(folder, model, settings, prompt_sets, expert_routes, deadline_s))
 
 
 async def _draw(
-    folder: Path, model: Path, settings: GeneratorSettings, lots: Sequence[Lot], expert_routes: bool, deadline_s: float
+    folder: Path,
+    model: Path,
+    settings: GeneratorSettings,
+    prompt_sets: Sequence[PromptSet],
+    expert_routes: bool,
+    deadline_s: float,
 ) -> None:
     from monarch_rl.generator.engine import Engine
 
     starting = Engine.start(str(model), settings, expert_routes=expert_routes)
     engine = await within(settings.start_deadline_s, starting, "the engine to start", on="the engine")
     try:
-        what = f"{sum(len(lot.prompts) for lot in lots)} sequences of all lots"
-        await within(deadline_s, _draw_all(folder, engine, lots, expert_routes), what, on="the engine")
+        what = f"{sum(len(prompt_set.prompts) for prompt_set in prompt_sets)} sequences"
+        await within(deadline_s, _draw_all(folder, engine, prompt_sets, expert_routes), what, on="the engine")
     finally:
         await engine.shutdown()
 
 
-async def _draw_all(folder: Path, engine: Engine, lots: Sequence[Lot], expert_routes: bool) -> None:
-    for index, lot in enumerate(lots):
-        sampling = replace(lot.sampling, expert_routes_from=0 if expert_routes else None)
+async def _draw_all(folder: Path, engine: Engine, prompt_sets: Sequence[PromptSet], expert_routes: bool) -> None:
+    for index, prompt_set in enumerate(prompt_sets):
+        sampling = replace(prompt_set.sampling, expert_routes_from=0 if expert_routes else None)
         # waits: within _draw's deadline
-        drawn = await asyncio.gather(*(engine.generate(prompt, sampling) for prompt in lot.prompts))
+        completions = await asyncio.gather(*(engine.generate(prompt, sampling) for prompt in prompt_set.prompts))
         episodes = [
-            Episode([Turn.from_completion(prompt, one)], 0.0, one.finish_reason, expert_routes=one.expert_routes)
-            for prompt, one in zip(lot.prompts, drawn, strict=True)
+            Episode(
+                [Turn.from_completion(prompt, completion)],
+                0.0,
+                completion.finish_reason,
+                expert_routes=completion.expert_routes,
+            )
+            for prompt, completion in zip(prompt_set.prompts, completions, strict=True)
         ]
-        (folder / lot.name).write_bytes(pack_group(Group(index, index, episodes)))
+        (folder / prompt_set.name).write_bytes(pack_group(Group(index, index, episodes)))
 
 
 # ---- the trainer's side --------------------------------------------------------------------------------------
 
 
-def score(rank: int, folder: Path, model: Path, settings: TrainerSettings, lots: Sequence[Lot], port: int) -> None:
-    """Score this rank's part of all lots, and write what was found to ``<lot>.<rank>``."""
+def compute_logprobs(
+    rank: int, folder: Path, model: Path, settings: TrainerSettings, prompt_sets: Sequence[PromptSet], port: int
+) -> None:
+    """Compute the log-probs of this rank's part of all sets, and write those of each to ``<prompt set>.<rank>``."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(settings.ranks)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     from monarch_rl.trainer.policy import Policy
 
     policy = Policy(model, settings, total_steps=1)
-    for lot in lots:
-        group = unpack_group((folder / lot.name).read_bytes())
-        policy.temperature = lot.sampling.temperature or NEAR_ZERO
-        save_file(_score(policy, group.episodes), folder / f"{lot.name}.{rank}")
+    for prompt_set in prompt_sets:
+        group = unpack_group((folder / prompt_set.name).read_bytes())
+        policy.temperature = prompt_set.sampling.temperature or NEAR_ZERO
+        save_file(_compute(policy, group.episodes), folder / f"{prompt_set.name}.{rank}")
     policy.close()
 
 
-def _score(policy: Policy, episodes: Sequence[Episode]) -> dict[str, torch.Tensor]:
+def _compute(policy: Policy, episodes: Sequence[Episode]) -> dict[str, torch.Tensor]:
     """The fields of :class:`Reading` that are tensors, of this rank's episodes."""
     from monarch_rl.trainer.batch import pack
 
     settings: TrainerSettings = policy.settings
     lengths = [episode.num_tokens for episode in episodes]
-    found: dict[str, list[torch.Tensor]] = {}
+    parts: dict[str, list[torch.Tensor]] = {}
 
-    def keep(name: str, value: torch.Tensor) -> None:
-        found.setdefault(name, []).append(value.cpu())
+    def add(name: str, value: torch.Tensor) -> None:
+        parts.setdefault(name, []).append(value.cpu())
 
     for microbatch in plan_microbatches(lengths, settings.tokens_per_microbatch, settings.ranks)[policy.rank]:
         mine = [episodes[i] for i in microbatch]
         batch = pack(mine, torch.zeros(len(mine)), torch.zeros(len(mine)), 0, policy.device)
         with torch.no_grad():
-            keep("own", policy.logprobs(batch).logprobs)
-            keep("engine", batch.behaviour_logprobs)
+            add("own", policy.token_logprobs(batch).logprobs)
+            add("engine", batch.behaviour_logprobs)
             if settings.router_replay == "off":
                 continue
             if batch.expert_routes is not None:
-                keep("differing", policy.routes_differ())
-            keep("replayed", policy.logprobs(batch, "replay").logprobs)
-    return {name: torch.cat(parts) for name, parts in found.items()}
+                add("differing", policy.differing_experts())
+            add("replayed", policy.token_logprobs(batch, "replay").logprobs)
+    return {name: torch.cat(values) for name, values in parts.items()}
 
 
-def _collect(folder: Path, lot: Lot, ranks: int) -> Reading:
-    parts = [load_file(folder / f"{lot.name}.{rank}") for rank in range(ranks)]
+def _collect(folder: Path, prompt_set: PromptSet, ranks: int) -> Reading:
+    parts = [load_file(folder / f"{prompt_set.name}.{rank}") for rank in range(ranks)]
 
     def joined(name: str) -> torch.Tensor | None:
-        there = [part[name] for part in parts if name in part]
-        return torch.cat(there) if there else None
+        values = [part[name] for part in parts if name in part]
+        return torch.cat(values) if values else None
 
     engine, own = joined("engine"), joined("own")
     assert engine is not None and own is not None
-    group = unpack_group((folder / lot.name).read_bytes())
+    group = unpack_group((folder / prompt_set.name).read_bytes())
     return Reading(group, engine, own, joined("replayed"), joined("differing"))

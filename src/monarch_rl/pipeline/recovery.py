@@ -1,36 +1,38 @@
-"""Generator replicas and rollout workers that are lost are started anew, one by one, while the rest of the run goes on.
+"""Generator replicas and rollout workers that are lost are replaced one by one, while the rest of the run goes on.
 
 A process is lost when it has ended or its engine has (a call that lasts as long as it lives fails), when its work
-raised, when the publisher gave it up, or when the watch (``runtime/watch.py``) found that it cannot go on. Then
+raised, when the publisher removed it, or when the watch (``runtime/watch.py``) found that it cannot go on. Then
 
-    a generator        leaves the routing; others draw what it owes; a new one takes its place and its devices, and
-                       serves when it holds the newest version, verified
+    a generator        gets no more requests; others draw what it owes; a new process takes its place and its devices,
+                       and serves when it holds the newest version, verified
     a rollout worker   leaves its groups to others, which begin them anew in the same slots; a new one takes its place
 
-What is lost more than ``restarts`` times within ``per_s`` seconds is not started again: the run does without it. When
-all of a kind are gone it ends, with the first loss as the reason, of which the later ones may be consequences.
+A process that is lost more than ``restarts`` times within ``per_s`` seconds is removed, and the run goes on without it.
+When all of a kind are removed the run ends. It reports the first loss, because later ones may follow from that.
 Each loss and each return is a line of ``losses.jsonl`` in the run's folder.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import re
-import time
-from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Protocol, TypeVar
 
 from monarch.actor import ActorError
 
+from monarch_rl.buffer.actor import Buffer
+from monarch_rl.generator.actor import Generator
 from monarch_rl.pipeline.actor_pool import ActorPool, last_line
+from monarch_rl.pipeline.losses import Losses
 from monarch_rl.pipeline.publishing import Publisher
+from monarch_rl.rollout.worker import RolloutWorker
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, DeadlineExceeded, now, within
+from monarch_rl.runtime.endpoint import concurrent_endpoint
 
 logger = logging.getLogger("monarch_rl")
 
@@ -40,7 +42,7 @@ class RecoverySettings:
     """What happens when a generator replica or a rollout worker is lost."""
 
     restarts: int = 3
-    """How often each may be started anew within per-s; once more, and the run goes on without it. 0 is never."""
+    """How often each may be started anew within per-s; at the next loss the run goes on without it. 0 is never."""
     per_s: float = 600.0
     """Seconds for which a loss counts."""
 
@@ -55,15 +57,19 @@ class AllActorsLost(RuntimeError):
     """All processes of a kind are lost; the message has the first cause."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Loss:
-    name: str
-    cause: Exception
-    when: float
+class Living(Protocol):
+    """An actor whose end can be waited for."""
+
+    @concurrent_endpoint
+    async def lives(self) -> None:
+        """Return never; raise when the process has ended or cannot work."""
+
+
+L = TypeVar("L", bound=Living)
 
 
 class Recovery:
-    """Replaces lost processes of the two crews; :meth:`tended` while it should, :meth:`rolling_out` inside that.
+    """Replaces lost processes of two pools inside :meth:`supervising`; :meth:`rolling_out` goes inside that.
 
     Args:
         folder: of the run, for ``losses.jsonl``; None writes none.
@@ -71,51 +77,42 @@ class Recovery:
 
     def __init__(
         self,
-        generators: ActorPool,
-        workers: ActorPool,
+        generators: ActorPool[Generator],
+        workers: ActorPool[RolloutWorker],
         publisher: Publisher,
-        buffer: Any,
+        buffer: Buffer,
         settings: RecoverySettings,
         folder: Path | None = None,
     ) -> None:
         self._generators, self._workers = generators, workers
         self._publisher, self._buffer, self._settings = publisher, buffer, settings
-        self._file = folder / "losses.jsonl" if folder is not None else None
-        self._told: dict[str, asyncio.Future[Exception]] = {}
-        """Where to say that a process is lost, by its name; there while it is thought to live."""
-        self._losses: dict[str, deque[_Loss]] = {}
-        """By name, those that still count."""
-        self._given_up: dict[str, set[int]] = {generators.kind: set(), workers.kind: set()}
-        """By kind, those that are not started again."""
-        self._first: dict[str, _Loss] = {}
-        """By kind, the first of the losses each of which came within ``per_s`` of the one before."""
-        self._latest: dict[str, _Loss] = {}
-        """By kind, the last one."""
+        self._losses = Losses(settings.per_s, folder / "losses.jsonl" if folder is not None else None)
+        self._loss_reports: dict[str, asyncio.Future[Exception]] = {}
+        """By name, of each process that is thought to live; set to the cause of its loss."""
+        self._removed: dict[str, set[int]] = {generators.kind: set(), workers.kind: set()}
+        """By kind, the indices that are not started again."""
         self._tasks: asyncio.TaskGroup | None = None
-        self._playing: dict[int, asyncio.Task[None]] | None = None
-        """The workers' runs, while they play."""
-        self._lost = self._returned = 0
+        self._running: dict[int, asyncio.Task[None]] | None = None
+        """The workers' ``run`` calls, inside :meth:`rolling_out`."""
 
     # -- for the recipe --------------------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def tended(self) -> AsyncIterator[None]:
-        """Replace what is lost while the block runs.
+    async def supervising(self) -> AsyncIterator[None]:
+        """Replace lost processes while the block runs.
 
         Raises:
-            AllActorsLost: nobody of a kind is left.
+            AllActorsLost: no process of a kind is left.
         """
-        self._publisher.on_lost = self._publisher_lost
+        self._publisher.on_lost = self._report_replica
         try:
             async with asyncio.TaskGroup() as self._tasks:
-                keepers = [
-                    self._tasks.create_task(self._keep(pool, index))
-                    for pool in (self._generators, self._workers)
-                    for index in pool.handles
-                ]
+                keeping = [self._keep(self._generators, index) for index in self._generators.handles]
+                keeping += [self._keep(self._workers, index) for index in self._workers.handles]
+                supervisors = [self._tasks.create_task(keep) for keep in keeping]
                 yield
-                for keeper in keepers:
-                    keeper.cancel()
+                for supervisor in supervisors:
+                    supervisor.cancel()
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None  # the others followed from it
         finally:
@@ -123,178 +120,155 @@ class Recovery:
 
     @asynccontextmanager
     async def rolling_out(self) -> AsyncIterator[None]:
-        """Workers play while the block runs, those that come meanwhile, too; then the buffer is closed."""
-        self._playing = {}
+        """Workers play while the block runs, also those that are started meanwhile; then the buffer is closed."""
+        self._running = {}
         for index in self._workers.handles:
-            self._play(index)
+            self._begin_run(index)
         yield
         await within(CALL_DEADLINE_S, self._buffer.close.call_one(), "the buffer to close", on="buffer")
-        playing, self._playing = self._playing, None
-        await asyncio.gather(*playing.values())  # waits: they end with the buffer; lost ones have ended
+        running, self._running = self._running, None
+        await asyncio.gather(*running.values())  # waits: they end with the buffer; lost ones have ended
 
     async def recover(self, culprit: str) -> bool:
-        """Take note that ``culprit`` (``"generator 1"``, ``"the engine of generator 1"``) cannot go on.
+        """Replace a process that cannot go on, if the run can do without it.
+
+        Args:
+            culprit: what the watch calls it: ``"generator 1"``, ``"the engine of generator 1"``.
 
         Returns:
-            Whether the run can do without it: it belongs to a crew that others are left of, or can be replaced.
+            Whether the run can: the process belongs to a pool in which others are left, or can be replaced.
         """
         for pool in (self._generators, self._workers):
             # A process that has not said its name yet goes by its mesh and its rank there.
-            found = re.search(rf"\b{pool.kind} (\d+)|^{pool.mesh}(\d+) \d+$", culprit)
-            if found is None:
+            match = re.search(rf"\b{pool.kind} (\d+)|^{pool.mesh}(\d+) \d+$", culprit)
+            if match is None:
                 continue
-            culprits = int(found[1] or found[2])
-            name, others = pool.name(culprits), any(index != culprits for index in pool.handles)
-            if others or (pool.replaceable and len(self._counting(name)) < self._settings.restarts):
-                self._tell(name, RuntimeError(f"{culprit} is stopped, or does not go on"))
+            lost = int(match[1] or match[2])
+            name, others_left = pool.name(lost), any(index != lost for index in pool.handles)
+            if others_left or (pool.replaceable and self._losses.recent(name) < self._settings.restarts):
+                self._report_loss(name, RuntimeError(f"{culprit} is stopped, or does not go on"))
                 return True
         return False
 
     def metrics(self) -> dict[str, float]:
         """By the names of docs/metrics.md."""
-        return {"recovery/lost": float(self._lost), "recovery/returned": float(self._returned)}
+        return {"recovery/lost": float(self._losses.lost), "recovery/returned": float(self._losses.returned)}
 
     # -- one process -----------------------------------------------------------------------------------------------
 
-    async def _keep(self, pool: ActorPool, index: int) -> None:
-        """Wait for the loss of a process and start another one, again and again, until it is given up."""
+    async def _keep(self, pool: ActorPool[L], index: int) -> None:
+        """Wait for the loss of a process and replace it, again and again, until it is removed."""
+        name = pool.name(index)
         while True:
             cause = await self._loss_of(pool, index)
             lost = now()
-            await self._take_leave(pool, index, cause)
+            self._losses.note_lost(name, cause)
+            pool.handles.pop(index)
+            if pool is self._generators:
+                await self._publisher.remove_replica(index, last_line(cause))
+            else:
+                await self._detach_worker(index)
             while self._may_start_again(pool, index, cause):
                 try:
-                    await self._start_again(pool, index)
+                    await pool.stop(index)
+                    if pool is self._generators:
+                        await self._start_generator(index)
+                    else:
+                        await self._start_worker(index)
                     break
-                except Exception as error:  # counted as a loss: what fails again and again is given up
+                except Exception as error:  # counts as a loss: a process that fails again and again is removed
                     cause = error
-                    self._note(pool.name(index), f"did not start: {last_line(error)}", cause=str(error))
+                    self._losses.note_failed_start(name, error)
             else:
                 await pool.stop(index)
-                self._give_up(pool, index, cause)
+                self._remove(pool, index, cause)
                 return
-            self._returned += 1
-            self._note(pool.name(index), f"is back after {now() - lost:.1f} s", back_after_s=now() - lost)
+            self._losses.note_returned(name, now() - lost)
 
-    async def _loss_of(self, pool: ActorPool, index: int) -> Exception:
-        """Why a process is lost, as soon as it is."""
-        if pool is self._generators and index in self._publisher.lost:  # before it was tended
+    async def _loss_of(self, pool: ActorPool[L], index: int) -> Exception:
+        """Wait until a process is lost; returns why."""
+        if pool is self._generators and index in self._publisher.lost:  # before the supervision began
             return RuntimeError(self._publisher.lost[index])
-        told = self._told[pool.name(index)] = asyncio.get_running_loop().create_future()
-        living = asyncio.ensure_future(_life(pool.handles[index]))
+        report = self._loss_reports[pool.name(index)] = asyncio.get_running_loop().create_future()
+        end = asyncio.ensure_future(_end_of(pool.handles[index]))
         try:
-            await asyncio.wait({living, told}, return_when=asyncio.FIRST_COMPLETED)  # waits: as long as it lives
+            await asyncio.wait({end, report}, return_when=asyncio.FIRST_COMPLETED)  # waits: as long as it lives
         finally:
-            del self._told[pool.name(index)]
-            living.cancel()
-        if told.done():
-            return told.result()
-        return living.result()
+            del self._loss_reports[pool.name(index)]
+            end.cancel()
+        return report.result() if report.done() else end.result()
 
-    def _tell(self, name: str, cause: Exception) -> None:
-        told = self._told.get(name)
-        if told is not None and not told.done():
-            told.set_result(cause)
+    def _report_loss(self, name: str, cause: Exception) -> None:
+        report = self._loss_reports.get(name)
+        if report is not None and not report.done():
+            report.set_result(cause)
 
-    def _publisher_lost(self, index: int, why: str) -> None:
-        self._tell(self._generators.name(index), RuntimeError(why))
+    def _report_replica(self, index: int, why: str) -> None:
+        """Take note that the publisher has removed a replica."""
+        self._report_loss(self._generators.name(index), RuntimeError(why))
 
-    async def _take_leave(self, pool: ActorPool, index: int, cause: Exception) -> None:
-        """See to it that nobody waits for a process that is lost."""
+    def _may_start_again(self, pool: ActorPool[L], index: int, cause: Exception) -> bool:
+        """Count a loss; returns whether the process is started again."""
         name = pool.name(index)
-        self._lost += 1
-        self._note(name, f"is lost: {last_line(cause)}", cause=str(cause))
-        pool.handles.pop(index)
-        if pool is self._generators:
-            await self._publisher.give_up(index, last_line(cause))
-            return
-        await pool.stop(index)  # before its groups go to others: it could still ask for them
-        if self._playing is not None and index in self._playing:
-            self._playing.pop(index).cancel()
-        release = self._buffer.release.call_one(name)
-        groups = await within(CALL_DEADLINE_S, release, f"the buffer to take back the groups of {name}", on="buffer")
-        if groups:
-            logger.warning("%d groups of %s begin anew: %s", len(groups), name, ", ".join(map(str, groups)))
+        self._losses.count(pool.kind, name, cause)
+        return pool.replaceable and self._losses.recent(name) <= self._settings.restarts
 
-    async def _start_again(self, pool: ActorPool, index: int) -> None:
-        if pool is self._workers:
-            await self._start_worker(index)
-            return
-        await pool.stop(index)
-        handle = await pool.start(index)
+    def _remove(self, pool: ActorPool[L], index: int, cause: Exception) -> None:
+        """Go on without a process. Raises AllActorsLost if no other of its kind is left."""
+        removed = self._removed[pool.kind]
+        removed.add(index)
+        others = [pool.name(other) for other in pool.latest if other not in removed]
+        if not others:
+            raise AllActorsLost(self._losses.explain(pool.kind, pool.name(index), cause))
+        self._losses.note_removed(pool.name(index), others)
+
+    async def _start_generator(self, index: int) -> None:
+        handle = await self._generators.start(index)
         replace = "to take note of a new generator"
         answers = await self._workers.ask(
             CALL_DEADLINE_S, replace, lambda _, worker: worker.replace.call_one(index, handle)
         )
         for other in self._workers.handles.keys() - answers.keys():  # it would ask the old one again and again
-            self._tell(self._workers.name(other), RuntimeError(f"it did not take note of the new generator {index}"))
+            error = RuntimeError(f"it did not take note of the new generator {index}")
+            self._report_loss(self._workers.name(other), error)
         await self._publisher.add(index, handle)
 
+    async def _detach_worker(self, index: int) -> None:
+        """End a lost worker, and have its groups begun anew by others."""
+        name = self._workers.name(index)
+        await self._workers.stop(index)  # before its groups go to others: it could still ask for them
+        if self._running is not None and index in self._running:
+            self._running.pop(index).cancel()
+        release = self._buffer.release.call_one(name)
+        groups = await within(CALL_DEADLINE_S, release, f"the buffer to take back the groups of {name}", on="buffer")
+        if groups:
+            logger.warning("%d groups of %s begin anew: %s", len(groups), name, ", ".join(map(str, groups)))
+
     async def _start_worker(self, index: int) -> None:
-        await self._workers.stop(index)
         known = dict(self._generators.latest)
         worker = await self._workers.start(index)
-        while new := {i: g for i, g in self._generators.latest.items() if known[i] is not g}:  # came meanwhile
+        # The worker has the handles of before; generators may have been started meanwhile.
+        while new := {i: g for i, g in self._generators.latest.items() if known[i] is not g}:
             for other, generator in new.items():
                 name = self._workers.name(index)
                 what = f"{name} to take note of a new generator"
                 await within(CALL_DEADLINE_S, worker.replace.call_one(other, generator), what, on=name)
             known |= new
         await self._publisher.update_dispatch()
-        if self._playing is not None and index not in self._playing:  # they may have begun to play meanwhile
-            self._play(index)
+        if self._running is not None and index not in self._running:  # rolling_out may have begun meanwhile
+            self._begin_run(index)
 
-    def _play(self, index: int) -> None:
-        assert self._tasks is not None and self._playing is not None, "rolling_out belongs inside tended"
-        self._playing[index] = self._tasks.create_task(self._run(index, self._workers.handles[index]))
+    def _begin_run(self, index: int) -> None:
+        assert self._tasks is not None and self._running is not None, "rolling_out belongs inside supervising"
+        self._running[index] = self._tasks.create_task(self._run(index, self._workers.handles[index]))
 
-    async def _run(self, index: int, worker: Any) -> None:
+    async def _run(self, index: int, worker: RolloutWorker) -> None:
         try:
             await worker.run.call_one()  # waits: as long as the run; lost processes are Monarch's to report
         except Exception as error:
-            if isinstance(_origin(error), DeadlineExceeded):  # it waited in vain for somebody else: so does the run
+            if isinstance(_origin(error), DeadlineExceeded):  # it waited in vain for another process: so does the run
                 raise
-            self._tell(self._workers.name(index), error)
-
-    # -- how often -------------------------------------------------------------------------------------------------
-
-    def _counting(self, name: str) -> deque[_Loss]:
-        """The losses of a process that still count."""
-        losses = self._losses.setdefault(name, deque())
-        while losses and losses[0].when < now() - self._settings.per_s:
-            losses.popleft()
-        return losses
-
-    def _may_start_again(self, pool: ActorPool, index: int, cause: Exception) -> bool:
-        losses = self._counting(pool.name(index))
-        loss = _Loss(pool.name(index), cause, now())
-        losses.append(loss)
-        latest = self._latest.get(pool.kind)
-        if latest is None or latest.when < now() - self._settings.per_s:
-            self._first[pool.kind] = loss
-        self._latest[pool.kind] = loss
-        return pool.replaceable and len(losses) <= self._settings.restarts
-
-    def _give_up(self, pool: ActorPool, index: int, cause: Exception) -> None:
-        """Go on without a process, or raise if nobody of its kind is left."""
-        given_up = self._given_up[pool.kind]
-        given_up.add(index)
-        name, losses = pool.name(index), self._losses[pool.name(index)]
-        left = [pool.name(other) for other in pool.latest if other not in given_up]
-        if left:
-            self._note(name, f"is not started again; the run goes on with {', '.join(left)}", given_up=True)
-            return
-        first = self._first[pool.kind]
-        raise AllActorsLost(
-            f"no {pool.kind} is left. The first loss was that of {first.name}: {str(first.cause).strip()}"
-            + (f"\nThe last one was that of {name}, {len(losses)} times: {last_line(cause)}" if len(losses) > 1 else "")
-        )
-
-    def _note(self, name: str, what: str, **values: object) -> None:
-        logger.warning("%s %s", name, what)
-        if self._file is not None:
-            with self._file.open("a") as file:
-                file.write(json.dumps({"time": time.time(), "who": name} | values) + "\n")
+            self._report_loss(self._workers.name(index), error)
 
 
 def _origin(error: BaseException) -> BaseException:
@@ -304,8 +278,8 @@ def _origin(error: BaseException) -> BaseException:
     return error
 
 
-async def _life(handle: Any) -> Exception:
-    """Return what ended a process, when it has ended."""
+async def _end_of(handle: Living) -> Exception:
+    """Wait for the end of a process; returns what ended it."""
     try:
         await handle.lives.call_one()  # waits: as long as the run
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Composition: the meshes of a run and what goes between them. The only file that knows all four actors.
+"""The meshes of a run: how each of the four kinds of actor is started, and what a run asks of them.
 
     buffer <-- groups -- rollout workers -- prompts --> generators
       |                                                     ^
@@ -9,9 +9,7 @@ Rollout data does not pass through here: workers put groups into the buffer, tra
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
-from typing import Any
 
 from monarch.actor import ProcMesh
 
@@ -22,7 +20,7 @@ from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.generator.settings import GeneratorSettings, resolve_dtype
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
 from monarch_rl.pipeline.actor_pool import ActorFactory, ActorPool
-from monarch_rl.pipeline.publishing import TellWorkers
+from monarch_rl.pipeline.replicas import TellWorkers
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.worker import RolloutWorker
 from monarch_rl.runtime import presence
@@ -31,27 +29,23 @@ from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, Patience, within
 from monarch_rl.tasks.reasoning_gym import TaskSettings
 from monarch_rl.trainer.actor import Trainer, TrainerPlan
 
-logger = logging.getLogger("monarch_rl")
-
 SET_UP_DEADLINE_S = 600.0
 """Seconds to load a model into trainer ranks or to set up workers: a large model on a slow disk takes minutes."""
 UPDATE_GRACE_S = 15.0
-"""Seconds by which a rank's own deadline for its batch may be told late."""
-HELD_OUT_ITEM_S = 30.0
-"""Seconds that a held-out item may take on average, played beside others."""
+"""Seconds after a rank's own deadline for its batch, in which its error can arrive."""
 
 
-async def start_buffer(cluster: Cluster, groups_per_step: int, settings: BufferSettings) -> Any:
-    """Spawn the buffer actor on the first host."""
-    mesh = cluster.spawn("buffer", 1)
-    return mesh.spawn("buffer", Buffer, groups_per_step, settings)
+async def start_buffer(cluster: Cluster, groups_per_step: int, settings: BufferSettings, version: int = 0) -> Buffer:
+    """Spawn the buffer actor on the first host. ``version``: optimiser steps done, and served, at the start."""
+    buffer: Buffer = cluster.spawn("buffer", 1).spawn("buffer", Buffer, groups_per_step, settings, version)
+    return buffer
 
 
-async def start_trainer(cluster: Cluster, plan: TrainerPlan, buffer: Any, first_device: int) -> Any:
+async def start_trainer(cluster: Cluster, plan: TrainerPlan, buffer: Buffer, first_device: int) -> Trainer:
     """Spawn the trainer mesh in one torch.distributed world, with the model loaded and sharded."""
-    mesh: ProcMesh = cluster.spawn("trainer", plan.settings.ranks, first_device=first_device)
+    mesh = cluster.spawn("trainer", plan.settings.ranks, first_device=first_device)
     await init_torch_distributed_env(mesh)
-    trainer = mesh.spawn("trainer", Trainer, plan, buffer)
+    trainer: Trainer = mesh.spawn("trainer", Trainer, plan, buffer)
     what = f"{plan.settings.ranks} trainer ranks to load {plan.model}"
     await within(SET_UP_DEADLINE_S, trainer.setup.call(), what, on="trainer ranks")
     return trainer
@@ -64,24 +58,25 @@ async def start_generators(
     first_device: int,
     lora: LoraSettings = FULL_TRAINING,
     expert_routes: bool = False,
-) -> ActorPool:
+) -> ActorPool[Generator]:
     """Spawn the generator replicas, one process mesh each, with their engines running.
 
     Args:
-        lora: the trainer's; with adapters, versions are adapters, or weights with adapters on experts merged.
-        routes: they can tell by which experts they read each token.
+        first_device: of replica 0; those of the others follow.
+        lora: the trainer's; with adapters, a version is the adapter, or the weights that it is merged into.
+        expert_routes: requests may ask which experts read each token.
     """
 
-    def spawn(index: int) -> tuple[ProcMesh, Any]:
-        slot = first_device + index * settings.tp
-        mesh = cluster.spawn(f"generator{index}", 1, first_device=slot, devices_per_process=settings.tp)
+    def spawn(index: int) -> tuple[ProcMesh, Generator]:
+        device = first_device + index * settings.tp
+        mesh = cluster.spawn(f"generator{index}", 1, first_device=device, devices_per_process=settings.tp)
         return mesh, mesh.spawn(f"generator{index}", Generator)
 
-    async def set_up(index: int, replica: Any) -> None:
-        start, name = replica.setup.call_one(str(model), settings, index, lora, expert_routes), f"generator {index}"
+    async def set_up(index: int, generator: Generator) -> None:
+        start, name = generator.setup.call_one(str(model), settings, index, lora, expert_routes), f"generator {index}"
         await within(settings.start_deadline_s + CALL_DEADLINE_S, start, f"{name} to start", on=name)
 
-    generators = ActorPool("generator", "generator", way=ActorFactory(cluster, spawn, set_up))
+    generators = ActorPool("generator", "generator", factory=ActorFactory(cluster, spawn, set_up))
     await generators.start_all(settings.replicas)
     return generators
 
@@ -91,36 +86,36 @@ async def start_rollout(
     settings: RolloutSettings,
     task: TaskSettings,
     model: Path,
-    buffer: Any,
-    generators: ActorPool,
+    buffer: Buffer,
+    generators: ActorPool[Generator],
     episode_limit: int,
     expert_routes: bool = False,
-) -> ActorPool:
-    """Spawn the rollout workers on the first host, one process mesh each, with a router of its own over all replicas.
+) -> ActorPool[RolloutWorker]:
+    """Spawn the rollout workers on the first host: a process mesh each, and a dispatcher of its own over all replicas.
 
     Args:
         episode_limit: tokens that an episode may have; longer ones fail, are counted and shown.
-        routes: episodes keep by which experts the generators read their tokens.
+        expert_routes: episodes keep which experts of the generators read each token.
     """
 
-    def spawn(index: int) -> tuple[ProcMesh, Any]:
+    def spawn(index: int) -> tuple[ProcMesh, RolloutWorker]:
         mesh = cluster.spawn(f"rollout{index}", 1)
         name = f"rollout worker {index}"
         return mesh, mesh.spawn("rollout", RolloutWorker, settings, task, str(model), name, expert_routes)
 
-    async def set_up(index: int, worker: Any) -> None:
+    async def set_up(index: int, worker: RolloutWorker) -> None:
         replicas = [generators.latest[replica] for replica in sorted(generators.latest)]
         set_up = worker.setup.call_one(buffer, Dispatcher(replicas, settings.generate_deadline_s), episode_limit)
         name = f"rollout worker {index}"
         await within(SET_UP_DEADLINE_S, set_up, f"{name} to set up", on=name)
 
-    workers = ActorPool("rollout worker", "rollout", way=ActorFactory(cluster, spawn, set_up))
+    workers = ActorPool("rollout worker", "rollout", factory=ActorFactory(cluster, spawn, set_up))
     await workers.start_all(settings.workers)
     return workers
 
 
-def replica_updates(workers: ActorPool) -> TellWorkers:
-    """Tells all rollout workers which replicas take no new requests, and which are lost."""
+def replica_updates(workers: ActorPool[RolloutWorker]) -> TellWorkers:
+    """A function that tells all rollout workers which replicas take no new requests, and which are lost."""
 
     async def tell(paused: list[int], lost: list[int]) -> None:
         what = "to take note of the replicas"
@@ -135,7 +130,7 @@ def served_dtype(settings: GeneratorSettings, cluster: Cluster) -> str:
 
 
 def schedule(groups_per_step: int, group_size: int, buffer: BufferSettings) -> str:
-    """The schedule that the settings amount to, in sentences for the start of a run."""
+    """The schedule that follows from the settings, in sentences for the start of a run."""
     slots, window = buffer.slots_for(groups_per_step), buffer.window_for(groups_per_step)
     order = "any number of groups may" if window is None else f"at most {window} groups may"
     batch = f"{groups_per_step} prompts x {group_size} episodes = {groups_per_step * group_size} episodes a step; "
@@ -152,8 +147,8 @@ def schedule(groups_per_step: int, group_size: int, buffer: BufferSettings) -> s
     return f"{batch}lag <= {buffer.max_policy_lag}; buffer of {slots} groups; {order} overtake another: {late}."
 
 
-async def update(trainer: Any, buffer: Any, version: int, patience: Patience) -> list[dict[str, float]]:
-    """One optimiser step from ``version`` on every trainer rank, once its batch is there; metrics by rank.
+async def update(trainer: Trainer, buffer: Buffer, version: int, patience: Patience) -> list[dict[str, float]]:
+    """Make one optimiser step from ``version`` on every trainer rank, once its batch is there; metrics by rank.
 
     Args:
         patience: how long batch and update may take together, judged by the steps before.
@@ -168,8 +163,8 @@ async def update(trainer: Any, buffer: Any, version: int, patience: Patience) ->
     return list(answers.values())
 
 
-async def save(trainer: Any, folder: Path) -> None:
+async def save(trainer: Trainer, folder: Path) -> None:
     """Write the model as a Hugging Face folder, by all trainer ranks together."""
     what = f"trainer ranks to save to {folder}"
-    # A disk is outside the run: a slow one is no stall.
+    # The disk is not a process of the run: waiting for a slow one is no stall.
     await within(SET_UP_DEADLINE_S, trainer.save.call(str(folder)), what, on="the disk")

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
+from monarch_rl.rollout.handles import BUFFER_DEADLINE_S, BufferHandle
 from monarch_rl.runtime.deadlines import within
 
-BUFFER_DEADLINE_S = 60.0
-"""Seconds for a call of the buffer that does not wait for anybody else."""
 MESSAGE_BYTES = 4 * 2**20
 """Bytes of groups that travel in one call, or one group if it is larger. Calls cost about as much as 100 KiB."""
 
 
 class Outbox:
-    """Puts the groups of one worker, those that are complete at the same time in one call.
+    """Puts the groups of one worker; those that are complete at the same time go in one call.
 
-    The groups stay here until the buffer has room for them. One that has to wait for room holds up no other one.
+    A group stays here until the buffer has room for it. A group that waits for room holds up no other.
 
     Args:
         buffer: its handle.
@@ -24,21 +22,21 @@ class Outbox:
         room_deadline_s: seconds that a group may wait for room.
     """
 
-    def __init__(self, buffer: Any, worker: str, room_deadline_s: float) -> None:
+    def __init__(self, buffer: BufferHandle, worker: str, room_deadline_s: float) -> None:
         self._buffer = buffer
         self._worker = worker
         self._room_deadline_s = room_deadline_s
         self._new: list[_Parcel] = []
-        """Nothing is known of their room."""
+        """The buffer has not been asked for room yet."""
         self._granted: list[_Parcel] = []
-        """They have room."""
+        """The buffer has room for them."""
         self._sending: asyncio.Task[None] | None = None
 
     async def put(self, group_id: int, attempt: int, data: bytes) -> None:
         """Return once the buffer has the group.
 
         Raises:
-            DeadlineExceeded: it had no room for too long; says what takes it.
+            DeadlineExceeded: there was no room in time; the message says what takes it.
         """
         parcel = _Parcel(group_id, attempt, data, asyncio.get_running_loop().create_future())
         self._new.append(parcel)
@@ -58,7 +56,7 @@ class Outbox:
             self._sending = asyncio.ensure_future(self._send())
 
     async def _send(self) -> None:
-        """Send all there is; what becomes complete meanwhile goes with the next call."""
+        """Send all parcels; those that become complete meanwhile go with the next call."""
         while self._new or self._granted:
             new, self._new = self._new, []
             try:
@@ -67,7 +65,7 @@ class Outbox:
                 if granted:
                     await self._put(granted)
             except Exception as error:
-                # Of whom it is does not matter: every group of the worker goes this way, and the worker is lost.
+                # Any parcel's error fails all of them: all of the worker's groups go this way, and the worker is lost.
                 for parcel in [*new, *self._new, *self._granted]:
                     parcel.settle(error)
                 self._new, self._granted = [], []
@@ -76,10 +74,10 @@ class Outbox:
         if not new:
             return
         sizes = [(parcel.group_id, parcel.attempt, len(parcel.data)) for parcel in new]
-        answer = self._buffer.offer.call_one(sizes)
-        has_room = await within(BUFFER_DEADLINE_S, answer, "the buffer to say whether it has room", on="buffer")
-        for parcel, room in zip(new, has_room, strict=True):
-            if room:
+        call = self._buffer.offer.call_one(sizes)
+        answers = await within(BUFFER_DEADLINE_S, call, "the buffer to say whether it has room", on="buffer")
+        for parcel, has_room in zip(new, answers, strict=True):
+            if has_room:
                 self._granted.append(parcel)
             else:
                 parcel.settle(False)
@@ -106,7 +104,7 @@ class _Parcel:
         """True when the buffer has the group, False when it has no room."""
 
     def settle(self, outcome: bool | Exception) -> None:
-        if self.step.done():  # its place was cancelled
+        if self.step.done():  # who waited for it was cancelled
             return
         if isinstance(outcome, Exception):
             self.step.set_exception(outcome)
@@ -115,7 +113,7 @@ class _Parcel:
 
 
 def _fill(parcels: list[_Parcel]) -> tuple[list[_Parcel], list[_Parcel]]:
-    """The first ones that fit into one call, at least one, and the rest."""
+    """The first parcels that fit into one call, at least one, and the rest."""
     size = 0
     for i, parcel in enumerate(parcels):
         size += len(parcel.data)

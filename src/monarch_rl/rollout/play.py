@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Coroutine, Sequence
-from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import numpy as np
 
 from monarch_rl.episode.episode import Episode, Turn
 from monarch_rl.episode.sampling import Completion, DrawLost, Sampling
+from monarch_rl.rollout.handles import GeneratorHandle
 from monarch_rl.rollout.scoring import ScorerBroken, ScoringFailed
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.tokenizer import Tokenizer
@@ -19,14 +20,6 @@ from monarch_rl.runtime.deadlines import DeadlineExceeded, within
 from monarch_rl.tasks.task import Environment, StepResult
 
 T = TypeVar("T")
-
-
-class GeneratorHandle(Protocol):
-    """What a worker needs of the generators; crosses processes, so it must pickle."""
-
-    async def generate(self, prompt_ids: list[int], sampling: Sampling, group: int) -> Completion:
-        """Draw one turn after ``prompt_ids``. ``group`` is the same for prompts that share a prefix."""
-        ...
 
 
 class EpisodeFailed(Exception):
@@ -39,98 +32,123 @@ class EpisodeFailed(Exception):
         """Drawn before it failed."""
 
 
-async def play(
-    environment: Environment,
-    generator: GeneratorHandle,
-    tokenizer: Tokenizer,
-    sampling: Sampling,
-    group: int,
-    settings: RolloutSettings,
-    limit: int | None = None,
-) -> Episode:
-    """Play one episode, token-in, token-out, of at most ``limit`` tokens.
+@dataclass(frozen=True)
+class EpisodePlayer:
+    """Plays episodes, token-in, token-out: what stays the same over all episodes of a worker."""
 
-    Returns:
-        The episode; ``finish_reason`` is that of its last turn, ``info`` that of the last step.
+    generator: GeneratorHandle
+    tokenizer: Tokenizer
+    settings: RolloutSettings
+    episode_limit: int | None = None
+    """Tokens that an episode may have, prompts and drawn ones; None is any number."""
 
-    Raises:
-        EpisodeFailed: the environment raised or did not answer in time, the episode may grow beyond ``limit``, or the
-            engine could not tell from which set it drew a token.
-        ValueError: the generator told routes of other tokens than were asked for.
-        DeadlineExceeded: the generator did not answer in time. It and other errors of the generator are not
-            this episode's fault: the first ends the run, others cost the worker.
-    """
-    turns: list[Turn] = []
-    try:
-        return await _play(environment, generator, tokenizer, sampling, group, settings, limit, turns)
-    except EpisodeFailed as failure:
-        failure.tokens = sum(int(turn.trainable.sum()) for turn in turns)
-        raise
+    async def play(self, environment: Environment, sampling: Sampling, group: int) -> Episode:
+        """Play one episode.
 
+        Returns:
+            The episode; ``finish_reason`` is that of its last turn, ``info`` that of the last step.
 
-async def _play(
-    environment: Environment,
-    generator: GeneratorHandle,
-    tokenizer: Tokenizer,
-    sampling: Sampling,
-    group: int,
-    settings: RolloutSettings,
-    limit: int | None,
-    turns: list[Turn],
-) -> Episode:
-    """See :func:`play`; ``turns`` grows by what was drawn."""
-    context = tokenizer.render(await _answer(environment.reset(), settings, "reset"))
-    history: list[int] = []
-    expert_routes: list[np.ndarray] = []
-    reward = 0.0
-    while True:
-        history += context
-        if limit is not None and len(history) + sampling.max_new_tokens > limit:
-            raise EpisodeFailed(f"prompt leaves no room within {limit} tokens")
-        what = f"turn {len(turns)} of an episode of group {group} from the generators"
-        if sampling.expert_routes_from is not None:
-            sampling = replace(sampling, expert_routes_from=sum(map(len, expert_routes)))
-        drawing = generator.generate(history, sampling, group)
+        Raises:
+            EpisodeFailed: the environment raised or did not answer in time, the episode may grow beyond the limit, or
+                the engine could not tell from which set it drew a token.
+            ValueError: the generator returned expert routes of another number of tokens than it was asked for.
+            DeadlineExceeded: the generator did not answer in time. It and other errors of the generator are not
+                this episode's fault: the first ends the run, others cost the worker.
+        """
+        state = _EpisodeState(sampling, group)
         try:
-            completion = await within(settings.generate_deadline_s, drawing, what, on="generators")
+            return await self._play(environment, state)
+        except EpisodeFailed as failure:
+            failure.tokens = sum(int(turn.trainable.sum()) for turn in state.turns)
+            raise
+
+    async def _play(self, environment: Environment, state: _EpisodeState) -> Episode:
+        """See :meth:`play`."""
+        context = self.tokenizer.render(await self._answer(environment.reset(), "reset"))
+        while True:
+            completion = await self._draw_turn(context, state)
+            text = self.tokenizer.decode(completion.token_ids.tolist())
+            result: StepResult = await self._answer(environment.step(text), "step")
+            state.add_reward(result)
+            if result.done or len(state.turns) == self.settings.max_turns:
+                return state.episode(completion.finish_reason, result.info)
+            context = self.tokenizer.render_reply(result.messages, ended=completion.finish_reason == "stop")
+
+    async def _draw_turn(self, context: list[int], state: _EpisodeState) -> Completion:
+        """Have the policy's next turn drawn after ``context``, and add both to the episode."""
+        state.history += context
+        sampling = state.next_sampling()
+        if self.episode_limit is not None and len(state.history) + sampling.max_new_tokens > self.episode_limit:
+            raise EpisodeFailed(f"prompt leaves no room within {self.episode_limit} tokens")
+        what = f"turn {len(state.turns)} of an episode of group {state.group} from the generators"
+        drawing = self.generator.generate(state.history, sampling, state.group)
+        try:
+            completion = await within(self.settings.generate_deadline_s, drawing, what, on="generators")
         except DrawLost as error:
             raise EpisodeFailed("the engine could not tell a token's kept set") from error
-        drawn = completion.token_ids.tolist()
-        history += drawn
+        state.history += completion.token_ids.tolist()
         if sampling.expert_routes_from is not None:
-            expert_routes.append(_expert_routes_of(completion, len(history) - 1 - sampling.expert_routes_from, what))
-        turns.append(Turn.from_completion(context, completion))
-        result: StepResult = await _answer(environment.step(tokenizer.decode(drawn)), settings, "step")
-        reward += result.reward
-        if result.done or len(turns) == settings.max_turns:
-            kept = np.concatenate(expert_routes) if expert_routes else None
-            return Episode(turns, reward, completion.finish_reason, result.info, kept)
-        context = tokenizer.render_reply(result.messages, ended=completion.finish_reason == "stop")
+            rows = len(state.history) - 1 - sampling.expert_routes_from
+            state.expert_routes.append(_expert_routes_of(completion, rows, what))
+        state.turns.append(Turn.from_completion(context, completion))
+        return completion
+
+    async def _answer(self, answer: Coroutine[Any, Any, T], name: str) -> T:
+        """Await the environment; whatever goes wrong in it costs the episode and gets a countable reason."""
+        deadline = self.settings.environment_deadline_s
+        try:
+            return await within(deadline, answer, f"the environment's {name}", on="the environment")
+        except ScoringFailed as error:
+            raise EpisodeFailed(error.reason) from error
+        except DeadlineExceeded as error:
+            raise EpisodeFailed(f"environment's {name} took over {deadline:g} s") from error
+        except ScorerBroken:
+            raise
+        except Exception as error:
+            raise EpisodeFailed(f"environment's {name} raised {type(error).__name__}") from error
+
+
+@dataclass(slots=True)
+class _EpisodeState:
+    """What an episode is drawn with, and what it consists of so far."""
+
+    sampling: Sampling
+    group: int
+    turns: list[Turn] = field(default_factory=list)
+    history: list[int] = field(default_factory=list)
+    """The ids of all turns and of the context of the next one."""
+    expert_routes: list[np.ndarray] = field(default_factory=list)
+    """What each turn added, where routes are kept."""
+    reward: float = 0.0
+    parts: dict[str, float] = field(default_factory=dict)
+    """Of the reward, summed over turns by name."""
+
+    def next_sampling(self) -> Sampling:
+        """For the next turn: expert routes are asked for from the first token on that has none."""
+        if self.sampling.expert_routes_from is None:
+            return self.sampling
+        return replace(self.sampling, expert_routes_from=sum(map(len, self.expert_routes)))
+
+    def add_reward(self, result: StepResult) -> None:
+        """Add the reward of a turn, and its parts."""
+        self.reward += result.reward
+        for name, value in result.parts.items():
+            self.parts[name] = self.parts.get(name, 0.0) + value
+
+    def episode(self, finish_reason: str, info: dict[str, Any]) -> Episode:
+        """The episode, once its last turn is answered."""
+        expert_routes = np.concatenate(self.expert_routes) if self.expert_routes else None
+        return Episode(self.turns, self.reward, finish_reason, info, expert_routes, parts=self.parts)
 
 
 def _expert_routes_of(completion: Completion, rows: int, what: str) -> np.ndarray:
-    """The routes that a turn adds: of its context and of what it drew, but for the last token, and of the last token
-    of the turn before. A wrong number of them would put all later ones beside other tokens."""
-    found = completion.expert_routes
-    if found is None or len(found) != rows:
-        raise ValueError(
-            f"{what}: routes of {rows} tokens were asked for, of {0 if found is None else len(found)} came"
-        )
-    return found
-
-
-async def _answer(answer: Coroutine[Any, Any, T], settings: RolloutSettings, name: str) -> T:
-    """Await the environment; whatever goes wrong in it costs the episode and gets a countable reason."""
-    try:
-        return await within(settings.environment_deadline_s, answer, f"the environment's {name}", on="the environment")
-    except ScoringFailed as error:
-        raise EpisodeFailed(error.reason) from error
-    except DeadlineExceeded as error:
-        raise EpisodeFailed(f"environment's {name} took over {settings.environment_deadline_s:g} s") from error
-    except ScorerBroken:
-        raise
-    except Exception as error:
-        raise EpisodeFailed(f"environment's {name} raised {type(error).__name__}") from error
+    """The ``rows`` of expert routes that a turn adds: one for the last token of the turn before, and one for each token
+    of its context and of its completion but the last. A wrong number would put all later ones beside other tokens."""
+    expert_routes = completion.expert_routes
+    if expert_routes is None or len(expert_routes) != rows:
+        received = 0 if expert_routes is None else len(expert_routes)
+        raise ValueError(f"{what}: expert routes of {rows} tokens were asked for, {received} were returned")
+    return expert_routes
 
 
 def episode_seed(seed: int | None, group_id: int, episode: int) -> int | None:

@@ -1,9 +1,9 @@
 """Scores computed in processes of their own, each with a deadline.
 
 A score function may be slow, may hang in C code and may crash; none of that may touch the event loop that plays
-the episodes. So it runs in a pool of spawned processes (pebble), one that oversteps its deadline is killed and
-replaced, and the caller learns it as :class:`ScoringFailed`. A score whose process ended is computed once more: the
-process may have been killed by somebody else, such as a kernel that is out of memory.
+the episodes. So it runs in a pool of spawned processes (pebble). A process that oversteps its deadline is killed and
+replaced, and the caller gets :class:`ScoringFailed`. A score whose process ended is computed once more: something else
+may have killed the process, such as a kernel that is out of memory.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ from pebble import ProcessExpired, ProcessPool
 
 from monarch_rl.runtime.deadlines import now
 from monarch_rl.runtime.lifetime import die_with_parent
+from monarch_rl.tasks.task import Score
 
+ScoreFunction = Callable[..., Score | float]
+"""Scores one answer; a number is a reward without parts."""
 STUCK_S = 30.0
-"""Seconds beyond the deadline of a score without the end of any after which the processes count as stuck: a new process
-needs seconds for its imports and its data."""
+"""If no score ends for its deadline and this many seconds more, the processes count as stuck: a new process needs
+seconds for its imports and its data."""
 
 
 class ScoringFailed(Exception):
-    """One score could not be had; ``reason`` is short, without details, so that failures can be counted by it."""
+    """One score could not be computed; ``reason`` is short, without details, so that failures can be counted by it."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
@@ -36,7 +39,7 @@ class ScoringFailed(Exception):
 
 
 class ScorerBroken(RuntimeError):
-    """No score can be had any more: the scoring processes do not start. The worker is lost."""
+    """No score can be computed any more: the scoring processes do not start. The worker is lost."""
 
 
 class Scorer:
@@ -61,16 +64,16 @@ class Scorer:
         self._works = False
         """The pool has answered."""
         self._replacing = asyncio.Lock()
-        self._asked = 0
+        self._pending = 0
         """Scores that are waited for."""
-        self._turned = 0.0
-        """When one of them ended, or the first one was asked for; seconds of the event loop's clock."""
+        self._progressed = 0.0
+        """When the last of them ended, or the first one was asked for; seconds of the event loop's clock."""
 
-    async def score(self, function: Callable[..., float], *args: Any) -> float:
+    async def score(self, function: ScoreFunction, *args: Any) -> Score:
         """Run ``function(*args)`` in the pool; both are pickled.
 
         Raises:
-            ScoringFailed: the function raised, overstepped the deadline, or twice took its process down.
+            ScoringFailed: the function raised, overstepped the deadline, or its process ended twice.
             ScorerBroken: the processes do not start.
         """
         error: Exception | None = None
@@ -85,26 +88,26 @@ class Scorer:
                 error = broken
         raise ScoringFailed("score ended its process", f"{error}, twice") from error
 
-    async def _try(self, pool: ProcessPool, function: Callable[..., float], args: tuple[Any, ...]) -> float:
+    async def _try(self, pool: ProcessPool, function: ScoreFunction, args: tuple[Any, ...]) -> Score:
         """See :meth:`score`; raises ProcessExpired if the process ended, BrokenProcessPool if the pool does not run."""
         if not pool.active:
             raise BrokenProcessPool("the pool has ended")
         future = asyncio.wrap_future(pool.schedule(_run, args=(function, args), timeout=self.deadline_s))
-        if not self._asked:
-            self._turned = now()
-        self._asked += 1
+        if not self._pending:
+            self._progressed = now()
+        self._pending += 1
         try:
             while not future.done():
-                left = self._turned + self.deadline_s + STUCK_S - now()
-                if left <= 0:
+                remaining_s = self._progressed + self.deadline_s + STUCK_S - now()
+                if remaining_s <= 0:
                     raise BrokenProcessPool(f"no score was computed for {self.deadline_s + STUCK_S:g} s")
-                await asyncio.wait({future}, timeout=left)
-            self._turned = now()
-            result: float | tuple[str, str] = future.result()
+                await asyncio.wait({future}, timeout=remaining_s)
+            self._progressed = now()
+            result: Score | tuple[str, str] = future.result()
         except TimeoutError:
             raise ScoringFailed(f"score took over {self.deadline_s:g} s") from None
         finally:
-            self._asked -= 1
+            self._pending -= 1
             future.cancel()
         self._works = True
         if isinstance(result, tuple):
@@ -112,16 +115,19 @@ class Scorer:
         return result
 
     async def _replace(self, pool: ProcessPool, error: BrokenProcessPool) -> None:
-        """Make another pool if ``pool`` has worked before: it breaks when a process is killed as it takes a task, and
-        waits for one that is stopped before it takes it, whose deadline has not begun."""
+        """Make another pool if ``pool`` has worked before.
+
+        A pool breaks when a process is killed while it takes a task. And it waits without a deadline for a process that
+        was stopped before it took one.
+        """
         async with self._replacing:
-            if self._pool is not pool:  # somebody else has
+            if self._pool is not pool:  # another call has replaced it
                 return
             if not self._works:
-                raise ScorerBroken("the scoring processes do not run; what they said stands on stderr") from error
-            # First its end: its threads may still read from pipes whose numbers a new pool would be given.
+                raise ScorerBroken("the scoring processes do not run; their own errors are on stderr") from error
+            # The old pool must end first: its threads may still read from pipes whose numbers a new pool would get.
             await asyncio.to_thread(_end, pool)
-            self._pool, self._works, self._turned = self._make_pool(), False, now()
+            self._pool, self._works, self._progressed = self._make_pool(), False, now()
 
     def close(self) -> None:
         """End the processes. Blocks for a moment; call it off the event loop."""
@@ -139,10 +145,11 @@ def _start(parent: int, warm_up: Callable[[], object] | None) -> None:
         warm_up()
 
 
-def _run(function: Callable[..., float], args: tuple[Any, ...]) -> float | tuple[str, str]:
-    """The score, or what was raised as (type, text): not every exception survives the way between processes, and
-    SystemExit must not end the event loop over there."""
+def _run(function: ScoreFunction, args: tuple[Any, ...]) -> Score | tuple[str, str]:
+    """The score, or (type, text) of what was raised: not every exception can be sent between processes, and
+    SystemExit must not end the scoring process's event loop."""
     try:
-        return float(function(*args))
+        score = function(*args)
+        return score if isinstance(score, Score) else Score(float(score))
     except BaseException as error:
         return type(error).__name__, str(error)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MOST_KEPT = 2048
-"""Half the ids that SGLang tells of one kept set (``sampling_mask_max_tokens``): ties at the edge make sets larger."""
+MAX_TOP_K = 2048
+"""Half the ids of a kept set that SGLang returns (``sampling_mask_max_tokens``): ties at the edge make sets larger."""
 
 
 @dataclass(frozen=True)
@@ -23,30 +23,32 @@ class RolloutSettings:
     temperature: float = 1.0
     """Of training rollouts; the held-out evaluation is greedy. 1 draws from the policy that is trained."""
     top_k: int = 0
-    """Draw from the k most likely tokens only; 0 from all. At most 2048, and needed for `top_p` and `min_p`: the engine
-    tells kept sets only then. Where the vocabulary is larger they act among these k."""
+    """Draw from the k most likely tokens only; 0 draws from all. At most 2048. `top_p` and `min_p` need it, because the
+    engine returns kept sets only then; where the vocabulary is larger they act among these k."""
     top_p: float = 1.0
-    """Draw from the fewest most likely tokens that have this probability together; 1 is off."""
+    """Draw from the smallest set of the most likely tokens that together have this probability; 1 is off."""
     min_p: float = 0.0
-    """Draw from tokens that have this share of the most likely one's probability; 0 is off. Not with `seed`."""
+    """Draw from tokens with at least this share of the most likely one's probability; 0 is off. Not with `seed`."""
     keep_sampling_mask: bool = False
-    """Keep the set that each token was drawn from, and train the policy among it (DeepSeek-V3.2's Keep Sampling Mask,
-    arXiv:2512.02556). Truncated sampling needs it, and without it has no effect; 4 bytes for each id of each set."""
+    """Keep the set that each token was drawn from, and train the policy within it (DeepSeek-V3.2's Keep Sampling Mask,
+    arXiv:2512.02556). Truncated sampling needs it; where all tokens can be drawn it has no effect. Costs 4 bytes for
+    each id of each set."""
     max_turns: int = 1
-    """Turns of an episode, if the environment does not end it before."""
+    """Turns of an episode, unless the environment ends it before."""
     seed: int | None = None
-    """Makes draws repeatable for the same weights: each episode's seed derives from it, its group and its place."""
+    """Makes draws repeatable for the same weights: each episode's seed derives from this one, from its group and from
+    its place in it."""
     scorer_processes: int = 1
     """Processes of each worker that compute scores."""
     score_deadline_s: float = 10.0
     """Seconds of one score; one that takes longer is killed and costs its episode."""
     environment_deadline_s: float = 300.0
-    """Seconds of one step of an environment, its wait for a scoring process included; more costs the episode."""
+    """Seconds of one step of an environment, with its wait for a scoring process; a longer one costs its episode."""
     generate_deadline_s: float = 600.0
-    """Seconds of one turn of the policy; more ends the run."""
+    """Seconds of one turn of the policy; a longer one ends the run."""
     slot_deadline_s: float = 3600.0
-    """Seconds that a worker may wait for a free slot of the buffer, or for room, that is, for the trainer; more ends
-    the run."""
+    """Seconds that a worker may wait for a free slot of the buffer, or for room, that is, for the trainer; a longer
+    wait ends the run."""
 
     def __post_init__(self) -> None:
         for name in ("workers", "concurrent_groups", "group_size", "max_new_tokens", "max_turns", "scorer_processes"):
@@ -65,26 +67,58 @@ class RolloutSettings:
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     def _check_truncation(self) -> None:
-        if self.top_k == 1 or not 0 <= self.top_k <= MOST_KEPT:
-            raise ValueError(f"rollout.top-k must be 0 (off) or 2 to {MOST_KEPT}, got {self.top_k}")
+        if self.top_k == 1 or not 0 <= self.top_k <= MAX_TOP_K:
+            raise ValueError(f"rollout.top-k must be 0 (off) or 2 to {MAX_TOP_K}, got {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"rollout.top-p must be above 0 and at most 1 (off), got {self.top_p}")
         if not 0 <= self.min_p < 1:
             raise ValueError(f"rollout.min-p must be at least 0 (off) and below 1, got {self.min_p}")
         if self.truncated and not self.keep_sampling_mask:
             raise ValueError(
-                "rollout.top-k, top-p or min-p cut tokens off, which the trainer's policy does not: what was drawn has "
+                "rollout.top-k, top-p or min-p cut tokens off, which the trainer's policy does not: drawn tokens have "
                 "another probability there, so that the importance ratio compares two different distributions. Set "
                 "rollout.keep-sampling-mask, so that both take the same set, or sample from all tokens"
             )
         if self.truncated and not self.top_k:
             raise ValueError(
-                f"rollout.top-p and min-p need a rollout.top-k of 2 to {MOST_KEPT} too: only then does the engine tell "
-                "kept sets"
+                f"rollout.top-p and min-p need a rollout.top-k of 2 to {MAX_TOP_K} too: the engine returns kept sets "
+                "only then"
             )
         if self.truncated and not self.temperature:
             raise ValueError("rollout.temperature 0 draws the most likely token: there is nothing to cut off")
         if self.min_p and self.seed is not None:
             raise ValueError(
-                "rollout.min-p cannot be used with rollout.seed: the engine's seeded draw does not know it"
+                "rollout.min-p cannot be used with rollout.seed: the engine's seeded draw does not support it"
             )
+
+
+def check_rollout(settings: RolloutSettings, groups_per_step: int, trainer_ranks: int) -> None:
+    """Refuse rollouts that cannot be trained on: groups without advantages, steps that ranks cannot share equally.
+
+    Raises ValueError saying what to change.
+    """
+    if settings.group_size < 2:
+        raise ValueError("rollout.group-size must be at least 2: advantages compare the episodes of a group")
+    if settings.temperature == 0:
+        raise ValueError("rollout.temperature must be above 0: greedy episodes of a group are all the same")
+    episodes = groups_per_step * settings.group_size
+    if episodes % trainer_ranks:
+        raise ValueError(
+            f"{groups_per_step} groups x {settings.group_size} episodes = {episodes} episodes a step cannot be "
+            f"shared equally by {trainer_ranks} trainer ranks: change groups-per-step or trainer.ranks"
+        )
+
+
+def check_lengths(settings: RolloutSettings, limits: dict[str, int]) -> None:
+    """Refuse episodes that cannot be drawn or trained whatever the prompt is.
+
+    Args:
+        limits: tokens that an episode may have, by the name of the setting that limits them.
+
+    Raises ValueError saying which limit is too small.
+    """
+    drawn = settings.max_turns * settings.max_new_tokens
+    asked = f"rollout.max-turns {settings.max_turns} x rollout.max-new-tokens {settings.max_new_tokens}"
+    for name, tokens in limits.items():
+        if drawn >= tokens:
+            raise ValueError(f"{asked} leaves no room for a prompt within {name}, which is {tokens}")

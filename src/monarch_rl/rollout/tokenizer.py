@@ -19,7 +19,7 @@ class Tokenizer:
         folder: a Hugging Face folder or Hub name.
 
     Raises:
-        OSError: nothing is there.
+        OSError: there is no tokenizer of that name.
     """
 
     def __init__(self, folder: str) -> None:
@@ -39,7 +39,7 @@ class Tokenizer:
         """The ids between a turn of the policy and its next one.
 
         Args:
-            messages: what the environment says in between.
+            messages: what the environment says between the two.
             ended: whether the turn before ended with a stop token (then the template's own is left out).
         """
         if not self._tokenizer.chat_template:

@@ -1,26 +1,27 @@
-"""The rollout worker: an actor that plays many groups at once and hands them to the buffer."""
+"""The rollout worker: an actor that plays groups of episodes on the generators and puts them into the buffer."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
-import os
-from collections import Counter, deque
-from collections.abc import Sequence
+from collections import Counter
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 from monarch.actor import current_rank
 
 from monarch_rl.episode.episode import Episode, Group
 from monarch_rl.episode.packed import pack_group
 from monarch_rl.episode.sampling import Sampling
+from monarch_rl.episode.ticket import Ticket
 from monarch_rl.rollout.admissions import Admissions
-from monarch_rl.rollout.outbox import BUFFER_DEADLINE_S, Outbox
-from monarch_rl.rollout.play import EpisodeFailed, GeneratorHandle, all_or_none, episode_seed, play
+from monarch_rl.rollout.evaluation import Evaluation
+from monarch_rl.rollout.handles import BUFFER_DEADLINE_S, BufferHandle, DispatchedGenerators
+from monarch_rl.rollout.outbox import Outbox
+from monarch_rl.rollout.play import EpisodeFailed, EpisodePlayer, all_or_none, episode_seed
 from monarch_rl.rollout.scoring import Scorer
 from monarch_rl.rollout.settings import RolloutSettings
+from monarch_rl.rollout.statistics import Statistics, WorkerStats
 from monarch_rl.rollout.tokenizer import Tokenizer
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import within
@@ -29,69 +30,25 @@ from monarch_rl.runtime.resilient import ResilientActor
 from monarch_rl.tasks.reasoning_gym import TaskSettings, TaskSource, load_data_set, score
 from monarch_rl.tasks.task import Environment, Item, SingleTurn
 
-RECENT_EPISODES = 256
-"""Episodes behind the recent means and the samples."""
 
+@dataclass(frozen=True)
+class Resources:
+    """What a worker loads before it plays."""
 
-@dataclass(slots=True)
-class WorkerStats:
-    """What one worker did so far. Evaluation episodes are not in it."""
+    tokenizer: Tokenizer
+    train: TaskSource
+    held_out: TaskSource
+    scorer: Scorer
 
-    worker: str
-    pid: int
-    groups_playing: int
-    groups_waiting: int
-    """Group places that wait for a slot of the buffer, that is, for the trainer."""
-    groups_put: int
-    groups_dropped: int
-    episodes: int
-    """Episodes scored."""
-    failed: dict[str, int]
-    """Episodes lost, by reason."""
-    tokens: int
-    """Tokens drawn for scored episodes."""
-    failed_tokens: int
-    """Tokens drawn for lost episodes."""
-    recent_reward: float
-    """Mean reward of the last episodes (up to 256); nan before the first."""
-    recent_tokens: float
-    """Mean tokens drawn of the last episodes; nan before the first."""
-
-
-@dataclass(slots=True)
-class Evaluation:
-    """Held-out items played once each."""
-
-    rewards: np.ndarray
-    """float32[n]; 0 where the episode failed."""
-    failed: dict[str, int]
-    """Episodes lost, by reason."""
-
-    @property
-    def accuracy(self) -> float:
-        """Share of items with the full reward, 1."""
-        return float(np.mean(self.rewards >= 1.0))
-
-    def metrics(self) -> dict[str, float]:
-        """By the names of docs/metrics.md."""
-        reward, failed = float(np.mean(self.rewards)), float(sum(self.failed.values()))
-        return {"held_out/accuracy": self.accuracy, "held_out/reward": reward, "held_out/failed": failed}
-
-    def __str__(self) -> str:
-        lost = "".join(f", {count} lost: {reason}" for reason, count in self.failed.items())
-        return f"held-out accuracy {self.accuracy:.1%}, mean reward {np.mean(self.rewards):.3f}{lost}"
-
-
-class DispatchedGenerators(GeneratorHandle, Protocol):
-    """Several replicas behind one handle."""
-
-    def update_replicas(self, paused: Sequence[int], lost: Sequence[int]) -> None:
-        """Send no new requests to the ``paused`` replicas, and ask others for what the ``lost`` ones owe."""
-        ...
-
-    def replace(self, replica: int, handle: Any) -> None:
-        """From now on ``replica`` is the one behind ``handle``."""
-        ...
+    @classmethod
+    async def load(cls, settings: RolloutSettings, task: TaskSettings, model: str) -> Resources:
+        """Load tokenizer and task, start the scoring processes. Raises what loading raises (OSError, ValueError)."""
+        tokenizer = await asyncio.to_thread(Tokenizer, model)
+        train = await asyncio.to_thread(TaskSource, task, "train")
+        held_out = await asyncio.to_thread(TaskSource, task, "held_out")
+        await asyncio.to_thread(train.item, 0)  # collects the held-out questions
+        warm_up = functools.partial(load_data_set, task, "train")
+        return cls(tokenizer, train, held_out, Scorer(settings.scorer_processes, settings.score_deadline_s, warm_up))
 
 
 class RolloutWorker(ResilientActor):
@@ -102,7 +59,7 @@ class RolloutWorker(ResilientActor):
         task: what to play.
         model: Hugging Face folder or Hub name, for its tokenizer.
         name: of this worker; empty takes its rank in the mesh.
-        keep_routes: keep by which experts the generators read each token; not of held-out items.
+        keep_expert_routes: keep by which experts the generators read each token; not of held-out items.
     """
 
     def __init__(
@@ -121,39 +78,39 @@ class RolloutWorker(ResilientActor):
         presence.register(self._name)
         self._scorer: Scorer | None = None
         self._running: asyncio.Task[None] | None = None
-        self._limit: int | None = None
-        self._waiting = 0
-        self._playing = 0
-        self._groups: Counter[str] = Counter()
-        self._failed: Counter[str] = Counter()
-        self._episodes = 0
-        self._tokens = 0
-        self._failed_tokens = 0
-        self._recent: deque[tuple[float, int]] = deque(maxlen=RECENT_EPISODES)
-        self._samples: deque[tuple[int, Item, Episode]] = deque(maxlen=RECENT_EPISODES)
+        self._statistics = Statistics(self._name)
 
     @concurrent_endpoint
-    async def setup(self, buffer: Any, generator: DispatchedGenerators, episode_limit: int | None = None) -> None:
-        """Load tokenizer and task, start the scoring processes. Raises what loading raises (OSError, ValueError).
+    async def setup(
+        self, buffer: BufferHandle, generator: DispatchedGenerators, episode_limit: int | None = None
+    ) -> None:
+        """Load what playing needs. Raises what loading raises (OSError, ValueError).
 
         Args:
             episode_limit: tokens that an episode may have, prompts and drawn ones; None is any number.
         """
+        resources = await Resources.load(self._settings, self._task, self._model)
+        self.connect(buffer, generator, resources, episode_limit)
+
+    def connect(
+        self,
+        buffer: BufferHandle,
+        generator: DispatchedGenerators,
+        resources: Resources,
+        episode_limit: int | None = None,
+    ) -> None:
+        """From now on play with these; the rest of :meth:`setup`."""
         self._buffer = buffer
+        self._generator = generator
+        self._tokenizer, self._scorer = resources.tokenizer, resources.scorer
+        self._train, self._held_out = resources.train, resources.held_out
         self._admissions = Admissions(buffer, self._name, self._settings.slot_deadline_s)
         self._outbox = Outbox(buffer, self._name, self._settings.slot_deadline_s)
-        self._limit = episode_limit
-        self._generator = generator
-        self._tokenizer = await asyncio.to_thread(Tokenizer, self._model)
-        self._train = await asyncio.to_thread(TaskSource, self._task, "train")
-        self._held_out = await asyncio.to_thread(TaskSource, self._task, "held_out")
-        await asyncio.to_thread(self._train.item, 0)  # collects the held-out questions
-        warm_up = functools.partial(load_data_set, self._task, "train")
-        self._scorer = Scorer(self._settings.scorer_processes, self._settings.score_deadline_s, warm_up)
+        self._player = EpisodePlayer(generator, resources.tokenizer, self._settings, episode_limit)
 
     @concurrent_endpoint
     async def run(self) -> None:
-        """Play until the buffer is closed, or this worker. Raises what is not one episode's own failure."""
+        """Play until the buffer or this worker is closed. Raises any error that is not one episode's own failure."""
         if self._running is not None:
             raise RuntimeError(f"{self._name} runs already")
         self._running = running = asyncio.ensure_future(self._play_until_closed())
@@ -171,57 +128,40 @@ class RolloutWorker(ResilientActor):
         places = asyncio.Semaphore(self._settings.concurrent_groups * self._settings.group_size)
         sampling = Sampling(self._settings.max_new_tokens, 0.0, self._tokenizer.stop_token_ids)
 
-        async def one(index: int) -> Episode | EpisodeFailed:
+        async def play(index: int) -> Episode | EpisodeFailed:
             async with places:
                 item = await asyncio.to_thread(self._held_out.item, index)
-                episode = await self._episode(item, sampling, group=-1 - index)
+                episode = await self._play_episode(item, sampling, group=-1 - index)
                 presence.progress("held-out item played")
                 return episode
 
-        episodes = await all_or_none([one(index) for index in indices])
-        failed = Counter(episode.reason for episode in episodes if isinstance(episode, EpisodeFailed))
-        rewards = [0.0 if isinstance(episode, EpisodeFailed) else episode.reward for episode in episodes]
-        return Evaluation(np.asarray(rewards, np.float32), dict(failed))
+        return Evaluation.of(await all_or_none([play(index) for index in indices]))
 
     @concurrent_endpoint
     async def stats(self) -> WorkerStats:
-        rewards, tokens = zip(*self._recent, strict=True) if self._recent else ((), ())
-        return WorkerStats(
-            worker=self._name,
-            pid=os.getpid(),
-            groups_playing=self._playing,
-            groups_waiting=self._waiting,
-            groups_put=self._groups["put"],
-            groups_dropped=self._groups["dropped"],
-            episodes=self._episodes,
-            failed=dict(self._failed),
-            tokens=self._tokens,
-            failed_tokens=self._failed_tokens,
-            recent_reward=float(np.mean(rewards)) if rewards else float("nan"),
-            recent_tokens=float(np.mean(tokens)) if tokens else float("nan"),
-        )
+        """What this worker did so far."""
+        return self._statistics.stats()
 
     @concurrent_endpoint
     async def samples(self, limit: int) -> list[dict[str, Any]]:
         """The newest ``limit`` training episodes since the last call, as JSON objects to look at."""
-        newest = list(self._samples)[-limit:]
-        self._samples.clear()
-        # Text of long answers takes tens of milliseconds: on a thread, and only of what is asked for.
-        return await asyncio.to_thread(lambda: [self._sample(*episode) for episode in newest])
+        newest, decode = self._statistics.take_samples(limit), self._tokenizer.decode
+        # Decoding long answers takes tens of milliseconds: on a thread, and only those that were asked for.
+        return await asyncio.to_thread(lambda: [sample.row(decode) for sample in newest])
 
     @concurrent_endpoint
     async def update_replicas(self, paused: list[int], lost: list[int]) -> None:
-        """Take note of replicas that take no new requests for now, and of those that are lost."""
+        """Send no new requests to the ``paused`` replicas, and ask others for what the ``lost`` ones owe."""
         self._generator.update_replicas(paused, lost)
 
     @concurrent_endpoint
-    async def replace(self, replica: int, handle: Any) -> None:
-        """From now on a generator is the one behind ``handle``."""
+    async def replace(self, replica: int, handle: object) -> None:
+        """From now on ``replica`` is the generator behind ``handle``."""
         self._generator.replace(replica, handle)
 
     @concurrent_endpoint
     async def lives(self) -> None:
-        """Return never: the call fails when this process is lost."""
+        """Never return: the call fails when this process is lost."""
         await asyncio.Event().wait()  # waits: as long as the process lives
 
     @concurrent_endpoint
@@ -241,8 +181,8 @@ class RolloutWorker(ResilientActor):
             await asyncio.to_thread(scorer.close)
 
     async def _play_until_closed(self) -> None:
-        """Every place plays one group after the other; the first that hears of the end ends the others."""
-        places = [asyncio.ensure_future(self._place()) for _ in range(self._settings.concurrent_groups)]
+        """Play ``concurrent_groups`` at once; when one place ends, by the end of the run or an error, all end."""
+        places = [asyncio.ensure_future(self._play_groups()) for _ in range(self._settings.concurrent_groups)]
         try:
             # waits: as long as the run; close() ends it
             done, _ = await asyncio.wait(places, return_when=asyncio.FIRST_COMPLETED)
@@ -253,92 +193,58 @@ class RolloutWorker(ResilientActor):
                 place.cancel()
             await asyncio.gather(*places, return_exceptions=True)  # waits: they are done or cancelled
 
-    async def _place(self) -> None:
+    async def _play_groups(self) -> None:
+        """Play one group after the other until the run ends."""
         while True:
-            self._waiting += 1
-            try:
+            with self._statistics.group_waiting():
                 ticket = await self._admissions.ticket()
-            finally:
-                self._waiting -= 1
             if ticket is None:
                 return
-            self._playing += 1
-            try:
-                await self._play_group(ticket.group_id, ticket.task_cursor, ticket.attempt)
-            finally:
-                self._playing -= 1
+            with self._statistics.group_playing():
+                await self._play_group(ticket)
 
-    async def _play_group(self, group_id: int, task_cursor: int, attempt: int) -> None:
-        """Play a group and put it, or drop it when too few of its episodes are left to be compared."""
-        item = await asyncio.to_thread(self._train.item, task_cursor)
+    async def _play_group(self, ticket: Ticket) -> None:
+        """Play a group and put it, or drop it if too few of its episodes are left to be compared."""
+        item = await asyncio.to_thread(self._train.item, ticket.task_cursor)
         size = self._settings.group_size
-        samplings = [self._sampling(episode_seed(self._settings.seed, group_id, i)) for i in range(size)]
-        played = await all_or_none([self._episode(item, sampling, group_id) for sampling in samplings])
-        lost = [episode for episode in played if isinstance(episode, EpisodeFailed)]
-        self._failed.update(episode.reason for episode in lost)
-        self._failed_tokens += sum(episode.tokens for episode in lost)
+        samplings = [self._sampling(episode_seed(self._settings.seed, ticket.group_id, i)) for i in range(size)]
+        played = await all_or_none([self._play_episode(item, sampling, ticket.group_id) for sampling in samplings])
+        self._statistics.add_episodes(ticket.group_id, item, played)
         episodes = [episode for episode in played if isinstance(episode, Episode)]
-        for episode in episodes:
-            self._record(group_id, item, episode)
+        failures = [episode for episode in played if isinstance(episode, EpisodeFailed)]
         if len(episodes) >= min(2, size):
-            group = Group(group_id, item.index, episodes, failed=len(lost), attempt=attempt)
-            data = await asyncio.to_thread(pack_group, group)
-            await self._outbox.put(group_id, attempt, data)
-            self._groups["put"] += 1
-            presence.progress("group put")
+            group = Group(ticket.group_id, item.index, episodes, len(failures), ticket.attempt, task=self._task.name)
+            await self._put(group)
         else:
-            reason = Counter(episode.reason for episode in lost).most_common(1)[0][0]
-            tokens = sum(episode.num_trainable for episode in episodes)
-            drop = self._buffer.drop.call_one(group_id, reason, tokens, attempt)
-            await within(BUFFER_DEADLINE_S, drop, f"the buffer to drop group {group_id}", on="buffer")
-            self._groups["dropped"] += 1
-            presence.progress("group dropped")
+            reason = Counter(failure.reason for failure in failures).most_common(1)[0][0]
+            await self._drop(ticket, reason, sum(episode.num_trainable for episode in episodes))
 
-    async def _episode(self, item: Item, sampling: Sampling, group: int) -> Episode | EpisodeFailed:
-        """The episode, or why it failed: failures are values here, so that they cost no other episode."""
+    async def _put(self, group: Group) -> None:
+        data = await asyncio.to_thread(pack_group, group)
+        await self._outbox.put(group.group_id, group.attempt, data)
+        self._statistics.add_put()
+        presence.progress("group put")
+
+    async def _drop(self, ticket: Ticket, reason: str, tokens: int) -> None:
+        drop = self._buffer.drop.call_one(ticket.group_id, reason, tokens, ticket.attempt)
+        await within(BUFFER_DEADLINE_S, drop, f"the buffer to drop group {ticket.group_id}", on="buffer")
+        self._statistics.add_dropped()
+        presence.progress("group dropped")
+
+    async def _play_episode(self, item: Item, sampling: Sampling, group: int) -> Episode | EpisodeFailed:
+        """The episode, or why it failed: failures are values here, so that they do not cancel other episodes."""
+        if self._scorer is None:
+            raise RuntimeError(f"{self._name} is not set up, or closed")
         try:
-            return await play(
-                self._environment(item),
-                self._generator,
-                self._tokenizer,
-                sampling,
-                group,
-                self._settings,
-                self._limit,
-            )
+            return await self._player.play(self.make_environment(item, self._scorer), sampling, group)
         except EpisodeFailed as failure:
             return failure
 
-    def _environment(self, item: Item) -> Environment:
-        scorer = self._scorer
-        if scorer is None:
-            raise RuntimeError(f"{self._name} is not set up, or closed")
+    def make_environment(self, item: Item, scorer: Scorer) -> Environment:
+        """What an episode is played against, made anew for each; another environment is another method here."""
         return SingleTurn(item.prompt, lambda text: scorer.score(score, self._task, item.entry, text))
 
     def _sampling(self, seed: int | None) -> Sampling:
-        s, stops, expert_routes_from = (
-            self._settings,
-            self._tokenizer.stop_token_ids,
-            0 if self._keep_expert_routes else None,
-        )
+        s, expert_routes_from = self._settings, 0 if self._keep_expert_routes else None
+        stops = self._tokenizer.stop_token_ids
         return Sampling(s.max_new_tokens, s.temperature, stops, seed, s.top_k, s.top_p, s.min_p, expert_routes_from)
-
-    def _record(self, group_id: int, item: Item, episode: Episode) -> None:
-        self._episodes += 1
-        self._tokens += episode.num_trainable
-        self._recent.append((episode.reward, episode.num_trainable))
-        self._samples.append((group_id, item, episode))
-
-    def _sample(self, group_id: int, item: Item, episode: Episode) -> dict[str, Any]:
-        versions = episode.policy_versions[episode.trainable]
-        return {
-            "group": group_id,
-            "task_index": item.index,
-            "prompt": item.prompt,
-            "turns": [self._tokenizer.decode(turn.token_ids[turn.trainable].tolist()) for turn in episode.turns],
-            "answer": item.answer,
-            "reward": episode.reward,
-            "finish_reason": episode.finish_reason,
-            "tokens": episode.num_trainable,
-            "versions": [int(versions.min()), int(versions.max())] if len(versions) else [],
-        }

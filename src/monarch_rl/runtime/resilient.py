@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from monarch.actor import Actor
+if TYPE_CHECKING:
+
+    class Actor:
+        """Stands for Monarch's, which has no types: a base class of type ``Any`` would hide unknown endpoints."""
+
+else:
+    from monarch.actor import Actor
 
 
 class ResilientActor(Actor):
     """An actor that outlives those that it calls and answers."""
 
     def _handle_undeliverable_message(self, message: Any) -> bool:
-        """True: a message to a process that is lost is no failure of who sent it, as it is Monarch's default."""
+        """True: a message to a lost process is no failure of its sender, which is Monarch's default."""
         return True

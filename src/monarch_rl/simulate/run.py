@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import time
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,24 +15,21 @@ from monarch_rl.buffer.ledger import Counts
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.episode.packed import PackedShard
 from monarch_rl.generator.dispatcher import Dispatcher
-from monarch_rl.generator.settings import InFlight
+from monarch_rl.generator.settings import GeneratorSettings, InFlight
 from monarch_rl.pipeline.actor_pool import ActorPool
-from monarch_rl.pipeline.observer import Observer
-from monarch_rl.pipeline.publishing import Publisher
-from monarch_rl.pipeline.recovery import Recovery, RecoverySettings
-from monarch_rl.pipeline.start import replica_updates, update
-from monarch_rl.rollout.admissions import Admissions
-from monarch_rl.rollout.outbox import Outbox
+from monarch_rl.pipeline.actors import Actors
+from monarch_rl.pipeline.run import Run
+from monarch_rl.pipeline.settings import RunSettings
 from monarch_rl.rollout.settings import RolloutSettings
-from monarch_rl.rollout.worker import RolloutWorker
+from monarch_rl.rollout.worker import Resources, RolloutWorker
 from monarch_rl.runtime import presence
-from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, Patience, now, within
+from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, now, within
 from monarch_rl.simulate.clock import run_virtual
 from monarch_rl.simulate.costs import Costs, uniform
 from monarch_rl.simulate.handles import LocalMesh
 from monarch_rl.simulate.replica import Replica
 from monarch_rl.tasks.reasoning_gym import TaskSettings
-from monarch_rl.tasks.task import Item, Message
+from monarch_rl.tasks.task import Item, Message, Score
 from monarch_rl.weights.transport import TransferSettings
 
 FOREVER_S = 1e9
@@ -131,33 +125,51 @@ def predict(plan: Plan, costs: Costs, steps: int = 40, warm_up: int = 10, grain:
 
 
 async def _predict(plan: Plan, costs: Costs, steps: int, warm_up: int, grain: int) -> Figures:
-    return await measure(await System.start(plan, costs, grain), steps, warm_up, FOREVER_S)
+    async with Run.open(run_settings(plan, FOREVER_S)) as run:
+        await run.begin(simulated_actors(plan, costs, grain))
+        return await measure(run, steps, warm_up)
 
 
-async def measure(system: System, steps: int, warm_up: int, batch_deadline_s: float) -> Figures:
+def run_settings(plan: Plan, deadline_s: float) -> RunSettings:
+    """The settings of a run over actors that are there already; no step or transfer may take ``deadline_s``."""
+    return RunSettings(
+        groups_per_step=plan.groups_per_step,
+        update_deadline_s=deadline_s,
+        generator=GeneratorSettings(start_deadline_s=deadline_s),
+        weights=TransferSettings(deadline_s=deadline_s),
+    )
+
+
+async def measure(run: Run, steps: int, warm_up: int) -> Figures:
     """Make ``steps`` optimiser steps and sum up those after the first ``warm_up``; in real time with real handles.
 
     Raises:
         RuntimeError: an episode failed.
-        DeadlineExceeded: a batch did not come within ``batch_deadline_s``.
+        DeadlineExceeded: a batch did not come in time.
     """
     started, wall = now(), time.perf_counter()
     rows: list[dict[str, float]] = []
-    first = last = await system.counts()
-    async for values in system.steps(steps, batch_deadline_s):
-        rows.append(values)
-        if len(rows) == warm_up:
-            first = await system.counts()
-        if len(rows) == steps:  # not later: then groups under way have been dropped
-            last = await system.counts()
+    first = last = await run.counts()
+    async for step in run.steps(steps):
+        rows.append(await run.step())
+        if step == warm_up:
+            first = await run.counts()
+        if step == steps:  # not later: then groups under way have been dropped
+            last = await run.counts()
     if failed := [name for name in rows[-1] if name.startswith("dropped/episode")]:
         raise RuntimeError(f"episodes failed: {', '.join(failed)}")
-    kept = rows[warm_up:]
-    seconds = np.asarray([row["time/step_s"] for row in kept])
+    return _figures(rows[warm_up:], first, last, steps, now() - started, time.perf_counter() - wall)
+
+
+def _figures(
+    rows: list[dict[str, float]], first: Counts, last: Counts, steps: int, run_s: float, wall_s: float
+) -> Figures:
+    """Sums and means over the counted steps; ``first`` and ``last`` are the buffer's counts around them."""
+    seconds = np.asarray([row["time/step_s"] for row in rows])
 
     def mean(name: str) -> float:
         """Over time."""
-        return float(np.average([row[name] for row in kept], weights=seconds))
+        return float(np.average([row[name] for row in rows], weights=seconds))
 
     lag = _difference(last.lag_counts, first.lag_counts)
     wasted = sum(last.wasted_tokens.values()) - sum(first.wasted_tokens.values())
@@ -171,8 +183,8 @@ async def measure(system: System, steps: int, warm_up: int, batch_deadline_s: fl
         order_wait_share=(last.order_wait_s - first.order_wait_s) / float(seconds.sum()),
         wasted_share=wasted / max(wasted + int(lag.sum()), 1),
         steps=steps,
-        run_s=now() - started,
-        wall_s=time.perf_counter() - wall,
+        run_s=run_s,
+        wall_s=wall_s,
     )
 
 
@@ -182,59 +194,23 @@ def _difference(after: list[int], before: list[int]) -> np.ndarray:
     return found
 
 
-@dataclass
-class System:
-    """The actors of a run, by handles: simulated ones, or Monarch's."""
+def simulated_actors(plan: Plan, costs: Costs, grain: int) -> Actors:
+    """The actors of a simulated run: real buffer and workers, with latency models for trainer, engines and scores."""
 
-    buffer: Any
-    trainer: Any
-    workers: ActorPool
-    publisher: Publisher
+    def mesh(*actors: Any) -> Any:
+        return LocalMesh(actors, costs.call_s)
 
-    @classmethod
-    async def start(cls, plan: Plan, costs: Costs, grain: int) -> System:
-        """A simulated run, up to where version 0 is served."""
-
-        def mesh(*actors: Any) -> LocalMesh:
-            return LocalMesh(actors, costs.call_s)
-
-        buffer = mesh(Buffer(plan.groups_per_step, replace(plan.buffer, max_mib=2**30)))
-        trainer = mesh(SimulatedTrainer(costs, plan.trainer_devices, grain, buffer))
-        replicas = [Replica(costs, grain, plan.in_flight, plan.tp) for _ in range(plan.replicas)]
-        rollout = [SimulatedWorker(plan, costs, grain, f"rollout worker {rank}") for rank in range(plan.workers)]
-        for worker in rollout:
-            worker.connect(buffer, replicas)
-        for name in ("buffer", *(f"rollout worker {rank}" for rank in range(plan.workers))):
-            presence.unregister(
-                name
-            )  # nobody watches, and a look at the clock every 50 ms is a long way in virtual hours
-        workers = ActorPool("rollout worker", "rollout", {rank: mesh(worker) for rank, worker in enumerate(rollout)})
-        generators = {index: mesh(replica) for index, replica in enumerate(replicas)}
-        settings = TransferSettings(deadline_s=FOREVER_S)
-        publisher = await Publisher.connect(trainer, generators, buffer, settings, "float32", replica_updates(workers))
-        await publisher.publish(0)
-        await publisher.settled()
-        return cls(buffer, trainer, workers, publisher)
-
-    async def steps(self, count: int, batch_deadline_s: float) -> AsyncIterator[dict[str, float]]:
-        """The recipe's loop; the metrics of each step."""
-        observer = Observer(self.publisher, self.workers, self.buffer, Path(os.devnull))
-        generators = ActorPool("generator", "generator", self.publisher.generators)
-        recovery = Recovery(generators, self.workers, self.publisher, self.buffer, RecoverySettings())
-        async with recovery.tended(), recovery.rolling_out():
-            await observer.begin()
-            patience = Patience(batch_deadline_s, floor_s=batch_deadline_s)
-            for version in range(count):
-                updating = update(self.trainer, self.buffer, version, patience)
-                trained = await self.publisher.or_failed(updating)
-                await self.publisher.publish(version + 1)
-                yield await observer.step(trained)
-            await self.publisher.settled()
-
-    async def counts(self) -> Counts:
-        call = self.buffer.counts.call_one()
-        found: Counts = await within(CALL_DEADLINE_S, call, "the buffer's counts", on="buffer")
-        return found
+    buffer = mesh(Buffer(plan.groups_per_step, replace(plan.buffer, max_mib=2**30)))
+    trainer = mesh(SimulatedTrainer(costs, plan.trainer_devices, grain, buffer))
+    replicas = [Replica(costs, grain, plan.in_flight, plan.tp) for _ in range(plan.replicas)]
+    rollout = [SimulatedWorker(plan, costs, grain, f"rollout worker {rank}") for rank in range(plan.workers)]
+    for worker in rollout:
+        worker.set_up(buffer, replicas)
+    for name in ("buffer", *(f"rollout worker {rank}" for rank in range(plan.workers))):
+        presence.unregister(name)  # nobody watches, and a look at the clock every 50 ms takes long in virtual hours
+    workers = ActorPool("rollout worker", "rollout", {rank: mesh(worker) for rank, worker in enumerate(rollout)})
+    generators = ActorPool("generator", "generator", {index: mesh(replica) for index, replica in enumerate(replicas)})
+    return Actors(buffer, trainer, generators, workers)
 
 
 class SimulatedTrainer:
@@ -304,21 +280,16 @@ class SimulatedWorker(RolloutWorker):
         self._costs = costs
         self._score_places = asyncio.Semaphore(plan.scorer_processes)
         prompt = max(1, round(costs.prompt_tokens / grain))
-        stand_ins: dict[str, Any] = {
-            "_tokenizer": _Tokenizer(prompt),
-            "_train": _Items(plan.seed, costs.equal_rewards),
-            "_scorer": self,
-        }
-        self.__dict__.update(stand_ins)
+        tokenizer: Any = _Tokenizer(prompt)
+        items: Any = _Items(plan.seed, costs.equal_rewards)
+        scorer: Any = self
+        self._stand_ins = Resources(tokenizer, items, items, scorer)
 
-    def connect(self, buffer: Any, replicas: list[Replica]) -> None:
-        """As ``setup``, without its processes."""
-        self._buffer = buffer
-        self._admissions = Admissions(buffer, self._name, self._settings.slot_deadline_s)
-        self._outbox = Outbox(buffer, self._name, self._settings.slot_deadline_s)
-        self._generator = SimulatedDispatcher(replicas)
+    def set_up(self, buffer: Any, replicas: list[Replica]) -> None:
+        """As ``setup``, with stand-ins for what that loads."""
+        self.connect(buffer, SimulatedDispatcher(replicas), self._stand_ins)
 
-    async def score(self, function: Any, task: TaskSettings, entry: dict[str, Any], text: str) -> float:
+    async def score(self, function: Any, task: TaskSettings, entry: dict[str, Any], text: str) -> Score:
         """As ``Scorer.score``: a process, then the seconds of a score; rewards are 0 and 1 in turn, or all 0."""
         entry["scored"] += 1
         reward = 0.0 if entry["equal"] else float(entry["scored"] % 2)
@@ -326,7 +297,7 @@ class SimulatedWorker(RolloutWorker):
         if seconds > 0:
             async with self._score_places:
                 await asyncio.sleep(seconds)
-        return reward
+        return Score(reward)
 
 
 class SimulatedDispatcher(Dispatcher):

@@ -1,8 +1,8 @@
-"""Tasks from reasoning-gym: any of its data sets by name, in splits that do not meet.
+"""Tasks from reasoning-gym: any of its data sets by name, in splits that share no held-out question.
 
 An item is a pure function of (settings, split, index). reasoning-gym seeds item ``i`` of a data set with
 ``seed + i``, so that neighbouring seeds give almost the same items: the splits stand ``SPLIT_DISTANCE`` seeds
-apart. Small tasks repeat questions all the same, so the other splits skip every question that is held out.
+apart. Small tasks repeat questions even so; therefore the other splits skip every question that is held out.
 
 Importing this module imports neither reasoning-gym nor torch.
 """
@@ -19,19 +19,19 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from monarch_rl.tasks.task import Item
+from monarch_rl.tasks.task import Item, Score
 
 logger = logging.getLogger("monarch_rl")
 
 Split = Literal["train", "held_out", "warm_up"]
-"""``warm_up`` is for supervised examples before the training: its questions are not held out either."""
+"""``warm_up`` is for supervised examples before the training: it has no held-out question either."""
 
 SPLIT_DISTANCE = 1_000_000_007
 """Seeds between two splits; larger than any index, and all seeds stay below 2^32."""
-SKIPS = 64
-"""How often a training index moves on because its question is held out."""
+MAX_SKIPS = 64
+"""How often a training index may move on because its question is held out."""
 MAX_HELD_OUT_SHARE = 0.5
-"""Share of training questions that may be held out; half of them make 64 skips in a row impossible (5e-20)."""
+"""Share of training questions that may be held out; even at a half, 64 skips in a row do not happen (5e-20)."""
 UNRELIABLE = frozenset({"boxnet", "graph_color", "list_functions", "propositional_logic", "rubiks_cube", "rush_hour"})
 """Data sets of reasoning-gym 0.1.25 that do not score their own answer as 1, or do not repeat under a seed."""
 
@@ -41,18 +41,18 @@ class TaskSettings:
     """Which reasoning-gym data set to train on."""
 
     name: str = "chain_sum"
-    """Data set of reasoning-gym, which has some 100; an unknown name is answered with those like it."""
+    """Data set of reasoning-gym, which has some 100; the error for an unknown name lists similar ones."""
     config: str = "{}"
     """JSON with the data set's own settings, for example '{"min_terms": 2, "max_terms": 2}'."""
     template: str = "{question}"
     """The prompt. {question} and every field of the item's metadata can be used: '{expression} =' for chain_sum."""
     pass_mark: float = 0.0
-    """Scores from here on count as 1 and lower ones as 0; at 0 the data set's own part marks are the reward, which
-    may be gamed (spell_backward gives 0.8 for the right letters with others after them)."""
+    """Scores from here on count as 1 and lower ones as 0. At 0 the data set's own score is the reward, with partial
+    credit that may be gamed (spell_backward gives 0.8 for the right letters with others after them)."""
     seed: int = 0
-    """Which items there are. The held-out items stay apart from the others under every seed."""
+    """Which items there are. Under every seed the held-out items stay apart from the others."""
     train_size: int = 10_000
-    """Different training indices; after them the first comes again."""
+    """Number of training items; after the last the first comes again."""
     held_out_size: int = 200
     """Held-out items. Their questions are never trained on."""
 
@@ -83,24 +83,24 @@ class TaskSource:
     def item(self, index: int) -> Item:
         """Item ``index`` of the split, modulo its size. Raises ValueError if the template does not fit the item."""
         data_set = load_data_set(self.settings, self.split)
-        place = index % len(self)
+        index %= len(self)
         if self.split == "held_out":
-            return self._item(place, data_set[place])
+            return self._item(index, data_set[index])
         held_out = _held_out_questions(self.settings)
-        for skip in range(SKIPS):
-            entry = data_set[place + skip * len(self)]
+        for skip in range(MAX_SKIPS):
+            entry = data_set[index + skip * len(self)]
             if entry["question"] not in held_out:
-                return self._item(place, entry)
+                return self._item(index, entry)
         raise ValueError(f"task {self.settings.name} has too few different questions: {self._advice()}")
 
     def check(self) -> None:
         """Try the settings before anything is spawned.
 
-        Raises ValueError if the template does not fit or most questions are held out. Takes up to some seconds.
+        Raises ValueError if the template does not fit or most questions are held out. Takes seconds at most.
         """
         held_out = _held_out_questions(self.settings)
-        tried = [load_data_set(self.settings, "train")[i]["question"] for i in range(min(100, len(self)))]
-        share = sum(question in held_out for question in tried) / len(tried)
+        questions = [load_data_set(self.settings, "train")[i]["question"] for i in range(min(100, len(self)))]
+        share = sum(question in held_out for question in questions) / len(questions)
         if share > MAX_HELD_OUT_SHARE:
             raise ValueError(
                 f"{share:.0%} of the training questions of {self.settings.name} are held out: {self._advice()}"
@@ -127,26 +127,28 @@ class TaskSource:
         return "hold out less (task.held-out-size) or make the task wider (task.config)"
 
 
-def score(settings: TaskSettings, entry: dict[str, Any], text: str) -> float:
+def score(settings: TaskSettings, entry: dict[str, Any], text: str) -> Score:
     """Score a completion with the data set's own scorer, then the pass mark.
+
+    With a pass mark the reward is 0 or 1, and its part ``"score"`` is what the scorer gave.
 
     Raises what the scorer raises, and ValueError if the score is not finite.
     """
-    reward = float(load_data_set(settings, "train").score_answer(answer=extract_answer(text), entry=entry))
-    if not math.isfinite(reward):
-        raise ValueError(f"score {reward}")
-    return float(reward >= settings.pass_mark) if settings.pass_mark > 0 else reward
+    raw = float(load_data_set(settings, "train").score_answer(answer=extract_answer(text), entry=entry))
+    if not math.isfinite(raw):
+        raise ValueError(f"score {raw}")
+    return Score(float(raw >= settings.pass_mark), {"score": raw}) if settings.pass_mark > 0 else Score(raw)
 
 
 def extract_answer(text: str) -> str:
-    """What stands in the last ``<answer>...</answer>``, or the whole text; without surrounding white space."""
+    """The content of the last ``<answer>...</answer>``, or the whole text; without surrounding white space."""
     tagged = re.findall(r"<answer>(.*?)</answer>", text, flags=re.DOTALL)
     return (tagged[-1] if tagged else text).strip()
 
 
 @functools.lru_cache(maxsize=8)
 def load_data_set(settings: TaskSettings, split: Split) -> Any:
-    """The reasoning-gym data set of a split, kept for the process. Raises ValueError saying what to change."""
+    """The reasoning-gym data set of a split, cached in the process. Raises ValueError saying what to change."""
     from reasoning_gym.factory import DATASETS, create_dataset
 
     if settings.name not in DATASETS:
@@ -162,7 +164,7 @@ def load_data_set(settings: TaskSettings, split: Split) -> Any:
     if not isinstance(config, dict) or not set(config) <= set(known):
         raise ValueError(f"task.config must be a JSON object with settings of {settings.name}: {', '.join(known)}")
     seed = settings.seed + SPLIT_DISTANCE * get_args(Split).index(split)
-    size = settings.held_out_size if split == "held_out" else settings.train_size * SKIPS
+    size = settings.held_out_size if split == "held_out" else settings.train_size * MAX_SKIPS
     try:
         return create_dataset(settings.name, seed=seed, size=size, **_with_specs(settings.name, config))
     except (AssertionError, TypeError, ValueError) as error:

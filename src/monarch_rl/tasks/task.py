@@ -14,7 +14,7 @@ class Item:
     index: int
     prompt: str
     answer: str
-    """The data set's own answer, to look at. Others may score as well."""
+    """The data set's own answer, to look at; other answers may get the full score too."""
     entry: dict[str, Any]
     """reasoning-gym's record, which its scorer needs."""
 
@@ -25,6 +25,15 @@ class Message:
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What a scorer gives for one answer."""
+
+    reward: float
+    parts: dict[str, float] = field(default_factory=dict)
+    """Named parts of the reward, to look at; never read by training."""
 
 
 @dataclass(slots=True)
@@ -39,6 +48,8 @@ class StepResult:
     """What the policy sees next, without its own turn; empty when done."""
     info: dict[str, Any] = field(default_factory=dict)
     """JSON values to look at later; never read by training."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """Named parts of this turn's reward; an episode's part is the sum over its turns. Never read by training."""
 
 
 class Environment(Protocol):
@@ -49,19 +60,22 @@ class Environment(Protocol):
         ...
 
     async def step(self, text: str) -> StepResult:
-        """Answer the policy's turn. Long or untrusted work belongs into a :class:`~.scoring.Scorer`."""
+        """Answer the policy's turn. Long or untrusted work belongs in a scoring process (``rollout/scoring.py``)."""
         ...
 
 
 class SingleTurn:
     """One question, one answer, one score."""
 
-    def __init__(self, prompt: str, score: Callable[[str], Awaitable[float]]) -> None:
+    def __init__(self, prompt: str, score: Callable[[str], Awaitable[Score]]) -> None:
         self._prompt = prompt
         self._score = score
 
     async def reset(self) -> list[Message]:
+        """The question, as the user's message."""
         return [Message("user", self._prompt)]
 
     async def step(self, text: str) -> StepResult:
-        return StepResult(reward=await self._score(text), done=True)  # waits: play() has a deadline for a step
+        """The score of ``text``; the episode ends."""
+        score = await self._score(text)  # waits: EpisodePlayer has a deadline for a step
+        return StepResult(score.reward, done=True, parts=score.parts)

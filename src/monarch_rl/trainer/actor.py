@@ -8,10 +8,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 
+import numpy as np
 from monarch.actor import current_rank
 
+from monarch_rl.algorithms.advantages import ADVANTAGES
+from monarch_rl.buffer.actor import Buffer
 from monarch_rl.episode.packed import unpack_group
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import within
@@ -20,16 +23,18 @@ from monarch_rl.runtime.network import host_address
 from monarch_rl.runtime.resilient import ResilientActor
 from monarch_rl.trainer.batch_metrics import batch_metrics
 from monarch_rl.trainer.settings import TrainerSettings
-from monarch_rl.weights.checksum import ShardChecksums
+from monarch_rl.trainer.snapshots import Snapshots
 from monarch_rl.weights.manifest import Manifest
 from monarch_rl.weights.transport import Sender, TransferSettings, make_sender
 
 if TYPE_CHECKING:
-    from monarch_rl.episode.episode import Group
-    from monarch_rl.episode.packed import PackedShard
+    from monarch_rl.algorithms.advantages import Advantage
+    from monarch_rl.trainer.objective import Objective
     from monarch_rl.trainer.policy import Policy
+    from monarch_rl.trainer.shards import NamedShape, Run
 
 T = TypeVar("T")
+Arguments = TypeVarTuple("Arguments")
 
 
 @dataclass(frozen=True)
@@ -45,12 +50,25 @@ class TrainerPlan:
     """Of the sampling distribution."""
     max_new_tokens: int
     """Tokens that an episode may draw: the normaliser of the ``constant`` aggregation."""
+    advantage: Advantage | None = None
+    """Function of a group's rewards; None is the one that ``settings.loss`` names. It travels to the ranks by
+    cloudpickle, so a function of a script, a closure or a ``functools.partial`` will do."""
+    objective: Objective | None = None
+    """Loss of a micro-batch; None is :func:`reinforcement` with ``settings.loss``. It travels likewise."""
+
+
+def loss_functions(plan: TrainerPlan) -> tuple[Advantage, Objective]:
+    """The plan's own advantage and objective, and where it has none, what its loss settings name."""
+    from monarch_rl.trainer.objective import reinforcement
+
+    loss = plan.settings.loss
+    return plan.advantage or ADVANTAGES[loss.advantage], plan.objective or reinforcement(loss)
 
 
 class Trainer(ResilientActor):
     """One rank. All ranks get every call; training runs on one thread, checksums on another."""
 
-    def __init__(self, plan: TrainerPlan, buffer: Any) -> None:
+    def __init__(self, plan: TrainerPlan, buffer: Buffer) -> None:
         presence.register(f"trainer rank {current_rank().rank}")
         self._plan = plan
         self._buffer = buffer
@@ -58,12 +76,7 @@ class Trainer(ResilientActor):
         self._compute = ThreadPoolExecutor(1, "compute")
         self._verify = ThreadPoolExecutor(1, "verify")
         self._policy: Policy | None = None
-        self._sender: Sender | None = None
-        self._manifest: Manifest | None = None
-        self._snapshots: dict[int, int] = {}
-        """The version in each slot."""
-        self._checksums: dict[int, ShardChecksums] = {}
-        """Of what lies in each slot, planned at its first use."""
+        self._snapshots: Snapshots | None = None
 
     @property
     def policy(self) -> Policy:
@@ -72,12 +85,16 @@ class Trainer(ResilientActor):
         return self._policy
 
     @property
-    def sender(self) -> Sender:
-        if self._sender is None:
+    def snapshots(self) -> Snapshots:
+        if self._snapshots is None:
             raise RuntimeError("weights_setup() must come first")
-        return self._sender
+        return self._snapshots
 
-    async def _on(self, executor: ThreadPoolExecutor, call: Callable[..., T], *arguments: Any) -> T:
+    @property
+    def sender(self) -> Sender:
+        return self.snapshots.sender
+
+    async def _on(self, executor: ThreadPoolExecutor, call: Callable[[*Arguments], T], *arguments: *Arguments) -> T:
         return await asyncio.get_running_loop().run_in_executor(executor, call, *arguments)
 
     @concurrent_endpoint
@@ -91,8 +108,8 @@ class Trainer(ResilientActor):
             return Policy(plan.model, plan.settings, total_steps=plan.total_steps, temperature=plan.temperature)
 
         self._policy = await self._on(self._compute, build)
-        held = sum(run[2] for run in self._policy.owned_runs()[1])
-        return {"rank": self._policy.rank, "parameters": held}
+        owned = sum(elements for _, _, elements in self._policy.published.owned_runs())
+        return {"rank": self._policy.rank, "parameters": owned}
 
     @concurrent_endpoint
     async def update(self, version: int, batch_deadline_s: float) -> dict[str, float]:
@@ -109,13 +126,12 @@ class Trainer(ResilientActor):
         Raises:
             DeadlineExceeded: no batch came in time; says what is missing.
         """
-        from monarch_rl.algorithms.advantages import ADVANTAGES
         from monarch_rl.trainer.batch import advantages_of, pack_shard
-        from monarch_rl.trainer.objective import reinforcement
 
         plan, policy = self._plan, self.policy
+        advantage, objective = loss_functions(plan)
         started = time.perf_counter()
-        packed: PackedShard = await within(
+        packed = await within(
             batch_deadline_s + 10,
             self._buffer.take.call_one(
                 version, policy.rank, policy.world_size, plan.settings.tokens_per_microbatch, batch_deadline_s
@@ -126,62 +142,62 @@ class Trainer(ResilientActor):
         taken = time.perf_counter()
 
         def step() -> dict[str, float]:
-            batches = pack_shard(packed.unpack(), plan.settings.loss, plan.max_new_tokens, policy.device)
-            return policy.update(batches, reinforcement(plan.settings.loss))
+            aggregation = plan.settings.loss.aggregation
+            batches = pack_shard(packed.unpack(), advantage, aggregation, plan.max_new_tokens, policy.device)
+            advantages = [of_group.numpy() for of_group in advantages_of(packed.rewards, advantage)]
+            return policy.update(batches, objective) | batch_metrics(packed, advantages)
 
         metrics = await self._on(self._compute, step)
-        metrics |= {"wait_s": taken - started, "step_s": time.perf_counter() - taken}
-        advantages = advantages_of(packed.rewards, ADVANTAGES[plan.settings.loss.advantage])
-        return metrics | batch_metrics(packed, [of_group.numpy() for of_group in advantages])
+        return metrics | {"wait_s": taken - started, "step_s": time.perf_counter() - taken}
 
     @concurrent_endpoint
-    async def logprobs(self, groups: list[bytes], version: int) -> list[Any]:
+    async def logprobs(self, groups: list[bytes], version: int) -> list[np.ndarray]:
         """Log-probs of the trainable tokens of each episode under the current weights: float32 arrays.
 
         All ranks compute all episodes; nothing is updated.
         """
         return await self._on(self._compute, self._logprobs, groups, version)
 
-    def _logprobs(self, groups: list[bytes], version: int) -> list[Any]:
+    def _logprobs(self, groups: list[bytes], version: int) -> list[np.ndarray]:
         import torch
 
         from monarch_rl.trainer.batch import pack
 
-        read: list[Group] = [unpack_group(data) for data in groups]
-        results = []
+        logprobs: list[np.ndarray] = []
         with torch.no_grad():
-            for episode in (episode for group in read for episode in group.episodes):
+            for episode in (episode for data in groups for episode in unpack_group(data).episodes):
                 batch = pack([episode], torch.zeros(1), torch.zeros(1), version, self.policy.device)
-                results.append(self.policy.logprobs(batch).logprobs.cpu().numpy())
-        return results
+                logprobs.append(self.policy.token_logprobs(batch).logprobs.cpu().numpy())
+        return logprobs
 
     # -- publishing: see weights/transport.py for the order of calls ------------------------------------------
 
     @concurrent_endpoint
-    async def owned_runs(self) -> tuple[int, list[Any], list[Any]]:
+    async def owned_runs(self) -> tuple[int, list[NamedShape], list[Run]]:
         """``(rank, tensors of a version, this rank's runs of them)``, to make the manifest from."""
-        tensors, runs = await self._on(self._compute, self.policy.owned_runs)
-        return self.policy.rank, tensors, runs
+        published = self.policy.published
+
+        def runs() -> tuple[list[NamedShape], list[Run]]:
+            return published.tensors(), published.owned_runs()
+
+        return self.policy.rank, *await self._on(self._compute, runs)
 
     @concurrent_endpoint
-    async def frozen_checksums(self, dtype: str) -> tuple[list[Any], list[int]]:
+    async def frozen_checksums(self, dtype: str) -> tuple[list[NamedShape], list[int]]:
         """The weights that are not trained and this rank's part of their checksums: see
-        :meth:`Policy.frozen_checksums`."""
+        :meth:`PublishedWeights.frozen_checksums`."""
         import torch
 
-        return await self._on(self._compute, self.policy.frozen_checksums, getattr(torch, dtype))
+        return await self._on(self._compute, self.policy.published.frozen_checksums, getattr(torch, dtype))
 
     @concurrent_endpoint
     async def weights_setup(self, manifest: Manifest, settings: TransferSettings) -> None:
         """Make the sending end, with room for snapshots."""
         policy = self.policy
-        if self._sender is not None:
-            await self._sender.close()
-        self._manifest = manifest
-        self._sender = await asyncio.to_thread(
-            make_sender, manifest, policy.rank, settings, host_address(), policy.device
-        )
-        self._snapshots, self._checksums = {}, {}
+        if self._snapshots is not None:
+            await self.sender.close()
+        sender = await asyncio.to_thread(make_sender, manifest, policy.rank, settings, host_address(), policy.device)
+        self._snapshots = Snapshots(sender, manifest, policy.rank)
 
     @concurrent_endpoint
     async def weights_open(self) -> tuple[int, bytes]:
@@ -198,40 +214,34 @@ class Trainer(ResilientActor):
         """Answer: this rank is alive."""
 
     @concurrent_endpoint
-    async def snapshot(self, version: int, slot: int) -> float:
-        """Copy the weights, which are those of ``version``, into ``slot``; returns the seconds it took."""
+    async def snapshot(self, version: int, index: int) -> float:
+        """Copy the weights, which are those of ``version``, into the snapshot ``index``; returns the seconds it
+        took."""
         started = time.perf_counter()
-        views, manifest = self.sender.views(slot), self._manifest
-        assert manifest is not None, "weights_setup() makes both"
-        self._snapshots[slot] = version
-        if slot not in self._checksums:
-            self._checksums[slot] = ShardChecksums(manifest, self.policy.rank, views)
-        await self._on(self._compute, self.policy.snapshot, manifest, views)
+        views = self.snapshots.prepare(version, index)
+        await self._on(self._compute, self.policy.published.snapshot, self.snapshots.manifest, views)
         return time.perf_counter() - started
 
     @concurrent_endpoint
-    async def send(self, version: int, slot: int) -> list[int]:
-        """Send the snapshot in ``slot`` as part of ``version``; the next update may go on meanwhile.
+    async def send(self, version: int, snapshot: int) -> list[int]:
+        """Send a snapshot, by its index, as part of ``version``; the next update may go on meanwhile.
 
         Returns:
             The checksum of this rank's part of each tensor of the manifest, signed 64-bit.
         """
-        found = self._snapshots.get(slot)
-        if found != version:
-            raise RuntimeError(f"trainer rank {self.policy.rank} has version {found} in slot {slot}, not {version}")
-        checksums = self._on(self._verify, self._checksums[slot].take)
-        found_sums, _ = await asyncio.gather(checksums, self.sender.send(version, slot))
-        return found_sums
+        summing = self._on(self._verify, self.snapshots.checksums(version, snapshot).take)
+        checksums, _ = await asyncio.gather(summing, self.sender.send(version, snapshot))
+        return checksums
 
     @concurrent_endpoint
     async def save(self, folder: str) -> None:
-        """Write the model as a Hugging Face folder, and an adapter beside it: see :meth:`Policy.save`."""
+        """Write the model as a Hugging Face folder, and LoRA beside it: see :func:`save_model`."""
         await self._on(self._compute, self.policy.save, Path(folder))
 
     @concurrent_endpoint
     async def close(self) -> None:
         """Leave the worlds that this rank is in."""
-        if self._sender is not None:
-            await self._sender.close()
+        if self._snapshots is not None:
+            await self.sender.close()
         if self._policy is not None:
             await self._on(self._compute, self._policy.close)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 import torch
 
-from monarch_rl.algorithms.advantages import ADVANTAGES
-from monarch_rl.algorithms.aggregation import token_weights
+from monarch_rl.algorithms.advantages import Advantage
+from monarch_rl.algorithms.aggregation import Aggregation, token_weights
 from monarch_rl.episode.episode import BatchShard, Episode
 from monarch_rl.episode.sampling import KeptSets
-from monarch_rl.trainer.settings import LossSettings
 
 T = TypeVar("T")
 
@@ -41,13 +40,13 @@ class MicroBatch:
     """float32[N]: what each token counts in the loss."""
     lags: torch.Tensor
     """int64[N]: the version that the update starts from minus the one that drew the token."""
-    kept: tuple[torch.Tensor, torch.Tensor] | None = None
+    kept_sets: tuple[torch.Tensor, torch.Tensor] | None = None
     """``(counts int64[N], ids int32[sum of counts])``: the ids that each token was drawn from, where the sampler cut
     the others off."""
     expert_routes: torch.Tensor | None = None
-    """uint8 or uint16 [1, L, layers, k]: the experts by which the engine read each input, where they were kept."""
+    """uint8 or uint16 [1, L, layers, k]: the experts by which the engine read each input, where episodes have them."""
     padding: int = 0
-    """Inputs that stand for nothing: 1 on a rank without episodes."""
+    """Inputs that belong to no episode: 1 on a rank without episodes."""
 
     @property
     def num_tokens(self) -> int:
@@ -65,7 +64,8 @@ def pack(
         version: of the policy being updated.
 
     Raises:
-        ValueError: some episodes have kept sets or routes and others have not, or routes of another number of tokens.
+        ValueError: some episodes have kept sets or expert routes and others have not, or expert routes are of another
+            number of tokens.
     """
     ids, positions, targets, trainable, logprobs, versions = [], [], [], [], [], []
     for episode in episodes:
@@ -76,7 +76,7 @@ def pack(
         trainable.append(mask)
         logprobs.append(episode.logprobs[1:][mask])
         versions.append(episode.policy_versions[1:][mask])
-    if not ids:  # a rank without episodes still takes part in the collectives, with a token that counts nothing
+    if not ids:  # a rank without episodes still takes part in the collectives, with a token that does not count
         zero = np.zeros(1, np.int64)
         ids, positions, targets, trainable = [zero], [zero], [zero], [np.zeros(1, bool)]
         logprobs, versions = [np.zeros(0, np.float32)], [np.zeros(0, np.int32)]
@@ -94,36 +94,37 @@ def pack(
         advantages=_per_token(advantages, counts, device),
         weights=_per_token(weights, counts, device),
         lags=version - row(versions).long(),
-        kept=_kept(episodes, device),
+        kept_sets=_kept_sets(episodes, device),
         expert_routes=_expert_routes(episodes, device),
         padding=0 if episodes else 1,
     )
 
 
-def _kept(episodes: Sequence[Episode], device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _kept_sets(episodes: Sequence[Episode], device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | None:
     # A token that is no longer trained keeps its set in the episode, but not here.
-    sets = [None if (kept := episode.kept) is None else kept[episode.trainable] for episode in episodes]
-    if not (found := _all_or_none(sets, "kept sets")):
+    by_episode = [None if (kept := episode.kept) is None else kept[episode.trainable] for episode in episodes]
+    if not (present := _all_or_none(by_episode, "kept sets")):
         return None
-    joined = KeptSets.join(found)
+    joined = KeptSets.join(present)
     return torch.from_numpy(joined.counts).long().to(device), torch.from_numpy(joined.ids).to(device)
 
 
 def _expert_routes(episodes: Sequence[Episode], device: torch.device) -> torch.Tensor | None:
-    found = _all_or_none([episode.expert_routes for episode in episodes], "routes")
-    for episode, expert_routes in zip(episodes, found, strict=False):  # none, or as many
+    present = _all_or_none([episode.expert_routes for episode in episodes], "expert routes")
+    for episode, expert_routes in zip(episodes, present, strict=False):  # none, or one for each episode
         if len(expert_routes) != episode.num_tokens - 1:
             raise ValueError(
-                f"an episode of {episode.num_tokens} tokens has routes of {len(expert_routes)}: one less is right"
+                f"an episode of {episode.num_tokens} tokens has expert routes of {len(expert_routes)}: it needs those "
+                f"of {episode.num_tokens - 1}"
             )
-    return torch.from_numpy(np.concatenate(found)).unsqueeze(0).to(device) if found else None
+    return torch.from_numpy(np.concatenate(present)).unsqueeze(0).to(device) if present else None
 
 
 def _all_or_none(values: Sequence[T | None], what: str) -> list[T]:
-    found = [value for value in values if value is not None]
-    if len(found) not in (0, len(values)):
-        raise ValueError(f"{len(found)} of {len(values)} episodes have {what}: they cannot be trained together")
-    return found
+    present = [value for value in values if value is not None]
+    if len(present) not in (0, len(values)):
+        raise ValueError(f"{len(present)} of {len(values)} episodes have {what}: they cannot be trained together")
+    return present
 
 
 def _per_token(per_episode: torch.Tensor, counts: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -132,20 +133,23 @@ def _per_token(per_episode: torch.Tensor, counts: torch.Tensor, device: torch.de
     return per_episode.to(device).repeat_interleave(counts)
 
 
-def pack_shard(shard: BatchShard, loss: LossSettings, max_new_tokens: int, device: torch.device) -> list[MicroBatch]:
+def pack_shard(
+    shard: BatchShard, advantage: Advantage, aggregation: Aggregation, max_new_tokens: int, device: torch.device
+) -> list[MicroBatch]:
     """The micro-batches of one trainer rank, with the advantages and weights of the whole batch.
 
     Args:
+        advantage: from a group's rewards, float32[G], to the advantage of each of its episodes, float[G].
+        aggregation: how per-token losses become one number.
         max_new_tokens: tokens that an episode may draw, the normaliser of the ``constant`` aggregation.
     """
-    advantage = ADVANTAGES[loss.advantage]
     by_group = advantages_of(shard.rewards, advantage)
     packed = []
     for microbatch in shard.microbatches:
         episodes = [episode for _, _, episode in microbatch]
         weights = token_weights(
             torch.tensor([episode.num_trainable for episode in episodes]),
-            loss.aggregation,
+            aggregation,
             batch_tokens=shard.trainable_tokens,
             batch_episodes=shard.num_episodes,
             max_tokens=max_new_tokens,
@@ -155,8 +159,6 @@ def pack_shard(shard: BatchShard, loss: LossSettings, max_new_tokens: int, devic
     return packed
 
 
-def advantages_of(
-    rewards: Sequence[np.ndarray], advantage: Callable[[torch.Tensor], torch.Tensor]
-) -> list[torch.Tensor]:
+def advantages_of(rewards: Sequence[np.ndarray], advantage: Advantage) -> list[torch.Tensor]:
     """The advantages of a batch's episodes: one float[G] per group, from one float32[G] of rewards per group."""
     return [advantage(torch.from_numpy(of_group)) for of_group in rewards]

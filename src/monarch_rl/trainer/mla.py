@@ -6,24 +6,22 @@ from typing import Any
 
 from torchtitan.models.common import ComplexRoPE
 from torchtitan.models.common.decoder import TransformerBlock
-from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.deepseek_v3 import build_mla_moe_layers
 
 from monarch_rl.model.folder import num_experts, rope_parameters
-from monarch_rl.trainer.modules import PackedAttention
+from monarch_rl.trainer.modules import LOADED, PackedAttention
 from monarch_rl.trainer.moe import LOADED_EXPERTS, exact, replaying
 
 NORM_EPS = 1e-6
-"""Of all norms. Hugging Face's latent norms have this one whatever ``rms_norm_eps`` is, SGLang's have that."""
-_LOADED = {"weight": skip_param_init}
+"""Of all norms. Hugging Face's latent norms have it whatever ``rms_norm_eps`` is; SGLang's have ``rms_norm_eps``."""
 
 
 def deepseek_layers(hf: dict[str, Any], *, on_gpu: bool) -> list[TransformerBlock.Config]:
     """The blocks of a DeepSeek-V3, for its ``config.json``.
 
     The router is Hugging Face's: sigmoid in fp32; the k largest of score + bias within the best groups; their scores,
-    divided by their sum with ``norm_topk_prob``, times ``routed_scaling_factor``. The bias stays as it was loaded:
-    torchtitan moves it, to balance the load, only by a hook of the optimiser that is not registered here.
+    divided by their sum with ``norm_topk_prob``, times ``routed_scaling_factor``. The bias stays as loaded: torchtitan
+    changes it, to balance the load, only by a hook of the optimiser that is not registered here.
 
     Raises:
         ValueError: the model has a feature that is not supported.
@@ -59,42 +57,47 @@ def deepseek_layers(hf: dict[str, Any], *, on_gpu: bool) -> list[TransformerBloc
         attn_backend="varlen",
         moe_comm_backend="standard",
         non_blocking_capacity_factor=None,
-        linear_init=_LOADED,
-        norm_init=_LOADED,
-        depth_init=lambda _layer: _LOADED,
+        linear_init=LOADED,
+        norm_init=LOADED,
+        depth_init=lambda _layer: LOADED,
         depth_experts_init=lambda _layer: LOADED_EXPERTS,
         rope=rope,
     )
     for layer in layers:
-        attention: Any = layer.attention
-        for norm in (layer.attention_norm, layer.ffn_norm, attention.q_norm, attention.kv_norm):
-            norm.eps = NORM_EPS
-        if not on_gpu:
-            attention.inner_attention = PackedAttention.Config()
-        if layer.moe is not None:
-            layer.moe.router = replaying(layer.moe.router)
-            layer.moe.routed_experts.inner_experts = exact(layer.moe.routed_experts.inner_experts)
+        _adjust(layer, on_gpu=on_gpu)
     return layers
 
 
+def _adjust(layer: TransformerBlock.Config, *, on_gpu: bool) -> None:
+    """Put this package's modules in the place of torchtitan's, and Hugging Face's eps in all norms."""
+    attention: Any = layer.attention
+    for norm in (layer.attention_norm, layer.ffn_norm, attention.q_norm, attention.kv_norm):
+        norm.eps = NORM_EPS
+    if not on_gpu:
+        attention.inner_attention = PackedAttention.Config()
+    if layer.moe is not None:
+        layer.moe.router = replaying(layer.moe.router)
+        layer.moe.routed_experts.inner_experts = exact(layer.moe.routed_experts.inner_experts)
+
+
 def _rope(hf: dict[str, Any]) -> ComplexRoPE.Config:
-    found = rope_parameters(hf)
-    kind, theta = found["rope_type"], found["rope_theta"]
+    rope = rope_parameters(hf)
+    kind, theta = rope["rope_type"], rope["rope_theta"]
     config = ComplexRoPE.Config(dim=hf["qk_rope_head_dim"], max_seq_len=hf["max_position_embeddings"], theta=theta)
     if not hf.get("rope_interleave", True):
         raise ValueError("rope_interleave must be true: torchtitan's DeepSeek-V3 turns neighbouring pairs")
     if kind == "default":
         return config
-    # Else cosines and sines would be scaled, too, which torchtitan's are not.
-    one_scale = found.get("mscale") and found.get("mscale") == found.get("mscale_all_dim")
-    if kind != "yarn" or not one_scale or found.get("attention_factor") is not None:
+    # Otherwise cosines and sines would be scaled, too; torchtitan's are not.
+    one_scale = rope.get("mscale") and rope.get("mscale") == rope.get("mscale_all_dim")
+    if kind != "yarn" or not one_scale or rope.get("attention_factor") is not None:
         raise ValueError(
-            f"rotary scaling {found} is not supported, only 'default', and 'yarn' with mscale and mscale_all_dim, "
+            f"rotary scaling {rope} is not supported, only 'default', and 'yarn' with mscale and mscale_all_dim, "
             "equal and not 0, and without attention_factor"
         )
     config.scaling = "yarn"
-    config.rope_factor = found["factor"]
-    config.beta_fast = found.get("beta_fast", 32)
-    config.beta_slow = found.get("beta_slow", 1)
-    config.original_seq_len = found["original_max_position_embeddings"]
+    config.rope_factor = rope["factor"]
+    config.beta_fast = rope.get("beta_fast", 32)
+    config.beta_slow = rope.get("beta_slow", 1)
+    config.original_seq_len = rope["original_max_position_embeddings"]
     return config

@@ -13,9 +13,13 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Linear
 from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
+from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.protocols.module import Module
 
-from monarch_rl.trainer.token_logprobs import Drawn, TokenLogprobs
+from monarch_rl.trainer.token_logprobs import DrawnTokens, TokenLogprobs
+
+LOADED = {"weight": skip_param_init}
+"""Weights come from the model's folder: nothing is drawn at random."""
 
 
 class PackedAttention(VarlenAttention):
@@ -74,7 +78,7 @@ class HalfRotaryEmbedding(CosSinRoPE):
 
 
 class LogprobHead(Linear):
-    """The LM head; told what was drawn where, it answers with :class:`TokenLogprobs`, not logits.
+    """The LM head. Given the tokens that were drawn, it returns their :class:`TokenLogprobs` instead of logits.
 
     Only the N positions that are asked for are projected. Log-probs are computed in fp32, chunk by chunk, and the
     logits of every chunk but the last are computed again in the backward pass, which begins with the last: never
@@ -88,45 +92,45 @@ class LogprobHead(Linear):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.chunk = config.chunk
-        self.drawn: Drawn | None = None
-        """For the next forward."""
+        self.drawn_tokens: DrawnTokens | None = None
+        """For the next forward pass, which takes it away; None returns logits."""
 
     def forward(self, hidden_BLD: torch.Tensor) -> Any:
-        if self.drawn is None:
+        if self.drawn_tokens is None:
             return super().forward(hidden_BLD)
-        drawn, self.drawn = self.drawn, None
+        drawn, self.drawn_tokens = self.drawn_tokens, None
         weight = self.weight.float()
         hidden = hidden_BLD.flatten(0, 1)[drawn.positions].split(self.chunk)
         parts = list(zip(hidden, drawn.split(self.chunk), strict=True))
         chunks = [
-            checkpoint(_score, hidden, weight, ids, drawn.temperature, kept, use_reentrant=False)
-            for hidden, (ids, kept) in parts[:-1]
+            checkpoint(_chunk_logprobs, hidden, weight, ids, drawn.temperature, kept_sets, use_reentrant=False)
+            for hidden, (ids, kept_sets) in parts[:-1]
         ]
-        hidden_TD, (ids, kept) = parts[-1]
-        chunks.append(_score(hidden_TD, weight, ids, drawn.temperature, kept))
+        hidden_TD, (ids, kept_sets) = parts[-1]
+        chunks.append(_chunk_logprobs(hidden_TD, weight, ids, drawn.temperature, kept_sets))
         return TokenLogprobs(*(torch.cat(values) for values in zip(*chunks, strict=True)))
 
 
-def _score(
+def _chunk_logprobs(
     hidden_TD: torch.Tensor,
     weight_VD: torch.Tensor,
     ids_T: torch.Tensor,
     temperature: float,
-    kept: tuple[torch.Tensor, torch.Tensor] | None,
+    kept_sets: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> TokenLogprobs:
     logits = F.linear(hidden_TD.float(), weight_VD)
     if temperature != 1.0:
         logits = logits / temperature
     kept_mass = torch.ones(len(ids_T), device=logits.device)
-    if kept is not None:
-        counts_T, ids = kept
+    if kept_sets is not None:
+        counts_T, ids = kept_sets
         left_out = torch.ones_like(logits, dtype=torch.bool)
         left_out[torch.arange(len(counts_T), device=logits.device).repeat_interleave(counts_T), ids.long()] = False
         with torch.no_grad():
-            whole = logits.logsumexp(-1)
+            log_mass = logits.logsumexp(-1)
         logits = logits.masked_fill(left_out, float("-inf"))
         with torch.no_grad():
-            kept_mass = (logits.logsumexp(-1) - whole).exp()
+            kept_mass = (logits.logsumexp(-1) - log_mass).exp()
     normaliser = logits.logsumexp(-1)
     logprobs = logits.gather(-1, ids_T.unsqueeze(-1)).squeeze(-1) - normaliser
     with torch.no_grad():

@@ -1,7 +1,7 @@
-"""Mixture-of-experts layers of Qwen3-MoE, in torchtitan's classes.
+"""Mixture-of-experts layers in torchtitan's classes: experts, with LoRA and without, and the router.
 
 Shapes: R tokens that reach this rank's experts (each once for every expert that it goes to), D width, F width of an
-expert, E experts of this rank; of one projection I width in and O width out, r rank of its adapter.
+expert, E experts of this rank; for one projection, I width in and O width out, r rank of its LoRA.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ExactExperts(GroupedExperts):
         return self._project("w2_EDF", gate_RF * self._project("w3_EFD", x_RD, ends_E), ends_E)
 
     def _project(self, name: str, x_RI: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-        """By the weights of that name, of each expert for its own rows."""
+        """Each row by its own expert's weight of that name."""
         return self._grouped_mm(A=x_RI, B_t=self._local(name).transpose(-2, -1), offs=ends_E)
 
     def _local(self, name: str) -> torch.Tensor:
@@ -44,7 +44,7 @@ class ExactExperts(GroupedExperts):
 
 
 LOADED_EXPERTS = dict.fromkeys(("w1_EFD", "w2_EDF", "w3_EFD"), skip_param_init)
-"""Experts get their weights from the model's folder alone."""
+"""Experts get their weights from the model's folder: nothing is drawn at random."""
 
 
 def exact(experts: GroupedExperts.Config) -> ExactExperts.Config:
@@ -53,26 +53,26 @@ def exact(experts: GroupedExperts.Config) -> ExactExperts.Config:
 
 
 def _given(config: Any) -> dict[str, Any]:
-    """What a config was made with, to make one of a class derived from its own."""
+    """The arguments that a config was made with, to make a config of a derived class."""
     return {field.name: getattr(config, field.name) for field in fields(config) if field.init}
 
 
 EXPERT_TARGETS = {"gate_proj": "w1_EFD", "up_proj": "w3_EFD", "down_proj": "w2_EDF"}
 """The parameter that stacks the experts' weights of each projection."""
 GROUPED_ROW_BYTES = 16
-"""Of which ``torch._grouped_mm`` wants a multiple in each row of what it is given."""
+"""``torch._grouped_mm`` takes only rows that are a multiple of this."""
 
 
-def adapter_parameters(weight: str) -> tuple[str, str]:
-    """The names of A and B for such a parameter."""
+def lora_parameters(weight: str) -> tuple[str, str]:
+    """The names of A and B for a parameter that stacks the experts' weights."""
     stem = weight.partition("_")[0]
     return f"{stem}_lora_a", f"{stem}_lora_b"
 
 
-class AdaptedExperts(ExactExperts):
-    """Experts each with a low-rank adapter on some projections: ``W x + alpha / rank * B (A x)``, W frozen.
+class LoraExperts(ExactExperts):
+    """Experts each with LoRA on some projections: ``W x + alpha / rank * B (A x)``, W frozen.
 
-    A ``[E, r, I]`` and B ``[E, O, r]`` are stacked, divided among ranks and sharded as the weights are.
+    A ``[E, r, I]`` and B ``[E, O, r]`` are stacked, divided among ranks and sharded like the weights.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -80,7 +80,7 @@ class AdaptedExperts(ExactExperts):
         rank: int
         alpha: float
         targets: tuple[str, ...]
-        """Names of the weights that have adapters."""
+        """Names of the weights that have LoRA."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -90,7 +90,7 @@ class AdaptedExperts(ExactExperts):
             parameter.requires_grad_(False)
         for name in config.targets:
             experts, rows, columns = getattr(self, name).shape
-            name_a, name_b = adapter_parameters(name)
+            name_a, name_b = lora_parameters(name)
             self.register_parameter(name_a, nn.Parameter(torch.empty(experts, config.rank, columns)))
             self.register_parameter(name_b, nn.Parameter(torch.empty(experts, rows, config.rank)))
 
@@ -98,15 +98,15 @@ class AdaptedExperts(ExactExperts):
         sharding = self._sharding_config
         if sharding is not None:
             layouts = sharding.state_shardings
-            layouts.update({adapter: layouts[name] for name in self._targets for adapter in adapter_parameters(name)})
+            layouts.update({added: layouts[name] for name in self._targets for added in lora_parameters(name)})
         super().parallelize(parallel_dims)
 
     def _project(self, name: str, x_RI: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
         projected_RO = super()._project(name, x_RI, ends_E)
         if name not in self._targets:
             return projected_RO
-        a_ErI, b_EOr = (self._local(adapter) for adapter in adapter_parameters(name))
-        # grouped_mm takes rows of whole 16 bytes: zeros fill up the rank.
+        a_ErI, b_EOr = (self._local(parameter) for parameter in lora_parameters(name))
+        # Zeros fill up the rank to what grouped_mm takes.
         padding = -a_ErI.shape[1] % (GROUPED_ROW_BYTES // a_ErI.element_size())
         a_ErI, b_EOr = F.pad(a_ErI, (0, 0, 0, padding)), F.pad(b_EOr, (0, padding))
         low_Rr = self._grouped_mm(A=x_RI, B_t=a_ErI.transpose(-2, -1), offs=ends_E)
@@ -114,21 +114,21 @@ class AdaptedExperts(ExactExperts):
         return torch.add(projected_RO, added_RO, alpha=self._scaling)
 
 
-def adapted_experts(experts: GroupedExperts.Config, lora: LoraSettings) -> AdaptedExperts.Config:
-    """The same experts with adapters on the settings' targets; one of these must be a projection of experts."""
+def expert_lora_config(experts: GroupedExperts.Config, lora: LoraSettings) -> LoraExperts.Config:
+    """The same experts with LoRA on the settings' targets; one of these must be a projection of experts."""
     targets = tuple(EXPERT_TARGETS[target] for target in lora.targets if target in EXPERT_TARGETS)
-    kept = _given(experts)
-    adapters = [adapter for name in targets for adapter in adapter_parameters(name)]
-    kept["param_init"] = {**(experts.param_init or {}), **dict.fromkeys(adapters, skip_param_init)}
-    return AdaptedExperts.Config(**kept, rank=lora.rank, alpha=lora.alpha, targets=targets)
+    arguments = _given(experts)
+    added = [parameter for name in targets for parameter in lora_parameters(name)]
+    arguments["param_init"] = {**(experts.param_init or {}), **dict.fromkeys(added, skip_param_init)}
+    return LoraExperts.Config(**arguments, rank=lora.rank, alpha=lora.alpha, targets=targets)
 
 
 class ReplayRouter(TokenChoiceTopKRouter):
-    """torchtitan's router, which can be told the experts that the engine has chosen.
+    """torchtitan's router, which can replay the experts that the engine chose.
 
-    It then takes those, weighted by its own scores of them: so the router learns, and what the engine drew is computed
-    by the experts that drew it (Keep Routing, DeepSeek-V3.2, arXiv:2512.02556; Rollout Routing Replay,
-    arXiv:2510.11370). Shapes: B 1, L tokens, K experts of a token.
+    It weights them by its own scores: so the router learns, and each token is computed by the experts that drew it
+    (Keep Routing, DeepSeek-V3.2, arXiv:2512.02556; Rollout Routing Replay, arXiv:2510.11370). Shapes: B 1, L tokens,
+    K experts of a token.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -138,12 +138,12 @@ class ReplayRouter(TokenChoiceTopKRouter):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.routes_BLK: torch.Tensor | None = None
-        """The engine's choices, integers; None has it choose itself. Stays until it is changed: a backward pass may
-        compute the layer again."""
+        """The engine's choices, integers; with None the router chooses. Stays until it is changed, because a backward
+        pass may compute the layer again."""
         self.replay = False
-        """Whether to take them, or only to compare."""
+        """Whether to replay them, or only to compare."""
         self.differing_BL = torch.zeros(1, 0, dtype=torch.int64)
-        """How many of a token's it would not have chosen in the last forward pass."""
+        """How many of the engine's experts of a token the router would not have chosen, in the last forward pass."""
 
     def forward(
         self, x_BLD: torch.Tensor, expert_bias_E: torch.Tensor | None = None
@@ -163,7 +163,7 @@ class ReplayRouter(TokenChoiceTopKRouter):
 
 
 def replaying(router: TokenChoiceTopKRouter.Config) -> ReplayRouter.Config:
-    """The same router, which can be told routes."""
+    """The same router, which can replay expert routes."""
     return ReplayRouter.Config(**_given(router))
 
 
@@ -171,8 +171,8 @@ def moe_config(hf: dict[str, Any]) -> MoE.Config:
     """The experts and the router of one layer of a Qwen3-MoE.
 
     The router is Hugging Face's: softmax over all experts in fp32 (on a CPU in the compute dtype), the k largest,
-    divided by their sum with ``norm_topk_prob``. torchtitan's own load balancing is off: it moves a bias of the router
-    that Hugging Face's model, and so the generator's, has not.
+    divided by their sum with ``norm_topk_prob``. torchtitan's own load balancing is off: it changes a bias of the
+    router that Hugging Face's model, and so the generator's, does not have.
     """
     dim, experts, top_k = hf["hidden_size"], num_experts(hf), hf["num_experts_per_tok"]
     router = make_router_config(

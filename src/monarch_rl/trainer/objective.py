@@ -1,4 +1,7 @@
-"""The loss of a micro-batch's trainable tokens: ratio, clip, correction, weight, composed from ``algorithms/``."""
+"""The loss of a micro-batch's trainable tokens: ratio, clip, correction, weight, composed from ``algorithms/``.
+
+A loss of your own is a function of the type :data:`Objective`: give it to the trainer as ``TrainerPlan.objective``.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +17,19 @@ from monarch_rl.trainer.settings import LossSettings
 from monarch_rl.trainer.token_logprobs import TokenLogprobs
 
 FAR_RATIO = 2.0
-"""A token whose ratio trainer / engine is beyond this factor, either way, is far off (also in ``tools/parity.py``)."""
+"""A token whose ratio trainer / engine is beyond this factor, either way, counts as far off (in ``tools/parity.py``,
+too)."""
 
 Sums = dict[str, torch.Tensor]
 """Sums over tokens, by metric name, scalars or vectors; ``tokens`` is the number of tokens summed over."""
 
 Objective = Callable[[TokenLogprobs, MicroBatch], tuple[torch.Tensor, Sums]]
-"""``(what the model says of the micro-batch's tokens, micro-batch) -> (loss, sums)``."""
+"""``(log-probs of the micro-batch's tokens, micro-batch) -> (loss, sums)``: the loss is a scalar with gradient, a sum
+over tokens with ``batch.weights``; of the sums, ``tokens`` must be there."""
 
 
 def reinforcement(settings: LossSettings) -> Objective:
-    """The RL objective that ``settings`` describe."""
+    """The policy-gradient objective that ``settings`` describe."""
 
     def objective(output: TokenLogprobs, batch: MicroBatch) -> tuple[torch.Tensor, Sums]:
         keep = corrections.finite_tokens(batch.behaviour_logprobs)

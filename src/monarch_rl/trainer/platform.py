@@ -1,11 +1,11 @@
 """Lets torchtitan 0.3.0 run where there is no GPU; does next to nothing where there is one.
 
-:func:`prepare` must run before anything else of torchtitan is imported. What it stands in for:
+:func:`prepare` must run before anything else of torchtitan is imported. It works around two things:
 
-- ``torchtitan.tools.utils`` answers "cuda" on a machine without an accelerator, and other modules copy that
-  answer when they are imported: it is set to the CPU first.
+- ``torchtitan.tools.utils`` reports "cuda" on a machine without an accelerator, and other modules copy that
+  value when they are imported: it is set to the CPU first.
 - ``torchtitan.distributed.minimal_async_ep.kernels`` imports triton, which CPU builds of torch lack; every
-  decoder reaches it. Without triton the module is replaced by one whose functions raise when called.
+  decoder imports it. Without triton the module is replaced by one whose functions raise when called.
 
 :func:`force_sum_reduction` is needed after the model is sharded: FSDP2 scales gradients with a reduction that
 gloo does not have.
@@ -39,7 +39,7 @@ def prepare() -> torch.device:
     """Make torchtitan importable; returns the device of this process."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
-    # The router asks for fp32 by an autocast that CPUs know only for half precision: there it is the compute dtype's.
+    # The router asks for fp32 by autocast, which CPUs have only for half precision: there it uses the compute dtype.
     warnings.filterwarnings("ignore", message="In CPU autocast, but the target dtype is not supported")
     if importlib.util.find_spec("triton") is None:
         sys.modules.setdefault(_KERNELS, _NoKernels(_KERNELS))

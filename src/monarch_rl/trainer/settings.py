@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from monarch_rl.algorithms.advantages import AdvantageName
 from monarch_rl.algorithms.aggregation import Aggregation
+from monarch_rl.model.architecture import architecture_of
 from monarch_rl.model.folder import num_experts, sparse_layers
 from monarch_rl.model.lora import FULL_TRAINING, MLP_TARGETS, LoraSettings
 
@@ -21,22 +22,22 @@ class LossSettings:
     advantage: AdvantageName = "dr_grpo"
     """`dr_grpo`: R - mean (arXiv:2503.20783); `grpo`: (R - mean) / std (arXiv:2402.03300)."""
     ratio_to: Literal["trainer", "behaviour"] = "trainer"
-    """What the clipped ratio is taken against: the trainer's own policy when the batch was formed (then
-    staleness is left to the importance weight), or the policy that drew the token (then the clip bounds it)."""
+    """The denominator of the clipped ratio: the trainer's own policy when the batch was formed (then the importance
+    weight corrects for staleness), or the policy that drew the token (then the clip bounds staleness)."""
     clip_low: float = 0.2
-    """Ratio floor is 1 - clip_low (PPO, arXiv:1707.06347). Acts with `ratio_to behaviour` only: with one update a
-    batch, the ratio to the trainer's own policy is 1."""
+    """Ratio floor is 1 - clip_low (PPO, arXiv:1707.06347). It matters with `ratio_to behaviour` only: with one update
+    a batch, the ratio to the trainer's own policy is 1."""
     clip_high: float = 0.28
-    """Ratio ceiling is 1 + clip_high (DAPO, arXiv:2503.14476); acts like the floor."""
+    """Ratio ceiling is 1 + clip_high (DAPO, arXiv:2503.14476). It matters where the floor does."""
     importance_cap: float = 2.0
     """Truncated importance sampling: tokens weigh min(pi_trainer / pi_engine, cap); with `ratio_to trainer` only.
     Larger is less biased and noisier; 0 switches it off."""
     lag_discount: float = 1.0
-    """Tokens weigh lag_discount ** lag (a heuristic); 1 is off. Less trusts stale tokens less, and learns less from
-    them."""
+    """Tokens weigh lag_discount ** lag (a heuristic); 1 is off. A smaller value trusts stale tokens less, and learns
+    less from them."""
     aggregation: Aggregation = "constant"
-    """`constant` divides by episodes x max tokens (Dr.GRPO), `token_mean` by tokens (DAPO), `sequence_mean` first
-    by each episode's tokens (GRPO)."""
+    """`constant` divides by episodes x max tokens (Dr.GRPO), `token_mean` by tokens (DAPO), `sequence_mean` by each
+    episode's tokens and then by episodes (GRPO)."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.clip_low < 1:
@@ -59,9 +60,9 @@ class TrainerSettings:
     """Ranks among which the experts of a mixture-of-experts model are divided, and to which tokens travel: a divisor
     of `ranks`. 1: every rank gathers all experts of a layer to compute it. More: less memory, more messages."""
     router_replay: RouterReplay = "off"
-    """Which experts compute a token of a mixture-of-experts model. `own`: those that the trainer's router chooses.
+    """Which experts compute a token of a mixture-of-experts model. `off`: those that the trainer's router chooses.
     `replay`: those by which the generator drew it (Keep Routing); they travel with the tokens, a byte for each layer
-    and expert. `compare`: the router's own; the generator's travel too, to show how many differ."""
+    and expert. `compare`: the router's choice; the generator's experts travel too, to show how many differ."""
     lr: float = 1e-6
     """AdamW's learning rate (TRL, verl and slime share this default for full training)."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -71,7 +72,8 @@ class TrainerSettings:
     lr_warmup_steps: int = 0
     """Steps of linear warm-up."""
     lr_decay_ratio: float | None = None
-    """Share of the steps, at the end, over which the rate decays to lr x lr_min_factor; None is all after warm-up."""
+    """Share of the steps, at the end, over which the rate decays to lr x lr_min_factor; None is all steps after
+    warm-up."""
     lr_decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
     """Shape of the decay."""
     lr_min_factor: float = 1.0
@@ -79,7 +81,7 @@ class TrainerSettings:
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this global norm."""
     tokens_per_microbatch: int = 8192
-    """Tokens of one forward pass of one rank, and the longest episode there can be. More takes more memory."""
+    """Tokens of one forward pass of one rank, and the longest episode that can be trained. More takes more memory."""
     activation_checkpoint: Checkpointing = "none"
     """torchtitan's activation checkpointing: less memory for a second forward pass."""
     logprob_chunk: int = 1024
@@ -113,14 +115,14 @@ class TrainerSettings:
 
 
 def check_experts(config: dict[str, Any], settings: TrainerSettings) -> None:
-    """Refuse what cannot be done with the experts of a model, or without any.
+    """Refuse settings that do not fit the experts of a model, or a model without experts.
 
     Args:
         config: the model's ``config.json``.
 
     Raises:
-        ValueError: experts cannot be cut into as many parts, adapters are asked for on them, or experts are to be
-            divided where there are none.
+        ValueError: the ranks cannot share the experts, the family or the number of ranks does not allow LoRA, or the
+            settings are about experts and the model has none.
     """
     ranks, degree = settings.ranks, settings.expert_parallel
     if not sparse_layers(config):
@@ -130,8 +132,8 @@ def check_experts(config: dict[str, Any], settings: TrainerSettings) -> None:
             raise ValueError(f"trainer.router-replay {settings.router_replay}: the model has no experts; leave it off")
         return
     experts, lora = num_experts(config), settings.lora
-    if lora.rank and config["architectures"][0] == "DeepseekV3ForCausalLM":
-        raise ValueError("trainer.lora: adapters on the latent attention of a DeepSeek-V3 are not supported")
+    if lora.rank and architecture_of(config).lora_unsupported:
+        raise ValueError(f"trainer.lora: {architecture_of(config).lora_unsupported}")
     if lora.sends_merged(sparse=True) and ranks > experts:
         on_experts = ", ".join(name for name in lora.targets if name in MLP_TARGETS)
         raise ValueError(
@@ -149,5 +151,5 @@ def check_experts(config: dict[str, Any], settings: TrainerSettings) -> None:
             if config[name] % (ranks // degree):
                 raise ValueError(
                     f"trainer.ranks {ranks} is more than the {experts} experts, so {ranks // degree} ranks hold rows "
-                    f"of the same ones; {name} {config[name]} cannot be shared equally by as many"
+                    f"of the same ones; {name} {config[name]} cannot be shared equally by them"
                 )

@@ -9,33 +9,33 @@ import torch
 
 
 class TokenLogprobs(NamedTuple):
-    """What the LM head says of N tokens that were drawn. A named tuple, since FSDP looks for tensors in it."""
+    """What the LM head computes for N drawn tokens. A named tuple, because FSDP looks for tensors in it."""
 
     logprobs: torch.Tensor
     """float32[N], with gradient."""
     entropies: torch.Tensor
-    """float32[N]: of the distribution that each was drawn from."""
+    """float32[N]: of the distribution that each token was drawn from."""
     kept_mass: torch.Tensor
     """float32[N]: the probability of the kept set among all tokens; 1 if the sampler cut nothing off."""
 
 
 @dataclass(slots=True)
-class Drawn:
-    """What was drawn, and how: what the LM head needs to say :class:`TokenLogprobs`."""
+class DrawnTokens:
+    """Which tokens were drawn, and how: what the LM head needs to compute :class:`TokenLogprobs`."""
 
     positions: torch.Tensor
-    """bool[B x L]: N places after which tokens were drawn."""
+    """bool[B x L]: N positions after which tokens were drawn."""
     ids: torch.Tensor
     """int64[N]."""
     temperature: float
-    kept: tuple[torch.Tensor, torch.Tensor] | None
+    kept_sets: tuple[torch.Tensor, torch.Tensor] | None
     """``(counts int64[N], ids int32[sum of counts])``: the sets they were drawn from; None is the whole vocabulary."""
 
     def split(self, size: int) -> list[tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]]:
-        """``(ids, kept)`` of up to ``size`` tokens each."""
+        """``(ids, kept sets)`` of up to ``size`` tokens each."""
         ids = self.ids.split(size)
-        if self.kept is None:
-            return [(part, None) for part in ids]
-        counts = self.kept[0].split(size)
-        sets = self.kept[1].split([int(part.sum()) for part in counts])
+        if self.kept_sets is None:
+            return [(chunk, None) for chunk in ids]
+        counts = self.kept_sets[0].split(size)
+        sets = self.kept_sets[1].split([int(chunk.sum()) for chunk in counts])
         return list(zip(ids, zip(counts, sets, strict=True), strict=True))

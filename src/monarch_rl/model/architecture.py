@@ -1,0 +1,103 @@
+"""One record for each family of models: what ``config.json`` says of it, and what SGLang and the trainer ask of it.
+
+To add a family, add a record here, and the one of what torchtitan builds it from in ``trainer/families.py``. No torch
+in it: it is read before anything is spawned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Config = dict[str, Any]
+"""``config.json`` of a model folder."""
+
+
+def _no_experts(_config: Config) -> int:
+    return 0
+
+
+def _no_sparse_layer(_config: Config, _layer: int) -> bool:
+    return False
+
+
+@dataclass(frozen=True, eq=False)
+class Architecture:
+    """A family of models."""
+
+    name: str
+    """In ``config.json``."""
+    label: str
+    """In messages to users."""
+    num_experts: Callable[[Config], int] = _no_experts
+    """Experts of a layer that has some; 0 for a model without. Raises ValueError if the config does not say so."""
+    is_sparse: Callable[[Config, int], bool] = _no_sparse_layer
+    """Whether a layer, by its index, has experts, in a model that has some."""
+    shared_experts: bool = False
+    """Every token also goes to experts that no router chooses."""
+    needed_keys: Mapping[str, Any] = field(default_factory=dict)
+    """What SGLang looks for in ``config.json``, beside what every model has, and the family's own values."""
+    lora_unsupported: str = ""
+    """Why its projections cannot have low-rank adapters; empty where they can."""
+    float32_only: str = ""
+    """Why it can be served in float32 only; empty where it can be served in other dtypes."""
+    cpu_needs_scaled_rope: bool = False
+    """On a CPU SGLang serves it only with scaled rotary embeddings."""
+    needs_lm_head: bool = False
+    """SGLang fills an LM head of its own from ``lm_head.weight``, even with ``tie_word_embeddings``."""
+
+
+def _qwen3_moe_experts(config: Config) -> int:
+    experts = config.get("num_experts", config.get("num_local_experts"))  # transformers 4's name, and 5's
+    if experts is None:
+        raise ValueError("config.json of a Qwen3MoeForCausalLM names neither num_experts nor num_local_experts")
+    return int(experts)
+
+
+def _qwen3_moe_is_sparse(config: Config, layer: int) -> bool:
+    dense, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step", 1)
+    return layer not in dense and (layer + 1) % step == 0
+
+
+QWEN3 = Architecture("Qwen3ForCausalLM", "Qwen3")
+QWEN3_MOE = Architecture(
+    "Qwen3MoeForCausalLM",
+    "Qwen3-MoE",
+    num_experts=_qwen3_moe_experts,
+    is_sparse=_qwen3_moe_is_sparse,
+    needs_lm_head=True,
+)
+LLAMA = Architecture("LlamaForCausalLM", "Llama")
+DEEPSEEK_V3 = Architecture(
+    "DeepseekV3ForCausalLM",
+    "DeepSeek-V3",
+    num_experts=lambda config: int(config["n_routed_experts"]),
+    is_sparse=lambda config, layer: layer >= int(config["first_k_dense_replace"]),
+    shared_experts=True,
+    needed_keys={"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    lora_unsupported="adapters on the latent attention of a DeepSeek-V3 are not supported",
+    float32_only="SGLang keeps its router's bias in float32, and a version has one dtype",
+    cpu_needs_scaled_rope=True,
+)
+
+ARCHITECTURES = {family.name: family for family in (QWEN3, QWEN3_MOE, LLAMA, DEEPSEEK_V3)}
+"""Families that can be trained, by their name in ``config.json``."""
+
+
+def find_architecture(config: Config) -> Architecture | None:
+    """The family of a model; None if it cannot be trained here."""
+    return ARCHITECTURES.get((config.get("architectures") or ["none"])[0])
+
+
+def architecture_of(config: Config) -> Architecture:
+    """The family of a model.
+
+    Raises:
+        ValueError: it cannot be trained here.
+    """
+    architecture = find_architecture(config)
+    if architecture is None:
+        name = (config.get("architectures") or ["none"])[0]
+        raise ValueError(f"architecture {name} is not supported; supported: {', '.join(ARCHITECTURES)}")
+    return architecture

@@ -1,0 +1,54 @@
+"""The actors of a run, and starting all of them."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+
+from monarch_rl.algorithms.advantages import Advantage
+from monarch_rl.buffer.actor import Buffer
+from monarch_rl.generator.actor import Generator
+from monarch_rl.model.folder import read_config
+from monarch_rl.pipeline.actor_pool import ActorPool
+from monarch_rl.pipeline.settings import RunSettings, episode_limits
+from monarch_rl.pipeline.start import start_buffer, start_generators, start_rollout, start_trainer
+from monarch_rl.rollout.worker import RolloutWorker
+from monarch_rl.runtime.cluster import Cluster
+from monarch_rl.tasks.reasoning_gym import TaskSettings
+from monarch_rl.trainer.actor import Trainer, TrainerPlan
+from monarch_rl.trainer.objective import Objective
+
+
+@dataclass(frozen=True)
+class Actors:
+    """Handles of all actors of a run. Generators and rollout workers can be replaced one by one."""
+
+    buffer: Buffer
+    trainer: Trainer
+    generators: ActorPool[Generator]
+    workers: ActorPool[RolloutWorker]
+
+
+async def start_actors(
+    cluster: Cluster, s: RunSettings, model: Path, task: TaskSettings, advantage: Advantage, objective: Objective
+) -> Actors:
+    """Spawn and set up every actor: trainer ranks take the first devices, generator replicas the next ones.
+
+    Args:
+        model: the Hugging Face folder.
+        task: what rollout workers play.
+        advantage: from the rewards of a group to the advantages of its episodes.
+        objective: the loss of a micro-batch.
+    """
+    plan = TrainerPlan(model, s.trainer, s.steps, s.rollout.temperature, s.new_tokens_per_episode, advantage, objective)
+    expert_routes = s.trainer.router_replay != "off"  # generators return them, and they travel with the tokens
+    buffer = await start_buffer(cluster, s.groups_per_step, s.buffer)
+    trainer, generators = await asyncio.gather(
+        start_trainer(cluster, plan, buffer, first_device=0),
+        start_generators(cluster, model, s.generator, s.trainer.ranks, s.trainer.lora, expert_routes),
+    )
+    limit = min(episode_limits(s, read_config(model)).values())
+    limit -= 1 if expert_routes else 0  # those of a lost generator's episode may take one token more
+    workers = await start_rollout(cluster, s.rollout, task, model, buffer, generators, limit, expert_routes)
+    return Actors(buffer, trainer, generators, workers)

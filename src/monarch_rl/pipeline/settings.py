@@ -1,0 +1,128 @@
+"""What a user sets about a run as a whole, and the checks that span rooms."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from monarch_rl.buffer.settings import BufferSettings
+from monarch_rl.generator.settings import GeneratorSettings, check_served
+from monarch_rl.model.folder import read_config, resolve_model
+from monarch_rl.pipeline.recovery import RecoverySettings
+from monarch_rl.rollout.settings import RolloutSettings, check_lengths, check_rollout
+from monarch_rl.runtime.devices import Devices
+from monarch_rl.runtime.watch import STALL_S
+from monarch_rl.tasks.reasoning_gym import TaskSettings, TaskSource
+from monarch_rl.trainer.settings import TrainerSettings, check_experts
+from monarch_rl.weights.transport import TransferSettings
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """The settings of every run. A recipe derives its own from it: other defaults, further fields."""
+
+    model: str = "Qwen/Qwen3-0.6B"
+    """Hugging Face folder or Hub name of the model to train (Qwen3, Qwen3-MoE, Llama, DeepSeek-V3)."""
+    steps: int = 250
+    """Optimiser steps."""
+    groups_per_step: int = 32
+    """Prompts of one optimiser step; each is played rollout.group-size times."""
+    held_out: int = 200
+    """Held-out items of an evaluation."""
+    evaluate_every: int = 0
+    """Steps between two evaluations while training goes on; 0 evaluates before and after training only. Generators
+    play the held-out items beside the training rollouts, and the next update waits for the evaluation."""
+    output: Path = Path("runs")
+    """Folder in which the run's own folder is made."""
+    update_deadline_s: float = 600.0
+    """Seconds that a step may take, its batch and its update, before the run fails. After the first one it is 10 times
+    the longest recent one, if that is less, but at least as long as a generator may take to start + 60."""
+    stall_s: float = STALL_S
+    """Seconds after which a process that cannot go on ends the run, with a report; a stall without one takes twice."""
+    task: TaskSettings = field(default_factory=TaskSettings)
+    trainer: TrainerSettings = field(default_factory=TrainerSettings)
+    rollout: RolloutSettings = field(default_factory=RolloutSettings)
+    generator: GeneratorSettings = field(default_factory=GeneratorSettings)
+    buffer: BufferSettings = field(default_factory=BufferSettings)
+    weights: TransferSettings = field(default_factory=TransferSettings)
+    recovery: RecoverySettings = field(default_factory=RecoverySettings)
+
+    @property
+    def new_tokens_per_episode(self) -> int:
+        """Tokens that an episode may draw."""
+        return self.rollout.max_turns * self.rollout.max_new_tokens
+
+    def evaluates_after(self, step: int) -> bool:
+        """Whether an evaluation is due after ``step``. After the last step a recipe evaluates in any case."""
+        return self.evaluate_every > 0 and step % self.evaluate_every == 0 and step < self.steps
+
+
+def check(s: RunSettings, offered: Devices) -> Path:
+    """Refuse what cannot work before anything is spawned; returns the model's folder.
+
+    Args:
+        offered: what the launch has.
+
+    Raises:
+        ValueError: names the setting and says what to do.
+    """
+    _check_numbers(s)
+    check_rollout(s.rollout, s.groups_per_step, s.trainer.ranks)
+    s.buffer.window_for(s.groups_per_step)
+    _check_devices(s, offered)
+    TaskSource(s.task).check()
+    model = resolve_model(s.model)
+    config = read_config(model)
+    check_served(config, s.generator, offered.kind == "cuda")
+    check_experts(config, s.trainer)
+    check_lengths(s.rollout, episode_limits(s, config))
+    _check_context(s, config)
+    _check_output(s.output)
+    return model
+
+
+def episode_limits(s: RunSettings, config: dict[str, Any]) -> dict[str, int]:
+    """Tokens that an episode may have, by the setting that limits them."""
+    context = s.generator.context_length or config["max_position_embeddings"]
+    return {"trainer.tokens-per-microbatch": s.trainer.tokens_per_microbatch, "generator.context-length": context}
+
+
+def _check_numbers(s: RunSettings) -> None:
+    if s.groups_per_step < 1 or s.steps < 1 or s.held_out < 1 or min(s.update_deadline_s, s.stall_s) <= 0:
+        raise ValueError(
+            "groups-per-step, steps and held-out must be at least 1, update-deadline-s and stall-s above 0"
+        )
+    if s.evaluate_every < 0:
+        raise ValueError(f"evaluate-every must be 0 (only before and after training) or more, got {s.evaluate_every}")
+    if s.rollout.min_p and s.generator.deterministic:
+        raise ValueError("rollout.min-p cannot be used with generator.deterministic, which seeds every draw")
+    if s.held_out > s.task.held_out_size:
+        raise ValueError(f"held-out {s.held_out} is more than task.held-out-size {s.task.held_out_size}: raise that")
+
+
+def _check_devices(s: RunSettings, offered: Devices) -> None:
+    ranks = s.trainer.ranks + s.generator.replicas * s.generator.tp
+    replicas = f"{s.generator.replicas} generator replicas" + (f" of {s.generator.tp}" if s.generator.tp > 1 else "")
+    offered.check(ranks, f"{s.trainer.ranks} trainer ranks + {replicas}")
+    if s.trainer.ranks > offered.per_host and s.trainer.ranks % offered.per_host:
+        raise ValueError(f"trainer.ranks {s.trainer.ranks} must fill whole hosts: a multiple of {offered.per_host}")
+
+
+def _check_context(s: RunSettings, config: dict[str, Any]) -> None:
+    if s.generator.context_length > config["max_position_embeddings"]:
+        raise ValueError(
+            f"generator.context-length {s.generator.context_length} is more than the model's own limit of "
+            f"{config['max_position_embeddings']} tokens"
+        )
+
+
+def _check_output(folder: Path) -> None:
+    """Refuse an output folder in which no run folder can be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"output {folder} cannot be made ({error.strerror}): choose another folder") from error
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"output {folder} is not writable: choose another folder")

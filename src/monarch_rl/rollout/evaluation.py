@@ -1,0 +1,43 @@
+"""The result of playing held-out items."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from monarch_rl.episode.episode import Episode
+from monarch_rl.rollout.play import EpisodeFailed
+
+
+@dataclass(slots=True)
+class Evaluation:
+    """Held-out items played once each."""
+
+    rewards: np.ndarray
+    """float32[n]; 0 where the episode failed."""
+    failed: dict[str, int]
+    """Episodes that failed, by reason."""
+
+    @classmethod
+    def of(cls, played: Sequence[Episode | EpisodeFailed]) -> Evaluation:
+        """Of one episode an item."""
+        failed = Counter(episode.reason for episode in played if isinstance(episode, EpisodeFailed))
+        rewards = [0.0 if isinstance(episode, EpisodeFailed) else episode.reward for episode in played]
+        return cls(np.asarray(rewards, np.float32), dict(failed))
+
+    @property
+    def accuracy(self) -> float:
+        """Share of items with the full reward, 1."""
+        return float(np.mean(self.rewards >= 1.0))
+
+    def metrics(self) -> dict[str, float]:
+        """By the names of docs/metrics.md."""
+        reward, failed = float(np.mean(self.rewards)), float(sum(self.failed.values()))
+        return {"held_out/accuracy": self.accuracy, "held_out/reward": reward, "held_out/failed": failed}
+
+    def __str__(self) -> str:
+        failed = "".join(f", {count} failed: {reason}" for reason, count in self.failed.items())
+        return f"held-out accuracy {self.accuracy:.1%}, mean reward {np.mean(self.rewards):.3f}{failed}"

@@ -1,0 +1,79 @@
+"""Qwen3's and Llama's layers in torchtitan's classes: grouped-query attention, and an MLP or experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchtitan.models.common import RMSNorm
+from torchtitan.models.common.attention import VarlenAttention
+from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
+from torchtitan.models.common.decoder import TransformerBlock
+
+from monarch_rl.model.folder import rope_parameters, sparse_layers
+from monarch_rl.trainer.modules import LOADED, HalfRotaryEmbedding, PackedAttention
+from monarch_rl.trainer.moe import moe_config
+
+
+def gqa_layers(
+    hf: dict[str, Any], *, on_gpu: bool, block: type[TransformerBlock], qk_norm: bool
+) -> list[TransformerBlock.Config]:
+    """The blocks of a model with grouped-query attention, for its ``config.json``.
+
+    Args:
+        block: torchtitan's class of them.
+        qk_norm: queries and keys are normalised.
+
+    Raises:
+        ValueError: the model has a feature that is not supported.
+    """
+    dim, heads = hf["hidden_size"], hf["num_attention_heads"]
+    head_dim = hf.get("head_dim") or dim // heads
+    return [
+        block.Config(
+            attention_norm=norm_config(hf, dim),
+            ffn_norm=norm_config(hf, dim),
+            attention=make_gqa_config(
+                dim=dim,
+                n_heads=heads,
+                n_kv_heads=hf["num_key_value_heads"],
+                head_dim=head_dim,
+                wqkv_param_init=LOADED,
+                wo_param_init=LOADED,
+                inner_attention=VarlenAttention.Config() if on_gpu else PackedAttention.Config(),
+                rope=_rope(hf, head_dim),
+                # Unfused, every Hugging Face tensor is a parameter of its own, sharded by rows.
+                fuse_qkv=False,
+                qk_norm=norm_config(hf, head_dim) if qk_norm else None,
+            ),
+            **_feed_forward(hf, layer),
+        )
+        for layer in range(hf["num_hidden_layers"])
+    ]
+
+
+def norm_config(hf: dict[str, Any], size: int) -> RMSNorm.Config:
+    """A norm over ``size`` elements."""
+    return RMSNorm.Config(normalized_shape=size, eps=hf["rms_norm_eps"], param_init=LOADED)
+
+
+def _feed_forward(hf: dict[str, Any], layer: int) -> dict[str, Any]:
+    if layer in sparse_layers(hf):
+        return {"moe": moe_config(hf)}
+    dim, width = hf["hidden_size"], hf["intermediate_size"]
+    dense = make_ffn_config(dim=dim, hidden_dim=width, w1_param_init=LOADED, w2w3_param_init=LOADED)
+    return {"feed_forward": dense}
+
+
+def _rope(hf: dict[str, Any], head_dim: int) -> HalfRotaryEmbedding.Config:
+    rope = rope_parameters(hf)
+    kind, theta = rope["rope_type"], rope["rope_theta"]
+    config = HalfRotaryEmbedding.Config(dim=head_dim, max_seq_len=hf["max_position_embeddings"], theta=theta)
+    if kind == "llama3":
+        config.scaling = "llama"
+        config.scaling_factor = rope["factor"]
+        config.low_freq_factor = rope["low_freq_factor"]
+        config.high_freq_factor = rope["high_freq_factor"]
+        config.original_max_position_embeddings = rope["original_max_position_embeddings"]
+    elif kind != "default":
+        raise ValueError(f"rotary scaling {kind!r} is not supported, only 'default' and 'llama3'")
+    return config

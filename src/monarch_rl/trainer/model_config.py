@@ -1,0 +1,67 @@
+"""torchtitan's configs of a model and of its parallelism, from a Hugging Face ``config.json`` and the settings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchtitan.config import ParallelismConfig
+from torchtitan.models.common import Embedding
+from torchtitan.models.common.decoder import Decoder
+
+from monarch_rl.model.architecture import architecture_of
+from monarch_rl.model.folder import sparse_layers
+from monarch_rl.trainer.families import FAMILIES
+from monarch_rl.trainer.gqa import norm_config
+from monarch_rl.trainer.modules import LOADED, LogprobHead
+from monarch_rl.trainer.settings import TrainerSettings
+
+SPMD_BACKEND = "partial_dtensor"
+"""torchtitan's default backend fails in ``fully_shard`` with torch 2.13; this one runs with 2.13 and 2.14."""
+
+
+def parallelism_config(settings: TrainerSettings) -> ParallelismConfig:
+    """FSDP2 over all ranks; experts over ``expert_parallel`` of them, and FSDP2 over those that hold the same ones."""
+    return ParallelismConfig(spmd_backend=SPMD_BACKEND, expert_parallel_degree=settings.expert_parallel)
+
+
+def model_config(hf: dict[str, Any], *, logprob_chunk: int, on_gpu: bool) -> Decoder.Config:
+    """torchtitan's model config for a Hugging Face ``config.json``.
+
+    Raises:
+        ValueError: the model has a feature that is not supported.
+    """
+    family = FAMILIES[architecture_of(hf)]
+    _check_features(hf)
+    dim, vocabulary = hf["hidden_size"], hf["vocab_size"]
+    return family.model.Config(
+        vocab_size=vocabulary,
+        dim=dim,
+        norm=norm_config(hf, dim),
+        enable_weight_tying=bool(hf.get("tie_word_embeddings", False)),
+        tok_embeddings=Embedding.Config(
+            num_embeddings=vocabulary,
+            embedding_dim=dim,
+            param_init=LOADED,
+        ),
+        lm_head=LogprobHead.Config(in_features=dim, out_features=vocabulary, param_init=LOADED, chunk=logprob_chunk),
+        layers=family.layers(hf, on_gpu=on_gpu),
+    )
+
+
+def _check_features(hf: dict[str, Any]) -> None:
+    if hf.get("attention_bias") or hf.get("mlp_bias"):
+        raise ValueError("models with biases in attention or MLP projections are not supported")
+    if hf.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"hidden_act {hf['hidden_act']!r} is not supported, only 'silu'")
+    if hf.get("use_sliding_window"):
+        raise ValueError("sliding-window attention is not supported: use_sliding_window must be false")
+    if hf.get("quantization_config"):
+        raise ValueError("quantised weights are not supported: convert the folder to bfloat16 or float32 first")
+    architecture = architecture_of(hf)
+    if hf.get("shared_expert_intermediate_size") or (hf.get("n_shared_experts") and not architecture.shared_experts):
+        raise ValueError(f"shared experts are not supported: {architecture.name} has none")
+    if sparse_layers(hf) and hf.get("output_router_logits"):
+        raise ValueError(
+            "output_router_logits asks for Hugging Face's auxiliary load-balancing loss in training, which is not "
+            "supported: set it to false in config.json, as Qwen's models do"
+        )

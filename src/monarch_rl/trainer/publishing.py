@@ -1,0 +1,111 @@
+"""What a version of the policy consists of on one rank: its tensors, this rank's shards, snapshots of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from monarch_rl.model.folder import sparse_layers
+from monarch_rl.model.lora import lora_names
+from monarch_rl.trainer.lora import merged_shards
+from monarch_rl.trainer.model import EXPERT, ShardedModel
+from monarch_rl.trainer.shards import NamedShape, Run, local_run
+from monarch_rl.weights.checksum import tensor_checksum
+from monarch_rl.weights.manifest import Manifest
+
+
+class PublishedWeights:
+    """What generators are sent of a model: all weights, or with LoRA its tensors alone; with LoRA on experts, the
+    weights that have some, merged (:meth:`LoraSettings.sends_merged`).
+
+    Every method is called by all ranks together.
+    """
+
+    def __init__(self, model: ShardedModel, device: torch.device) -> None:
+        self._model = model
+        self._device = device
+        self._sends_merged = model.lora.sends_merged(bool(sparse_layers(model.hf_config)))
+
+    def tensors(self) -> list[NamedShape]:
+        """What a version consists of, the same on all ranks."""
+        lora = self._model.lora_tensors()
+        if self._sends_merged:
+            names = {name for name, _ in lora}
+            return [(name, shape) for name, shape in self._model.hf_tensors() if lora_names(name)[0] in names]
+        return lora if self._model.lora.rank else self._model.hf_tensors()
+
+    def owned_runs(self) -> list[Run]:
+        """This rank's part of each tensor of which it has one."""
+        return [(name, start, local.numel()) for name, (local, start) in self._local_runs.items()]
+
+    def frozen_checksums(self, dtype: torch.dtype) -> tuple[list[NamedShape], list[int]]:
+        """The weights that no version holds, and of each, as served in ``dtype``, this rank's part of the checksum,
+        signed 64-bit.
+
+        With LoRA these are all of the model's own, or, where weights with LoRA are sent merged, the others. None
+        without LoRA: then all weights are sent and verified.
+        """
+        if not self._model.lora.rank:
+            return [], []
+        sent = dict(self.tensors())
+        tensors = [(name, shape) for name, shape in self._model.hf_tensors() if name not in sent]
+        sums = dict.fromkeys((name for name, _ in tensors), 0)
+        for name, value in self._model.hf_state().items():
+            if name in sent:
+                continue
+            local, start = local_run(value)
+            first_row = start // (value.numel() // value.shape[0])
+            if local.numel():  # small models have fewer rows than there are ranks
+                sums[name] = int(tensor_checksum(local.detach().to(dtype), first_row))
+        return tensors, list(sums.values())
+
+    def snapshot(self, manifest: Manifest, views: Sequence[torch.Tensor]) -> None:
+        """Copy this rank's shards, in the served dtype, to where they are sent from.
+
+        Args:
+            views: flat uint8, one for each of the manifest's shards of this rank.
+        """
+        specs = [manifest.tensors[shard.tensor] for shard in manifest.shards[dist.get_rank()]]
+        destinations = {spec.name: view.view(spec.dtype) for spec, view in zip(specs, views, strict=True)}
+        with torch.no_grad():
+            for name, local in self._values():
+                if name in destinations:  # small models have fewer rows than there are ranks
+                    destinations[name].view(local.shape).copy_(local)
+        if self._device.type != "cpu":  # others read the copy, and the next step changes its source
+            torch.accelerator.synchronize(self._device)
+
+    def _values(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What this rank sends of a version, fp32. All ranks iterate together."""
+        if self._sends_merged:
+            yield from merged_shards(*self._weights_with_lora, self._model.lora.scaling)
+        else:
+            yield from ((name, local) for name, (local, _) in self._local_runs.items())
+
+    @cached_property
+    def _local_runs(self) -> dict[str, tuple[torch.Tensor, int]]:
+        """:meth:`local_run` of what a version consists of: looked up once, because the storage stays the same."""
+        return {name: local_run(value) for name, value in self._shards().items()}
+
+    @cached_property
+    def _weights_with_lora(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """This rank's shards of the weights that have LoRA, and of LoRA: looked up once, like these."""
+        lora = self._model.lora_state()
+        return {name: w for name, w in self._model.hf_state().items() if lora_names(name)[0] in lora}, lora
+
+    def _shards(self) -> dict[str, torch.Tensor]:
+        """This rank's shards of what a version consists of; weights that are sent merged, without LoRA."""
+        if self._sends_merged:
+            return self._weights_with_lora[0]
+        if self._model.lora.rank:
+            return self._model.lora_state()
+        # A buffer, the bias of a router, lies whole on every rank: the first one sends it.
+        first = dist.get_rank() == 0
+        return {
+            name: value
+            for name, value in self._model.hf_state().items()
+            if first or isinstance(value, DTensor) or EXPERT.search(name)
+        }

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from monarch_rl.rollout.settings import RolloutSettings, check_lengths, check_rollout
+
+
+@pytest.mark.parametrize("field", ["workers", "group_size", "concurrent_groups", "max_turns", "score_deadline_s"])
+def test_settings_out_of_range_are_refused(field: str) -> None:
+    settings: dict[str, Any] = {field: 0}
+    with pytest.raises(ValueError, match=f"rollout.{field.replace('_', '-')} must be"):
+        RolloutSettings(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"top_k": 20}, "compares two different distributions. Set rollout.keep-sampling-mask"),
+        ({"top_p": 0.9}, "compares two different distributions"),
+        ({"min_p": 0.1}, "compares two different distributions"),
+        ({"top_p": 0.9, "keep_sampling_mask": True}, "need a rollout.top-k of 2 to 2048"),
+        ({"top_k": 1, "keep_sampling_mask": True}, "rollout.top-k must be"),
+        ({"top_k": 5000, "keep_sampling_mask": True}, "rollout.top-k must be"),
+        ({"top_p": 0.0}, "rollout.top-p must be"),
+        ({"min_p": 1.0}, "rollout.min-p must be"),
+        ({"top_k": 9, "temperature": 0.0, "keep_sampling_mask": True}, "nothing to cut off"),
+        ({"top_k": 9, "min_p": 0.1, "seed": 3, "keep_sampling_mask": True}, "cannot be used with rollout.seed"),
+    ],
+)
+def test_truncation_without_a_mask_or_that_the_engine_lacks_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RolloutSettings(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (RolloutSettings(group_size=1), "rollout.group-size must be at least 2: advantages compare the episodes"),
+        (RolloutSettings(temperature=0.0), "rollout.temperature must be above 0: greedy episodes of a group are all"),
+        (
+            RolloutSettings(group_size=3),
+            "5 groups x 3 episodes = 15 episodes a step cannot be shared equally by 2 trainer ranks: change groups",
+        ),
+    ],
+)
+def test_rollouts_that_cannot_be_trained_on_are_refused(settings: RolloutSettings, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_rollout(settings, groups_per_step=5, trainer_ranks=2)
+    check_rollout(RolloutSettings(group_size=4), groups_per_step=5, trainer_ranks=2)
+
+
+def test_episodes_without_room_for_a_prompt_are_refused() -> None:
+    settings = RolloutSettings(max_turns=3, max_new_tokens=10)
+    check_lengths(settings, {"trainer.tokens-per-microbatch": 31, "generator.context-length": 40})
+    message = (
+        "rollout.max-turns 3 x rollout.max-new-tokens 10 leaves no room for a prompt within generator.context-length, "
+        "which is 30"
+    )
+    with pytest.raises(ValueError, match=message):
+        check_lengths(settings, {"trainer.tokens-per-microbatch": 31, "generator.context-length": 30})
