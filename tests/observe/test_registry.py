@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 import torch
 
+from monarch_rl.algorithms.advantages import grpo
 from monarch_rl.observe.registry import GROUPS, METRICS, OBJECTIVE, check_names, find
+from monarch_rl.pipeline.run import Run
 from monarch_rl.rollout.worker import Evaluation
 from monarch_rl.runtime.sight import LoopLag
 from monarch_rl.simulate.clock import run_virtual
 from monarch_rl.simulate.costs import Costs
-from monarch_rl.simulate.run import Plan, System
+from monarch_rl.simulate.run import Plan, run_settings, simulated_actors
 from monarch_rl.trainer.batch import pack_shard
 from monarch_rl.trainer.objective import reinforcement, supervised
 from monarch_rl.trainer.settings import LossSettings
@@ -66,8 +68,10 @@ def test_the_documentation_is_made_from_it() -> None:
 
 def test_what_observer_buffer_and_recovery_log_is_in_it() -> None:
     async def rows() -> list[dict[str, float]]:
-        system = await System.start(Plan(groups_per_step=2, group_size=2), Costs(), grain=1)
-        return [values async for values in system.steps(3, 1e6)]
+        plan = Plan(groups_per_step=2, group_size=2)
+        async with Run.open(run_settings(plan, 1e6)) as run:
+            await run.begin(simulated_actors(plan, Costs(), grain=1))
+            return [await run.step() async for _ in run.steps(3)]
 
     names = run_virtual(rows())[-1]
     assert {"trainer/idle_share", "weights/swap_ms", "buffer/trained", "wasted/tokens"} <= names.keys()
@@ -85,7 +89,7 @@ def test_what_the_watch_and_an_evaluation_log_is_in_it() -> None:
 
 
 def test_what_the_objectives_sum_is_in_it() -> None:
-    batches = pack_shard(shard(batch(0), 0, 0, 1, 1024), LossSettings(), 20, torch.device("cpu"))
+    batches = pack_shard(shard(batch(0), 0, 0, 1, 1024), grpo, "token_mean", 20, torch.device("cpu"))
     tokens = int(batches[0].trainable.sum())
     output = TokenLogprobs(*(torch.full((tokens,), value) for value in (-4.0, 4.0, 1.0)))
     made_of_them = {
