@@ -59,12 +59,6 @@ class Counts:
     order_wait_s: float = 0.0
     """Seconds of those waits."""
 
-    @property
-    def mean_lag(self) -> float:
-        """Mean lag over all trained tokens; nan before the first."""
-        total = sum(self.lag_counts)
-        return sum(lag * count for lag, count in enumerate(self.lag_counts)) / total if total else float("nan")
-
 
 class Ledger:
     """Sums over the run, kept by the core."""

@@ -145,12 +145,6 @@ class Episode:
     def num_trainable(self) -> int:
         return int(sum(turn.trainable.sum() for turn in self.turns))
 
-    @property
-    def oldest_version(self) -> int | None:
-        """The smallest version that drew a trainable token; ``None`` if there is no such token."""
-        versions = self.policy_versions[self.trainable]
-        return int(versions.min()) if len(versions) else None
-
 
 @dataclass(slots=True)
 class Group:
@@ -172,12 +166,6 @@ class Group:
     def rewards(self) -> np.ndarray:
         """float32[G]."""
         return np.asarray([episode.reward for episode in self.episodes], np.float32)
-
-    @property
-    def oldest_version(self) -> int | None:
-        """The smallest version that drew a trainable token of any episode."""
-        versions = [v for v in (episode.oldest_version for episode in self.episodes) if v is not None]
-        return min(versions, default=None)
 
 
 @dataclass(slots=True)
