@@ -3,10 +3,10 @@
     python benchmarks/simulate_validation.py
 
 Each setting is run for real: Monarch processes, the buffer actor, rollout workers with tokenizer, tasks and scoring
-processes, routers and links, the publisher and the recipe's loop. Only the computing is replaced: an engine that sleeps
-through every decoding step and gives each running sequence a token, a trainer that sleeps through its update. Lengths
-are drawn by the same seeds on both sides; the time of a call to an actor is measured beside the run and given to the
-simulation. The last line is JSON: predicted over observed step time, by setting.
+processes, dispatchers and connections, the publisher and the recipe's loop. Only the computing is replaced: an engine
+that sleeps through every decoding step and gives each running sequence a token, a trainer that sleeps through its
+update. Lengths are drawn by the same seeds on both sides; the time of a call to an actor is measured beside the run and
+given to the simulation. The last line is JSON: predicted over observed step time, by setting.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from monarch.actor import Actor, Port
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.episode.sampling import Completion, GenerationError, Sampling
+from monarch_rl.generator.commit import CommitReport
+from monarch_rl.generator.connection import Answer, Request, answer_all
 from monarch_rl.generator.dispatcher import Dispatcher
-from monarch_rl.generator.engine import CommitReport
-from monarch_rl.generator.link import Answer, Request, answer_all
-from monarch_rl.generator.parts import Tell
+from monarch_rl.generator.parts import OnPart
 from monarch_rl.pipeline.actor_pool import ActorPool
 from monarch_rl.pipeline.actors import Actors
 from monarch_rl.pipeline.run import Run
@@ -106,7 +106,7 @@ class SleepingGenerator(Actor):
         """As ``Generator.generate``."""
         await answer_all(requests, port, self._draw, GenerationError)
 
-    async def _draw(self, prompt_ids: list[int], sampling: Sampling, tell: Tell) -> Completion:
+    async def _draw(self, prompt_ids: list[int], sampling: Sampling, on_part: OnPart) -> Completion:
         tokens = self._costs.length.draw(0, sampling.seed)
         length = min(max(1, round(tokens)), sampling.max_new_tokens)
         drawing = Drawing(length, asyncio.get_running_loop().create_future(), [])

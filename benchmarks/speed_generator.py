@@ -96,7 +96,7 @@ class GeneratorBeside(Generator):
         """Stream one request after the other until :meth:`stop_watching`."""
         self._watching, self._emitted = True, []
         while self._watching:
-            stream = await self._running._engine.async_generate(
+            stream = await self._running._sglang.engine.async_generate(
                 input_ids=prompt, sampling_params=bare_parameters(Sampling(max_new_tokens=tokens)), stream=True
             )
             async for _ in stream:

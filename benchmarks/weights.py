@@ -28,7 +28,7 @@ from speed_generator import GeneratorBeside, Load
 from speed_swap import keep_busy
 from speed_trainer import Training, make_groups, plan_of
 
-from monarch_rl.generator.engine import CommitReport
+from monarch_rl.generator.commit import CommitReport
 from monarch_rl.generator.scheduler_process import quiet_imports
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
@@ -37,7 +37,7 @@ from monarch_rl.pipeline.start import served_dtype
 from monarch_rl.runtime.cluster import Cluster, launch
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.trainer.settings import TrainerSettings
-from monarch_rl.weights.transport import TransferSettings, TransportName
+from monarch_rl.weights.endpoint import TransferSettings, TransportName
 
 DEADLINE_S = 600.0
 WIDTHS = ((8e6, 128), (80e6, 512), (400e6, 1024), (float("inf"), 2048))

@@ -1,4 +1,4 @@
-"""What the buffer waits for, as its process's lookout tells it: leases by holder, and whoever brings the rest."""
+"""What the buffer waits for, as its process's monitor reports it: leases by holder, and whoever brings the rest."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.episode.packed import pack_group
 from monarch_rl.runtime.deadlines import within
-from monarch_rl.runtime.lookout import Lookout
+from monarch_rl.runtime.monitor import ProcessMonitor
 from tests.buffer.helpers import group
 
 WAIT_S = 30.0
@@ -20,14 +20,14 @@ async def account() -> list[list[tuple[str, str]]]:
     """(on, what) at each stage of two steps without lag."""
     procs = this_host().spawn_procs(per_host={"buffer": 1}, name="buffer")
     try:
-        buffer, lookout = procs.spawn("buffer", Buffer, 2, BufferSettings(0)), procs.spawn("lookout", Lookout)
-        told = []
+        buffer, monitor = procs.spawn("buffer", Buffer, 2, BufferSettings(0)), procs.spawn("monitor", ProcessMonitor)
+        stages = []
 
         async def look() -> None:
-            seen = await lookout.look.call_one()
-            assert {wait.owner for wait in seen.waits} <= {"buffer"} and seen.name in ("buffer", None)
+            seen = await monitor.report.call_one()
+            assert {wait.waiter for wait in seen.waits} <= {"buffer"} and seen.name in ("buffer", None)
             assert all(0 <= seen.now - wait.since < WAIT_S for wait in seen.waits)
-            told.append([(wait.on, wait.what) for wait in seen.waits])
+            stages.append([(wait.on, wait.what) for wait in seen.waits])
 
         await buffer.counts.call_one()
         await look()
@@ -40,7 +40,7 @@ async def account() -> list[list[tuple[str, str]]]:
         await buffer.take.call_one(0, 0, 1, 64, WAIT_S)
         await buffer.trained.call_one(1)
         await look()
-        return told
+        return stages
     finally:
         await within(20, procs.stop(), "the buffer's process to stop")
 

@@ -22,7 +22,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from monarch_rl.episode.sampling import Completion, KeptSets, Sampling
-from monarch_rl.generator.engine import CommitReport, Engine
+from monarch_rl.generator.commit import CommitReport
+from monarch_rl.generator.engine import Engine
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings, lora_config, lora_names
 from monarch_rl.weights.area import Area
 from monarch_rl.weights.checksum import tensor_checksum
@@ -42,7 +43,7 @@ LOGPROB_BOUND = 2e-5
 against transformers 5.3e-6 of one version, 1.0e-5 of 600 tokens that three versions drew in turn; against the trainer,
 in 120 batches each, 7.6e-6 dense, 8.1e-6 of the Qwen3-MoE, 1.0e-5 of the DeepSeek-V3."""
 PART_TOKENS = 16
-"""Engines tell of what they draw every so many tokens."""
+"""Engines pass on what they draw every this many tokens."""
 SETTLE_S = 20.0
 """How long a test waits for the end of a process that is sure to come."""
 
@@ -217,17 +218,17 @@ class Staging:
 
 
 def watched(engine: Engine, field: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A figure that SGLang tells of its requests, message by message from now on."""
-    told: list[int] = []
-    manager = engine._engine.tokenizer_manager
+    """A figure that SGLang reports of its requests, message by message from now on."""
+    figures: list[int] = []
+    manager = engine._sglang.manager
     handle = manager._handle_batch_output
 
     async def watch(output: Any) -> None:
-        told.extend(getattr(output, field) or [])
+        figures.extend(getattr(output, field) or [])
         await handle(output)
 
     monkeypatch.setattr(manager, "_handle_batch_output", watch)
-    return told
+    return figures
 
 
 def check_kept(completion: Completion, prompt: list[int], reading: Reading, at_most: int) -> None:
@@ -246,28 +247,28 @@ def check_kept(completion: Completion, prompt: list[int], reading: Reading, at_m
 
 @dataclass(frozen=True)
 class Drawing:
-    """Requests on their way, and the parts that the engine has told of each."""
+    """Requests on their way, and the parts of each that have arrived."""
 
     engine: Engine
     tasks: list[asyncio.Task[Completion]]
-    told: list[list[Completion]]
+    parts: list[list[Completion]]
 
     @classmethod
     def start(cls, engine: Engine, prompts: Sequence[list[int]], *samplings: Sampling) -> Drawing:
         """By one ``Sampling``, or one for each prompt."""
-        told: list[list[Completion]] = [[] for _ in prompts]
+        parts: list[list[Completion]] = [[] for _ in prompts]
         wanted = samplings if len(samplings) > 1 else samplings * len(prompts)
-        asked = zip(prompts, wanted, told, strict=True)
-        return cls(engine, [asyncio.ensure_future(engine.generate(p, s, parts.append)) for p, s, parts in asked], told)
+        asked = zip(prompts, wanted, parts, strict=True)
+        return cls(engine, [asyncio.ensure_future(engine.generate(p, s, of.append)) for p, s, of in asked], parts)
 
     async def goes_on(self) -> None:
-        """Wait until each has told of ``2 * PART_TOKENS`` tokens more, of which the last is the served version's."""
+        """Wait until ``2 * PART_TOKENS`` more tokens of each have arrived, the last one of the served version."""
         version, goals = self.engine.version, [count + 2 * PART_TOKENS for count in self._counts()]
 
         async def drawn() -> bool:
             short = [
                 task
-                for task, parts, count, goal in zip(self.tasks, self.told, self._counts(), goals, strict=True)
+                for task, parts, count, goal in zip(self.tasks, self.parts, self._counts(), goals, strict=True)
                 if count < goal or parts[-1].policy_versions[-1] != version
             ]
             for task in short:
@@ -280,23 +281,23 @@ class Drawing:
         return await asyncio.gather(*self.tasks)
 
     def _counts(self) -> list[int]:
-        return [sum(len(part.token_ids) for part in parts) for parts in self.told]
+        return [sum(len(part.token_ids) for part in parts) for parts in self.parts]
 
 
-def check_told(parts: list[Completion], completion: Completion) -> None:
-    """What was told is the beginning of the completion: never all of it, and all but its last ``PART_TOKENS``."""
+def check_parts(parts: list[Completion], completion: Completion) -> None:
+    """Parts are the beginning of the completion: never all of it, and all but its last ``PART_TOKENS``."""
     count = sum(len(part.token_ids) for part in parts)
     whole = len(completion.token_ids)
-    assert 0 < whole - count <= PART_TOKENS, f"{count} of {whole} tokens were told"
+    assert 0 < whole - count <= PART_TOKENS, f"{count} of {whole} tokens came in parts"
     assert all(part.expert_routes is None for part in parts)
     if completion.kept is not None:
-        told_sets = KeptSets.join([part.kept for part in parts if part.kept is not None])
-        assert told_sets.counts.tolist() == completion.kept.counts[:count].tolist()
-        assert told_sets.ids.tolist() == completion.kept[:count].ids.tolist()
+        part_sets = KeptSets.join([part.kept for part in parts if part.kept is not None])
+        assert part_sets.counts.tolist() == completion.kept.counts[:count].tolist()
+        assert part_sets.ids.tolist() == completion.kept[:count].ids.tolist()
     for name in ("token_ids", "logprobs", "policy_versions"):
-        told = [getattr(part, name) for part in parts]
-        assert all(array.dtype == getattr(completion, name).dtype and len(array) for array in told)
-        assert np.concatenate([*told, []]).tolist() == getattr(completion, name)[:count].tolist(), name
+        arrays = [getattr(part, name) for part in parts]
+        assert all(array.dtype == getattr(completion, name).dtype and len(array) for array in arrays)
+        assert np.concatenate([*arrays, []]).tolist() == getattr(completion, name)[:count].tolist(), name
 
 
 def next_version(weights: Weights, seed: int) -> Weights:

@@ -20,11 +20,11 @@ import torch
 from monarch.actor import ActorError
 
 from monarch_rl.episode.sampling import Completion, GenerationError, Sampling
+from monarch_rl.generator.connection import ReplicaConnection, ReplicaLost
 from monarch_rl.generator.dispatcher import Dispatcher
-from monarch_rl.generator.link import Link, ReplicaLost
 from monarch_rl.runtime.cluster import STATE_DEADLINE_S, configure_monarch
 from monarch_rl.weights.collective import CollectiveSender
-from monarch_rl.weights.transport import SNAPSHOTS, TransferSettings
+from monarch_rl.weights.endpoint import SNAPSHOTS, TransferSettings
 from tests.generator.conftest import SETTINGS
 from tests.generator.helpers import (
     LOGPROB_BOUND,
@@ -163,7 +163,7 @@ def test_only_what_was_received_is_committed(replicas: Replicas, run: LoopThread
 
 
 def test_a_wrong_checksum_stops_that_replica_alone(replicas: Replicas, run: LoopThread) -> None:
-    """The last commit of these tests but one: replica 0 is right, replica 1 is told another checksum."""
+    """The last commit of these tests but one: replica 0 is right, replica 1 is given another checksum."""
     weights = next_version(replicas.base, 4)
     checksums = checksums_of(weights)
     name = "model.layers.0.mlp.up_proj.weight"
@@ -200,15 +200,15 @@ BEGINNING = replace(LONG, max_new_tokens=200)
 """Asked for in one message with ``LONG``: when it is answered, as many tokens of that have arrived, in parts."""
 
 
-def test_who_gives_up_leaves_the_replica_as_it_was(replicas: Replicas, run: LoopThread) -> None:
+def test_cancelled_requests_leave_the_replica_as_it_was(replicas: Replicas, run: LoopThread) -> None:
     """Parts go on being sent to a channel of which the other end is closed."""
     actor = replicas.actors[0]
 
-    async def give_up() -> ReplicaLost:
-        link = Link(actor, 60, "generator 0")
-        request, beginning = link.ask([5], LONG), link.ask([5], BEGINNING)
+    async def cancel() -> ReplicaLost:
+        connection = ReplicaConnection(actor, 60, "generator 0")
+        request, beginning = connection.ask([5], LONG), connection.ask([5], BEGINNING)
         await beginning
-        link.give_up("enough")
+        connection.cancel_requests("enough")
         with pytest.raises(ReplicaLost, match="enough") as caught:
             await request
 
@@ -218,8 +218,8 @@ def test_who_gives_up_leaves_the_replica_as_it_was(replicas: Replicas, run: Loop
         await until(drawn, "the rest to be drawn", 60.0)
         return caught.value
 
-    lost = run(give_up())
-    drawn = sum(len(part.token_ids) for part in lost.drawn)
+    lost = run(cancel())
+    drawn = sum(len(part.token_ids) for part in lost.parts)
     assert BEGINNING.max_new_tokens - SETTINGS.part_tokens < drawn < LONG.max_new_tokens
     assert len(run(ask(actor, [5], Sampling(max_new_tokens=3))).token_ids) == 3
 
@@ -235,7 +235,7 @@ def test_a_failure_that_is_no_requests_own_is_the_end_of_the_replica(replicas: R
         assert not life.done()
         nothing: Any = None
         with pytest.raises(ReplicaLost, match="AttributeError"):
-            await Link(actor, 60, "generator 0").ask([5], nothing)
+            await ReplicaConnection(actor, 60, "generator 0").ask([5], nothing)
         with pytest.raises(ActorError, match="AttributeError"):
             await asyncio.wait_for(life, 10)
 
@@ -243,7 +243,7 @@ def test_a_failure_that_is_no_requests_own_is_the_end_of_the_replica(replicas: R
 
 
 def test_a_killed_replica_takes_its_engine_along_and_another_one_goes_on(replicas: Replicas, run: LoopThread) -> None:
-    """The last test on replica 0: what it had drawn is drawn by nobody again."""
+    """The last test on replica 0: what it had drawn is not drawn again."""
     scheduler = run(scheduler_of(replicas.actors[0]))
     actor = psutil.Process(scheduler).ppid()
 
@@ -253,7 +253,7 @@ def test_a_killed_replica_takes_its_engine_along_and_another_one_goes_on(replica
     async def lose() -> tuple[Completion, Completion, int]:
         alone = await ask(replicas.actors[1], [5], LONG)
         before, dispatcher = await tokens(), Dispatcher(replicas.actors, 60)
-        request = Link(replicas.actors[0], 60, "generator 0").ask([5], LONG)
+        request = ReplicaConnection(replicas.actors[0], 60, "generator 0").ask([5], LONG)
         playing = asyncio.ensure_future(dispatcher.generate([5], LONG, 0))
         await dispatcher.generate([5], BEGINNING, 0)
         os.kill(actor, signal.SIGKILL)
@@ -283,8 +283,8 @@ def test_a_lost_engine_is_an_error_of_its_requests(replicas: Replicas, run: Loop
 
     async def lose() -> None:
         life = asyncio.ensure_future(wait(actor.lives.call_one()))
-        link = Link(actor, 60, "generator 1")
-        request = link.ask([5], Sampling(max_new_tokens=1000))
+        connection = ReplicaConnection(actor, 60, "generator 1")
+        request = connection.ask([5], Sampling(max_new_tokens=1000))
 
         async def started() -> bool:
             return bool((await actor.stats.call_one())["requests_in_flight"])
@@ -294,7 +294,7 @@ def test_a_lost_engine_is_an_error_of_its_requests(replicas: Replicas, run: Loop
         with pytest.raises(ReplicaLost, match=f"SGLang's process {scheduler} ended by itself, exit code -9"):
             await request
         with pytest.raises(ReplicaLost, match="ended by itself"):
-            await link.ask([5], Sampling())
+            await connection.ask([5], Sampling())
         with pytest.raises(ActorError, match="ended by itself"):
             await asyncio.wait_for(life, 10)
 

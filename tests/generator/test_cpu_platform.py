@@ -37,7 +37,7 @@ async def ask(engine: Engine, **request: Any) -> dict[str, Any]:
     from sglang.srt.managers.io_struct import GenerateReqInput
 
     given = GenerateReqInput(input_ids=PROMPT, return_logprob=True, **request)
-    return await engine._engine.tokenizer_manager.generate_request(given, None).__anext__()
+    return await engine._sglang.manager.generate_request(given, None).__anext__()
 
 
 def test_mixture_of_experts_agrees_with_transformers_and_takes_new_weights(
@@ -93,7 +93,7 @@ def test_an_adapter_from_tensors_changes_only_its_own_requests(moe_engine: Engin
         config_dict=config,
         serialized_named_tensors=[MultiprocessingSerializer.serialize(adapter)],
     )
-    loaded = run(moe_engine._engine.tokenizer_manager.load_lora_adapter_from_tensors(request, None))
+    loaded = run(moe_engine._sglang.manager.load_lora_adapter_from_tensors(request, None))
     assert loaded.success, loaded
     assert run(ask(moe_engine, **greedy, lora_path="adapter"))["output_ids"] != base
     assert run(ask(moe_engine, **greedy))["output_ids"] == base

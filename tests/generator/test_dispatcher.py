@@ -15,9 +15,9 @@ from monarch.actor import Port
 
 from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.generator import dispatcher as module
+from monarch_rl.generator.connection import Answer, ReplicaLost, Request, answer_all
 from monarch_rl.generator.dispatcher import Dispatcher
-from monarch_rl.generator.link import Answer, ReplicaLost, Request, answer_all
-from monarch_rl.generator.parts import UNFINISHED, Tell, end_of
+from monarch_rl.generator.parts import UNFINISHED, OnPart, finish_reason_of
 from monarch_rl.runtime.deadlines import DeadlineExceeded
 
 COMPLETION = Completion(np.zeros(1, np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), "stop")
@@ -28,7 +28,7 @@ class Lost(RuntimeError):
 
 
 class Replica:
-    """What the router sees of an actor: ``generate.call_one``. Answers on a real port, when told to."""
+    """What the dispatcher sees of an actor: ``generate.call_one``. Answers on a real port, once it is ``open``."""
 
     def __init__(self) -> None:
         self.messages: list[list[int]] = []
@@ -39,7 +39,7 @@ class Replica:
         """Messages that answers took."""
 
     @property
-    def generate(self) -> Replica:
+    def generate(self) -> Any:
         return self
 
     def send(self, obj: list[Answer], /) -> None:
@@ -51,7 +51,7 @@ class Replica:
         self.messages.append([prompt[0] for prompt, _ in requests])
         await answer_all(requests, self, self.draw, ValueError)
 
-    async def draw(self, prompt_ids: list[int], sampling: Sampling, tell: Tell) -> Completion:
+    async def draw(self, prompt_ids: list[int], sampling: Sampling, on_part: OnPart) -> Completion:
         await self.open.wait()
         if self.error:
             raise self.error
@@ -97,10 +97,10 @@ def test_an_answer_waits_for_no_other() -> None:
         slow = asyncio.Event()
         draw = replica.draw
 
-        async def draw_slowly(prompt_ids: list[int], sampling: Sampling, tell: Tell) -> Completion:
+        async def draw_slowly(prompt_ids: list[int], sampling: Sampling, on_part: OnPart) -> Completion:
             if prompt_ids == [2]:
                 await slow.wait()
-            return await draw(prompt_ids, sampling, tell)
+            return await draw(prompt_ids, sampling, on_part)
 
         replica.draw = draw_slowly  # type: ignore[method-assign]
         replica.open.set()
@@ -149,7 +149,7 @@ def draw(prompt_ids: list[int], sampling: Sampling, version: int) -> Completion:
     """A policy: each token, and its log-prob, follows from all that are before it."""
     ids = list(prompt_ids)
     logprobs: list[float] = []
-    while not (reason := end_of(ids[len(prompt_ids) :], sampling, sampling.stop_token_ids)):
+    while not (reason := finish_reason_of(ids[len(prompt_ids) :], sampling, sampling.stop_token_ids)):
         noise = random.Random(str(ids))
         ids.append(noise.randrange(20))
         logprobs.append(-noise.random())
@@ -163,8 +163,8 @@ def cut(whole: Completion, start: int, end: int) -> Completion:
     return Completion(whole.token_ids[piece], whole.logprobs[piece], whole.policy_versions[piece], UNFINISHED)
 
 
-class LosingLink:
-    """In the place of a Link: its replica draws by ``draw`` and is lost when parts of given lengths have arrived."""
+class LosingConnection:
+    """Replaces a connection: its replica draws by ``draw`` and is lost when parts of given lengths have arrived."""
 
     def __init__(self, version: int, parts: list[int] | None) -> None:
         self._version = version
@@ -194,7 +194,7 @@ def expert_routes_of(ids: Sequence[int], start: int) -> np.ndarray:
     return np.asarray(read, np.uint8).reshape(-1, 1, 2)
 
 
-class RoutingLink(LosingLink):
+class RouteReportingConnection(LosingConnection):
     """Tells routes with its answer, and never with parts of it."""
 
     def ask(self, prompt_ids: list[int], sampling: Sampling) -> asyncio.Future[Completion]:
@@ -223,7 +223,7 @@ def test_wherever_replicas_are_lost_there_is_a_route_for_each_token_that_was_rea
     start = min(known, len(prompt) - 1)
     wanted = Sampling(max_new_tokens=count, stop_token_ids=stops, expert_routes_from=start)
     whole = draw(prompt, wanted, 0)
-    found, _ = generate_through(losses, prompt, wanted, RoutingLink)
+    found, _ = generate_through(losses, prompt, wanted, RouteReportingConnection)
     assert found.token_ids.tolist() == whole.token_ids.tolist()
     assert found.finish_reason == whole.finish_reason
     expected = expert_routes_of(prompt + whole.token_ids.tolist(), start)
@@ -231,17 +231,18 @@ def test_wherever_replicas_are_lost_there_is_a_route_for_each_token_that_was_rea
 
 
 def generate_through(
-    losses: list[list[int]], prompt: list[int], wanted: Sampling, link: type[LosingLink] = LosingLink
-) -> tuple[Completion, list[LosingLink]]:
-    """What a router makes of replicas 0, 1, ... that are lost in turn, as told, and a last one that is not."""
-    links = [link(9 - index, parts) for index, parts in enumerate([*losses, None])]
+    losses: list[list[int]], prompt: list[int], wanted: Sampling, connection: type[LosingConnection] = LosingConnection
+) -> tuple[Completion, list[LosingConnection]]:
+    """What a dispatcher makes of replicas that are lost in turn, as ``losses`` says, and a last one that is not."""
+    connections = [connection(9 - index, parts) for index, parts in enumerate([*losses, None])]
 
     async def play() -> Completion:
-        dispatcher = Dispatcher(links, 10)
-        dispatcher._links = links  # type: ignore[assignment]
+        stand_ins: Any = connections
+        dispatcher = Dispatcher(stand_ins, 10)
+        dispatcher._connections = stand_ins
         return await dispatcher.generate(prompt, wanted, 0)
 
-    return asyncio.run(play()), links
+    return asyncio.run(play()), connections
 
 
 @given(
@@ -256,7 +257,7 @@ def test_wherever_replicas_are_lost_the_tokens_are_those_of_one_that_is_not(
     """Also where the last part that arrived ends with a stop token, or has all the tokens that were asked for."""
     wanted = Sampling(max_new_tokens=count, stop_token_ids=stops)
     whole = draw(prompt, wanted, 0)
-    found, links = generate_through(losses, prompt, wanted)
+    found, connections = generate_through(losses, prompt, wanted)
     assert found.token_ids.tolist() == whole.token_ids.tolist()
     assert found.logprobs.tolist() == whole.logprobs.tolist()
     assert found.finish_reason == whole.finish_reason
@@ -267,11 +268,11 @@ def test_wherever_replicas_are_lost_the_tokens_are_those_of_one_that_is_not(
     ]
     arrived: list[int] = []
     versions: list[int] = []
-    for index, link in enumerate(links):
+    for index, connection in enumerate(connections):
         ended = bool(arrived) and len(arrived) == len(whole.token_ids)
-        assert link.asked == ([] if ended else [(prompt + arrived, count - len(arrived))]), "it was drawn again"
-        arrived += link.arrived
-        versions += [9 - index] * len(link.arrived)
+        assert connection.asked == ([] if ended else [(prompt + arrived, count - len(arrived))]), "it was drawn again"
+        arrived += connection.arrived
+        versions += [9 - index] * len(connection.arrived)
     versions += [9 - len(losses)] * (len(whole.token_ids) - len(arrived))
     assert found.policy_versions.tolist() == versions
 
@@ -290,31 +291,35 @@ def test_parts_with_all_tokens_are_the_answer() -> None:
     assert found.finish_reason == "length" and lost.asked and not other.asked
 
 
-class TellingReplica(Replica):
-    """Draws by ``draw``: tells so many tokens in parts of four, then answers, except prompts that it ``holds``."""
+class PartSendingReplica(Replica):
+    """Draws by ``draw``: sends this many tokens in parts of four, then answers, except prompts that it ``holds``."""
 
-    def __init__(self, version: int, told: int, holds: tuple[int, ...] = ()) -> None:
+    def __init__(self, version: int, tokens: int, holds: tuple[int, ...] = ()) -> None:
         super().__init__()
         self._version = version
-        self._told = told
+        self._tokens = tokens
         self._holds = holds
         self.asked: list[tuple[list[int], int]] = []
 
-    async def draw(self, prompt_ids: list[int], sampling: Sampling, tell: Tell) -> Completion:
+    async def draw(self, prompt_ids: list[int], sampling: Sampling, on_part: OnPart) -> Completion:
         self.asked.append((prompt_ids, sampling.max_new_tokens))
         whole = draw(prompt_ids, sampling, self._version)
-        for start in range(0, self._told, 4):
-            tell(cut(whole, start, start + 4))
+        for start in range(0, self._tokens, 4):
+            on_part(cut(whole, start, start + 4))
         if prompt_ids[0] in self._holds:
             await self.open.wait()
         return whole
 
 
-def test_what_a_lost_replica_had_told_is_not_drawn_again() -> None:
-    """Over real channels. What one request was told has arrived when another one of its message is answered."""
+def test_what_a_lost_replica_had_sent_is_not_drawn_again() -> None:
+    """Over real channels. The parts of one request have arrived when another one of its message is answered."""
 
     async def play() -> None:
-        replicas = [TellingReplica(5, 8, holds=(3, 4)), TellingReplica(4, 4, holds=(3,)), TellingReplica(3, 4)]
+        replicas = [
+            PartSendingReplica(5, 8, holds=(3, 4)),
+            PartSendingReplica(4, 4, holds=(3,)),
+            PartSendingReplica(3, 4),
+        ]
         dispatcher = Dispatcher(replicas, 10)
         wanted = Sampling(max_new_tokens=20)
         thrice, twice, once = (asyncio.ensure_future(dispatcher.generate([i], wanted, 0)) for i in (3, 4, 5))
@@ -346,7 +351,7 @@ def test_without_replicas_left_requests_wait_for_a_new_one() -> None:
         await until(lambda: bool(dispatcher._lost))
         dispatcher.replace(0, new)
         await asyncio.sleep(0.01)
-        assert not waiting.done() and not new.messages, "it was asked before it was in the routing"
+        assert not waiting.done() and not new.messages, "it was asked before it took requests"
         dispatcher.update_replicas(paused=[], lost=[])
         assert await waiting == COMPLETION
         assert new.messages == [[0]] and dispatcher.in_flight == (0,)
@@ -354,13 +359,13 @@ def test_without_replicas_left_requests_wait_for_a_new_one() -> None:
     asyncio.run(play())
 
 
-def test_without_a_new_replica_the_deadline_tells_the_losses() -> None:
+def test_without_a_new_replica_the_deadline_names_the_losses() -> None:
     async def play() -> None:
         replica = Replica()
         replica.error = Lost("gone")
         replica.open.set()
         dispatcher = Dispatcher([replica], 0.05)
-        with pytest.raises(DeadlineExceeded, match="in the routing for group 3; generator 0 was lost: gone"):
+        with pytest.raises(DeadlineExceeded, match="takes requests of group 3; generator 0 was lost: gone"):
             await dispatcher.generate([1], Sampling(), 3)
         assert dispatcher.in_flight == (0,)
 
@@ -376,15 +381,15 @@ def test_a_loss_of_the_one_before_is_not_that_of_its_replacement() -> None:
         dispatcher = Dispatcher([old], 10)
         waiting = start(dispatcher, 0)
         await until(lambda: bool(old.messages))
-        dispatcher.replace(0, new)  # nobody was told that it is lost
+        dispatcher.replace(0, new)  # the dispatcher does not know that it is lost
         assert await waiting == COMPLETION
         assert not dispatcher._lost and new.messages == [[0]]
 
     asyncio.run(play())
 
 
-def test_what_is_given_up_is_given_up_even_if_it_was_known_to_be_lost() -> None:
-    """One request has failed there; another one hangs there until the controller gives the replica up, too."""
+def test_requests_of_a_removed_replica_are_cancelled_even_if_it_was_known_to_be_lost() -> None:
+    """One request has failed there; another one hangs there until the controller removes the replica, too."""
 
     async def play() -> None:
         replicas = [Replica(), Replica()]
@@ -399,7 +404,7 @@ def test_what_is_given_up_is_given_up_even_if_it_was_known_to_be_lost() -> None:
     asyncio.run(play())
 
 
-def test_a_replica_that_hangs_and_is_given_up_owes_nothing() -> None:
+def test_a_replica_that_hangs_and_is_removed_owes_nothing() -> None:
     """It never answers; the request in flight there is answered by the other one."""
 
     async def play() -> None:
@@ -453,13 +458,14 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_copy_counts_its_own_requests() -> None:
-    dispatcher = Dispatcher(["handle a", "handle b"], 3.0)
+    handles: Any = ["handle a", "handle b"]
+    dispatcher = Dispatcher(handles, 3.0)
     dispatcher._in_flight[0] = 5
     copy: Any = pickle.loads(pickle.dumps(dispatcher))
     assert copy.in_flight == (0, 0)
     assert copy._replicas == ["handle a", "handle b"]
 
 
-def test_a_router_needs_replicas() -> None:
+def test_a_dispatcher_needs_replicas() -> None:
     with pytest.raises(ValueError, match="at least one"):
         Dispatcher([], 1.0)

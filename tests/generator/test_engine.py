@@ -13,7 +13,9 @@ import pytest
 from monarch_rl.episode.sampling import Completion, GenerationError, Sampling
 from monarch_rl.generator.answers import to_completion
 from monarch_rl.generator.clock import BusyClock
-from monarch_rl.generator.engine import CommitError, CommitReport, Engine, EngineStopped, WeightMismatch
+from monarch_rl.generator.commit import CommitError, CommitReport, WeightMismatch
+from monarch_rl.generator.engine import Engine
+from monarch_rl.generator.sglang_engine import EngineStopped
 from tests.generator.conftest import SETTINGS
 from tests.generator.helpers import (
     LOGPROB_BOUND,
@@ -21,7 +23,7 @@ from tests.generator.helpers import (
     Drawing,
     LoopThread,
     Staging,
-    check_told,
+    check_parts,
     checksums_of,
     next_version,
     reference_logprobs,
@@ -75,19 +77,19 @@ def test_a_stop_token_ends_the_turn_and_is_part_of_it(engine: Engine, run: LoopT
     assert stopped.token_ids.tolist() == whole.token_ids[: first + 1].tolist()
 
 
-def test_what_a_request_draws_is_told_in_parts_and_short_answers_are_not(engine: Engine, run: LoopThread) -> None:
+def test_what_a_request_draws_comes_in_parts_and_short_answers_do_not(engine: Engine, run: LoopThread) -> None:
     size = PART_TOKENS
     lengths = (3 * size + 5, 2 * size, 10 * size, size, size - 1, 1)
     before = engine.generated_tokens, engine.finished_requests
 
     async def play() -> tuple[list[list[Completion]], list[Completion]]:
         drawing = Drawing.start(engine, [[5] for _ in lengths], *[Sampling(max_new_tokens=n) for n in lengths])
-        return drawing.told, await drawing.completions()
+        return drawing.parts, await drawing.completions()
 
-    told, played = run(play())
-    for parts, completion in zip(told, played, strict=True):
-        check_told(parts, completion)
-    assert [[len(part.token_ids) for part in parts] for parts in told] == [[size] * n for n in (3, 1, 9, 0, 0, 0)]
+    arrived, played = run(play())
+    for parts, completion in zip(arrived, played, strict=True):
+        check_parts(parts, completion)
+    assert [[len(part.token_ids) for part in parts] for parts in arrived] == [[size] * n for n in (3, 1, 9, 0, 0, 0)]
     counted = engine.generated_tokens - before[0], engine.finished_requests - before[1]
     assert counted == (sum(lengths), len(lengths)), "parts are counted with their answer"
 
@@ -329,7 +331,7 @@ def test_an_aborted_request_is_an_error_with_the_engines_words() -> None:
 
 def test_busy_seconds_exclude_pauses_and_emptiness(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("monarch_rl.generator.engine.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("monarch_rl.generator.clock.time.perf_counter", lambda: now[0])
     clock = BusyClock()
     for seconds, event in (
         (5, clock.enter),

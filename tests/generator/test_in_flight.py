@@ -1,6 +1,6 @@
 """What becomes of running sequences at a commit, under each policy, against transformers under each version.
 
-Versions are of all weights, or of an adapter; what sequences do under ``continue`` then is in test_load_adapter.
+Versions are of all weights, or of an adapter; what sequences do under ``continue`` then is in test_load_lora.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from monarch_rl.episode.sampling import Completion, Sampling
-from monarch_rl.generator.engine import Engine, StillRunning, WeightMismatch
+from monarch_rl.generator.commit import StillRunning, WeightMismatch
+from monarch_rl.generator.engine import Engine
 from monarch_rl.generator.settings import InFlight
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
 from tests.generator.conftest import SETTINGS
@@ -27,7 +28,7 @@ from tests.generator.helpers import (
     LoopThread,
     Staging,
     adapter,
-    check_told,
+    check_parts,
     checksums_of,
     next_version,
     reference_in_turn,
@@ -125,7 +126,7 @@ def test_each_token_is_drawn_by_the_version_that_it_carries(
 ) -> None:
     """A failed commit, a good one in its place, and another, while six sequences run and three more come.
 
-    What is told of them while they run says the same.
+    The parts that arrive while they run say the same.
     """
     first = engine.version + 1  # of the test's own: an earlier one may have left other weights
     weights = {first: versions.first()} | {first + i: versions.later(i) for i in (1, 2)}
@@ -152,12 +153,12 @@ def test_each_token_is_drawn_by_the_version_that_it_carries(
         await late.goes_on()
         staging.fill(first + 2, weights[first + 2])
         await staging.commit(engine, first + 2, checksums_of(weights[first + 2]))
-        return early.told + late.told, await early.completions() + await late.completions()
+        return early.parts + late.parts, await early.completions() + await late.completions()
 
-    told, played = run(play())
+    arrived, played = run(play())
     asked = [(prompt, completion) for prompt, completion in zip(PROMPTS + PROMPTS[:3], played, strict=True)]
-    for parts, completion in zip(told, played, strict=True):
-        check_told(parts, completion)
+    for parts, completion in zip(arrived, played, strict=True):
+        check_parts(parts, completion)
     seen: set[int] = set()
     for _, completion in asked:
         assert len(completion.token_ids) == 600
@@ -259,10 +260,10 @@ def test_a_stop_token_in_the_step_of_a_commit_ends_the_request(
             staging.fill(version, weights)
             await staging.commit(engine, version, checksums_of(weights))
             await asyncio.wait(drawing.tasks, timeout=0.01)
-        return drawing.told, alone, await drawing.completions()
+        return drawing.parts, alone, await drawing.completions()
 
     for parts, alone, across in zip(*run(play()), strict=True):
-        check_told(parts, across)
+        check_parts(parts, across)
         assert across.token_ids.tolist() == alone.token_ids.tolist()
         assert across.finish_reason == alone.finish_reason
 
@@ -272,7 +273,7 @@ def test_a_drain_that_takes_too_long_says_how_many_still_run(
 ) -> None:
     if policy != "drain":
         pytest.skip("the policy is another")
-    monkeypatch.setattr(engine, "_drain_deadline_s", 0.1)
+    monkeypatch.setattr(engine._commits, "_drain_deadline_s", 0.1)
     weights = versions.first()
 
     async def play() -> tuple[list[Completion], int]:

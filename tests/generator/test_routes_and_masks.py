@@ -1,4 +1,4 @@
-"""What the engine tells beside tokens: the experts by which it read them, and the sets that it drew them from.
+"""What the engine reports beside tokens: the experts by which it read them, and the sets that it drew them from.
 
 Both against transformers, whatever commits do with running sequences meanwhile.
 """
@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from monarch_rl.episode.sampling import Completion, DrawLost, GenerationError, KeptSets, Sampling
-from monarch_rl.generator import engine as engine_module
-from monarch_rl.generator.answers import Beside, RouteForm, take_beside, to_completion
+from monarch_rl.generator import requests as requests_module
+from monarch_rl.generator.answers import ExpertRouteFormat, SideChannel, take_side_channel, to_completion
 from monarch_rl.generator.engine import Engine
 from monarch_rl.generator.settings import InFlight
 from tests.generator.conftest import SETTINGS
@@ -29,7 +29,7 @@ from tests.generator.helpers import (
     Reading,
     Staging,
     check_kept,
-    check_told,
+    check_parts,
     checksums_of,
     next_version,
     reference_reading,
@@ -109,10 +109,10 @@ def test_routes_and_kept_sets_across_commits(
             await drawing.goes_on()
         assert drawing is not None
         (drawn,) = await drawing.completions()
-        return drawing.told[0], drawn
+        return drawing.parts[0], drawn
 
     parts, drawn = run(play())
-    check_told(parts, drawn)
+    check_parts(parts, drawn)
     assert set(drawn.policy_versions.tolist()) == set(weights), "the commits came while it was running"
     ids = PROMPT + drawn.token_ids.tolist()[:-1]
     drew = drawn.policy_versions.tolist()
@@ -150,22 +150,22 @@ def test_a_wrong_kept_set_costs_its_request_alone(
     engine: Engine, run: LoopThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also in a part of an answer, which SGLang handles where an error would end this process."""
-    take, victims = engine_module.take_beside, list[str]()
+    take, victims = requests_module.take_side_channel, list[str]()
 
-    def forge(output: Any) -> list[Beside]:
-        taken = take(output)
-        for request, one in zip(output.rids, taken, strict=True):
-            if one.kept and (not victims or request in victims):
+    def forge(output: Any) -> list[SideChannel]:
+        sides = take(output)
+        for request, side in zip(output.rids, sides, strict=True):
+            if side.kept_sets and (not victims or request in victims):
                 victims.append(request)
-                one.kept = [KeptSets(sets.counts, sets.ids + 1) for sets in one.kept]
-        return taken
+                side.kept_sets = [KeptSets(sets.counts, sets.ids + 1) for sets in side.kept_sets]
+        return sides
 
     async def both() -> list[Completion | BaseException]:
         draws = (engine.generate([*PROMPT, i], sampling) for i in range(2))
         return await asyncio.gather(*draws, return_exceptions=True)
 
     sampling = Sampling(max_new_tokens=4 * PART_TOKENS, top_k=2)
-    monkeypatch.setattr(engine_module, "take_beside", forge)
+    monkeypatch.setattr(requests_module, "take_side_channel", forge)
     drawn = run(both())
     (spoiled,) = [one for one in drawn if isinstance(one, GenerationError)]
     assert "without the token that was drawn" in str(spoiled) and len(victims) > 1, "in a part, and at the end"
@@ -173,15 +173,15 @@ def test_a_wrong_kept_set_costs_its_request_alone(
     assert len(whole.token_ids) == 4 * PART_TOKENS
 
 
-def test_sets_that_do_not_add_up_are_told_of_their_request() -> None:
+def test_sets_that_do_not_add_up_are_an_error_of_their_request() -> None:
     mask = SimpleNamespace(lengths=[2, 1], token_ids=[5, 6], logprobs=[-0.5, 0.0])
     right = SimpleNamespace(lengths=[2], token_ids=[5, 6], logprobs=[-0.5])
     output = SimpleNamespace(rids=["a", "b"], output_token_sampling_mask=[mask, right], routed_experts=None)
-    wrong, fine = take_beside(output)
-    assert "kept sets of 3 ids in all have 2" in str(wrong.error) and fine.error is None and len(fine.kept) == 1
+    wrong, fine = take_side_channel(output)
+    assert "kept sets of 3 ids in all have 2" in str(wrong.error) and fine.error is None and len(fine.kept_sets) == 1
 
 
-def test_what_the_engine_cannot_tell_is_refused(engine: Engine, run: LoopThread) -> None:
+def test_what_the_engine_cannot_report_is_refused(engine: Engine, run: LoopThread) -> None:
     with pytest.raises(GenerationError, match="min_p only without a seed"):
         run(engine.generate(PROMPT, Sampling(top_k=5, min_p=0.1, seed=1)))
     plain = run(engine.generate(PROMPT, Sampling(max_new_tokens=3)))
@@ -197,15 +197,15 @@ def test_routes_of_another_sequence_are_refused() -> None:
         "decoder_sparse_step": 2,
         "mlp_only_layers": [3],
     }
-    form = RouteForm(config)
-    told = np.arange(3 * 4 * 2, dtype=np.int32).reshape(3, 4, 2)
-    kept = form.read(told, 3)
-    assert kept.dtype == np.uint16 and kept.tolist() == told[:, [1]].tolist()
+    form = ExpertRouteFormat(config)
+    reported = np.arange(3 * 4 * 2, dtype=np.int32).reshape(3, 4, 2)
+    kept = form.read(reported, 3)
+    assert kept.dtype == np.uint16 and kept.tolist() == reported[:, [1]].tolist()
     with pytest.raises(GenerationError, match="routes of 3 tokens, of 4 were asked for"):
-        form.read(told, 4)
+        form.read(reported, 4)
     with pytest.raises(GenerationError, match="by experts 300 to 301, the model has 300"):
         form.read(np.asarray([300, 301], np.int32).reshape(1, 1, 2).repeat(4, 1), 1)
     with pytest.raises(GenerationError, match="an expert twice"):
         form.read(np.zeros((3, 4, 2), np.int32), 3)
     with pytest.raises(ValueError, match="has no experts"):
-        RouteForm(config | {"architectures": ["Qwen3ForCausalLM"]})
+        ExpertRouteFormat(config | {"architectures": ["Qwen3ForCausalLM"]})

@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 
 from monarch_rl.episode.sampling import Completion, Sampling
-from monarch_rl.generator import engine as engine_module
-from monarch_rl.generator.engine import Engine, EngineStopped, WeightMismatch
+from monarch_rl.generator import commit as commit_module
+from monarch_rl.generator.commit import WeightMismatch
+from monarch_rl.generator.engine import Engine
+from monarch_rl.generator.sglang_engine import EngineStopped
 from tests.generator.conftest import SETTINGS
 from tests.generator.helpers import (
     HEAD_DIM,
@@ -82,7 +84,7 @@ def test_ranks_agree_however_soon_the_next_commit_comes(
 
 
 def test_ranks_hold_rows_columns_and_copies(engine: Engine, run: LoopThread, staging: Staging) -> None:
-    sheet = engine._sheets[0]
+    sheet = engine._commits._sheets[0]
     boxes = {spec.name: sheet.boxes[:, i].tolist() for i, spec in enumerate(sheet.specs)}
     block, width = "model.layers.1.", HEADS * HEAD_DIM
     assert boxes[block + "self_attn.q_proj.weight"] == [[0, width // 2, 0, HIDDEN], [width // 2, width // 2, 0, HIDDEN]]
@@ -122,14 +124,14 @@ def test_a_bit_that_is_wrong_on_one_rank_alone_is_found(
         each.fill(version, weights)
     place = bytes_of_rank[rank] % weights[name].nbytes
     spoilt.byte(version, name, place).bitwise_xor_(1)
-    order = engine_module._order
+    order = commit_module._serialized_order
 
     def orders(of: int, area: bytes, sheet: bytes) -> Any:
         return order(of, spoilt.area(version).handle if of == rank else area, sheet)
 
     async def play() -> Completion:
         with monkeypatch.context() as patch:
-            patch.setattr(engine_module, "_order", orders)
+            patch.setattr(commit_module, "_serialized_order", orders)
             with pytest.raises(WeightMismatch, match=rf"1 of \d+ tensors differ from the trainer's: {name}"):
                 await staging.commit(engine, version, checksums_of(weights))
         waiting = asyncio.ensure_future(engine.generate(PROMPT, Sampling(max_new_tokens=3)))

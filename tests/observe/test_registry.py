@@ -15,7 +15,7 @@ from monarch_rl.algorithms.advantages import grpo
 from monarch_rl.observe.registry import GROUPS, METRICS, OBJECTIVE, check_names, find
 from monarch_rl.pipeline.run import Run
 from monarch_rl.rollout.worker import Evaluation
-from monarch_rl.runtime.sight import LoopLag
+from monarch_rl.runtime.process_poller import LoopLag
 from monarch_rl.simulate.clock import run_virtual
 from monarch_rl.simulate.costs import Costs
 from monarch_rl.simulate.run import Plan, run_settings, simulated_actors

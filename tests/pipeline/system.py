@@ -29,7 +29,7 @@ from monarch_rl.runtime.endpoint import concurrent_endpoint
 from monarch_rl.trainer.actor import Trainer, TrainerPlan
 from monarch_rl.trainer.settings import RouterReplay, TrainerSettings
 from monarch_rl.weights.area import attach
-from monarch_rl.weights.transport import TransferSettings
+from monarch_rl.weights.endpoint import TransferSettings
 
 ENGINES = GeneratorSettings(replicas=2, max_running_requests=32, max_total_tokens=16384)
 GROUPS, SIZE, NEW_TOKENS, VOCABULARY = 4, 4, 24, 500
@@ -48,7 +48,7 @@ class InspectedGenerator(Generator):
     @concurrent_endpoint
     async def save_ranks(self, folder: str) -> None:
         """Let SGLang write the parameters of each engine rank to a file: see :mod:`tests.pipeline.held`."""
-        save = self._running._engine.save_sharded_model
+        save = self._running._sglang.engine.save_sharded_model
         await asyncio.to_thread(save, path=folder, pattern=None, max_size=None)
 
     @concurrent_endpoint
@@ -63,7 +63,7 @@ class InspectedGenerator(Generator):
         """SGLang's own checksums of the parameters of an engine of one rank."""
         from sglang.srt.managers.io_struct import CheckWeightsReqInput
 
-        manager = self._running._engine.tokenizer_manager
+        manager = self._running._sglang.manager
         answer: Any = await manager.check_weights(CheckWeightsReqInput(action="checksum"), None)
         assert answer[0], answer
         (rank,) = answer[2] if isinstance(answer[2], list) else [answer[2]]

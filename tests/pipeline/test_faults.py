@@ -17,13 +17,13 @@ import psutil
 import pytest
 
 from monarch_rl.episode.sampling import Completion, Sampling
+from monarch_rl.generator.commit import CommitReport
 from monarch_rl.generator.dispatcher import Dispatcher
-from monarch_rl.generator.engine import CommitReport
 from monarch_rl.pipeline.publishing import PublishError
 from monarch_rl.runtime.cluster import Cluster, launch
 from monarch_rl.runtime.endpoint import concurrent_endpoint
 from monarch_rl.weights.area import attach
-from monarch_rl.weights.transport import TransferSettings
+from monarch_rl.weights.endpoint import TransferSettings
 from tests.generator.helpers import make_model
 from tests.pipeline.system import ENGINES, InspectedGenerator, System
 

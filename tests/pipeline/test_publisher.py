@@ -18,8 +18,8 @@ from monarch_rl.pipeline.meeting import Meeting
 from monarch_rl.pipeline.publishing import Publisher, PublishError
 from monarch_rl.pipeline.replicas import Replicas
 from monarch_rl.weights.checksum import signed
+from monarch_rl.weights.endpoint import StillServing, TransferSettings
 from monarch_rl.weights.manifest import Manifest
-from monarch_rl.weights.transport import StillServing, TransferSettings
 
 
 def publisher() -> Publisher:

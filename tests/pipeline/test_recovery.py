@@ -58,7 +58,7 @@ class Stage:
         self.events: list[tuple[Any, ...]] = []
         self.broken: dict[str, str] = {}
         """By kind: why no replacement starts."""
-        cluster: Any = SimpleNamespace(kill=self._stop, introduce=self._introduce)
+        cluster: Any = SimpleNamespace(kill=self._stop, locate=self._locate)
 
         def pool(kind: str) -> ActorPool[Any]:
             factory = ActorFactory[Any](cluster, lambda index: self._spawn(kind, index), lambda *_: self._set_up(kind))
@@ -82,7 +82,7 @@ class Stage:
     async def _stop(self, mesh: Any) -> None:
         self.stopped.append(mesh)
 
-    async def _introduce(self, mesh: Any) -> None:
+    async def _locate(self, mesh: Any) -> None:
         """Nobody asks here where its processes are."""
 
     def _spawn(self, kind: str, index: int) -> tuple[Any, Worker]:

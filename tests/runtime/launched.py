@@ -33,14 +33,14 @@ class Launched:
 
     def left(self) -> list[str]:
         """The processes that still run."""
-        found = []
+        running = []
         for process in psutil.process_iter():
             try:
                 if process.status() != psutil.STATUS_ZOMBIE and process.environ().get("MONARCH_RL_TEST") == self._mark:
-                    found.append(f"{process.pid} {' '.join(process.cmdline())}")
+                    running.append(f"{process.pid} {' '.join(process.cmdline())}")
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
-        return found
+        return running
 
     def wait(self, seconds: float = START_S) -> int:
         """The exit code."""
@@ -61,8 +61,8 @@ class Launched:
     def assert_gone(self, seconds: float) -> None:
         """No process may be left after ``seconds``."""
         deadline = time.monotonic() + seconds
-        while left := self.left():
-            assert time.monotonic() < deadline, f"left after {seconds} s: {left}\n{self.output()}"
+        while remaining := self.left():
+            assert time.monotonic() < deadline, f"left after {seconds} s: {remaining}\n{self.output()}"
             time.sleep(0.1)
 
     def output(self) -> str:

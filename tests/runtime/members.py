@@ -13,7 +13,7 @@ from monarch_rl.runtime.endpoint import concurrent_endpoint
 
 
 class Member(Actor):
-    """Tells what its process sees, computes with the others, starts a process below it, or dies."""
+    """Returns what its process sees, computes with the others, starts a child process, or dies."""
 
     @concurrent_endpoint
     async def see(self) -> dict[str, str]:
@@ -32,7 +32,7 @@ class Member(Actor):
 
     @concurrent_endpoint
     async def start_child(self) -> int:
-        # The worst kind: in a session of its own, with no eye on its parent.
+        # The worst kind: in its own session, and indifferent to the death of its parent.
         return subprocess.Popen(["sleep", "600"], start_new_session=True).pid
 
     @concurrent_endpoint

@@ -1,6 +1,6 @@
 """A small run, started by the tests under python and torchrun: ``script.py MODE FOLDER``.
 
-``work`` all-reduces over a mesh of all slots (at most 2 a host) and writes what the processes saw to FOLDER/report.
+``work`` all-reduces over a mesh of all devices (at most 2 a host) and writes what the processes saw to FOLDER/report.
 ``wait`` and ``raise`` start processes, and processes below those, write FOLDER/ready, and then sleep or raise.
 """
 

@@ -58,9 +58,9 @@ def test_each_process_sees_its_own_gpus(
         mesh = gpus.spawn("gpus", processes, first_device=first_device, devices_per_process=devices_per_process)
         await init_torch_distributed_env(mesh)
         members = mesh.spawn("members", Member)
-        found = list((await within(DEADLINE_S, members.see.call(), "the environments")).values())
+        environments = list((await within(DEADLINE_S, members.see.call(), "the environments")).values())
         await within(DEADLINE_S, mesh.stop(), "the mesh to stop")
-        return found
+        return environments
 
     environments = asyncio.run(run())
     assert [environment["CUDA_VISIBLE_DEVICES"] for environment in environments] == seen
@@ -69,10 +69,10 @@ def test_each_process_sees_its_own_gpus(
 
 
 def test_a_mesh_that_does_not_fit_is_refused(cluster: Cluster) -> None:
-    with pytest.raises(TooFewDevices, match="trainer takes slots"):
+    with pytest.raises(TooFewDevices, match="trainer takes devices"):
         cluster.spawn("trainer", 2, first_device=cluster.devices.total - 1)
     two_hosts = Cluster(cluster.hosts, Devices("cuda", 2, 4))
-    with pytest.raises(ValueError, match="neither lie within one host nor fill whole hosts of 4 slots"):
+    with pytest.raises(ValueError, match="neither lie within one host nor fill whole hosts of 4 devices"):
         two_hosts.spawn("trainer", 4, first_device=2)
     with pytest.raises(ValueError, match="neither lie within one host nor fill whole hosts"):
         two_hosts.spawn("trainer", 6, first_device=0)

@@ -95,7 +95,12 @@ def test_a_wait_can_be_seen_from_another_thread_while_it_lasts() -> None:
             presence.unregister("trainer rank 1")
 
     (wait,), after = asyncio.run(trainer_step())
-    assert (wait.owner, wait.what, wait.on, wait.deadline_s) == ("trainer rank 1", "the batch of step 41", "buffer", 60)
+    assert (wait.waiter, wait.what, wait.on, wait.deadline_s) == (
+        "trainer rank 1",
+        "the batch of step 41",
+        "buffer",
+        60,
+    )
     assert 0 <= time.monotonic() - wait.since < 60
     assert after == []
 
@@ -122,7 +127,7 @@ def test_patience_is_the_ceiling_first_and_then_a_multiple_of_the_longest_recent
     patience = Patience(ceiling, floor_s=floor, factor=factor, memory=memory)
     assert patience.limit_s == ceiling
     for number, seconds in enumerate(steps, 1):
-        patience.saw(seconds)
+        patience.record(seconds)
         wanted = factor * max(steps[:number][-memory:])
         assert patience.limit_s == pytest.approx(sorted([wanted, floor, ceiling])[1] if floor <= ceiling else ceiling)
 

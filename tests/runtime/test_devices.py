@@ -6,7 +6,7 @@ import pytest
 
 from monarch_rl.runtime import devices as module
 from monarch_rl.runtime.devices import Devices, TooFewDevices, devices, launched_by_torchrun
-from monarch_rl.runtime.torchrun import Rank, clean
+from monarch_rl.runtime.torchrun import Rank, without_torchrun
 
 TORCHRUN = {
     "RANK": "3",
@@ -77,4 +77,7 @@ def test_the_rank_is_read_from_torchruns_variables(torchrun: None) -> None:
 
 
 def test_nothing_of_torchrun_reaches_a_mesh() -> None:
-    assert clean({**TORCHRUN, "HOME": "/home/someone", "RANKED": "1"}) == {"HOME": "/home/someone", "RANKED": "1"}
+    assert without_torchrun({**TORCHRUN, "HOME": "/home/someone", "RANKED": "1"}) == {
+        "HOME": "/home/someone",
+        "RANKED": "1",
+    }

@@ -1,4 +1,4 @@
-"""What a process can tell of itself."""
+"""What a process knows about itself."""
 
 from __future__ import annotations
 
@@ -10,68 +10,68 @@ from collections.abc import Iterator
 import pytest
 
 from monarch_rl.runtime import presence
-from monarch_rl.runtime.presence import KEPT_PER_DEBTOR, Wait
+from monarch_rl.runtime.presence import WAITS_PER_PROCESS, Wait
 
 
 @pytest.fixture(autouse=True)
 def nobody() -> Iterator[None]:
     """Tests share this process."""
-    assert not presence.hearts() and not presence.waits()
+    assert not presence.heartbeats() and not presence.waits()
     yield
-    assert not presence.hearts() and not presence.waits()
+    assert not presence.heartbeats() and not presence.waits()
 
 
-def test_owners_are_told_apart_by_their_loops() -> None:
+def test_waiters_are_told_apart_by_their_loops() -> None:
     async def act(name: str) -> str:
         presence.register(name)
         await asyncio.sleep(0)
-        found = presence.owner()
+        current = presence.current_name()
         presence.unregister(name)
-        return found
+        return current
 
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
 
     def run(name: str) -> None:
-        found[name] = asyncio.run(act(name))
+        names[name] = asyncio.run(act(name))
 
     threads = [threading.Thread(target=run, args=[name]) for name in ("buffer", "generator 1")]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(10)
-    assert found == {"buffer": "buffer", "generator 1": "generator 1"}
+    assert names == {"buffer": "buffer", "generator 1": "generator 1"}
 
 
 def test_a_thread_waits_for_its_process() -> None:
     async def act() -> str:
         presence.register("trainer rank 0")
-        found = await asyncio.to_thread(presence.owner)
+        name = await asyncio.to_thread(presence.current_name)
         presence.unregister("trainer rank 0")
-        return found
+        return name
 
     assert asyncio.run(act()) == "trainer rank 0"
-    assert presence.owner().startswith("process ")
+    assert presence.current_name().startswith("process ")
 
 
-def test_of_many_waits_on_one_process_the_oldest_that_differ_are_told() -> None:
+def test_of_many_waits_on_one_process_the_oldest_distinct_ones_are_reported() -> None:
     async def act() -> list[Wait]:
         stack = [presence.waiting(f"token {i}", on="generator 0") for i in range(50) for _ in range(3)]
         stack.append(presence.waiting("a slot", on="buffer"))
         for block in stack:
             block.__enter__()
-        found = presence.waits()
+        waits = presence.waits()
         for block in reversed(stack):
             block.__exit__(None, None, None)
-        return found
+        return waits
 
-    found = asyncio.run(act())
-    assert [wait.what for wait in found] == [f"token {i}" for i in range(KEPT_PER_DEBTOR)] + ["a slot"]
+    waits = asyncio.run(act())
+    assert [wait.what for wait in waits] == [f"token {i}" for i in range(WAITS_PER_PROCESS)] + ["a slot"]
 
 
-def test_an_account_adds_what_is_not_awaited() -> None:
+def test_an_actor_adds_what_it_does_not_await() -> None:
     async def act() -> list[Wait]:
         lease = Wait("buffer", "group 327", "rollout worker 2", time.monotonic(), 60.0)
-        presence.register("buffer", account=lambda: [lease])
+        presence.register("buffer", more_waits=lambda: [lease])
         try:
             return await asyncio.to_thread(presence.waits)
         finally:
@@ -85,14 +85,14 @@ def test_a_blocked_loop_is_seen_while_it_is_blocked_and_afterwards() -> None:
 
     async def act() -> list[float]:
         presence.register("trainer rank 0")
-        heart, thread = presence.hearts()["trainer rank 0"]
+        heartbeat, thread = presence.heartbeats()["trainer rank 0"]
         assert thread == threading.get_ident()
         await asyncio.sleep(0.2)
-        assert heart.take() and heart.silent_s() < 10
+        assert heartbeat.take_lags() and heartbeat.overdue_s() < 10
         blocked.set()
         assert seen.wait(30), "nobody saw it"  # what an actor must not do
         await asyncio.sleep(0.2)
-        lags = heart.take()
+        lags = heartbeat.take_lags()
         presence.unregister("trainer rank 0")
         return lags
 
@@ -100,11 +100,11 @@ def test_a_blocked_loop_is_seen_while_it_is_blocked_and_afterwards() -> None:
     thread = threading.Thread(target=lambda: lags.extend(asyncio.run(act())))
     thread.start()
     assert blocked.wait(10)
-    (heart, _) = presence.hearts()["trainer rank 0"]
+    (heartbeat, _) = presence.heartbeats()["trainer rank 0"]
     deadline = time.monotonic() + 20
-    while heart.silent_s() < 0.5 and time.monotonic() < deadline:
+    while heartbeat.overdue_s() < 0.5 and time.monotonic() < deadline:
         time.sleep(0.01)
-    silent = heart.silent_s()
+    silent = heartbeat.overdue_s()
     seen.set()
     thread.join(10)
     assert silent >= 0.5
@@ -112,10 +112,10 @@ def test_a_blocked_loop_is_seen_while_it_is_blocked_and_afterwards() -> None:
 
 
 def test_progress_is_counted_by_kind() -> None:
-    marks = presence.marks()
-    before = marks["group put"].count if "group put" in marks else 0
+    progress = presence.progress_by_kind()
+    before = progress["group put"].count if "group put" in progress else 0
     presence.progress("group put")
     presence.progress("group put")
-    mark = presence.marks()["group put"]
-    assert mark.count == before + 2
-    assert 0 <= time.monotonic() - mark.last < 10
+    record = presence.progress_by_kind()["group put"]
+    assert record.count == before + 2
+    assert 0 <= time.monotonic() - record.last < 10

@@ -1,4 +1,4 @@
-"""From who waits for whom to the culprit, and to the sentence that tells it."""
+"""From who waits for whom to the culprit, and to the sentence that describes it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monarch_rl.runtime.lookout import Glimpse, ProcessState
+from monarch_rl.runtime.monitor import ProcessReport, ProcessState
 from monarch_rl.runtime.presence import Wait
-from monarch_rl.runtime.stall import Picture, Process, listed, told
+from monarch_rl.runtime.stall import Process, RunPicture, describe_chain, list_processes
 
 NOW = 1000.0
 SILENCE_S = 15.0
@@ -20,17 +20,17 @@ def process(name: str, *waits: tuple[str, str, float], status: str = "sleeping",
     """A process that waits ``(for what, on whom, since how many seconds)``; ``blocked_s`` and others as known."""
     owed = [Wait(name, what, on, NOW - since, math.inf) for what, on, since in waits]
     blocked = known.pop("blocked_s", 0.0)
-    glimpse = Glimpse(name, 100, "m", NOW, owed, {}, blocked, [], {})
-    asked = None if name.startswith("the engine") else glimpse
+    report = ProcessReport(name, 100, "m", NOW, owed, {}, blocked, [], {})
+    asked = None if name.startswith("the engine") else report
     return Process(name, 100, "m", asked, state=ProcessState(status, 0.0), **known)
 
 
-def picture(*processes: Process) -> Picture:
-    return Picture({found.name: found for found in processes}, SILENCE_S)
+def picture(*processes: Process) -> RunPicture:
+    return RunPicture({process.name: process for process in processes}, SILENCE_S)
 
 
-def sentence(seen: Picture) -> str:
-    return told(seen.chain(), SILENCE_S)
+def sentence(seen: RunPicture) -> str:
+    return describe_chain(seen.chain(), SILENCE_S)
 
 
 CONTROLLER = process("controller", ("trainer ranks to make step 41", "trainer ranks", 20.0))
@@ -50,7 +50,7 @@ ENGINE_1 = process("the engine of generator 1")
 
 
 def test_the_chain_goes_from_the_trainer_to_a_process_that_is_stopped() -> None:
-    stopped = process("generator 1", status="stopped", silent_s=17.0, ended_s=16.0)
+    stopped = process("generator 1", status="stopped", silent_s=17.0, not_running_s=16.0)
     seen = picture(CONTROLLER, RANK_0, BUFFER, WORKER_1, WORKER_2, stopped)
     assert seen.culprits() == [stopped]
     assert sentence(seen) == (
@@ -62,7 +62,7 @@ def test_the_chain_goes_from_the_trainer_to_a_process_that_is_stopped() -> None:
 
 
 def test_the_chain_goes_on_into_an_engine() -> None:
-    engine = process("the engine of generator 1", status="stopped", ended_s=16.0)
+    engine = process("the engine of generator 1", status="stopped", not_running_s=16.0)
     seen = picture(RANK_0, BUFFER, WORKER_2, GENERATOR_1, engine)
     assert seen.culprits() == [engine]
     assert sentence(seen).endswith(
@@ -82,7 +82,7 @@ def test_a_trainer_rank_that_all_wait_for_is_named_by_the_controller() -> None:
 
 
 def test_a_culprit_nobody_waits_for_is_named_all_the_same() -> None:
-    stopped = process("generator 1", status="stopped", silent_s=17.0, ended_s=16.0)
+    stopped = process("generator 1", status="stopped", silent_s=17.0, not_running_s=16.0)
     seen = picture(RANK_0, process("buffer"), stopped)
     assert sentence(seen) == "generator 1 stopped answering 17 s ago; its process 100 is stopped"
 
@@ -100,8 +100,8 @@ def test_a_machine_on_which_nobody_answers() -> None:
         process("trainer rank 1", cpu_share=0.9, silent_s=100.0),
         process("trainer rank 1", cpu_share=0.9, blocked_s=100.0),
         process("trainer rank 1", silent_s=14.0),
-        process("trainer rank 1", status="stopped", ended_s=3.0),
-        process("trainer rank 1", status="gone", silent_s=30.0, ended_s=30.0),
+        process("trainer rank 1", status="stopped", not_running_s=3.0),
+        process("trainer rank 1", status="gone", silent_s=30.0, not_running_s=30.0),
     ],
     ids=["a long call", "a loop at work", "not yet", "stopped just now", "lost, as Monarch will say"],
 )
@@ -110,9 +110,9 @@ def test_who_is_at_work_or_only_late_is_no_culprit(busy: Process) -> None:
 
 
 def test_a_loss_that_goes_unnoticed_makes_a_culprit_in_the_end() -> None:
-    lost = process("trainer rank 1", status="gone", silent_s=38.0, ended_s=38.0)
+    lost = process("trainer rank 1", status="gone", silent_s=38.0, not_running_s=38.0)
     assert picture(CONTROLLER, lost).culprits() == [lost]
-    just = process("trainer rank 1", status="gone", silent_s=5.0, ended_s=5.0)
+    just = process("trainer rank 1", status="gone", silent_s=5.0, not_running_s=5.0)
     assert picture(CONTROLLER, just).at_work(), "or the run would end as stuck before Monarch has spoken"
 
 
@@ -131,13 +131,13 @@ def test_a_wait_for_something_outside_counts_as_work() -> None:
     )
 
 
-def test_a_stall_without_a_culprit_is_told_to_where_it_ends() -> None:
+def test_a_stall_without_a_culprit_is_described_to_where_it_ends() -> None:
     seen = picture(CONTROLLER, RANK_0, BUFFER, process("rollout worker 2"))
     assert seen.culprits() == [] and not seen.at_work()
     assert sentence(seen).endswith("rollout worker 2 waits for nobody; its process 100 uses 0% of a core")
 
 
-def test_a_circle_is_told_once_around() -> None:
+def test_a_circle_is_described_once() -> None:
     circle = process("buffer", ("version 7 to be served", "controller", 30.0))
     seen = picture(CONTROLLER, RANK_0, circle)
     assert not seen.at_work()
@@ -145,7 +145,7 @@ def test_a_circle_is_told_once_around() -> None:
 
 
 def test_all_processes_and_their_waits_are_listed() -> None:
-    lines = listed([WORKER_2, ENGINE_1], SILENCE_S).splitlines()
+    lines = list_processes([WORKER_2, ENGINE_1], SILENCE_S).splitlines()
     assert lines[0].startswith("rollout worker 2 (process 100): answers") and len(lines) == 6
     waited = "rollout worker 2 has waited 25 s for generator 1 to answer a request of group 327"
     assert f"    {waited} [generator 1]" in lines

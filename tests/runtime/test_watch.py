@@ -21,18 +21,19 @@ from monarch_rl.runtime import presence
 from monarch_rl.runtime.cluster import Cluster, launch
 from monarch_rl.runtime.deadlines import DeadlineExceeded, within
 from monarch_rl.runtime.endpoint import concurrent_endpoint
-from monarch_rl.runtime.lookout import stacks_of
+from monarch_rl.runtime.meshes import members
+from monarch_rl.runtime.monitor import stacks_of
 from monarch_rl.runtime.watch import Stalled, watched
 from tests.rollout.test_scoring import wait_until_dead
 
 STALL_S = 3.0
-"""A fifth of the default. Much less, and the looks themselves would keep an idle process at work."""
+"""A fifth of the default. Much less, and the polls themselves would keep an idle process at work."""
 PATIENCE_S = 60.0
 """Seconds for whatever must happen."""
 
 
 class Player(Actor):
-    """A trainer rank or a rollout worker that does what it is told."""
+    """A trainer rank or a rollout worker that does what the test asks."""
 
     def __init__(self, kind: str) -> None:
         presence.register(f"{kind} {current_rank().rank}")
@@ -65,18 +66,18 @@ class Player(Actor):
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """One for all tests: each has meshes of its own, and what it killed must not trouble the next."""
+    """One for all tests: each has its own meshes, and what one test killed must not disturb the next."""
     with launch() as launched:
         assert launched is not None
         yield launched
 
 
-async def players(cluster: Cluster, kind: str) -> tuple[list[Any], list[int]]:
+async def players(cluster: Cluster, kind: str) -> tuple[list[Player], list[int]]:
     """Two processes with a player each; handles and pids."""
     mesh = cluster.spawn(kind.split()[0], 2)
-    actors = mesh.spawn("players", Player, kind)
+    actors: Player = mesh.spawn("players", Player, kind)
     pids = await within(PATIENCE_S, actors.pid.call(), "the players", on="Monarch")
-    return [actors.slice(gpus=rank) for rank in range(2)], [pids.item(gpus=rank, hosts=0) for rank in range(2)]
+    return members(actors), list(pids.values())
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
@@ -104,11 +105,11 @@ def test_stacks_are_read_where_the_environment_is_not_activated(monkeypatch: pyt
 def test_a_stopped_process_is_named_and_killed(
     cluster: Cluster, tmp_path: Path, machine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the controller cannot look at it: then another process that is there does, and kills it."""
+    """Also where the controller cannot inspect it: then another process on its machine does, and kills it."""
     if machine == "another machine":
-        monkeypatch.setattr("monarch_rl.runtime.lookout.machine", lambda: "the controller's")
-        monkeypatch.delattr("monarch_rl.runtime.lookout.stacks_of")
-        monkeypatch.delattr("monarch_rl.runtime.lookout.kill")
+        monkeypatch.setattr("monarch_rl.runtime.monitor.machine", lambda: "the controller's")
+        monkeypatch.delattr("monarch_rl.runtime.monitor.stacks_of")
+        monkeypatch.delattr("monarch_rl.runtime.monitor.kill")
 
     async def test() -> None:
         ranks, _ = await players(cluster, "trainer rank")
@@ -165,14 +166,14 @@ def test_what_is_replaced_is_ended_even_if_it_does_not_answer(
 ) -> None:
     """It must not keep the device of the process that takes its place."""
     if machine == "another machine":
-        monkeypatch.setattr("monarch_rl.runtime.lookout.machine", lambda: "the controller's")
-        monkeypatch.delattr("monarch_rl.runtime.lookout.kill")
+        monkeypatch.setattr("monarch_rl.runtime.monitor.machine", lambda: "the controller's")
+        monkeypatch.delattr("monarch_rl.runtime.monitor.kill")
 
     async def test() -> None:
         await players(cluster, "trainer rank")
         mesh = cluster.spawn("generator", 1)
         pid = await within(PATIENCE_S, mesh.spawn("player", Player, "generator").pid.call_one(), "it", on="Monarch")
-        await cluster.introduce(mesh)
+        await cluster.locate(mesh)
         os.kill(pid, signal.SIGSTOP)
         await cluster.kill(mesh)
         await asyncio.to_thread(wait_until_dead, pid, 10)
@@ -180,7 +181,7 @@ def test_what_is_replaced_is_ended_even_if_it_does_not_answer(
     run(test)
 
 
-def test_who_computes_is_left_alone_however_long_and_shows_in_the_lag(
+def test_a_process_that_computes_is_left_alone_however_long_and_shows_in_the_lag(
     cluster: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def test() -> None:
@@ -200,7 +201,7 @@ def test_who_computes_is_left_alone_however_long_and_shows_in_the_lag(
 
 
 def test_a_deadline_that_passes_leaves_a_report(cluster: Cluster, tmp_path: Path) -> None:
-    """Whoever computes for ever is no culprit for the watch; the deadline ends it, and the report shows where it is."""
+    """A process that computes forever is no culprit for the watch; the deadline ends it, and the report names it."""
 
     async def test() -> None:
         ranks, _ = await players(cluster, "trainer rank")
@@ -220,7 +221,7 @@ def test_a_blocked_loop_is_named_with_the_line_that_blocks_it(cluster: Cluster, 
 
         async def work() -> None:
             await asyncio.sleep(STALL_S)
-            presence.progress("version published")  # or it would be ended for being stuck
+            presence.progress("version published")  # or the run would end for being stuck
             await workers[0].block.call_one(600)
 
         message, _ = await stalled(cluster, tmp_path, work)

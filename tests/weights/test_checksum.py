@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monarch_rl.weights.checksum import Checksums, Held, tensor_checksum
+from monarch_rl.weights.checksum import Checksums, TensorBox, tensor_checksum
 
 MODULUS = 1 << 64
 SEEDS = st.integers(0, 2**31)
@@ -98,10 +98,10 @@ def test_planned_checksums_are_those_of_each_tensor_whatever_it_holds_by_then(
     seed: int, shapes: list[tuple[int, int, torch.dtype]]
 ) -> None:
     held = [drawn(seed, *shape) for shape in shapes]
-    planned = Checksums([Held(x) for x in held])
+    planned = Checksums([TensorBox(x) for x in held])
     for again in range(2):
         for x, shape in zip(held, shapes, strict=True):
             x.copy_(drawn(seed + again, *shape))
-        for piece in planned.pieces:
+        for piece in planned.blocks:
             piece.add()
         assert planned.take().tolist() == [tensor_checksum(x).item() for x in held]

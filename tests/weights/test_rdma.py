@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pytest
 import torch
@@ -20,10 +20,11 @@ from monarch.config import configured
 from monarch_rl.runtime.cluster import Cluster, launch
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.endpoint import concurrent_endpoint
+from monarch_rl.runtime.meshes import members
 from monarch_rl.weights.area import attach
+from monarch_rl.weights.endpoint import TransferError, TransferSettings
 from monarch_rl.weights.manifest import ALIGNMENT, Manifest, make_manifest
-from monarch_rl.weights.rdma import SILENCE_S, RdmaReceiver, RdmaSender, plan_slot, usable
-from monarch_rl.weights.transport import TransferError, TransferSettings
+from monarch_rl.weights.rdma import SILENCE_S, RdmaReceiver, RdmaSender, plan_snapshot, usable
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
@@ -77,12 +78,12 @@ class Sending(Actor):
         return await self.sender.open(), os.getpid()
 
     @concurrent_endpoint
-    async def snapshot(self, version: int, slot: int) -> None:
-        write(self.sender.views(slot), manifest(), self.rank, version)
+    async def snapshot(self, version: int, snapshot: int) -> None:
+        write(self.sender.views(snapshot), manifest(), self.rank, version)
 
     @concurrent_endpoint
-    async def send(self, version: int, slot: int) -> None:
-        await self.sender.send(version, slot)
+    async def send(self, version: int, snapshot: int) -> None:
+        await self.sender.send(version, snapshot)
 
     @concurrent_endpoint
     async def close(self) -> None:
@@ -99,12 +100,12 @@ class Received:
 class ReadWhileWritten(RdmaReceiver):
     """Has a sender begin its next snapshot between the last data and the second look at the header."""
 
-    writer: Any = None
+    writer: Sending | None = None
 
-    async def _check_unchanged(self, rank: int, version: int, slot: int, deadline: float) -> None:
+    async def _check_unchanged(self, rank: int, version: int, snapshot: int, deadline: float) -> None:
         if self.writer is not None:
-            await self.writer.snapshot.call_one(version + 2, slot)
-        await super()._check_unchanged(rank, version, slot, deadline)
+            await self.writer.snapshot.call_one(version + 2, snapshot)
+        await super()._check_unchanged(rank, version, snapshot, deadline)
 
 
 class Receiving(Actor):
@@ -113,18 +114,18 @@ class Receiving(Actor):
     def __init__(self) -> None:
         torch.set_num_threads(1)
         self.receiver = ReadWhileWritten(manifest(), SETTINGS, CPU)
-        self.areas = [attach(self.receiver.area(slot)) for slot in (0, 1)]
+        self.areas = [attach(self.receiver.area(snapshot)) for snapshot in (0, 1)]
 
     @concurrent_endpoint
     async def connect(self, addresses: list[bytes]) -> None:
         await self.receiver.connect(addresses, 0, 2)
 
     @concurrent_endpoint
-    async def receive(self, version: int, slot: int, after: tuple[int, signal.Signals] | None = None) -> Received:
+    async def receive(self, version: int, snapshot: int, after: tuple[int, signal.Signals] | None = None) -> Received:
         """Receive; as soon as the first bytes are there, send a process a signal if ``after`` says so."""
-        area = self.areas[slot].zero_()
+        area = self.areas[snapshot].zero_()
         since = time.monotonic()
-        receiving = asyncio.ensure_future(self.receiver.receive(version, slot))
+        receiving = asyncio.ensure_future(self.receiver.receive(version, snapshot))
         if after is not None:
             while not area[0]:
                 await asyncio.sleep(0)
@@ -136,21 +137,21 @@ class Receiving(Actor):
             error = ""
         except TransferError as raised:
             error = str(raised)
-        return Received(self._holds(version, slot), error, time.monotonic() - since)
+        return Received(self._holds(version, snapshot), error, time.monotonic() - since)
 
     @concurrent_endpoint
-    async def set_writer(self, writer: Any) -> None:
+    async def set_writer(self, writer: Sending | None) -> None:
         self.receiver.writer = writer
 
-    def _holds(self, version: int, slot: int) -> bool:
+    def _holds(self, version: int, snapshot: int) -> bool:
         pairs = zip(manifest().tensors, values(version), strict=True)
         return all(
-            torch.equal(spec.view(self.areas[slot]).view(torch.uint8).flatten(), v.flatten()) for spec, v in pairs
+            torch.equal(spec.view(self.areas[snapshot]).view(torch.uint8).flatten(), v.flatten()) for spec, v in pairs
         )
 
     @concurrent_endpoint
-    async def content(self, slot: int) -> bytes:
-        return bytes(self.areas[slot].numpy())
+    async def content(self, snapshot: int) -> bytes:
+        return bytes(self.areas[snapshot].numpy())
 
 
 async def ask(answer: Awaitable[T], what: str) -> T:
@@ -163,27 +164,28 @@ class Sides:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.senders = [self.sender(0), self.sender(1)]
-        self.receivers = cluster.spawn("receivers", 2).spawn("receivers", Receiving)
+        self.receivers: Receiving = cluster.spawn("receivers", 2).spawn("receivers", Receiving)
         self.pids: list[int] = []
 
-    def sender(self, rank: int) -> Any:
-        return self.cluster.spawn(f"sender{rank}", 1).spawn(f"sender{rank}", Sending, rank)
+    def sender(self, rank: int) -> Sending:
+        actor: Sending = self.cluster.spawn(f"sender{rank}", 1).spawn(f"sender{rank}", Sending, rank)
+        return actor
 
     async def meet(self) -> None:
         opened = await ask(asyncio.gather(*(s.open.call_one() for s in self.senders)), "addresses")
         self.pids = [pid for _, pid in opened]
         await ask(self.receivers.connect.call([address for address, _ in opened]), "the receivers to connect")
 
-    async def publish(self, version: int, slot: int) -> None:
-        await ask(asyncio.gather(*(s.snapshot.call_one(version, slot) for s in self.senders)), "snapshots")
-        await ask(asyncio.gather(*(s.send.call_one(version, slot) for s in self.senders)), "send")
+    async def publish(self, version: int, snapshot: int) -> None:
+        await ask(asyncio.gather(*(s.snapshot.call_one(version, snapshot) for s in self.senders)), "snapshots")
+        await ask(asyncio.gather(*(s.send.call_one(version, snapshot) for s in self.senders)), "send")
 
-    async def receive(self, version: int, slot: int) -> list[Received]:
-        return list((await ask(self.receivers.receive.call(version, slot), f"version {version}")).values())
+    async def receive(self, version: int, snapshot: int) -> list[Received]:
+        return list((await ask(self.receivers.receive.call(version, snapshot), f"version {version}")).values())
 
-    async def receive_and_signal(self, version: int, slot: int, rank: int, number: signal.Signals) -> Received:
-        receiver = self.receivers.slice(gpus=0)
-        return await ask(receiver.receive.call_one(version, slot, (self.pids[rank], number)), "an interrupted read")
+    async def receive_and_signal(self, version: int, snapshot: int, rank: int, number: signal.Signals) -> Received:
+        receiver = members(self.receivers)[0]
+        return await ask(receiver.receive.call_one(version, snapshot, (self.pids[rank], number)), "an interrupted read")
 
 
 @pytest.fixture(scope="module")
@@ -202,9 +204,9 @@ def run(steps: Callable[[], Awaitable[None]]) -> None:
 def test_versions_arrive_whole_at_every_receiver(sides: Sides) -> None:
     async def steps() -> None:
         for version in range(1, 5):
-            slot = version % 2
-            await sides.publish(version, slot)
-            for received in await sides.receive(version, slot):
+            snapshot = version % 2
+            await sides.publish(version, snapshot)
+            for received in await sides.receive(version, snapshot):
                 assert (received.equal, received.error) == (True, "")
 
     run(steps)
@@ -233,7 +235,7 @@ def test_another_version_than_expected_is_refused(sides: Sides) -> None:
     run(steps)
 
 
-def test_a_slot_written_to_while_it_is_read_is_refused(sides: Sides) -> None:
+def test_a_snapshot_written_to_while_it_is_read_is_refused(sides: Sides) -> None:
     async def steps() -> None:
         await sides.publish(11, 0)
         await ask(sides.receivers.set_writer.call(sides.senders[0]), "the writer")
@@ -252,12 +254,12 @@ def test_a_stopped_owner_is_an_error_in_seconds_and_writes_nothing_later(sides: 
         received = await sides.receive_and_signal(20, 0, 0, signal.SIGSTOP)
         assert "from trainer rank 0 within" in received.error
         assert received.seconds < 2 * SILENCE_S
-        one = sides.receivers.slice(gpus=0)
-        before = await one.content.call_one(0)
+        receiver = members(sides.receivers)[0]
+        before = await receiver.content.call_one(0)
         os.kill(sides.pids[0], signal.SIGCONT)
         await sides.publish(21, 1)
         assert all(received.equal for received in await sides.receive(21, 1))
-        assert await one.content.call_one(0) == before
+        assert await receiver.content.call_one(0) == before
         assert all(received.equal for received in await sides.receive(20, 0))
 
     run(steps)
@@ -282,7 +284,7 @@ def test_what_is_closed_cannot_be_read(sides: Sides) -> None:
         await sides.publish(40, 0)
         await ask(sides.senders[1].close.call_one(), "the sender to close")
         for received in await sides.receive(40, 0):
-            assert "could not read the header of slot 0 of trainer rank 1" in received.error
+            assert "could not read the header of snapshot 0 of trainer rank 1" in received.error
 
     run(steps)
 
@@ -314,22 +316,25 @@ def test_the_plan_brings_every_byte_to_its_place(
     area = torch.zeros(plan.nbytes, dtype=torch.uint8)
     ranks = range(len(owned))
     for rank in reversed(ranks) if last else ranks:
-        layout = plan_slot(plan, rank, bucket)
-        slot = torch.zeros(layout.nbytes, dtype=torch.uint8)
+        layout = plan_snapshot(plan, rank, bucket)
+        memory = torch.zeros(layout.nbytes, dtype=torch.uint8)
         for (start, nbytes), shard in zip(layout.shards, plan.shards[rank], strict=True):
             size = plan.tensors[shard.tensor].dtype.itemsize
             assert (start - plan.tensors[shard.tensor].offset - shard.start * size) % ALIGNMENT == 0
-            slot[start : start + nbytes] = whole[shard.tensor][shard.start * size : (shard.start + shard.numel) * size]
+            memory[start : start + nbytes] = whole[shard.tensor][
+                shard.start * size : (shard.start + shard.numel) * size
+            ]
         for runs in layout.reads:
-            assert runs[-1].slot + runs[-1].nbytes - runs[0].slot <= bucket
+            assert runs[-1].snapshot_offset + runs[-1].nbytes - runs[0].snapshot_offset <= bucket
             for piece in runs:
-                area[piece.area : piece.area + piece.nbytes] = slot[piece.slot : piece.slot + piece.nbytes]
+                source = memory[piece.snapshot_offset : piece.snapshot_offset + piece.nbytes]
+                area[piece.area_offset : piece.area_offset + piece.nbytes] = source
     for spec, value in zip(plan.tensors, whole, strict=True):
         assert torch.equal(spec.view(area).view(torch.uint8), value)
 
 
 def test_a_lone_owner_is_read_in_one_run() -> None:
     plan = make_manifest(TENSORS, [[(name, 0, rows * (rest[0] if rest else 1)) for name, (rows, *rest), _ in TENSORS]])
-    layout = plan_slot(plan, 0, 1 << 30)
+    layout = plan_snapshot(plan, 0, 1 << 30)
     assert [len(runs) for runs in layout.reads] == [1]
     assert layout.nbytes <= plan.nbytes

@@ -14,15 +14,9 @@ import torch.multiprocessing as multiprocessing
 
 from monarch_rl.weights.area import attach
 from monarch_rl.weights.checksum import ShardChecksums, tensor_checksum
+from monarch_rl.weights.endpoint import SNAPSHOTS, TransferError, TransferSettings, TransportName
 from monarch_rl.weights.manifest import Manifest, make_manifest
-from monarch_rl.weights.transport import (
-    SNAPSHOTS,
-    TransferError,
-    TransferSettings,
-    TransportName,
-    make_receiver,
-    make_sender,
-)
+from monarch_rl.weights.transport import make_receiver, make_sender
 
 CPU = torch.device("cpu")
 TENSORS = [("wide", (1000, 700), torch.float32), ("odd", (7, 3), torch.float32), ("norm", (5,), torch.float32)]
@@ -46,11 +40,11 @@ def manifest() -> Manifest:
 def values(version: int) -> list[torch.Tensor]:
     """All other ones in each version; from 10 on, a few elements more than in version 10."""
     generator = torch.Generator().manual_seed(min(version, 10))
-    found = [torch.randn(shape, generator=generator) for _, shape, _ in TENSORS]
+    tensors = [torch.randn(shape, generator=generator) for _, shape, _ in TENSORS]
     for changed in range(11, version + 1):
-        found[0][changed::97, changed] += 1
-        found[2][changed % 5] = -0.0
-    return found
+        tensors[0][changed::97, changed] += 1
+        tensors[2][changed % 5] = -0.0
+    return tensors
 
 
 def write(version: int, rank: int, views: list[torch.Tensor]) -> None:
@@ -105,15 +99,15 @@ def receive(pipe: Connection, chosen: TransferSettings) -> None:
                         pipe.send(str(error))
                         continue
                     held = attach(receiver.area(version % SNAPSHOTS))
-                    found = [spec.view(held) for spec in plan.tensors]
-                    pipe.send(sum(nbytes) if all(map(torch.equal, found, values(version))) else "other values")
+                    received = [spec.view(held) for spec in plan.tensors]
+                    pipe.send(sum(nbytes) if all(map(torch.equal, received, values(version))) else "other values")
 
     torch.set_num_threads(1)
     asyncio.run(obey())
 
 
 class Processes:
-    """Starts the four processes, and ends them whatever happens."""
+    """Starts the four processes, and ends them in any case."""
 
     def __init__(self, chosen: TransferSettings) -> None:
         self._context = multiprocessing.get_context("spawn")
@@ -172,9 +166,9 @@ def test_versions_arrive_whole_and_members_may_change(transport: TransportName) 
             whole = [int(tensor_checksum(value)) for value in values(version)]
             assert [(a + b - c) % 2**64 for a, b, c in zip(*sums, whole, strict=True)] == [0, 0, 0]
         running.processes[-1].kill()
-        left = [running.receivers[0], running.start(receive, chosen)]
-        running.meet(left)
-        assert [running.transfer(version, left)[1] for version in (3, 4)] == [[ALL_BYTES, ALL_BYTES]] * 2
+        remaining = [running.receivers[0], running.start(receive, chosen)]
+        running.meet(remaining)
+        assert [running.transfer(version, remaining)[1] for version in (3, 4)] == [[ALL_BYTES, ALL_BYTES]] * 2
 
 
 @pytest.mark.parametrize("transport", BOTH)
@@ -186,9 +180,9 @@ def test_only_what_changed_is_sent_and_all_is_sent_to_new_members(transport: Tra
         sent = [running.transfer(version, running.receivers)[1] for version in (10, 11, 12)]
         print(f"{transport}: sent share of what changed {max(map(max, sent[1:])) / ALL_BYTES:.2%}")
         assert sent[0][0] > ALL_BYTES and max(map(max, sent[1:])) < ALL_BYTES / 100
-        left = [running.receivers[1], running.start(receive, chosen)]
-        running.meet(left)
-        again, after = running.transfer(12, left)[1], running.transfer(13, left)[1]
+        remaining = [running.receivers[1], running.start(receive, chosen)]
+        running.meet(remaining)
+        again, after = running.transfer(12, remaining)[1], running.transfer(13, remaining)[1]
         assert min(again) > ALL_BYTES and max(after) < ALL_BYTES / 100
 
 
@@ -199,7 +193,7 @@ def test_another_version_than_expected_is_refused(transport: TransportName) -> N
         for pipe in running.senders:
             pipe.send(("send", 5))
         for pipe in running.receivers:
-            pipe.send(("receive", 7))  # of the same slot
+            pipe.send(("receive", 7))  # of the same snapshot
         for pipe in running.receivers:
             message = running.answer(pipe)
             assert "version 7" in message and "5" in message and "trainer rank" in message
@@ -220,7 +214,7 @@ def test_a_killed_sender_is_an_error_within_the_deadline() -> None:
 
 
 def test_the_loss_of_one_receiver_is_heard_of_by_the_others_at_once() -> None:
-    """Not at the deadline: whoever fails leaves, and its connections tell."""
+    """Not at the deadline: a member that fails closes its connections, which the others notice."""
     with Processes(settings("collective", deadline_s=300)) as running:
         running.meet(running.receivers)
         assert running.transfer(1, running.receivers)[1] == [ALL_BYTES] * 2

@@ -10,25 +10,49 @@ import asyncio
 import os
 import time
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from monarch.actor import Port
 
 from monarch_rl.episode.sampling import GenerationError
-from monarch_rl.generator.engine import CommitReport, Engine, EngineStopped
-from monarch_rl.generator.link import Answer, Request, answer_all
+from monarch_rl.generator.commit import CommitReport
+from monarch_rl.generator.connection import Answer, Request, answer_all
+from monarch_rl.generator.engine import Engine
 from monarch_rl.generator.settings import GeneratorSettings
+from monarch_rl.generator.sglang_engine import EngineStopped
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.endpoint import concurrent_endpoint
 from monarch_rl.runtime.resilient import ResilientActor
+from monarch_rl.weights.endpoint import Receiver, TransferSettings
 from monarch_rl.weights.manifest import Manifest
-from monarch_rl.weights.transport import Receiver, TransferSettings, make_receiver
+from monarch_rl.weights.transport import make_receiver
 
 TRANSFER_GRACE_S = 10.0
 """Seconds beyond its own deadline after which a transfer's thread counts as hung."""
+
+
+class GeneratorStats(TypedDict):
+    """Counts of a replica since its start."""
+
+    replica: int
+    devices: int
+    version: int
+    """The one that is served."""
+    generated_tokens: int
+    finished_requests: int
+    requests_in_flight: int
+    busy_seconds: float
+    """Seconds in which a request was in the engine and no commit was going on."""
+    request_seconds: float
+    """Those seconds, each counted once for every request."""
+    last_commit: dict[str, Any]
+    """The fields of its :class:`CommitReport`; empty before the first."""
+    pid: int
+    child_pids: list[int]
+    """SGLang's processes."""
 
 
 @dataclass
@@ -53,7 +77,7 @@ class Generator(ResilientActor):
         self._verified = asyncio.Event()
         """Set once a version was committed: nothing is drawn before."""
         self._failed: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
-        """Done when a request has failed for what is wrong with this replica."""
+        """Done when a request has failed and it was not the request's own fault."""
         self._replica = 0
         self._devices = 1
 
@@ -75,8 +99,11 @@ class Generator(ResilientActor):
         """Start the engine with the model's own weights as version 0; returns the seconds it took.
 
         Args:
-            lora: with a rank, versions are adapters of these settings, or weights that they are merged into.
-            routes: requests may ask by which experts their tokens were read.
+            model_path: see :meth:`Engine.start`.
+            settings: of all replicas.
+            replica: this one's index.
+            lora: with a rank, versions are LoRA adapters of these settings, or weights that they are merged into.
+            expert_routes: requests may ask by which experts their tokens were read.
         """
         if self._engine is not None:
             raise RuntimeError(f"generator {self._replica} has an engine already")
@@ -93,24 +120,24 @@ class Generator(ResilientActor):
 
     @concurrent_endpoint
     async def generate(self, requests: list[Request], port: Port[list[Answer]]) -> None:
-        """Draw after every prompt; answers go to ``port`` as they are ready, long ones in parts before. Ends with the
+        """Draw after every prompt; answers go to ``port`` when they are ready, long ones in parts before. Ends with the
         last one.
 
-        This is :class:`~monarch_rl.generator.dispatcher.Dispatcher`'s: ask through one. See :meth:`Engine.generate`.
+        For :class:`~monarch_rl.generator.dispatcher.Dispatcher`: ask through one. See :meth:`Engine.generate`.
         """
         if not self._verified.is_set():
             with presence.waiting("a version that is verified", on="controller"):
-                await self._verified.wait()  # waits: whoever asks keeps the deadline
+                await self._verified.wait()  # waits: the caller keeps the deadline
         try:
             await answer_all(requests, port, self._running.generate, GenerationError)
-        except Exception as error:  # no request's own fault
+        except Exception as error:  # not the request's own fault
             if not self._failed.done():
                 self._failed.set_result(error)
             raise
 
     @concurrent_endpoint
     async def weights_setup(self, manifest: Manifest, settings: TransferSettings) -> float:
-        """Make the receiving end. From here on nothing is drawn before a version was committed and verified.
+        """Make the receiving end of the transport. From here on nothing is drawn before a version is committed.
 
         Returns the seconds for which running sequences may hold up a commit.
 
@@ -127,7 +154,7 @@ class Generator(ResilientActor):
 
     @concurrent_endpoint
     async def weights_connect(self, addresses: list[bytes], position: int, receivers: int) -> None:
-        """Meet all senders, as number ``position`` of ``receivers``; all must do so at once."""
+        """Meet all senders, which are at ``addresses``, as number ``position`` of ``receivers``; all meet at once."""
         weights = self._weights_ready()
         weights.received = None
         meeting = weights.receiver.connect(addresses, position, receivers)
@@ -135,26 +162,31 @@ class Generator(ResilientActor):
         await within(weights.deadline_s + TRANSFER_GRACE_S, meeting, what, on="trainer ranks")
 
     @concurrent_endpoint
-    async def receive(self, version: int, slot: int) -> int:
-        """Receive ``version`` while decoding goes on; returns the bytes that came."""
-        return await self._receive(version, slot)
+    async def receive(self, version: int, snapshot: int) -> int:
+        """Receive ``version`` while decoding goes on; returns the bytes that came.
 
-    async def _receive(self, version: int, slot: int) -> int:
+        Args:
+            version: that is sent.
+            snapshot: index of the trainer's snapshot that holds it.
+        """
+        return await self._receive(version, snapshot)
+
+    async def _receive(self, version: int, snapshot: int) -> int:
         weights = self._weights_ready()
         async with self._transfer_lock:
             weights.received = None
-            transfer = weights.receiver.receive(version, slot)
+            transfer = weights.receiver.receive(version, snapshot)
             what = f"version {version} from the trainer ranks (generator {self._replica})"
             nbytes = sum(await within(weights.deadline_s + TRANSFER_GRACE_S, transfer, what, on="trainer ranks"))
             weights.received = version
             return nbytes
 
     @concurrent_endpoint
-    async def commit(self, version: int, slot: int, checksums: dict[str, int]) -> CommitReport:
-        """Serve the version that was received; see :meth:`Engine.commit`."""
-        return await self._commit(version, slot, checksums)
+    async def commit(self, version: int, snapshot: int, checksums: dict[str, int]) -> CommitReport:
+        """Serve the version that was received from ``snapshot``; see :meth:`Engine.commit`."""
+        return await self._commit(version, snapshot, checksums)
 
-    async def _commit(self, version: int, slot: int, checksums: dict[str, int]) -> CommitReport:
+    async def _commit(self, version: int, snapshot: int, checksums: dict[str, int]) -> CommitReport:
         weights = self._weights_ready()
         async with self._transfer_lock:
             if weights.received != version:
@@ -162,14 +194,14 @@ class Generator(ResilientActor):
                     f"generator {self._replica} cannot commit version {version}: what it received is "
                     f"{'nothing complete' if weights.received is None else f'version {weights.received}'}"
                 )
-            area = weights.receiver.area(slot)
+            area = weights.receiver.area(snapshot)
             self._last_commit = await self._running.commit(version, weights.manifest, area, checksums)
         self._verified.set()
         return self._last_commit
 
     @concurrent_endpoint
     async def verify_frozen(self, manifest: Manifest, checksums: dict[str, int]) -> None:
-        """Refuse to serve adapters of another model than this engine's; see :meth:`Engine.verify_frozen`."""
+        """Raise if the weights that are not trained are not the trainer's; see :meth:`Engine.verify_frozen`."""
         await self._running.verify_frozen(manifest, checksums)
 
     @concurrent_endpoint
@@ -179,16 +211,15 @@ class Generator(ResilientActor):
 
     @concurrent_endpoint
     async def lives(self) -> None:
-        """Return never; raise EngineStopped when the engine has ended, or what a request has failed of."""
+        """Never return; raise EngineStopped when the engine has ended, or the error by which a request failed."""
         ended = asyncio.ensure_future(self._running.ended())
         ends: set[asyncio.Future[Any]] = {ended, self._failed}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)  # waits: as long as the replica lives
         raise EngineStopped(ended.result()) if ended.done() else self._failed.result()
 
     @concurrent_endpoint
-    async def stats(self) -> dict[str, Any]:
-        """Counts since the start: see the keys. ``busy_seconds`` had a request in the engine and no commit;
-        ``request_seconds`` counts each of them once for every request."""
+    async def stats(self) -> GeneratorStats:
+        """Counts since the start."""
         engine = self._running
         return {
             "replica": self._replica,
@@ -199,7 +230,7 @@ class Generator(ResilientActor):
             "requests_in_flight": engine.clock.requests,
             "busy_seconds": engine.clock.seconds,
             "request_seconds": engine.clock.request_seconds,
-            "last_commit": asdict(self._last_commit) if self._last_commit else None,
+            "last_commit": asdict(self._last_commit) if self._last_commit else {},
             "pid": os.getpid(),
             "child_pids": engine.child_pids,
         }

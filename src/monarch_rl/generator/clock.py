@@ -1,4 +1,4 @@
-"""How long an engine was at work."""
+"""How long an engine was busy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class BusyClock:
 
     @property
     def request_seconds(self) -> float:
-        """Those seconds, each times the requests that were in the engine."""
+        """Those seconds, each counted once for every request that was in the engine."""
         self._count()
         return self._request_seconds
 
@@ -47,7 +47,7 @@ class BusyClock:
         self._paused = False
 
     def _count(self) -> None:
-        """Count the time since the last call, in which nothing has changed."""
+        """Add the time since the last call, in which nothing has changed."""
         now = time.perf_counter()
         if not self._paused and self._requests:
             self._total += now - self._since

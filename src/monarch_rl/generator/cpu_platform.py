@@ -25,11 +25,11 @@ pinned memory                          hard-coded for LoRA batches, routed exper
                                        requests without one draw freely beside it
 attention while decoding               ``torch_native`` attends to one sequence at a time, which on a small model is
                                        more than half of a step; here all sequences of a step go in one call
-attention of DeepSeek-V3               to read a prompt SGLang takes keys and values as they are, which ``torch_native``
-                                       looks for in the cache, where they lie compressed: it gets them from there
-loading DeepSeek-V3                    on threads, on which nobody sees what is copied where: on the caller's
-waiting while paused                   SGLang's scheduler spins while it is paused; on a CPU that core belongs to
-                                       whoever works meanwhile: it sleeps until the next message
+attention of DeepSeek-V3               to read a prompt SGLang takes keys and values uncompressed, and ``torch_native``
+                                       reads the cache, which holds them compressed: here it always takes those
+loading DeepSeek-V3                    on threads, where copies cannot be traced: here on the caller's thread
+waiting while paused                   SGLang's scheduler spins while it is paused; on a CPU other processes need
+                                       that core meanwhile: it sleeps until the next message
 ====================================== ===========================================================================
 
 Seen to work (``tests/generator``): dense and mixture-of-experts models, log-probs, routed experts, sampling
@@ -125,7 +125,7 @@ def hooks() -> None:
 
 
 class _Unavailable:
-    """Any name of the torchvision that is not there."""
+    """Stands for any name in torchvision."""
 
     BICUBIC = BILINEAR = NEAREST = LANCZOS = None
 
@@ -145,7 +145,7 @@ def _stand_in_for_torchvision() -> None:
         return
     from transformers.utils import import_utils
 
-    # transformers caches the true answer now, and so never believes in the stand-in.
+    # transformers caches the true answer now, and so never takes the stand-in for torchvision.
     import_utils.is_torchvision_available()
     import_utils.is_torchvision_v2_available()
     tops = ("torchvision", "torchvision.transforms", "torchvision.io", "torchvision.ops")
@@ -181,7 +181,7 @@ def _without_pinning(create: Callable[..., torch.Tensor]) -> Callable[..., torch
 # ---- attention -----------------------------------------------------------------------------------------------
 
 MOST_PADDING = 3
-"""Padded positions for one real one, above which sequences are attended to one by one after all."""
+"""Padded positions for each real one, above which sequences are attended to one by one after all."""
 
 
 def _attend(
@@ -199,8 +199,8 @@ def _attend(
 ) -> torch.Tensor:
     """One new token of each of B sequences attends to its own past.
 
-    ``query`` and ``output`` are [B, heads, width], the caches [slots, KV heads, width], and ``req_to_token`` says
-    in which slot each position of a request lies. The heads that share a KV head are taken as its queries.
+    ``query`` and ``output`` are [B, heads, width], the caches [entries, KV heads, width], and ``req_to_token`` says
+    in which entry each position of a request lies. The heads that share a KV head are taken as its queries.
     """
     count, longest = len(seq_lens), int(seq_lens.max())
     special = (
@@ -213,12 +213,12 @@ def _attend(
     if special:
         tensors = (query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens)
         return original(backend, *tensors, **options)
-    slots = req_to_token[req_pool_indices, :longest]
+    entries = req_to_token[req_pool_indices, :longest]
     past = torch.arange(longest)[None] < seq_lens[:, None]
     attended = torch.nn.functional.scaled_dot_product_attention(
         query.view(count, k_cache.shape[1], -1, query.shape[2]),
-        k_cache[slots].transpose(1, 2),
-        v_cache[slots].transpose(1, 2),
+        k_cache[entries].transpose(1, 2),
+        v_cache[entries].transpose(1, 2),
         attn_mask=past[:, None, None, :],
         scale=options.get("scaling"),
     )
@@ -227,7 +227,7 @@ def _attend(
 
 
 def _absorb(original: Callable[..., Any], registry: Any, backend: str) -> Callable[..., Any]:
-    """How DeepSeek's latent attention is computed for a batch: by ``torch_native`` always over the compressed cache."""
+    """Have ``torch_native`` compute DeepSeek's latent attention over the compressed cache, for every batch."""
     if backend != "torch_native":
         handler: Callable[..., Any] = original(registry, backend)
         return handler
@@ -255,13 +255,13 @@ def _no_seed(seed: torch.Tensor | None) -> bool:
 
 
 def _sample(original: Callable[..., Any], probs: Any, sampling_seed: Any = None, positions: Any = None) -> Any:
-    """The unseeded draw unless some request asks for a seed: hashing every entry of the vocabulary is slow."""
+    """Draw without seeds unless some request has one: hashing every entry of the vocabulary is slow."""
     return original(probs, None if _no_seed(sampling_seed) else sampling_seed, positions)
 
 
 def _sample_truncated(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if len(args) != 7:
-        raise TypeError("SGLang calls top_k_top_p_min_p_sampling_from_probs_torch otherwise than in 0.5.23")
+        raise TypeError("SGLang calls top_k_top_p_min_p_sampling_from_probs_torch in another way than 0.5.23 does")
     *before, seed, positions = args
     return original(*before, None if _no_seed(seed) else seed, positions, **kwargs)
 

@@ -1,9 +1,9 @@
 """Which replica draws an episode: the one with the fewest requests in flight from here when its group began.
 
 A group stays with its replica, whose prefix cache then holds the prompt once for all its episodes and turns. What a
-lost replica owes is asked of another one; while there is none, it waits for one to be started anew, which is the
-controller's to do or to refuse. What had arrived of an answer by then is kept, and the other one goes on from there.
-The router is no actor: every rollout worker carries its own copy, and asks no one.
+lost replica owes is asked of another one; while there is none, it waits for the controller to start a new one or to
+end the run. The parts of an answer that had arrived by then are kept, and the other replica goes on from there.
+The dispatcher is no actor: every rollout worker carries its own copy, and asks no other process.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from dataclasses import replace
 from typing import Any
 
 from monarch_rl.episode.sampling import Completion, Sampling
-from monarch_rl.generator.link import Link, ReplicaLost
-from monarch_rl.generator.parts import end_of, join
+from monarch_rl.generator.connection import ReplicaConnection, ReplicaHandle, ReplicaLost
+from monarch_rl.generator.parts import finish_reason_of, join_parts
 from monarch_rl.runtime.deadlines import within
 
 logger = logging.getLogger("monarch_rl")
@@ -29,18 +29,20 @@ REMEMBERED_GROUPS = 4096
 class Dispatcher:
     """Hands requests to replicas. Picklable; each copy counts its own requests."""
 
-    def __init__(self, replicas: Sequence[Any], deadline_s: float) -> None:
+    def __init__(self, replicas: Sequence[ReplicaHandle], deadline_s: float) -> None:
         """``replicas``: handles of one :class:`Generator` each. ``deadline_s``: seconds a request may take."""
         if not replicas:
-            raise ValueError("a router needs at least one replica")
+            raise ValueError("a dispatcher needs at least one replica")
         self._replicas = list(replicas)
         self._deadline_s = deadline_s
-        self._links = [Link(replica, deadline_s, f"generator {i}") for i, replica in enumerate(self._replicas)]
+        self._connections = [self._connect(index, handle) for index, handle in enumerate(self._replicas)]
         self._in_flight = [0] * len(self._replicas)
         self._groups: OrderedDict[int, int] = OrderedDict()
+        """The replica of each group."""
         self._paused: set[int] = set()
+        """Replicas that take no new requests."""
         self._lost: dict[int, str] = {}
-        """Replicas that are asked for nothing, and why."""
+        """Replicas that take no requests, and why."""
         self._changed = asyncio.Event()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -57,19 +59,20 @@ class Dispatcher:
     def update_replicas(self, paused: Sequence[int], lost: Sequence[int]) -> None:
         """Send no new requests to the ``paused`` replicas, and ask others for what the ``lost`` ones owe.
 
-        Both are all there are: a replica that is in neither takes requests (again).
+        Every replica that is in neither takes requests (again).
         """
-        for replica in lost:  # one known to be lost may still have requests that nobody has ended
-            self._links[replica].give_up(f"generator {replica} was given up")
-        given_up = "the controller gave it up"
-        self._paused, self._lost = set(paused), {replica: self._lost.get(replica, given_up) for replica in lost}
+        for replica in lost:  # one known to be lost may still have requests that nothing has ended
+            self._connections[replica].cancel_requests(f"generator {replica} was removed")
+        removed = "the controller removed it"
+        self._paused, self._lost = set(paused), {replica: self._lost.get(replica, removed) for replica in lost}
         self._changed.set()
 
-    def replace(self, replica: int, handle: Any) -> None:
-        """From now on ``replica`` is the one behind ``handle``; if it was lost, it stays so until :meth:`route`."""
-        self._links[replica].give_up(f"generator {replica} was replaced")
+    def replace(self, replica: int, handle: ReplicaHandle) -> None:
+        """From now on ``replica`` is the one behind ``handle``; if it was lost, it stays so until
+        :meth:`update_replicas`."""
+        self._connections[replica].cancel_requests(f"generator {replica} was replaced")
         self._replicas[replica] = handle
-        self._links[replica] = Link(handle, self._deadline_s, f"generator {replica}")
+        self._connections[replica] = self._connect(replica, handle)
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling, group: int) -> Completion:
         """One turn of an episode of ``group``. If its replica is lost meanwhile, another one goes on from what arrived.
@@ -80,62 +83,63 @@ class Dispatcher:
         if all are lost.
         """
         parts: list[Completion] = []
-        drawn: list[int] = []
+        drawn_ids: list[int] = []
         reason: str | None = None
         while True:
-            # Routes come with an answer alone: if only they are lacking, a replica reads all, and draws one for nobody.
-            left = 1 if reason is not None else sampling.max_new_tokens - len(drawn)
+            # Expert routes come with an answer alone: if only they are missing, a replica reads all tokens and draws
+            # one more, which is dropped.
+            remaining = 1 if reason is not None else sampling.max_new_tokens - len(drawn_ids)
             try:
-                answer = await self._ask(prompt_ids + drawn, replace(sampling, max_new_tokens=left), group)
+                answer = await self._ask(prompt_ids + drawn_ids, replace(sampling, max_new_tokens=remaining), group)
             except ReplicaLost as error:
                 if reason is not None:
                     continue
-                parts += error.drawn
-                drawn += [token for part in error.drawn for token in part.token_ids.tolist()]
+                parts += error.parts
+                drawn_ids += [token for part in error.parts for token in part.token_ids.tolist()]
                 # Lost between its last token and the answer. A replica knows more stop tokens, which are in no part.
-                reason = end_of(drawn, sampling, sampling.stop_token_ids)
+                reason = finish_reason_of(drawn_ids, sampling, sampling.stop_token_ids)
                 if reason is not None and sampling.expert_routes_from is None:
-                    return join(parts, reason)
+                    return join_parts(parts, reason)
             else:
                 if reason is None:
-                    return join([*parts, answer], answer.finish_reason)
-                expert_routes = answer.expert_routes
-                return replace(join(parts, reason), expert_routes=None if expert_routes is None else expert_routes[:-1])
+                    return join_parts([*parts, answer], answer.finish_reason)
+                routes = answer.expert_routes
+                return replace(join_parts(parts, reason), expert_routes=None if routes is None else routes[:-1])
 
     async def _ask(self, prompt_ids: list[int], sampling: Sampling, group: int) -> Completion:
-        """Ask the group's replica, once there is one; if it is lost, it is out of the routing. Raises ReplicaLost."""
+        """Ask the group's replica, once there is one. Raises ReplicaLost; the replica then takes no more requests."""
         while (replica := self._replica_of(group)) is None:
             self._changed.clear()
-            lost = "".join(f"; generator {index} was lost: {why}" for index, why in sorted(self._lost.items()))
-            what = f"a generator in the routing for group {group}{lost}"
+            losses = "".join(f"; generator {index} was lost: {why}" for index, why in sorted(self._lost.items()))
+            what = f"a generator that takes requests of group {group}{losses}"
             await within(self._deadline_s, self._changed.wait(), what, on="controller")
-        link = self._links[replica]
+        connection = self._connections[replica]
         self._in_flight[replica] += 1
         try:
             return await within(
                 self._deadline_s,
-                link.ask(prompt_ids, sampling),
+                connection.ask(prompt_ids, sampling),
                 f"generator {replica} to answer a request of group {group} "
                 f"({len(prompt_ids)} prompt tokens, at most {sampling.max_new_tokens} new ones)",
                 on=f"generator {replica}",
             )
         except ReplicaLost as error:
-            if replica not in self._lost and self._links[replica] is link:
-                logger.warning("generator %d is out of the routing: %s", replica, error)
+            if replica not in self._lost and self._connections[replica] is connection:
+                logger.warning("generator %d takes no requests: %s", replica, error)
                 self._lost[replica] = str(error)
             raise
         finally:
             self._in_flight[replica] -= 1
 
     def _replica_of(self, group: int) -> int | None:
-        """The group's replica, a new one if that one is out of the routing, None if all are for now."""
+        """The group's replica, a new one if that one takes no requests, None if none does."""
         replica = self._groups.get(group)
-        out = self._paused | self._lost.keys()
-        if replica is None or replica in out:
-            able = [index for index in range(len(self._replicas)) if index not in out]
-            if not able:
+        unavailable = self._paused | self._lost.keys()
+        if replica is None or replica in unavailable:
+            available = [index for index in range(len(self._replicas)) if index not in unavailable]
+            if not available:
                 return None
-            replica = min(able, key=self._load)
+            replica = min(available, key=self._load)
             self._groups[group] = replica
         self._groups.move_to_end(group)
         if len(self._groups) > REMEMBERED_GROUPS:
@@ -144,3 +148,6 @@ class Dispatcher:
 
     def _load(self, replica: int) -> int:
         return self._in_flight[replica]
+
+    def _connect(self, replica: int, handle: ReplicaHandle) -> ReplicaConnection:
+        return ReplicaConnection(handle, self._deadline_s, f"generator {replica}")

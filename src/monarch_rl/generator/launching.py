@@ -18,6 +18,7 @@ KILL_SECONDS = 10.0
 
 
 def launch_engine(arguments: dict[str, Any]) -> Any:
+    """A ``sglang.Engine`` of tokens only, made with these ``ServerArgs``; kills what it started if it fails."""
     quiet_imports()
     import sglang.srt.entrypoints.engine as sglang_engine
 
@@ -42,7 +43,7 @@ def launch_engine(arguments: dict[str, Any]) -> Any:
 
 @contextmanager
 def _logging_kept() -> Iterator[None]:
-    """SGLang takes the root logger for its own, at its own level; what this process logs must go where it went."""
+    """Undo what SGLang does to the root logger: it sets its own level and handlers, and this process logs too."""
     root = logging.getLogger()
     level, handlers = root.level, root.handlers[:]
     try:
@@ -60,8 +61,8 @@ def take_over_watch(engine: Any) -> list[Any]:
 
 
 def close_sockets(*owners: Any) -> None:
-    """SGLang leaves its sockets open. When they are collected as garbage, whoever runs then would wait for ever until
-    what was written last is read by a process that is gone."""
+    """Close the sockets that SGLang leaves open: collecting them as garbage would wait forever for a process that is
+    gone to read what was written last."""
     import zmq
 
     for owner in owners:
@@ -71,7 +72,10 @@ def close_sockets(*owners: Any) -> None:
 
 
 def end_processes(engine: Any) -> None:
-    """SGLang's own shutdown kills every child of this process; this ends only the engine's."""
+    """Kill the engine's processes only: SGLang's own shutdown kills every child of this process.
+
+    Raises RuntimeError if one is still there ``KILL_SECONDS`` later.
+    """
     atexit.unregister(engine.shutdown)
     victims = []
     for pid in engine.get_all_child_pids():

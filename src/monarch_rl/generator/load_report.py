@@ -1,8 +1,8 @@
-"""What the engine's process and its ranks tell each other about a commit, in shared memory, without a message.
+"""What the engine's process and its ranks report of a commit to each other, in shared memory, without a message.
 
 Before the pause the engine's process writes the trainer's checksums. Each engine rank then writes which box of each
-tensor it holds and that box's checksum, of its own parameters. From this anyone can judge the version: every rank does
-so before it decodes on, and all come to the same verdict, since they read the same numbers.
+tensor it holds and that box's checksum, of its own parameters. From this each process can judge the version: every rank
+does so before it decodes on, and all come to the same verdict, because they read the same numbers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What a commit took, in seconds: the copy and the checksums of the slowest engine rank."""
+    """What a commit cost, in seconds: the copy and the checksums of the slowest engine rank."""
 
     copy_seconds: float
     """From the area to the engine's parameters."""
@@ -85,7 +85,7 @@ class LoadSheet:
 
     @classmethod
     def open(cls, handle: bytes) -> LoadSheet:
-        """The sheet that another process of this machine made. Raises RuntimeError if that process is gone."""
+        """Open the sheet that another process of this machine made. Raises RuntimeError if that process is gone."""
         sheet = cls.__new__(cls)
         sheet.handle = handle
         sheet._map(attach(handle))
@@ -124,7 +124,7 @@ class LoadSheet:
         return [spec.name for spec in self.specs]
 
     def ask(self, expected: dict[str, int]) -> None:
-        """Before a commit: note the trainer's checksums and forget all answers, so that none is taken for a new one.
+        """Before a commit, write the trainer's checksums and erase all answers, so that none is taken for a new one.
 
         Raises ValueError if ``expected`` is not of the manifest's tensors.
         """
@@ -138,13 +138,13 @@ class LoadSheet:
         self._messages[:] = 0
 
     def fail(self, rank: int, message: str) -> None:
-        """A rank could not load."""
+        """Record that a rank could not load."""
         data = message.encode()[:MESSAGE_BYTES]
         self._messages[rank, : len(data)] = np.frombuffer(data, np.uint8)
         self.state[rank, STATUS] = FAILED
 
     def judge(self) -> Refusal | None:
-        """Why what the ranks hold may not be served, or ``None`` if it is the trainer's, bit for bit, on every rank."""
+        """Why the version may not be served, or ``None`` if every rank holds the trainer's bit for bit."""
         failures = self._failures()
         if failures:
             return Refusal("; ".join(failures), differs=False)
@@ -158,8 +158,8 @@ class LoadSheet:
             )
         ranks = np.arange(len(leaders))[:, None]
         alike = (self.checksums == np.take_along_axis(self.checksums, leaders, 0)).all(0)
-        found = np.where(leaders == ranks, self.checksums, 0).sum(0)
-        wrong = [self.specs[i].name for i in np.flatnonzero(~alike | (found != self.expected))]
+        totals = np.where(leaders == ranks, self.checksums, 0).sum(0)
+        wrong = [self.specs[i].name for i in np.flatnonzero(~alike | (totals != self.expected))]
         if not wrong:
             return None
         return Refusal(
@@ -173,17 +173,17 @@ class LoadSheet:
         return LoadReport(float(copy), float(checksum), float(stood), int(self.state[:, BYTES].sum()))
 
     def _failures(self) -> list[str]:
-        found = []
+        failures = []
         for rank, status in enumerate(self.state[:, STATUS]):
             where = f"engine rank {rank}: " if len(self.state) > 1 else ""
             if status == NOT_RUN:
-                found.append(f"{where}its loader did not run")
+                failures.append(f"{where}its loader did not run")
             elif status == FAILED:
-                found.append(where + bytes(self._messages[rank]).rstrip(b"\0").decode(errors="replace"))
-        return found
+                failures.append(where + bytes(self._messages[rank]).rstrip(b"\0").decode(errors="replace"))
+        return failures
 
     def _leaders(self) -> np.ndarray:
-        """int64[ranks, tensors]: the first rank that holds the same box as each rank does."""
+        """int64[ranks, tensors]: the first rank that holds the same box as each rank."""
         ranks, tensors = self.checksums.shape
         leaders = np.repeat(np.arange(ranks)[:, None], tensors, 1)
         for rank in range(1, ranks):
@@ -192,7 +192,10 @@ class LoadSheet:
         return leaders
 
     def _not_covered(self, leaders: np.ndarray) -> list[str]:
-        """Boxes lie in their tensor, so they cover it exactly if they are disjoint and as large as it together."""
+        """Names of the tensors that the ranks' boxes do not cover exactly once.
+
+        A box lies in its tensor, so boxes cover it exactly if they are disjoint and add up to its size.
+        """
         ranks = len(leaders)
         first, size = self.boxes[..., [0, 2]], self.boxes[..., [1, 3]]
         mine = leaders == np.arange(ranks)[:, None]

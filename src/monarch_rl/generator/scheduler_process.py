@@ -14,10 +14,10 @@ from monarch_rl.runtime.lifetime import die_with_parent
 
 
 class SchedulerTarget:
-    """What ``multiprocessing`` calls in the new process, in the place of SGLang's own function.
+    """What ``multiprocessing`` calls in the new process instead of SGLang's own function.
 
     SGLang ties a scheduler's life to its parent's too, but only after some ten seconds of imports. Here the tie
-    is made while this object is unpickled, which comes before the arguments, and with them SGLang, are imported.
+    is made while this object is unpickled, before the arguments, and with them SGLang, are imported.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -37,21 +37,21 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
     from sglang.srt.managers.scheduler_components.output_streamer import _GenerationStreamAccumulator as Outputs
     from tqdm import std
 
-    from monarch_rl.generator.load_adapter import remember_managers
+    from monarch_rl.generator.load_lora import remember_managers
     from monarch_rl.generator.load_staged import continue_if_verified
 
     remember_managers()
     psutil.Process.send_signal = partialmethod(_exit_on_sigquit, psutil.Process.send_signal)
     std.tqdm.__init__ = partialmethod(_without_bar, std.tqdm.__init__)
     Scheduler.continue_generation = partialmethod(continue_if_verified, Scheduler.continue_generation)
-    Outputs.accept = partialmethod(tell_versions, Outputs.accept)
+    Outputs.accept = partialmethod(report_versions, Outputs.accept)
     run_scheduler_process(*args, **kwargs)
 
 
-def tell_versions(self: Any, original: Any, *, req: Any) -> None:
-    """In the place of SGLang's ``_GenerationStreamAccumulator.accept``, which adds a request to a message.
+def report_versions(self: Any, original: Any, *, req: Any) -> None:
+    """Replaces SGLang's ``_GenerationStreamAccumulator.accept``, which adds a request to a message.
 
-    SGLang tells the versions that drew a request's tokens only with the last of them.
+    SGLang reports the versions that drew a request's tokens only with the last of them.
     """
     from sglang.srt.utils.weight_versions import compute_weight_version_spans
 
@@ -66,7 +66,8 @@ def tell_versions(self: Any, original: Any, *, req: Any) -> None:
 
 
 def _exit_on_sigquit(self: Any, original: Any, number: int) -> None:
-    """After an exception SGLang's scheduler ends its parent by SIGQUIT, silently. The parent watches for its end."""
+    """Exit instead of ending the parent by SIGQUIT, silently, which SGLang's scheduler does after an exception: the
+    parent notices its end."""
     if number != signal.SIGQUIT:
         original(self, number)
         return
@@ -76,12 +77,12 @@ def _exit_on_sigquit(self: Any, original: Any, number: int) -> None:
 
 
 def _without_bar(self: Any, original: Any, *args: Any, **kwargs: Any) -> None:
-    """Weights load under a progress bar, which would tear the run's own display."""
+    """Hide the progress bar under which weights load: it would tear the run's own display."""
     original(self, *args, **kwargs | {"disable": True})
 
 
 def quiet_imports() -> None:
-    """Keep to errors: SGLang warns of every accelerator that is not there, and Monarch logs from INFO on."""
+    """Silence all but errors: SGLang warns of every accelerator that is not there, and Monarch logs from INFO on."""
     warnings.filterwarnings("ignore", category=UserWarning, module=r"sglang\.")
     logging.getLogger("sglang").setLevel(logging.ERROR)
     # multiprocessing's tracker of semaphores warns when an actor's process ends without the interpreter's exit;

@@ -1,4 +1,4 @@
-"""What a user sets about the generators."""
+"""Settings of the generators, and what SGLang is started with."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from monarch_rl.generator.version_kind import LOADERS
 from monarch_rl.model.architecture import find_architecture
 from monarch_rl.model.folder import rope_parameters
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
@@ -44,9 +45,9 @@ class GeneratorSettings:
     drain_deadline_s: float = 600.0
     """Seconds that a commit may wait for running sequences to end under `drain`, before it fails."""
     part_tokens: int = 64
-    """Tokens after which what a request has drawn is passed on to who asked; if the replica is lost, another one goes
-    on from there. At most so many tokens a request are drawn again; fewer cost more messages. Shorter answers are sent
-    once, when they are complete. SGLang's scheduler reports in such steps anyway, by itself of 50."""
+    """Tokens after which what a request has drawn is passed on to its caller; if the replica is lost, another one goes
+    on from there. At most this many tokens a request are drawn again; fewer cost more messages. Shorter answers are
+    sent once, when they are complete. SGLang's scheduler reports in such steps anyway, of 50 by default."""
     random_seed: int = 0
     """Seeds the engines' draws; replica r uses random_seed + r."""
     deterministic: bool = False
@@ -78,18 +79,6 @@ class GeneratorSettings:
             raise ValueError(f"start_deadline_s must be positive, got {self.start_deadline_s}")
 
 
-LOADER = "monarch_rl.generator.load_staged.load"
-"""What SGLang's scheduler runs to load a version from staging."""
-ADAPTER_LOADER = "monarch_rl.generator.load_adapter.load"
-"""What it runs instead if versions are adapters."""
-VERIFIER = "monarch_rl.generator.load_staged.verify"
-"""What it runs to tell checksums of the weights that it holds, and load nothing."""
-PART_LOADER = "monarch_rl.generator.load_staged.load_part"
-"""What it runs to load a version that is only some of the weights."""
-PART_VERIFIER = "monarch_rl.generator.load_staged.verify_rest"
-"""What it runs to tell checksums of those that no such version holds."""
-ADAPTER = "policy"
-"""SGLang's name of the adapter that versions overwrite."""
 CPU_KV_TOKENS = 65_536
 """KV cache of a replica on a CPU: 64 sequences of 1,024 tokens; 1.5 GB for SmolLM2-135M in float32."""
 
@@ -100,7 +89,11 @@ def engine_arguments(
     """SGLang ``ServerArgs`` for a token-in token-out engine that serves version 0.
 
     Args:
-        lora: the adapter that it serves beside the model's weights, if its rank is above 0.
+        model_path: Hugging Face folder or Hub name.
+        settings: of all replicas.
+        replica: this one's index.
+        on_gpu: the engine has a GPU.
+        lora: the LoRA adapter that it serves beside the model's weights, if its rank is above 0.
     """
     arguments: dict[str, object] = {
         "model_path": model_path,
@@ -109,7 +102,7 @@ def engine_arguments(
         "max_running_requests": settings.max_running_requests,
         "random_seed": settings.random_seed + replica,
         "weight_version": "0",
-        "custom_weight_loader": [LOADER, ADAPTER_LOADER, VERIFIER, PART_LOADER, PART_VERIFIER],
+        "custom_weight_loader": LOADERS,
         "tp_size": settings.tp,
         "sleep_on_idle": True,
         "log_level": "error",
@@ -123,7 +116,7 @@ def engine_arguments(
         arguments["attention_backend"] = "torch_native" if backend == "auto" else backend
     if lora.rank:
         arguments.update(enable_lora=True, max_lora_rank=lora.rank, lora_target_modules=list(lora.targets))
-        # One for the policy and one for the model without it: both stay where they are, neither evicts the other.
+        # One pool entry for the policy, one for the model without it: both stay in place, neither evicts the other.
         arguments["max_loras_per_batch"] = 2
         if not on_gpu:
             arguments["lora_backend"] = "torch_native"

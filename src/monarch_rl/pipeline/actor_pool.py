@@ -72,7 +72,7 @@ class ActorPool(Generic[A]):
         mesh, handle = factory.spawn(index)
         self._meshes[index] = mesh
         await factory.set_up(index, handle)  # waits: it has deadlines of its own
-        await factory.cluster.introduce(mesh)  # waits: as above
+        await factory.cluster.locate(mesh)  # waits: as above
         self.handles[index] = self.latest[index] = handle
         self.changed.set()
         return handle

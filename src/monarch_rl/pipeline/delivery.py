@@ -14,7 +14,7 @@ from monarch_rl.pipeline.actor_pool import last_line
 from monarch_rl.pipeline.meeting import Meeting, snapshot_index
 from monarch_rl.pipeline.replicas import Replica, Replicas, silent
 from monarch_rl.runtime.deadlines import now
-from monarch_rl.weights.transport import StillServing
+from monarch_rl.weights.endpoint import StillServing
 
 logger = logging.getLogger("monarch_rl")
 

@@ -18,8 +18,8 @@ from monarch_rl.pipeline.replicas import Replica, silence_of
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, now, within
 from monarch_rl.trainer.actor import Trainer
 from monarch_rl.weights.checksum import signed
+from monarch_rl.weights.endpoint import SNAPSHOTS, TransferSettings
 from monarch_rl.weights.manifest import Manifest
-from monarch_rl.weights.transport import SNAPSHOTS, TransferSettings
 
 T = TypeVar("T")
 

@@ -30,8 +30,9 @@ from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, within
 from monarch_rl.runtime.meshes import members
 from monarch_rl.trainer.actor import Trainer
 from monarch_rl.weights.checksum import signed
+from monarch_rl.weights.endpoint import SNAPSHOTS, TransferSettings, TransportName
 from monarch_rl.weights.manifest import Manifest, lay_out, make_manifest
-from monarch_rl.weights.transport import SNAPSHOTS, TRANSPORTS, TransferSettings, TransportName
+from monarch_rl.weights.transport import TRANSPORTS
 
 logger = logging.getLogger("monarch_rl")
 

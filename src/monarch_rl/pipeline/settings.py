@@ -16,7 +16,7 @@ from monarch_rl.runtime.devices import Devices
 from monarch_rl.runtime.watch import STALL_S
 from monarch_rl.tasks.reasoning_gym import TaskSettings, TaskSource
 from monarch_rl.trainer.settings import TrainerSettings, check_experts
-from monarch_rl.weights.transport import TransferSettings
+from monarch_rl.weights.endpoint import TransferSettings
 
 
 @dataclass(frozen=True)

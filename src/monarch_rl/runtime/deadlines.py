@@ -1,7 +1,7 @@
-"""The one way to wait for another process: with a deadline, a sentence about what is waited for, and who owes it.
+"""The one way to wait for another process: with a deadline, a name for what is waited for, and who has to deliver it.
 
-What is being waited for can be asked at any time (``runtime/presence.py``); the stall report is made of it
-(``runtime/stall.py``). ``tools/lint_waits.py`` finds waits that go another way.
+The waits under way can be read at any time (``runtime/presence.py``); stall reports are made from them
+(``runtime/stall.py``). ``tools/lint_waits.py`` finds waits that do not use this module.
 """
 
 from __future__ import annotations
@@ -18,23 +18,22 @@ from monarch_rl.runtime import presence
 
 T = TypeVar("T")
 
-
 CALL_DEADLINE_S = 60.0
-"""Seconds for a call that waits for nobody else."""
+"""Seconds for a call that waits for no other process."""
 
 
 class DeadlineExceeded(TimeoutError):
-    """A wait that took too long. The message names who waited, for what, since when."""
+    """A wait exceeded its deadline. The message says who waited, for what, since when."""
 
     def __init__(self, message: str, what: str = "", seconds: float = 0.0) -> None:
         super().__init__(message)
         self.what = what
-        """What was waited for, as the waiter put it."""
+        """What was waited for, in the waiter's words."""
         self.seconds = seconds
         """The deadline, in seconds."""
 
     def __reduce__(self) -> tuple[type[DeadlineExceeded], tuple[str, str, float]]:
-        return type(self), (str(self), self.what, self.seconds)  # it crosses processes inside Monarch's errors
+        return type(self), (str(self), self.what, self.seconds)  # so that it can be pickled inside Monarch's errors
 
 
 def now() -> float:
@@ -47,11 +46,11 @@ async def within(seconds: float, awaitable: Awaitable[T], what: str, *, on: str 
 
     Args:
         seconds: the deadline.
-        awaitable: a call to an actor that is given up on goes on over there; only this wait ends.
-        what: completes the sentence "waited for ...": name the thing and who owes it, for example
+        awaitable: what to await. After the deadline, a call to an actor still runs in that actor; only this wait ends.
+        what: completes the sentence "waited for ...": names the thing and who has to deliver it, for example
             ``"the gradients of step 3 from trainer rank 1"``.
-        on: who owes it, as it calls itself (:func:`presence.register`), or all of a kind (``"trainer ranks"``), or the
-            name of something outside the run. Along these names a stall is followed to its cause.
+        on: who has to deliver it: a registered name (:func:`presence.register`), all of a kind (``"trainer ranks"``),
+            or the name of something outside the run. The stall report follows these names to the cause.
 
     Raises :class:`DeadlineExceeded`, and whatever the awaitable raises.
     """
@@ -65,7 +64,7 @@ async def within(seconds: float, awaitable: Awaitable[T], what: str, *, on: str 
         raise
     if done:
         return task.result()
-    # Not awaited: an awaitable that ignores its cancellation must not turn a deadline into a hang.
+    # Not awaited, because an awaitable that ignores its cancellation would turn the deadline into a hang.
     task.cancel()
     task.add_done_callback(_retrieve)
     message = f"{_waiter()} waited {seconds:g} s, since {since}, for {what}"
@@ -73,7 +72,7 @@ async def within(seconds: float, awaitable: Awaitable[T], what: str, *, on: str 
 
 
 def _retrieve(task: asyncio.Future[T]) -> None:
-    """Take the exception of a task nobody waits for any more, so that asyncio does not report it as lost."""
+    """Retrieve the exception of a task that nobody awaits, so that asyncio does not log it."""
     if not task.cancelled():
         task.exception()
 
@@ -81,20 +80,20 @@ def _retrieve(task: asyncio.Future[T]) -> None:
 def _waiter() -> str:
     task = asyncio.current_task()
     name = getattr(task.get_coro(), "__qualname__", task.get_name()) if task is not None else "a task"
-    return f"{presence.owner()} ({name}, process {os.getpid()})"
+    return f"{presence.current_name()} ({name}, process {os.getpid()})"
 
 
 class Patience:
-    """A deadline for a step that repeats, judged by the step's own history.
+    """A deadline for a repeated step, derived from the step's own history.
 
-    Before the first step it is the ceiling, for whatever a first step compiles and warms up. Then it is ``factor``
-    times the longest of the last ``memory`` steps, but never below the floor nor above the ceiling: a run of one-second
-    steps does not wait ten minutes for one that never ends, and a run of slow steps is left alone.
+    Before the first step it is the ceiling, because a first step compiles and warms up. Then it is ``factor`` times the
+    longest of the last ``memory`` steps, but not below the floor nor above the ceiling: a run of one-second steps does
+    not wait ten minutes for a step that never ends, and a run of slow steps is not interrupted.
     """
 
     def __init__(self, ceiling_s: float, *, floor_s: float = 120.0, factor: float = 10.0, memory: int = 20) -> None:
-        """The default floor leaves time to replace a generator (10 to 60 s) in the middle of a step; the factor, for
-        a step that is sent its weights three times, or whose episodes have become much longer."""
+        """The default floor leaves time to replace a generator (10 to 60 s) during a step. The default factor allows
+        for a step whose weights are sent three times, or whose episodes have become much longer."""
         if ceiling_s <= 0 or floor_s < 0 or factor < 1 or memory < 1:
             raise ValueError(
                 f"ceiling_s must be above 0, floor_s not negative, factor and memory at least 1; got {ceiling_s}, "
@@ -110,13 +109,13 @@ class Patience:
             return self._ceiling_s
         return min(self._ceiling_s, max(self._floor_s, self._factor * max(self._recent)))
 
-    def saw(self, seconds: float) -> None:
-        """A step took ``seconds``."""
+    def record(self, seconds: float) -> None:
+        """Record that a step took ``seconds``."""
         self._recent.append(seconds)
 
     @contextmanager
     def step(self) -> Iterator[float]:
-        """The block is a step; gives its deadline, and remembers how long it took if it ends well."""
+        """Run the block as a step: yields its deadline, and records its duration if the block does not raise."""
         started = time.monotonic()
         yield self.limit_s
-        self.saw(time.monotonic() - started)
+        self.record(time.monotonic() - started)

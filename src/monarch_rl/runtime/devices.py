@@ -1,4 +1,4 @@
-"""What a launch offers: hosts, and on each host the slots (devices, or shares of the CPU) that a rank takes."""
+"""What a launch offers: hosts, and on each host the devices that ranks take: GPUs, or shares of the CPU."""
 
 from __future__ import annotations
 
@@ -6,40 +6,40 @@ import math
 import os
 from dataclasses import dataclass
 
-SLOTS_PER_CORE = 4
-"""Plain python on a CPU: ranks allowed per core. Not a resource, only a bound on what a typing error can start."""
+CPU_RANKS_PER_CORE = 4
+"""Ranks allowed per core, under plain python on a CPU. Not a resource: it bounds what a typing error can start."""
 
 
 class TooFewDevices(ValueError):
-    """More ranks were asked for than the launch has slots."""
+    """The ranks need more devices than the launch has."""
 
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """The slots of a launch, numbered host by host: slot s is device ``s % per_host`` of host ``s // per_host``."""
+    """The devices of a launch, numbered host by host: number d is device ``d % per_host`` of host ``d // per_host``."""
 
     kind: str
     """``cuda`` or ``cpu``."""
     num_hosts: int
     """Machines (torchrun nodes; 1 under plain python)."""
     per_host: int
-    """Slots of each host."""
+    """Devices of each host. On a CPU, the ranks that it may run."""
 
     @property
     def total(self) -> int:
-        """Slots of all hosts."""
+        """Devices of all hosts."""
         return self.num_hosts * self.per_host
 
     def check(self, ranks_needed: int, what: str = "") -> None:
-        """Raise :class:`TooFewDevices` if ``ranks_needed`` slots are not there; ``what`` says who needs them."""
+        """Raise :class:`TooFewDevices` if there are fewer than ``ranks_needed``; ``what`` says who needs them."""
         if ranks_needed <= self.total:
             return
         hosts = f"{self.num_hosts} host{'s' if self.num_hosts > 1 else ''}"
-        slots = {"cuda": "GPUs", "cpu": "CPU ranks"}[self.kind]
+        unit = {"cuda": "GPUs", "cpu": "CPU ranks"}[self.kind]
         detail = f" ({what})" if what else ""
         raise TooFewDevices(
             f"{ranks_needed} ranks are asked for{detail}, but this launch offers {self.total}: "
-            f"{hosts} with {self.per_host} {slots} each. {self._advice(ranks_needed)}"
+            f"{hosts} with {self.per_host} {unit} each. {self._advice(ranks_needed)}"
         )
 
     def _advice(self, ranks_needed: int) -> str:
@@ -67,13 +67,13 @@ def visible_devices() -> list[str]:
 
 
 def devices() -> Devices:
-    """What a launch from this process would offer. Spawns nothing: bad settings can be refused with it at once.
+    """What a launch from this process would offer. Spawns nothing, so settings can be checked against it at once.
 
-    CUDA: the visible devices of each host, taken to be equal on all hosts (``launch`` checks that).
-    CPU under torchrun: ``--nproc-per-node``. CPU under plain python: :data:`SLOTS_PER_CORE` ranks a core.
+    CUDA: the visible devices of this host, assumed to be as many on all hosts (``launch`` checks that).
+    CPU under torchrun: ``--nproc-per-node``. CPU under plain python: :data:`CPU_RANKS_PER_CORE` ranks a core.
     """
     num_hosts = 1
-    per_host = SLOTS_PER_CORE * (os.cpu_count() or 1)
+    per_host = CPU_RANKS_PER_CORE * (os.cpu_count() or 1)
     if launched_by_torchrun():
         per_host = int(os.environ["LOCAL_WORLD_SIZE"])
         num_hosts = int(os.environ["WORLD_SIZE"]) // per_host

@@ -19,7 +19,7 @@ SET_UP_DEADLINE_S = 60.0
 
 
 class _Environment(Actor):
-    """Puts into its process what ``init_process_group("env://")`` reads."""
+    """Sets the environment variables that ``init_process_group("env://")`` reads."""
 
     @concurrent_endpoint
     async def meeting_point(self) -> tuple[str, int]:
@@ -46,16 +46,16 @@ class _Environment(Actor):
 async def init_torch_distributed_env(mesh: ProcMesh) -> None:
     """Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and so on in all processes of ``mesh``.
 
-    The ranks then call ``init_process_group``. They meet on rank 0's host, at an address that the other hosts of
+    The ranks then call ``init_process_group``. Their store is on rank 0's host, at an address that the other hosts of
     the launch reach (127.0.0.1 on one machine, whatever its host name resolves to). Ranks count host by host.
 
-    LOCAL_RANK is the index of a process's device among those it sees: 0 on CUDA, where ``Cluster.spawn`` shows
-    each process its own device only, and the position on the host on a CPU.
+    LOCAL_RANK is the index of a process's device among its visible ones: 0 on CUDA, where ``Cluster.spawn`` shows each
+    process its own device only, and the rank within the host on a CPU.
 
     Raises :class:`~monarch_rl.runtime.deadlines.DeadlineExceeded`.
     """
     actors = mesh.spawn("torch_distributed_env", _Environment)
     first = actors.slice(**dict.fromkeys(mesh.extent.labels, 0))
-    what = f"the processes of mesh {mesh.extent} to come up"
+    what = f"the processes of mesh {mesh.extent} to start"
     address, port = await within(SET_UP_DEADLINE_S, first.meeting_point.call_one(), what, on="Monarch")
     await within(SET_UP_DEADLINE_S, actors.enter.call(address, port), what, on="Monarch")

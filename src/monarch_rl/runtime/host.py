@@ -1,8 +1,8 @@
-"""The process that stands for one machine: it serves as a Monarch host and owns every process of the run there.
+"""The host process of one machine: it serves as a Monarch host and owns every process of the run there.
 
-It is made the reaper of its descendants (PR_SET_CHILD_SUBREAPER), so that processes whose parent died, such as an
-engine's workers, stay below it. Its standard input is a pipe that the starter holds open. When the pipe closes,
-because the run is over or because the starter was killed, it kills all that is left below it and ends.
+It is the reaper of its descendants (PR_SET_CHILD_SUBREAPER), so that processes whose parent died, such as an engine's
+workers, remain its descendants. Its standard input is a pipe that the starter holds open. When the pipe closes, because
+the run has ended or the starter was killed, it kills its remaining descendants and ends.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ if TYPE_CHECKING:
 logger = logging.getLogger("monarch_rl")
 
 GRACE_S = 2.0
-"""Seconds that processes have to end by themselves before they are killed."""
+"""Seconds for processes to end by themselves before they are killed."""
 
 
 class HostProcess:
-    """The host process of this machine, as seen by the rank that started it."""
+    """The host process of this machine, seen from the rank that started it."""
 
     def __init__(self, ip: str | None, environment: Mapping[str, str]) -> None:
-        """Start a host reachable at ``ip``, or only on this machine (a Unix socket without a file) if it is None."""
+        """Start a host, reachable at ``ip``; if that is None, on this machine only (a Unix socket without a file)."""
         self.address = f"tcp://{ip}:{free_port()}" if ip else f"ipc://@monarch_rl-{uuid.uuid4().hex}"
-        """Where Monarch reaches it: an element of ``attach_to_workers(workers=...)``."""
+        """Its Monarch address: an element of ``attach_to_workers(workers=...)``."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", "monarch_rl.runtime.host", self.address],
             env={**environment, HOST_ADDRESS_VARIABLE: ip or "127.0.0.1"},
             stdin=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C in a terminal reaches the controller only, which ends things in order
+            start_new_session=True,  # Ctrl-C in a terminal reaches the controller only, which ends the run cleanly
         )
 
     def lost(self) -> bool:
-        """Whether the process ended otherwise than by being shut down."""
+        """Whether the process ended without being shut down."""
         return self._process.poll() not in (None, 0)
 
     def end(self, seconds: float) -> None:
-        """Close the pipe and wait until the process and all below it are gone; kill it after ``seconds``."""
+        """Close the pipe and wait until the process and its descendants have ended; kill them after ``seconds``."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -59,31 +59,31 @@ class HostProcess:
             import psutil
 
             logger.error("the host process %d did not end within %g s: killing it", self._process.pid, seconds)
-            below = psutil.Process(self._process.pid).children(recursive=True)
+            descendants = psutil.Process(self._process.pid).children(recursive=True)
             self._process.kill()
             self._process.wait(seconds)
-            for process in below:
+            for process in descendants:
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
 
 
 def _end_descendants() -> None:
-    """Ask the processes right below this one to end, and after :data:`GRACE_S` seconds kill all that is left.
+    """Ask the children of this process to end; after :data:`GRACE_S` seconds kill all remaining descendants.
 
-    Most of those further below end by themselves when their parent is gone, and tidy up as they do.
+    Most grandchildren end by themselves, and clean up, when their parent has ended.
     """
     import psutil
 
-    def living() -> list[psutil.Process]:
-        return [process for process in me.children(recursive=True) if _runs(process)]
+    def running() -> list[psutil.Process]:
+        return [process for process in me.children(recursive=True) if _is_running(process)]
 
     me = psutil.Process()
     _send(signal.SIGTERM, me.children())
     grace = time.monotonic() + GRACE_S
-    while (left := living()) and time.monotonic() < grace + GRACE_S:
+    while (remaining := running()) and time.monotonic() < grace + GRACE_S:
         if time.monotonic() > grace:
-            logger.warning("killing processes left behind by the run: %s", [process.pid for process in left])
-            _send(signal.SIGKILL, left)
+            logger.warning("killing processes left behind by the run: %s", [process.pid for process in remaining])
+            _send(signal.SIGKILL, remaining)
         time.sleep(0.05)
 
 
@@ -95,7 +95,7 @@ def _send(number: signal.Signals, processes: Iterable[psutil.Process]) -> None:
             process.send_signal(number)
 
 
-def _runs(process: psutil.Process) -> bool:
+def _is_running(process: psutil.Process) -> bool:
     import psutil
 
     try:
@@ -111,7 +111,7 @@ def _end_with_starter() -> None:
 
 
 def main() -> None:
-    """Serve as a Monarch host at the address given on the command line until it is shut down or left alone."""
+    """Serve as a Monarch host at the address on the command line, until it is shut down or its starter ends."""
     adopt_orphans()
     threading.Thread(target=_end_with_starter, name="end-with-starter", daemon=True).start()
     from monarch.actor import run_worker_loop_until_shutdown

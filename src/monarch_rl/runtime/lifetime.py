@@ -1,4 +1,4 @@
-"""Whose death a process shares. Linux only: elsewhere nothing happens. Imports nothing heavy."""
+"""Tie the life of a process to its parent's. Linux only; elsewhere these do nothing. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 def die_with_parent(number: signal.Signals, parent: int | None = None) -> None:
     """Have the kernel send ``number`` to this process when the thread that started it ends.
 
-    ``parent`` is the pid it was started by: if that one is gone already, this process ends at once.
+    ``parent`` is the pid of the starter: if it has already ended, this process ends at once.
     """
     _prctl(_PR_SET_PDEATHSIG, number)
     if parent is not None and os.getppid() != parent:  # it died before the line above
@@ -22,7 +22,7 @@ def die_with_parent(number: signal.Signals, parent: int | None = None) -> None:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every process below this one whose own parent ends."""
+    """Become the parent of every descendant whose own parent ends."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 

@@ -1,4 +1,4 @@
-"""Looking at the members of an actor mesh one by one."""
+"""The actors of an actor mesh, one by one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 def members(mesh: T) -> list[T]:
-    """The mesh's actors, each as a mesh of one, by rank. ``mesh``: a handle, typed as its actor's class."""
+    """The mesh's actors by rank, each as a mesh of one. ``mesh``: a handle, typed as its actor's class."""
     monarch_mesh = cast(Any, mesh)
     labels, sizes = monarch_mesh.extent.labels, monarch_mesh.extent.sizes
     places = product(*(range(size) for size in sizes))

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 HOST_ADDRESS_VARIABLE = "MONARCH_RL_HOST_ADDRESS"
-"""Set by ``runtime/host.py`` for all processes of one host; not meant to be set by users."""
+"""Set by ``runtime/host.py`` for all processes of one host. Not for users."""
 
 BELOW_EPHEMERAL = range(22_000, 29_000)
-"""Ports that Linux gives to no connection by itself, nor torchrun by default."""
+"""Ports that neither Linux nor torchrun assigns by default."""
 
 
 def host_address() -> str:
@@ -22,7 +22,7 @@ def host_address() -> str:
 
 
 def free_port() -> int:
-    """A TCP port nobody listens on now. Another process may take it before the caller does: bind it soon."""
+    """A TCP port that is free now. Another process may take it before the caller does, so bind it soon."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
@@ -30,12 +30,12 @@ def free_port() -> int:
 
 @contextmanager
 def held_port(ports: range = BELOW_EPHEMERAL) -> Iterator[int]:
-    """A TCP port that nobody listens on, for a process that binds it only later: until then no other caller of this
-    function on this machine gets it. Raises RuntimeError if all ``ports`` are taken."""
+    """A free TCP port, for a process that binds it later. During the block no other caller of this function on this
+    machine gets the port. Raises RuntimeError if all ``ports`` are taken."""
     for port in random.sample(ports, len(ports)):
         with socket.socket(socket.AF_UNIX) as claim, socket.socket() as probe:
             try:
-                claim.bind(f"\0monarch_rl-port-{port}")  # in Linux' abstract namespace: gone with its process
+                claim.bind(f"\0monarch_rl-port-{port}")  # in Linux's abstract namespace: released when its process ends
                 probe.bind(("", port))
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:

@@ -1,4 +1,4 @@
-"""What all actors of a run have in common."""
+"""The base class of a run's actors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ else:
 
 
 class ResilientActor(Actor):
-    """An actor that outlives those that it calls and answers."""
+    """An actor that survives the loss of the actors that it calls and answers."""
 
     def _handle_undeliverable_message(self, message: Any) -> bool:
         """True: a message to a lost process is no failure of its sender, which is Monarch's default."""

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end a run in order; asked twice, or not done in time, they end it at once."""
+"""Ctrl-C and SIGTERM end a run cleanly. A second signal, or a timeout, ends it at once."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from typing import Any
 
 logger = logging.getLogger("monarch_rl")
 
-ORDERLY_END_S = 20.0
-"""Seconds between the first signal and the end of the process, whatever still runs."""
+CLEAN_EXIT_S = 20.0
+"""Seconds from the first signal to the end of the process, even if something still runs."""
 
 
 @contextmanager
 def interrupts(*, raise_in_main: bool = True) -> Iterator[None]:
-    """Within the block the first SIGINT or SIGTERM raises KeyboardInterrupt in the main thread, the second one kills.
+    """Within the block the first SIGINT or SIGTERM raises KeyboardInterrupt in the main thread; the second one exits.
 
-    An interrupt that leaves the block becomes SystemExit with the shell's code, 128 + the signal's number.
+    A KeyboardInterrupt that leaves the block becomes SystemExit with the shell's code, 128 + the signal's number.
 
-    Under a running event loop the interrupt is raised between two callbacks, never in the middle of one, so that
-    ``asyncio.run`` cancels its tasks and their ``finally`` blocks run. With ``raise_in_main=False`` the first one
-    only starts the time that is left (:data:`ORDERLY_END_S`). Called from another thread this does nothing.
+    Under a running event loop the interrupt is raised between two callbacks, never inside one, so that ``asyncio.run``
+    cancels its tasks and their ``finally`` blocks run. With ``raise_in_main=False`` the first signal only starts the
+    timeout (:data:`CLEAN_EXIT_S`). In a thread other than the main one this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -44,7 +44,7 @@ def interrupts(*, raise_in_main: bool = True) -> Iterator[None]:
             os._exit(128 + number)
         received = number
         logger.warning("%s: stopping (once more ends at once)", name)
-        watchdog = threading.Timer(ORDERLY_END_S, _give_up, (number,))
+        watchdog = threading.Timer(CLEAN_EXIT_S, _exit_at_once, (number,))
         watchdog.daemon = True
         watchdog.start()
         if not raise_in_main:
@@ -55,7 +55,7 @@ def interrupts(*, raise_in_main: bool = True) -> Iterator[None]:
             raise KeyboardInterrupt from None
         loop.call_soon_threadsafe(_interrupt)
 
-    before: dict[int, Any] = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous: dict[int, Any] = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     except KeyboardInterrupt:
@@ -63,7 +63,7 @@ def interrupts(*, raise_in_main: bool = True) -> Iterator[None]:
             raise
         raise SystemExit(128 + received) from None
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
         if watchdog is not None:
             watchdog.cancel()
@@ -73,8 +73,8 @@ def _interrupt() -> None:
     raise KeyboardInterrupt
 
 
-def _give_up(number: int) -> None:
+def _exit_at_once(number: int) -> None:
     name = signal.Signals(number).name
-    logger.error("not stopped %g s after %s: ending at once; the stacks follow", ORDERLY_END_S, name)
+    logger.error("not stopped %g s after %s: ending at once; the stacks follow", CLEAN_EXIT_S, name)
     faulthandler.dump_traceback(sys.stderr)
     os._exit(128 + number)

@@ -1,9 +1,9 @@
 """From a torchrun job to one Monarch host per node.
 
-Global rank 0 is the controller. It listens on a TCP port, which the other ranks learn from torchrun's own store.
-Each rank holds one connection to it for as long as the run lasts: the ranks that start a host (local rank 0 of each
-node) say there where it is, and all learn from it how the run ended. A controller that is killed closes its
-connections, so nobody has to poll for it.
+Global rank 0 is the controller. It listens on a TCP port, which the other ranks read from torchrun's own store. Each
+rank keeps one connection to it for the whole run: the ranks that start a host (local rank 0 of each node) send its
+address, and all ranks receive how the run ended. A controller that is killed closes its connections, so nobody has to
+poll for it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from monarch_rl.runtime.host import HostProcess
 logger = logging.getLogger("monarch_rl")
 
 MEETING_S = 300.0
-"""Seconds for all ranks to meet: the nodes of one job may start minutes apart."""
+"""Seconds for all ranks to connect: the nodes of one job may start minutes apart."""
 _CHECK_S = 1.0
+"""Seconds between two checks of a follower whether its own host is alive."""
 _KEY = "monarch_rl/controller_port"
 _VARIABLES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
@@ -36,7 +37,7 @@ _VARIABLES = (
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """A process's place in the torchrun job."""
+    """A process's rank in the torchrun job."""
 
     rank: int
     local_rank: int
@@ -48,10 +49,10 @@ class Rank:
     def from_environment(cls) -> Rank:
         """Read the variables that torchrun sets."""
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
-        place = cls(*(int(os.environ[name]) for name in names))
-        if place.world_size % place.local_world_size:
+        rank = cls(*(int(os.environ[name]) for name in names))
+        if rank.world_size % rank.local_world_size:
             raise ValueError("all nodes of a launch need the same --nproc-per-node")
-        return place
+        return rank
 
     @property
     def nodes(self) -> int:
@@ -59,10 +60,10 @@ class Rank:
         return self.world_size // self.local_world_size
 
 
-def clean(environment: Mapping[str, str]) -> dict[str, str]:
-    """``environment`` without what torchrun put there.
+def without_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
+    """``environment`` without torchrun's variables.
 
-    A process of a mesh that saw TORCHELASTIC_USE_AGENT_STORE would wait for a store that its own mesh never serves.
+    With TORCHELASTIC_USE_AGENT_STORE, a process of a mesh would wait for a store that its own mesh never serves.
     """
     return {
         name: value
@@ -73,10 +74,10 @@ def clean(environment: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """What one node of the job gives to the run."""
+    """What one node of the job offers to the run."""
 
     address: str
-    """Its Monarch host."""
+    """Address of its Monarch host."""
     devices: tuple[str, ...]
     """Its CUDA devices, as entries for CUDA_VISIBLE_DEVICES."""
 
@@ -89,7 +90,7 @@ class Peer:
     _pending: bytes = field(default=b"", init=False)
 
     def __post_init__(self) -> None:
-        # A machine that loses power closes no connection: let the kernel notice within 10 + 3 * 5 seconds.
+        # A machine that loses power closes no connection: have the kernel notice within 10 + 3 * 5 seconds.
         for level, option, value in (
             (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
             (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),
@@ -108,7 +109,7 @@ class Peer:
         self.connection.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self, seconds: float, what: str) -> dict[str, Any]:
-        """The next message. Raises :class:`DeadlineExceeded`, and ConnectionError when the other end is gone."""
+        """Return the next message. Raises :class:`DeadlineExceeded`, or ConnectionError when the other end closed."""
         deadline = time.monotonic() + seconds
         while b"\n" not in self._pending:
             self.connection.settimeout(max(0.001, deadline - time.monotonic()))
@@ -117,7 +118,7 @@ class Peer:
             except TimeoutError:
                 raise DeadlineExceeded(f"waited {seconds:g} s for {what}", what, seconds) from None
             if not chunk:
-                raise ConnectionError(f"the other end closed while this one waited for {what}")
+                raise ConnectionError(f"the connection was closed while this process waited for {what}")
             self._pending += chunk
         line, _, self._pending = self._pending.partition(b"\n")
         message: dict[str, Any] = json.loads(line)
@@ -125,26 +126,28 @@ class Peer:
 
 
 class Controller:
-    """Global rank 0's side of the meeting."""
+    """Global rank 0's side."""
 
-    def __init__(self, place: Rank) -> None:
-        self._place = place
-        self._server = socket.create_server(("", 0), backlog=place.world_size)
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+        self._server = socket.create_server(("", 0), backlog=rank.world_size)
         self._peers: dict[int, Peer] = {}
-        _store(place).set(_KEY, str(self._server.getsockname()[1]))
+        _store(rank).set(_KEY, str(self._server.getsockname()[1]))
 
-    def meet(self, start_host: Callable[[str | None], HostProcess]) -> tuple[str | None, HostProcess, list[Node]]:
+    def wait_for_ranks(
+        self, start_host: Callable[[str | None], HostProcess]
+    ) -> tuple[str | None, HostProcess, list[Node]]:
         """Wait for all ranks and start this node's host.
 
         Returns the address at which the other nodes reach this one (None if there are none), this node's host
-        process, and all nodes in order. Raises :class:`DeadlineExceeded` naming the ranks that did not come.
+        process, and all nodes in order. Raises :class:`DeadlineExceeded`, which names the missing ranks.
         """
         nodes: dict[int, Node] = {}
         ip: str | None = None
         deadline = time.monotonic() + MEETING_S
-        while len(self._peers) < self._place.world_size - 1:
-            missing = sorted(set(range(1, self._place.world_size)) - self._peers.keys())
-            what = f"torchrun ranks {missing} to call in"
+        while len(self._peers) < self._rank.world_size - 1:
+            missing = sorted(set(range(1, self._rank.world_size)) - self._peers.keys())
+            what = f"torchrun ranks {missing} to connect"
             self._server.settimeout(max(0.001, deadline - time.monotonic()))
             try:
                 peer = Peer(self._server.accept()[0])  # waits: until the socket's timeout, set above
@@ -158,51 +161,51 @@ class Controller:
         self._server.close()
         host = start_host(ip)
         nodes[0] = Node(host.address, tuple(visible_devices()))
-        return ip, host, [nodes[index] for index in range(self._place.nodes)]
+        return ip, host, [nodes[index] for index in range(self._rank.nodes)]
 
-    def dismiss(self) -> None:
-        """Tell all ranks that the run went well. If this is never called, they fail when this process ends."""
+    def report_success(self) -> None:
+        """Tell all ranks that the run succeeded. Without this call they fail when this process ends."""
         for rank, peer in self._peers.items():
             try:
                 peer.send({"end": "done"})
             except OSError as error:
-                logger.warning("rank %d was gone before the end: %s", rank, error)
+                logger.warning("rank %d had left before the end of the run: %s", rank, error)
 
     def close(self) -> None:
-        """Close all connections. Ranks that were not dismissed fail now."""
+        """Close all connections. Ranks that were not told of success fail now."""
         for peer in self._peers.values():
             peer.connection.close()
 
 
 class Follower:
-    """The side of a rank that is not the controller."""
+    """The side of every other rank."""
 
-    def __init__(self, place: Rank) -> None:
-        self._place = place
-        port = int(_store(place).get(_KEY))
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+        port = int(_store(rank).get(_KEY))
         connection = socket.create_connection((os.environ["MASTER_ADDR"], port), timeout=MEETING_S)
         self._peer = Peer(connection)
         self._host: HostProcess | None = None
 
     def join(self, start_host: Callable[[str | None], HostProcess]) -> None:
-        """Call in; local rank 0 starts its node's host first."""
-        hello: dict[str, Any] = {"rank": self._place.rank, "node": self._place.node}
-        if self._place.local_rank == 0:
+        """Report to the controller; local rank 0 first starts its node's host."""
+        hello: dict[str, Any] = {"rank": self._rank.rank, "node": self._rank.node}
+        if self._rank.local_rank == 0:
             self._host = start_host(self._peer.own_ip)
             hello |= {"address": self._host.address, "devices": visible_devices()}
         self._peer.send(hello)
 
     def wait(self) -> bool:
-        """Wait, as long as the controller lives, for the end of the run; whether it went well."""
+        """Wait for the end of the run, or of the controller; returns whether the run succeeded."""
         while True:
             try:
                 return self._peer.receive(_CHECK_S, "the end of the run")["end"] == "done"
             except DeadlineExceeded:
                 if self._host is not None and self._host.lost():
-                    logger.error("the Monarch host of node %d was lost", self._place.node)
+                    logger.error("the Monarch host of node %d was lost", self._rank.node)
                     return False
             except ConnectionError as error:
-                logger.error("rank %d stops: the controller (rank 0) failed or was lost: %s", self._place.rank, error)
+                logger.error("rank %d stops: the controller (rank 0) failed or was lost: %s", self._rank.rank, error)
                 return False
 
     def close(self, seconds: float) -> None:
@@ -211,16 +214,16 @@ class Follower:
             self._host.end(seconds)
 
 
-def _store(place: Rank) -> Any:
-    """torchrun's own store, under a prefix of this attempt (torchrun may restart the ranks)."""
+def _store(rank: Rank) -> Any:
+    """torchrun's own store, under a prefix for this attempt: torchrun may restart the ranks."""
     import torch.distributed as dist
 
     agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = dist.TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
-        place.world_size,
-        is_master=place.rank == 0 and not agent_serves,
+        rank.world_size,
+        is_master=rank.rank == 0 and not agent_serves,
         timeout=timedelta(seconds=MEETING_S),
         wait_for_workers=False,
     )

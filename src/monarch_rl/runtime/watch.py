@@ -1,23 +1,23 @@
-"""The watch over a run: it sees a process that cannot go on, or a run in which nothing advances, says why, and acts.
+"""The watch over a run: it finds a process that cannot go on, or a run in which nothing advances, says why, and acts.
 
-It runs on a thread of its own in the controller, with an event loop of its own, so that a controller whose loop is
-blocked is seen, too. Every ``stall_s / 5`` seconds it asks all processes how they are (``runtime/lookout.py``) and
-looks at each from outside. It acts
+It runs on a thread of its own in the controller, with its own event loop, so it also notices a controller whose loop is
+blocked. Every ``stall_s / 5`` seconds it polls the monitors of all processes (``runtime/monitor.py``) and inspects each
+process from outside. It acts on
 
-- on a culprit: a process that for ``stall_s`` seconds was stopped, or neither answered nor used the CPU, or had an
-  event loop that did not turn while it did not use the CPU; or whose loss nobody noticed for 2.5 times as long.
-  Whatever else still advances: what the culprit holds is missed later;
-- on a stall: nothing has advanced for :data:`STUCK_FACTOR` times ``stall_s``, or three times the longest pause that the
-  run has made so far, and nobody whom the trainer waits for works or waits for something outside the run. Progress is:
-  a step trained, a group put or dropped, a version published, tokens drawn, a held-out item played.
+- a culprit: a process that for ``stall_s`` seconds was stopped, or neither answered nor used the CPU, or had an event
+  loop that did not run while it did not use the CPU; or whose loss went unnoticed for 2.5 times as long. It acts even
+  if other processes still advance: they will miss what the culprit holds;
+- a stall: nothing has advanced for :data:`STUCK_FACTOR` times ``stall_s``, or for three times the longest pause of the
+  run so far, and no process that the trainer waits for uses the CPU or waits for something outside the run. Progress
+  is: a step trained, a group put or dropped, a version published, tokens drawn, a held-out item played.
 
-A process that uses the CPU is at work, whatever it does and however long; what it holds up is bounded by the deadline
-of whoever waits for it (:class:`~monarch_rl.runtime.deadlines.Patience`). A GPU at work needs the CPU, too: PyTorch
-waits for it by polling. What is outside the run, such as an environment's service, has deadlines of its own.
+A process that uses the CPU is at work, for however long. What it delays is bounded by the deadlines of those who wait
+for it (:class:`~monarch_rl.runtime.deadlines.Patience`). A GPU at work needs the CPU, too: PyTorch polls it. What is
+outside the run, such as an environment's service, has deadlines of its own.
 
-Acting is: one message that follows the waits from the trainer to the culprit, with the stacks of the processes on the
-way, logged and written to ``stall-*.txt`` in the run's folder; then ``recover`` is asked. The culprit is killed in any
-case, so that nobody waits for it; if ``recover`` could not help, the run ends with :class:`Stalled`.
+To act, it logs one message that follows the waits from the trainer to the culprit, with the stacks of the processes in
+between, and writes it to ``stall-*.txt`` in the run's folder; then it calls ``recover``. The culprit is killed in any
+case, so that nobody waits for it; if ``recover`` could not replace it, the run ends with :class:`Stalled`.
 """
 
 from __future__ import annotations
@@ -35,33 +35,33 @@ from pathlib import Path
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.runtime.deadlines import DeadlineExceeded, Patience, within
-from monarch_rl.runtime.sight import ASK_DEADLINE_S, LoopLag, Sight
-from monarch_rl.runtime.stall import CONTROLLER, Picture, Process, listed, told
+from monarch_rl.runtime.process_poller import ASK_DEADLINE_S, LoopLag, ProcessPoller
+from monarch_rl.runtime.stall import CONTROLLER, Process, RunPicture, describe_chain, list_processes
 
 logger = logging.getLogger("monarch_rl")
 
 STALL_S = 15.0
-"""Default: a thousand times what an answer takes, and less than the 20 s after which Monarch gives a silent process up
-with less to say (``cluster.py``)."""
+"""Default: a thousand times what an answer takes, and less than the 20 s after which Monarch reports a silent process
+as lost, with less detail (``cluster.py``)."""
 STUCK_FACTOR = 2
-"""Nothing is broken where a run is merely stuck, so it is given more time."""
-LOOKS = 5
-"""Looks in ``stall_s``."""
+"""A run that is merely stuck gets this many times ``stall_s``, because nothing is broken."""
+POLLS = 5
+"""Polls in ``stall_s``."""
 END_S = 20.0
-"""Seconds for the controller to leave its loop in order; after that its process ends at once."""
+"""Seconds for the controller to leave its loop cleanly; then its process exits."""
 RECOVER_DEADLINE_S = 5.0
-"""Seconds for ``recover`` to say whether the run can go on; what it does about it comes after."""
+"""Seconds for ``recover`` to say whether the run can go on. The replacement itself comes later."""
 
 Recover = Callable[[str], Awaitable[bool]]
 """Takes a culprit's name; true if the run can go on."""
 
 
 class Stalled(RuntimeError):
-    """The run could not go on; the message says who waited for what, down to the cause."""
+    """The run could not go on. The message says who waited for what, down to the cause."""
 
 
 class Watch:
-    """The watch of one run; see the top of this file. Made, started and ended by :func:`watched`."""
+    """The watch of one run; see the top of this file. :func:`watched` makes, starts and stops it."""
 
     def __init__(self, cluster: Cluster, folder: Path, stall_s: float, recover: Recover | None) -> None:
         if stall_s <= 0:
@@ -69,18 +69,18 @@ class Watch:
         self.stalled: Stalled | None = None
         """Why the run was ended."""
         self._folder, self._stall_s, self._recover = folder, stall_s, recover
-        self._interval_s = stall_s / LOOKS
+        self._interval_s = stall_s / POLLS
         self._lag = LoopLag()
-        self._sight = Sight(cluster, stall_s, self._interval_s, self._lag)
+        self._poller = ProcessPoller(cluster, stall_s, self._interval_s, self._lag)
         self._pauses = Patience(math.inf, floor_s=STUCK_FACTOR * stall_s, factor=3.0)
-        self._pauses.saw(0.0)  # what compiles and warms up uses the CPU, so that the first step needs no more
-        self._advanced = self._looked = time.monotonic()
-        self._told = False
-        """The present pause was spoken of."""
+        self._pauses.record(0.0)  # compilation and warm-up use the CPU, so the first step needs no longer limit
+        self._last_advance = self._last_check = time.monotonic()
+        self._pause_reported = False
+        """The present pause has been logged."""
         self._ended = threading.Event()
-        self._last: threading.Timer | None = None
+        self._exit_timer: threading.Timer | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._main, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        self._main_loop, self._main_task = asyncio.get_running_loop(), asyncio.current_task()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     # -- for the controller ----------------------------------------------------------------------------------------
@@ -96,21 +96,21 @@ class Watch:
         """End the watch. Blocks for a moment."""
         self._ended.set()
         self._thread.join(3 * ASK_DEADLINE_S)
-        if self._last is not None:  # what comes has deadlines of its own
-            self._last.cancel()
+        if self._exit_timer is not None:  # the rest of the end has deadlines of its own
+            self._exit_timer.cancel()
 
-    async def tell(self) -> None:
+    async def report_waits(self) -> None:
         """Log and write a report of who waits for whom now, for a run that a deadline ends."""
         if self._loop is None:
             return
-        telling = asyncio.run_coroutine_threadsafe(self._tell(), self._loop)
+        reporting = asyncio.run_coroutine_threadsafe(self._report_waits(), self._loop)
         try:
-            await within(3 * ASK_DEADLINE_S, asyncio.wrap_future(telling), "a stall report", on=CONTROLLER)
-        except Exception as error:  # the error that ends the run must come through
+            await within(3 * ASK_DEADLINE_S, asyncio.wrap_future(reporting), "a stall report", on=CONTROLLER)
+        except Exception as error:  # it must not hide the error that ends the run
             logger.error("no stall report could be made: %s", error)
 
-    async def _tell(self) -> None:
-        await self._report(await self._sight.picture(), time.monotonic() - self._advanced)
+    async def _report_waits(self) -> None:
+        await self._report(await self._poller.picture(), time.monotonic() - self._last_advance)
 
     # -- on the watch's own thread ---------------------------------------------------------------------------------
 
@@ -118,77 +118,77 @@ class Watch:
         try:
             asyncio.run(self._watch())
         except Exception:
-            logger.exception("the watch over the run has failed: a stall ends by the deadlines of its waits alone")
+            logger.exception("the watch over the run has failed: only the deadlines of waits will end a stall")
 
     async def _watch(self) -> None:
         self._loop = asyncio.get_running_loop()
         while not self._ended.is_set():
-            self._sight.meet_new()
+            self._poller.add_new()
             await asyncio.to_thread(self._ended.wait, self._interval_s)
-            late = time.monotonic() - self._looked > self._interval_s + self._stall_s / 2
-            self._looked = time.monotonic()
-            if late:  # this process itself was stopped, or starved: what others did meanwhile is not known
-                self._forgive()
+            late = time.monotonic() - self._last_check > self._interval_s + self._stall_s / 2
+            self._last_check = time.monotonic()
+            if late:  # this process itself was stopped or starved, so it does not know what the others did meanwhile
+                self._reset_timers()
             elif not self._ended.is_set():
-                picture = await self._sight.picture()
+                picture = await self._poller.picture()
                 self._note_progress(picture)
-                await self._judge(picture)
-        self._sight.close()
+                await self._check(picture)
+        self._poller.close()
 
-    def _forgive(self) -> None:
-        self._advanced = self._looked = time.monotonic()
-        self._sight.forgive()
+    def _reset_timers(self) -> None:
+        self._last_advance = self._last_check = time.monotonic()
+        self._poller.reset_silence()
 
-    def _note_progress(self, picture: Picture) -> None:
-        now, advanced = time.monotonic(), self._advanced
+    def _note_progress(self, picture: RunPicture) -> None:
+        now, advanced = time.monotonic(), self._last_advance
         for process in picture.processes.values():
-            found = process.glimpse
-            if found is not None and found.marks:
-                age = found.now - max(mark.last for mark in found.marks.values()) + process.silent_s
+            report = process.report
+            if report is not None and report.progress:
+                age = report.now - max(progress.last for progress in report.progress.values()) + process.silent_s
                 advanced = max(advanced, now - age - self._interval_s)
-        if advanced > self._advanced:
-            if advanced - self._advanced > 1.0:  # pauses shorter than that are legion
-                self._pauses.saw(advanced - self._advanced)
-            self._advanced, self._told = advanced, False
+        if advanced > self._last_advance:
+            if advanced - self._last_advance > 1.0:  # shorter pauses are too many to record
+                self._pauses.record(advanced - self._last_advance)
+            self._last_advance, self._pause_reported = advanced, False
 
-    async def _judge(self, picture: Picture) -> None:
+    async def _check(self, picture: RunPicture) -> None:
         culprits = picture.culprits()
-        paused = time.monotonic() - self._advanced
-        stuck = paused >= self._pauses.limit_s
-        if not culprits and (not stuck or self._told):
+        paused_s = time.monotonic() - self._last_advance
+        stuck = paused_s >= self._pauses.limit_s
+        if not culprits and (not stuck or self._pause_reported):
             return
         if not culprits and picture.at_work():
-            self._told = True
-            sentence = told(picture.chain(), self._stall_s)
-            logger.warning("nothing has advanced for %.0f s, but somebody is at work: %s", paused, sentence)
+            self._pause_reported = True
+            sentence = describe_chain(picture.chain(), self._stall_s)
+            logger.warning("nothing has advanced for %.0f s, but a process is at work: %s", paused_s, sentence)
             return
-        message = await self._report(picture, paused)
-        spared = [culprit for culprit in culprits if await self._recovered(culprit.name)]
-        if culprits and spared == culprits:
-            await asyncio.gather(*(self._sight.kill(culprit) for culprit in culprits))
-            self._forgive()
+        message = await self._report(picture, paused_s)
+        replaced = [culprit for culprit in culprits if await self._try_recover(culprit.name)]
+        if culprits and replaced == culprits:
+            await asyncio.gather(*(self._poller.kill(culprit) for culprit in culprits))
+            self._reset_timers()
             return
         await self._end(message, culprits)
 
-    async def _report(self, picture: Picture, paused: float) -> str:
-        """Log the chain with the stacks of those on it, write all that is known to a file; returns the message."""
+    async def _report(self, picture: RunPicture, paused_s: float) -> str:
+        """Log the chain with the stacks of its processes, write all that is known to a file, return the message."""
         chain = picture.chain()
-        message = f"{told(chain, self._stall_s)}. Nothing has advanced for {paused:.0f} s."
+        message = f"{describe_chain(chain, self._stall_s)}. Nothing has advanced for {paused_s:.0f} s."
         involved = {link.process.name: link.process for link in chain}
         involved |= {process.name: process for process in picture.culprits()}
-        texts = await asyncio.gather(*[self._sight.stacks(process) for process in involved.values()])
+        texts = await asyncio.gather(*[self._poller.stacks(process) for process in involved.values()])
         stacks = "\n".join(f"--- {name}\n{text}" for name, text in zip(involved, texts, strict=True))
         path = self._folder / f"stall-{time.strftime('%H%M%S')}.txt"
-        everybody = listed(picture.processes.values(), self._stall_s)
+        everybody = list_processes(picture.processes.values(), self._stall_s)
         path.write_text(f"{message}\n\nAll processes and what they wait for:\n{everybody}\n\nStacks:\n{stacks}\n")
         shown = "the run does not go on: %s\nEvery process and its waits are in %s. Stacks:\n%s"
         logger.error(shown, message, path, stacks)
         return message
 
-    async def _recovered(self, culprit: str) -> bool:
-        if self._recover is None or culprit == CONTROLLER:  # it could not even be asked
+    async def _try_recover(self, culprit: str) -> bool:
+        if self._recover is None or culprit == CONTROLLER:  # a controller that hangs cannot run ``recover``
             return False
-        on_main = asyncio.run_coroutine_threadsafe(_awaited(self._recover(culprit)), self._main)
+        on_main = asyncio.run_coroutine_threadsafe(_awaited(self._recover(culprit)), self._main_loop)
         try:
             what = f"{culprit} to be replaced"
             return await within(RECOVER_DEADLINE_S, asyncio.wrap_future(on_main), what, on=CONTROLLER)
@@ -197,25 +197,25 @@ class Watch:
             return False
 
     async def _end(self, message: str, culprits: list[Process]) -> None:
-        """End the run. Culprits are killed once its calls are given up: what is stopped would hold the end up."""
+        """End the run. Kill the culprits once its calls are cancelled: stopped processes would delay the end."""
         self.stalled = Stalled(message)
-        self._last = threading.Timer(END_S, _end_at_once, (message,))
-        self._last.daemon = True
-        self._last.start()
-        if self._task is not None:
-            self._main.call_soon_threadsafe(self._task.cancel)
+        self._exit_timer = threading.Timer(END_S, _exit_at_once, (message,))
+        self._exit_timer.daemon = True
+        self._exit_timer.start()
+        if self._main_task is not None:
+            self._main_loop.call_soon_threadsafe(self._main_task.cancel)
         await asyncio.to_thread(self._ended.wait, ASK_DEADLINE_S)
         for process in culprits:
             if process.name != CONTROLLER:
-                await self._sight.kill(process)
+                await self._poller.kill(process)
         self._ended.set()
 
 
 async def _awaited(awaitable: Awaitable[bool]) -> bool:
-    return await awaitable  # waits: _recovered keeps the deadline
+    return await awaitable  # waits: _try_recover keeps the deadline
 
 
-def _end_at_once(message: str) -> None:
+def _exit_at_once(message: str) -> None:
     logger.error("not ended %g s after a stall was found: ending at once. %s", END_S, message)
     os._exit(1)
 
@@ -227,11 +227,11 @@ async def watched(
     """Watch over the run while the block runs.
 
     Args:
-        cluster: whose processes are watched, new ones as they are spawned.
+        cluster: its processes are watched, also those that are spawned later.
         folder: where ``stall-*.txt`` is written.
         stall_s: seconds after which a process that cannot go on is a culprit.
-        recover: asked to replace a culprit, or to do without it, before the run is ended for it, on the event loop of
-            the block; by default it ends.
+        recover: asked to replace a culprit, or to go on without it, before the run ends because of it. Called on the
+            event loop of the block. Without it the run ends.
 
     Raises:
         Stalled: the run could not go on.
@@ -246,7 +246,7 @@ async def watched(
         if watch.stalled is not None:
             raise watch.stalled from error
         if isinstance(error, DeadlineExceeded) or isinstance(getattr(error, "exception", None), DeadlineExceeded):
-            await watch.tell()
+            await watch.report_waits()
         raise
     except asyncio.CancelledError:
         if watch.stalled is None:

@@ -2,7 +2,7 @@
 
 Between two events (a sequence joins or ends, a commit) every step takes as long as the last, so that the model needs
 an event for each of them and none for a token. Stands for :class:`monarch_rl.generator.actor.Generator`, and for the
-:class:`~monarch_rl.generator.link.Link` that a router has to it.
+:class:`~monarch_rl.generator.connection.ReplicaConnection` that a dispatcher has to it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from monarch_rl.episode.sampling import Completion, Sampling
-from monarch_rl.generator.engine import CommitReport
+from monarch_rl.generator.commit import CommitReport
 from monarch_rl.generator.settings import InFlight
 from monarch_rl.simulate.costs import Costs
 
@@ -71,10 +71,11 @@ class Replica:
         self._tokens = self._prefilled = 0
         self._busy_s = self._request_s = 0.0
 
-    # -- what a router asks ----------------------------------------------------------------------------------------
+    # -- what a dispatcher asks ----------------------------------------------------------------------------------------
 
     def ask(self, prompt_ids: list[int], sampling: Sampling) -> asyncio.Future[Completion]:
-        """As ``Link.ask``. The prompt's first id names the group; the seed, which must be there, its episode."""
+        """As ``ReplicaConnection.ask``. The prompt's first id names the group; the seed, which must be there,
+        its episode."""
         group = prompt_ids[0]
         tokens = self._costs.length.draw(group, sampling.seed)
         length = min(max(1, round(tokens / self._grain)), sampling.max_new_tokens)
@@ -84,9 +85,9 @@ class Replica:
         self._turn()
         return sequence.answer
 
-    def give_up(self, why: str) -> None:
-        """As ``Link.give_up``; no simulated replica is ever lost."""
-        raise RuntimeError(f"a simulated replica was given up: {why}")
+    def cancel_requests(self, why: str) -> None:
+        """As ``ReplicaConnection.cancel_requests``; no simulated replica is ever lost."""
+        raise RuntimeError(f"requests of a simulated replica were cancelled: {why}")
 
     # -- what the publisher and the observer ask -------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ from monarch_rl.simulate.handles import LocalMesh
 from monarch_rl.simulate.replica import Replica
 from monarch_rl.tasks.reasoning_gym import TaskSettings
 from monarch_rl.tasks.task import Item, Message, Score
-from monarch_rl.weights.transport import TransferSettings
+from monarch_rl.weights.endpoint import TransferSettings
 
 FOREVER_S = 1e9
 """A deadline that no simulated wait reaches: the figures say that it is long, not an error."""
@@ -301,12 +301,12 @@ class SimulatedWorker(RolloutWorker):
 
 
 class SimulatedDispatcher(Dispatcher):
-    """The real router, with replicas at hand instead of links to them."""
+    """The real dispatcher, with replicas at hand instead of connections to them."""
 
     def __init__(self, replicas: list[Replica]) -> None:
-        super().__init__(replicas, FOREVER_S)
-        links: Any = replicas
-        self._links = links
+        connections: Any = replicas
+        super().__init__(connections, FOREVER_S)
+        self._connections = connections
 
 
 class _Tokenizer:

@@ -24,8 +24,9 @@ from monarch_rl.runtime.resilient import ResilientActor
 from monarch_rl.trainer.batch_metrics import batch_metrics
 from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.trainer.snapshots import Snapshots
+from monarch_rl.weights.endpoint import Sender, TransferSettings
 from monarch_rl.weights.manifest import Manifest
-from monarch_rl.weights.transport import Sender, TransferSettings, make_sender
+from monarch_rl.weights.transport import make_sender
 
 if TYPE_CHECKING:
     from monarch_rl.algorithms.advantages import Advantage
@@ -170,7 +171,7 @@ class Trainer(ResilientActor):
                 logprobs.append(self.policy.token_logprobs(batch).logprobs.cpu().numpy())
         return logprobs
 
-    # -- publishing: see weights/transport.py for the order of calls ------------------------------------------
+    # -- publishing: see weights/endpoint.py for the order of calls ------------------------------------------
 
     @concurrent_endpoint
     async def owned_runs(self) -> tuple[int, list[NamedShape], list[Run]]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from monarch_rl.weights.checksum import ShardChecksums
+from monarch_rl.weights.endpoint import Sender
 from monarch_rl.weights.manifest import Manifest
-from monarch_rl.weights.transport import Sender
 
 
 class Snapshots:

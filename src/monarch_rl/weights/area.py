@@ -1,7 +1,7 @@
-"""Memory that several processes of one machine hold at once: a version is written there once and read in place.
+"""Memory shared by several processes of one machine: a version is written there once and read in place.
 
-On a CPU an area is an anonymous file (``memfd_create``): it has no name that could be left behind and ends with the
-last process that maps it. On a GPU it is device memory shared by CUDA IPC.
+On a CPU an area is an anonymous file (``memfd_create``). It has no name that could be left behind, and it is freed with
+the last process that maps it. On a GPU it is device memory shared by CUDA IPC.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _made: WeakValueDictionary[bytes, Area] = WeakValueDictionary()
 
 
 class Area:
-    """A flat run of bytes. Who made it must keep it as long as others may :func:`attach`."""
+    """A flat run of bytes. Its creator must keep it for as long as others may :func:`attach`."""
 
     def __init__(self, nbytes: int, device: torch.device | str = "cpu") -> None:
-        """Zeros. ``nbytes`` is at least 1."""
+        """Allocate ``nbytes`` (at least 1) bytes of zeros."""
         device = torch.device(device)
         self._descriptor: int | None = None
         if device.type == "cpu":
@@ -37,8 +37,8 @@ class Area:
             self.buffer = torch.zeros(nbytes, dtype=torch.uint8, device=device)
             description = reduce_tensor(self.buffer)
         self.handle = pickle.dumps((description, uuid.uuid4().hex))
-        """What another process of this machine needs to :func:`attach`. No other area ever has the same: the numbers of
-        files and places of memory are used again, and who keeps what it attached to goes by the handle."""
+        """What another process of this machine needs to :func:`attach`. It contains a unique id: file descriptors and
+        memory addresses are reused, and processes cache their mappings by handle."""
         _made[self.handle] = self
 
     def __del__(self) -> None:
@@ -47,12 +47,12 @@ class Area:
 
 
 def attach(handle: bytes) -> torch.Tensor:
-    """The area's bytes, uint8[nbytes], shared with all others that hold it.
+    """Map an area: uint8[nbytes], shared with all processes that hold it.
 
-    Raises RuntimeError if the process that made the area is gone.
+    Raises RuntimeError if the process that made the area has ended.
     """
     own = _made.get(handle)
-    if own is not None:  # CUDA opens a handle in other processes only
+    if own is not None:  # CUDA cannot open a handle in the process that made it
         return own.buffer
     (first, second), _ = pickle.loads(handle)
     return _map(first, second) if isinstance(first, str) else first(*second)

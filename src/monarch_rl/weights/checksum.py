@@ -1,18 +1,18 @@
-"""A checksum of a tensor that adds up over any boxes the tensor is cut into.
+"""A checksum of a tensor that is the sum of the checksums of any boxes the tensor is cut into.
 
-The trainer holds a tensor in row shards, an engine holds it as a slice of a fused parameter, the ranks of a tensor-
-parallel engine hold rows or columns of it. All compute parts of the same 64-bit number, each where its data lies,
-without moving the data. A tensor is seen as rows (its first dimension) of 64-bit words, the last one of a row filled
-up with zero bits; with x a word, r its row and c its place in the row,
+The trainer holds a tensor in row shards, an engine holds it as a slice of a fused parameter, and the ranks of a tensor-
+parallel engine hold rows or columns of it. Each computes its part of the same 64-bit number where its data lies,
+without moving the data. A tensor is read as rows (its first dimension) of 64-bit words; the last word of a row is
+padded with zero bits. With x a word, r its row and c its index in the row,
 
     checksum = sum over words of  x * (a(r) + b(c) * [r divisible by 8])   mod 2**64
 
 where ``a`` is odd and ``b`` even, both spread over 64 bits by splitmix64 (Steele et al., 2014). The factor is odd,
 hence invertible: a change of one word always changes the sum. Rows in wrong order change it through ``a``, columns in
-wrong order through every eighth row. A box that begins or ends inside a word counts only its own bits of it.
+wrong order through every eighth row. A box that begins or ends inside a word counts only its own bits of that word.
 
-The cost is one integer addition a word and an eighth, over pieces that fit a core's cache: who copies a tensor and
-sums each piece while it is there pays for little more than the copy (:class:`Checksums`).
+The cost is 1 1/8 integer additions per word, over blocks that fit a core's cache: summing each block right after it is
+copied costs little more than the copy (:class:`Checksums`).
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from monarch_rl.weights.manifest import Manifest
 WORD = 8
 """Bytes."""
 SAMPLED = 8
-"""Every how many rows the order of columns is looked at."""
+"""The order of columns is checked in every row whose index is a multiple of this."""
 _CACHED_WORDS = 1 << 18
-"""Words of a piece on a CPU: 2 MiB stay in a core's cache between a copy and the sums. Measured: 0.5 to 4 MiB differ
-by less than their noise."""
+"""Words of a block on a CPU: 2 MiB stay in a core's cache between a copy and the sums. Measured: 0.5 to 4 MiB differ by
+less than the noise."""
 _DEVICE_WORDS = 1 << 24
-"""Words of a piece elsewhere: a device reads its memory fast, and a call costs microseconds."""
+"""Words of a block on another device: it reads its memory fast, and a call costs microseconds."""
 
 
 def signed(value: int) -> int:
-    """``value`` modulo 2**64 as a signed 64-bit number: how checksums of parts add up."""
+    """``value`` modulo 2**64 as a signed 64-bit number: sums of checksums wrap around like this."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
@@ -46,7 +46,7 @@ def _logical_shift(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _spread(index: torch.Tensor) -> torch.Tensor:
-    """splitmix64 of int64 indices; int64 arithmetic wraps, which is arithmetic mod 2**64."""
+    """splitmix64 of int64 indices. int64 arithmetic wraps around, so it is arithmetic mod 2**64."""
     x = index * signed(0x9E3779B97F4A7C15)
     x = (x ^ _logical_shift(x, 30)) * signed(0xBF58476D1CE4E5B9)
     x = (x ^ _logical_shift(x, 27)) * signed(0x94D049BB133111EB)
@@ -64,20 +64,20 @@ def _column_factors(first: int, count: int, device: torch.device) -> torch.Tenso
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """A box of a tensor and the memory that holds it."""
+class TensorBox:
+    """A box of a tensor, and the memory that holds it."""
 
     data: torch.Tensor
-    """``[rows, columns]`` of any dtype; rows may lie apart, the elements of a row lie together."""
+    """``[rows, columns]`` of any dtype; each row is contiguous, rows may be strided."""
     first_row: int = 0
-    """Of the box, in the whole tensor."""
+    """The box's first row in the whole tensor."""
     first_column: int = 0
-    """Of the box, in elements of a row of the whole tensor."""
+    """The box's first element in a row of the whole tensor."""
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Consecutive rows of a box, few enough to stay in cache."""
+class RowBlock:
+    """Consecutive rows of a box that fit in cache."""
 
     box: int
     """Index of the box."""
@@ -92,7 +92,7 @@ class Piece:
     _offset: int
 
     def add(self) -> None:
-        """Sum what the memory holds now."""
+        """Add the memory's present content to the sums."""
         if self._padded is not None:
             self._padded.copy_(self.data.view(torch.uint8))
         torch.sum(self._words, 1, out=self._row_sums)
@@ -100,9 +100,12 @@ class Piece:
 
 
 class Checksums:
-    """Checksums of several boxes on one device, planned once: at each use, :meth:`Piece.add` all, then :meth:`take`."""
+    """Checksums of several boxes on one device, planned once.
 
-    def __init__(self, boxes: Sequence[Held]) -> None:
+    For each use, call :meth:`RowBlock.add` of all blocks, then :meth:`take`.
+    """
+
+    def __init__(self, boxes: Sequence[TensorBox]) -> None:
         device = boxes[0].data.device
         leads = [box.first_column * box.data.element_size() % WORD for box in boxes]
         rows = [box.data.shape[0] for box in boxes]
@@ -115,37 +118,37 @@ class Checksums:
         self._columns = _Weighted(
             columns, [_column_factors(first, n, device) for first, n in zip(firsts, columns, strict=True)]
         )
-        self.pieces = [piece for index in range(len(boxes)) for piece in self._cut(index, boxes[index], leads[index])]
+        self.blocks = [block for index in range(len(boxes)) for block in self._cut(index, boxes[index], leads[index])]
 
-    def _cut(self, index: int, box: Held, lead: int) -> list[Piece]:
+    def _cut(self, index: int, box: TensorBox, lead: int) -> list[RowBlock]:
         row_sums, column_sums = self._rows.sums[index], self._columns.sums[index]
-        height, words = len(row_sums), len(column_sums)
-        step = max(1, (_CACHED_WORDS if box.data.device.type == "cpu" else _DEVICE_WORDS) // max(1, words))
+        height, row_words = len(row_sums), len(column_sums)
+        step = max(1, (_CACHED_WORDS if box.data.device.type == "cpu" else _DEVICE_WORDS) // max(1, row_words))
         width = box.data.shape[1] * box.data.element_size()
-        whole = lead == 0 and width % WORD == 0 and _on_word_boundaries(box.data)
-        buffer = None if whole else box.data.new_zeros((min(step, height), words), dtype=torch.int64)
-        pieces = []
+        aligned = lead == 0 and width % WORD == 0 and _on_word_boundaries(box.data)
+        buffer = None if aligned else box.data.new_zeros((min(step, height), row_words), dtype=torch.int64)
+        blocks = []
         for start in range(0, height if width else 0, step):
             rows = slice(start, min(start + step, height))
             data, padded = box.data[rows], None
             if buffer is None:
-                viewed = data.view(torch.int64)
+                words = data.view(torch.int64)
             else:
-                viewed = buffer[: len(data)]
-                padded = viewed.view(torch.uint8)[:, lead : lead + width]
+                words = buffer[: len(data)]
+                padded = words.view(torch.uint8)[:, lead : lead + width]
             offset = -(box.first_row + start) % SAMPLED
-            pieces.append(Piece(index, rows, data, viewed, padded, row_sums[rows], column_sums, offset))
-        return pieces
+            blocks.append(RowBlock(index, rows, data, words, padded, row_sums[rows], column_sums, offset))
+        return blocks
 
     def take(self) -> torch.Tensor:
-        """int64[boxes]: the sums of what was added since the last call, or since the start."""
+        """Return int64[boxes]: the sums of what was added since the last call, or since the start."""
         totals = self._rows.totals() + self._columns.totals()
         self._columns.flat.zero_()
         return totals
 
 
 class _Weighted:
-    """Runs of sums, one after the other in one buffer, each run to be weighted and added up."""
+    """Several vectors of sums in one flat buffer; each is weighted and summed."""
 
     def __init__(self, lengths: list[int], factors: list[torch.Tensor]) -> None:
         self._factors = torch.cat(factors)
@@ -154,9 +157,9 @@ class _Weighted:
         self._ends = torch.tensor(lengths, device=self.flat.device).cumsum(0)
 
     def totals(self) -> torch.Tensor:
-        """int64[runs]. Differences of running sums are exact, since all is modulo 2**64."""
-        running = torch.nn.functional.pad((self.flat * self._factors).cumsum(0), (1, 0))
-        return running[self._ends].diff(prepend=running[:1])
+        """int64[vectors]. Differences of cumulative sums are exact, because all arithmetic is modulo 2**64."""
+        cumulative = torch.nn.functional.pad((self.flat * self._factors).cumsum(0), (1, 0))
+        return cumulative[self._ends].diff(prepend=cumulative[:1])
 
 
 def tensor_checksum(rows: torch.Tensor, first_row: int = 0, first_column: int = 0) -> torch.Tensor:
@@ -169,14 +172,14 @@ def tensor_checksum(rows: torch.Tensor, first_row: int = 0, first_column: int = 
         first_column: index of the first element of each row of ``rows`` in the row of the whole tensor.
 
     Returns:
-        int64 scalar on the device of ``rows``. Those of boxes that make up a tensor add up (mod 2**64) to its own.
+        int64 scalar on the device of ``rows``. Checksums of boxes that make up a tensor add up to its own, mod 2**64.
     """
     flat = rows.flatten(1) if rows.dim() > 1 else rows.reshape(-1, 1)
     if flat.stride(1) != 1:
         flat = flat.clone(memory_format=torch.contiguous_format)
-    checksums = Checksums([Held(flat, first_row, first_column)])
-    for piece in checksums.pieces:
-        piece.add()
+    checksums = Checksums([TensorBox(flat, first_row, first_column)])
+    for block in checksums.blocks:
+        block.add()
     return checksums.take()[0]
 
 
@@ -185,29 +188,29 @@ def _on_word_boundaries(data: torch.Tensor) -> bool:
 
 
 class ShardChecksums:
-    """What trainer rank ``rank`` contributes to the checksum of each tensor of the manifest, planned once.
+    """The part of trainer rank ``rank`` in the checksum of each tensor of the manifest, planned once.
 
     Args:
-        views: flat uint8, one for each of ``manifest.shards[rank]``: the memory that is summed at each use.
+        views: flat uint8, one for each of ``manifest.shards[rank]``: the memory that each use sums.
     """
 
     def __init__(self, manifest: Manifest, rank: int, views: Sequence[torch.Tensor]) -> None:
-        held, tensors = [], []
+        boxes, tensors = [], []
         for shard, view in zip(manifest.shards[rank], views, strict=True):
             spec = manifest.tensors[shard.tensor]
             row = spec.numel // spec.shape[0] if spec.shape else 1
-            held.append(Held(view.view(spec.dtype).view(-1, row), shard.start // row))
+            boxes.append(TensorBox(view.view(spec.dtype).view(-1, row), shard.start // row))
             tensors.append(shard.tensor)
-        self._checksums = Checksums(held) if held else None
+        self._checksums = Checksums(boxes) if boxes else None
         self._tensors = torch.tensor(tensors)
         self._count = len(manifest.tensors)
 
     def take(self) -> list[int]:
-        """Of what the memory holds now: signed 64-bit, one for each tensor of the manifest."""
+        """Checksums of the memory's present content: signed 64-bit, one for each tensor of the manifest."""
         sums = torch.zeros(self._count, dtype=torch.int64)
         if self._checksums is not None:
-            for piece in self._checksums.pieces:
-                piece.add()
+            for block in self._checksums.blocks:
+                block.add()
             sums.index_add_(0, self._tensors, self._checksums.take().cpu())
-        found: list[int] = sums.tolist()
-        return found
+        contributions: list[int] = sums.tolist()
+        return contributions

@@ -1,9 +1,8 @@
-"""Transport ``collective``: every trainer rank broadcasts what it owns to all generator replicas, in buckets.
+"""Transport ``collective``: every trainer rank broadcasts its shards to all generator replicas, in buckets.
 
-There is one process group for each trainer rank, of that rank (0) and all replicas (1, 2, ...), beside
-and independent of the trainers' own world: gloo on CPUs, NCCL on GPUs. No rank ever holds more of the model
-than its own shards' snapshots and, on the receiving side, the version that arrives and two buckets. Large shards
-arrive where they belong, small ones share buckets.
+Each trainer rank has one process group: that rank (0) and all replicas (1, 2, ...), independent of the trainers' own
+world; gloo on CPUs, NCCL on GPUs. A sender holds no more of the model than the snapshots of its own shards; a receiver
+holds the arriving version and two buckets. Large shards are received in place, small ones share buckets.
 """
 
 from __future__ import annotations
@@ -18,20 +17,20 @@ import torch
 import torch.distributed as dist
 
 from monarch_rl.weights.area import Area
-from monarch_rl.weights.manifest import Manifest, Piece, plan_buckets, shard_bytes
-from monarch_rl.weights.transport import SNAPSHOTS, TransferError, TransferSettings
+from monarch_rl.weights.endpoint import SNAPSHOTS, TransferError, TransferSettings
+from monarch_rl.weights.manifest import BucketEntry, Manifest, plan_buckets, shard_bytes
 
 T = TypeVar("T")
 
 ALONE_BYTES = 1 << 20
-"""A shard of so many bytes travels by itself and arrives where it belongs, without a copy; a broadcast costs about as
-much as a copy of half a MiB."""
+"""A shard of at least this many bytes has a broadcast of its own and is received in place, without a copy. A broadcast
+costs about as much as a copy of half a MiB."""
 _HEADER = 2
-"""int64 values sent ahead of the buckets: the version and the number of bytes."""
+"""int64 values sent before the buckets: version and number of bytes."""
 
 
 class _Group:
-    """A process group outside torch.distributed's world: rank 0 broadcasts to the others."""
+    """A process group outside torch.distributed's world, in which rank 0 broadcasts."""
 
     def __init__(
         self, store: dist.TCPStore, name: str, rank: int, size: int, device: torch.device, timeout: timedelta
@@ -61,13 +60,13 @@ class _Group:
         return wait
 
     def abort(self) -> None:
-        """Give up whatever is under way. Gloo cannot: there it ends when the deadline passes or a peer is gone."""
+        """Abort what is under way. Gloo cannot: there it ends when the deadline passes or a peer has gone."""
         if self._device.type == "cuda":
             self._group.abort()
 
 
 class CollectiveSender:
-    """A trainer rank's end: see :class:`monarch_rl.weights.transport.Sender`."""
+    """The trainer rank's end: see :class:`monarch_rl.weights.endpoint.Sender`."""
 
     def __init__(
         self, manifest: Manifest, rank: int, settings: TransferSettings, host: str, device: torch.device
@@ -76,9 +75,9 @@ class CollectiveSender:
         self._host = host
         self._device = device
         plan = plan_buckets(manifest, rank, settings.bucket_bytes, ALONE_BYTES)
-        self._buckets = [sum(piece.nbytes for piece in pieces) for pieces in plan]
+        self._buckets = [sum(entry.nbytes for entry in bucket) for bucket in plan]
         self._timeout = timedelta(seconds=settings.deadline_s)
-        # Buckets are runs of a snapshot: nothing is copied on this side.
+        # Buckets are slices of a snapshot: nothing is copied on this side.
         self._snapshots = [
             torch.zeros(shard_bytes(manifest, rank), dtype=torch.uint8, device=device) for _ in range(SNAPSHOTS)
         ]
@@ -92,56 +91,56 @@ class CollectiveSender:
         return await self._on_thread(self._open)
 
     def _open(self) -> bytes:
-        # Port 0 lets the operating system choose a free one, without a race.
+        # With port 0 the operating system chooses a free port, without a race.
         self._store = dist.TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
         return f"{self._host}:{self._store.port}".encode()
 
     async def connect(self, addresses: list[bytes], receivers: int) -> None:
-        def meet() -> _Group:
+        def join() -> _Group:
             assert self._store is not None, "open() must come first"
             return _Group(self._store, f"weights/{self._rank}", 0, receivers + 1, self._device, self._timeout)
 
-        self._group = await self._on_thread(meet)
+        self._group = await self._on_thread(join)
 
-    def views(self, slot: int) -> list[torch.Tensor]:
-        return list(self._snapshots[slot].split(self._sizes))
+    def views(self, snapshot: int) -> list[torch.Tensor]:
+        return list(self._snapshots[snapshot].split(self._sizes))
 
-    async def send(self, version: int, slot: int, nbytes: int | None = None) -> None:
+    async def send(self, version: int, snapshot: int, nbytes: int | None = None) -> None:
         if self._group is None:
             raise TransferError(f"trainer rank {self._rank} sends version {version} before connect()")
         failure = ""
         try:
-            await self._on_thread(self._send, self._group, version, self._snapshots[slot], nbytes)
+            await self._on_thread(self._send, self._group, version, self._snapshots[snapshot], nbytes)
         except RuntimeError as error:
             failure = str(error)
         if failure:
-            # Not inside the handler: the error's frames hold the group, and its connections tell the others.
+            # Outside the handler: the error's frames hold the group, and closing its connections informs the others.
             self._leave()
             raise TransferError(f"trainer rank {self._rank} could not send version {version}: {failure}")
 
     def _send(self, group: _Group, version: int, snapshot: torch.Tensor, nbytes: int | None) -> None:
-        left = snapshot.numel() if nbytes is None else nbytes
-        group.broadcast(torch.tensor([version, left], device=snapshot.device))()
-        pending = None
+        remaining = snapshot.numel() if nbytes is None else nbytes
+        group.broadcast(torch.tensor([version, remaining], device=snapshot.device))()
+        wait_for_previous = None
         for bucket in snapshot.split(self._buckets):
-            if left <= 0:
+            if remaining <= 0:
                 break
-            started = group.broadcast(bucket[:left])
-            left -= bucket.numel()
-            if pending is not None:
-                pending()
-            pending = started
-        if pending is not None:
-            pending()
+            wait = group.broadcast(bucket[:remaining])
+            remaining -= bucket.numel()
+            if wait_for_previous is not None:
+                wait_for_previous()
+            wait_for_previous = wait
+        if wait_for_previous is not None:
+            wait_for_previous()
 
     async def close(self) -> None:
         self._leave()
         self._thread.shutdown(wait=False)
 
     def _leave(self) -> None:
-        """Give up the group, so that whoever waits in it hears of it at once.
+        """Close the group, so that its other members fail at once instead of at their deadline.
 
-        A transfer of our own that hangs in it ends by its own deadline, on a thread nobody waits for.
+        A transfer of this rank that hangs in the group ends by its own deadline, on a thread that nobody awaits.
         """
         if self._group is not None:
             self._group.abort()
@@ -154,28 +153,29 @@ class CollectiveSender:
 
 
 class CollectiveReceiver:
-    """A generator replica's end: see :class:`monarch_rl.weights.transport.Receiver`."""
+    """The generator replica's end: see :class:`monarch_rl.weights.endpoint.Receiver`."""
 
     def __init__(self, manifest: Manifest, settings: TransferSettings, device: torch.device) -> None:
         self._manifest = manifest
         self._device = device
         self._settings = settings
         self._timeout = timedelta(seconds=settings.deadline_s)
-        # One for both slots: a version is committed before the next one is received.
+        # One area for both snapshots: a version is committed before the next one is received.
         self._area = Area(manifest.nbytes, device)
         self._addresses: list[str] = []
         self._position = 0
         self._thread = ThreadPoolExecutor(1, "weights")
         self._groups: list[_Group] = []
-        self._plans: list[list[list[Piece]]] = []
+        self._plans: list[list[list[BucketEntry]]] = []
+        """By trainer rank: its buckets."""
         self._buckets: list[torch.Tensor] = []
 
     async def connect(self, addresses: list[bytes], position: int, receivers: int) -> None:
         self._leave()
         self._addresses, self._position = [address.decode() for address in addresses], position
-        await self._on_thread(self._meet, receivers)
+        await self._on_thread(self._join, receivers)
 
-    def _meet(self, receivers: int) -> None:
+    def _join(self, receivers: int) -> None:
         for rank, address in enumerate(self._addresses):
             host, port = address.rsplit(":", 1)
             store = dist.TCPStore(host, int(port), is_master=False, timeout=self._timeout)
@@ -184,14 +184,14 @@ class CollectiveReceiver:
         if not self._plans:
             ranks, size = range(len(self._addresses)), self._settings.bucket_bytes
             self._plans = [plan_buckets(self._manifest, rank, size, ALONE_BYTES) for rank in ranks]
-            shared = [pieces for plan in self._plans for pieces in plan if len(pieces) > 1]
-            largest = max((sum(piece.nbytes for piece in pieces) for pieces in shared), default=0)
+            shared = [bucket for plan in self._plans for bucket in plan if len(bucket) > 1]
+            largest = max((sum(entry.nbytes for entry in bucket) for bucket in shared), default=0)
             self._buckets = [torch.empty(largest, dtype=torch.uint8, device=self._device) for _ in range(2)]
 
-    def area(self, slot: int) -> bytes:
+    def area(self, snapshot: int) -> bytes:
         return self._area.handle
 
-    async def receive(self, version: int, slot: int) -> list[int]:
+    async def receive(self, version: int, snapshot: int) -> list[int]:
         if not self._groups:
             raise TransferError(f"a generator receives version {version} before connect()")
         failure = ""
@@ -199,7 +199,7 @@ class CollectiveReceiver:
             return await self._on_thread(self._receive, version)
         except RuntimeError as error:
             failure = str(error)
-        self._leave()  # as the sender
+        self._leave()  # outside the handler, for the reason given at the sender
         raise TransferError(failure)
 
     def _receive(self, version: int) -> list[int]:
@@ -212,31 +212,31 @@ class CollectiveReceiver:
                 raise TransferError(f"could not receive version {version} from {sender}: {error}") from error
         return received
 
-    def _receive_from(self, group: _Group, plan: list[list[Piece]], version: int, staging: torch.Tensor) -> int:
+    def _receive_from(self, group: _Group, plan: list[list[BucketEntry]], version: int, staging: torch.Tensor) -> int:
         header = torch.zeros(_HEADER, dtype=torch.int64, device=staging.device)
         group.broadcast(header)()
         sent, nbytes = header.tolist()
-        most = sum(piece.nbytes for pieces in plan for piece in pieces)
-        if sent != version or nbytes > most:
-            raise TransferError(f"it sent {nbytes} bytes of version {sent}, expected {most} of version {version}")
-        arriving: list[tuple[list[Piece], torch.Tensor, Callable[[], None]]] = []
-        left, shared = nbytes, 0
-        for pieces in plan:
-            if left <= 0:
+        expected = sum(entry.nbytes for entries in plan for entry in entries)
+        if sent != version or nbytes > expected:
+            raise TransferError(f"it sent {nbytes} bytes of version {sent}, expected {expected} of version {version}")
+        arriving: list[tuple[list[BucketEntry], torch.Tensor, Callable[[], None]]] = []
+        remaining, shared = nbytes, 0
+        for entries in plan:
+            if remaining <= 0:
                 break
-            size = sum(piece.nbytes for piece in pieces)
-            if len(pieces) == 1:
-                bucket, pieces = staging[pieces[0].staging :][: min(left, size)], []
+            size = sum(entry.nbytes for entry in entries)
+            if len(entries) == 1:
+                bucket, entries = staging[entries[0].staging :][: min(remaining, size)], []
             else:
-                bucket, shared = self._buckets[shared % 2][: min(left, size)], shared + 1
-            left -= size
-            # One bucket is unpacked while the next is on its way.
-            arriving.append((pieces, bucket, group.broadcast(bucket)))
+                bucket, shared = self._buckets[shared % 2][: min(remaining, size)], shared + 1
+            remaining -= size
+            # One bucket is unpacked while the next is under way.
+            arriving.append((entries, bucket, group.broadcast(bucket)))
             if len(arriving) == 2:
                 _unpack(*arriving.pop(0), staging)
-        for entry in arriving:
-            _unpack(*entry, staging)
-        if self._device.type != "cpu":  # the engine's processes read it
+        for broadcast in arriving:
+            _unpack(*broadcast, staging)
+        if self._device.type != "cpu":  # the engine's processes read it next
             torch.accelerator.synchronize(self._device)
         return int(nbytes)
 
@@ -245,7 +245,7 @@ class CollectiveReceiver:
         self._thread.shutdown(wait=False)
 
     def _leave(self) -> None:
-        """As the sender's."""
+        """Close all groups: see the sender's."""
         if self._groups:
             for group in self._groups:
                 group.abort()
@@ -257,8 +257,8 @@ class CollectiveReceiver:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
 
-def _unpack(pieces: list[Piece], bucket: torch.Tensor, wait: Callable[[], None], staging: torch.Tensor) -> None:
+def _unpack(entries: list[BucketEntry], bucket: torch.Tensor, wait: Callable[[], None], staging: torch.Tensor) -> None:
     wait()
-    for piece in pieces:
-        run = bucket[piece.bucket : piece.bucket + piece.nbytes]  # shorter, if what is sent ends within
-        staging[piece.staging : piece.staging + run.numel()].copy_(run)
+    for entry in entries:
+        run = bucket[entry.bucket : entry.bucket + entry.nbytes]  # shorter where the sent bytes end within it
+        staging[entry.staging : entry.staging + run.numel()].copy_(run)

@@ -1,6 +1,6 @@
-"""Lossless compression of an update: only the elements whose bits changed since the previous version.
+"""Lossless compression of an update: it holds only the elements whose bits changed since the previous version.
 
-An update is cut into buckets; each is written in whichever form is smallest:
+An update is cut into buckets; each is written in its smallest form:
 
 | form | bytes, for n elements of which c changed | smallest when |
 |---|---|---|
@@ -9,8 +9,8 @@ An update is cut into buckets; each is written in whichever form is smallest:
 | mask | n / 8, and c values | in between |
 | dense | n values | nearly all changed |
 
-Both functions are vectorised torch, on CPUs and GPUs, and compare and copy bits: NaNs and -0.0 are as good as any
-other value. All numbers of the wire are in the machine's byte order (little-endian on all that are supported).
+Both functions are vectorised torch, on CPUs and GPUs. They compare and copy bits, so NaNs and -0.0 need no special
+case. Numbers on the wire have the machine's byte order (little-endian on all supported machines).
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ _MAGIC = 0x3161746C6564
 """`delta1`, read as a little-endian number."""
 _HEADER, _ENTRY = 4, 2
 """int64 values at the start of the wire (magic, itemsize, bytes, bytes of a bucket), then for each bucket (form,
-changed elements). The buckets' contents follow, then what is left of the last."""
+changed elements). The buckets' contents follow, then the bytes after the last full group of eight elements."""
 _SAME, _OFFSETS, _MASK, _DENSE = range(4)
 _BLOCK = 1 << 16
-"""Elements that a 16-bit offset can tell apart."""
+"""Elements that a 16-bit offset can address."""
 _INT_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _GATHER_BITS = 0x0102040810204080
-"""Times eight bytes of 0 or 1, taken as one number: byte i ends up as bit 56 + i."""
+"""Multiplied by eight bytes of 0 or 1, read as one number, it moves byte i to bit 56 + i."""
 
 
 class DeltaError(ValueError):
-    """The bytes are not an update for this target, or damaged."""
+    """The bytes are not an update for this target, or they are damaged."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaStats:
-    """What an encoded update consists of."""
+    """Sizes of an encoded update."""
 
     elements: int
     changed: int
-    """Elements whose bits differ from the previous version's; up to 7 at the end are not counted."""
+    """Elements whose bits differ from the previous version's; up to 7 elements at the end are not counted."""
     wire_bytes: int
     dense_bytes: int
 
@@ -53,19 +53,14 @@ class DeltaStats:
     def changed_share(self) -> float:
         return self.changed / max(1, self.elements)
 
-    @property
-    def compression(self) -> float:
-        """Wire bytes / dense bytes."""
-        return self.wire_bytes / max(1, self.dense_bytes)
-
 
 class _Layout(NamedTuple):
-    """How an update is cut. All buckets but the last are full; what is left (under 8 elements) is sent as it is."""
+    """How an update is cut. All buckets but the last are full; a tail of under 8 elements is sent as it is."""
 
     itemsize: int
     nbytes: int
     bucket: int
-    """Bytes of a bucket: a multiple of 64, so that masks and words never straddle."""
+    """Bytes of a bucket: a multiple of 64, so that no mask or word spans two buckets."""
 
     @property
     def body(self) -> int:
@@ -77,7 +72,7 @@ class _Layout(NamedTuple):
 
     @property
     def payload(self) -> int:
-        """Where the buckets' contents begin in the wire."""
+        """Byte offset of the buckets' contents on the wire."""
         return 8 * (_HEADER + _ENTRY * len(self.starts))
 
     def numel(self, start: int) -> int:
@@ -86,18 +81,18 @@ class _Layout(NamedTuple):
 
 
 def wire_bound(nbytes: int, bucket_bytes: int) -> int:
-    """Bytes that an update of ``nbytes`` takes at most, whatever changed: ``nbytes`` and 16 bytes a bucket."""
+    """Bytes that an update of ``nbytes`` takes at most: ``nbytes``, a header of 32, and 16 a bucket."""
     return _Layout(1, nbytes, _bucket(bucket_bytes)).payload + nbytes
 
 
 def encode(previous: torch.Tensor, current: torch.Tensor, itemsize: int, bucket_bytes: int, out: torch.Tensor) -> int:
-    """Write to ``out`` what turns ``previous`` into ``current``.
+    """Write to ``out`` the update that turns ``previous`` into ``current``.
 
     Args:
         previous: uint8[N], contiguous, its storage offset a multiple of 8.
         current: the same, on the same device.
         itemsize: bytes of an element: 1, 2, 4 or 8.
-        bucket_bytes: bytes looked at at a time. Rounded down to a multiple of 64; temporary memory is about as much.
+        bucket_bytes: bytes compared at a time, rounded down to a multiple of 64. Temporary memory is about as large.
         out: uint8, at least ``wire_bound(N, bucket_bytes)``, on the same device.
 
     Returns:
@@ -131,10 +126,10 @@ def encode(previous: torch.Tensor, current: torch.Tensor, itemsize: int, bucket_
 
 
 def _encode_bucket(previous: torch.Tensor, current: torch.Tensor, itemsize: int) -> tuple[int, int, list[torch.Tensor]]:
-    """The form, the number of changed elements, and the bytes to send in this order."""
+    """The form, the number of changed elements, and the parts to send, in order."""
     elements = current.view(_INT_OF_SIZE[itemsize])
     n = elements.numel()
-    # Most elements are unchanged, as a rule: whole words of 8 bytes are sorted out first.
+    # Usually most elements are unchanged: compare whole words of 8 bytes first.
     differs = _differs(previous.view(torch.int64), current.view(torch.int64))
     words = _count(differs)
     if words == 0:
@@ -156,7 +151,7 @@ def _encode_bucket(previous: torch.Tensor, current: torch.Tensor, itemsize: int)
 def _changed_elements(
     previous: torch.Tensor, current: torch.Tensor, differs: torch.Tensor, itemsize: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Indices (int64, ascending) and new values of the elements that changed, all of them in words that differ."""
+    """Indices (int64, ascending) and new values of the changed elements; ``differs`` marks the words that hold them."""
     dtype, width = _INT_OF_SIZE[itemsize], 8 // itemsize
     words = _nonzero(differs)
     old = previous.view(torch.int64).index_select(0, words).view(dtype)
@@ -174,7 +169,7 @@ def apply(wire: torch.Tensor, target: torch.Tensor) -> None:
 
     Raises:
         DeltaError: ``wire`` is damaged or for another size; ``target`` may hold parts of both versions.
-            Nothing is written outside of it. Damaged values are not noticed.
+            Nothing is written outside of ``target``. Damaged values are not noticed.
         ValueError: dtypes, alignment or devices do not fit together.
     """
     layout, entries = _read_table(wire)
@@ -196,7 +191,7 @@ def apply(wire: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def stats(wire: torch.Tensor) -> DeltaStats:
-    """What :func:`encode` found. Raises :class:`DeltaError` like :func:`apply`."""
+    """Sizes of the update that :func:`encode` wrote. Raises :class:`DeltaError` like :func:`apply`."""
     layout, entries = _read_table(wire)
     changed = sum(count for _, count in entries)
     return DeltaStats(layout.nbytes // layout.itemsize, changed, wire.numel(), layout.nbytes)
@@ -244,7 +239,7 @@ def _apply_bucket(form: int, changed: int, wire: torch.Tensor, target: torch.Ten
     blocks = -(-n // _BLOCK)
     counts = wire[: 4 * blocks].view(torch.int32).to(torch.int64)
     if int(counts.min()) < 0 or int(counts.sum()) != changed:
-        raise DeltaError(f"its blocks do not have {changed} changed elements together")
+        raise DeltaError(f"its blocks do not have {changed} changed elements in total")
     offsets_at = _aligned(4 * blocks)
     offsets = wire[offsets_at : offsets_at + 2 * changed].view(torch.int16).to(torch.int64) & (_BLOCK - 1)
     block = torch.repeat_interleave(torch.arange(blocks, device=wire.device), counts, output_size=changed)
@@ -255,7 +250,7 @@ def _apply_bucket(form: int, changed: int, wire: torch.Tensor, target: torch.Ten
 
 
 def _size(form: int, n: int, changed: int, itemsize: int) -> int:
-    """Bytes in the wire of a bucket of n elements; each part is filled up to 8 bytes."""
+    """Bytes on the wire of a bucket of n elements; each part is padded to a multiple of 8."""
     values = _aligned(changed * itemsize)
     if form == _OFFSETS:
         return _aligned(4 * -(-n // _BLOCK)) + _aligned(2 * changed) + values
@@ -263,7 +258,7 @@ def _size(form: int, n: int, changed: int, itemsize: int) -> int:
 
 
 def _pack(mask: torch.Tensor) -> torch.Tensor:
-    """bool[8 k] to uint8[k], the first in the lowest bit."""
+    """bool[8 k] to uint8[k], the first element in the lowest bit."""
     return ((mask.view(torch.int64) * _GATHER_BITS) >> 56).to(torch.uint8)
 
 
@@ -272,7 +267,7 @@ def _unpack(packed: torch.Tensor) -> torch.Tensor:
     return _spread_bits(packed.device).index_select(0, packed.to(torch.int32)).view(torch.bool)
 
 
-# On a CPU, NumPy compares, counts and finds 3 to 10 times faster than torch does, on the same memory.
+# On a CPU, NumPy compares, counts and searches 3 to 10 times faster than torch, on the same memory.
 
 
 def _differs(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -284,7 +279,7 @@ def _count(mask: torch.Tensor) -> int:
 
 
 def _nonzero(mask: torch.Tensor) -> torch.Tensor:
-    """int64 indices of what is true, ascending."""
+    """int64 indices of the true elements, ascending."""
     if mask.device.type == "cpu":
         return torch.from_numpy(np.flatnonzero(mask.numpy()))
     return mask.nonzero().flatten()

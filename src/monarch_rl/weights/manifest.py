@@ -1,8 +1,8 @@
-"""Which tensors a policy version consists of, where each lies in a flat staging area, and who owns what.
+"""The tensors of a policy version, their offsets in a flat staging area, and the trainer rank that owns each element.
 
-A version is a set of Hugging Face tensors in the dtype that is served. Every receiver holds them in one flat
-buffer of bytes, laid out by the :class:`Manifest`; every sender owns contiguous runs of elements of them, its
-:class:`Shard` s. Both are planned once, at start, not at each step.
+A version is a set of Hugging Face tensors in the served dtype. Every receiver holds them in one flat buffer of bytes,
+laid out by the :class:`Manifest`. Every sender owns contiguous runs of their elements, its :class:`Shard` s. Both are
+planned once, at the start.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from math import prod
 import torch
 
 ALIGNMENT = 16
-"""Bytes to which each tensor is aligned in staging: the widest vector load a copy kernel uses."""
+"""Bytes to which each tensor is aligned in staging: the widest vector load of a copy kernel."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor of a version and its place in staging."""
+    """One tensor of a version, and its offset in staging."""
 
     name: str
     """Hugging Face name."""
@@ -61,7 +61,7 @@ class Manifest:
     nbytes: int
     """Bytes of one staging area."""
     shards: tuple[tuple[Shard, ...], ...]
-    """``shards[r]``: what trainer rank r sends. Together they cover every element exactly once."""
+    """``shards[r]``: what trainer rank r sends. All shards together cover every element exactly once."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -69,7 +69,7 @@ class Manifest:
 
 
 def lay_out(tensors: Iterable[tuple[str, Sequence[int], torch.dtype]]) -> tuple[tuple[TensorSpec, ...], int]:
-    """Place tensors one after the other; returns their specs and the bytes they take together."""
+    """Lay tensors out one after the other; returns their specs and the total bytes."""
     specs, offset = [], 0
     for name, shape, dtype in tensors:
         spec = TensorSpec(name, tuple(shape), dtype, offset)
@@ -81,23 +81,23 @@ def lay_out(tensors: Iterable[tuple[str, Sequence[int], torch.dtype]]) -> tuple[
 def make_manifest(
     tensors: Sequence[tuple[str, Sequence[int], torch.dtype]], owned: Sequence[Sequence[tuple[str, int, int]]]
 ) -> Manifest:
-    """Plan a version from the tensors and each trainer rank's ``(name, first element, elements)`` runs.
+    """Plan a version from its tensors and each trainer rank's ``(name, first element, elements)`` runs.
 
-    Raises ValueError if some element is owned by nobody or by two ranks.
+    Raises ValueError if an element is owned by no rank or by two.
     """
     specs, nbytes = lay_out(tensors)
     index = {spec.name: i for i, spec in enumerate(specs)}
     shards = tuple(tuple(Shard(index[name], start, numel) for name, start, numel in runs if numel) for runs in owned)
-    found: list[list[tuple[int, int]]] = [[] for _ in specs]
+    runs_by_tensor: list[list[tuple[int, int]]] = [[] for _ in specs]
     for rank in shards:
         for shard in rank:
-            found[shard.tensor].append((shard.start, shard.numel))
-    for spec, runs in zip(specs, found, strict=True):
+            runs_by_tensor[shard.tensor].append((shard.start, shard.numel))
+    for spec, runs in zip(specs, runs_by_tensor, strict=True):
         end = 0
         for start, numel in sorted(runs):
             if start != end:
-                word = "by two ranks" if start < end else "by no rank"
-                raise ValueError(f"{spec.name}: elements from {min(start, end)} on are owned {word}")
+                owners = "two ranks" if start < end else "no rank"
+                raise ValueError(f"{spec.name}: elements from {min(start, end)} on are owned by {owners}")
             end = start + numel
         if end != spec.numel:
             raise ValueError(f"{spec.name}: {end} of {spec.numel} elements are owned by a trainer rank")
@@ -105,8 +105,8 @@ def make_manifest(
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A run of bytes that one bucket carries for one tensor. Buckets are consecutive runs of a sender's snapshot."""
+class BucketEntry:
+    """A run of bytes of one tensor in one bucket. Buckets are consecutive slices of a sender's snapshot."""
 
     bucket: int
     """Byte offset in the bucket."""
@@ -115,29 +115,29 @@ class Piece:
     nbytes: int
 
 
-def plan_buckets(manifest: Manifest, rank: int, bucket_bytes: int, alone_bytes: int) -> list[list[Piece]]:
-    """Cut what trainer rank ``rank`` owns into buckets of at most ``bucket_bytes``.
+def plan_buckets(manifest: Manifest, rank: int, bucket_bytes: int, alone_bytes: int) -> list[list[BucketEntry]]:
+    """Cut the shards of trainer rank ``rank`` into buckets of at most ``bucket_bytes``.
 
-    Shards of at least ``alone_bytes`` have buckets of their own, which are one piece each: such a bucket can arrive
-    where it belongs. Smaller ones share buckets.
+    Shards of at least ``alone_bytes`` have buckets of their own, with one entry each: such a bucket can be received in
+    place. Smaller shards share buckets.
     """
-    buckets: list[list[Piece]] = []
+    buckets: list[list[BucketEntry]] = []
     used = bucket_bytes
     alone = False
     for shard in manifest.shards[rank]:
         spec = manifest.tensors[shard.tensor]
         staging = spec.offset + shard.start * spec.dtype.itemsize
-        left = shard.numel * spec.dtype.itemsize
-        if alone or left >= alone_bytes:
+        remaining = shard.numel * spec.dtype.itemsize
+        if alone or remaining >= alone_bytes:
             used = bucket_bytes
-        alone = left >= alone_bytes
-        while left:
+        alone = remaining >= alone_bytes
+        while remaining:
             if used == bucket_bytes:
                 buckets.append([])
                 used = 0
-            take = min(left, bucket_bytes - used)
-            buckets[-1].append(Piece(used, staging, take))
-            used, staging, left = used + take, staging + take, left - take
+            nbytes = min(remaining, bucket_bytes - used)
+            buckets[-1].append(BucketEntry(used, staging, nbytes))
+            used, staging, remaining = used + nbytes, staging + nbytes, remaining - nbytes
     return buckets
 
 
@@ -150,7 +150,7 @@ NAMED_IN_ERROR = 8
 
 
 def list_names(names: Iterable[str]) -> str:
-    """The first few names for an error message, and how many more there are."""
+    """The first few names, for an error message, and the number of the others."""
     listed = list(names)
     more = len(listed) - NAMED_IN_ERROR
     return ", ".join(listed[:NAMED_IN_ERROR]) + (f" and {more} more" if more > 0 else "")

@@ -1,14 +1,14 @@
-"""Transport ``rdma``: every generator replica reads what each trainer rank owns out of its memory, one-sided.
+"""Transport ``rdma``: every generator replica reads each trainer rank's shards from its memory, one-sided.
 
-A trainer rank registers two slots of memory once, with Monarch's ``RDMABuffer``: a snapshot is written to one while
-the other may still be read. Nobody waits for a reader, so a reader that dies costs the others nothing. Reads go over
-ibverbs where the machine has it, else over Monarch's TCP connections, tuned in ``runtime/cluster.py``.
+A trainer rank registers the memory of two snapshots once, with Monarch's ``RDMABuffer``: one is written while the other
+may still be read. Nobody waits for a reader, so a reader that dies does not delay the others. Reads use ibverbs where
+the machine has it, else Monarch's TCP connections, tuned in ``runtime/cluster.py``.
 
-A slot is laid out like the readers' areas wherever what a rank owns is contiguous there: such runs are read straight
-into the area. Short ones are read together into a landing buffer and copied to their places.
+Where a rank's shards are contiguous in the readers' areas, the snapshot has the same layout. Such ranges are read
+straight into the area; short ones are read together into a landing buffer and copied to their places.
 
-One-sided reads see whatever lies there. So each slot has a header of its own (version, bytes, state) that is read
-before and after the data: a version that is not there, or was written to meanwhile, is an error and never served.
+A one-sided read returns whatever the memory holds. So each snapshot has a header (version, bytes, state) that is read
+before and after the data: a version that is missing, or was overwritten meanwhile, is an error and never served.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import torch
 
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.weights.area import Area
+from monarch_rl.weights.endpoint import SNAPSHOTS, TransferError, TransferSettings
 from monarch_rl.weights.manifest import ALIGNMENT, Manifest
-from monarch_rl.weights.transport import SNAPSHOTS, TransferError, TransferSettings
 
 if TYPE_CHECKING:
     from monarch.rdma import RDMABuffer
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SILENCE_S = 5
-"""Seconds (whole ones) that one read may take. Monarch does not notice a dead owner of memory: reads run into this.
-All reads under way of all replicas share an owner's connection: one replica with reads of 64 MiB from two ranks needs
-26 MiB/s of each, two replicas twice that. Where there is less, smaller buckets help."""
+"""Seconds (an integer) that one read may take. Monarch does not notice that an owner of memory has died: reads from it
+end by this timeout. All reads of all replicas share the owner's connection: one replica with reads of 64 MiB from
+two ranks needs 26 MiB/s from each, two replicas twice that. Where there is less, use smaller buckets."""
 _IN_FLIGHT = 4
-"""Reads of one replica under way at a time, at most; each has a landing buffer."""
+"""Concurrent reads of one replica, at most; each has a landing buffer."""
 _LANDING_BYTES = 16 << 20
-"""Bytes of a landing buffer, at most: smaller ones cost more reads, larger ones only memory."""
+"""Bytes of a landing buffer, at most. Smaller ones cost more reads, larger ones only memory."""
 _DIRECT = 2
-"""A run of at least one part in this many of a landing buffer has a read of its own, shorter ones share one. On TCP a
-read costs about 2 ms more than its bytes do, in which 16 MB are copied."""
+"""A range of at least 1 / this of a landing buffer has a read of its own, shorter ones share one. On TCP a read costs
+about 2 ms beside its bytes; 16 MB are copied in that time."""
 _POLL_S = 0.005
 
 _EMPTY, _WRITING, _READY = range(3)
@@ -51,7 +51,7 @@ _STATES = ("empty", "being written", "ready")
 
 
 def usable() -> str | None:
-    """Why this transport cannot work with this process's configuration, or ``None``. Needs no actor."""
+    """Return why this transport cannot work with this process's configuration, or ``None``. Needs no actor."""
     from monarch.rdma import get_rdma_backend
 
     if get_rdma_backend() != "none":
@@ -63,81 +63,84 @@ def usable() -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """Bytes that are contiguous both in a rank's slot and in an area."""
+class ByteRange:
+    """Bytes that are contiguous both in a rank's snapshot and in an area."""
 
-    slot: int
-    """Byte offset in the slot."""
-    area: int
+    snapshot_offset: int
+    """Byte offset in the snapshot."""
+    area_offset: int
     """Byte offset in the area."""
+
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class SlotPlan:
-    """How one trainer rank's slot is laid out and read; both sides compute it from the manifest."""
+class SnapshotPlan:
+    """Layout of one trainer rank's snapshot, and the reads that fetch it. Both sides compute it from the manifest."""
 
     shards: tuple[tuple[int, int], ...]
-    """Byte offset and bytes of each of the rank's shards in the slot."""
-    reads: tuple[tuple[Run, ...], ...]
-    """What each read brings: consecutive runs of the slot, the gaps between them included."""
+    """Byte offset and bytes of each of the rank's shards in the snapshot."""
+    reads: tuple[tuple[ByteRange, ...], ...]
+    """What each read fetches: consecutive ranges of the snapshot, with the gaps between them."""
     nbytes: int
-    """Bytes of the slot."""
+    """Bytes of the snapshot."""
 
 
-def plan_slot(manifest: Manifest, rank: int, bucket_bytes: int) -> SlotPlan:
-    """Lay out trainer rank ``rank``'s slot, and cut it into reads of at most ``bucket_bytes`` (16 or more).
+def plan_snapshot(manifest: Manifest, rank: int, bucket_bytes: int) -> SnapshotPlan:
+    """Lay out trainer rank ``rank``'s snapshot, and cut it into reads of at most ``bucket_bytes`` (16 or more).
 
-    A byte has the same place modulo :data:`ALIGNMENT` in the slot and in the area, so shards stay aligned.
+    A byte has the same offset modulo :data:`ALIGNMENT` in the snapshot and in the area, so shards stay aligned.
     """
     shards: list[tuple[int, int]] = []
-    runs: list[Run] = []
-    after = -1  # where in the area the last run may go on: its end, or past the padding of the tensor it ends with
+    ranges: list[ByteRange] = []
+    next_area = -1  # where in the area the last range may continue: its end, or after the padding of its last tensor
     for shard in manifest.shards[rank]:
         spec = manifest.tensors[shard.tensor]
         area = spec.offset + shard.start * spec.dtype.itemsize
         nbytes = shard.numel * spec.dtype.itemsize
-        if area == after:
-            run = runs.pop()
-            run = Run(run.slot, run.area, area + nbytes - run.area)
+        if area == next_area:
+            part = ranges.pop()
+            part = ByteRange(part.snapshot_offset, part.area_offset, area + nbytes - part.area_offset)
         else:
-            end = runs[-1].slot + runs[-1].nbytes if runs else 0
-            run = Run(end + (area - end) % ALIGNMENT, area, nbytes)
-        runs.append(run)
-        shards.append((run.slot + area - run.area, nbytes))
-        whole = shard.start + shard.numel == spec.numel
-        after = _align(area + nbytes) if whole else area + nbytes
-    return SlotPlan(tuple(shards), tuple(_cut(runs, bucket_bytes)), runs[-1].slot + runs[-1].nbytes if runs else 0)
+            end = ranges[-1].snapshot_offset + ranges[-1].nbytes if ranges else 0
+            part = ByteRange(end + (area - end) % ALIGNMENT, area, nbytes)
+        ranges.append(part)
+        shards.append((part.snapshot_offset + area - part.area_offset, nbytes))
+        ends_tensor = shard.start + shard.numel == spec.numel
+        next_area = _align(area + nbytes) if ends_tensor else area + nbytes
+    total = ranges[-1].snapshot_offset + ranges[-1].nbytes if ranges else 0
+    return SnapshotPlan(tuple(shards), tuple(_cut(ranges, bucket_bytes)), total)
 
 
 def _align(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
-def _cut(runs: list[Run], bucket_bytes: int) -> Iterator[tuple[Run, ...]]:
-    shared: list[Run] = []
+def _cut(ranges: list[ByteRange], bucket_bytes: int) -> Iterator[tuple[ByteRange, ...]]:
+    shared: list[ByteRange] = []
     landing = min(bucket_bytes, _LANDING_BYTES)
-    for run in runs:
-        if run.nbytes >= landing / _DIRECT:
-            for offset in range(0, run.nbytes, bucket_bytes):
-                yield (Run(run.slot + offset, run.area + offset, min(bucket_bytes, run.nbytes - offset)),)
+    for part in ranges:
+        if part.nbytes >= landing / _DIRECT:
+            for offset in range(0, part.nbytes, bucket_bytes):
+                nbytes = min(bucket_bytes, part.nbytes - offset)
+                yield (ByteRange(part.snapshot_offset + offset, part.area_offset + offset, nbytes),)
             continue
-        if shared and run.slot + run.nbytes - shared[0].slot > landing:
+        if shared and part.snapshot_offset + part.nbytes - shared[0].snapshot_offset > landing:
             yield tuple(shared)
             shared = []
-        shared.append(run)
+        shared.append(part)
     if shared:
         yield tuple(shared)
 
 
-def _span(runs: tuple[Run, ...]) -> tuple[int, int]:
-    """First byte of a read in the slot, and bytes."""
-    return runs[0].slot, runs[-1].slot + runs[-1].nbytes - runs[0].slot
+def _span(ranges: tuple[ByteRange, ...]) -> tuple[int, int]:
+    """First byte of a read in the snapshot, and its bytes."""
+    return ranges[0].snapshot_offset, ranges[-1].snapshot_offset + ranges[-1].nbytes - ranges[0].snapshot_offset
 
 
 @dataclass(frozen=True, slots=True)
-class _SlotBuffers:
-    """One registered slot, as it is sent to those who read it."""
+class _SnapshotBuffers:
+    """One registered snapshot, as it is sent to its readers."""
 
     header: RDMABuffer
     data: tuple[RDMABuffer, ...]
@@ -145,188 +148,191 @@ class _SlotBuffers:
 
 
 class RdmaSender:
-    """A trainer rank's end: see :class:`monarch_rl.weights.transport.Sender`.
+    """The trainer rank's end: see :class:`monarch_rl.weights.endpoint.Sender`.
 
-    To be used inside an actor, whose process then owns the memory.
+    Use it inside an actor, whose process then owns the memory.
     """
 
     def __init__(
         self, manifest: Manifest, rank: int, settings: TransferSettings, host: str, device: torch.device
     ) -> None:
         self._rank = rank
-        self._plan = plan_slot(manifest, rank, settings.bucket_bytes)
-        self._slots = [torch.zeros(self._plan.nbytes, dtype=torch.uint8, device=device) for _ in range(SNAPSHOTS)]
+        self._plan = plan_snapshot(manifest, rank, settings.bucket_bytes)
+        self._snapshots = [torch.zeros(self._plan.nbytes, dtype=torch.uint8, device=device) for _ in range(SNAPSHOTS)]
         self._headers = [torch.tensor([-1, self._plan.nbytes, _EMPTY]) for _ in range(SNAPSHOTS)]
-        self._registered: list[_SlotBuffers] = []
+        self._registered: list[_SnapshotBuffers] = []
 
     async def open(self) -> bytes:
-        """Register the memory, once: whoever joins later is given the same address."""
+        """Register the memory, once: receivers that join later get the same address."""
         if reason := usable():
             raise TransferError(reason)
         if not self._registered:
             self._registered = await asyncio.to_thread(self._register)
         return pickle.dumps(self._registered)
 
-    def _register(self) -> list[_SlotBuffers]:
+    def _register(self) -> list[_SnapshotBuffers]:
         from monarch.rdma import RDMABuffer
 
-        reads = [_span(runs) for runs in self._plan.reads]
+        reads = [_span(ranges) for ranges in self._plan.reads]
         return [
-            _SlotBuffers(RDMABuffer(header), tuple(RDMABuffer(slot[start : start + n]) for start, n in reads))
-            for header, slot in zip(self._headers, self._slots, strict=True)
+            _SnapshotBuffers(RDMABuffer(header), tuple(RDMABuffer(memory[start : start + n]) for start, n in reads))
+            for header, memory in zip(self._headers, self._snapshots, strict=True)
         ]
 
     async def connect(self, addresses: list[bytes], receivers: int) -> None:
-        """Nothing to do: those who read come by themselves."""
+        """Nothing to do: receivers read on their own."""
 
-    def views(self, slot: int) -> list[torch.Tensor]:
-        """Where to write this rank's shards. Ask anew for each snapshot: this marks the slot as being written."""
-        self._headers[slot][2] = _WRITING
-        return [self._slots[slot][start : start + nbytes] for start, nbytes in self._plan.shards]
+    def views(self, snapshot: int) -> list[torch.Tensor]:
+        """Where to write this rank's shards. Call it before each write: it marks the snapshot as being written."""
+        self._headers[snapshot][2] = _WRITING
+        return [self._snapshots[snapshot][start : start + nbytes] for start, nbytes in self._plan.shards]
 
-    async def send(self, version: int, slot: int, nbytes: int | None = None) -> None:
-        """Let the slot be read as ``version``. Does not wait for those who read it."""
+    async def send(self, version: int, snapshot: int, nbytes: int | None = None) -> None:
+        """Mark the snapshot as readable, as ``version``. Does not wait for its readers."""
         if not self._registered:
             raise TransferError(f"trainer rank {self._rank} sends version {version} before open()")
-        header = self._headers[slot]
+        header = self._headers[snapshot]
         header[2] = _WRITING
         header[0], header[1] = version, self._plan.nbytes if nbytes is None else nbytes
         header[2] = _READY
 
     async def close(self) -> None:
-        """Give the memory back. Reads that come later fail."""
-        registered, self._registered, self._slots = self._registered, [], []
+        """Unregister the memory. Later reads fail."""
+        registered, self._registered, self._snapshots = self._registered, [], []
         for buffers in registered:
             for buffer in (buffers.header, *buffers.data):
-                # Monarch keeps the memory until then.
-                await within(SILENCE_S, buffer.drop(), "registered memory to be given back", on="Monarch")
+                # Monarch holds the memory until then.
+                await within(SILENCE_S, buffer.drop(), "registered memory to be released", on="Monarch")
 
 
 class RdmaReceiver:
-    """A generator replica's end: see :class:`monarch_rl.weights.transport.Receiver`. To be used inside an actor."""
+    """The generator replica's end: see :class:`monarch_rl.weights.endpoint.Receiver`. Use it inside an actor."""
 
     def __init__(self, manifest: Manifest, settings: TransferSettings, device: torch.device) -> None:
         self._settings = settings
         self._areas = [Area(max(1, manifest.nbytes), device) for _ in range(SNAPSHOTS)]
-        self._plans = [plan_slot(manifest, rank, settings.bucket_bytes) for rank in range(len(manifest.shards))]
-        shared = [_span(runs)[1] for plan in self._plans for runs in plan.reads if len(runs) > 1]
+        self._plans = [plan_snapshot(manifest, rank, settings.bucket_bytes) for rank in range(len(manifest.shards))]
+        shared = [_span(ranges)[1] for plan in self._plans for ranges in plan.reads if len(ranges) > 1]
         self._lanes = min(_IN_FLIGHT, max(2, len(self._plans)))
         self._landing = [
             torch.empty(max(shared, default=0), dtype=torch.uint8, device=device) for _ in range(self._lanes)
         ]
         self._headers = [torch.zeros(3, dtype=torch.int64) for _ in self._plans]
-        self._owners: list[list[_SlotBuffers]] = []
+        self._owners: list[list[_SnapshotBuffers]] = []
 
     async def connect(self, addresses: list[bytes], position: int, receivers: int) -> None:
-        owners: list[list[_SlotBuffers]] = [pickle.loads(address) for address in addresses]
+        owners: list[list[_SnapshotBuffers]] = [pickle.loads(address) for address in addresses]
         if len(owners) != len(self._plans):
             raise TransferError(f"{len(owners)} trainer ranks have memory to read, the manifest has {len(self._plans)}")
         for rank, (owner, plan) in enumerate(zip(owners, self._plans, strict=True)):
-            expected = [_span(runs)[1] for runs in plan.reads]
-            if any([buffer.size() for buffer in slot.data] != expected for slot in owner):
-                raise TransferError(f"trainer rank {rank} registered other reads: do manifest and bucket_mib differ?")
+            expected = [_span(ranges)[1] for ranges in plan.reads]
+            if any([buffer.size() for buffer in buffers.data] != expected for buffers in owner):
+                raise TransferError(
+                    f"trainer rank {rank} registered other reads: do its manifest and bucket_mib differ?"
+                )
         self._owners = owners
         deadline = time.monotonic() + self._settings.deadline_s
         await _all(self._read_header(rank, 0, deadline) for rank in range(len(owners)))
 
-    def area(self, slot: int) -> bytes:
-        return self._areas[slot].handle
+    def area(self, snapshot: int) -> bytes:
+        return self._areas[snapshot].handle
 
-    async def receive(self, version: int, slot: int) -> list[int]:
-        """Read ``version`` from all trainer ranks' ``slot`` into the area of the same number.
+    async def receive(self, version: int, snapshot: int) -> list[int]:
+        """Read ``version`` from ``snapshot`` of all trainer ranks into the area of the same index.
 
         Raises :class:`TransferError` within :data:`SILENCE_S` seconds of the last byte if an owner is dead or stuck.
-        Nothing writes to the area any more when this returns or raises, unless it was cancelled.
+        When this returns or raises, nothing writes to the area any more, unless it was cancelled.
         """
         if not self._owners:
-            raise TransferError(f"version {version} is to be received before connect()")
+            raise TransferError(f"a generator receives version {version} before connect()")
         deadline = time.monotonic() + self._settings.deadline_s
         ranks = range(len(self._owners))
-        sizes = await _all(self._wait_until_ready(rank, version, slot, deadline) for rank in ranks)
-        # Ranks take turns, so that reads under way at one time go over the links of several.
+        sizes = await _all(self._wait_until_ready(rank, version, snapshot, deadline) for rank in ranks)
+        # Reads of the ranks alternate, so that concurrent reads use the links of several ranks.
         reads = [
             (k, rank)
             for rank in ranks
-            for k, runs in enumerate(self._plans[rank].reads)
-            if _span(runs)[0] < sizes[rank]
+            for k, ranges in enumerate(self._plans[rank].reads)
+            if _span(ranges)[0] < sizes[rank]
         ]
         queue = iter(sorted(reads))
-        await _all(self._read_lane(queue, landing, version, slot, deadline) for landing in self._landing)
-        await _all(self._check_unchanged(rank, version, slot, deadline) for rank in ranks)
+        await _all(self._read_lane(queue, landing, version, snapshot, deadline) for landing in self._landing)
+        await _all(self._check_unchanged(rank, version, snapshot, deadline) for rank in ranks)
         return sizes
 
-    async def _wait_until_ready(self, rank: int, version: int, slot: int, deadline: float) -> int:
-        """The bytes that are offered."""
+    async def _wait_until_ready(self, rank: int, version: int, snapshot: int, deadline: float) -> int:
+        """Return the number of bytes that the rank offers."""
         while True:
-            found, nbytes, state = await self._read_header(rank, slot, deadline)
+            offered, nbytes, state = await self._read_header(rank, snapshot, deadline)
             expected = self._plans[rank].nbytes
-            if found > version or (found == version and nbytes > expected):
+            if offered > version or (offered == version and nbytes > expected):
                 raise TransferError(
                     f"version {version} of {expected} bytes was to be read from trainer rank {rank}, "
-                    f"but version {found} of {nbytes} bytes lies there"
+                    f"but version {offered} of {nbytes} bytes is there"
                 )
-            if found == version and state == _READY:
+            if offered == version and state == _READY:
                 return nbytes
             if time.monotonic() > deadline:
                 raise TransferError(
-                    f"trainer rank {rank} did not offer version {version} in slot {slot} within "
-                    f"{self._settings.deadline_s:g} s: version {found} lies there, {_STATES[state]}"
+                    f"trainer rank {rank} did not offer version {version} in snapshot {snapshot} within "
+                    f"{self._settings.deadline_s:g} s: version {offered} is there, {_STATES[state]}"
                 )
             await asyncio.sleep(_POLL_S)
 
     async def _read_lane(
-        self, queue: Iterator[tuple[int, int]], landing: torch.Tensor, version: int, slot: int, deadline: float
+        self, queue: Iterator[tuple[int, int]], landing: torch.Tensor, version: int, snapshot: int, deadline: float
     ) -> None:
         """Do reads from the common queue, one after the other."""
-        area = self._areas[slot].buffer
+        area = self._areas[snapshot].buffer
         try:
             for k, rank in queue:
-                runs = self._plans[rank].reads[k]
-                buffer = self._owners[rank][slot].data[k]
+                ranges = self._plans[rank].reads[k]
+                buffer = self._owners[rank][snapshot].data[k]
                 what = f"version {version} from trainer rank {rank}"
-                if len(runs) == 1:
-                    await _read(buffer, area[runs[0].area : runs[0].area + runs[0].nbytes], deadline, what)
+                if len(ranges) == 1:
+                    start = ranges[0].area_offset
+                    await _read(buffer, area[start : start + ranges[0].nbytes], deadline, what)
                 else:
                     await _read(buffer, landing[: buffer.size()], deadline, what)
-                    await asyncio.to_thread(_unpack, runs, landing, area)
+                    await asyncio.to_thread(_unpack, ranges, landing, area)
         except TransferError:
-            for _ in queue:  # the other lanes finish what they began, and begin nothing more
+            for _ in queue:  # empty the queue: the other lanes finish their reads and start no more
                 pass
             raise
 
-    async def _check_unchanged(self, rank: int, version: int, slot: int, deadline: float) -> None:
-        found, _, state = await self._read_header(rank, slot, deadline)
-        if (found, state) != (version, _READY):
+    async def _check_unchanged(self, rank: int, version: int, snapshot: int, deadline: float) -> None:
+        offered, _, state = await self._read_header(rank, snapshot, deadline)
+        if (offered, state) != (version, _READY):
             raise TransferError(
                 f"version {version} of trainer rank {rank} was written to while it was read: "
-                f"its slot {slot} now holds version {found}, {_STATES[state]}"
+                f"its snapshot {snapshot} now holds version {offered}, {_STATES[state]}"
             )
 
-    async def _read_header(self, rank: int, slot: int, deadline: float) -> list[int]:
+    async def _read_header(self, rank: int, snapshot: int, deadline: float) -> list[int]:
         header = self._headers[rank]
-        what = f"the header of slot {slot} of trainer rank {rank}"
-        await _read(self._owners[rank][slot].header, header.view(torch.uint8), deadline, what)
+        what = f"the header of snapshot {snapshot} of trainer rank {rank}"
+        await _read(self._owners[rank][snapshot].header, header.view(torch.uint8), deadline, what)
         return header.tolist()
 
     async def close(self) -> None:
         self._owners, self._areas, self._landing = [], [], []
 
 
-def _unpack(runs: tuple[Run, ...], landing: torch.Tensor, area: torch.Tensor) -> None:
-    for run in runs:
-        start = run.slot - runs[0].slot
-        area[run.area : run.area + run.nbytes].copy_(landing[start : start + run.nbytes])
+def _unpack(ranges: tuple[ByteRange, ...], landing: torch.Tensor, area: torch.Tensor) -> None:
+    for part in ranges:
+        start = part.snapshot_offset - ranges[0].snapshot_offset
+        area[part.area_offset : part.area_offset + part.nbytes].copy_(landing[start : start + part.nbytes])
     if area.is_cuda:
         torch.cuda.current_stream(area.device).synchronize()
 
 
 async def _read(buffer: RDMABuffer, into: torch.Tensor, deadline: float, what: str) -> None:
-    left = deadline - time.monotonic()
-    if left <= 0:
+    remaining_s = deadline - time.monotonic()
+    if remaining_s <= 0:
         raise TransferError(f"{what}: the deadline of the transfer has passed")
-    seconds = max(1, min(SILENCE_S, math.ceil(left)))
+    seconds = max(1, min(SILENCE_S, math.ceil(remaining_s)))
     try:
-        # Monarch's timeout ends the read itself: it cannot write later to memory that is used again.
+        # Monarch's timeout ends the read itself, so that it cannot write later to memory that is used again.
         await buffer.read_into(into, timeout=seconds)  # waits: until Monarch's timeout, which holds
     except Exception as error:
         raise TransferError(
@@ -336,11 +342,11 @@ async def _read(buffer: RDMABuffer, into: torch.Tensor, deadline: float, what: s
 
 
 async def _all(steps: Iterable[Coroutine[None, None, T]]) -> list[T]:
-    """Await all, whatever happens to some; then raise the first error."""
-    done: list[T] = []
+    """Await all, even if some fail; then raise the first error."""
+    results: list[T] = []
     # waits: until each step's own deadline
     for result in await asyncio.gather(*steps, return_exceptions=True):
         if isinstance(result, BaseException):
             raise result
-        done.append(result)
-    return done
+        results.append(result)
+    return results

@@ -1,154 +1,44 @@
-"""The interface of a transport: how the bytes of a version get from trainer ranks to where engines load them.
+"""Build the two ends of a transport by its name; with ``delta``, let it send only what changed.
 
-A transport is a pair of classes, found by name in :data:`TRANSPORTS`: a sender for every trainer rank and a receiver
-for every generator replica, whatever number of engine ranks it has. The control plane (``publishing.py``) calls them in
-this order:
-
-    sender.open()                                        every trainer rank: a meeting, and the address it has there
-    sender.connect(...), receiver.connect(...)           all at once: they meet
-    sender.send(version, slot), receiver.receive(version, slot)             all at once, for each version
-
-A sender has two slots and uses them in turn, so that a trainer can take the snapshot of a version while the one before
-is still under way. Nobody enters a transfer before all have said that they are ready, and one that does not end within
-the deadline raises where it is waited for. When a member is lost or comes back, ``open`` and ``connect`` are called
-again; nothing else of the run is touched. Decoding goes on throughout: what is received is not yet what is served.
+The interface is in ``weights/endpoint.py``.
 """
 
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, get_args
+from dataclasses import replace
+from typing import Any
 
 import torch
 
+from monarch_rl.weights.changes import ChangesReceiver, ChangesSender, updates_manifest
+from monarch_rl.weights.endpoint import Receiver, Sender, TransferSettings, TransportName
 from monarch_rl.weights.manifest import Manifest
-
-TransportName = Literal["auto", "collective", "rdma", "shared_memory"]
-
-SNAPSHOTS = 2
-"""Versions that can be on their way: one in transfer, one being copied by the trainer."""
-
-
-@dataclass(frozen=True)
-class TransferSettings:
-    """How new weights reach the generators."""
-
-    transport: TransportName = "collective"
-    """`collective` broadcasts from every trainer rank to all replicas: NCCL on GPUs, gloo on CPUs.
-    `rdma`: replicas read out of the trainer ranks' memory, by ibverbs, or over Monarch's TCP connections.
-    `shared_memory`, on one host: trainer ranks write a version where engines load it from. `auto` measures those that
-    work with the run's own model at the start, and takes the fastest."""
-    bucket_mib: int = 64
-    """MiB sent at a time. With `collective` each replica holds two buckets beside a version; smaller ones cost more
-    calls. With `delta`, at most 4."""
-    delta: bool = False
-    """Send only the elements whose bits changed, found and put back without loss. Costs up to three more copies of a
-    rank's shards, two more versions on a replica, and a look at every byte; docs/weights.md says when it pays.
-    `shared_memory` has no way to save on: there it only costs."""
-    deadline_s: float = 120.0
-    """Seconds that one transfer may take before it fails; the old version stays served."""
-    attempts: int = 3
-    """Times that a version is sent to a replica that answers and could not take it, the last time to it alone; then the
-    replica is given up."""
-
-    def __post_init__(self) -> None:
-        if self.transport not in get_args(TransportName):
-            raise ValueError(f"transport must be one of {', '.join(get_args(TransportName))}, got {self.transport!r}")
-        if self.bucket_mib < 1:
-            raise ValueError(f"bucket_mib must be at least 1 MiB, got {self.bucket_mib}")
-        if self.deadline_s <= 0:
-            raise ValueError(f"deadline_s must be positive, got {self.deadline_s}")
-        if self.attempts < 1:
-            raise ValueError(f"attempts must be at least 1, got {self.attempts}")
-
-    @property
-    def bucket_bytes(self) -> int:
-        return self.bucket_mib << 20
-
-
-class Sender(Protocol):
-    """One trainer rank's end. Methods run on the actor's event loop and must not block it."""
-
-    def __init__(
-        self, manifest: Manifest, rank: int, settings: TransferSettings, host: str, device: torch.device
-    ) -> None: ...
-
-    async def open(self) -> bytes:
-        """Prepare a meeting; the address under which others find this rank there."""
-
-    async def connect(self, addresses: list[bytes], receivers: int) -> None:
-        """Meet all senders (``addresses`` by rank, this one's too) and ``receivers`` receivers."""
-
-    def views(self, slot: int) -> list[torch.Tensor]:
-        """Where a snapshot goes: one flat uint8 view for each of ``manifest.shards[rank]``, in their order.
-
-        Called before each snapshot, always the same memory for a slot: until the next ``send`` nobody takes what lies
-        there for a version.
-        """
-
-    async def send(self, version: int, slot: int, nbytes: int | None = None) -> None:
-        """Send the snapshot in ``slot`` as this rank's part of ``version``; with ``nbytes`` only its first bytes."""
-
-    async def close(self) -> None: ...
-
-
-class Receiver(Protocol):
-    """One generator replica's end. Methods run on the actor's event loop and must not block it."""
-
-    def __init__(self, manifest: Manifest, settings: TransferSettings, device: torch.device) -> None: ...
-
-    async def connect(self, addresses: list[bytes], position: int, receivers: int) -> None:
-        """Meet every sender, as number ``position`` of ``receivers``."""
-
-    def area(self, slot: int) -> bytes:
-        """Handle of the area (:mod:`monarch_rl.weights.area`) in which a version received from ``slot`` lies."""
-
-    async def receive(self, version: int, slot: int) -> list[int]:
-        """Return when all of ``version`` lies in ``area(slot)``: the bytes that each trainer rank sent.
-
-        Raises TransferError; then nothing of use lies there.
-        """
-
-    async def close(self) -> None: ...
-
-
-class TransferError(RuntimeError):
-    """A transfer failed or was not of the version that was asked for; the area holds nothing of use."""
-
-
-class StillServing(RuntimeError):
-    """A version was not committed, and the one before is served on."""
-
 
 TRANSPORTS: dict[TransportName, tuple[str, str, str]] = {
     "collective": ("monarch_rl.weights.collective", "CollectiveSender", "CollectiveReceiver"),
     "rdma": ("monarch_rl.weights.rdma", "RdmaSender", "RdmaReceiver"),
     "shared_memory": ("monarch_rl.weights.shared_memory", "SharedMemorySender", "SharedMemoryReceiver"),
 }
-"""By name: module, sender's class, receiver's class; imported on demand."""
+"""By name: module, class of the sender, class of the receiver. Imported on demand."""
 
 
 def make_sender(manifest: Manifest, rank: int, settings: TransferSettings, host: str, device: torch.device) -> Sender:
-    """A trainer rank's end of the transport that ``settings`` name. ``host``: where others reach this process."""
+    """Make the trainer rank's end of the transport in ``settings``. ``host``: where others reach this process."""
     make: type[Sender] = _find(settings.transport, 1)
     if not settings.delta:
         return make(manifest, rank, settings, host, device)
-    from monarch_rl.weights.changes import ChangesSender, updates_manifest
-
-    below = make(updates_manifest(manifest), rank, _in_small_buckets(settings), host, device)
-    return ChangesSender(below, manifest, rank, device)
+    transport = make(updates_manifest(manifest), rank, _in_small_buckets(settings), host, device)
+    return ChangesSender(transport, manifest, rank, device)
 
 
 def make_receiver(manifest: Manifest, settings: TransferSettings, device: torch.device) -> Receiver:
-    """A replica's end of the transport that ``settings`` name."""
+    """Make the replica's end of the transport in ``settings``."""
     make: type[Receiver] = _find(settings.transport, 2)
     if not settings.delta:
         return make(manifest, settings, device)
-    from monarch_rl.weights.changes import ChangesReceiver, updates_manifest
-
-    below = make(updates_manifest(manifest), _in_small_buckets(settings), device)
-    return ChangesReceiver(below, manifest, device)
+    transport = make(updates_manifest(manifest), _in_small_buckets(settings), device)
+    return ChangesReceiver(transport, manifest, device)
 
 
 def _find(name: TransportName, side: int) -> Any:
@@ -157,5 +47,5 @@ def _find(name: TransportName, side: int) -> Any:
 
 
 def _in_small_buckets(settings: TransferSettings) -> TransferSettings:
-    """An update is short: buckets of 64 MiB would be read whole for a few bytes."""
+    """An update is short: a whole bucket of 64 MiB would be read for a few bytes."""
     return replace(settings, bucket_mib=min(settings.bucket_mib, 4))

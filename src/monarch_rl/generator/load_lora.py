@@ -1,12 +1,12 @@
-"""Runs inside SGLang's scheduler: overwrites the policy's adapter in the engine's LoRA memory pool by a new version.
+"""Runs inside SGLang's scheduler: overwrites the policy's LoRA adapter in the engine's memory pool by a new version.
 
 SGLang adds a version of an adapter as a further adapter, for requests to come. Here one adapter keeps its name and its
-slot in the pool, and each version overwrites what the slot holds between two steps: running sequences go on under it
-with their KV cache, as they do when all weights are replaced (``load_staged``).
+entry in the pool, and each version overwrites what the entry holds between two steps: running sequences go on under it
+with their KV cache, just like when all weights are replaced (``load_staged``).
 
-The pool stacks and cuts adapters as SGLang's layers fuse projections and share them among ranks. Where each tensor goes
-is not worked out here: SGLang's own loader puts an adapter whose elements are numbered into a pool of integers, and the
-numbers are read. From then on a version is one local copy, and its checksum is taken of the pool itself.
+The pool stacks and cuts adapters the way SGLang's layers fuse projections and share them among ranks. Where each tensor
+goes is not worked out here: SGLang's own loader puts an adapter whose elements are numbered into a pool of integers,
+and the numbers are read. From then on a version is one local copy, and its checksum is taken of the pool itself.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from monarch_rl.generator.copy_plan import CopyPlan, Placement, UnsupportedModel, box_of, plan_copies
 from monarch_rl.generator.load_report import Box
-from monarch_rl.generator.load_staged import Place, Plan, UnsupportedModel, box_of, plan_of, run_order
+from monarch_rl.generator.load_staged import run_order
 from monarch_rl.model.lora import lora_names
 from monarch_rl.weights.manifest import TensorSpec, list_names
 
@@ -40,12 +41,12 @@ def _init_memory_pool(manager: Any, original: Any) -> None:
 
 
 def load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """SGLang's ``custom_weight_loader`` for adapters; takes orders like ``load_staged.load``."""
+    """SGLang's ``custom_weight_loader`` for LoRA adapters; takes orders like ``load_staged.load``."""
     run_order(model, named_tensors, _load_and_plan)
 
 
-def _load_and_plan(model: torch.nn.Module, area: torch.Tensor, specs: tuple[TensorSpec, ...]) -> Plan:
-    """Give the adapter its slot, find the places in it, and fill them.
+def _load_and_plan(model: torch.nn.Module, area: torch.Tensor, specs: tuple[TensorSpec, ...]) -> CopyPlan:
+    """Give the adapter its entry in the pool, find the placements in it, and fill them.
 
     Raises UnsupportedModel if the engine does not hold what is sent.
     """
@@ -54,24 +55,24 @@ def _load_and_plan(model: torch.nn.Module, area: torch.Tensor, specs: tuple[Tens
         raise UnsupportedModel(
             "an adapter was sent, but the engine was not started for one: start it with the trainer's LoraSettings"
         )
-    (adapter,) = manager.loras
+    (lora_id,) = manager.loras
     pool = manager.memory_pool
-    _check_fit(pool, manager.configs[adapter].r, specs)
-    manager.fetch_new_loras({adapter})
-    slot = pool.get_buffer_id(adapter)
-    places = tuple(_find_places(manager, adapter, slot, specs))
-    missing = set(range(len(specs))) - {place.tensor for place in places}
+    _check_fit(pool, manager.configs[lora_id].r, specs)
+    manager.fetch_new_loras({lora_id})
+    pool_entry = pool.get_buffer_id(lora_id)
+    placements = tuple(_find_placements(manager, lora_id, pool_entry, specs))
+    missing = set(range(len(specs))) - {place.tensor for place in placements}
     if missing:
         raise UnsupportedModel(
             f"SGLang's loader leaves these tensors out: {list_names(specs[i].name for i in missing)}"
         )
-    for place in places:
+    for place in placements:
         place.destination.copy_(box_of(area, specs[place.tensor], place.box))
     layers = [module for modules in manager.lora_modules for module in modules.values()]
     keeps_copies = any(callable(getattr(layer, "on_lora_slots_updated", None)) for layer in layers)
-    updated = partial(manager._notify_lora_slots_updated, {slot})
+    updated = partial(manager._notify_lora_slots_updated, {pool_entry})
     updated()
-    return plan_of(model, specs, places, updated if keeps_copies else None)
+    return plan_copies(model, specs, placements, updated if keeps_copies else None)
 
 
 def _check_fit(pool: Any, rank: int, specs: tuple[TensorSpec, ...]) -> None:
@@ -90,14 +91,14 @@ def _check_fit(pool: Any, rank: int, specs: tuple[TensorSpec, ...]) -> None:
 # ---- finding where each tensor lives -------------------------------------------------------------------------
 
 
-def _find_places(manager: Any, adapter: str, slot: int, specs: tuple[TensorSpec, ...]) -> Iterator[Place]:
+def _find_placements(manager: Any, lora_id: str, pool_entry: int, specs: tuple[TensorSpec, ...]) -> Iterator[Placement]:
     """Where SGLang's loader puts each tensor on this rank."""
     sizes = torch.tensor([spec.numel for spec in specs])
     first = 1 + sizes.cumsum(0) - sizes  # 0 is where nothing goes
     ranges = zip(specs, first.tolist(), strict=True)
     numbered = {spec.name: torch.arange(start, start + spec.numel).view(spec.shape) for spec, start in ranges}
     _add_siblings(manager, numbered)
-    for held, numbers in _load_numbers(manager, adapter, slot, numbered):
+    for held, numbers in _load_numbers(manager, lora_id, pool_entry, numbered):
         tensors = torch.searchsorted(first, numbers, right=True) - 1
         for index in tensors.unique().tolist():
             if index >= 0:
@@ -106,50 +107,50 @@ def _find_places(manager: Any, adapter: str, slot: int, specs: tuple[TensorSpec,
 
 def _place(
     specs: tuple[TensorSpec, ...], index: int, held: torch.Tensor, elements: torch.Tensor, mine: torch.Tensor
-) -> Place:
-    """The box of a tensor that a slot of the pool holds where ``mine``, its elements numbered from 0."""
+) -> Placement:
+    """The box of a tensor that an entry of the pool holds where ``mine``, its elements numbered from 0."""
     spec = specs[index]
     rows, columns = (mine.any(1 - side).nonzero().flatten() for side in (0, 1))
     window = slice(int(rows[0]), int(rows[-1]) + 1), slice(int(columns[0]), int(columns[-1]) + 1)
-    found = elements[window]
-    first_row, first_column = divmod(int(found[0, 0]), spec.shape[1])
-    box = Box(first_row, found.shape[0], first_column, found.shape[1])
+    numbers = elements[window]
+    first_row, first_column = divmod(int(numbers[0, 0]), spec.shape[1])
+    box = Box(first_row, numbers.shape[0], first_column, numbers.shape[1])
     whole = torch.arange(spec.numel).view(spec.shape)
     expected = whole[first_row : first_row + box.rows, first_column : first_column + box.columns]
-    if not torch.equal(found, expected):
+    if not torch.equal(numbers, expected):
         raise UnsupportedModel(f"SGLang does not keep {spec.name} row by row in one part: it cannot be overwritten")
-    return Place(index, box, held[window])
+    return Placement(index, box, held[window])
 
 
 def _add_siblings(manager: Any, tensors: dict[str, torch.Tensor]) -> None:
-    """Give zeros to the projections that are no target but are fused with one: SGLang wants all of q, k and v."""
+    """Give zeros to projections that are no target but are fused with one: SGLang wants all of q, k and v."""
     fused = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
     for modules in manager.lora_modules:
         for path, module in modules.items():
             parent, _, leaf = path.rpartition(".")
             parts = [lora_names(f"{parent}.{part}.weight") for part in fused.get(leaf, ())]
-            there = next((pair for pair in parts if pair[0] in tensors), None)
-            if there is None:
+            target = next((names for names in parts if names[0] in tensors), None)
+            if target is None:
                 continue
             layer = module.base_layer
             rows = [layer.output_size // 2] * 2
             if leaf == "qkv_proj":
                 rows = [heads * layer.head_size for heads in (layer.total_num_heads, *[layer.total_num_kv_heads] * 2)]
-            rank, width = tensors[there[0]].shape
+            rank, width = tensors[target[0]].shape
             for (name_a, name_b), height in zip(parts, rows, strict=True):
                 tensors.setdefault(name_a, torch.zeros(rank, width, dtype=torch.int64))
                 tensors.setdefault(name_b, torch.zeros(height, rank, dtype=torch.int64))
 
 
 def _load_numbers(
-    manager: Any, adapter: str, slot: int, tensors: dict[str, torch.Tensor]
+    manager: Any, lora_id: str, pool_entry: int, tensors: dict[str, torch.Tensor]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Let SGLang load integers; yields each two-dimensional part of the slot with the integers that went there."""
+    """Let SGLang load integers; yields each two-dimensional part of the entry with the integers that went there."""
     from sglang.srt.lora.lora import LoRAAdapter
 
-    pool, config = manager.memory_pool, manager.configs[adapter]
+    pool, config = manager.memory_pool, manager.configs[lora_id]
     numbered = LoRAAdapter(
-        adapter, config, manager.base_hf_config, manager.load_config, manager.lora_backend, manager.base_model
+        lora_id, config, manager.base_hf_config, manager.load_config, manager.lora_backend, manager.base_model
     )
     numbered.initialize_weights_from_tensors(tensors)
     real = pool.A_buffer, pool.B_buffer
@@ -159,10 +160,10 @@ def _load_numbers(
     ]
     pool.A_buffer, pool.B_buffer = integers
     try:
-        pool.load_lora_weight_to_buffer(adapter, slot, numbered, manager.lora_modules, None, None)
+        pool.load_lora_weight_to_buffer(lora_id, pool_entry, numbered, manager.lora_modules, None, None)
     finally:
         pool.A_buffer, pool.B_buffer = real
-    for held, found in zip(real, integers, strict=True):
-        for name in held:
-            for there, numbers in zip(held[name], found[name], strict=True):
-                yield there[slot], numbers[slot]
+    for held_side, number_side in zip(real, integers, strict=True):
+        for name in held_side:
+            for held, numbers in zip(held_side[name], number_side[name], strict=True):
+                yield held[pool_entry], numbers[pool_entry]

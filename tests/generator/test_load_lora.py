@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 from monarch_rl.episode.sampling import Completion, Sampling
-from monarch_rl.generator import engine as engine_module
+from monarch_rl.generator import commit as commit_module
 from monarch_rl.generator.answers import to_completion
-from monarch_rl.generator.engine import CommitError, Engine, WeightMismatch
-from monarch_rl.generator.load_adapter import load
+from monarch_rl.generator.commit import CommitError, WeightMismatch
+from monarch_rl.generator.engine import Engine
+from monarch_rl.generator.load_lora import load
 from monarch_rl.generator.load_report import LoadSheet
 from monarch_rl.generator.load_staged import write_order
 from monarch_rl.model.lora import LoraSettings, Target
@@ -57,9 +58,9 @@ async def draw(engine: Engine, count: int, tokens: int) -> list[Completion]:
 
 async def draw_base(engine: Engine, i: int, tokens: int) -> Completion:
     """SGLang's own request without an adapter, beside those of the policy."""
-    params = engine._sampling_params(sampling(tokens))
+    params = engine._requests.sampling_params(sampling(tokens))
     return to_completion(
-        await engine._engine.async_generate(
+        await engine._sglang.engine.async_generate(
             input_ids=prompt(i), sampling_params=params, return_logprob=True, cache_salt="0"
         )
     )
@@ -245,7 +246,7 @@ def test_a_replica_of_two_ranks_holds_the_adapter_in_parts(
     run(adapted.shutdown())
     tensors = {version: adapter(folder, LORA, version) for version in (1, 2)}
     staging, spoilt = Staging(tensors[1]), Staging(tensors[1])
-    order = engine_module._order
+    order = commit_module._serialized_order
 
     def orders(rank: int, area: bytes, sheet: bytes) -> Any:
         return order(rank, spoilt.area(2).handle if rank == 1 else area, sheet)
@@ -263,7 +264,7 @@ def test_a_replica_of_two_ranks_holds_the_adapter_in_parts(
             name = "base_model.model.model.layers.1.mlp.down_proj.lora_A.weight"
             spoilt.byte(2, name, -1 % tensors[2][name].nbytes).bitwise_xor_(1)
             with monkeypatch.context() as patch:
-                patch.setattr(engine_module, "_order", orders)
+                patch.setattr(commit_module, "_serialized_order", orders)
                 with pytest.raises(WeightMismatch) as caught:
                     await staging.commit(engine, 2, checksums_of(tensors[2]))
             await staging.commit(engine, 2, checksums_of(tensors[2]))

@@ -1,0 +1,193 @@
+"""The connection from one caller to one replica: many requests a message, many answers a message.
+
+A message costs about 0.3 ms of Python on each side, and an engine answers hundreds of requests a second. So requests
+that are made in one turn of the caller's event loop, such as the episodes of a group, travel together, and so do the
+answers, and parts of answers, that are ready in one turn of the replica's. No message waits to be filled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from monarch_rl.episode.sampling import Completion, Sampling
+from monarch_rl.generator.parts import UNFINISHED, OnPart
+from monarch_rl.runtime.deadlines import DeadlineExceeded, within
+from monarch_rl.runtime.endpoint import concurrent_endpoint
+
+T = TypeVar("T")
+Request = tuple[list[int], Sampling]
+"""Prompt ids and how to draw after them."""
+Answer = tuple[int, "Completion | Exception"]
+"""The index of a request in its message, and its answer, or a part of that (``UNFINISHED``)."""
+
+
+class ReplicaLost(RuntimeError):
+    """A replica cannot answer its requests: it ended, or its engine did. Another one can be asked."""
+
+    def __init__(self, why: str, parts: Sequence[Completion] = ()) -> None:
+        super().__init__(why)
+        self.parts = list(parts)
+        """The parts of the answer that had arrived, in order."""
+
+
+class AnswerPort(Protocol):
+    """Where a replica sends answers: the sending end of a Monarch channel."""
+
+    def send(self, obj: list[Answer], /) -> None: ...
+
+
+class ReplicaHandle(Protocol):
+    """A replica as callers see it: the handle of a :class:`~monarch_rl.generator.actor.Generator`, or its stand-in."""
+
+    @concurrent_endpoint
+    async def generate(self, requests: list[Request], port: AnswerPort) -> None: ...
+
+
+@dataclass(eq=False, slots=True)
+class _PendingRequest:
+    request: Request
+    answer: asyncio.Future[Completion]
+    parts: list[Completion] = field(default_factory=list)
+    """Those that have arrived."""
+
+
+class ReplicaConnection:
+    """The caller's end of a connection to the replica behind ``handle``, called ``name``. Use from one event loop.
+
+    A request may take ``deadline_s`` seconds.
+    """
+
+    def __init__(self, handle: ReplicaHandle, deadline_s: float, name: str) -> None:
+        self._handle = handle
+        self._name = name
+        self._deadline_s = deadline_s
+        self._outbox: list[_PendingRequest] = []
+        self._exchanges: set[asyncio.Task[None]] = set()
+        self._cancelled_because = "the caller's event loop ends"
+
+    def ask(self, prompt_ids: list[int], sampling: Sampling) -> asyncio.Future[Completion]:
+        """Send a request; the future holds its completion, or the error of the request or of the replica.
+
+        A ReplicaLost has the parts of the completion that had arrived.
+        """
+        loop = asyncio.get_running_loop()
+        if not self._outbox:
+            loop.call_soon(self._send)
+        pending = _PendingRequest((prompt_ids, sampling), loop.create_future())
+        self._outbox.append(pending)
+        return pending.answer
+
+    def cancel_requests(self, why: str) -> None:
+        """Expect no more answers: whoever waits for one gets ReplicaLost."""
+        self._cancelled_because = why
+        for exchange in self._exchanges:
+            exchange.cancel()
+
+    def _send(self) -> None:
+        pending, self._outbox = self._outbox, []
+        exchange = asyncio.ensure_future(self._exchange(pending))
+        self._exchanges.add(exchange)
+        exchange.add_done_callback(lambda ended: self._ended(ended, pending))
+
+    async def _exchange(self, pending: list[_PendingRequest]) -> None:
+        from monarch.actor import Channel
+
+        port, receiver = Channel[list[Answer]].open()
+        # The call ends with the last request, or with the error that keeps the rest from being answered.
+        requests = [each.request for each in pending]
+        call = asyncio.ensure_future(_as_coroutine(self._handle.generate.call_one(requests, port)))
+        try:
+            collecting = _collect(receiver, call, pending)
+            await within(self._deadline_s, collecting, f"{len(requests)} requests", on=self._name)
+        finally:
+            call.cancel()
+
+    def _ended(self, exchange: asyncio.Task[None], pending: list[_PendingRequest]) -> None:
+        self._exchanges.discard(exchange)
+        error = None if exchange.cancelled() else exchange.exception()
+        why = self._cancelled_because if error is None else str(error)
+        for each in pending:
+            if each.answer.done():
+                continue
+            late = isinstance(error, DeadlineExceeded)
+            each.answer.set_exception(error if error is not None and late else ReplicaLost(why, each.parts))
+
+
+async def _collect(receiver: Any, call: asyncio.Future[None], pending: list[_PendingRequest]) -> None:
+    unanswered = len(pending)
+    while unanswered:
+        arriving = asyncio.ensure_future(_as_coroutine(receiver.recv()))
+        try:
+            # The end of a call that went well may be noticed before the last answers; a failed one is the end.
+            ended = asyncio.FIRST_COMPLETED
+            await asyncio.wait({arriving, call}, return_when=ended)  # waits: within _exchange's deadline
+            if not arriving.done():
+                call.result()
+            message: list[Answer] = await arriving  # waits: as above
+        finally:
+            arriving.cancel()
+        for index, content in message:
+            if isinstance(content, Completion) and content.finish_reason == UNFINISHED:
+                pending[index].parts.append(content)
+                continue
+            unanswered -= 1
+            answer = pending[index].answer
+            if answer.done():  # cancelled by the caller
+                continue
+            if isinstance(content, Exception):
+                answer.set_exception(content)
+            else:
+                answer.set_result(content)
+    await call  # waits: within _exchange's deadline
+
+
+async def _as_coroutine(awaitable: Awaitable[T]) -> T:
+    """Monarch's futures and tasks are no coroutines; asyncio wants one."""
+    return await awaitable  # waits: as long as the caller
+
+
+class AnswerSender:
+    """The replica's end: sends what is ready at the end of the current turn of the event loop."""
+
+    def __init__(self, port: AnswerPort) -> None:
+        self._port = port
+        self._ready: list[Answer] = []
+
+    def add(self, index: int, content: Completion | Exception) -> None:
+        """Answer request ``index``, or a part of it."""
+        if not self._ready:
+            asyncio.get_running_loop().call_soon(self.send)
+        self._ready.append((index, content))
+
+    def send(self) -> None:
+        """Send what is ready now."""
+        ready, self._ready = self._ready, []
+        if ready:
+            self._port.send(ready)
+
+
+async def answer_all(
+    requests: list[Request],
+    port: AnswerPort,
+    generate: Callable[[list[int], Sampling, OnPart], Awaitable[Completion]],
+    refusal: type[Exception],
+) -> None:
+    """Answer every request as soon as it is done, after its parts; a ``refusal`` is an answer, any other error ends
+    all."""
+    sender = AnswerSender(port)
+
+    async def answer(index: int, prompt_ids: list[int], sampling: Sampling) -> None:
+        try:
+            content: Completion | Exception = await generate(prompt_ids, sampling, partial(sender.add, index))
+        except refusal as error:
+            content = error
+        sender.add(index, content)
+
+    try:
+        await asyncio.gather(*(answer(index, *request) for index, request in enumerate(requests)))
+    finally:
+        sender.send()

@@ -1,0 +1,127 @@
+"""SGLang's engine and its processes: their start, how their end is noticed, and how it is brought about.
+
+Starting takes 10 s and more, nearly all of it imports in two processes; SGLang's third process, the detokenizer, is not
+started, because tokens never become text here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from monarch_rl.generator.launching import close_sockets, end_processes, launch_engine, take_over_watch
+from monarch_rl.runtime import presence
+from monarch_rl.runtime.network import held_port
+
+
+class EngineStopped(RuntimeError):
+    """The engine was stopped, or its process ended by itself: no request can be answered."""
+
+
+class SglangEngine:
+    """A running ``sglang.Engine``. Build with :meth:`launch`; end with :meth:`shutdown`. Use from one event loop."""
+
+    def __init__(self, engine: Any, launcher: ThreadPoolExecutor, replica: int, ranks: int) -> None:
+        self.engine = engine
+        self.replica = replica
+        self.ranks = ranks
+        # SGLang's processes die with the thread that started them, so that thread must live as long as they do.
+        self._launcher = launcher
+        self._stopped: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Done when the engine is no more; holds the reason."""
+        self._processes = take_over_watch(engine)
+        for rank, process in enumerate(self._processes):
+            name = self.name if ranks == 1 else f"{self.name} (rank {rank})"
+            presence.helper(process.pid, name)
+            asyncio.get_running_loop().add_reader(process.sentinel, self._process_ended, process)
+
+    @classmethod
+    async def launch(cls, arguments: dict[str, Any], replica: int, ranks: int) -> SglangEngine:
+        """Start SGLang's processes.
+
+        Args:
+            arguments: SGLang ``ServerArgs``.
+            replica: index of the replica.
+            ranks: of tensor parallelism.
+
+        Raises RuntimeError if SGLang does not start.
+        """
+        launcher = ThreadPoolExecutor(1, thread_name_prefix="sglang-launch")
+        with held_port() as port:  # SGLang's processes meet there, seconds from now; engines start side by side
+            arguments = arguments | {"nccl_port": port}
+            engine = await asyncio.get_running_loop().run_in_executor(launcher, launch_engine, arguments)
+        return cls(engine, launcher, replica, ranks)
+
+    @property
+    def manager(self) -> Any:
+        """SGLang's tokenizer manager, which talks to its scheduler."""
+        return self.engine.tokenizer_manager
+
+    @property
+    def name(self) -> str:
+        """For messages about waits."""
+        return f"the engine of generator {self.replica}"
+
+    @property
+    def child_pids(self) -> list[int]:
+        """SGLang's processes."""
+        return list(self.engine.get_all_child_pids())
+
+    def check(self) -> None:
+        """Raise EngineStopped if the engine is gone."""
+        if self._stopped.done():
+            raise EngineStopped(self._stopped.result())  # waits: it is done
+
+    async def ended(self) -> str:
+        """Wait for the end of the engine; returns the reason."""
+        return await asyncio.shield(self._stopped)  # waits: as long as the engine lives
+
+    async def or_stopped(self, awaitable: Any, what: str) -> Any:
+        """Await ``awaitable``, or raise EngineStopped: SGLang's requests wait forever once its processes are gone.
+
+        Args:
+            awaitable: something that SGLang answers.
+            what: as in ``within``.
+        """
+        task = asyncio.ensure_future(awaitable)
+        try:
+            with presence.waiting(what, on=self.name):
+                # waits: the caller of this replica keeps the deadline; only it knows how long its request is
+                await asyncio.wait({task, self._stopped}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            finished = task.done()
+            task.cancel()
+        if finished:
+            return task.result()
+        raise EngineStopped(self._stopped.result())
+
+    async def shutdown(self) -> None:
+        """End SGLang's processes; whoever waits for them gets EngineStopped."""
+        if not self._stopped.done():
+            self._stopped.set_result("the engine was stopped")
+        for process in self._processes:
+            asyncio.get_running_loop().remove_reader(process.sentinel)
+            presence.no_helper(process.pid)
+        for task in self.manager.asyncio_tasks:
+            task.cancel()
+        await asyncio.to_thread(end_processes, self.engine)
+        close_sockets(self.engine, self.manager)
+        self._launcher.shutdown(wait=False)
+
+    def _process_ended(self, process: Any) -> None:
+        asyncio.get_running_loop().remove_reader(process.sentinel)
+        presence.no_helper(process.pid)
+        if not self._stopped.done():
+            process.join()  # waits: it has ended
+            self._stopped.set_result(
+                f"generator {self.replica}: SGLang's process {process.pid} ended by itself, exit code "
+                f"{process.exitcode}; its last words are in its output"
+            )
+
+
+def io_structs() -> Any:
+    """SGLang's module of requests; the first import takes seconds."""
+    from sglang.srt.managers import io_struct
+
+    return io_struct

@@ -1,0 +1,178 @@
+"""The process monitor: a second actor in every process of a run, which reports on the process.
+
+Monarch gives each actor an event loop on a thread of its own, so the monitor answers while the first actor is blocked.
+It cannot answer if the whole process is stopped, or if one call holds the interpreter. Then others on the same machine
+inspect the process: the controller, or any other monitor there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import psutil
+from monarch.actor import Actor
+
+from monarch_rl.runtime import presence
+from monarch_rl.runtime.endpoint import concurrent_endpoint
+from monarch_rl.runtime.presence import Progress, Wait
+
+TASKS_SHOWN = 20
+"""asyncio tasks of a loop that the stacks include."""
+STACKS_DEADLINE_S = 5.0
+"""Seconds for py-spy to read another process's stacks; 0.1 is normal."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessReport:
+    """What a process reports about itself. Times are its machine's ``time.monotonic()``."""
+
+    name: str | None
+    """Name of the first actor registered in it; None before that."""
+    pid: int
+    machine: str
+    """Processes with equal values can inspect each other by pid."""
+    now: float
+    waits: list[Wait]
+    progress: dict[str, Progress]
+    """By kind."""
+    blocked_s: float
+    """Seconds since its slowest event loop last ran."""
+    lags: list[float]
+    """Event-loop lags since the previous report, in seconds."""
+    helpers: dict[int, str]
+    """Names of the processes that work for it, by pid."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessState:
+    """What the operating system says about a process."""
+
+    status: str
+    """psutil's, such as ``running``, ``sleeping``, ``stopped``, ``zombie``; ``gone`` if there is no such process."""
+    cpu_s: float
+    """CPU seconds that it has used."""
+
+
+class ProcessMonitor(Actor):
+    """Reports on its process, and inspects or kills others on its machine."""
+
+    @concurrent_endpoint
+    async def report(self) -> ProcessReport:
+        """Report on this process."""
+        return own_report()
+
+    @concurrent_endpoint
+    async def stacks(self) -> str:
+        """The Python stacks of this process."""
+        return own_stacks()
+
+    @concurrent_endpoint
+    async def states(self, pids: list[int]) -> dict[int, ProcessState]:
+        """States of other processes on this machine."""
+        return {pid: state_of(pid) for pid in pids}
+
+    @concurrent_endpoint
+    async def stacks_of(self, pid: int) -> str:
+        """The Python stacks of another process on this machine."""
+        return await asyncio.to_thread(stacks_of, pid)
+
+    @concurrent_endpoint
+    async def kill(self, pid: int) -> None:
+        """Kill another process on this machine."""
+        kill(pid)
+
+    @concurrent_endpoint
+    async def die(self) -> None:
+        """Kill this process; the call fails."""
+        kill(os.getpid())
+
+
+def own_report() -> ProcessReport:
+    """Report on this process."""
+    # Read before the clock, so that no wait is younger than ``now``.
+    waits, progress = presence.waits(), presence.progress_by_kind()
+    heartbeats = [heartbeat for heartbeat, _ in presence.heartbeats().values()]
+    return ProcessReport(
+        presence.process_name(),
+        os.getpid(),
+        machine(),
+        time.monotonic(),
+        waits,
+        progress,
+        max((heartbeat.overdue_s() for heartbeat in heartbeats), default=0.0),
+        [lag for heartbeat in heartbeats for lag in heartbeat.take_lags()],
+        presence.helpers(),
+    )
+
+
+def machine() -> str:
+    """An id of this machine and its PID namespace."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # not Linux
+        return os.uname().nodename
+
+
+def state_of(pid: int) -> ProcessState:
+    """State of a process on this machine."""
+    try:
+        process = psutil.Process(pid)
+        used = process.cpu_times()
+        return ProcessState(str(process.status()), used.user + used.system)
+    except psutil.NoSuchProcess:
+        return ProcessState("gone", 0.0)
+
+
+def kill(pid: int) -> None:
+    """Kill a process on this machine, stopped or not. Does nothing if it has ended."""
+    try:
+        psutil.Process(pid).kill()
+    except psutil.NoSuchProcess:
+        return
+
+
+def own_stacks() -> str:
+    """The stacks of all threads of this process, and the position of the tasks of its event loops."""
+    threads = {thread.ident: thread.name for thread in threading.enumerate()}
+    loops = {thread: name for name, (_, thread) in presence.heartbeats().items()}
+    parts = []
+    for ident, frame in sys._current_frames().items():
+        loop_of = f", the loop of {loops[ident]}" if ident in loops else ""
+        parts.append(f"thread {threads.get(ident, ident)}{loop_of}\n{''.join(traceback.format_stack(frame))}")
+    for loop in presence.loops():
+        tasks = list(asyncio.all_tasks(loop))
+        positions = [f"  {task.get_name()} {_position(task)}" for task in tasks[:TASKS_SHOWN]]
+        parts.append("\n".join([f"{len(tasks)} tasks of {presence.name_of(loop)}", *positions, ""]))
+    return "\n".join(parts)
+
+
+def _position(task: asyncio.Task[object]) -> str:
+    frames: list[FrameType] = task.get_stack(limit=1)
+    line = f"{frames[-1].f_code.co_filename}:{frames[-1].f_lineno}" if frames else "an unknown line"
+    return f"{getattr(task.get_coro(), '__qualname__', task.get_coro())} at {line}"
+
+
+def stacks_of(pid: int) -> str:
+    """The Python stacks of another process on this machine, read by py-spy, or why they cannot be read.
+
+    py-spy does not pause the process, so this works on a stopped process, too.
+    """
+    installed = Path(sys.executable).with_name("py-spy")  # in a virtual environment that is not activated
+    command = [str(installed) if installed.is_file() else "py-spy", "dump", "--nonblocking", "--pid", str(pid)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=STACKS_DEADLINE_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"py-spy could not read process {pid}: {error}\n"
+    if done.returncode:
+        return f"py-spy could not read process {pid}: {done.stderr.strip()}\n"
+    return done.stdout

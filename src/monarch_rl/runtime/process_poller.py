@@ -1,0 +1,248 @@
+"""The controller's view of all processes of a run: it polls their monitors and inspects each process from outside.
+
+Used by ``runtime/watch.py``, on whose thread and event loop all of this runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from monarch.actor import ActorError
+
+from monarch_rl.runtime import monitor
+from monarch_rl.runtime.cluster import Cluster
+from monarch_rl.runtime.deadlines import DeadlineExceeded, within
+from monarch_rl.runtime.monitor import ProcessMonitor, ProcessState
+from monarch_rl.runtime.stall import CONTROLLER, NOT_RUNNING, Process, RunPicture
+
+logger = logging.getLogger("monarch_rl")
+
+T = TypeVar("T")
+
+ASK_DEADLINE_S = 5.0
+"""Seconds for each call that a report needs; all are made at once."""
+LAG_ALARM_S = 1.0
+"""Event-loop lag above which an actor is named in the log: requests to it wait as long."""
+ALARM_EVERY_S = 60.0
+"""Seconds between two log messages about the same actor, at least."""
+
+
+@dataclass(slots=True)
+class _PolledProcess:
+    """A process with a monitor."""
+
+    handle: ProcessMonitor
+    process: Process
+    last_answer: float | None = None
+    """``time.monotonic()`` of its last answer. None before the first one: the start has deadlines of its own."""
+    failed: bool = False
+    """Monarch has reported its loss."""
+
+
+class LoopLag:
+    """Event-loop lag by kind of actor, handed from one thread to another; logs a warning when it is high."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lags: dict[str, list[float]] = defaultdict(list)
+        self._alarms: dict[str, float] = {}
+
+    def note(self, name: str, kind: str, lags: list[float]) -> None:
+        """Add ``lags``, in seconds, of the process called ``name``."""
+        if not lags:
+            return
+        with self._lock:
+            self._lags[kind] += lags
+        worst, now = max(lags), time.monotonic()
+        if worst >= LAG_ALARM_S and now - self._alarms.get(name, -math.inf) >= ALARM_EVERY_S:
+            self._alarms[name] = now
+            logger.warning("the event loop of %s turned %.1f s too late: something blocks it", name, worst)
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics since the last call, by their names in docs/metrics.md."""
+        with self._lock:
+            taken, self._lags = self._lags, defaultdict(list)
+        values = {}
+        for kind, lags in taken.items():
+            values[f"loop_lag/{kind}_max_ms"] = max(lags) * 1e3
+            values[f"loop_lag/{kind}_p99_ms"] = float(np.percentile(lags, 99)) * 1e3
+        return values
+
+
+class ProcessPoller:
+    """Polls all processes of ``cluster``, also those that are spawned later.
+
+    Args:
+        cluster: the cluster to poll.
+        silence_s: seconds without an answer after which a process is a culprit.
+        interval_s: seconds between two polls of a process.
+        lag: takes the event-loop lag that the processes report.
+    """
+
+    def __init__(self, cluster: Cluster, silence_s: float, interval_s: float, lag: LoopLag) -> None:
+        self._cluster, self._silence_s, self._interval_s, self._lag = cluster, silence_s, interval_s, lag
+        self._polled: dict[tuple[int, int], _PolledProcess] = {}
+        """By the index of its mesh in ``Cluster.monitors``, and its rank there."""
+        self._cpu_history: dict[tuple[str, int | None], deque[tuple[float, float]]] = defaultdict(deque)
+        """By machine and pid: times of the inspections during the last ``silence_s``, and the CPU seconds then."""
+        self._not_running_since: dict[tuple[str, int | None], float] = {}
+        """By machine and pid: when it was first seen in one of the states NOT_RUNNING, in which it still is."""
+        self._polls: set[asyncio.Task[None]] = set()
+
+    def add_new(self) -> None:
+        """Start to poll the processes that were spawned since the last call."""
+        for index, (mesh, monitors) in enumerate(self._cluster.monitors):
+            for rank, handle in enumerate(monitors):
+                if (index, rank) not in self._polled:
+                    polled = _PolledProcess(handle, Process(f"{mesh} {rank}"))
+                    self._polled[index, rank] = polled
+                    poll = asyncio.create_task(self._poll(polled, mesh.rstrip("0123456789")))
+                    self._polls.add(poll)
+                    poll.add_done_callback(self._polls.discard)
+
+    async def _poll(self, polled: _PolledProcess, kind: str) -> None:
+        """Poll one process until it is lost. One that does not answer has one call under way, not several."""
+        process = polled.process
+        while True:
+            try:
+                call = polled.handle.report.call_one()
+                report = await within(10 * self._silence_s, call, f"the report of {process.name}", on="Monarch")
+            except DeadlineExceeded:
+                continue
+            except ActorError as error:  # the process answers: this is a bug in the monitor
+                logger.warning("the monitor of %s failed: %s", process.name, error)
+                await asyncio.sleep(self._interval_s)
+                continue
+            except Exception as error:
+                logger.debug("%s can no longer be polled: %s", process.name, error)
+                polled.failed = True
+                return
+            process.name, process.pid = report.name or process.name, report.pid
+            process.machine, process.report = report.machine, report
+            if polled.last_answer is not None:  # the first report covers the start
+                self._lag.note(process.name, kind, report.lags)
+            polled.last_answer = time.monotonic()
+            await asyncio.sleep(self._interval_s)
+
+    def close(self) -> None:
+        """Stop polling."""
+        for poll in self._polls:
+            poll.cancel()
+
+    def reset_silence(self) -> None:
+        """Count silences from now on, because this process itself could not receive answers until now."""
+        self._cpu_history.clear()
+        self._not_running_since.clear()
+        for polled in self._polled.values():
+            polled.last_answer = time.monotonic() if polled.last_answer is not None else None
+
+    async def picture(self) -> RunPicture:
+        """All processes now, each inspected from outside, too."""
+        own = monitor.own_report()
+        self._lag.note(CONTROLLER, CONTROLLER, own.lags)
+        picture = RunPicture({CONTROLLER: Process(CONTROLLER, own.pid, own.machine, own)}, self._silence_s)
+        # Failed ones first: a replacement has the same name and takes the entry of the process it replaces.
+        for polled in sorted(self._polled.values(), key=lambda polled: not polled.failed):
+            process, now = polled.process, time.monotonic()
+            last_answer = polled.last_answer if polled.last_answer is not None else now
+            process.silent_s = max(0.0, now - last_answer - self._interval_s)
+            picture.processes[process.name] = process
+            if process.report is not None and not polled.failed:  # helpers end with the process they work for
+                for pid, name in process.report.helpers.items():
+                    picture.processes[name] = Process(name, pid, process.machine)
+        await self._inspect(picture)
+        for polled in self._polled.values():  # Monarch reports those it lost, unless they are only stopped
+            state = polled.process.state
+            shown = picture.processes.get(polled.process.name) is polled.process
+            if shown and polled.failed and (state is None or polled.process.lost):
+                del picture.processes[polled.process.name]
+        return picture
+
+    async def _inspect(self, picture: RunPicture) -> None:
+        """Set the state of all processes, as the operating system of their machine gives it."""
+        by_machine: dict[str, list[Process]] = defaultdict(list)
+        for process in picture.processes.values():
+            if process.pid is not None:
+                by_machine[process.machine].append(process)
+        answers = await asyncio.gather(*[self._states(machine, there) for machine, there in by_machine.items()])
+        now = time.monotonic()
+        for states, processes in zip(answers, by_machine.values(), strict=True):
+            for process in processes:
+                process.state = None if process.pid is None else states.get(process.pid)
+                self._compare_with_history(process, now)
+
+    async def _states(self, machine: str, processes: list[Process]) -> dict[int, ProcessState]:
+        """States of processes of one machine, by pid; empty if no monitor there answers."""
+        pids = [process.pid for process in processes if process.pid is not None]
+        if machine == monitor.machine():
+            return {pid: monitor.state_of(pid) for pid in pids}
+        unknown: dict[int, ProcessState] = {}
+        return await self._ask_on(machine, lambda there: there.states.call_one(pids), "process states", unknown)
+
+    def _compare_with_history(self, process: Process, now: float) -> None:
+        """Set what follows from earlier states: the CPU share, and for how long the process has not been running."""
+        if process.state is None:
+            process.cpu_share = process.not_running_s = 0.0
+            return
+        key = process.machine, process.pid
+        if process.state.status in NOT_RUNNING:
+            process.not_running_s = now - self._not_running_since.setdefault(key, now)
+        else:
+            process.not_running_s = 0.0
+            self._not_running_since.pop(key, None)
+        # Over all of silence_s: on a crowded machine a process at work may wait long for a core.
+        history = self._cpu_history[key]
+        history.append((now, process.state.cpu_s))
+        while history[0][0] < now - self._silence_s:
+            history.popleft()
+        seconds = now - history[0][0]
+        # At its first inspection a process counts as at work.
+        process.cpu_share = (history[-1][1] - history[0][1]) / seconds if seconds > 0 else 1.0
+
+    async def _ask_on(self, machine: str, ask: Callable[[ProcessMonitor], Awaitable[T]], what: str, otherwise: T) -> T:
+        """Ask the monitor on ``machine`` that answered last; ``otherwise`` if it does not answer."""
+        there = [polled for polled in self._polled.values() if polled.process.machine == machine and not polled.failed]
+        for polled in sorted(there, key=lambda polled: -(polled.last_answer or 0.0))[:1]:
+            with suppress(Exception):  # if it does not answer, its silence is noticed elsewhere
+                return await within(ASK_DEADLINE_S, ask(polled.handle), what, on="Monarch")
+        return otherwise
+
+    async def stacks(self, process: Process) -> str:
+        """The Python stacks of a process: from its own monitor if that answers, else read from outside."""
+        if process.name == CONTROLLER:
+            return monitor.own_stacks()
+        for polled in self._polled.values():
+            if polled.process is process and process.silent_s < self._silence_s / 2 and not polled.failed:
+                with suppress(Exception):  # it does not answer after all: read them from outside
+                    call = polled.handle.stacks.call_one()
+                    return await within(ASK_DEADLINE_S, call, f"the stacks of {process.name}", on="Monarch")
+        pid = process.pid
+        if pid is None:
+            return "it has never answered\n"
+        if process.machine == monitor.machine():
+            return await asyncio.to_thread(monitor.stacks_of, pid)
+        unknown = "nobody on its machine answers\n"
+        return await self._ask_on(process.machine, lambda there: there.stacks_of.call_one(pid), "stacks", unknown)
+
+    async def kill(self, process: Process) -> None:
+        """Kill a process on any machine of the run, and stop expecting answers from it."""
+        for polled in self._polled.values():
+            polled.failed = polled.failed or polled.process is process
+        pid = process.pid
+        if pid is None:
+            return
+        if process.machine == monitor.machine():
+            monitor.kill(pid)
+        else:
+            what = f"the end of {process.name}"
+            await self._ask_on(process.machine, lambda there: there.kill.call_one(pid), what, None)

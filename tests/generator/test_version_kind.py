@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+from pkgutil import resolve_name
+from typing import Any
+
+import pytest
+
+from monarch_rl.generator.settings import GeneratorSettings, engine_arguments
+from monarch_rl.generator.version_kind import ALL_WEIGHTS, LOADERS, LORA_ADAPTER, MERGED_WEIGHTS, VersionKind
+from monarch_rl.model.lora import FULL_TRAINING, LoraSettings, Target
+
+DENSE: dict[str, Any] = {"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 2}
+SPARSE: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_hidden_layers": 2,
+    "num_experts": 4,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "targets", "kind"),
+    [
+        (SPARSE, None, ALL_WEIGHTS),
+        (None, None, ALL_WEIGHTS),
+        (DENSE, ("q_proj", "up_proj"), LORA_ADAPTER),
+        (SPARSE, ("q_proj",), LORA_ADAPTER),
+        (None, ("up_proj",), LORA_ADAPTER),
+        (SPARSE, ("q_proj", "up_proj"), MERGED_WEIGHTS),
+    ],
+)
+def test_adapters_on_experts_are_merged_and_others_are_served(
+    config: dict[str, Any] | None, targets: tuple[Target, ...] | None, kind: VersionKind
+) -> None:
+    lora = FULL_TRAINING if targets is None else LoraSettings(rank=2, targets=targets)
+    assert VersionKind.of(config, lora) is kind
+
+
+def test_sglang_may_run_every_loader_and_finds_it() -> None:
+    assert engine_arguments("m", GeneratorSettings(), 0, on_gpu=False)["custom_weight_loader"] == LOADERS
+    assert len(LOADERS) == 5 and all(callable(resolve_name(name)) for name in LOADERS)
