@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from monarch_rl.buffer.core import BufferCore
+from monarch_rl.buffer.ledger import Counts
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.episode.episode import Episode, Group, Turn
 from monarch_rl.episode.packed import PackedEpisode, PackedGroup
@@ -42,3 +43,9 @@ def core(groups_per_step: int, max_policy_lag: int | None, version: int = 0, **s
     if settings.get("late", "wait") == "wait":
         settings.setdefault("window", 0)
     return BufferCore(groups_per_step, BufferSettings(max_policy_lag, **settings), version)
+
+
+def mean_lag(counts: Counts) -> float:
+    """Over all trained tokens; nan before the first."""
+    total = sum(counts.lag_counts)
+    return sum(lag * count for lag, count in enumerate(counts.lag_counts)) / total if total else float("nan")

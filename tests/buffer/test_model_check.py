@@ -36,17 +36,19 @@ class State:
 
     def key(self) -> Any:
         state = self.core.state()
-        live = tuple((one[:4], self.core._live[one[0]].group is None) for one in state["live"] if self._live(one[0]))
-        drawn = tuple((g, _oldest(one)) for g, one in self.core._live.items())
+        live = tuple(
+            (one[:4], self.core.groups._live[one[0]].group is None) for one in state["live"] if self._live(one[0])
+        )
+        drawn = tuple((g, _oldest(one)) for g, one in self.core.groups._live.items())
         batch = self.core._batch
         taken = tuple((g.group_id, g.oldest_version) for g in batch[0].groups) if batch else ()
         counts = self.core.counts()
         totals = (counts.trained, tuple(sorted(counts.dropped.items())), tuple(self.core._unpublished.items()))
         versions = (self.core.version, self.core.published_version, tuple(sorted(self.published_at.items())))
-        return live, drawn, taken, totals, versions, self.plays, self.lost, self.losses, tuple(self.core._idle)
+        return live, drawn, taken, totals, versions, self.plays, self.lost, self.losses, tuple(self.core.groups._idle)
 
     def _live(self, group_id: int) -> bool:
-        return group_id in self.core._live
+        return group_id in self.core.groups._live
 
 
 def _oldest(one: Any) -> int | None:
@@ -59,7 +61,7 @@ def drawn_group(group_id: int, attempt: int, version: int) -> PackedGroup:
 
 
 def clone(state: State) -> State:
-    groups = [one.group for one in state.core._live.values()]
+    groups = [one.group for one in state.core.groups]
     groups += state.core._batch[0].groups if state.core._batch else []
     return replace(
         state,
@@ -76,7 +78,7 @@ def successors(state: State) -> Iterator[tuple[bool, State]]:
 
     for worker, play in enumerate(state.plays):
         if play is None:
-            if state.core._admitted < GROUPS or state.core._idle:
+            if state.core.groups.admitted < GROUPS or state.core.groups._idle:
                 after = clone(state)
                 ticket = after.core.admit()
                 if ticket is not None:
@@ -121,8 +123,8 @@ def check(state: State) -> None:
     assert counts.slots == held + (counts.slots_free or 0)
     ended = counts.trained + sum(counts.dropped.values())
     assert counts.admitted == ended + counts.playing + counts.complete + counts.taken
-    assert counts.playing == sum(play is not None for play in state.plays) + len(buffer._idle)
-    assert all(one.overtaken <= (buffer.window or 0) for one in buffer._live.values())
+    assert counts.playing == sum(play is not None for play in state.plays) + len(buffer.groups._idle)
+    assert all(one.overtaken <= (buffer.window or 0) for one in buffer.groups)
     if buffer._batch is not None:
         lags = [
             buffer.version - version

@@ -118,7 +118,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.core = BufferCore(k, self.settings)
         self.tight = tight
         if tight:
-            self.core.max_bytes = TIGHT_BYTES
+            self.core.budget.limit = TIGHT_BYTES
         self.window = self.settings.window_for(k)
         self.limit = min([x for x in (lag, self.settings.reject_lag) if x is not None], default=None)
         self.books = Books()
@@ -180,7 +180,7 @@ class AnyOrder(RuleBasedStateMachine):
         group = self.make(group_id, play.attempt, pick)
         held = self.core.counts().nbytes
         room = self.core.reserve(group_id, group.nbytes, play.attempt)
-        fits = held - play.reserved + group.nbytes <= self.core.max_bytes
+        fits = held - play.reserved + group.nbytes <= self.core.budget.limit
         assert room == (fits or group_id in self.live()[: self.k] or play.reserved > 0)
         if not room:
             return
@@ -293,7 +293,7 @@ class AnyOrder(RuleBasedStateMachine):
         b = self.books
         self.core = BufferCore.restore(self.k, self.settings, self.core.state())
         if self.tight:
-            self.core.max_bytes = TIGHT_BYTES
+            self.core.budget.limit = TIGHT_BYTES
         b.complete, b.taken, b.unpublished = b.complete | b.taken, {}, {}
         b.lost += [(group_id, play.attempt) for group_id, play in b.playing.items()]
         b.idle = {group_id: attempt + 1 for group_id, attempt in b.idle.items()}
@@ -353,7 +353,7 @@ class AnyOrder(RuleBasedStateMachine):
         held = [group.nbytes for group in (*b.complete.values(), *b.taken.values())]
         assert self.core.counts().nbytes == sum(held) + sum(play.reserved for play in b.playing.values())
         largest = sorted([*held, *(play.reserved for play in b.playing.values())])[-2 * self.k :]
-        assert self.core.counts().nbytes <= self.core.max_bytes + sum(largest)
+        assert self.core.counts().nbytes <= self.core.budget.limit + sum(largest)
 
     def teardown(self) -> None:
         if not hasattr(self, "core"):

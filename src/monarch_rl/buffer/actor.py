@@ -1,21 +1,20 @@
 """The buffer as a Monarch actor: :mod:`monarch_rl.buffer.core` plus waiting, leases and the cut into shards.
 
-Rollout workers ``admit``, ``offer`` or ``reserve`` room, and ``put`` (or ``drop``); trainer ranks ``take``; the
-pipeline reports ``trained`` and ``published``, has the groups of a lost worker played again by others (``release``),
-and ends with ``close``. All endpoints are concurrent: one that waits never blocks another.
+Rollout workers ``admit`` groups, ``offer`` them or ``reserve`` room for them, and ``put`` (or ``drop``) them. Trainer
+ranks ``take`` batches. The pipeline reports ``trained`` and ``published``, lets other workers play the groups of a lost
+one again (``release``), and ends with ``close``. All endpoints are concurrent: one that waits never blocks another.
 """
 
 from __future__ import annotations
 
-import math
-import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from monarch_rl.algorithms.packing import plan_microbatches
 from monarch_rl.buffer.core import Batch, BufferCore
 from monarch_rl.buffer.ledger import Counts
+from monarch_rl.buffer.report import Lease, report, waits
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.buffer.waiting import Line
 from monarch_rl.episode.packed import PackedGroup, PackedShard
@@ -28,16 +27,7 @@ from monarch_rl.runtime.resilient import ResilientActor
 
 
 class BufferClosed(RuntimeError):
-    """The run was ended while, or before, a batch was waited for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Lease:
-    """Who plays a group, and since when (:func:`now`, seconds)."""
-
-    worker: str
-    since: float
-    attempt: int = 0
+    """The run ended before the batch was complete."""
 
 
 class Buffer(ResilientActor):
@@ -63,9 +53,9 @@ class Buffer(ResilientActor):
 
     @concurrent_endpoint
     async def admit(self, worker: str, timeout_s: float) -> Ticket | None:
-        """Wait for a slot and start a group in it; None when the run has ended, or the worker was given up as lost.
+        """Wait for a slot and start a group in it; None when the run has ended, or the worker was reported as lost.
 
-        The deadline is kept here and not by the caller: a caller that stopped listening would still be given a slot.
+        The deadline is kept here and not by the caller: a caller that no longer listens would still be given a slot.
 
         Raises:
             DeadlineExceeded: no slot within ``timeout_s`` seconds; says what holds them.
@@ -74,18 +64,18 @@ class Buffer(ResilientActor):
         return tickets[0] if tickets else None
 
     @concurrent_endpoint
-    async def admit_many(self, worker: str, most: int, timeout_s: float) -> list[Ticket]:
-        """:meth:`admit` for up to ``most`` groups: as many as have a slot as soon as one has; none at the end."""
-        return await self._admit(worker, most, timeout_s)
+    async def admit_many(self, worker: str, max_groups: int, timeout_s: float) -> list[Ticket]:
+        """:meth:`admit` for up to ``max_groups`` groups: waits for one slot and takes those free; none at the end."""
+        return await self._admit(worker, max_groups, timeout_s)
 
-    async def _admit(self, worker: str, most: int, timeout_s: float) -> list[Ticket]:
+    async def _admit(self, worker: str, max_groups: int, timeout_s: float) -> list[Ticket]:
         tickets: list[Ticket] = []
         losses = self._lost[worker]
 
         def served() -> bool:
             if self._lost[worker] != losses:
                 return True
-            while len(tickets) < most and (ticket := self._core.admit()) is not None:
+            while len(tickets) < max_groups and (ticket := self._core.admit()) is not None:
                 tickets.append(ticket)
                 self._leases[ticket.group_id] = Lease(worker, now(), ticket.attempt)
             return bool(tickets) or self._core.closed
@@ -95,7 +85,7 @@ class Buffer(ResilientActor):
 
     @concurrent_endpoint
     async def offer(self, sizes: list[tuple[int, int, int]]) -> list[bool]:
-        """Ask for room without waiting: which of ``(group id, attempt, bytes)`` may be put now."""
+        """Reserve room without waiting: for each ``(group id, attempt, bytes)``, whether it may be put now."""
         return [self._core.reserve(group_id, nbytes, attempt) for group_id, attempt, nbytes in sizes]
 
     @concurrent_endpoint
@@ -114,7 +104,7 @@ class Buffer(ResilientActor):
 
     @concurrent_endpoint
     async def put(self, *groups: bytes) -> None:
-        """Hand in complete groups (:meth:`pack_group, Group`).
+        """Hand in complete groups, each packed (``pack_group``).
 
         Raises:
             ValueError: a group is not being played, or does not fit and had no room reserved.
@@ -127,16 +117,16 @@ class Buffer(ResilientActor):
 
     @concurrent_endpoint
     async def drop(self, group_id: int, reason: str, tokens: int = 0, attempt: int = 0) -> None:
-        """Give a group up for which ``tokens`` were drawn. Raises ValueError if it is not here."""
+        """Drop a group for which ``tokens`` were drawn. Raises ValueError if it is not here."""
         self._core.drop(group_id, reason, tokens, attempt)
         self._end_lease(group_id, attempt)
         self._serve()
 
     @concurrent_endpoint
     async def release(self, worker: str) -> list[int]:
-        """A worker is lost: the groups that it was playing are begun anew by others, in the same slots and places.
+        """A worker is lost: other workers begin its groups anew, in the same slots and places.
 
-        What it still puts of them is ignored, and its calls that wait for a slot get none. Another worker may go by its
+        If it still puts them, that is ignored; its calls that wait for a slot get none. Another worker may have its
         name from now on. Returns the groups' ids.
         """
         self._lost[worker] += 1
@@ -178,7 +168,7 @@ class Buffer(ResilientActor):
 
         what = f"the batch that updates version {version}"
         await self._wait(self._batches, served, timeout_s, f"trainer rank {dp_rank}", what)
-        self._room.serve()  # others are due next now, and have room whatever is here
+        self._room.serve()  # other groups are due next now, and these always have room
         if batch is None:
             raise BufferClosed(f"no batch for version {version}: the run has ended")
         return self._shards(batch, version, dp_size, token_budget)[dp_rank]
@@ -218,7 +208,7 @@ class Buffer(ResilientActor):
         return replace(self._core.counts(), order_waits=self._order_waits, order_wait_s=self._order_wait_s)
 
     def _note_order_wait(self) -> None:
-        """Measure how long batches are held back for a slow group; called while a rank waits for one."""
+        """Measure how long batches are held back for a slow group; called while a rank waits for a batch."""
         if self._core.held_back:
             self._held_back_since = self._held_back_since or now()
         elif self._held_back_since is not None:
@@ -232,7 +222,7 @@ class Buffer(ResilientActor):
             del self._leases[group_id]
 
     def _serve(self) -> None:
-        """The state has changed: see who can go on."""
+        """The state has changed: let callers go on that can."""
         self._batches.serve()
         self._slots.serve()
         self._room.serve()
@@ -254,48 +244,10 @@ class Buffer(ResilientActor):
         return self._plan[1]
 
     def _account(self) -> list[Wait]:
-        """What the next batch lacks, as waits: groups on who plays them, new ones on workers and on what frees slots.
-
-        Called on another thread: it only reads what does not pass through a wrong state.
-        """
-        core, missing, leases = self._core, self._core.missing(), self._leases.copy()
-        here = f"{core.groups_per_step - len(missing)} of {core.groups_per_step} groups of the batch are in"
-        owed = []
-        for group in missing:
-            lease = leases.get(group) if group is not None else None
-            if lease is not None:
-                what = f"group {group}, held by {lease.worker} ({here})"
-                owed.append(Wait("buffer", what, lease.worker, lease.since, math.inf))
-        if None in missing:
-            moment = time.monotonic()  # on another thread than the event loop's
-            owed.append(Wait("buffer", f"workers to start groups ({here})", "rollout workers", moment, math.inf))
-            if core.version > core.published_version:
-                what = f"version {core.version} to be served, which frees slots ({here})"
-                owed.append(Wait("buffer", what, "controller", moment, math.inf))
-        return owed
+        return waits(self._core, self._leases.copy())
 
     def _report(self) -> str:
-        counts = self._core.counts()
-        moment = now()
-        holders = [
-            f"group {group_id} by {lease.worker} for {moment - lease.since:.1f} s"
-            for group_id, lease in self._leases.items()
-        ]
-        missing = self._core.missing()
-        waiting = [str(group_id) for group_id in missing if group_id is not None]
-        unadmitted = len(missing) - len(waiting)
-        next_batch = f"groups {', '.join(waiting)}" if waiting else "no admitted group"
-        if unadmitted:
-            next_batch += f" and {unadmitted} that no worker has asked for"
-        return (
-            f"policy version {counts.version}, published {counts.published}; slots: "
-            f"{'any number' if counts.slots is None else f'{counts.slots_free} free of {counts.slots}'}, "
-            f"{counts.playing} playing, {counts.complete} complete, {counts.taken} in training, "
-            f"{counts.unpublished} trained and not published; the next batch misses "
-            f"{next_batch if missing else 'nothing'}; {counts.nbytes / 2**20:.1f} MiB; "
-            f"held: {'; '.join(holders) or 'none'}; "
-            f"dropped so far: {counts.dropped or 'none'}"
-        )
+        return report(self._core, self._leases)
 
 
 def cut(batch: Batch, dp_size: int, token_budget: int) -> list[PackedShard]:

@@ -1,4 +1,4 @@
-"""Which groups may start, which are trained next, and what is left out.
+"""Decides which groups may start, which are trained next, and which are left out.
 
 A group needs a *slot* to start (``admit``); there are ``(max_policy_lag + 1) * groups_per_step - window`` of them. The
 batch that updates version ``v`` is made of the first ``groups_per_step`` complete groups in order of admission, but no
@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import numpy as np
 
+from monarch_rl.buffer.budget import ByteBudget
+from monarch_rl.buffer.groups import LiveGroups
 from monarch_rl.buffer.ledger import MASKED, PLAYED_AGAIN, RUN_ENDED, Counts, Ledger
 from monarch_rl.buffer.order import Live, next_batch, note_overtaking
 from monarch_rl.buffer.rules import Rules, token_lags
@@ -44,6 +45,10 @@ class Batch:
 class BufferCore:
     """The state machine of the module's rules.
 
+    One class of more than 200 lines, because every event moves groups, slots, bytes and counts together, and the checks
+    belong where these move. What can be understood alone has its own file: ``groups.py``, ``budget.py``, ``order.py``,
+    ``rules.py``, ``ledger.py``.
+
     Args:
         groups_per_step: groups of one optimiser step.
         settings: see there.
@@ -51,8 +56,8 @@ class BufferCore:
         task_cursor: where in the stream of tasks to start.
 
     Raises:
-        ValueError: a number is out of range. Every method raises ValueError, naming group and state, when it is
-            asked for what cannot be.
+        ValueError: a number is out of range. Every method raises ValueError, with group and state, when it is asked
+            for something impossible.
     """
 
     def __init__(self, groups_per_step: int, settings: BufferSettings, version: int = 0, task_cursor: int = 0) -> None:
@@ -62,23 +67,15 @@ class BufferCore:
         self.settings = settings
         self.window = settings.window_for(groups_per_step)
         self.slots = settings.slots_for(groups_per_step)
-        self.max_bytes = settings.max_mib * 2**20
         self.version = version
         self.published_version = version
         self.closed = False
-        self._first_task = task_cursor
-        self._admitted = 0
-        self._live: dict[int, Live] = {}
-        """In order of admission: dicts keep it."""
-        self._idle: list[int] = []
-        """Groups whose worker was lost, the first admitted first."""
-        self._attempts: dict[int, int] = {}
-        """Of the groups that were begun anew, here or gone."""
+        self.groups = LiveGroups(task_cursor)
+        self.budget = ByteBudget(settings.max_mib * 2**20)
         self._batch: tuple[Batch, list[Live]] | None = None
         self._unpublished: dict[int, int] = {}
         """Groups by the version that was made from them."""
         self._rules = Rules(settings, groups_per_step)
-        self._nbytes = 0
         self._ledger = Ledger()
 
     @property
@@ -86,7 +83,7 @@ class BufferCore:
         """None is any number."""
         if self.slots is None:
             return None
-        used = len(self._live) + self.taken + sum(self._unpublished.values())
+        used = len(self.groups) + self.taken + sum(self._unpublished.values())
         assert used <= self.slots, f"{used} slots used of {self.slots}"
         return self.slots - used
 
@@ -101,16 +98,12 @@ class BufferCore:
         """Start a group if a slot is free and the run is not closed; first those that a lost worker had begun."""
         if self.closed:
             return None
-        if self._idle:
-            one = self._live[self._idle.pop(0)]
-            one.idle = False
-        elif self.slots_free == 0:
-            return None
-        else:
-            one = Live(self._admitted, self._first_task + self._admitted)
-            self._live[one.group_id] = one
-            self._admitted += 1
-        return Ticket(one.group_id, one.task_cursor, one.attempt)
+        live = self.groups.begin_anew()
+        if live is None:
+            if self.slots_free == 0:
+                return None
+            live = self.groups.admit()
+        return Ticket(live.group_id, live.task_cursor, live.attempt)
 
     def reserve(self, group_id: int, nbytes: int, attempt: int = 0) -> bool:
         """Promise room for a group of ``nbytes`` bytes; False if it has to wait.
@@ -118,28 +111,22 @@ class BufferCore:
         The groups admitted first among those still here, as many as a batch has, never wait: with them the next batch
         is complete, and its training makes room. A group that is not expected any more never waits either.
         """
-        if self._given_up(group_id, attempt):
+        if self._is_unexpected(group_id, attempt):
             return True
-        one = self._playing(group_id, "be given room")
-        if one.reserved:
-            return True
-        fits = self._nbytes + nbytes <= self.max_bytes
-        if not fits and group_id not in islice(self._live, self.groups_per_step):
-            return False
-        one.reserved = nbytes
-        self._nbytes += nbytes
-        return True
+        live = self.groups.playing(group_id, "be given room")
+        due = any(first.group_id == group_id for first in self.groups.first(self.groups_per_step))
+        return self.budget.reserve(live, nbytes, always=due)
 
     def put(self, group: PackedGroup) -> bool:
         """Hand in a complete group; True if it is kept.
 
-        It is not if a rule of the settings leaves it out, if it was given to another worker, or after ``close``.
+        It is not kept if a rule of the settings leaves it out, if it was given to another worker, or after ``close``.
         """
-        if self._given_up(group.group_id, group.attempt):
+        if self._is_unexpected(group.group_id, group.attempt):
             if not self.closed:
                 self._ledger.note_wasted(PLAYED_AGAIN, group.trainable)
             return False
-        one = self._playing(group.group_id, "be put")
+        live = self.groups.playing(group.group_id, "be put")
         if group.newest_version is None:
             raise ValueError(f"group {group.group_id} cannot be put: it has no token to train")
         if group.newest_version > self.version:
@@ -150,32 +137,29 @@ class BufferCore:
         if not self.reserve(group.group_id, group.nbytes, group.attempt):
             raise ValueError(
                 f"group {group.group_id} cannot be put: its {group.nbytes} bytes do not fit beside "
-                f"{self._nbytes} within buffer.max-mib {self.settings.max_mib}; reserve room first"
+                f"{self.budget.used} within buffer.max-mib {self.settings.max_mib}; reserve room first"
             )
-        self._nbytes += group.nbytes - one.reserved
-        one.reserved, one.group = 0, group
+        self.budget.fill(live, group)
         reason = self._rules.on_arrival(group, self.version)
         if reason is not None:
             self.drop(group.group_id, reason, attempt=group.attempt)
         return reason is None
 
     def drop(self, group_id: int, reason: str, tokens: int = 0, attempt: int = 0) -> None:
-        """Give a group up, played or complete; its slot is free again.
+        """Drop a group, played or complete; its slot is free again.
 
         Changes nothing after ``close``, or if the group was given to another worker.
 
         Args:
             tokens: that were drawn for it, if it was not put.
         """
-        if self._given_up(group_id, attempt):
+        if self._is_unexpected(group_id, attempt):
             return
-        if group_id not in self._live:
-            raise ValueError(f"group {group_id} cannot be dropped ({reason}): it is {self._state(group_id)}")
-        one = self._live.pop(group_id)
-        self._nbytes -= one.reserved + (one.group.nbytes if one.group else 0)
-        if one.idle:
-            self._idle.remove(group_id)
-        self._ledger.note_dropped(reason, one.group.trainable if one.group else tokens)
+        if self.groups.get(group_id) is None:
+            raise ValueError(f"group {group_id} cannot be dropped ({reason}): it is {self._state_of(group_id)}")
+        live = self.groups.remove(group_id)
+        self.budget.free(live)
+        self._ledger.note_dropped(reason, live.group.trainable if live.group else tokens)
 
     def release(self, group_ids: Iterable[int]) -> list[int]:
         """The worker that played these groups is lost: others begin them anew, in the same slots and places.
@@ -183,16 +167,20 @@ class BufferCore:
         Returns:
             Those that were being played; the others are complete or gone, and stay as they are.
         """
-        released = [group_id for group_id in group_ids if group_id in self._live]
-        released = [group_id for group_id in released if not self._live[group_id].group]
-        released = [group_id for group_id in released if not self._live[group_id].idle]
-        for group_id in released:
-            one = self._live[group_id]
-            self._nbytes -= one.reserved
-            one.reserved, one.idle, one.attempt = 0, True, one.attempt + 1
-            self._attempts[group_id] = one.attempt
-        self._idle = sorted(self._idle + released)
-        return released
+        released = self.groups.release(group_ids)
+        for live in released:
+            self.budget.withdraw(live)
+        return [live.group_id for live in released]
+
+    def _is_unexpected(self, group_id: int, attempt: int) -> bool:
+        """Nobody expects this play of the group any more: the run has ended, or another worker has the group."""
+        ended = self.closed and 0 <= group_id < self.groups.admitted
+        return ended or self.groups.is_superseded(group_id, attempt)
+
+    def _state_of(self, group_id: int) -> str:
+        if self._batch is not None and any(live.group_id == group_id for live in self._batch[1]):
+            return f"in the batch that updates version {self.version}"
+        return self.groups.state_of(group_id)
 
     # -- trainer ----------------------------------------------------------------------------------------------
 
@@ -203,20 +191,21 @@ class BufferCore:
 
         Raises:
             ValueError: another version is next; or a token above the bound would be trained, which no order of calls
-                brings about.
+                leads to.
         """
         if version != self.version:
             raise ValueError(f"a batch for version {version} was asked for, but the policy is at {self.version}")
-        if self._batch is None and not self.closed:
-            live = next_batch(self._live.values(), self.groups_per_step, self.window)
-            if live is not None:
-                groups = [one.group for one in live if one.group is not None]
-                oldest = self._rules.oldest(version)
-                lags = token_lags(groups, version, oldest, self.settings.max_policy_lag)
-                self._batch = Batch(version, groups, oldest, lags), live
-                for one in live:
-                    del self._live[one.group_id]
+        if self._batch is None and not self.closed and (chosen := self._next_batch()) is not None:
+            groups = [live.group for live in chosen if live.group is not None]
+            oldest = self._rules.oldest(version)
+            lags = token_lags(groups, version, oldest, self.settings.max_policy_lag)
+            self._batch = Batch(version, groups, oldest, lags), chosen
+            for live in chosen:
+                self.groups.remove(live.group_id)
         return self._batch[0] if self._batch is not None else None
+
+    def _next_batch(self) -> list[Live] | None:
+        return next_batch(self.groups, self.groups_per_step, self.window)
 
     def trained(self, version: int) -> None:
         """The optimiser step that made ``version`` is done, with the batch taken for ``version - 1``."""
@@ -225,17 +214,18 @@ class BufferCore:
                 f"version {version} cannot have been trained: the policy is at {self.version} "
                 f"and {self.taken} groups are taken"
             )
-        batch, live = self._batch
-        self._ledger.note_trained(len(live), batch.lag_counts)
+        batch, trained = self._batch
+        self._ledger.note_trained(len(trained), batch.lag_counts)
         self._ledger.note_wasted(MASKED, sum(g.trainable for g in batch.groups) - int(batch.lag_counts.sum()))
-        self._nbytes -= sum(group.nbytes for group in batch.groups)
-        self._unpublished[version] = len(live)
-        note_overtaking(self._live.values(), [one.group_id for one in live])
+        for live in trained:
+            self.budget.free(live)
+        self._unpublished[version] = len(trained)
+        note_overtaking(self.groups, [live.group_id for live in trained])
         self._batch, self._rules.filtered, self.version = None, 0, version
-        for one in list(self._live.values()):
-            reason = self._rules.lag_reason(one.group, version) if one.group is not None else None
+        for live in list(self.groups):
+            reason = self._rules.lag_reason(live.group, version) if live.group is not None else None
             if reason is not None:
-                self.drop(one.group_id, reason, attempt=one.attempt)
+                self.drop(live.group_id, reason, attempt=live.attempt)
 
     def published(self, version: int) -> None:
         """Every generator serves ``version`` now: the slots of all batches up to it are free again."""
@@ -247,69 +237,59 @@ class BufferCore:
         self._unpublished = {made: groups for made, groups in self._unpublished.items() if made > version}
 
     def close(self) -> None:
-        """End the run: nothing is admitted or taken any more, and what was not taken is dropped as ``run ended``.
+        """End the run: nothing more is admitted or taken, and groups that were not taken are dropped as ``run ended``.
 
         A batch that is being trained may still be reported as trained.
         """
-        for one in list(self._live.values()):
-            self.drop(one.group_id, RUN_ENDED, attempt=one.attempt)
+        for live in list(self.groups):
+            self.drop(live.group_id, RUN_ENDED, attempt=live.attempt)
         self.closed = True
 
     # -- figures ----------------------------------------------------------------------------------------------
 
     def missing(self) -> list[int | None]:
-        """The groups with which the next batch would be complete; None stands for one that is not even admitted."""
-        first = list(islice(self._live.values(), self.groups_per_step))
-        playing: list[int | None] = [one.group_id for one in first if one.group is None]
+        """The groups that the next batch lacks; None stands for one that is not admitted yet."""
+        first = self.groups.first(self.groups_per_step)
+        playing: list[int | None] = [live.group_id for live in first if live.group is None]
         return playing + [None] * (self.groups_per_step - len(first))
 
     @property
     def held_back(self) -> bool:
         """Enough groups are complete for a batch, but a slow one is due first."""
-        complete = sum(one.group is not None for one in self._live.values())
-        if self._batch is not None or complete < self.groups_per_step:
-            return False
-        return next_batch(self._live.values(), self.groups_per_step, self.window) is None
+        enough = self._batch is None and self.groups.complete() >= self.groups_per_step
+        return enough and self._next_batch() is None
 
     def counts(self) -> Counts:
-        playing = sum(one.group is None for one in self._live.values())
+        complete = self.groups.complete()
         return Counts(
-            admitted=self._admitted,
+            admitted=self.groups.admitted,
             trained=self._ledger.trained,
             dropped=dict(self._ledger.dropped),
             wasted_tokens=dict(self._ledger.wasted_tokens),
-            playing=playing,
-            complete=len(self._live) - playing,
+            playing=len(self.groups) - complete,
+            complete=complete,
             taken=self.taken,
             unpublished=sum(self._unpublished.values()),
             slots=self.slots,
             slots_free=self.slots_free,
             version=self.version,
             published=self.published_version,
-            nbytes=self._nbytes,
+            nbytes=self.budget.used,
             lag_counts=self._ledger.lag_counts.tolist(),
         )
 
     # -- resuming ---------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """All that a resumed run needs, in plain values (complete groups as their bytes)."""
-        taken = self._batch[1] if self._batch is not None else []
-        live = sorted([*taken, *self._live.values()], key=lambda one: one.group_id)
+        """Everything that a resumed run needs, as plain values (complete groups as their bytes)."""
         return {
             "groups_per_step": self.groups_per_step,
             "slots": self.slots,
             "window": self.window,
             "version": self.version,
-            "first_task": self._first_task,
-            "admitted": self._admitted,
-            "attempts": dict(self._attempts),
             "filtered": self._rules.filtered,
             "ledger": self._ledger.state(),
-            "live": [
-                (one.group_id, one.task_cursor, one.attempt, one.overtaken, one.group.data if one.group else None)
-                for one in live
-            ],
+            **self.groups.state(self._batch[1] if self._batch is not None else []),
         }
 
     @classmethod
@@ -321,42 +301,16 @@ class BufferCore:
         Raises:
             ValueError: the settings give other slots, another window or another batch than the state had.
         """
-        core = cls(groups_per_step, settings, state["version"], state["first_task"])
+        core = cls(groups_per_step, settings, state["version"])
         for name in ("groups_per_step", "slots", "window"):
             if getattr(core, name) != state[name]:
                 raise ValueError(
                     f"a buffer with {name} {state[name]} cannot go on with {getattr(core, name)}: its bound was "
                     "counted with the former; resume with the same groups-per-step and buffer settings"
                 )
-        core._admitted, core._rules.filtered = state["admitted"], state["filtered"]
-        core._attempts = dict(state["attempts"])
+        core._rules.filtered = state["filtered"]
         core._ledger = Ledger.restore(state["ledger"])
-        for group_id, task_cursor, attempt, overtaken, data in state["live"]:
-            group = PackedGroup.read(data) if data is not None else None
-            core._live[group_id] = Live(group_id, task_cursor, attempt, overtaken=overtaken, group=group)
-            core._nbytes += group.nbytes if group is not None else 0
-        core.release(list(core._live))
+        core.groups = LiveGroups.restore(state)
+        core.budget.used = sum(live.nbytes for live in core.groups)
+        core.release([live.group_id for live in core.groups])
         return core
-
-    # -- inside -----------------------------------------------------------------------------------------------
-
-    def _given_up(self, group_id: int, attempt: int) -> bool:
-        """Nobody expects this play of the group any more: the run ended, or another worker has the group."""
-        ended = self.closed and 0 <= group_id < self._admitted
-        return ended or attempt < self._attempts.get(group_id, 0)
-
-    def _playing(self, group_id: int, verb: str) -> Live:
-        one = self._live.get(group_id)
-        if one is None or one.group is not None or one.idle:
-            raise ValueError(f"group {group_id} cannot {verb}: it is {self._state(group_id)}")
-        return one
-
-    def _state(self, group_id: int) -> str:
-        if not 0 <= group_id < self._admitted:
-            return "not admitted"
-        if group_id in self._live:
-            one = self._live[group_id]
-            return "complete already" if one.group else "waiting for a worker" if one.idle else "being played"
-        if self._batch is not None and any(one.group_id == group_id for one in self._batch[1]):
-            return f"in the batch that updates version {self.version}"
-        return "trained or dropped already"

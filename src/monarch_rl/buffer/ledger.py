@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 STALE = "stale"
-"""Reason of a group above the bound although late is `wait`: a generator served less than what was published."""
+"""Reason of a group above the bound although late is `wait`: a generator served an older version than the published."""
 LATE = "late"
 """Reason of a group above the bound with late `drop` (or `mask`, and no token is left)."""
 REJECTED = "rejected for its lag"
@@ -20,9 +20,9 @@ PARTIAL = "partial"
 RUN_ENDED = "run ended"
 """Reason of the groups that were still here when the run was closed."""
 MASKED = "masked"
-"""Under which the tokens of trained groups are counted that were left out for their lag."""
+"""Reason of tokens of trained groups that were left out for their lag."""
 PLAYED_AGAIN = "played again"
-"""Under which the tokens are counted that a worker put for a group that had been given to another."""
+"""Reason of tokens that a worker put for a group that had been given to another worker."""
 
 
 @dataclass(slots=True)
@@ -51,19 +51,13 @@ class Counts:
     published: int
     """The version that every generator serves."""
     nbytes: int
-    """Bytes of the groups that are complete or taken, and those promised to workers."""
+    """Bytes of the groups that are complete or taken, and bytes promised to workers."""
     lag_counts: list[int] = field(default_factory=list)
     """Trained tokens by lag 0, 1, ..."""
     order_waits: int = 0
     """Batches that the trainer had to wait for although enough groups were complete: a slow one was due first."""
     order_wait_s: float = 0.0
     """Seconds of those waits."""
-
-    @property
-    def mean_lag(self) -> float:
-        """Mean lag over all trained tokens; nan before the first."""
-        total = sum(self.lag_counts)
-        return sum(lag * count for lag, count in enumerate(self.lag_counts)) / total if total else float("nan")
 
 
 class Ledger:
@@ -103,6 +97,6 @@ class Ledger:
     def restore(cls, state: dict[str, object]) -> Ledger:
         ledger = cls()
         for name, value in state.items():
-            kept = type(getattr(ledger, name))
-            setattr(ledger, name, np.asarray(value, np.int64) if name == "lag_counts" else kept(value))
+            kind = type(getattr(ledger, name))
+            setattr(ledger, name, np.asarray(value, np.int64) if name == "lag_counts" else kind(value))
         return ledger

@@ -1,4 +1,4 @@
-"""What is left out of training, and why: the rules that the settings state, and the assertion behind them."""
+"""What is left out of training, and why: the rules of the settings, and the assertion behind them."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ def token_lags(groups: Iterable[PackedGroup], version: int, oldest: int | None, 
     by_lag: Counter[int] = Counter()
     for group in groups:
         for episode in group.episodes:
-            for drew, count in episode.tokens_by_version.items():
-                if oldest is not None and drew < oldest:
+            for drawn_by, count in episode.tokens_by_version.items():
+                if oldest is not None and drawn_by < oldest:
                     continue
-                if version < drew or (bound is not None and version - drew > bound):
+                if version < drawn_by or (bound is not None and version - drawn_by > bound):
                     raise ValueError(
-                        f"group {group.group_id} has {count} tokens of version {drew} in the batch that updates "
+                        f"group {group.group_id} has {count} tokens of version {drawn_by} in the batch that updates "
                         f"version {version}; the bound is {bound}"
                     )
-                by_lag[version - drew] += count
+                by_lag[version - drawn_by] += count
     length = 1 + (max(by_lag, default=0) if bound is None else bound)
     return np.asarray([by_lag[lag] for lag in range(length)], np.int64)
 
@@ -68,14 +68,14 @@ class Rules:
         return version - min(limit.lag for limit in self._limits) if self._limits else None
 
     def lag_reason(self, group: PackedGroup, version: int) -> str | None:
-        """Why the update of ``version``, and hence of later ones, cannot have the group; None if it can."""
+        """Why the group cannot be in the update of ``version``, or of later ones; None if it can."""
         return next((limit.reason for limit in self._limits if limit.drops(group, version)), None)
 
     def on_arrival(self, group: PackedGroup, version: int) -> str | None:
-        """Why a group that was just put is left out; None if it is kept."""
+        """Why a group that was just put is left out of training; None if it is kept."""
         if group.failed and self._partial == "drop":
             return PARTIAL
-        # Beyond the limit they are trained: an endless refill would be a hang.
+        # Beyond this number they are trained: to refill the batch without end would be a hang.
         if self.filtered < self._equal_rewards and len({episode.reward for episode in group.episodes}) == 1:
             self.filtered += 1
             return EQUAL_REWARDS

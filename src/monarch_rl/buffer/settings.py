@@ -1,4 +1,4 @@
-"""What a user sets about the buffer. docs/buffer.md says what each setting is worth and costs."""
+"""The user's settings of the buffer. docs/buffer.md says what each of them gives and costs."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ class BufferSettings:
     each version of lag above 1 (benchmarks/buffer_window.py); `greedy`: any number, with late drop or mask, or in a
     stream."""
     late: Literal["wait", "drop", "mask"] = "wait"
-    """What becomes of a group slower than the bound: `wait`: the trainer waits for it; `drop`: it is lost; `mask`: its
-    tokens above the bound are. The last two train fewer long answers than were generated."""
+    """What becomes of a group slower than the bound: `wait`: the trainer waits for it; `drop`: it is dropped;
+    `mask`: its tokens above the bound are not trained. The last two train fewer long answers than were generated."""
     reject_lag: int | None = None
-    """Leave out what is staler than this when it would be trained; below max-policy-lag. None leaves out nothing."""
+    """Leave out what would be trained with a larger lag than this; below max-policy-lag. None leaves out nothing."""
     reject: Literal["drop", "mask"] = "mask"
     """What reject-lag leaves out: the whole group, or its stale tokens."""
     drop_equal_rewards: bool = False
     """Drop groups whose rewards are all equal, and play others (dynamic sampling, DAPO, arXiv:2503.14476)."""
     max_filtered: int = 10
-    """Batches' worth of groups that drop-equal-rewards may drop for one batch (10 in DAPO's own code); what comes
-    beyond is trained, so that a task that is solved does not stop the run."""
+    """Batches' worth of groups that drop-equal-rewards may drop for one batch (10 in DAPO's own code). Further groups
+    are trained, so that a task that is solved does not stop the run."""
     partial: Literal["train", "drop"] = "train"
-    """A group of which some episodes failed: trained if two are left, or dropped."""
+    """What becomes of a group of which some episodes failed: trained if two others are left, or dropped."""
     max_mib: int = 4096
-    """MiB of complete groups that are held; workers keep what is beyond. 4096 holds 30,000 episodes of 16,000 tokens
-    each; no batch ever waits for room."""
+    """MiB of complete groups that the buffer holds; workers keep the others. 4096 holds 30,000 episodes of 16,000
+    tokens each; no batch ever waits for room."""
 
     def __post_init__(self) -> None:
         if self.max_policy_lag is not None and self.max_policy_lag < 0:

@@ -1,4 +1,4 @@
-"""Lines of callers that wait for the buffer's state to change. All on one event loop, so no lock is needed."""
+"""Lines of callers that wait until the buffer's state changes. All on one event loop, so no lock is needed."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from collections.abc import Callable
 
 
 class Line:
-    """Those who wait for one kind of thing, first come first served.
+    """Callers that wait for one kind of thing, first come first served.
 
-    Whoever changes the state calls :meth:`serve`, which tries for everybody in line; only who is served wakes up.
+    Code that changes the state calls :meth:`serve`, which tries to serve each caller in line. Only served callers
+    wake up.
 
     Args:
-        alike: what the first one cannot have, nobody can.
+        alike: if the first caller cannot be served, no other can.
     """
 
     def __init__(self, alike: bool = False) -> None:
@@ -21,16 +22,17 @@ class Line:
         self._waiting: deque[tuple[Callable[[], bool], asyncio.Future[None]]] = deque()
 
     async def wait(self, served: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait until ``served`` answers True, at most ``timeout_s`` seconds; False if it did not.
+        """Wait until ``served`` returns True, at most ``timeout_s`` seconds; return False if it did not.
 
-        ``served`` may have effects: it answers True once, and what it took is its caller's. Raises what it raises.
+        ``served`` may have effects: it returns True once, and what it took belongs to its caller. Raises what it
+        raises.
         """
         if served():
             return True
         place = served, asyncio.get_running_loop().create_future()
         self._waiting.append(place)
         try:
-            # Not asyncio.timeout: cancelled at the moment of being served, a caller would lose what it was given.
+            # Not asyncio.timeout: a caller that is cancelled at the moment it is served would lose what it was given.
             await asyncio.wait({place[1]}, timeout=timeout_s)
             if place[1].done():
                 place[1].result()
@@ -40,8 +42,8 @@ class Line:
                 self._waiting.remove(place)
 
     def serve(self, everybody: bool = False) -> None:
-        """Try for those in line; for ``everybody`` even if they are alike."""
-        left: deque[tuple[Callable[[], bool], asyncio.Future[None]]] = deque()
+        """Try to serve the callers in line; with ``everybody`` all of them, even if they are alike."""
+        unserved: deque[tuple[Callable[[], bool], asyncio.Future[None]]] = deque()
         while self._waiting:
             served, answer = self._waiting.popleft()
             try:
@@ -51,7 +53,7 @@ class Line:
             except Exception as error:
                 answer.set_exception(error)
                 continue
-            left.append((served, answer))
+            unserved.append((served, answer))
             if self._alike and not everybody:
                 break
-        self._waiting.extendleft(reversed(left))
+        self._waiting.extendleft(reversed(unserved))

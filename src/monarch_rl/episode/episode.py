@@ -1,12 +1,10 @@
-"""The data contract: what one policy produced, token by token, and under which version.
+"""The data contract: what a policy produced, token by token, and under which version.
 
 Shapes: ``n`` is the number of tokens of a turn. Tokens are stored as arrays per turn, never as objects per
 token. Token-in, token-out: ``token_ids`` are the ids the engine was given and the ids it drew; text is never
 tokenised a second time.
 
-A :class:`Group` (all episodes of one prompt) crosses processes and disks as bytes, without pickle
-(``packed.py``): a JSON header with what deciding about a group needs, then each episode by itself, so that it can be
-handed on without being read.
+A :class:`Group` (all episodes of one prompt) crosses processes and disks as bytes, without pickle (``packed.py``).
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ NO_VERSION = -1
 
 @dataclass(slots=True)
 class Turn:
-    """One call of the engine: the tokens put before it (prompt, environment) and the tokens it drew."""
+    """One call of the engine: the tokens it was given (prompt, environment) and the tokens it drew."""
 
     token_ids: np.ndarray
     """int32[n]."""
@@ -35,7 +33,7 @@ class Turn:
     trainable: np.ndarray
     """bool[n]; True for tokens that the policy drew."""
     kept: KeptSets | None = None
-    """n sets; empty where not trainable. None if the sampler cut nothing off."""
+    """n sets; empty where not trainable. None if the sampler cut no tokens off."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.token_ids), len(self.logprobs), len(self.policy_versions), len(self.trainable)}
@@ -59,14 +57,18 @@ class Turn:
 
     @classmethod
     def from_runs(
-        cls, runs: list[tuple[int, int, bool]], token_ids: np.ndarray, drawn: np.ndarray, kept: KeptSets | None = None
+        cls,
+        runs: list[tuple[int, int, bool]],
+        token_ids: np.ndarray,
+        trainable_logprobs: np.ndarray,
+        kept: KeptSets | None = None,
     ) -> Turn:
-        """The inverse of :attr:`runs`; ``drawn`` are the log-probs of the trainable tokens, float32, ``kept`` are
-        their kept sets."""
+        """The inverse of :attr:`runs`; ``trainable_logprobs`` (float32) and ``kept`` are those of the trainable tokens
+        alone."""
         lengths, versions, trainable = zip(*runs, strict=True) if runs else ((), (), ())
         mask = np.repeat(np.asarray(trainable, bool), lengths)
         logprobs = np.zeros(len(token_ids), np.float32)
-        logprobs[mask] = drawn
+        logprobs[mask] = trainable_logprobs
         if kept is not None:
             counts = np.zeros(len(token_ids), np.int32)
             counts[mask] = kept.counts
@@ -75,16 +77,16 @@ class Turn:
 
     @classmethod
     def from_completion(cls, context_ids: list[int], completion: Completion) -> Turn:
-        """Join the tokens that were put before the engine (untrained) with those it drew."""
-        before, drawn = len(context_ids), len(completion.token_ids)
+        """Join the tokens that the engine was given (not trainable) with those it drew."""
+        context = len(context_ids)
         return cls(
             token_ids=np.concatenate([np.asarray(context_ids, np.int32), completion.token_ids.astype(np.int32)]),
-            logprobs=np.concatenate([np.zeros(before, np.float32), completion.logprobs.astype(np.float32)]),
+            logprobs=np.concatenate([np.zeros(context, np.float32), completion.logprobs.astype(np.float32)]),
             policy_versions=np.concatenate(
-                [np.full(before, NO_VERSION, np.int32), completion.policy_versions.astype(np.int32)]
+                [np.full(context, NO_VERSION, np.int32), completion.policy_versions.astype(np.int32)]
             ),
-            trainable=np.arange(before + drawn) >= before,
-            kept=None if completion.kept is None else KeptSets.join([KeptSets.none(before), completion.kept]),
+            trainable=np.arange(context + len(completion.token_ids)) >= context,
+            kept=None if completion.kept is None else KeptSets.join([KeptSets.none(context), completion.kept]),
         )
 
 
@@ -97,9 +99,9 @@ class Episode:
     finish_reason: str
     """Why it ended: ``stop``, ``length``."""
     info: dict[str, Any] = field(default_factory=dict)
-    """JSON values to look at later (texts, the scorer's details); never read by training."""
+    """JSON values to look at later (texts, the scorer's details); training never reads them."""
     expert_routes: np.ndarray | None = None
-    """uint8 or uint16 [n - 1, layers, k], where kept: the experts by which the engine read each token but the last,
+    """uint8 or uint16 [n - 1, layers, k], where recorded: the experts by which the engine read each token but the last,
     in each layer that has experts."""
     parts: dict[str, float] = field(default_factory=dict)
     """Named parts of the reward, for the metrics; training reads the reward alone."""
@@ -130,10 +132,10 @@ class Episode:
     @property
     def kept(self) -> KeptSets | None:
         """Over all turns, of which all or none must have them."""
-        parts = [turn.kept for turn in self.turns if turn.kept is not None]
-        if len(parts) not in (0, len(self.turns)):
-            raise ValueError(f"{len(parts)} of the {len(self.turns)} turns of an episode have kept sets")
-        return KeptSets.join(parts) if parts else None
+        sets = [turn.kept for turn in self.turns if turn.kept is not None]
+        if len(sets) not in (0, len(self.turns)):
+            raise ValueError(f"{len(sets)} of the {len(self.turns)} turns of an episode have kept sets")
+        return KeptSets.join(sets) if sets else None
 
     @property
     def num_tokens(self) -> int:
@@ -143,16 +145,10 @@ class Episode:
     def num_trainable(self) -> int:
         return int(sum(turn.trainable.sum() for turn in self.turns))
 
-    @property
-    def oldest_version(self) -> int | None:
-        """The smallest version that drew a trainable token; ``None`` if there is no such token."""
-        drawn = self.policy_versions[self.trainable]
-        return int(drawn.min()) if len(drawn) else None
-
 
 @dataclass(slots=True)
 class Group:
-    """The episodes of one prompt, which are compared with each other."""
+    """The episodes of one prompt, which advantages compare with each other."""
 
     group_id: int
     """Order of admission, unique in a run."""
@@ -160,9 +156,9 @@ class Group:
     """Which item of the training set the prompt is."""
     episodes: list[Episode]
     failed: int = 0
-    """Episodes that were begun, failed and are not here."""
+    """Episodes that were begun and failed; they are not in ``episodes``."""
     attempt: int = 0
-    """How often the group was begun anew because its worker was lost; with ``group_id`` it names a lease."""
+    """How often the group was begun anew because its worker was lost; with ``group_id`` it identifies a lease."""
     task: str = ""
     """Name of the task that the prompt is of, for the metrics."""
 
@@ -170,12 +166,6 @@ class Group:
     def rewards(self) -> np.ndarray:
         """float32[G]."""
         return np.asarray([episode.reward for episode in self.episodes], np.float32)
-
-    @property
-    def oldest_version(self) -> int | None:
-        """The smallest version that drew a trainable token of any episode."""
-        versions = [v for v in (episode.oldest_version for episode in self.episodes) if v is not None]
-        return min(versions, default=None)
 
 
 @dataclass(slots=True)
@@ -187,7 +177,8 @@ class BatchShard:
     rewards: list[np.ndarray]
     """One float32[G] per group of the batch, for the advantages."""
     microbatches: list[list[tuple[int, int, Episode]]]
-    """``(group position in the batch, episode position in the group, episode)``; all ranks have as many."""
+    """``(group position in the batch, episode position in the group, episode)``. All ranks have equally many
+    micro-batches."""
     trainable_tokens: int
     """Trainable tokens of the whole batch, all ranks."""
     lag_counts: np.ndarray

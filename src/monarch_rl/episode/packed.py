@@ -1,4 +1,4 @@
-"""Groups and batches as bytes: what crosses processes and disks. No pickle of objects from outside.
+"""Groups and batches as bytes, to cross processes and disks. No pickle of objects from outside.
 
 A packed group is
 
@@ -8,7 +8,7 @@ and a packed episode is
 
     4 bytes length of its JSON, the JSON, token ids (int32), log-probs of the trainable tokens (float32),
     if the sampler cut tokens off: sizes (int32) and ids (int32) of the sets they were drawn from,
-    if routes were kept: the experts of each token but the last (uint8 or uint16)
+    if expert routes were recorded: the experts of each token but the last (uint8 or uint16)
 
 all little-endian, every part padded to 4 bytes. The header has what the buffer decides by and what each trainer rank
 gets of all episodes of a batch (reward and its parts, tokens by policy version, finish reason, bytes), so the buffer
@@ -56,7 +56,7 @@ class PackedEpisode:
 
 @dataclass(frozen=True, slots=True)
 class PackedGroup:
-    """A group of which only the header was read: the fields of :class:`monarch_rl.episode.episode.Group`."""
+    """A group of which only the header was read. Fields as in :class:`monarch_rl.episode.episode.Group`."""
 
     group_id: int
     task_index: int
@@ -103,7 +103,7 @@ class PackedGroup:
 
     @classmethod
     def read(cls, data: bytes) -> PackedGroup:
-        """Read the header. Raises ValueError on another format, or if bytes are missing or too many."""
+        """Read the header. Raises ValueError on another format, or if there are too few or too many bytes."""
         if data[:4] != FORMAT:
             raise ValueError(f"group format {data[:4]!r} cannot be read here, only {FORMAT!r}")
         start = 8 + _LENGTH.unpack_from(data, 4)[0]
@@ -113,7 +113,7 @@ class PackedGroup:
             raise ValueError(f"the header of a group of {len(data)} bytes cannot be read: {error}") from error
         expected = start + sum(nbytes for _, _, _, nbytes, _, _ in header["episodes"])
         if expected != len(data):
-            raise ValueError(f"group {header['group_id']} has {len(data)} bytes, its header tells of {expected}")
+            raise ValueError(f"group {header['group_id']} has {len(data)} bytes, its header says {expected}")
         view, episodes = memoryview(data), []
         for reward, tokens, by_version, nbytes, finish_reason, parts in header["episodes"]:
             part = view[start : start + nbytes]
@@ -138,7 +138,7 @@ class PackedGroup:
 
 @dataclass(slots=True)
 class PackedShard:
-    """What one trainer rank takes from a batch, not read yet: :meth:`unpack` gives the :class:`BatchShard`."""
+    """What one trainer rank takes from a batch, still packed: :meth:`unpack` gives the :class:`BatchShard`."""
 
     version: int
     """The version that the update starts from; lag is counted against it."""
@@ -231,7 +231,6 @@ def unpack_episode(data: bytes | memoryview) -> Episode:
     none)."""
     start = 4 + _LENGTH.unpack_from(data)[0]
     head = json.loads(bytes(data[4:start]))
-    turns = []
 
     def take(dtype: str, count: int) -> np.ndarray:
         nonlocal start
@@ -239,22 +238,20 @@ def unpack_episode(data: bytes | memoryview) -> Episode:
         start += array.nbytes
         return array.astype(dtype)  # of this machine's byte order, and not of the buffer's memory
 
-    tokens = sum(length for runs in head["turns"] for length, _, _ in runs)
-    trainable = sum(length for runs in head["turns"] for length, _, drawn in runs if drawn)
+    lengths = [sum(length for length, _, _ in runs) for runs in head["turns"]]
+    trainable_lengths = [sum(length for length, _, trainable in runs if trainable) for runs in head["turns"]]
+    tokens, trainable = sum(lengths), sum(trainable_lengths)
     ids, logprobs, kept, expert_routes = take("i4", tokens), take("f4", trainable), None, None
     if "kept" in head:
         kept = KeptSets(take("i4", trainable), take("i4", head["kept"]))
     if "routes" in head:
         *shape, dtype = head["routes"]
         expert_routes = take(dtype, math.prod(shape)).reshape(shape)
-    drawn = [sum(length for length, _, of_policy in runs if of_policy) for runs in head["turns"]]
-    sets = [None] * len(drawn) if kept is None else kept.split(drawn)
-    at = drawn_at = 0
-    for runs, count, of_turn in zip(head["turns"], drawn, sets, strict=True):
-        length = sum(run[0] for run in runs)
-        drawn_logprobs = logprobs[drawn_at : drawn_at + count]
-        turns.append(Turn.from_runs(runs, ids[at : at + length], drawn_logprobs, of_turn))
-        at, drawn_at = at + length, drawn_at + count
+    ids_by_turn = np.split(ids, np.cumsum(lengths)[:-1])
+    logprobs_by_turn = np.split(logprobs, np.cumsum(trainable_lengths)[:-1])
+    kept_by_turn = [None] * len(lengths) if kept is None else kept.split(trainable_lengths)
+    by_turn = zip(head["turns"], ids_by_turn, logprobs_by_turn, kept_by_turn, strict=True)
+    turns = [Turn.from_runs(*of_turn) for of_turn in by_turn]
     return Episode(turns, 0.0, head["finish_reason"], head["info"], expert_routes)
 
 
@@ -275,13 +272,13 @@ def _pack_episode(episode: Episode) -> list[bytes]:
     if expert_routes is not None:
         head["routes"] = [*expert_routes.shape, expert_routes.dtype.str[1:]]
     text = _padded(head)
-    parts = [_LENGTH.pack(len(text)), text, ids.astype("<i4").tobytes(), logprobs[trainable].astype("<f4").tobytes()]
+    arrays = [_LENGTH.pack(len(text)), text, ids.astype("<i4").tobytes(), logprobs[trainable].astype("<f4").tobytes()]
     if kept is not None:
-        parts += [kept.counts[trainable].astype("<i4").tobytes(), kept.ids.astype("<i4").tobytes()]
+        arrays += [kept.counts[trainable].astype("<i4").tobytes(), kept.ids.astype("<i4").tobytes()]
     if expert_routes is not None:
         data = expert_routes.astype(expert_routes.dtype.newbyteorder("<")).tobytes()
-        parts.append(data + bytes(-len(data) % 4))
-    return parts
+        arrays.append(data + bytes(-len(data) % 4))
+    return arrays
 
 
 def _tokens_by_version(episode: Episode) -> Counter[int]:
@@ -295,6 +292,6 @@ def _tokens_by_version(episode: Episode) -> Counter[int]:
 
 
 def _padded(value: Any) -> bytes:
-    """JSON, padded with spaces to a multiple of 4 bytes, so that arrays behind it lie where numpy likes them."""
+    """JSON, padded with spaces to a multiple of 4 bytes, so that the arrays behind it are aligned."""
     text = json.dumps(value, separators=(",", ":")).encode()
     return text + b" " * (-len(text) % 4)

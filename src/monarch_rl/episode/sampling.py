@@ -1,4 +1,4 @@
-"""How tokens are drawn, and what one request drew."""
+"""How tokens are drawn, and what a request drew."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class GenerationError(RuntimeError):
 
 
 class DrawLost(GenerationError):
-    """The engine drew a token and cannot tell from which set: it costs the episode, and no other."""
+    """The engine drew a token but cannot say from which set: the episode fails, and no other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,25 +27,25 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     """Ids that end a turn. The stop token is part of the turn and is trained."""
     seed: int | None = None
-    """Makes one request's draws repeatable under the same weights; ``None`` draws freely."""
+    """Makes a request's draws repeatable under the same weights; ``None`` draws freely."""
     top_k: int = 0
     """Draw from the k most likely tokens only; 0 from all."""
     top_p: float = 1.0
     """Draw from the fewest most likely tokens that have this probability together (arXiv:1904.09751)."""
     min_p: float = 0.0
-    """Draw from tokens that have this share of the most likely one's probability (arXiv:2407.01082)."""
+    """Draw from tokens that have at least this share of the most likely token's probability (arXiv:2407.01082)."""
     expert_routes_from: int | None = None
-    """Tell the experts of each token from this position on; ``None`` of none."""
+    """Return the expert routes of the tokens from this position on; ``None`` returns none."""
 
     @property
     def truncated(self) -> bool:
-        """Whether some tokens cannot be drawn: then the engine tells from which ones each was."""
+        """Whether some tokens cannot be drawn: then the engine says from which set each was drawn."""
         return bool(self.temperature) and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
 
 @dataclass(slots=True)
 class KeptSets:
-    """From which token ids each of n tokens was drawn, where the sampler cut the rest off: n sets of ids, ragged."""
+    """The token ids that each of n tokens was drawn from, where the sampler cut others off: n sets of ids, ragged."""
 
     counts: np.ndarray
     """int32[n]: the size of each set; 0 for a token that was not drawn."""
@@ -63,7 +63,7 @@ class KeptSets:
         return KeptSets(self.counts[mask], self.ids[np.repeat(mask, self.counts)])
 
     def split(self, sizes: Sequence[int]) -> list[KeptSets]:
-        """The sets of the first ``sizes[0]`` tokens, of the next ``sizes[1]``, and so on: what :meth:`join` joined."""
+        """The sets of the first ``sizes[0]`` tokens, of the next ``sizes[1]``, ...: the inverse of :meth:`join`."""
         counts = np.split(self.counts, np.cumsum(sizes)[:-1])
         ids = np.split(self.ids, np.cumsum([part.sum() for part in counts])[:-1])
         return [KeptSets(*part) for part in zip(counts, ids, strict=True)]
@@ -76,7 +76,7 @@ class KeptSets:
 
     @classmethod
     def none(cls, tokens: int) -> KeptSets:
-        """Of tokens that were not drawn."""
+        """Empty sets, of tokens that were not drawn."""
         return cls(np.zeros(tokens, np.int32), np.zeros(0, np.int32))
 
 
@@ -89,12 +89,12 @@ class Completion:
     logprobs: np.ndarray
     """float32, natural log, of the distribution that drew each token."""
     policy_versions: np.ndarray
-    """int32, the version whose weights drew each token; non-decreasing, except where another replica went on for one
+    """int32, the version whose weights drew each token; non-decreasing, except where another replica continued for one
     that was lost."""
     finish_reason: str
     """``stop`` or ``length``."""
     kept: KeptSets | None = None
-    """From which ids each token was drawn, with truncated sampling."""
+    """The ids that each token was drawn from, with truncated sampling."""
     expert_routes: np.ndarray | None = None
     """uint8 or uint16 [tokens, layers, k], where asked for: the experts by which each token was read, from
     ``routes_from`` to the last but one of the sequence; the last one drawn was not read."""

@@ -8,51 +8,57 @@ import logging
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.ledger import Counts
+from monarch_rl.generator.actor import Generator
 from monarch_rl.pipeline.actor_pool import ActorPool
 from monarch_rl.pipeline.publishing import Publisher
 from monarch_rl.rollout.statistics import WorkerStats
+from monarch_rl.rollout.worker import RolloutWorker
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, now, within
 
 logger = logging.getLogger("monarch_rl")
 
 
 class Observer:
-    """Gathers the figures of a step from all actors. Rates and shares are over the time since the last step."""
+    """Gathers the metrics of a step from all actors. Rates and shares are over the time since the last step.
 
-    def __init__(self, publisher: Publisher, workers: ActorPool, buffer: Any, rollouts: Path) -> None:
+    Args:
+        rollouts: the file to which sampled rollouts are appended.
+    """
+
+    def __init__(self, publisher: Publisher, workers: ActorPool[RolloutWorker], buffer: Buffer, rollouts: Path) -> None:
         self._publisher = publisher
         self._workers = workers
         self._buffer = buffer
         self._rollouts = rollouts
-        self._then = 0.0
+        self._last_step_at = 0.0
         self._engines: dict[int, _Engine] = {}
-        """The replicas that are there."""
+        """What each replica had done at the last step, by index."""
         self._stats: dict[tuple[str, int], WorkerStats] = {}
-        """The last of each process that was a worker, by name and pid."""
+        """The newest of each process that was a worker, by name and pid."""
         self._drawn, self._device_s = 0, 0.0
         """Tokens drawn by all replicas, and seconds that their devices were busy, since ``begin``."""
 
     async def begin(self) -> None:
         """Start the clock: rates and shares of the first step count from here."""
-        self._then, self._engines = now(), await self._ask_engines()
+        self._last_step_at, self._engines = now(), await self._ask_engines()
 
     async def _ask_engines(self) -> dict[int, _Engine]:
-        """A replica that is lost meanwhile is left out: what happens to it is the publisher's to say."""
+        """By index. A replica that is lost meanwhile is left out: the publisher decides what happens to it."""
 
-        async def ask(index: int, generator: Any) -> tuple[int, _Engine] | None:
+        async def ask(index: int, generator: Generator) -> tuple[int, _Engine] | None:
             try:
                 call, name = generator.stats.call_one(), f"generator {index}"
-                found = await within(CALL_DEADLINE_S, call, f"the figures of {name}", on=name)
+                stats = await within(CALL_DEADLINE_S, call, f"the stats of {name}", on=name)
             except Exception as error:
-                logger.warning("no figures of generator %d: %s", index, str(error).splitlines()[0])
+                logger.warning("no stats of generator %d: %s", index, str(error).splitlines()[0])
                 return None
-            names = ("pid", "generated_tokens", "busy_seconds", "request_seconds", "devices")
-            return index, _Engine(*(found[name] for name in names))
+            tokens, busy_s, request_s = stats["generated_tokens"], stats["busy_seconds"], stats["request_seconds"]
+            return index, _Engine(stats["pid"], tokens, busy_s, request_s, stats["devices"])
 
         asked = [ask(index, generator) for index, generator in self._publisher.generators.items()]
         return dict(answer for answer in await asyncio.gather(*asked) if answer)
@@ -65,27 +71,20 @@ class Observer:
         """
         swap = self._publisher.last
         counts, stats, samples = await asyncio.gather(
-            within(CALL_DEADLINE_S, self._buffer.counts.call_one(), "the figures of the buffer", on="buffer"),
-            self._workers.ask(CALL_DEADLINE_S, "to tell its figures", lambda _, worker: worker.stats.call_one()),
-            self._workers.ask(CALL_DEADLINE_S, "to tell its rollouts", lambda _, worker: worker.samples.call_one(8)),
+            within(CALL_DEADLINE_S, self._buffer.counts.call_one(), "the counts of the buffer", on="buffer"),
+            self._workers.ask(CALL_DEADLINE_S, "to return its stats", lambda _, worker: worker.stats.call_one()),
+            self._workers.ask(CALL_DEADLINE_S, "to return rollouts", lambda _, worker: worker.samples.call_one(8)),
         )
-        self._stats |= {(found.worker, found.pid): found for found in stats.values()}
+        self._stats |= {(of_worker.worker, of_worker.pid): of_worker for of_worker in stats.values()}
         engines = await self._ask_engines()
         moment = now()
-        elapsed = moment - self._then
-        since = [found.since(self._engines.get(index)) for index, found in engines.items()]
-        tokens, busy = sum(one.tokens for one in since), sum(one.busy_s for one in since)
-        self._drawn += tokens
-        self._device_s += sum(one.busy_s * one.devices for one in since)
+        elapsed = moment - self._last_step_at
         # Names with a slash are final; the update's own figures, and those of its objective, go under trainer/.
         values = {name if "/" in name else f"trainer/{name}": value for name, value in trained[0].items()}
         values["time/step_s"] = elapsed
         computing = float(np.mean([rank["step_s"] for rank in trained])) + (swap.snapshot_s if swap else 0.0)
         values["trainer/idle_share"] = max(0.0, 1.0 - computing / elapsed)
-        values["generator/idle_share"] = max(0.0, 1.0 - busy / (elapsed * max(len(since), 1)))
-        values["generator/running"] = sum(one.request_s for one in since) / busy if busy else 0.0
-        values["generator/replicas"] = float(len(self._publisher.generators))
-        values["tokens_per_second"] = tokens / elapsed
+        values |= self._generation(engines, elapsed)
         if swap is not None:
             values["weights/swap_ms"] = swap.paused_s * 1e3
             values["weights/verify_share"] = swap.verify_share
@@ -100,14 +99,27 @@ class Observer:
         values["buffer/order_waits"] = counts.order_waits
         values["buffer/order_wait_s"] = counts.order_wait_s
         values |= self._lost(counts, list(self._stats.values()))
-        self._then = moment
-        self._engines |= engines  # one that did not answer this time is counted from where it was
+        self._last_step_at = moment
+        self._engines |= engines  # a replica that did not answer is counted from its last answer
         with self._rollouts.open("a") as file:
             file.writelines(json.dumps(sample) + "\n" for batch in samples.values() for sample in batch)
         return values
 
+    def _generation(self, engines: dict[int, _Engine], elapsed: float) -> dict[str, float]:
+        """What the replicas did in the ``elapsed`` seconds since the last step."""
+        since = [engine.since(self._engines.get(index)) for index, engine in engines.items()]
+        tokens, busy_s = sum(engine.tokens for engine in since), sum(engine.busy_s for engine in since)
+        self._drawn += tokens
+        self._device_s += sum(engine.busy_s * engine.devices for engine in since)
+        return {
+            "generator/idle_share": max(0.0, 1.0 - busy_s / (elapsed * max(len(since), 1))),
+            "generator/running": sum(engine.request_s for engine in since) / busy_s if busy_s else 0.0,
+            "generator/replicas": float(len(self._publisher.generators)),
+            "tokens_per_second": tokens / elapsed,
+        }
+
     def _lost(self, counts: Counts, workers: list[WorkerStats]) -> dict[str, float]:
-        """What was drawn and is not trained: groups and episodes by reason, tokens, and their share of the devices."""
+        """What was drawn and is not trained: groups and episodes by reason, tokens, and their device-seconds."""
         lost = Counter(counts.dropped)
         for worker in workers:
             lost.update({f"episode {reason}": count for reason, count in worker.failed.items()})
@@ -119,17 +131,18 @@ class Observer:
 
 @dataclass(frozen=True, slots=True)
 class _Engine:
-    """What a replica has done."""
+    """What a replica has done since its start."""
 
     pid: int
     tokens: int
     busy_s: float
     request_s: float
-    """Busy seconds, each times the requests that were in the engine."""
+    """Busy seconds, each multiplied by the requests that were in the engine."""
     devices: int
 
     def since(self, before: _Engine | None) -> _Engine:
-        if before is None or before.pid != self.pid:  # it was started anew
+        """What it did since ``before``; everything if that was another process."""
+        if before is None or before.pid != self.pid:
             return self
         busy_s, request_s = self.busy_s - before.busy_s, self.request_s - before.request_s
         return _Engine(self.pid, self.tokens - before.tokens, busy_s, request_s, self.devices)

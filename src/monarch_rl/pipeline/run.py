@@ -233,6 +233,8 @@ class Run:
         parts = self._parts
         if parts.metrics is not None:
             parts.metrics.log(self.version, found.metrics())
+        if parts.console is not None:
+            parts.console.remember(found.metrics())
         self._note(f"{f'after step {self.version}' if self.version else 'before training'}: {found}")
         return found
 

@@ -146,12 +146,11 @@ class Trainer(ResilientActor):
         def step() -> dict[str, float]:
             aggregation = plan.settings.loss.aggregation
             batches = pack_shard(packed.unpack(), advantage, aggregation, plan.max_new_tokens, policy.device)
-            return policy.update(batches, objective)
+            advantages = [of_group.numpy() for of_group in advantages_of(packed.rewards, advantage)]
+            return policy.update(batches, objective) | batch_metrics(packed, advantages)
 
         metrics = await self._on(self._compute, step)
-        metrics |= {"wait_s": taken - started, "step_s": time.perf_counter() - taken}
-        advantages = advantages_of(packed.rewards, advantage)
-        return metrics | batch_metrics(packed, [of_group.numpy() for of_group in advantages])
+        return metrics | {"wait_s": taken - started, "step_s": time.perf_counter() - taken}
 
     @concurrent_endpoint
     async def logprobs(self, groups: list[bytes], version: int) -> list[np.ndarray]:
