@@ -41,7 +41,7 @@ Figures = dict[str, float]
 
 @dataclass(frozen=True)
 class Limits:
-    """What the verdict is judged by; None takes the default of the coarser of the two dtypes.
+    """The limits of the verdict; None takes the default of the coarser of the two dtypes.
 
     float32 rounds to 6e-8 of a value. Three layers differ by 2e-6 at p99 (benchmarks/results/parity_dense_cpu.txt);
     1e-4 leaves room for deep models, and 1e-8 is twice its k3, which is half the square.
@@ -261,8 +261,8 @@ def measure(s: Settings, readings: dict[str, Reading]) -> Differences:
         costs["route_bytes_per_token"] = sum(x.nbytes for x in expert_routes) / sum(map(len, expert_routes))
     if "truncated" in readings:
         sets = [episode.kept for episode in readings["truncated"].group.episodes]
-        drawn = sum(episode.num_trainable for episode in readings["truncated"].group.episodes)
-        costs["kept_ids_per_token"] = sum(len(kept.ids) for kept in sets if kept is not None) / drawn
+        drawn_tokens = sum(episode.num_trainable for episode in readings["truncated"].group.episodes)
+        costs["kept_ids_per_token"] = sum(len(kept.ids) for kept in sets if kept is not None) / drawn_tokens
         costs["mask_bytes_per_token"] = 4 + 4 * costs["kept_ids_per_token"]
     return Differences(rows, top, routes_differ, rerouted, costs)
 
@@ -274,7 +274,7 @@ def trainer_logprobs(name: str, reading: Reading) -> dict[str, torch.Tensor]:
 
 
 def judge(differences: Differences, limits: Figures) -> tuple[Figures, list[str]]:
-    """The figures that count, by the names of the limits, and the names of those that exceed them."""
+    """The figures that are judged, by the names of the limits, and the names of those that exceed their limit."""
     rows = differences.judged.values()
     worst = {name: max(row[name] for row in rows) for name in ("p99", "k3", "outside")}
     worst["top_differs"] = differences.top_differs.get("replayed", differences.top_differs["own"])

@@ -40,11 +40,11 @@ def test_adapters_flow_while_sequences_are_drawn(tmp_path: Path) -> None:
             assert len(names) == 2 * 2 * 7
             assert all(".lora_A." in name or ".lora_B." in name for name in names)
             assert await system.mismatch(seed=1) < LOGPROB_BOUND
-            async with system.drawing() as drawn:
+            async with system.drawing() as completions:
                 for seed in range(3):
                     await system.step(seed)
                     assert await system.mismatch(seed=100 + seed) < LOGPROB_BOUND
-            assert any(len({*c.policy_versions.tolist()}) > 1 for c in drawn), "no update came during a sequence"
+            assert any(len({*c.policy_versions.tolist()}) > 1 for c in completions), "no update came during a sequence"
             await save(system.trainer, tmp_path / "saved")
 
         asyncio.run(go())

@@ -64,12 +64,12 @@ def test_engine_and_trainer_agree_on_logprobs_also_after_five_updates_in_flight(
     async def go() -> None:
         system = await System.start(cluster, model, generators, lr=3e-3, version=10)
         assert await system.mismatch(seed=1) < LOGPROB_BOUND
-        async with system.drawing() as drawn:
+        async with system.drawing() as completions:
             for seed in range(5):
                 await system.step(seed)
                 assert await system.mismatch(seed=100 + seed) < LOGPROB_BOUND
         crossed: set[int] = set()
-        for completion in drawn:
+        for completion in completions:
             assert len(completion.token_ids) in LENGTHS
             steps = np.diff(completion.policy_versions)
             assert (steps >= 0).all()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import os
 import signal
 import subprocess
@@ -51,6 +52,8 @@ def test_failures_cost_one_score_each_and_have_a_reason() -> None:
             ]
             assert time.monotonic() - start < 20
             assert await scorer.score(helpers.touchy_score, "8") == Score(8.0)
+            parts = await scorer.score(helpers.in_parts)
+            assert json.dumps([parts.reward, parts.parts]) == '[0.5, {"format": 0.25, "answer": 1.0}]'
             with pytest.raises(ScoringFailed, match="score raised ValueError: could not convert"):
                 await scorer.score(helpers.not_a_number)
         finally:
@@ -82,9 +85,9 @@ def test_a_score_whose_process_is_killed_is_computed_again(tmp_path: Path) -> No
         try:
             scoring = asyncio.ensure_future(scorer.score(helpers.hangs_once, str(tmp_path)))
             async with asyncio.timeout(30):
-                while not (found := list(tmp_path.iterdir())):
+                while not (files := list(tmp_path.iterdir())):
                     await asyncio.sleep(0.01)
-                os.kill(int(found[0].name), signal.SIGKILL)
+                os.kill(int(files[0].name), signal.SIGKILL)
                 assert await scoring == Score(3.0)
         finally:
             await asyncio.to_thread(scorer.close)

@@ -15,6 +15,7 @@ from monarch.actor import ActorError, this_host
 
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.settings import BufferSettings
+from monarch_rl.episode.episode import BatchShard
 from monarch_rl.rollout.play import episode_seed
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.tokenizer import Tokenizer
@@ -28,6 +29,7 @@ WAIT_S = 60.0
 SUMS = TaskSettings(
     config='{"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}',
     template="{expression} =",
+    pass_mark=1.0,
     train_size=50,
     held_out_size=20,
 )
@@ -35,9 +37,9 @@ SUMS = TaskSettings(
 
 @dataclass
 class System:
-    buffer: Any
-    generator: Any
-    workers: Any
+    buffer: Buffer
+    generator: StandInGenerator
+    workers: RolloutWorker
 
 
 @dataclass
@@ -84,7 +86,7 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(bounded())
 
 
-async def train(system: System, version: int) -> Any:
+async def train(system: System, version: int) -> BatchShard:
     """One step of a trainer that trains nothing."""
     shard = (await system.buffer.take.call_one(version, 0, 1, 10_000, WAIT_S)).unpack()
     await system.buffer.trained.call_one(version + 1)
@@ -106,6 +108,7 @@ def test_groups_go_from_the_task_to_the_trainer(processes: Processes, model: str
             source, tokenizer = TaskSource(SUMS), Tokenizer(model)
             for version, shard in enumerate(shards):
                 assert [len(rewards) for rewards in shard.rewards] == [4, 4]
+                assert shard.tasks == [SUMS.name] * 2
                 for g, e, episode in (place for batch in shard.microbatches for place in batch):
                     group_id = 2 * version + g
                     item = source.item(group_id)
@@ -114,11 +117,12 @@ def test_groups_go_from_the_task_to_the_trainer(processes: Processes, model: str
                     assert text.startswith(item.prompt)
                     assert drawn == str((episode_seed(11, group_id, e) or 0) % 10)  # order kept, seeds used
                     assert (episode.reward == 1.0) == (drawn == item.answer)
+                    assert (episode.parts["score"] == 1.0) == (drawn == item.answer)
                     assert episode.policy_versions[episode.trainable].min() >= version - 1
             stats = list((await s.workers.stats.call()).values())
-            assert {one.worker for one in stats} == {"rollout worker 0", "rollout worker 1"}
-            assert sum(one.groups_put for one in stats) >= 8 and all(not one.failed for one in stats)
-            assert sum(one.episodes for one in stats) * 2 == sum(one.tokens for one in stats)
+            assert {row.worker for row in stats} == {"rollout worker 0", "rollout worker 1"}
+            assert sum(row.groups_put for row in stats) >= 8 and all(not row.failed for row in stats)
+            assert sum(row.episodes for row in stats) * 2 == sum(row.tokens for row in stats)
             samples = [row for rows in (await s.workers.samples.call(3)).values() for row in rows]
             assert samples and len(samples) <= 6
             for row in samples:
@@ -244,8 +248,8 @@ def test_sigkill_of_a_worker_leaves_no_scorer(model: str) -> None:
 
 
 def _children(pid: int) -> list[str]:
-    found: list[str] = []
+    children: list[str] = []
     for thread in os.listdir(f"/proc/{pid}/task"):
         with open(f"/proc/{pid}/task/{thread}/children") as file:
-            found += file.read().split()
-    return found
+            children += file.read().split()
+    return children

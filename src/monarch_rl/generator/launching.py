@@ -18,11 +18,19 @@ KILL_SECONDS = 10.0
 
 
 def launch_engine(arguments: dict[str, Any]) -> Any:
-    """A ``sglang.Engine`` of tokens only, made with these ``ServerArgs``; kills what it started if it fails."""
+    """A ``sglang.Engine`` of tokens only, made with these ``ServerArgs``; ends what it started if it fails."""
     quiet_imports()
     import sglang.srt.entrypoints.engine as sglang_engine
 
+    managers: list[Any] = []
+
+    def init_tokenizer_manager(*args: Any) -> Any:
+        made = sglang_engine.Engine.init_tokenizer_manager_func(*args)
+        managers.append(made[0])
+        return made
+
     class TokenEngine(sglang_engine.Engine):
+        init_tokenizer_manager_func = staticmethod(init_tokenizer_manager)
         run_scheduler_process_func = SchedulerTarget()
 
         @classmethod
@@ -38,6 +46,7 @@ def launch_engine(arguments: dict[str, Any]) -> Any:
         for process in multiprocessing.active_children():
             if process not in before:
                 process.kill()
+        close_sockets(*managers)
         raise
 
 
@@ -61,8 +70,11 @@ def take_over_watch(engine: Any) -> list[Any]:
 
 
 def close_sockets(*owners: Any) -> None:
-    """Close the sockets that SGLang leaves open: collecting them as garbage would wait forever for a process that is
-    gone to read what was written last."""
+    """Close the sockets that SGLang leaves open.
+
+    Once they are garbage, collecting them waits forever: for a process that is gone to read what was written last, or,
+    where the collector comes to their context first, for them to be closed.
+    """
     import zmq
 
     for owner in owners:

@@ -23,7 +23,7 @@ class Evaluation:
 
     @classmethod
     def of(cls, played: Sequence[Episode | EpisodeFailed]) -> Evaluation:
-        """Of one episode an item."""
+        """The result of one episode for each item."""
         failed = Counter(episode.reason for episode in played if isinstance(episode, EpisodeFailed))
         rewards = [0.0 if isinstance(episode, EpisodeFailed) else episode.reward for episode in played]
         return cls(np.asarray(rewards, np.float32), dict(failed))

@@ -65,7 +65,7 @@ class Outbox:
                 if granted:
                     await self._put(granted)
             except Exception as error:
-                # Any parcel's error fails all of them: all of the worker's groups go this way, and the worker is lost.
+                # An error fails all parcels, whichever it is of: all groups of the worker go this way, and it is lost.
                 for parcel in [*new, *self._new, *self._granted]:
                     parcel.settle(error)
                 self._new, self._granted = [], []

@@ -149,7 +149,9 @@ def _run(function: ScoreFunction, args: tuple[Any, ...]) -> Score | tuple[str, s
     """The score, or (type, text) of what was raised: not every exception can be sent between processes, and
     SystemExit must not end the scoring process's event loop."""
     try:
-        score = function(*args)
-        return score if isinstance(score, Score) else Score(float(score))
+        result = function(*args)
+        score = result if isinstance(result, Score) else Score(result)
+        # Plain numbers: they go into JSON, and a wrong one must cost this episode only.
+        return Score(float(score.reward), {name: float(value) for name, value in score.parts.items()})
     except BaseException as error:
         return type(error).__name__, str(error)

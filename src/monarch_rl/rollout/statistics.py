@@ -47,7 +47,7 @@ class Sample:
     episode: Episode
 
     def row(self, decode: Callable[[list[int]], str]) -> dict[str, Any]:
-        """As a JSON object. ``decode`` turns the ids of a turn into text, which takes milliseconds for a long one."""
+        """As a JSON object. ``decode`` makes text of the ids of a turn, which takes milliseconds if they are many."""
         episode = self.episode
         versions = episode.policy_versions[episode.trainable]
         return {
@@ -83,7 +83,7 @@ class Statistics:
 
     @contextmanager
     def group_waiting(self) -> Iterator[None]:
-        """While it lasts, one more group waits for a slot."""
+        """Count a group that waits for a slot, as long as the block lasts."""
         self._stats.groups_waiting += 1
         try:
             yield
@@ -92,7 +92,7 @@ class Statistics:
 
     @contextmanager
     def group_playing(self) -> Iterator[None]:
-        """While it lasts, one more group is being played."""
+        """Count a group that is being played, as long as the block lasts."""
         self._stats.groups_playing += 1
         try:
             yield
@@ -116,5 +116,5 @@ class Statistics:
         self._stats.groups_put += 1
 
     def add_dropped(self) -> None:
-        """Count a group that too few episodes were left of."""
+        """Count a group that had too few episodes to compare."""
         self._stats.groups_dropped += 1

@@ -181,7 +181,7 @@ class RolloutWorker(ResilientActor):
             await asyncio.to_thread(scorer.close)
 
     async def _play_until_closed(self) -> None:
-        """Play ``concurrent_groups`` at once; when one place ends, by the end of the run or an error, all end."""
+        """Play ``concurrent_groups`` at once. The first place to end, by an error or the end of the run, ends all."""
         places = [asyncio.ensure_future(self._play_groups()) for _ in range(self._settings.concurrent_groups)]
         try:
             # waits: as long as the run; close() ends it
@@ -241,7 +241,7 @@ class RolloutWorker(ResilientActor):
             return failure
 
     def make_environment(self, item: Item, scorer: Scorer) -> Environment:
-        """What an episode is played against, made anew for each; another environment is another method here."""
+        """What one episode is played against. A subclass overrides this to play against something else."""
         return SingleTurn(item.prompt, lambda text: scorer.score(score, self._task, item.entry, text))
 
     def _sampling(self, seed: int | None) -> Sampling:

@@ -71,10 +71,10 @@ class Process:
         return self.state is not None and self.state.status in LOST
 
     def hung_s(self) -> float:
-        """Seconds for which it has made no progress; 0 while it uses the CPU, however long that takes.
+        """Seconds for which it has been stopped or ended, or else silent or blocked without using the CPU.
 
-        A process that uses the CPU counts as at work even if it does not answer and its event loops do not run: it may
-        be in a long call.
+        A process that uses the CPU is at work, however long that takes, even if it does not answer and its event loops
+        do not run: it may be in a long call.
         """
         if self.state is not None and self.state.status in NOT_RUNNING:
             return max(self.not_running_s, self.silent_s)

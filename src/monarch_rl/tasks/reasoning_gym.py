@@ -96,7 +96,7 @@ class TaskSource:
     def check(self) -> None:
         """Try the settings before anything is spawned.
 
-        Raises ValueError if the template does not fit or most questions are held out. Takes seconds at most.
+        Raises ValueError if the template does not fit or most questions are held out. May take some seconds.
         """
         held_out = _held_out_questions(self.settings)
         questions = [load_data_set(self.settings, "train")[i]["question"] for i in range(min(100, len(self)))]

@@ -55,7 +55,8 @@ class TrainerPlan:
     """Function of a group's rewards; None is the one that ``settings.loss`` names. It travels to the ranks by
     cloudpickle, so a function of a script, a closure or a ``functools.partial`` will do."""
     objective: Objective | None = None
-    """Loss of a micro-batch; None is :func:`reinforcement` with ``settings.loss``. It travels likewise."""
+    """Loss of a micro-batch; None is :func:`reinforcement` with ``settings.loss``. With one, only the aggregation of
+    these settings acts, as ``MicroBatch.weights``. It travels like the advantage."""
 
 
 def loss_functions(plan: TrainerPlan) -> tuple[Advantage, Objective]:

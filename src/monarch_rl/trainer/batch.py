@@ -64,7 +64,7 @@ def pack(
         version: of the policy being updated.
 
     Raises:
-        ValueError: some episodes have kept sets or expert routes and others have not, or expert routes are of another
+        ValueError: some episodes have kept sets or expert routes and others do not, or expert routes are of another
             number of tokens.
     """
     ids, positions, targets, trainable, logprobs, versions = [], [], [], [], [], []
