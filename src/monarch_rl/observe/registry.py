@@ -100,7 +100,8 @@ METRICS = (
     Metric(
         "reward/*/*",
         "reward",
-        "Mean of a named part of the reward, over the task's episodes that have it: `reward/<task>/<part>`.",
+        "Mean of a named part of the reward, over the task's episodes that have it: `reward/<task>/<part>`. Do not "
+        "name a part `mean`.",
         "learning",
     ),
     Metric(
