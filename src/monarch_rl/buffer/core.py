@@ -42,12 +42,11 @@ class Batch:
     """int64[L]: tokens to train by lag 0, 1, ..."""
 
 
+# size: every event moves groups, slots, bytes and counts together, and the checks belong where these move
 class BufferCore:
     """The state machine of the module's rules.
 
-    One class of more than 200 lines, because every event moves groups, slots, bytes and counts together, and the checks
-    belong where these move. What can be understood alone has its own file: ``groups.py``, ``budget.py``, ``order.py``,
-    ``rules.py``, ``ledger.py``.
+    What can be understood alone is in ``groups.py``, ``budget.py``, ``order.py``, ``rules.py`` and ``ledger.py``.
 
     Args:
         groups_per_step: groups of one optimiser step.

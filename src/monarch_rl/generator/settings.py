@@ -179,6 +179,15 @@ def check_served(config: dict[str, Any], settings: GeneratorSettings, on_gpu: bo
         )
 
 
+def check_context(config: dict[str, Any], settings: GeneratorSettings) -> None:
+    """Refuse a context that is longer than the model's own. Raises ValueError."""
+    if settings.context_length > config["max_position_embeddings"]:
+        raise ValueError(
+            f"generator.context-length {settings.context_length} is more than the model's own limit of "
+            f"{config['max_position_embeddings']} tokens"
+        )
+
+
 def cores_of_ranks(replica: int, tp: int, cores: Sequence[int]) -> str:
     """One core for each engine rank of a replica on a CPU, as SGLang reads it (``SGLANG_CPU_OMP_THREADS_BIND``).
 

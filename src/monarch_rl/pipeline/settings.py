@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from monarch_rl.buffer.settings import BufferSettings
-from monarch_rl.generator.settings import GeneratorSettings, check_served
+from monarch_rl.generator.settings import GeneratorSettings, check_context, check_served
 from monarch_rl.model.folder import read_config, resolve_model
 from monarch_rl.pipeline.recovery import RecoverySettings
 from monarch_rl.rollout.settings import RolloutSettings, check_lengths, check_rollout
 from monarch_rl.runtime.devices import Devices
 from monarch_rl.runtime.watch import STALL_S
 from monarch_rl.tasks.reasoning_gym import TaskSettings, TaskSource
-from monarch_rl.trainer.settings import TrainerSettings, check_experts
+from monarch_rl.trainer.settings import TrainerSettings, check_experts, check_hosts
 from monarch_rl.weights.endpoint import TransferSettings
 
 
@@ -78,7 +78,7 @@ def check(s: RunSettings, offered: Devices) -> Path:
     check_served(config, s.generator, offered.kind == "cuda")
     check_experts(config, s.trainer)
     check_lengths(s.rollout, episode_limits(s, config))
-    _check_context(s, config)
+    check_context(config, s.generator)
     _check_output(s.output)
     return model
 
@@ -106,16 +106,7 @@ def _check_devices(s: RunSettings, offered: Devices) -> None:
     ranks = s.trainer.ranks + s.generator.replicas * s.generator.tp
     replicas = f"{s.generator.replicas} generator replicas" + (f" of {s.generator.tp}" if s.generator.tp > 1 else "")
     offered.check(ranks, f"{s.trainer.ranks} trainer ranks + {replicas}")
-    if s.trainer.ranks > offered.per_host and s.trainer.ranks % offered.per_host:
-        raise ValueError(f"trainer.ranks {s.trainer.ranks} must fill whole hosts: a multiple of {offered.per_host}")
-
-
-def _check_context(s: RunSettings, config: dict[str, Any]) -> None:
-    if s.generator.context_length > config["max_position_embeddings"]:
-        raise ValueError(
-            f"generator.context-length {s.generator.context_length} is more than the model's own limit of "
-            f"{config['max_position_embeddings']} tokens"
-        )
+    check_hosts(s.trainer, offered.per_host)
 
 
 def _check_output(folder: Path) -> None:

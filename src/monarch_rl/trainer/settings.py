@@ -114,6 +114,12 @@ class TrainerSettings:
             raise ValueError(f"trainer.lr-min-factor must be in 0..1, got {self.lr_min_factor}")
 
 
+def check_hosts(settings: TrainerSettings, per_host: int) -> None:
+    """Refuse trainer ranks that fill some hosts and a part of another; ``per_host``: devices. Raises ValueError."""
+    if settings.ranks > per_host and settings.ranks % per_host:
+        raise ValueError(f"trainer.ranks {settings.ranks} must fill whole hosts: a multiple of {per_host}")
+
+
 def check_experts(config: dict[str, Any], settings: TrainerSettings) -> None:
     """Refuse settings that do not fit the experts of a model, or a model without experts.
 
