@@ -26,7 +26,7 @@ RUN_S = 420.0
 GONE_S = 12.0
 """Seconds until nothing is left once the run itself has ended; at once unless it was killed."""
 STEPS = 3
-ROW = {"group", "task_index", "prompt", "turns", "answer", "reward", "finish_reason", "tokens", "versions"}
+ROW = {"group", "task_index", "prompt", "turns", "answer", "reward", "parts", "finish_reason", "tokens", "versions"}
 """The keys of a sampled rollout."""
 
 

@@ -196,7 +196,7 @@ class Commits:
         )
         mode = "retract" if self._in_flight == "recompute" else "in_place"
         manager.auto_create_handle_loop()
-        # waits: commit() gives all of these up when the engine is gone, and its caller keeps the deadline
+        # waits: commit() cancels all of these when the engine is gone, and its caller keeps the deadline
         await manager.pause_generation(io.PauseGenerationReqInput(mode=mode))
         # The manager's own methods hold a lock until the scheduler has answered; what they call does not.
         calls = [

@@ -176,8 +176,14 @@ async def answer_all(
     generate: Callable[[list[int], Sampling, OnPart], Awaitable[Completion]],
     refusal: type[Exception],
 ) -> None:
-    """Answer every request as soon as it is done, after its parts; a ``refusal`` is an answer, any other error ends
-    all."""
+    """Answer every request as soon as it is done, after its parts.
+
+    Args:
+        requests: of one message.
+        port: where answers go.
+        generate: draws after a prompt, and passes on parts.
+        refusal: errors that are the answer to a request; any other error ends all.
+    """
     sender = AnswerSender(port)
 
     async def answer(index: int, prompt_ids: list[int], sampling: Sampling) -> None:

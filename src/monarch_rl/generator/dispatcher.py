@@ -68,8 +68,7 @@ class Dispatcher:
         self._changed.set()
 
     def replace(self, replica: int, handle: ReplicaHandle) -> None:
-        """From now on ``replica`` is the one behind ``handle``; if it was lost, it stays so until
-        :meth:`update_replicas`."""
+        """Put the replica behind ``handle`` in its place; if it was lost, it stays so until :meth:`update_replicas`."""
         self._connections[replica].cancel_requests(f"generator {replica} was replaced")
         self._replicas[replica] = handle
         self._connections[replica] = self._connect(replica, handle)
