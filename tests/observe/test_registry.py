@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from monarch_rl.algorithms.advantages import grpo
-from monarch_rl.observe.registry import GROUPS, METRICS, OBJECTIVE, check_names, find
+from monarch_rl.observe.registry import GROUPS, METRICS, OBJECTIVE, check_names, find, full_name
 from monarch_rl.pipeline.run import Run
 from monarch_rl.rollout.worker import Evaluation
 from monarch_rl.runtime.process_poller import LoopLag
@@ -58,6 +58,14 @@ def test_an_exact_name_comes_before_a_pattern_and_an_unknown_one_is_refused() ->
     for name in ("reward/median", "steps", "dropped"):
         with pytest.raises(ValueError, match=f"not in monarch_rl/observe/registry.py: {name}; add them there"):
             check_names(["lag/max", name])
+
+
+def test_what_an_objective_returns_is_logged_under_trainer_whatever_its_name() -> None:
+    given = ("reward/mean", "reward/spell/format", "loss", "my_own", "kl/reference", "lag")
+    names = [full_name(name) for name in given]
+    assert names[:2] == ["reward/mean", "reward/spell/format"]
+    assert names[2:] == ["trainer/loss", "trainer/my_own", "trainer/kl/reference", "trainer/lag"]
+    check_names(names)
 
 
 def test_the_documentation_is_made_from_it() -> None:

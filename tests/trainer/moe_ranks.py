@@ -41,14 +41,16 @@ def check_counts(policy: Policy, training: str) -> None:
 
 def train(folder: Path, training: str, settings: TrainerSettings, name: str) -> Policy:
     """Train on the made-up batches; in micro-batches of at most 50 tokens, so that there are several."""
-    one = training == "moe_single"
-    objective = supervised if one else reinforcement(settings.loss)
+    single_episode = training == "moe_single"
+    objective = supervised if single_episode else reinforcement(settings.loss)
     policy = Policy(folder / TRAININGS[training], settings, total_steps=STEPS)
     steps = []
     for step in range(STEPS):
-        part = shard(single(step) if one else batch(step), step, policy.rank, policy.world_size, token_budget=50)
+        part = shard(
+            single(step) if single_episode else batch(step), step, policy.rank, policy.world_size, token_budget=50
+        )
         metrics = policy.update(packed(part, policy), objective)
-        assert (metrics["padding"] > 0) == one
+        assert (metrics["padding"] > 0) == single_episode
         steps.append({"loss": metrics["loss"], "grad_norm": metrics["grad_norm"]})
     check_counts(policy, training)
     policy.save(folder / name)

@@ -110,8 +110,8 @@ def train(folder: Path, training: str) -> None:
     steps = []
     for step in range(STEPS):
         optimizer.zero_grad()
-        one = training == "moe_single"
-        loss = supervised(model, single(step)) if one else dr_grpo(model, batch(step))
+        single_episode = training == "moe_single"
+        loss = supervised(model, single(step)) if single_episode else dr_grpo(model, batch(step))
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

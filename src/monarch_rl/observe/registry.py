@@ -287,6 +287,11 @@ def find(name: str) -> Metric | None:
     return by_name.get(name) or next((metric for metric in METRICS if fnmatchcase(name, metric.name)), None)
 
 
+def full_name(name: str) -> str:
+    """The name under which a trainer rank's figure is logged: its own if it is registered, else under ``trainer/``."""
+    return name if find(name) is not None else OBJECTIVE.replace("*", name)
+
+
 def check_names(names: list[str]) -> None:
     """Raise ValueError, with their names, if metrics are not in the registry."""
     unknown = [name for name in names if find(name) is None]

@@ -14,6 +14,7 @@ import numpy as np
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.ledger import Counts
 from monarch_rl.generator.actor import Generator
+from monarch_rl.observe.registry import full_name
 from monarch_rl.pipeline.actor_pool import ActorPool
 from monarch_rl.pipeline.publishing import Publisher
 from monarch_rl.rollout.statistics import WorkerStats
@@ -79,8 +80,7 @@ class Observer:
         engines = await self._ask_engines()
         moment = now()
         elapsed = moment - self._last_step_at
-        # Names with a slash are final; the update's own figures, and those of its objective, go under trainer/.
-        values = {name if "/" in name else f"trainer/{name}": value for name, value in trained[0].items()}
+        values = {full_name(name): value for name, value in trained[0].items()}
         values["time/step_s"] = elapsed
         computing = float(np.mean([rank["step_s"] for rank in trained])) + (swap.snapshot_s if swap else 0.0)
         values["trainer/idle_share"] = max(0.0, 1.0 - computing / elapsed)
