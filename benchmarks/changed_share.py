@@ -32,7 +32,7 @@ from monarch_rl.algorithms.packing import plan_microbatches
 from monarch_rl.episode.episode import BatchShard, Episode, Group, Turn
 from monarch_rl.model.folder import resolve_model
 from monarch_rl.runtime.network import free_port
-from monarch_rl.trainer.batch import MicroBatch, pack_shard
+from monarch_rl.trainer.batch import MicroBatch, advantages_of, pack_shard
 from monarch_rl.trainer.objective import reinforcement
 from monarch_rl.trainer.settings import LossSettings, TrainerSettings
 from monarch_rl.trainer.shards import local_run
@@ -112,7 +112,9 @@ def make_batch(s: Settings, text: np.ndarray[Any, Any], step: int, policy: Polic
         lag_counts=np.asarray([drawn]),
     )
     loss = policy.settings.loss
-    return pack_shard(shard, ADVANTAGES[loss.advantage], loss.aggregation, s.tokens, policy.device)
+    return pack_shard(
+        shard, advantages_of(shard.rewards, ADVANTAGES[loss.advantage]), loss.aggregation, s.tokens, policy.device
+    )
 
 
 def served(policy: Policy) -> torch.Tensor:

@@ -92,7 +92,7 @@ async def train(cluster: Cluster, s: Settings, model: Path, scratch: Path) -> li
             folders.append(scratch / f"version{run.version}")
             await save(run.actors.trainer, folders[-1])
 
-    async with Run.open(job, cluster, model) as run:
+    async with Run.open(replace(job, model=str(model)), cluster) as run:
         loss = job.trainer.loss
         await run.start(job.task, advantage=ADVANTAGES[loss.advantage], objective=reinforcement(loss))
         async for _ in run.steps(s.steps):

@@ -55,8 +55,8 @@ async def train(run: Run, s: Settings) -> None:
         await run.log(figures)
         if s.evaluates_after(step):
             await run.evaluate()
-    await run.evaluate()
     await run.save()
+    await run.evaluate()
 
 
 if __name__ == "__main__":

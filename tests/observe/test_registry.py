@@ -19,7 +19,7 @@ from monarch_rl.runtime.process_poller import LoopLag
 from monarch_rl.simulate.clock import run_virtual
 from monarch_rl.simulate.costs import Costs
 from monarch_rl.simulate.run import Plan, run_settings, simulated_actors
-from monarch_rl.trainer.batch import pack_shard
+from monarch_rl.trainer.batch import advantages_of, pack_shard
 from monarch_rl.trainer.objective import reinforcement, supervised
 from monarch_rl.trainer.settings import LossSettings
 from monarch_rl.trainer.token_logprobs import TokenLogprobs
@@ -97,7 +97,8 @@ def test_what_the_watch_and_an_evaluation_log_is_in_it() -> None:
 
 
 def test_what_the_objectives_sum_is_in_it() -> None:
-    batches = pack_shard(shard(batch(0), 0, 0, 1, 1024), grpo, "token_mean", 20, torch.device("cpu"))
+    part = shard(batch(0), 0, 0, 1, 1024)
+    batches = pack_shard(part, advantages_of(part.rewards, grpo), "token_mean", 20, torch.device("cpu"))
     tokens = int(batches[0].trainable.sum())
     output = TokenLogprobs(*(torch.full((tokens,), value) for value in (-4.0, 4.0, 1.0)))
     made_of_them = {

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from monarch_rl.algorithms.advantages import grpo
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.pipeline.run import Run
 from monarch_rl.pipeline.settings import RunSettings
+from monarch_rl.runtime.devices import Devices
 from monarch_rl.simulate.clock import run_virtual
 from monarch_rl.simulate.costs import Costs
 from monarch_rl.simulate.run import Plan, run_settings, simulated_actors
+from monarch_rl.tasks.reasoning_gym import TaskSettings
+from monarch_rl.trainer.objective import supervised
 
 PLAN = Plan(groups_per_step=4, group_size=2, trainer_devices=1, replicas=2, buffer=BufferSettings(1))
 
@@ -81,9 +87,49 @@ async def test_steps_are_for_one_loop() -> None:
 
 
 @virtual
+async def test_a_version_that_cannot_be_delivered_is_an_error_also_after_a_loop_left_early() -> None:
+    with pytest.raises(RuntimeError, match="the network is gone"):
+        async with begun() as run:
+            async for _ in run.steps(10):
+                await run.update()
+
+                async def fail() -> None:
+                    raise RuntimeError("the network is gone")
+
+                run.publisher._deliveries.append(asyncio.ensure_future(fail()))
+                break
+
+
+@virtual
+async def test_calls_in_a_wrong_order_are_refused() -> None:
+    async with begun() as run:
+        with pytest.raises(RuntimeError, match=r"inside `async for step in run\.steps"):
+            await run.update()
+        with pytest.raises(RuntimeError, match="start it once"):
+            await run.begin(run.actors)
+    async with Run.open(run_settings(PLAN, 1e6)) as run:
+        actors = simulated_actors(PLAN, Costs(), grain=8)
+        with pytest.raises(RuntimeError, match="in the task that opened the run"):
+            await asyncio.wait_for(run.begin(actors), 10)
+
+
+@virtual
 async def test_a_run_without_actors_says_what_to_call() -> None:
     async with Run.open(RunSettings()) as run:
         with pytest.raises(RuntimeError, match=r"await run\.start"):
             await run.update()
         with pytest.raises(RuntimeError, match="open the run with a cluster"):
             await run.start(run.settings.task, advantage=lambda rewards: rewards, objective=lambda *_: (_[0], {}))
+
+
+@virtual
+async def test_settings_are_checked_before_anything_is_spawned() -> None:
+    """Also the task that start() is given, which need not be that of the settings."""
+    cluster: Any = SimpleNamespace(
+        devices=Devices("cpu", 1, 4), spawn=lambda *_, **__: pytest.fail("spawned before the settings were checked")
+    )
+    wrong = {"steps, groups-per-step": RunSettings(steps=0), "no data set 'spel_backward'": RunSettings()}
+    for said, settings in wrong.items():
+        async with Run.open(settings, cluster) as run:
+            with pytest.raises(ValueError, match=said.split(",")[0]):
+                await run.start(TaskSettings("spel_backward"), advantage=grpo, objective=supervised)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from monarch_rl.algorithms.advantages import ADVANTAGES
 from monarch_rl.algorithms.aggregation import Aggregation
 from monarch_rl.episode.episode import BatchShard
-from monarch_rl.trainer.batch import MicroBatch, pack_shard
+from monarch_rl.trainer.batch import MicroBatch, advantages_of, pack_shard
 from monarch_rl.trainer.objective import reinforcement
 from monarch_rl.trainer.policy import Policy
 from monarch_rl.trainer.settings import LossSettings, TrainerSettings
@@ -44,7 +44,9 @@ def round_trip(folder: Path, name: str, settings: TrainerSettings, written: str)
 def packed(part: BatchShard, policy: Policy) -> list[MicroBatch]:
     """The micro-batches of a shard, by the policy's loss settings."""
     loss = policy.settings.loss
-    return pack_shard(part, ADVANTAGES[loss.advantage], loss.aggregation, MAX_NEW_TOKENS, policy.device)
+    return pack_shard(
+        part, advantages_of(part.rewards, ADVANTAGES[loss.advantage]), loss.aggregation, MAX_NEW_TOKENS, policy.device
+    )
 
 
 def train(folder: Path, name: str, settings: TrainerSettings) -> Policy:

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import cloudpickle
 import numpy as np
+import pytest
 import torch
 
 from monarch_rl.algorithms.advantages import dr_grpo, grpo
 from monarch_rl.trainer.actor import TrainerPlan, loss_functions
-from monarch_rl.trainer.batch import MicroBatch, pack, pack_shard
+from monarch_rl.trainer.batch import MicroBatch, advantages_of, pack, pack_shard
 from monarch_rl.trainer.objective import Sums, supervised
 from monarch_rl.trainer.settings import LossSettings, TrainerSettings
 from monarch_rl.trainer.token_logprobs import TokenLogprobs
@@ -35,7 +36,7 @@ def test_a_plans_own_advantage_is_the_one_of_every_token() -> None:
     plan = replace(PLAN, advantage=partial(leave_one_out, scale=3.0))
     advantage, _ = loss_functions(cloudpickle.loads(cloudpickle.dumps(plan)))
     part = shard(batch(0), 0, 0, 1, token_budget=50)
-    microbatches = pack_shard(part, advantage, "token_mean", MAX_NEW_TOKENS, DEVICE)
+    microbatches = pack_shard(part, advantages_of(part.rewards, advantage), "token_mean", MAX_NEW_TOKENS, DEVICE)
     assert len(microbatches) > 1
     for packed, episodes in zip(microbatches, part.microbatches, strict=True):
         expected = []
@@ -73,3 +74,11 @@ def one_microbatch() -> tuple[TokenLogprobs, MicroBatch]:
     packed = pack(episodes, torch.arange(4.0), torch.full((4,), 0.5), 1, DEVICE)
     logprobs = packed.behaviour_logprobs - 0.1
     return TokenLogprobs(logprobs, torch.ones_like(logprobs), torch.ones_like(logprobs)), packed
+
+
+def test_an_advantage_of_another_shape_is_refused_with_its_place() -> None:
+    def shortened(rewards: torch.Tensor) -> torch.Tensor:
+        return rewards[1:]
+
+    with pytest.raises(ValueError, match=r"shortened \(.*test_loss_functions\.py:\d+\) returned shape \[2\] .* of 3 ep"):
+        advantages_of([np.zeros(3, np.float32)], shortened)

@@ -15,7 +15,6 @@ from monarch_rl.pipeline.settings import RunSettings, episode_limits
 from monarch_rl.pipeline.start import start_buffer, start_generators, start_rollout, start_trainer
 from monarch_rl.rollout.worker import RolloutWorker
 from monarch_rl.runtime.cluster import Cluster
-from monarch_rl.tasks.reasoning_gym import TaskSettings
 from monarch_rl.trainer.actor import Trainer, TrainerPlan
 from monarch_rl.trainer.objective import Objective
 
@@ -31,24 +30,23 @@ class Actors:
 
 
 async def start_actors(
-    cluster: Cluster, s: RunSettings, model: Path, task: TaskSettings, advantage: Advantage, objective: Objective
+    cluster: Cluster, s: RunSettings, model: Path, advantage: Advantage, objective: Objective
 ) -> Actors:
     """Spawn and set up every actor: trainer ranks take the first devices, generator replicas the next ones.
 
     Args:
         model: the Hugging Face folder.
-        task: what rollout workers play.
         advantage: from the rewards of a group to the advantages of its episodes.
         objective: the loss of a micro-batch.
     """
     plan = TrainerPlan(model, s.trainer, s.steps, s.rollout.temperature, s.new_tokens_per_episode, advantage, objective)
-    expert_routes = s.trainer.router_replay != "off"  # generators return them, and they travel with the tokens
     buffer = await start_buffer(cluster, s.groups_per_step, s.buffer)
     trainer, generators = await asyncio.gather(
         start_trainer(cluster, plan, buffer, first_device=0),
-        start_generators(cluster, model, s.generator, s.trainer.ranks, s.trainer.lora, expert_routes),
+        start_generators(cluster, model, s.generator, s.trainer.ranks, s.trainer.lora, s.trainer.keeps_expert_routes),
     )
     limit = min(episode_limits(s, read_config(model)).values())
-    limit -= 1 if expert_routes else 0  # those of a lost generator's episode may take one token more
-    workers = await start_rollout(cluster, s.rollout, task, model, buffer, generators, limit, expert_routes)
+    workers = await start_rollout(
+        cluster, s.rollout, s.task, model, buffer, generators, limit, s.trainer.keeps_expert_routes
+    )
     return Actors(buffer, trainer, generators, workers)

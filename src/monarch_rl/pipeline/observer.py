@@ -15,7 +15,7 @@ from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.ledger import Counts
 from monarch_rl.generator.actor import Generator
 from monarch_rl.observe.registry import full_name
-from monarch_rl.pipeline.actor_pool import ActorPool
+from monarch_rl.pipeline.actor_pool import ActorPool, last_line
 from monarch_rl.pipeline.publishing import Publisher
 from monarch_rl.rollout.statistics import WorkerStats
 from monarch_rl.rollout.worker import RolloutWorker
@@ -56,7 +56,7 @@ class Observer:
                 call, name = generator.stats.call_one(), f"generator {index}"
                 stats = await within(CALL_DEADLINE_S, call, f"the stats of {name}", on=name)
             except Exception as error:
-                logger.warning("no stats of generator %d: %s", index, str(error).splitlines()[0])
+                logger.warning("no stats of generator %d: %s", index, last_line(error))
                 return None
             tokens, busy_s, request_s = stats["generated_tokens"], stats["busy_seconds"], stats["request_seconds"]
             return index, _Engine(stats["pid"], tokens, busy_s, request_s, stats["devices"])

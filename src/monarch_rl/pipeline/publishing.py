@@ -237,15 +237,17 @@ class Publisher:
                 reasons = "; ".join(f"generator {index}: {why}" for index, why in self.lost.items())
                 raise PublishError(f"version {version} is abandoned: no generator is left to serve it. {reasons}")
             return  # the next replica that comes is sent the newest version
-        self.last = SwapReport(
-            version,
-            self._snapshot_s.pop(version, 0.0),
-            delivery.transfer_s,
-            delivery.paused_s,
-            delivery.verify_share,
-            self.manifest.nbytes,
-            delivery.sent_bytes,
-        )
+        if version in self._snapshot_s:  # else it is sent again, to a replica that was restarted
+            self.last = SwapReport(
+                version,
+                self._snapshot_s[version],
+                delivery.transfer_s,
+                delivery.paused_s,
+                delivery.verify_share,
+                self.manifest.nbytes,
+                delivery.sent_bytes,
+            )
+            self._snapshot_s = {later: taken for later, taken in self._snapshot_s.items() if later > version}
         await self.update_dispatch()
         if version > 0:
             call = self._buffer.published.call_one(version)

@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -68,7 +68,6 @@ class Run:
         settings: of the run.
         lifetimes: what is entered here ends with the run.
         cluster: where actors are spawned, and whose processes are watched; None for actors that live in this process.
-        model: the Hugging Face folder to train; :meth:`start` needs it.
         folder: of the run, for metrics, rollouts, reports and the model; None writes and prints nothing.
     """
 
@@ -77,16 +76,19 @@ class Run:
         settings: RunSettings,
         lifetimes: AsyncExitStack,
         cluster: Cluster | None = None,
-        model: Path | None = None,
         folder: Path | None = None,
     ) -> None:
         self.settings, self.folder = settings, folder
         self.version = 0
         """The policy version: batches trained so far."""
-        self._lifetimes, self._cluster, self._model = lifetimes, cluster, model
+        self.saved: Path | None = None
+        """Where the model was saved last."""
+        self._lifetimes, self._cluster = lifetimes, cluster
+        self._task = asyncio.current_task()
         self._begun: _Parts | None = None
         self._rollouts: AsyncExitStack | None = None
         """Open while rollout workers play for training."""
+        self._rollouts_ended = False
         # A generator may be started anew in the middle of a step.
         self._patience = Patience(settings.update_deadline_s, floor_s=settings.generator.start_deadline_s + 60)
 
@@ -96,7 +98,6 @@ class Run:
         cls,
         settings: RunSettings,
         cluster: Cluster | None = None,
-        model: Path | None = None,
         folder: Path | None = None,
     ) -> AsyncIterator[Run]:
         """A run for the block. At the end rollouts stop, and files are closed; actors end with the cluster.
@@ -107,7 +108,7 @@ class Run:
             PublishError: a version reached no generator.
         """
         async with AsyncExitStack() as lifetimes:
-            run = cls(settings, lifetimes, cluster, model, folder)
+            run = cls(settings, lifetimes, cluster, folder)
             yield run
             await run._end_rollouts()  # a recipe may leave its loop early
 
@@ -136,13 +137,20 @@ class Run:
             task: what rollout workers play, and how it is rewarded.
             advantage: rewards of a group, float32[G], to the advantages of its episodes, float32[G].
             objective: the loss of a micro-batch; see :data:`monarch_rl.trainer.objective.Objective`.
+
+        Raises:
+            ValueError: settings that cannot work, before anything is spawned; names them.
         """
-        if self._cluster is None or self._model is None:
-            raise RuntimeError("start() spawns actors: open the run with a cluster and a model, or begin() with actors")
-        await self.begin(await start_actors(self._cluster, self.settings, self._model, task, advantage, objective))
+        if self._cluster is None:
+            raise RuntimeError("start() spawns actors: open the run with a cluster, or begin() with actors")
+        self._check_first_start()
+        settings = replace(self.settings, task=task)
+        model = check(settings, self._cluster.devices)
+        await self.begin(await start_actors(self._cluster, settings, model, advantage, objective))
 
     async def begin(self, actors: Actors) -> None:
         """As :meth:`start`, with actors that are running already."""
+        self._check_first_start()
         s, folder = self.settings, self.folder
         publisher = await Publisher.connect(
             actors.trainer,
@@ -167,6 +175,12 @@ class Run:
         await self._lifetimes.enter_async_context(recovery.supervising())
         self._begun = _Parts(actors, publisher, observer, recovery, watch, metrics, console)
 
+    def _check_first_start(self) -> None:
+        if self._begun is not None:
+            raise RuntimeError("the run has its actors already: start it once")
+        if asyncio.current_task() is not self._task:
+            raise RuntimeError("await run.start() in the task that opened the run, not in wait_for() or create_task()")
+
     # -- the loop --------------------------------------------------------------------------------------------------
 
     async def steps(self, count: int) -> AsyncIterator[int]:
@@ -181,7 +195,6 @@ class Run:
         await self._parts.observer.begin()
         for step in range(1, count + 1):
             yield step
-        await self._parts.publisher.settled()
         await self._end_rollouts()
 
     async def update(self) -> list[dict[str, float]]:
@@ -191,6 +204,8 @@ class Run:
             DeadlineExceeded: batch and update took longer than ``update_deadline_s``; says what is missing.
         """
         actors = self.actors
+        if self._rollouts is None:
+            raise RuntimeError("no batch can come: call run.update() inside `async for step in run.steps(...)`")
         updating = update(actors.trainer, actors.buffer, self.version, self._patience)
         figures = await self.publisher.or_failed(updating)
         self.version += 1
@@ -229,20 +244,22 @@ class Run:
 
     async def evaluate(self) -> Evaluation:
         """Play the held-out items once each, greedily, by the versions that are served meanwhile; logs the result."""
-        found = await evaluate(self.actors.workers, self.settings.held_out)
+        # a version that cannot be delivered ends the evaluation, too
+        result = await self.publisher.or_failed(evaluate(self.actors.workers, self.settings.held_out))
         parts = self._parts
         if parts.metrics is not None:
-            parts.metrics.log(self.version, found.metrics())
+            parts.metrics.log(self.version, result.metrics())
         if parts.console is not None:
-            parts.console.remember(found.metrics())
-        self._note(f"{f'after step {self.version}' if self.version else 'before training'}: {found}")
-        return found
+            parts.console.remember(result.metrics())
+        self._note(f"{f'after step {self.version}' if self.version else 'before training'}: {result}")
+        return result
 
     async def save(self) -> None:
         """Write the model to ``model/`` in the run's folder, as a Hugging Face folder."""
         if self.folder is None:
             raise RuntimeError("the run has no folder to save the model to")
         await save(self.actors.trainer, self.folder / "model")
+        self.saved = self.folder / "model"
 
     async def counts(self) -> Counts:
         """What the buffer has counted so far."""
@@ -253,11 +270,13 @@ class Run:
             self._parts.console.note(text)
 
     async def _end_rollouts(self) -> None:
-        """Close the buffer and wait for the workers to end what they play."""
-        if self._rollouts is not None:
-            await (
-                self._rollouts.aclose()
-            )  # waits: for the buffer, within a deadline, then for workers, which end with it
+        """Wait until the newest version is served, close the buffer, and wait for the workers to end what they play."""
+        if self._rollouts is None or self._rollouts_ended:
+            return
+        self._rollouts_ended = True
+        await self.publisher.settled()
+        # waits: for the buffer, within a deadline, then for the workers, which end with it
+        await self._rollouts.aclose()
 
 
 def launch(train: Callable[[Run, S], Awaitable[None]], settings: S) -> None:
@@ -267,7 +286,7 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S) -> None:
     the program with one line that names the setting, before anything is spawned.
     """
     try:
-        model = check(settings, devices())
+        check(settings, devices())
     except ValueError as error:
         sys.exit(f"error: {error}")
     with launch_cluster() as cluster:
@@ -278,12 +297,14 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S) -> None:
         folder.mkdir(parents=True)
         (folder / "settings.json").write_text(json.dumps(asdict(settings), indent=2, default=str))
         print(schedule(settings.groups_per_step, settings.rollout.group_size, settings.buffer), f"Run folder: {folder}")
-        asyncio.run(_train(train, settings, cluster, model, folder.resolve()))
-        print(f"metrics, rollouts and the model are in {folder.resolve()}")
+        saved = asyncio.run(_train(train, settings, cluster, folder.resolve()))
+        print(f"metrics, rollouts {'and the model ' if saved else ''}are in {folder.resolve()}")
 
 
 async def _train(
-    train: Callable[[Run, S], Awaitable[None]], settings: S, cluster: Cluster, model: Path, folder: Path
-) -> None:
-    async with Run.open(settings, cluster, model, folder) as run:
+    train: Callable[[Run, S], Awaitable[None]], settings: S, cluster: Cluster, folder: Path
+) -> Path | None:
+    """The folder to which the recipe saved the model, if it did."""
+    async with Run.open(settings, cluster, folder) as run:
         await train(run, settings)
+    return run.saved

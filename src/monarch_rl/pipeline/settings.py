@@ -84,9 +84,13 @@ def check(s: RunSettings, offered: Devices) -> Path:
 
 
 def episode_limits(s: RunSettings, config: dict[str, Any]) -> dict[str, int]:
-    """Tokens that an episode may have, by the setting that limits them."""
+    """Tokens that an episode may have, by the setting that limits them.
+
+    With expert routes one less: a replica that goes on for a lost one may draw one token more to report them.
+    """
     context = s.generator.context_length or config["max_position_embeddings"]
-    return {"trainer.tokens-per-microbatch": s.trainer.tokens_per_microbatch, "generator.context-length": context}
+    limits = {"trainer.tokens-per-microbatch": s.trainer.tokens_per_microbatch, "generator.context-length": context}
+    return {name: tokens - s.trainer.keeps_expert_routes for name, tokens in limits.items()}
 
 
 def _check_numbers(s: RunSettings) -> None:

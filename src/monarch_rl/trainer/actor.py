@@ -145,9 +145,10 @@ class Trainer(ResilientActor):
 
         def step() -> dict[str, float]:
             aggregation = plan.settings.loss.aggregation
-            batches = pack_shard(packed.unpack(), advantage, aggregation, plan.max_new_tokens, policy.device)
-            advantages = [of_group.numpy() for of_group in advantages_of(packed.rewards, advantage)]
-            return policy.update(batches, objective) | batch_metrics(packed, advantages)
+            advantages = advantages_of(packed.rewards, advantage)
+            batches = pack_shard(packed.unpack(), advantages, aggregation, plan.max_new_tokens, policy.device)
+            figures = batch_metrics(packed, [of_group.numpy() for of_group in advantages])
+            return policy.update(batches, objective) | figures
 
         metrics = await self._on(self._compute, step)
         return metrics | {"wait_s": taken - started, "step_s": time.perf_counter() - taken}

@@ -134,16 +134,19 @@ def _per_token(per_episode: torch.Tensor, counts: torch.Tensor, device: torch.de
 
 
 def pack_shard(
-    shard: BatchShard, advantage: Advantage, aggregation: Aggregation, max_new_tokens: int, device: torch.device
+    shard: BatchShard,
+    advantages: Sequence[torch.Tensor],
+    aggregation: Aggregation,
+    max_new_tokens: int,
+    device: torch.device,
 ) -> list[MicroBatch]:
     """The micro-batches of one trainer rank, with the advantages and weights of the whole batch.
 
     Args:
-        advantage: from a group's rewards, float32[G], to the advantage of each of its episodes, float[G].
+        advantages: of the whole batch, one float[G] per group: see :func:`advantages_of`.
         aggregation: how per-token losses become one number.
         max_new_tokens: tokens that an episode may draw, the normaliser of the ``constant`` aggregation.
     """
-    by_group = advantages_of(shard.rewards, advantage)
     packed = []
     for microbatch in shard.microbatches:
         episodes = [episode for _, _, episode in microbatch]
@@ -154,11 +157,30 @@ def pack_shard(
             batch_episodes=shard.num_episodes,
             max_tokens=max_new_tokens,
         )
-        advantages = torch.tensor([float(by_group[group][place]) for group, place, _ in microbatch])
-        packed.append(pack(episodes, advantages, weights, shard.version, device))
+        of_episodes = torch.tensor([float(advantages[group][place]) for group, place, _ in microbatch])
+        packed.append(pack(episodes, of_episodes, weights, shard.version, device))
     return packed
 
 
 def advantages_of(rewards: Sequence[np.ndarray], advantage: Advantage) -> list[torch.Tensor]:
-    """The advantages of a batch's episodes: one float[G] per group, from one float32[G] of rewards per group."""
-    return [advantage(torch.from_numpy(of_group)) for of_group in rewards]
+    """The advantages of a batch's episodes: one float[G] per group, from one float32[G] of rewards per group.
+
+    Raises:
+        ValueError: the function returned another shape for a group; names it and where it is defined.
+    """
+    by_group = [advantage(torch.from_numpy(of_group)) for of_group in rewards]
+    for of_group, values in zip(rewards, by_group, strict=True):
+        if tuple(values.shape) != of_group.shape:
+            raise ValueError(
+                f"the advantage function {_place_of(advantage)} returned shape {list(values.shape)} for a group of "
+                f"{len(of_group)} episodes: return one value for each episode"
+            )
+    return by_group
+
+
+def _place_of(function: object) -> str:
+    """Name, file and line of a function; its text if it is no plain function."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return str(function)
+    return f"{getattr(function, '__name__', 'function')} ({code.co_filename}:{code.co_firstlineno})"

@@ -93,6 +93,11 @@ class TrainerSettings:
     loss: LossSettings = LossSettings()
     """The policy-gradient loss."""
 
+    @property
+    def keeps_expert_routes(self) -> bool:
+        """Whether generators return expert routes, which travel with the tokens."""
+        return self.router_replay != "off"
+
     def __post_init__(self) -> None:
         for name in ("ranks", "expert_parallel", "tokens_per_microbatch", "logprob_chunk"):
             if getattr(self, name) < 1:
