@@ -31,7 +31,7 @@ from monarch_rl.episode.packed import pack_group
 from monarch_rl.episode.sampling import Completion
 from monarch_rl.rollout.admissions import Admissions
 from monarch_rl.rollout.outbox import MESSAGE_BYTES, Outbox
-from monarch_rl.runtime.cluster import Cluster, launch
+from monarch_rl.runtime.cluster import Cluster, launch_cluster
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.endpoint import concurrent_endpoint
 
@@ -217,6 +217,6 @@ async def measure(cluster: Cluster, s: Settings) -> dict[str, Any]:
 
 if __name__ == "__main__":
     settings = tyro.cli(Settings, description=__doc__)
-    with launch() as launched:
+    with launch_cluster() as launched:
         if launched is not None:
             print(json.dumps(asyncio.run(measure(launched, settings))))

@@ -32,7 +32,7 @@ from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.model.folder import num_experts, read_config, resolve_model, sparse_layers
 from monarch_rl.rollout.settings import RolloutSettings
-from monarch_rl.runtime.cluster import Cluster, launch
+from monarch_rl.runtime.cluster import Cluster, launch_cluster
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.trainer.actor import TrainerPlan
 from monarch_rl.trainer.settings import TrainerSettings
@@ -136,8 +136,8 @@ def summary(
 
     tokens = {way: sum(e.num_tokens for g in groups for e in g.episodes) for way, groups in drawn.items()}
     nbytes = {way: sum(len(pack_group(group)) for group in groups) / tokens[way] for way, groups in drawn.items()}
-    kept = [episode.kept for group in drawn[KEPT] for episode in group.episodes]
-    counts = np.concatenate([one.counts[one.counts > 0] for one in kept if one is not None])
+    kept_sets = [episode.kept_sets for group in drawn[KEPT] for episode in group.episodes]
+    counts = np.concatenate([one.counts[one.counts > 0] for one in kept_sets if one is not None])
     return {
         "benchmark": "keep",
         "layers_with_experts": len(sparse_layers(config)),
@@ -156,7 +156,7 @@ def main(s: Settings) -> None:
     if not sparse_layers(read_config(model)):
         raise ValueError(f"{model} has no experts, so there are no routes to measure")
     RolloutSettings(top_k=s.top_k, top_p=s.top_p, keep_sampling_mask=True)
-    with launch() as cluster:
+    with launch_cluster() as cluster:
         assert cluster is not None, "not under torchrun"
         found = asyncio.run(measure(cluster, s, model))
     for name, value in short(found).items():

@@ -37,7 +37,7 @@ from monarch_rl.model.folder import resolve_model
 from monarch_rl.pipeline.run import Run
 from monarch_rl.pipeline.start import save
 from monarch_rl.rollout.tokenizer import Tokenizer
-from monarch_rl.runtime.cluster import Cluster, launch
+from monarch_rl.runtime.cluster import Cluster, launch_cluster
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.tasks.reasoning_gym import TaskSource
 from monarch_rl.tasks.task import Message
@@ -217,7 +217,7 @@ def main(s: Settings) -> None:
     model = resolve_model(s.model).resolve()
     quiet_imports()
     with tempfile.TemporaryDirectory() as scratch:
-        with launch() as cluster:
+        with launch_cluster() as cluster:
             if cluster is None:
                 return
             folders = asyncio.run(train(cluster, s, model, Path(scratch)))

@@ -39,7 +39,7 @@ from monarch_rl.pipeline.run import Run
 from monarch_rl.rollout.scoring import Scorer
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.worker import RolloutWorker
-from monarch_rl.runtime.cluster import Cluster, launch
+from monarch_rl.runtime.cluster import Cluster, launch_cluster
 from monarch_rl.runtime.deadlines import now, within
 from monarch_rl.runtime.endpoint import concurrent_endpoint
 from monarch_rl.simulate.costs import Costs, DecodeCosts, Distribution, TrainerCosts
@@ -163,12 +163,12 @@ class SleepingGenerator(Actor):
             self._decoding.result()
 
     @concurrent_endpoint
-    async def receive(self, version: int, slot: int) -> int:
+    async def receive(self, version: int, snapshot: int) -> int:
         await asyncio.sleep(self._costs.transfer_s)
         return 1
 
     @concurrent_endpoint
-    async def commit(self, version: int, slot: int, checksums: dict[str, int]) -> CommitReport:
+    async def commit(self, version: int, snapshot: int, checksums: dict[str, int]) -> CommitReport:
         async with self._between_steps:
             await asyncio.sleep(self._costs.commit_s)
             self._version = version
@@ -223,12 +223,12 @@ class SleepingTrainer(Actor):
     async def ready(self) -> None: ...
 
     @concurrent_endpoint
-    async def snapshot(self, version: int, slot: int) -> float:
-        return await self._trainer.snapshot(version, slot)
+    async def snapshot(self, version: int, index: int) -> float:
+        return await self._trainer.snapshot(version, index)
 
     @concurrent_endpoint
-    async def send(self, version: int, slot: int) -> list[int]:
-        return await self._trainer.send(version, slot)
+    async def send(self, version: int, snapshot: int) -> list[int]:
+        return await self._trainer.send(version, snapshot)
 
 
 class SlowlyScoringWorker(RolloutWorker):
@@ -322,7 +322,7 @@ def compare(foretold: Figures, seen: Figures) -> dict[str, float]:
 
 
 def main() -> None:
-    with launch() as cluster:
+    with launch_cluster() as cluster:
         if cluster is not None:
             print(json.dumps(asyncio.run(validate(cluster))))
 

@@ -32,7 +32,7 @@ from monarch_rl.generator.scheduler_process import quiet_imports
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.model.folder import read_config, resolve_model
 from monarch_rl.pipeline.start import served_dtype
-from monarch_rl.runtime.cluster import Cluster, devices, launch
+from monarch_rl.runtime.cluster import Cluster, devices, launch_cluster
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, within
 from monarch_rl.trainer.settings import TrainerSettings
 
@@ -149,7 +149,7 @@ def main(s: Settings) -> None:
     }
     started = time.perf_counter()
     if set(s.parts) - {"recipe"}:
-        with launch() as cluster:
+        with launch_cluster() as cluster:
             if cluster is None:
                 return
             figures |= asyncio.run(measure_parts(cluster, s, model))

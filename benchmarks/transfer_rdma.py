@@ -23,7 +23,7 @@ import tyro
 from monarch.actor import Actor
 from monarch.rdma import RDMABuffer
 
-from monarch_rl.runtime.cluster import Cluster, launch
+from monarch_rl.runtime.cluster import Cluster, launch_cluster
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.endpoint import concurrent_endpoint
 from monarch_rl.weights.endpoint import TransferSettings
@@ -131,7 +131,7 @@ async def run(cluster: Cluster, s: Settings) -> None:
 
 
 def main(s: Settings) -> None:
-    with launch() as cluster:
+    with launch_cluster() as cluster:
         if cluster is not None:
             asyncio.run(run(cluster, s))
 

@@ -34,7 +34,7 @@ from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
 from monarch_rl.pipeline.publishing import Publisher, SwapReport
 from monarch_rl.pipeline.start import served_dtype
-from monarch_rl.runtime.cluster import Cluster, launch
+from monarch_rl.runtime.cluster import Cluster, launch_cluster
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.weights.endpoint import TransferSettings, TransportName
@@ -214,14 +214,14 @@ def main(s: Settings) -> None:
     quiet_imports()
     for size in s.sizes_mb:
         model = model_of(size, s.cache)
-        with launch() as cluster:
+        with launch_cluster() as cluster:
             if cluster is None:
                 return
             found = asyncio.run(measure(cluster, s, model.resolve()))
             found["raw"] = raw = weights_raw.measure(cluster, found["bytes"])
             kind = cluster.devices.kind
         if s.adapter_rank:
-            with launch() as cluster:
+            with launch_cluster() as cluster:
                 assert cluster is not None
                 lora, first = LoraSettings(s.adapter_rank), s.transports[:1]
                 moved = asyncio.run(measure(cluster, replace(s, transports=first), model.resolve(), lora))

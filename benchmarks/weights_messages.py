@@ -31,7 +31,7 @@ from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.model.lora import FULL_TRAINING
 from monarch_rl.pipeline.publishing import Publisher
 from monarch_rl.pipeline.start import served_dtype
-from monarch_rl.runtime.cluster import Cluster, launch
+from monarch_rl.runtime.cluster import Cluster, launch_cluster
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.meshes import members
 from monarch_rl.trainer.settings import TrainerSettings
@@ -116,7 +116,7 @@ async def measure(cluster: Cluster, s: Settings, model: Path) -> dict[str, Any]:
 def main(s: Settings) -> None:
     quiet_imports()
     model = model_of(s.size_mb, s.cache).resolve()
-    with launch() as cluster:
+    with launch_cluster() as cluster:
         if cluster is None:
             return
         figures = asyncio.run(measure(cluster, s, model))

@@ -260,9 +260,11 @@ def measure(s: Settings, readings: dict[str, Reading]) -> Differences:
         rerouted = float((sampled.differing > 0).any(1).double().mean())
         costs["route_bytes_per_token"] = sum(x.nbytes for x in expert_routes) / sum(map(len, expert_routes))
     if "truncated" in readings:
-        sets = [episode.kept for episode in readings["truncated"].group.episodes]
+        sets = [episode.kept_sets for episode in readings["truncated"].group.episodes]
         drawn_tokens = sum(episode.num_trainable for episode in readings["truncated"].group.episodes)
-        costs["kept_ids_per_token"] = sum(len(kept.ids) for kept in sets if kept is not None) / drawn_tokens
+        costs["kept_ids_per_token"] = (
+            sum(len(kept_sets.ids) for kept_sets in sets if kept_sets is not None) / drawn_tokens
+        )
         costs["mask_bytes_per_token"] = 4 + 4 * costs["kept_ids_per_token"]
     return Differences(rows, top, routes_differ, rerouted, costs)
 

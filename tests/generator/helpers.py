@@ -233,12 +233,12 @@ def watched(engine: Engine, field: str, monkeypatch: pytest.MonkeyPatch) -> list
 
 def check_kept(completion: Completion, prompt: list[int], reading: Reading, at_most: int) -> None:
     """Each token was drawn from its set, by the model's distribution among it, which is its most likely tokens."""
-    kept = completion.kept
-    assert kept is not None and len(kept.counts) == len(completion.token_ids)
-    assert kept.counts.min() >= 1 and kept.counts.max() <= at_most
+    kept_sets = completion.kept_sets
+    assert kept_sets is not None and len(kept_sets.counts) == len(completion.token_ids)
+    assert kept_sets.counts.min() >= 1 and kept_sets.counts.max() <= at_most
     rows = reading.logprobs[len(prompt) - 1 :]
     for place, token in enumerate(completion.token_ids):
-        ids, row = kept[place : place + 1].ids, rows[place]
+        ids, row = kept_sets[place : place + 1].ids, rows[place]
         expected = row[token] - np.logaddexp.reduce(row[ids])
         assert abs(completion.logprobs[place] - expected) < LOGPROB_BOUND
         left_out = np.delete(row, ids)
@@ -290,10 +290,10 @@ def check_parts(parts: list[Completion], completion: Completion) -> None:
     whole = len(completion.token_ids)
     assert 0 < whole - count <= PART_TOKENS, f"{count} of {whole} tokens came in parts"
     assert all(part.expert_routes is None for part in parts)
-    if completion.kept is not None:
-        part_sets = KeptSets.join([part.kept for part in parts if part.kept is not None])
-        assert part_sets.counts.tolist() == completion.kept.counts[:count].tolist()
-        assert part_sets.ids.tolist() == completion.kept[:count].ids.tolist()
+    if completion.kept_sets is not None:
+        part_sets = KeptSets.join([part.kept_sets for part in parts if part.kept_sets is not None])
+        assert part_sets.counts.tolist() == completion.kept_sets.counts[:count].tolist()
+        assert part_sets.ids.tolist() == completion.kept_sets[:count].ids.tolist()
     for name in ("token_ids", "logprobs", "policy_versions"):
         arrays = [getattr(part, name) for part in parts]
         assert all(array.dtype == getattr(completion, name).dtype and len(array) for array in arrays)

@@ -268,9 +268,9 @@ def test_a_killed_replica_takes_its_engine_along_and_another_one_goes_on(replica
     assert np.abs(across.logprobs - alone.logprobs).max() < LOGPROB_BOUND
     assert across.policy_versions.tolist() == alone.policy_versions.tolist()
     assert across.finish_reason == "length"
-    kept = LONG.max_new_tokens - again
-    assert BEGINNING.max_new_tokens - SETTINGS.part_tokens < kept < LONG.max_new_tokens
-    assert kept % SETTINGS.part_tokens == 0
+    arrived = LONG.max_new_tokens - again
+    assert BEGINNING.max_new_tokens - SETTINGS.part_tokens < arrived < LONG.max_new_tokens
+    assert arrived % SETTINGS.part_tokens == 0
     wait_until(lambda: gone(actor) and gone(scheduler), f"the end of {actor} and {scheduler}")
     completion = run(ask(replicas.actors[1], [5], Sampling(max_new_tokens=3)))
     assert len(completion.token_ids) == 3

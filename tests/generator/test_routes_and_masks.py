@@ -89,7 +89,7 @@ def test_routes_and_kept_sets_are_those_of_transformers(
     check_kept(first, PROMPT, reading, 20)
     check_kept(second, second_prompt, reading, 5)
     check_kept(whole, second_prompt, reading, 20)
-    assert len({*first.kept.counts.tolist()}) > 1  # type: ignore[union-attr]  # top-p cuts by likelihood
+    assert len({*first.kept_sets.counts.tolist()}) > 1  # type: ignore[union-attr]  # top-p cuts by likelihood
 
 
 def test_routes_and_kept_sets_across_commits(
@@ -185,7 +185,7 @@ def test_what_the_engine_cannot_report_is_refused(engine: Engine, run: LoopThrea
     with pytest.raises(GenerationError, match="min_p only without a seed"):
         run(engine.generate(PROMPT, Sampling(top_k=5, min_p=0.1, seed=1)))
     plain = run(engine.generate(PROMPT, Sampling(max_new_tokens=3)))
-    assert plain.expert_routes is None and plain.kept is None
+    assert plain.expert_routes is None and plain.kept_sets is None
 
 
 def test_routes_of_another_sequence_are_refused() -> None:
@@ -199,8 +199,8 @@ def test_routes_of_another_sequence_are_refused() -> None:
     }
     form = ExpertRouteFormat(config)
     reported = np.arange(3 * 4 * 2, dtype=np.int32).reshape(3, 4, 2)
-    kept = form.read(reported, 3)
-    assert kept.dtype == np.uint16 and kept.tolist() == reported[:, [1]].tolist()
+    sparse = form.read(reported, 3)
+    assert sparse.dtype == np.uint16 and sparse.tolist() == reported[:, [1]].tolist()
     with pytest.raises(GenerationError, match="routes of 3 tokens, of 4 were asked for"):
         form.read(reported, 4)
     with pytest.raises(GenerationError, match="by experts 300 to 301, the model has 300"):

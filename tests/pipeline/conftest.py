@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from monarch_rl.runtime.cluster import Cluster, launch
+from monarch_rl.runtime.cluster import Cluster, launch_cluster
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    with launch() as cluster:
+    with launch_cluster() as cluster:
         assert cluster is not None
         yield cluster

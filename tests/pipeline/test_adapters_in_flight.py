@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from monarch_rl.model.lora import LoraSettings
 from monarch_rl.pipeline.start import save, start_generators
-from monarch_rl.runtime.cluster import launch
+from monarch_rl.runtime.cluster import launch_cluster
 from tests.generator.helpers import LOGPROB_BOUND, make_model, weights_in
 from tests.pipeline.system import ENGINES, System
 
@@ -26,7 +26,7 @@ def test_adapters_flow_while_sequences_are_drawn(tmp_path: Path) -> None:
     weights = weights_in(other)
     weights[CHANGED][0, 0] += 1
     save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
-    with launch() as cluster:
+    with launch_cluster() as cluster:
         assert cluster is not None
 
         async def go() -> None:

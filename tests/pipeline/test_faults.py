@@ -20,7 +20,7 @@ from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.generator.commit import CommitReport
 from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.pipeline.publishing import PublishError
-from monarch_rl.runtime.cluster import Cluster, launch
+from monarch_rl.runtime.cluster import Cluster, launch_cluster
 from monarch_rl.runtime.endpoint import concurrent_endpoint
 from monarch_rl.weights.area import attach
 from monarch_rl.weights.endpoint import TransferSettings
@@ -73,7 +73,7 @@ class Harness:
     async def start(self) -> None:
         self.generators = list(await asyncio.gather(*(self.replica(index) for index in range(4))))
         self.system = await System.start(self.cluster, self.model, self.generators, 1e-3, transfer=TRANSFER)
-        self.system.publisher.replicas.tell_workers = self.update_replicas
+        self.system.publisher.replicas.update_workers = self.update_replicas
 
     async def replica(self, index: int, name: str = "doomed") -> Doomed:
         mesh = self.cluster.spawn(f"{name}{index}", 1, first_device=2 + index)
@@ -108,7 +108,7 @@ class Harness:
 @pytest.fixture
 def harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
     model = make_model(tmp_path_factory.mktemp("model") / "qwen3", "qwen3")
-    with launch() as cluster:
+    with launch_cluster() as cluster:
         assert cluster is not None
         yield Harness(cluster, model)
 

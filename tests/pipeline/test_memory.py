@@ -15,7 +15,7 @@ from monarch.actor import Actor
 from safetensors.torch import save_file
 
 from monarch_rl.generator.actor import Generator
-from monarch_rl.runtime.cluster import init_torch_distributed_env, launch
+from monarch_rl.runtime.cluster import init_torch_distributed_env, launch_cluster
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.endpoint import concurrent_endpoint
 from monarch_rl.runtime.meshes import members
@@ -172,7 +172,7 @@ def test_no_rank_takes_more_than_two_buckets_beside_what_it_must_hold(
     """
     model = wide_model(tmp_path / "model", kind)
     settings = TransferSettings(transport, bucket_mib=BUCKET_MIB, deadline_s=60)
-    with launch() as cluster:
+    with launch_cluster() as cluster:
         assert cluster is not None
 
         async def go() -> tuple[list[int], int, int]:

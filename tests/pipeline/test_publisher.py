@@ -117,12 +117,12 @@ class Harness:
         async def published(version: int) -> None:
             self.served.append(version)
 
-        async def tell_workers(paused: list[int], lost: list[int]) -> None:
+        async def update_workers(paused: list[int], lost: list[int]) -> None:
             self.dispatch.append((paused, lost))
 
         meeting = Meeting(trainer, [rank], Manifest((), 0, ()), TransferSettings(attempts=attempts))
         buffer: Any = Handle(published=published)
-        self.publisher = Publisher(meeting, buffer, Replicas(tell_workers))
+        self.publisher = Publisher(meeting, buffer, Replicas(update_workers))
         self.replicas = replicas
 
     async def set_up(self, index: int, replica: Any) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from members import Member
 
-from monarch_rl.runtime.cluster import Cluster, init_torch_distributed_env, launch
+from monarch_rl.runtime.cluster import Cluster, init_torch_distributed_env, launch_cluster
 from monarch_rl.runtime.deadlines import within
 
 DEADLINE_S = 60.0
@@ -54,7 +54,7 @@ async def linger(cluster: Cluster, folder: Path, mode: str) -> None:
 def main() -> None:
     logging.basicConfig(level="INFO")
     mode, folder = sys.argv[1], Path(sys.argv[2])
-    with launch() as cluster:
+    with launch_cluster() as cluster:
         if cluster is not None:
             asyncio.run(work(cluster, folder) if mode == "work" else linger(cluster, folder, mode))
 

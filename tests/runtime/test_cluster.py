@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from monarch_rl.runtime.cluster import Cluster, Devices, TooFewDevices, init_torch_distributed_env, launch
+from monarch_rl.runtime.cluster import Cluster, Devices, TooFewDevices, init_torch_distributed_env, launch_cluster
 from monarch_rl.runtime.deadlines import within
 from tests.runtime.members import Member
 
@@ -16,7 +16,7 @@ DEADLINE_S = 60.0
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    with launch() as launched:
+    with launch_cluster() as launched:
         assert launched is not None
         yield launched
 
@@ -96,7 +96,7 @@ def test_a_lost_process_is_a_fault_and_the_controller_lives(cluster: Cluster) ->
 
 def test_launch_is_refused_in_an_event_loop() -> None:
     async def run() -> None:
-        with launch():
+        with launch_cluster():
             pass
 
     with pytest.raises(RuntimeError, match="outside asyncio"):

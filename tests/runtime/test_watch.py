@@ -18,7 +18,7 @@ import pytest
 from monarch.actor import Actor, current_rank
 
 from monarch_rl.runtime import presence
-from monarch_rl.runtime.cluster import Cluster, launch
+from monarch_rl.runtime.cluster import Cluster, launch_cluster
 from monarch_rl.runtime.deadlines import DeadlineExceeded, within
 from monarch_rl.runtime.endpoint import concurrent_endpoint
 from monarch_rl.runtime.meshes import members
@@ -67,7 +67,7 @@ class Player(Actor):
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """One for all tests: each has its own meshes, and what one test killed must not disturb the next."""
-    with launch() as launched:
+    with launch_cluster() as launched:
         assert launched is not None
         yield launched
 
@@ -257,7 +257,7 @@ def test_a_blocked_controller_is_ended_at_once(tmp_path: Path) -> None:
         f"""
 import asyncio, pathlib, time
 from monarch_rl.runtime import watch
-from monarch_rl.runtime.cluster import launch
+from monarch_rl.runtime.cluster import launch_cluster
 
 watch.END_S = 1.0
 
@@ -269,7 +269,7 @@ async def main(cluster):
         await asyncio.sleep(0.5)
         time.sleep(600)
 
-with launch() as cluster:
+with launch_cluster() as cluster:
     asyncio.run(main(cluster))
 """
     )

@@ -15,14 +15,16 @@ from monarch_rl.generator.settings import InFlight
 from monarch_rl.runtime.deadlines import now
 from monarch_rl.simulate.clock import run_virtual
 from monarch_rl.simulate.costs import Costs, DecodeCosts, Distribution
-from monarch_rl.simulate.replica import Replica
+from monarch_rl.simulate.replica import SimulatedReplica
 
 
-def replica(decode: DecodeCosts, lengths: float = 10, in_flight: InFlight = "continue", **more: Any) -> Replica:
-    return Replica(Costs(Distribution(lengths), decode=decode, **more), 1, in_flight, 1)
+def replica(
+    decode: DecodeCosts, lengths: float = 10, in_flight: InFlight = "continue", **more: Any
+) -> SimulatedReplica:
+    return SimulatedReplica(Costs(Distribution(lengths), decode=decode, **more), 1, in_flight, 1)
 
 
-async def draw(one: Replica, group: int = 0, seed: int = 0, limit: int = 10**6) -> tuple[Completion, float]:
+async def draw(one: SimulatedReplica, group: int = 0, seed: int = 0, limit: int = 10**6) -> tuple[Completion, float]:
     found = await one.ask([group, 0, 0], Sampling(limit, seed=seed))
     return found, now()
 

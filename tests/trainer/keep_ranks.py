@@ -27,7 +27,7 @@ CHUNK = 7
 """Tokens that the head takes at a time: fewer than an episode has."""
 
 
-def episodes(rank: int, *, kept: bool, expert_routes: bool) -> list[Episode]:
+def episodes(rank: int, *, with_kept_sets: bool, expert_routes: bool) -> list[Episode]:
     """Three episodes of two turns; expert routes and kept sets are random. Some tokens that have a set are no longer
     trained, like tokens that are too old."""
     rng = np.random.default_rng(rank)
@@ -41,7 +41,7 @@ def episodes(rank: int, *, kept: bool, expert_routes: bool) -> list[Episode]:
             for token, of_policy in zip(ids, trainable, strict=True)
         ]
         counts = np.asarray([len(ids_of_set) for ids_of_set in sets], np.int32)
-        kept_sets = KeptSets(counts, np.concatenate(sets).astype(np.int32)) if kept else None
+        kept_sets = KeptSets(counts, np.concatenate(sets).astype(np.int32)) if with_kept_sets else None
         logprobs = np.where(trainable, -1.0, 0.0).astype(np.float32)
         made_up = Turn(ids, logprobs, np.where(trainable, 0, -1).astype(np.int32), trainable, kept_sets)
         made_up.trainable[5::7] = False
@@ -97,7 +97,7 @@ def main(folder: Path, degree: int) -> None:
                 2, degree, router_replay=router_replay, logprob_chunk=CHUNK, activation_checkpoint=checkpoint, lr=0.0
             )
             policy = Policy(folder / "model", settings, total_steps=1, temperature=0.7)
-            made = episodes(policy.rank, kept=True, expert_routes=router_replay != "off")
+            made = episodes(policy.rank, with_kept_sets=True, expert_routes=router_replay != "off")
             batch = packed(made, policy.device)
             name = f"{router_replay}.{checkpoint}.rank{policy.rank}"
             outputs = logprobs(policy, batch)

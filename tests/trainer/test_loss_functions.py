@@ -80,5 +80,7 @@ def test_an_advantage_of_another_shape_is_refused_with_its_place() -> None:
     def shortened(rewards: torch.Tensor) -> torch.Tensor:
         return rewards[1:]
 
-    with pytest.raises(ValueError, match=r"shortened \(.*test_loss_functions\.py:\d+\) returned shape \[2\] .* of 3 ep"):
+    with pytest.raises(
+        ValueError, match=r"shortened \(.*test_loss_functions\.py:\d+\) returned shape \[2\] .* of 3 ep"
+    ):
         advantages_of([np.zeros(3, np.float32)], shortened)

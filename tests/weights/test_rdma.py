@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from monarch.actor import Actor
 from monarch.config import configured
 
-from monarch_rl.runtime.cluster import Cluster, launch
+from monarch_rl.runtime.cluster import Cluster, launch_cluster
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.endpoint import concurrent_endpoint
 from monarch_rl.runtime.meshes import members
@@ -190,7 +190,7 @@ class Sides:
 
 @pytest.fixture(scope="module")
 def sides() -> Iterator[Sides]:
-    with launch() as cluster:
+    with launch_cluster() as cluster:
         assert cluster is not None
         both = Sides(cluster)
         asyncio.run(both.meet())

@@ -32,13 +32,13 @@ class Turn:
     """int32[n]; ``NO_VERSION`` where not trainable."""
     trainable: np.ndarray
     """bool[n]; True for tokens that the policy drew."""
-    kept: KeptSets | None = None
+    kept_sets: KeptSets | None = None
     """n sets; empty where not trainable. None if the sampler cut no tokens off."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.token_ids), len(self.logprobs), len(self.policy_versions), len(self.trainable)}
-        if self.kept is not None:
-            lengths.add(len(self.kept.counts))
+        if self.kept_sets is not None:
+            lengths.add(len(self.kept_sets.counts))
         if len(lengths) != 1:
             raise ValueError(f"the arrays of a turn must have one length, got {sorted(lengths)}")
 
@@ -61,7 +61,7 @@ class Turn:
         runs: list[tuple[int, int, bool]],
         token_ids: np.ndarray,
         trainable_logprobs: np.ndarray,
-        kept: KeptSets | None = None,
+        kept_sets: KeptSets | None = None,
     ) -> Turn:
         """The inverse of :attr:`runs`; ``trainable_logprobs`` (float32) and ``kept`` are those of the trainable tokens
         alone."""
@@ -69,11 +69,11 @@ class Turn:
         mask = np.repeat(np.asarray(trainable, bool), lengths)
         logprobs = np.zeros(len(token_ids), np.float32)
         logprobs[mask] = trainable_logprobs
-        if kept is not None:
+        if kept_sets is not None:
             counts = np.zeros(len(token_ids), np.int32)
-            counts[mask] = kept.counts
-            kept = KeptSets(counts, kept.ids)
-        return cls(token_ids, logprobs, np.repeat(np.asarray(versions, np.int32), lengths), mask, kept)
+            counts[mask] = kept_sets.counts
+            kept_sets = KeptSets(counts, kept_sets.ids)
+        return cls(token_ids, logprobs, np.repeat(np.asarray(versions, np.int32), lengths), mask, kept_sets)
 
     @classmethod
     def from_completion(cls, context_ids: list[int], completion: Completion) -> Turn:
@@ -86,7 +86,9 @@ class Turn:
                 [np.full(context, NO_VERSION, np.int32), completion.policy_versions.astype(np.int32)]
             ),
             trainable=np.arange(context + len(completion.token_ids)) >= context,
-            kept=None if completion.kept is None else KeptSets.join([KeptSets.none(context), completion.kept]),
+            kept_sets=None
+            if completion.kept_sets is None
+            else KeptSets.join([KeptSets.none(context), completion.kept_sets]),
         )
 
 
@@ -130,9 +132,9 @@ class Episode:
         return self._joined("trainable")
 
     @property
-    def kept(self) -> KeptSets | None:
+    def kept_sets(self) -> KeptSets | None:
         """Over all turns, of which all or none must have them."""
-        sets = [turn.kept for turn in self.turns if turn.kept is not None]
+        sets = [turn.kept_sets for turn in self.turns if turn.kept_sets is not None]
         if len(sets) not in (0, len(self.turns)):
             raise ValueError(f"{len(sets)} of the {len(self.turns)} turns of an episode have kept sets")
         return KeptSets.join(sets) if sets else None

@@ -241,15 +241,15 @@ def unpack_episode(data: bytes | memoryview) -> Episode:
     lengths = [sum(length for length, _, _ in runs) for runs in head["turns"]]
     trainable_lengths = [sum(length for length, _, trainable in runs if trainable) for runs in head["turns"]]
     tokens, trainable = sum(lengths), sum(trainable_lengths)
-    ids, logprobs, kept, expert_routes = take("i4", tokens), take("f4", trainable), None, None
+    ids, logprobs, kept_sets, expert_routes = take("i4", tokens), take("f4", trainable), None, None
     if "kept" in head:
-        kept = KeptSets(take("i4", trainable), take("i4", head["kept"]))
+        kept_sets = KeptSets(take("i4", trainable), take("i4", head["kept"]))
     if "routes" in head:
         *shape, dtype = head["routes"]
         expert_routes = take(dtype, math.prod(shape)).reshape(shape)
     ids_by_turn = np.split(ids, np.cumsum(lengths)[:-1])
     logprobs_by_turn = np.split(logprobs, np.cumsum(trainable_lengths)[:-1])
-    kept_by_turn = [None] * len(lengths) if kept is None else kept.split(trainable_lengths)
+    kept_by_turn = [None] * len(lengths) if kept_sets is None else kept_sets.split(trainable_lengths)
     by_turn = zip(head["turns"], ids_by_turn, logprobs_by_turn, kept_by_turn, strict=True)
     turns = [Turn.from_runs(*of_turn) for of_turn in by_turn]
     return Episode(turns, 0.0, head["finish_reason"], head["info"], expert_routes)
@@ -257,24 +257,24 @@ def unpack_episode(data: bytes | memoryview) -> Episode:
 
 def _pack_episode(episode: Episode) -> list[bytes]:
     ids, logprobs, trainable = episode.token_ids, episode.logprobs, episode.trainable
-    kept, expert_routes = episode.kept, episode.expert_routes
+    kept_sets, expert_routes = episode.kept_sets, episode.expert_routes
     if np.any(logprobs[~trainable]):
         raise ValueError("an episode has a log-prob that is not 0 on a token that is not trainable")
-    if kept is not None and np.any(kept.counts[~trainable]):
+    if kept_sets is not None and np.any(kept_sets.counts[~trainable]):
         raise ValueError("an episode has a kept set on a token that is not trainable")
     head: dict[str, Any] = {
         "turns": [turn.runs for turn in episode.turns],
         "finish_reason": episode.finish_reason,
         "info": episode.info,
     }
-    if kept is not None:
-        head["kept"] = len(kept.ids)
+    if kept_sets is not None:
+        head["kept"] = len(kept_sets.ids)
     if expert_routes is not None:
         head["routes"] = [*expert_routes.shape, expert_routes.dtype.str[1:]]
     text = _padded(head)
     arrays = [_LENGTH.pack(len(text)), text, ids.astype("<i4").tobytes(), logprobs[trainable].astype("<f4").tobytes()]
-    if kept is not None:
-        arrays += [kept.counts[trainable].astype("<i4").tobytes(), kept.ids.astype("<i4").tobytes()]
+    if kept_sets is not None:
+        arrays += [kept_sets.counts[trainable].astype("<i4").tobytes(), kept_sets.ids.astype("<i4").tobytes()]
     if expert_routes is not None:
         data = expert_routes.astype(expert_routes.dtype.newbyteorder("<")).tobytes()
         arrays.append(data + bytes(-len(data) % 4))

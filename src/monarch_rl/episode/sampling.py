@@ -93,7 +93,7 @@ class Completion:
     that was lost."""
     finish_reason: str
     """``stop`` or ``length``."""
-    kept: KeptSets | None = None
+    kept_sets: KeptSets | None = None
     """The ids that each token was drawn from, with truncated sampling."""
     expert_routes: np.ndarray | None = None
     """uint8 or uint16 [tokens, layers, k], where asked for: the experts by which each token was read, from

@@ -58,7 +58,7 @@ class CopyPlan:
                 self.sources.pop(next(iter(self.sources)))
             buffer = attach(area)
             boxes = [box_of(buffer, self.specs[place.tensor], place.box) for place in self.placements]
-            self.sources[area] = [boxes[piece.box][piece.rows] for piece in self.checksums.blocks]
+            self.sources[area] = [boxes[block.box][block.rows] for block in self.checksums.blocks]
         return self.sources[area]
 
     def take_checksums(self) -> np.ndarray:

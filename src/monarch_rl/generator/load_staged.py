@@ -113,21 +113,21 @@ def _load(model: torch.nn.Module, area: bytes, sheet: LoadSheet, rank: int, make
     if plan is None or not planned:
         plan = _plans[model] = make_plan(model, attach(area), sheet.specs)
     sheet.boxes[rank] = plan.boxes
-    pieces, sources, device = plan.checksums.blocks, plan.sources_in(area), plan.device
+    blocks, sources, device = plan.checksums.blocks, plan.sources_in(area), plan.device
     # A core finds in its cache what it has just copied; a device is kept busy by long runs of calls.
     fused = device.type == "cpu" and plan.derive is None
-    groups = [slice(i, i + 1) for i in range(len(pieces))] if fused else [slice(None)]
+    groups = [slice(i, i + 1) for i in range(len(blocks))] if fused else [slice(None)]
     copied, summed, before = time.perf_counter_ns() - started, 0, time.perf_counter_ns()
     for group in groups:
         if planned and copy:
-            for piece, source in zip(pieces[group], sources[group], strict=True):
-                piece.data.copy_(source)
+            for block, source in zip(blocks[group], sources[group], strict=True):
+                block.data.copy_(source)
             if plan.derive is not None:
                 plan.derive()
             _synchronize(device)
         between = time.perf_counter_ns()
-        for piece in pieces[group]:
-            piece.add()
+        for block in blocks[group]:
+            block.add()
         after = time.perf_counter_ns()
         copied, summed, before = copied + between - before, summed + after - between, after
     sheet.checksums[rank] = plan.take_checksums()

@@ -25,7 +25,7 @@ def ignore_part(part: Completion) -> None:
 
 def join_parts(parts: Sequence[Completion], reason: str) -> Completion:
     """One completion of consecutive parts, each with the expert routes that the parts before it lack, or none."""
-    kept_sets = [part.kept for part in parts if part.kept is not None]
+    kept_sets = [part.kept_sets for part in parts if part.kept_sets is not None]
     expert_routes = [part.expert_routes for part in parts if part.expert_routes is not None]
     return Completion(
         np.concatenate([part.token_ids for part in parts]),
@@ -62,5 +62,5 @@ class PartStream:
         whole, sent = join_parts(parts, UNFINISHED), self._sent
         if len(whole.token_ids) > sent:
             ids, logprobs, versions = whole.token_ids[sent:], whole.logprobs[sent:], whole.policy_versions[sent:]
-            kept_sets = None if whole.kept is None else whole.kept[sent:]
+            kept_sets = None if whole.kept_sets is None else whole.kept_sets[sent:]
             self.send(Completion(ids, logprobs, versions, UNFINISHED, kept_sets))

@@ -168,7 +168,7 @@ class EngineRequests:
         if side.error is not None:
             raise side.error
         completion = to_completion(answer, request.interrupted, side)
-        if sampling.truncated and len(completion.token_ids) and completion.kept is None:
+        if sampling.truncated and len(completion.token_ids) and completion.kept_sets is None:
             raise GenerationError("SGLang reported no kept sets, though it was asked for them")
         if self._route_format is not None and routes_from is not None and side.expert_routes is not None:
             rows = prompt_tokens + len(completion.token_ids) - 1 - routes_from

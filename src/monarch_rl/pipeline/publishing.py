@@ -24,7 +24,7 @@ from monarch_rl.generator.actor import Generator
 from monarch_rl.pipeline.actor_pool import last_line
 from monarch_rl.pipeline.delivery import Delivery, PublishError
 from monarch_rl.pipeline.meeting import Meeting
-from monarch_rl.pipeline.replicas import Replicas, TellWorkers
+from monarch_rl.pipeline.replicas import Replicas, UpdateDispatch
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, within
 from monarch_rl.runtime.meshes import members
@@ -106,7 +106,7 @@ class Publisher:
         buffer: Buffer,
         settings: TransferSettings,
         dtype: str,
-        tell_workers: TellWorkers | None = None,
+        update_workers: UpdateDispatch | None = None,
     ) -> Publisher:
         """Plan what a version consists of, and connect the trainer ranks with the generators.
 
@@ -117,7 +117,7 @@ class Publisher:
             tell_workers: called when rollout workers should ask other replicas than before.
         """
         meeting = Meeting(trainer, members(trainer), await _plan(trainer, dtype), settings)
-        replicas, frozen = Replicas(tell_workers), await _frozen_weights(trainer, dtype)
+        replicas, frozen = Replicas(update_workers), await _frozen_weights(trainer, dtype)
         if frozen is not None:
             for index, generator in generators.items():
                 await frozen.verify(index, generator)

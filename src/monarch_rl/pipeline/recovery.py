@@ -28,7 +28,7 @@ from monarch.actor import ActorError
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.generator.actor import Generator
 from monarch_rl.pipeline.actor_pool import ActorPool, last_line
-from monarch_rl.pipeline.losses import Losses
+from monarch_rl.pipeline.lost_processes import LostProcesses
 from monarch_rl.pipeline.publishing import Publisher
 from monarch_rl.rollout.worker import RolloutWorker
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, DeadlineExceeded, now, within
@@ -86,7 +86,7 @@ class Recovery:
     ) -> None:
         self._generators, self._workers = generators, workers
         self._publisher, self._buffer, self._settings = publisher, buffer, settings
-        self._losses = Losses(settings.per_s, folder / "losses.jsonl" if folder is not None else None)
+        self._losses = LostProcesses(settings.per_s, folder / "losses.jsonl" if folder is not None else None)
         self._loss_reports: dict[str, asyncio.Future[Exception]] = {}
         """By name, of each process that is thought to live; set to the cause of its loss."""
         self._removed: dict[str, set[int]] = {generators.kind: set(), workers.kind: set()}

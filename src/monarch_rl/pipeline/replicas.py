@@ -18,7 +18,7 @@ logger = logging.getLogger("monarch_rl")
 ANSWER_DEADLINE_S = 20.0
 """Seconds in which a living process answers, on a machine with all cores busy."""
 
-TellWorkers = Callable[[list[int], list[int]], Awaitable[None]]
+UpdateDispatch = Callable[[list[int], list[int]], Awaitable[None]]
 """Tells the rollout workers which replicas take no new requests for now, and which are lost."""
 
 
@@ -45,8 +45,8 @@ class Replicas:
         tell_workers: called whenever the dispatch of requests should change; None tells nobody.
     """
 
-    def __init__(self, tell_workers: TellWorkers | None = None) -> None:
-        self.tell_workers = tell_workers
+    def __init__(self, update_workers: UpdateDispatch | None = None) -> None:
+        self.update_workers = update_workers
         self.lost: dict[int, str] = {}
         """Replicas that were removed, by index, and why."""
         self.on_lost: Callable[[int, str], None] | None = None
@@ -92,9 +92,9 @@ class Replicas:
 
         A replica that only missed a transfer takes requests: it serves the version before, which is whole.
         """
-        if self.tell_workers is not None:
+        if self.update_workers is not None:
             paused = [replica.index for replica in self if replica.version is None]
-            await self.tell_workers(paused, list(self.lost))  # waits: replica_updates has a deadline
+            await self.update_workers(paused, list(self.lost))  # waits: replica_updates has a deadline
 
 
 class Answering(Protocol):

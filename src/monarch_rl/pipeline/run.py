@@ -38,8 +38,7 @@ from monarch_rl.pipeline.recovery import Recovery
 from monarch_rl.pipeline.settings import RunSettings, check
 from monarch_rl.pipeline.start import replica_updates, save, schedule, served_dtype, update
 from monarch_rl.rollout.evaluation import Evaluation
-from monarch_rl.runtime.cluster import Cluster, devices
-from monarch_rl.runtime.cluster import launch as launch_cluster
+from monarch_rl.runtime.cluster import Cluster, devices, launch_cluster
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, Patience, within
 from monarch_rl.runtime.watch import Watch, watched
 from monarch_rl.tasks.reasoning_gym import TaskSettings

@@ -20,7 +20,7 @@ from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.generator.settings import GeneratorSettings, resolve_dtype
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
 from monarch_rl.pipeline.actor_pool import ActorFactory, ActorPool
-from monarch_rl.pipeline.replicas import TellWorkers
+from monarch_rl.pipeline.replicas import UpdateDispatch
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.worker import RolloutWorker
 from monarch_rl.runtime import presence
@@ -114,7 +114,7 @@ async def start_rollout(
     return workers
 
 
-def replica_updates(workers: ActorPool[RolloutWorker]) -> TellWorkers:
+def replica_updates(workers: ActorPool[RolloutWorker]) -> UpdateDispatch:
     """A function that tells all rollout workers which replicas take no new requests, and which are lost."""
 
     async def tell(paused: list[int], lost: list[int]) -> None:

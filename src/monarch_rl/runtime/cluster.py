@@ -44,7 +44,7 @@ __all__ = [
     "free_port",
     "host_address",
     "init_torch_distributed_env",
-    "launch",
+    "launch_cluster",
     "launched_by_torchrun",
 ]
 
@@ -232,13 +232,13 @@ async def _stop_or_warn(stop: Awaitable[Any], what: str) -> None:
 
 
 @contextmanager
-def launch() -> Iterator[Cluster | None]:
+def launch_cluster() -> Iterator[Cluster | None]:
     """Start the hosts of this launch, and end everything at the end of the block.
 
     Yields the controller's :class:`Cluster`. Under torchrun global rank 0 is the controller. The other ranks get None
     once the controller's block has succeeded, and exit with code 1 if it failed or died::
 
-        with launch() as cluster:
+        with launch_cluster() as cluster:
             if cluster is not None:
                 asyncio.run(train(cluster))
 
@@ -352,4 +352,4 @@ def _refuse_running_loop() -> None:
         asyncio.get_running_loop()
     except RuntimeError:
         return
-    raise RuntimeError("launch() blocks: use it outside asyncio, and run the event loop inside its block")
+    raise RuntimeError("launch_cluster() blocks: use it outside asyncio, and run the event loop inside its block")

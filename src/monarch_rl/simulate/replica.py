@@ -36,7 +36,7 @@ class _Sequence:
     """Steps of the replica when it joined."""
 
 
-class Replica:
+class SimulatedReplica:
     """One replica.
 
     Args:
@@ -105,12 +105,12 @@ class Replica:
         """It is never lost."""
         await asyncio.Event().wait()  # waits: as long as the run
 
-    async def receive(self, version: int, slot: int) -> int:
+    async def receive(self, version: int, snapshot: int) -> int:
         """The transfer, while decoding goes on."""
         await asyncio.sleep(self._costs.transfer_s)
         return 1
 
-    async def commit(self, version: int, slot: int, checksums: dict[str, int]) -> CommitReport:
+    async def commit(self, version: int, snapshot: int, checksums: dict[str, int]) -> CommitReport:
         """Stand still for the copy, then draw by ``version``."""
         self._count()
         self._commit = self._loop.create_future()

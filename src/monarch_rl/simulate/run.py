@@ -27,7 +27,7 @@ from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, now, within
 from monarch_rl.simulate.clock import run_virtual
 from monarch_rl.simulate.costs import Costs, uniform
 from monarch_rl.simulate.handles import LocalMesh
-from monarch_rl.simulate.replica import Replica
+from monarch_rl.simulate.replica import SimulatedReplica
 from monarch_rl.tasks.reasoning_gym import TaskSettings
 from monarch_rl.tasks.task import Item, Message, Score
 from monarch_rl.weights.endpoint import TransferSettings
@@ -202,7 +202,7 @@ def simulated_actors(plan: Plan, costs: Costs, grain: int) -> Actors:
 
     buffer = mesh(Buffer(plan.groups_per_step, replace(plan.buffer, max_mib=2**30)))
     trainer = mesh(SimulatedTrainer(costs, plan.trainer_devices, grain, buffer))
-    replicas = [Replica(costs, grain, plan.in_flight, plan.tp) for _ in range(plan.replicas)]
+    replicas = [SimulatedReplica(costs, grain, plan.in_flight, plan.tp) for _ in range(plan.replicas)]
     rollout = [SimulatedWorker(plan, costs, grain, f"rollout worker {rank}") for rank in range(plan.workers)]
     for worker in rollout:
         worker.set_up(buffer, replicas)
@@ -252,12 +252,12 @@ class SimulatedTrainer:
     async def ready(self) -> None:
         """It is."""
 
-    async def snapshot(self, version: int, slot: int) -> float:
+    async def snapshot(self, version: int, index: int) -> float:
         """The copy that the next update waits for."""
         await asyncio.sleep(self._costs.snapshot_s)
         return self._costs.snapshot_s
 
-    async def send(self, version: int, slot: int) -> list[int]:
+    async def send(self, version: int, snapshot: int) -> list[int]:
         """Takes as long as a replica receives."""
         return [0]
 
@@ -285,7 +285,7 @@ class SimulatedWorker(RolloutWorker):
         scorer: Any = self
         self._stand_ins = Resources(tokenizer, items, items, scorer)
 
-    def set_up(self, buffer: Any, replicas: list[Replica]) -> None:
+    def set_up(self, buffer: Any, replicas: list[SimulatedReplica]) -> None:
         """As ``setup``, with stand-ins for what that loads."""
         self.connect(buffer, SimulatedDispatcher(replicas), self._stand_ins)
 
@@ -303,7 +303,7 @@ class SimulatedWorker(RolloutWorker):
 class SimulatedDispatcher(Dispatcher):
     """The real dispatcher, with replicas at hand instead of connections to them."""
 
-    def __init__(self, replicas: list[Replica]) -> None:
+    def __init__(self, replicas: list[SimulatedReplica]) -> None:
         connections: Any = replicas
         super().__init__(connections, FOREVER_S)
         self._connections = connections

@@ -102,7 +102,9 @@ def pack(
 
 def _kept_sets(episodes: Sequence[Episode], device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | None:
     # A token that is no longer trained keeps its set in the episode, but not here.
-    by_episode = [None if (kept := episode.kept) is None else kept[episode.trainable] for episode in episodes]
+    by_episode = [
+        None if (kept_sets := episode.kept_sets) is None else kept_sets[episode.trainable] for episode in episodes
+    ]
     if not (present := _all_or_none(by_episode, "kept sets")):
         return None
     joined = KeptSets.join(present)

@@ -16,7 +16,7 @@ logger = logging.getLogger("monarch_rl")
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
+class LostProcess:
     """A process was lost, or its replacement did not start."""
 
     name: str
@@ -26,7 +26,7 @@ class Loss:
     """Seconds of the event loop's clock."""
 
 
-class Losses:
+class LostProcesses:
     """Counts losses by process and by kind, and writes them to a file.
 
     Args:
@@ -38,17 +38,17 @@ class Losses:
         self._per_s, self._file = per_s, file
         self.lost = self.returned = 0
         """Processes that were lost, and how many were replaced."""
-        self._recent: dict[str, deque[Loss]] = {}
+        self._recent: dict[str, deque[LostProcess]] = {}
         """By process, its losses that still count."""
-        self._first: dict[str, Loss] = {}
+        self._first: dict[str, LostProcess] = {}
         """By kind, the first loss of a series in which each came within ``per_s`` of the one before."""
-        self._latest: dict[str, Loss] = {}
+        self._latest: dict[str, LostProcess] = {}
         """By kind, the latest loss."""
 
     def count(self, kind: str, name: str, cause: Exception) -> None:
         """Count a loss of process ``name``, now."""
         self.recent(name)  # forgets the old ones
-        loss = Loss(name, cause, now())
+        loss = LostProcess(name, cause, now())
         self._recent[name].append(loss)
         latest = self._latest.get(kind)
         if latest is None or latest.when < now() - self._per_s:
