@@ -192,7 +192,7 @@ def _serve_bare(pipe: Connection, arguments: dict[str, Any]) -> None:
         engine.shutdown()
 
 
-async def start(cluster: Cluster, model: Path, settings: GeneratorSettings, first_device: int) -> Any:
+async def start(cluster: Cluster, model: Path, settings: GeneratorSettings, first_device: int) -> GeneratorBeside:
     """One replica."""
     mesh = cluster.spawn("generator0", 1, first_device=first_device)
     generator = mesh.spawn("generator0", GeneratorBeside)

@@ -20,6 +20,7 @@ from monarch_rl.runtime.cluster import Cluster, init_torch_distributed_env
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, Patience, within
 from monarch_rl.runtime.endpoint import concurrent_endpoint
 from monarch_rl.trainer.actor import Trainer, TrainerPlan
+from monarch_rl.trainer.settings import TrainerSettings
 
 LOSS_BOUND = 1e-4
 """Nats by which both sides' mean log-prob of the first batch may differ (fp32)."""
@@ -80,8 +81,8 @@ class TrainerBeside(Trainer):
 class Training:
     """A trainer mesh with a buffer that is filled by hand, always with the same groups."""
 
-    trainer: Any
-    buffer: Any
+    trainer: TrainerBeside
+    buffer: Buffer
     groups: list[Group]
     version: int = 0
 
@@ -102,6 +103,7 @@ class Training:
         """An update with the groups in the buffer; returns the seconds of the call and the metrics by rank."""
         for group in self.groups:
             ticket = await within(CALL_DEADLINE_S, self.buffer.admit.call_one("benchmark", 1.0), "a slot")
+            assert ticket is not None, "the buffer is closed"
             data = pack_group(Group(ticket.group_id, ticket.task_cursor, group.episodes))
             await within(CALL_DEADLINE_S, self.buffer.put.call_one(data), "the buffer to take a group")
         started = time.perf_counter()
@@ -208,6 +210,6 @@ def _check_same_batch(logprobs: list[float]) -> None:
         )
 
 
-def plan_of(model: Path, settings: Any, steps: int, answer: int) -> TrainerPlan:
+def plan_of(model: Path, settings: TrainerSettings, steps: int, answer: int) -> TrainerPlan:
     """The plan of a run that would train these groups."""
     return TrainerPlan(model, settings, steps, 1.0, answer)

@@ -121,14 +121,14 @@ async def measure(cluster: Cluster, s: Settings, model: Path, lora: LoraSettings
 
 async def start_generator(
     cluster: Cluster, model: Path, settings: GeneratorSettings, slot: int, lora: LoraSettings
-) -> Any:
+) -> GeneratorBeside:
     generator = cluster.spawn("generator0", 1, first_device=slot).spawn("generator0", GeneratorBeside)
     await within(DEADLINE_S, generator.setup.call_one(str(model), settings, 0, lora), "the generator to start")
     return generator
 
 
 async def one_transport(
-    training: Training, generator: Any, publisher: Publisher, load: Load, versions: int
+    training: Training, generator: GeneratorBeside, publisher: Publisher, load: Load, versions: int
 ) -> dict[str, Any]:
     """Versions one after the other: with nothing beside them, then while the engine decodes, then beside steps too."""
     alone = [await one_version(training, generator, publisher) for _ in range(1 + versions)]
@@ -191,7 +191,7 @@ class Version:
         return self.commit.paused_seconds
 
 
-async def one_version(training: Training, generator: Any, publisher: Publisher) -> Version:
+async def one_version(training: Training, generator: GeneratorBeside, publisher: Publisher) -> Version:
     """Make a step and publish its version, with no step beside it."""
     await training.step(DEADLINE_S)
     started = time.perf_counter()

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from reporting import run_benchmark, short
+from speed_generator import GeneratorBeside
 from speed_trainer import Training, make_groups, plan_of
 from weights import DEADLINE_S, VOCABULARY, model_of, start_generator
 
@@ -70,7 +71,7 @@ class Stopwatch:
         self.taken[name].append(seconds * 1e3)
 
 
-async def one_version(watch: Stopwatch, training: Training, generator: Any, publisher: Publisher) -> None:
+async def one_version(watch: Stopwatch, training: Training, generator: GeneratorBeside, publisher: Publisher) -> None:
     """A step, and the calls of its publication."""
     await training.step(DEADLINE_S)
     trainer, ranks, version = training.trainer, members(training.trainer), training.version

@@ -7,6 +7,9 @@
 Trainer ranks and generator replicas hold different devices. Rollout workers play groups of episodes on the
 generators and put them into a buffer; the trainer takes a batch, makes one optimiser step, and the new weights
 flow to the generators while they decode. No token is trained that is more than buffer.max-policy-lag versions old.
+
+The flags that matter most: --model, --steps, --groups-per-step, --task.name, --trainer.lr, --trainer.ranks,
+--generator.replicas, --rollout.group-size, --rollout.max-new-tokens, --buffer.max-policy-lag.
 """
 
 from __future__ import annotations
