@@ -19,7 +19,7 @@ HELD_OUT_ITEM_S = 30.0
 async def evaluate(workers: ActorPool, items: int) -> Evaluation:
     """Play the first ``items`` held-out items once each, greedily, shared by all workers.
 
-    What a worker owes that is lost meanwhile others play, or the one that takes its place.
+    If a worker is lost meanwhile, other workers or its replacement play its items.
     """
     left, parts, lost = list(range(items)), list[Evaluation](), dict[int, Any]()
     while left:
