@@ -48,7 +48,7 @@ class Settings:
     model: str = ".cache/tiny-qwen3"
     """Hugging Face folder or Hub name."""
     lrs: tuple[float, ...] = (1e-6, 1e-5, 3e-4)
-    """Learning rates; the model is loaded anew for each."""
+    """Learning rates; the model is loaded again for each."""
     steps: int = 10
     """Optimiser steps at each. AdamW's first ones are its largest."""
     groups: int = 2

@@ -173,7 +173,7 @@ def strike(run: Run, fault: Fault, index: int, scratch: Path) -> dict[str, Any]:
     (scratch / "slow").touch()
     back = run.until(lambda: told("back_after_s"), f"{name} to be back")
     (scratch / "slow").unlink()
-    happened = "another replica, verified" if "generator" in name else "another worker; its groups begun anew"
+    happened = "another replica, verified" if "generator" in name else "another worker; its groups started again"
     return {"noticed_s": noticed - struck, "back_s": back - struck, "happened": happened}
 
 

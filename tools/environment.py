@@ -5,8 +5,8 @@ Called by `tools/setup.sh`; needs only the standard library, and never touches t
 A stamp in `.venv`, written last, says what was installed: the folder, the hash of the lock, the hash of pyproject.toml.
 It fits: nothing is done. Another lock: pip installs what differs and removes what left the lock. Another
 pyproject.toml: the project alone is installed again. No stamp (never made, or interrupted), another folder, or a Python
-that is gone: `.venv` is made anew, because a package that was interrupted half-way can look installed. To change to
-another Python, delete `.venv`.
+that is gone: `.venv` is deleted and made again, because a package that was interrupted half-way can look installed. To
+change to another Python, delete `.venv`.
 """
 
 from __future__ import annotations
@@ -299,7 +299,7 @@ def main() -> int:
         print(f"setup: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\nsetup: interrupted; the next call starts the environment anew", file=sys.stderr)
+        print("\nsetup: interrupted; the next call makes the environment again", file=sys.stderr)
         return 130
     return 0
 

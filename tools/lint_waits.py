@@ -1,4 +1,4 @@
-"""Finds waits on others that could last for ever: run by ./tools/test over src/ and recipes/.
+"""Finds waits on others that could last forever: run by ./tools/test over src/ and recipes/.
 
     python tools/lint_waits.py [FILE OR FOLDER ...]
 
@@ -91,7 +91,7 @@ class _File:
     def _awaited(self, node: ast.Await) -> str | None:
         if self._bounded(node.value, node) or self._in_timeout(node):
             return None
-        return f"`await {_short(node.value)}` may last for ever: put it into within(...), or say why in `# waits: ...`"
+        return f"`await {_short(node.value)}` may last forever: put it into within(...), or say why in `# waits: ...`"
 
     def _called(self, node: ast.Call) -> str | None:
         name = _last_name(node.func)
@@ -99,13 +99,13 @@ class _File:
         if name == "within" and not {"on", None} & keywords:
             return "within(...) does not say whom it waits on: give on="
         if name in WORLDS and "timeout" not in keywords:
-            return f"{name}() without timeout=: its collectives may last for ever"
+            return f"{name}() without timeout=: its collectives may last forever"
         if name in RUNNERS and _first_name(node.func) == "subprocess" and not {"timeout", None} & keywords:
-            return f"subprocess.{name}() without timeout= may last for ever"
+            return f"subprocess.{name}() without timeout= may last forever"
         if not isinstance(node.func, ast.Attribute) or node.args or node.keywords or self._is_awaitable(node):
             return None
         if name in BLOCKING or (name == "result" and not isinstance(self._function(node), ast.AsyncFunctionDef)):
-            return f"`{_short(node)}` may block for ever: give it a timeout, or say why in `# waits: ...`"
+            return f"`{_short(node)}` may block forever: give it a timeout, or say why in `# waits: ...`"
         return None
 
     def _is_awaitable(self, node: ast.Call) -> bool:

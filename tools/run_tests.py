@@ -1,4 +1,4 @@
-"""Run all tests: those of the recipes beside the others, as both wait for processes much of their time.
+"""Run all tests: those of the recipes beside the others, because both wait for processes much of their time.
 
     python tools/run_tests.py
 

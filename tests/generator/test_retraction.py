@@ -1,4 +1,4 @@
-"""Sequences that SGLang takes back into its queue, for want of KV cache, to read them again later."""
+"""Sequences that SGLang takes back into its queue because the KV cache is full, to read them again later."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def sent_share(system: System[InspectedGenerator]) -> float:
 def test_what_changed_travels_by_every_transport_and_all_to_a_replica_that_comes_anew(
     cluster: Cluster, model: Path, generators: list[InspectedGenerator]
 ) -> None:
-    """Only the changes go to replicas that have the version before; a replica that begins anew is sent all of it."""
+    """Only the changes go to replicas that have the version before; a replica that starts again is sent all of it."""
 
     async def go() -> None:
         system = await System.start(cluster, model, generators, lr=0.0, version=70)

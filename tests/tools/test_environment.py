@@ -1,4 +1,4 @@
-"""Set-up installs what differs, nothing when nothing differs, and starts anew after an interruption."""
+"""Set-up installs what differs, nothing when nothing differs, and starts over after an interruption."""
 
 from __future__ import annotations
 

@@ -98,4 +98,4 @@ def test_the_project_has_none_and_the_exit_code_says_so(tmp_path: Path) -> None:
     (tmp_path / "bare.py").write_text(BAD["an endpoint"])
     done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
-    assert f"{tmp_path / 'bare.py'}:2: `await a.stats.call_one()` may last for ever" in done.stdout
+    assert f"{tmp_path / 'bare.py'}:2: `await a.stats.call_one()` may last forever" in done.stdout

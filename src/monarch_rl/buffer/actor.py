@@ -124,7 +124,7 @@ class Buffer(ResilientActor):
 
     @concurrent_endpoint
     async def release(self, worker: str) -> list[int]:
-        """A worker is lost: other workers begin its groups anew, in the same slots and places.
+        """A worker is lost: other workers start its groups again, in the same slots and places.
 
         If it still puts them, that is ignored; its calls that wait for a slot get none. Another worker may have its
         name from now on. Returns the groups' ids.

@@ -161,7 +161,7 @@ class BufferCore:
         self._ledger.note_dropped(reason, live.group.trainable if live.group else tokens)
 
     def release(self, group_ids: Iterable[int]) -> list[int]:
-        """The worker that played these groups is lost: others begin them anew, in the same slots and places.
+        """The worker that played these groups is lost: others start them again, in the same slots and places.
 
         Returns:
             Those that were being played; the others are complete or gone, and stay as they are.
@@ -295,7 +295,7 @@ class BufferCore:
     def restore(cls, groups_per_step: int, settings: BufferSettings, state: dict[str, Any]) -> BufferCore:
         """Go on from :meth:`state`, once every generator serves its version.
 
-        A batch that was being trained is complete again, and groups that were being played are begun anew.
+        A batch that was being trained is complete again, and groups that were being played are started again.
 
         Raises:
             ValueError: the settings give other slots, another window or another batch than the state had.

@@ -26,7 +26,7 @@ class LiveGroups:
         self._idle: list[int] = []
         """Groups whose worker was lost, the first admitted first."""
         self._attempts: dict[int, int] = {}
-        """Of the groups that were begun anew, here or gone."""
+        """Of the groups that were started again, here or gone."""
 
     def __iter__(self) -> Iterator[Live]:
         return iter(self._live.values())

@@ -16,7 +16,7 @@ class Live:
     group_id: int
     task_cursor: int
     attempt: int = 0
-    """How often it was begun anew."""
+    """How often it was started again."""
     idle: bool = False
     """Its worker was lost, and no other has begun it."""
     overtaken: int = 0

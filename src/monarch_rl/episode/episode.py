@@ -160,7 +160,7 @@ class Group:
     failed: int = 0
     """Episodes that were begun and failed; they are not in ``episodes``."""
     attempt: int = 0
-    """How often the group was begun anew because its worker was lost; with ``group_id`` it identifies a lease."""
+    """How often the group was started again because its worker was lost; with ``group_id`` it identifies a lease."""
     task: str = ""
     """Name of the task that the prompt is of, for the metrics."""
 

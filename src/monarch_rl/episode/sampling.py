@@ -97,4 +97,4 @@ class Completion:
     """The ids that each token was drawn from, with truncated sampling."""
     expert_routes: np.ndarray | None = None
     """uint8 or uint16 [tokens, layers, k], where asked for: the experts by which each token was read, from
-    ``routes_from`` to the last but one of the sequence; the last one drawn was not read."""
+    ``expert_routes_from`` to the last but one of the sequence; the last one drawn was not read."""

@@ -8,7 +8,7 @@ running requests is ``GeneratorSettings.in_flight``:
 ``continue``    keys and values of older weights are kept; a token after a commit is drawn by the new weights from a
                 past that the old ones have read. Its log-prob is that of this draw.
 ``recompute``   SGLang takes the sequences back into its queue, empties its cache, and computes keys and values of
-                prompt and drawn tokens anew before it draws on.
+                prompt and drawn tokens again before it draws on.
 ``resume``      requests are ended, keeping what they drew, and asked again with that as a part of the prompt.
 ``drain``       the commit waits until no request is running, and new ones wait for the commit.
 
@@ -168,7 +168,7 @@ class Commits:
         deadline, remedy = self.hold_s, "Allow more time (drain_deadline_s), draw fewer tokens a request"
         if self._in_flight == "resume":
             await self._requests.interrupt_running()
-            remedy = "The engine did not end them, though it was told to"
+            remedy = "The engine was asked to end them and did not"
         what = f"requests to end before version {version}"
         try:
             idle = within(deadline, self._requests.wait_until_idle(), what, on=self._sglang.name)

@@ -78,8 +78,10 @@ class Dispatcher:
 
         The versions of its tokens may then go down once: the other replica may serve an older one.
 
-        Raises GenerationError if the engine refused the request, or DeadlineExceeded naming the replica, or the losses
-        if all are lost.
+        Raises:
+            GenerationError: the engine refused the request.
+            DeadlineExceeded: the replica did not answer in time (the message names it), or no replica took requests in
+                time (the message lists those that are lost, and why).
         """
         parts: list[Completion] = []
         drawn_ids: list[int] = []

@@ -152,7 +152,7 @@ class Engine:
         it. Its parts are the beginning of the completion, never all of it, and without expert routes.
 
         Expert routes are those by which the token after each was drawn; where SGLang computed keys and values again on
-        its own (``recompute``, or for want of KV cache), those of the last time.
+        its own (under ``recompute``, or after its KV cache was full), those of the last time.
 
         Raises GenerationError if the engine refuses or aborts the request, EngineStopped if it is gone.
         """

@@ -43,7 +43,7 @@ MERGED_WEIGHTS = VersionKind(
     "monarch_rl.generator.load_staged.verify_rest",
     rest_verified_first=True,
 )
-"""SGLang is sent weights and hears of no LoRA adapter."""
+"""SGLang receives merged weights and no LoRA adapter."""
 KINDS = (ALL_WEIGHTS, LORA_ADAPTER, MERGED_WEIGHTS)
 LOADERS = sorted({name for kind in KINDS for name in (kind.loader, kind.verifier)})
 """All that SGLang's scheduler may be asked to run."""

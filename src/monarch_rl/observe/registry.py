@@ -19,7 +19,7 @@ GROUPS: dict[GroupName, str] = {
     "speed": "Speed",
     "weights": "Weights",
     "buffer": "Buffer",
-    "losses": "Losses and waste",
+    "losses": "Lost and wasted",
 }
 """The groups of metrics in their order, with their headings in the documentation."""
 
@@ -45,17 +45,17 @@ OBJECTIVE = "trainer/*"
 
 METRICS = (
     # -- learning ---------------------------------------------------------------------------------------------
-    Metric("reward/mean", "reward", "Over the episodes of the batch trained.", "learning", "reward", "{:.3f}"),
-    Metric("reward/std", "reward", "Standard deviation over the episodes of the batch.", "learning"),
+    Metric("reward/mean", "reward", "Mean reward over the episodes of the batch.", "learning", "reward", "{:.3f}"),
+    Metric("reward/std", "reward", "Standard deviation of the reward over the episodes of the batch.", "learning"),
     Metric(
-        "length/mean", "tokens", "Drawn tokens of an episode, mean over the batch.", "learning", "length", "{:,.1f}"
+        "length/mean", "tokens", "Drawn tokens of an episode; mean over the batch.", "learning", "length", "{:,.1f}"
     ),
     Metric("length/max", "tokens", "Drawn tokens of the longest episode of the batch.", "learning"),
     Metric(
         "length/cut_share",
         "share",
-        "Episodes that ended because they reached a limit of tokens (finish reason `length`). If it rises, answers "
-        "outgrow `--rollout.max-new-tokens`.",
+        "Share of episodes that ended because they reached a limit of tokens (finish reason `length`). If it rises, "
+        "answers outgrow `--rollout.max-new-tokens`.",
         "learning",
         "cut",
         "{:.0%}",
@@ -63,35 +63,38 @@ METRICS = (
     Metric(
         "held_out/accuracy",
         "share",
-        "Held-out items with the full reward, played greedily, before and after training.",
+        "Share of held-out items that got the full reward. They are played greedily, before and after training, and "
+        "every `--evaluate-every` steps.",
         "learning",
         "held-out",
         "{:.1%}",
     ),
     Metric("held_out/reward", "reward", "Mean reward of the held-out items.", "learning"),
-    Metric("held_out/failed", "items", "Held-out items lost; they count as reward 0.", "learning"),
-    Metric("trainer/entropy", "nats", "Of the trainer's policy, mean over tokens.", "learning", "entropy", "{:.2f}"),
+    Metric("held_out/failed", "items", "Held-out items whose episode failed; they count as reward 0.", "learning"),
+    Metric(
+        "trainer/entropy", "nats", "Entropy of the trainer's policy; mean over tokens.", "learning", "entropy", "{:.2f}"
+    ),
     Metric("trainer/grad_norm", "", "Norm of the gradient before clipping.", "learning", "grad norm", "{:.3g}"),
     Metric("trainer/loss", "", "Sum over the batch of the weighted loss of each token.", "learning"),
     Metric("trainer/lr", "", "Learning rate of the step.", "learning"),
-    Metric("trainer/logprob", "nats", "Log-probability of the tokens drawn, mean.", "learning"),
+    Metric("trainer/logprob", "nats", "Log-probability of the tokens drawn; mean over tokens.", "learning"),
     Metric("trainer/tokens", "tokens", "Trainable tokens of the batch.", "learning"),
     Metric(
         "reward/equal_groups_share",
         "share",
-        "Groups whose episodes all got the same reward: they teach nothing.",
+        "Share of groups whose episodes all got the same reward: they teach nothing.",
         "learning",
     ),
     Metric(
         "reward/all_right_share",
         "share",
-        "Groups whose episodes all got the full reward (at least 1): the prompt is too easy.",
+        "Share of groups whose episodes all got the full reward (at least 1): the prompt is too easy.",
         "learning",
     ),
     Metric(
         "reward/all_wrong_share",
         "share",
-        "Groups whose episodes all got no reward (at most 0): the prompt is too hard.",
+        "Share of groups whose episodes all got no reward (at most 0): the prompt is too hard.",
         "learning",
     ),
     Metric(
@@ -110,67 +113,67 @@ METRICS = (
         "Standard deviation of the advantages over the episodes of the batch: 0 teaches nothing.",
         "learning",
     ),
-    Metric("trainer/clipped", "share", "Tokens outside the clip range.", "learning"),
+    Metric("trainer/clipped", "share", "Share of tokens whose ratio is outside the clip range.", "learning"),
     Metric("trainer/importance_weight", "", "Mean of the truncated importance weights.", "learning"),
     # -- agreement --------------------------------------------------------------------------------------------
     Metric(
         "trainer/mismatch_k3_on_policy",
         "nats",
-        "k3 estimate of KL(engine, trainer) over tokens drawn under the very version that is updated: how differently "
-        "the two compute, and what "
+        "k3 estimate of KL(engine, trainer) over tokens drawn under the version that is updated: how differently the "
+        "two compute, and what "
         "[`--generator.in-flight continue` leaves behind](weights.md#what-continue-leaves-behind).",
         "agreement",
     ),
-    Metric("trainer/mismatch_k3_all", "nats", "The same over all tokens: staleness is in it.", "agreement"),
+    Metric("trainer/mismatch_k3_all", "nats", "The k3 estimate over all tokens: staleness is in it.", "agreement"),
     Metric(
         "trainer/logprob_difference_*",
         "nats",
-        "Quantiles (`p50`, `p99`, `max`) of abs(trainer - engine) of log-probs over tokens of the version that is "
-        "updated, right within a factor of 1.33. Missing where a batch has none.",
+        "Quantiles (`p50`, `p99`, `max`) of abs(trainer - engine) of log-probs, over tokens drawn under the version "
+        "that is updated; accurate within a factor of 1.33. Missing where a batch has no such token.",
         "agreement",
     ),
     Metric(
         "trainer/ratio_outside",
         "share",
-        "Tokens whose ratio trainer / engine is not in [0.5, 2]; staleness is in it.",
+        "Share of tokens whose ratio trainer / engine is not in [0.5, 2]; staleness is in it.",
         "agreement",
     ),
     Metric(
         "trainer/kept_mass",
         "share",
-        "Probability of the kept set that a token was drawn from, by the trainer's policy, mean; 1 where nothing is "
-        "cut off ([moe.md](moe.md)).",
+        "Probability that the trainer's policy gives to the kept set of a token; mean over tokens. It is 1 where "
+        "nothing is cut off ([moe.md](moe.md)).",
         "agreement",
     ),
     Metric(
         "trainer/routes_differ",
         "share",
-        "With `trainer.router-replay` `compare` or `replay`: the engine's choices of experts that the trainer's own "
-        "router would not make, over all tokens of the batch.",
+        "Share of the engine's choices of experts that the trainer's own router would not make, over all tokens of the "
+        "batch. Only with `trainer.router-replay` `compare` or `replay`.",
         "agreement",
     ),
-    Metric("trainer/routes_differ_*", "share", "The same by layer.", "agreement"),
-    Metric("trainer/on_policy_share", "share", "Tokens drawn under the version that is updated.", "agreement"),
+    Metric("trainer/routes_differ_*", "share", "`trainer/routes_differ` of one layer.", "agreement"),
+    Metric("trainer/on_policy_share", "share", "Share of tokens drawn under the version that is updated.", "agreement"),
     Metric(
         "trainer/masked_nonfinite",
         "tokens",
-        "Left out because the engine's log-prob was not finite (if the trainer's is not, the update fails).",
+        "Tokens left out because the engine's log-prob was not finite (if the trainer's is not, the update fails).",
         "agreement",
     ),
     # -- speed ------------------------------------------------------------------------------------------------
     Metric(
         "lag/mean",
         "versions",
-        "Over the trainable tokens of the batch: version updated minus version that drew the token.",
+        "Lag of a trainable token: the version that is updated minus the version that drew it; mean over the batch.",
         "speed",
         "lag",
         "{:.2f}",
     ),
-    Metric("lag/max", "versions", "The largest lag of a trainable token.", "speed", "lag", "{:.0f}"),
+    Metric("lag/max", "versions", "Largest lag of a trainable token of the batch.", "speed", "lag", "{:.0f}"),
     Metric(
         "tokens_per_second",
         "tokens/s",
-        "Drawn by all replicas, over the time since the step before.",
+        "Tokens drawn by all replicas, over the time since the previous step.",
         "speed",
         "tokens/s",
         "{:,.0f}",
@@ -178,7 +181,8 @@ METRICS = (
     Metric(
         "trainer/idle_share",
         "share",
-        "Part of that time in which trainer ranks neither computed a step nor copied a snapshot.",
+        "Share of the time since the previous step in which trainer ranks neither computed a step nor copied a "
+        "snapshot.",
         "speed",
         "idle",
         "{:.0%}",
@@ -186,7 +190,8 @@ METRICS = (
     Metric(
         "generator/idle_share",
         "share",
-        "Part of that time in which a replica had nothing to decode, or stood still for a commit; mean over replicas.",
+        "Share of the time since the previous step in which a replica had nothing to decode, or stood still for a "
+        "commit; mean over replicas.",
         "speed",
         "idle",
         "{:.0%}",
@@ -194,7 +199,7 @@ METRICS = (
     Metric(
         "weights/swap_ms",
         "ms",
-        "How long decoding stood still for the newest served version; the slowest replica.",
+        "How long decoding stood still for the newest served version, on the slowest replica.",
         "speed",
         "swap ms",
         "{:.1f}",
@@ -202,80 +207,97 @@ METRICS = (
     Metric(
         "generator/running",
         "requests",
-        "In a replica while it had any, mean over time and replicas: few make decoding expensive.",
+        "Requests in a replica while it has any; mean over time and replicas. Few requests make decoding expensive.",
         "speed",
     ),
-    Metric("generator/replicas", "replicas", "That are not lost.", "speed"),
-    Metric("time/step_s", "s", "Between steps.", "speed"),
-    Metric("trainer/wait_s", "s", "In which the trainer waited for the batch.", "speed"),
-    Metric("trainer/step_s", "s", "In which the trainer packed and computed.", "speed"),
+    Metric("generator/replicas", "replicas", "Replicas that are in use (not lost).", "speed"),
+    Metric("time/step_s", "s", "Time from the end of one step to the end of the next.", "speed"),
+    Metric("trainer/wait_s", "s", "Time that the trainer waited for the batch.", "speed"),
+    Metric("trainer/step_s", "s", "Time that the trainer packed and computed.", "speed"),
     Metric(
         "trainer/padding",
         "share",
-        "Computed positions that were padding: only a rank without episodes pads, with one token.",
+        "Share of computed positions that were padding: only a rank without episodes pads, with one token.",
         "speed",
     ),
-    Metric("trainer/imbalance", "share", "Rank-time lost to unequal micro-batches.", "speed"),
+    Metric("trainer/imbalance", "share", "Share of the ranks' time that is lost to unequal micro-batches.", "speed"),
     Metric(
         "loop_lag/*_max_ms",
         "ms",
-        "How late event loops of `trainer`, `generator`, `rollout`, `buffer` and the `controller` turned since the "
-        "step before, over all processes of the kind: whoever calls them waits as long. Above 1 s the process is named "
+        "Longest delay of an event loop since the previous step, over all processes of a kind (`trainer`, `generator`, "
+        "`rollout`, `buffer`, `controller`): a caller of the process waits that long. Above 1 s the process is named "
         "in the log, at most once a minute.",
         "speed",
     ),
-    Metric("loop_lag/*_p99_ms", "ms", "The same, 99th percentile.", "speed"),
+    Metric(
+        "loop_lag/*_p99_ms",
+        "ms",
+        "99th percentile of the delays of event loops since the previous step, over all processes of a kind.",
+        "speed",
+    ),
     # -- weights ----------------------------------------------------------------------------------------------
     Metric(
         "weights/verify_share",
         "share",
-        "Part of `weights/swap_ms` that computed checksums; the replica with the largest part.",
+        "Share of `weights/swap_ms` in which checksums were computed, on the replica with the largest share.",
         "weights",
     ),
-    Metric("weights/transfer_ms", "ms", "The transfer, while decoding goes on.", "weights"),
-    Metric("weights/snapshot_ms", "ms", "The trainer's local copy.", "weights"),
+    Metric("weights/transfer_ms", "ms", "Time of the transfer of a version; decoding goes on meanwhile.", "weights"),
+    Metric("weights/snapshot_ms", "ms", "Time of the trainer's local copy of a version.", "weights"),
     Metric(
         "weights/sent_share",
         "share",
-        "Bytes that a replica received for the version / bytes of a version: below 1 with `--weights.delta`.",
+        "Bytes that a replica received for the version / bytes of the version: below 1 with `--weights.delta`.",
         "weights",
     ),
-    Metric("weights/served_version", "", "Newest version served when the step ended.", "weights"),
+    Metric("weights/served_version", "", "Newest version that was served when the step ended.", "weights"),
     # -- buffer -----------------------------------------------------------------------------------------------
-    Metric("buffer/admitted", "groups", "Started so far.", "buffer"),
-    Metric("buffer/trained", "groups", "Trained so far.", "buffer"),
-    Metric("buffer/playing", "groups", "That are being played when the step ends.", "buffer"),
-    Metric("buffer/complete", "groups", "That wait to be trained when the step ends.", "buffer"),
-    Metric("buffer/mib", "MiB", "Of groups that are complete or in training, or have room reserved.", "buffer"),
+    Metric("buffer/admitted", "groups", "Groups started so far.", "buffer"),
+    Metric("buffer/trained", "groups", "Groups trained so far.", "buffer"),
+    Metric("buffer/playing", "groups", "Groups that are being played when the step ends.", "buffer"),
+    Metric("buffer/complete", "groups", "Groups that wait to be trained when the step ends.", "buffer"),
+    Metric(
+        "buffer/mib",
+        "MiB",
+        "Size of the groups that are complete or in training, and of the room reserved for groups on their way.",
+        "buffer",
+    ),
     Metric(
         "buffer/order_waits",
         "batches",
-        "So far, that waited although enough groups were complete, because a slow one was due first "
+        "Batches so far that waited for a slow group that was due first, although enough groups were complete "
         "([buffer.md](buffer.md)).",
         "buffer",
     ),
-    Metric("buffer/order_wait_s", "s", "Of those waits, so far.", "buffer"),
+    Metric("buffer/order_wait_s", "s", "Sum of the waits in `buffer/order_waits` so far.", "buffer"),
     # -- losses -----------------------------------------------------------------------------------------------
-    Metric("dropped/*", "groups, episodes", "Groups dropped, and episodes lost, by reason, so far.", "losses"),
+    Metric(
+        "dropped/*",
+        "groups, episodes",
+        "Groups dropped so far, and episodes failed so far (`dropped/episode ...`), by reason.",
+        "losses",
+    ),
     Metric(
         "wasted/tokens",
         "tokens",
-        "Drawn and not trained, so far: of dropped groups, failed episodes, tokens masked for their lag. Not counted: "
-        "what a lost worker or replica had drawn and nobody received, and what is in the buffer when the run ends.",
+        "Tokens drawn and not trained so far: those of dropped groups, of failed episodes, and those masked for their "
+        "lag. Not counted: what a lost worker or replica had drawn and nobody received, and what is in the buffer when "
+        "the run ends.",
         "losses",
     ),
     Metric(
         "wasted/seconds",
         "device-seconds",
-        "Those tokens' share of the generators: wasted tokens x (device-seconds in which replicas had requests and no "
-        "commit / tokens drawn), both since the first step. A wasted token costs what the average token costs.",
+        "Device-seconds of the generators that `wasted/tokens` cost: wasted tokens x (device-seconds in which replicas "
+        "had requests and no commit / tokens drawn), both since the first step. A wasted token counts as much as "
+        "the average token.",
         "losses",
     ),
-    Metric("wasted/*_tokens", "tokens", "`wasted/tokens` by the buffer's reasons.", "losses"),
+    Metric("wasted/*_tokens", "tokens", "The part of `wasted/tokens` that has one of the buffer's reasons.", "losses"),
     Metric("recovery/lost", "processes", "Generators and rollout workers lost so far.", "losses"),
-    Metric("recovery/returned", "processes", "Returns of those that took their place, so far.", "losses"),
+    Metric("recovery/returned", "processes", "Lost generators and rollout workers replaced so far.", "losses"),
     # -- researchers' own: last, because it matches all of the trainer's --------------------------------------
-    Metric(OBJECTIVE, "", "What an objective of your own returns: its mean over trainable tokens.", "learning"),
+    Metric(OBJECTIVE, "", "A figure that an objective of your own returns; mean over trainable tokens.", "learning"),
 )
 """In the order of the documentation and of the console's columns."""
 

@@ -189,7 +189,7 @@ class Publisher:
             await self._deliveries.pop(0)  # waits: every wait of a delivery has a deadline of its own
 
     async def add(self, index: int, generator: Generator) -> None:
-        """Take in a replica that was started anew; returns when it serves the newest version, verified.
+        """Take in a replica that was restarted; returns when it serves the newest version, verified.
 
         Raises:
             PublishError: it was removed again. Whatever its set-up raises is raised, too.

@@ -5,7 +5,7 @@ raised, when the publisher removed it, or when the watch (``runtime/watch.py``) 
 
     a generator        gets no more requests; others draw what it owes; a new process takes its place and its devices,
                        and serves when it holds the newest version, verified
-    a rollout worker   leaves its groups to others, which begin them anew in the same slots; a new one takes its place
+    a rollout worker   leaves its groups to others, which start them again in the same slots; a new one takes its place
 
 A process that is lost more than ``restarts`` times within ``per_s`` seconds is removed, and the run goes on without it.
 When all of a kind are removed the run ends. It reports the first loss, because later ones may follow from that.
@@ -42,7 +42,7 @@ class RecoverySettings:
     """What happens when a generator replica or a rollout worker is lost."""
 
     restarts: int = 3
-    """How often each may be started anew within per-s; at the next loss the run goes on without it. 0 is never."""
+    """How often each may be restarted within per-s; 0: never. After one more loss the run goes on without it."""
     per_s: float = 600.0
     """Seconds for which a loss counts."""
 
@@ -234,7 +234,7 @@ class Recovery:
         await self._publisher.add(index, handle)
 
     async def _detach_worker(self, index: int) -> None:
-        """End a lost worker, and have its groups begun anew by others."""
+        """End a lost worker, and have others start its groups again."""
         name = self._workers.name(index)
         await self._workers.stop(index)  # before its groups go to others: it could still ask for them
         if self._running is not None and index in self._running:
@@ -242,7 +242,7 @@ class Recovery:
         release = self._buffer.release.call_one(name)
         groups = await within(CALL_DEADLINE_S, release, f"the buffer to take back the groups of {name}", on="buffer")
         if groups:
-            logger.warning("%d groups of %s begin anew: %s", len(groups), name, ", ".join(map(str, groups)))
+            logger.warning("%d groups of %s are started again: %s", len(groups), name, ", ".join(map(str, groups)))
 
     async def _start_worker(self, index: int) -> None:
         known = dict(self._generators.latest)
@@ -266,7 +266,7 @@ class Recovery:
         try:
             await worker.run.call_one()  # waits: as long as the run; lost processes are Monarch's to report
         except Exception as error:
-            if isinstance(_origin(error), DeadlineExceeded):  # it waited in vain for another process: so does the run
+            if isinstance(_origin(error), DeadlineExceeded):  # its wait for another process timed out: the run ends
                 raise
             self._report_loss(self._workers.name(index), error)
 

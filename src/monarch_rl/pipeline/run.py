@@ -88,7 +88,7 @@ class Run:
         self._rollouts: AsyncExitStack | None = None
         """Open while rollout workers play for training."""
         self._rollouts_ended = False
-        # A generator may be started anew in the middle of a step.
+        # A generator may be restarted in the middle of a step.
         self._patience = Patience(settings.update_deadline_s, floor_s=settings.generator.start_deadline_s + 60)
 
     @classmethod

@@ -50,7 +50,7 @@ class EpisodePlayer:
 
         Raises:
             EpisodeFailed: the environment raised or did not answer in time, the episode may grow beyond the limit, or
-                the engine could not tell from which set it drew a token.
+                the engine's record of a token's kept set cannot be used.
             ValueError: the generator returned expert routes of another number of tokens than it was asked for.
             DeadlineExceeded: the generator did not answer in time. It and other errors of the generator are not
                 this episode's fault: the first ends the run, others cost the worker.

@@ -172,7 +172,7 @@ class Controller:
                 logger.warning("rank %d had left before the end of the run: %s", rank, error)
 
     def close(self) -> None:
-        """Close all connections. Ranks that were not told of success fail now."""
+        """Close all connections. Ranks that have not received ``done`` fail now."""
         for peer in self._peers.values():
             peer.connection.close()
 

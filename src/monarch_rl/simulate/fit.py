@@ -23,12 +23,12 @@ CALLS = 5
 """Calls of a step, one after the other, in which no trainer rank computes or waits for a batch: update, trained,
 snapshot, and two of the observer's."""
 FLAT = 0.1
-"""A number that spreads by less than this share of its mean tells nothing about a slope."""
+"""A number that spreads by less than this share of its mean says nothing about a slope."""
 
 
 @dataclass(frozen=True)
 class Made:
-    """A run as its files tell."""
+    """A run that was made, as read from its folder."""
 
     plan: Plan
     costs: Costs

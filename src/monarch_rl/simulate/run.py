@@ -197,7 +197,7 @@ def _difference(after: list[int], before: list[int]) -> np.ndarray:
 def simulated_actors(plan: Plan, costs: Costs, grain: int) -> Actors:
     """The actors of a simulated run: real buffer and workers, with latency models for trainer, engines and scores."""
 
-    def mesh(*actors: Any) -> Any:
+    def mesh(*actors: Any) -> Any:  # stands for the handle of the real actor: tests/simulate/test_handles.py
         return LocalMesh(actors, costs.call_s)
 
     buffer = mesh(Buffer(plan.groups_per_step, replace(plan.buffer, max_mib=2**30)))
@@ -216,7 +216,7 @@ def simulated_actors(plan: Plan, costs: Costs, grain: int) -> Actors:
 class SimulatedTrainer:
     """The whole trainer mesh as one rank: ranks share a batch by tokens and wait for each other."""
 
-    def __init__(self, costs: Costs, devices: int, grain: int, buffer: Any) -> None:
+    def __init__(self, costs: Costs, devices: int, grain: int, buffer: Buffer) -> None:
         self._costs = costs
         self._token_s = costs.trainer.token_s * grain / devices
         self._buffer = buffer
@@ -285,7 +285,7 @@ class SimulatedWorker(RolloutWorker):
         scorer: Any = self
         self._stand_ins = Resources(tokenizer, items, items, scorer)
 
-    def set_up(self, buffer: Any, replicas: list[SimulatedReplica]) -> None:
+    def set_up(self, buffer: Buffer, replicas: list[SimulatedReplica]) -> None:
         """As ``setup``, with stand-ins for what that loads."""
         self.connect(buffer, SimulatedDispatcher(replicas), self._stand_ins)
 

@@ -53,7 +53,7 @@ class StepResult:
 
 
 class Environment(Protocol):
-    """One episode's other side. Made anew for each episode; an exception costs that episode only."""
+    """One episode's other side. Made for each episode; an exception costs that episode only."""
 
     async def reset(self) -> list[Message]:
         """The messages that open the episode."""

@@ -64,7 +64,8 @@ class TrainerSettings:
     `replay`: those by which the generator drew it (Keep Routing); they travel with the tokens, a byte for each layer
     and expert. `compare`: the router's choice; the generator's experts travel too, to show how many differ."""
     lr: float = 1e-6
-    """AdamW's learning rate (TRL, verl and slime share this default for full training)."""
+    """AdamW's learning rate. 1e-6 is the default of TRL, verl and slime for full training; tiny models and LoRA learn
+    with larger ones."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's decay of the first and second moment (torchtitan's default)."""
     weight_decay: float = 0.0
