@@ -243,7 +243,7 @@ class Run:
 
     async def evaluate(self) -> Evaluation:
         """Play the held-out items once each, greedily, by the versions that are served meanwhile; logs the result."""
-        # a version that cannot be delivered ends the evaluation, too
+        # A version that cannot be delivered ends the evaluation, too.
         result = await self.publisher.or_failed(evaluate(self.actors.workers, self.settings.held_out))
         parts = self._parts
         if parts.metrics is not None:
