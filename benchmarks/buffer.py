@@ -2,10 +2,10 @@
 
     python benchmarks/buffer.py
 
-A group is 16 episodes of 1,000 drawn tokens and a prompt of 100. The yardstick is a bare actor that is sent the same
-bytes in calls of the same size, and gives as many back, between the same processes; both sides take turns. The last
-line is JSON: rates of this machine and hour, their ratio, which holds elsewhere too, and the CPU time that a group
-takes in all processes and in the buffer's alone, which depends less on what else the machine does.
+A group is 16 episodes of 1,000 drawn tokens and a prompt of 100. The yardstick is a bare actor that receives the same
+bytes in calls of the same size and returns as many, between the same processes; both sides take turns. The last line is
+JSON: rates, which hold for this machine and hour; their ratio, which holds elsewhere too; and the CPU time of a group
+in all processes and in the buffer's process alone, which depends less on what else the machine does.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Settings:
     """Groups through the buffer (see the top of this file)."""
 
     producers: int = 2
-    """Processes that put."""
+    """Processes that put groups."""
     ranks: int = 2
-    """Processes that take."""
+    """Processes that take shards of batches."""
     groups_per_step: int = 64
     """Groups of a batch."""
     steps: int = 32
@@ -63,11 +63,11 @@ class Settings:
 
 
 GROUP_ID = 10**9
-"""Stands for the number of the group in a template, as wide as any."""
+"""Placeholder for the number of the group in a template; as many bytes as any number."""
 
 
 def template(s: Settings) -> bytes:
-    """A group whose number is still to be filled in: packing random tokens is not what is measured."""
+    """A packed group without its number, which is filled in later: packing random tokens must not be measured."""
     rng = np.random.default_rng(0)
 
     def episode(reward: int) -> Episode:
@@ -86,7 +86,7 @@ class Clock(Actor):
 
 
 class Bare(Actor):
-    """Takes bytes and gives bytes."""
+    """Receives bytes and returns bytes."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -110,7 +110,7 @@ class Producer(Actor):
 
     @concurrent_endpoint
     async def feed(self, buffer: Any, name: str) -> None:
-        """Until the buffer is closed."""
+        """Put groups until the buffer is closed."""
         admissions, outbox = Admissions(buffer, name, WAIT_S), Outbox(buffer, name, WAIT_S)
 
         async def place() -> None:
@@ -121,7 +121,7 @@ class Producer(Actor):
 
     @concurrent_endpoint
     async def feed_bare(self, bare: Any, groups: int) -> None:
-        """As many groups in calls as large as the outbox's, two at a time: one is packed while one travels."""
+        """Put as many groups in calls as large as the outbox's, two at a time: one is packed while one is sent."""
         per_call = max(1, MESSAGE_BYTES // len(self._data))
         left = groups
 
@@ -146,8 +146,8 @@ class Rank(Actor):
 
 
 async def through_buffer(s: Settings, producers: list[Any], ranks: list[Any], mesh: Any) -> float:
-    """Seconds of a round."""
-    # All tokens are of version 0, so no lag may be too large; the window leaves the slots of max-policy-lag 2.
+    """Seconds of a round with the buffer."""
+    # All tokens are of version 0, so no lag may be too large. The window leaves as many slots as max-policy-lag 2.
     settings = BufferSettings(s.steps + 2, window=s.steps * s.groups_per_step)
     buffer = mesh.spawn(f"buffer{time.monotonic_ns()}", Buffer, s.groups_per_step, settings)
     feeding = [asyncio.ensure_future(p.feed.call_one(buffer, f"producer {i}")) for i, p in enumerate(producers)]
@@ -164,7 +164,7 @@ async def through_buffer(s: Settings, producers: list[Any], ranks: list[Any], me
 
 
 async def through_bare(s: Settings, producers: list[Any], ranks: list[Any], mesh: Any, nbytes: int) -> float:
-    """Seconds of a round: as many bytes as a batch a step, in each direction."""
+    """Seconds of a round with the bare actor: in each step, the bytes of a batch in each direction."""
     share = os.urandom(nbytes * s.groups_per_step // s.ranks)
     bare = mesh.spawn(f"bare{time.monotonic_ns()}", Bare, share)
     calls = [p.feed_bare.call_one(bare, s.groups_per_step * s.steps // s.producers) for p in producers]

@@ -3,9 +3,9 @@
     python benchmarks/buffer_window.py
 
 The buffer's own core plays groups whose time is the longest of its episodes' (lognormal lengths, sigma 1: the longest
-of 8 takes some three times the mean), and a trainer that is as fast as the places would play if they never waited for
-a slot. A window costs slots and saves waits: each line gives, by window in batches, the steps made as a share of those
-of a trainer that never waits, the mean of five seeds. `greedy` drops what is late and costs no slot: what order costs.
+of 8 takes about three times the mean). The trainer is as fast as the places would play if they never waited for a slot.
+A window costs slots and saves waits. Each line gives, by window in batches, the steps made as a share of those of a
+trainer that never waits, mean of five seeds. `greedy` drops late groups and costs no slot: it shows what order costs.
 The last line is JSON.
 """
 
@@ -25,7 +25,7 @@ SHARES = (0.0, 0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
 
 
 def times(seed: int, size: int, sigma: float) -> np.ndarray:
-    """Seconds of each group: its longest episode, a mean episode taking 1."""
+    """Seconds of each group: those of its longest episode; a mean episode takes 1."""
     rng = np.random.default_rng(seed)
     lengths = rng.lognormal(-(sigma**2) / 2, sigma, (STEPS * GROUPS * 3, size))
     return lengths.max(axis=1)

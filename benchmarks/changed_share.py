@@ -1,12 +1,12 @@
-"""The share of bfloat16 weights whose bits change in an optimiser step: what sending only changes would save.
+"""The share of bfloat16 weights whose bits change in an optimiser step: how much it would save to send only changes.
 
     python benchmarks/changed_share.py --model .cache/smollm2-135m-instruct
     torchrun --nproc-per-node=2 benchmarks/changed_share.py
 
-The real trainer makes steps of policy gradient at each learning rate: AdamW on fp32 master weights, from the model as
-it is. After each, the master weights are cast to bfloat16 and encoded against those of the step before. The episodes
-are pieces of the documentation, their rewards random. AdamW's steps hardly depend on how large gradients are, but on
-how steady: noise makes them smaller, so a run that learns may change more.
+The real trainer makes policy-gradient steps at each learning rate: AdamW on fp32 master weights, starting from the
+model. After each step the master weights are cast to bfloat16 and encoded against those of the previous step. The
+episodes are pieces of the documentation, and their rewards are random. The size of AdamW's steps depends little on the
+size of gradients, but on how steady they are: noise makes steps smaller, so a run that learns may change more.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Settings:
     lrs: tuple[float, ...] = (1e-6, 1e-5, 3e-4)
     """Learning rates; the model is loaded again for each."""
     steps: int = 10
-    """Optimiser steps at each. AdamW's first ones are its largest."""
+    """Optimiser steps at each rate. AdamW's first steps are its largest."""
     groups: int = 2
     """Groups of a batch."""
     group_size: int = 4
@@ -77,7 +77,7 @@ def read_tokens(s: Settings, model: Path) -> np.ndarray[Any, Any]:
 
 
 def make_batch(s: Settings, text: np.ndarray[Any, Any], step: int, policy: Policy) -> list[MicroBatch]:
-    """This rank's part of a batch: a group's episodes go on differently from the same prompt."""
+    """This rank's part of a batch: a group's episodes are different continuations of one prompt."""
     random = np.random.default_rng(step)
     prompt = s.tokens // 4
     trainable = np.arange(s.tokens) >= prompt

@@ -1,12 +1,12 @@
-"""What becomes of a run in which every kind of replaceable process is killed, stopped, ended and made to fail.
+"""Does a run go on when every kind of replaceable process is killed, stopped, ended and made to fail?
 
     python benchmarks/chaos.py
     python benchmarks/chaos.py --seed 3 --steps 200
 
-A real run of recipes/grpo.py on the tiny model, two replicas and two rollout workers. One fault after the other, in an
-order, at victims and after pauses that follow from the seed. Then the run goes on to its end. Checked: it ends well,
-the lag bound holds at every step, every batch is full and every admitted group is accounted for, every lost process
-came back, and no process is left. Prints a table (docs/failures.md) and, last, the figures as one line of JSON.
+A real run of recipes/grpo.py on the tiny model, with two replicas and two rollout workers. One fault after the other is
+injected; order, victims and pauses follow from the seed. Then the run goes on to its end. Checked: it ends well, the
+lag bound holds at every step, every batch is full, every admitted group is accounted for, every lost process came back,
+and no process is left. Prints a table (docs/failures.md) and, last, the figures as one line of JSON.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ RUN_S = 1200.0
 FAULT_S = 180.0
 """Seconds from a fault until the process is back, on cores that are shared."""
 GONE_S = 15.0
-"""Seconds after the end of the run in which its last process ends."""
+"""Seconds after the end of the run by which its last process has ended."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Faults in a running run (see the top of this file)."""
+    """Faults during a run (see the top of this file)."""
 
     seed: int = 0
-    """Of order, victims and pauses."""
+    """Seed of order, victims and pauses."""
     steps: int = 150
-    """Steps of the run: they must last until all faults have happened."""
+    """Steps of the run: enough to last until all faults have happened."""
     pause_s: float = 2.0
     """Longest pause between a return and the next fault."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that happens to a process."""
+    """A fault of a process."""
 
     kind: str
-    """Of the process."""
+    """Kind of the process."""
     what: str
 
     def __str__(self) -> str:
@@ -88,7 +88,7 @@ class Run:
             )
 
     def processes(self) -> list[psutil.Process]:
-        """All that run now."""
+        """All processes of the run that are running now."""
         found = []
         for process in psutil.process_iter():
             try:
@@ -99,7 +99,7 @@ class Run:
         return found
 
     def victim(self, kind: str, index: int) -> psutil.Process:
-        """The process of a kind: of a worker's scoring processes the first one."""
+        """The process of this kind and index; among a worker's scoring processes, the first."""
         mesh = "generator" if kind in ("generator", "engine") else "rollout"
         (actor,) = [found for found in self.processes() if _is_actor(found, f"{mesh}{index}-")]
         if kind == "engine":
@@ -123,7 +123,7 @@ class Run:
         return [row for row in self.rows("metrics.jsonl") if "time/step_s" in row]
 
     def until(self, condition: Callable[[], Any], what: str, seconds: float = FAULT_S) -> Any:
-        """Wait for something to be there while the run goes on; gives it."""
+        """Wait until ``condition`` returns something, and return it. Raises if the run ends or the time is over."""
         deadline = time.monotonic() + seconds
         while not (found := condition()):
             if self.process.poll() is not None:
@@ -138,7 +138,7 @@ class Run:
         self.until(lambda: len(self.steps()) > shown, "another step")
 
     def end(self) -> None:
-        """Kill what is left."""
+        """Kill all processes that are left."""
         for process in self.processes():
             process.kill()
 
@@ -152,7 +152,7 @@ def _is_actor(process: psutil.Process, name: str) -> bool:
 
 
 def strike(run: Run, fault: Fault, index: int, scratch: Path) -> dict[str, Any]:
-    """Let ``fault`` happen; when it was noticed and when the process was back, in seconds after it."""
+    """Inject ``fault``; return after how many seconds it was noticed, and after how many the process was back."""
     victim = run.until(lambda: _found(lambda: run.victim(fault.kind, index)), f"a {fault.kind}")
     struck = time.time()
     if fault.what.startswith("SIG"):
@@ -178,7 +178,7 @@ def strike(run: Run, fault: Fault, index: int, scratch: Path) -> dict[str, Any]:
 
 
 def _found(look: Callable[[], Any]) -> Any:
-    """What is looked for, or None while it is not there."""
+    """The result of the search, or None while there is none."""
     try:
         return look()
     except (StopIteration, ValueError, psutil.NoSuchProcess):
@@ -186,7 +186,7 @@ def _found(look: Callable[[], Any]) -> Any:
 
 
 def check(run: Run, s: Settings) -> dict[str, float]:
-    """Raise if the run did not end as it should; its figures."""
+    """Return the figures of the run. Raises if it did not end as it should."""
     if run.process.wait(RUN_S) != 0:
         raise RuntimeError(f"exit code {run.process.returncode}:\n{run.said()}")
     deadline = time.monotonic() + GONE_S

@@ -1,7 +1,7 @@
 """recipes/grpo.py with rollout workers that fail on demand, for chaos.py: ``chaos_recipe.py FOLDER ARGUMENTS...``
 
 Worker 1 raises once FOLDER/exception-1 is there, and ends its process once FOLDER/os._exit-1 is. While FOLDER/slow is
-there the trainer takes its time, so that the steps of a run outlast its faults on a slow machine, too.
+there, updates are delayed, so that the steps of a run outlast its faults on a slow machine, too.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class FailingWorker(RolloutWorker):
 
 
 async def slow_update(*arguments: Any) -> Any:
-    """An update, later."""
+    """An update, delayed while FOLDER/slow is there."""
     if (FOLDER / "slow").exists():
         await asyncio.sleep(SLOW_S)
     return await update(*arguments)
 
 
 if __name__ == "__main__":
-    die_with_parent(signal.SIGTERM)  # whatever ends the driver leaves no run behind
+    die_with_parent(signal.SIGTERM)  # however the driver ends, no run stays behind
     start.RolloutWorker = FailingWorker  # type: ignore[misc]
     run.update = slow_update  # type: ignore[assignment]
     run.launch(grpo.train, tyro.cli(grpo.Settings, args=sys.argv[2:]))

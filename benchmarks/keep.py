@@ -2,10 +2,10 @@
 
     python tools/make_tiny_model.py --kind moe && python benchmarks/keep.py
 
-Two engines draw the same prompts in four ways, turn by turn: neither and kept sets, routes and both, the last two by an
-engine that records routes for every token, asked for or not. Two trainers of one rank make steps on what was drawn, one
-by its own router and one by the engine's routes. Ratios are medians over rounds of the way in question over "neither".
-The last line is JSON.
+Two engines draw answers to the same prompts in four ways, in turn: neither, kept sets, routes, and both. The last two
+use an engine that records routes for every token, whether they are asked for or not. Two trainers of one rank make
+steps on the answers, one with its own router and one with the engine's routes. A ratio is a way's figure / that of
+"neither", median over rounds. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def ways(s: Settings) -> dict[str, Sampling]:
 async def draw(
     dispatcher: Dispatcher, prompts: list[list[int]], s: Settings, sampling: Sampling
 ) -> tuple[float, list[Group]]:
-    """All groups at once; returns tokens a second, and the groups."""
+    """Draw all groups at once; returns tokens per second, and the groups."""
     started = time.perf_counter()
     requests = [
         dispatcher.generate(ids, sampling, group) for group, ids in enumerate(prompts) for _ in range(s.group_size)

@@ -1,6 +1,6 @@
 """What actors do on their event loops, timed at realistic sizes: `python benchmarks/loop_work.py`.
 
-An event loop that computes answers nobody. What takes longer than about 20 ms belongs on a thread.
+An event loop that computes answers no calls. Work of more than about 20 ms belongs on a thread.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Settings:
     tokens: int = 1024
     """Tokens drawn in an episode."""
     rounds: int = 9
-    """Of each; the best is shown, as others may use the machine."""
+    """Rounds of each piece of work; the fastest is shown, because others may use the machine."""
 
 
 def make_group(s: Settings, number: int) -> Group:

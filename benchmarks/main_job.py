@@ -1,7 +1,7 @@
-"""Does the main job learn, and how much do seeds differ? Runs it once a seed and prints held-out accuracy.
+"""Does the main job learn, and how much do seeds differ? Runs it once for each seed and prints held-out accuracy.
 
-Each seed has a tiny model of its own (random weights and supervised run), training and held-out questions of its
-own, and draws of its own. The last line is JSON.
+Each seed has its own tiny model (random weights and supervised run), its own training and held-out questions, and its
+own draws. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RUN_DEADLINE_S = 1800.0
 
 @dataclass(frozen=True)
 class Settings:
-    """Run the main job once a seed (see the top of this file)."""
+    """Run the main job once for each seed (see the top of this file)."""
 
     seeds: tuple[int, ...] = (0, 1, 2)
     """Seeds to run, one after the other."""
@@ -54,7 +54,7 @@ def measure(seed: int, s: Settings, scratch: Path) -> dict[str, float]:
         "seed": seed,
         "before": before,
         "after": after,
-        # The difference of two shares of `items` items in standard errors; beyond 4 luck is one in 30,000.
+        # The difference of two shares of `items` items in standard errors; chance exceeds 4 once in 30,000 times.
         "rise_in_standard_errors": (after - before) / math.sqrt(2 * pooled * (1 - pooled) / items),
         "sampled_reward_first_tenth": float(np.mean([row["reward/mean"] for row in steps[: len(steps) // 10]])),
         "sampled_reward_last_tenth": float(np.mean([row["reward/mean"] for row in steps[-(len(steps) // 10) :]])),

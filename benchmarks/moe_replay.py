@@ -1,12 +1,12 @@
-"""What does replay of the engine's routes change? recipes/grpo_moe.py with and without it, once a seed.
+"""What does replay of the engine's routes change? recipes/grpo_moe.py with and without it, for each seed.
 
     python benchmarks/moe_replay.py --plot moe_replay.png
 
-Each seed has a tiny mixture of experts and questions of its own, the same with and without replay, and seeds the
-engines; what they draw differs after the first steps. Without replay the engine's routes travel too, to be compared.
-The engine serves bfloat16 and the trainer computes in float32: in one precision the two choose alike on a model this
-small. The plot has the mismatch of engine and trainer (k3 estimate of the KL) and the reward over steps, the last line
-is JSON.
+Each seed has its own tiny mixture of experts and its own questions, the same with and without replay, and seeds the
+engines; their draws differ after the first steps. Without replay the engine's routes are sent too, to be compared. The
+engine serves bfloat16 and the trainer computes in float32: in one precision both choose the same experts in a model
+this small. The plot shows the mismatch of engine and trainer (k3 estimate of the KL) and the reward over steps. The
+last line is JSON.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CURVES = {
     "reward/mean": "reward of the batch",
 }
 SMOOTHED = 8
-"""Steps that a point of the plot is the mean of."""
+"""Steps that are averaged into a point of the plot."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Settings:
 
 
 def play(seed: int, way: str, s: Settings, scratch: Path) -> list[dict[str, float]]:
-    """One run; the rows of its metrics."""
+    """Run the recipe once; returns the rows of its metrics."""
     model, runs = scratch / f"model{seed}", scratch / f"{way}{seed}"
     if not model.exists():
         kind = ["--kind", "moe", "--seed", str(seed), "--task.seed", str(seed)]
@@ -59,7 +59,7 @@ def play(seed: int, way: str, s: Settings, scratch: Path) -> list[dict[str, floa
 
 
 def figures(rows: list[dict[str, float]]) -> dict[str, float]:
-    """Of one run."""
+    """The figures of one run."""
     before, after = (row["held_out/accuracy"] for row in rows if "held_out/accuracy" in row)
     steps = [row for row in rows if "time/step_s" in row]
 
@@ -85,7 +85,7 @@ def figures(rows: list[dict[str, float]]) -> dict[str, float]:
 
 
 def draw(runs: dict[tuple[str, int], list[dict[str, float]]], path: Path) -> None:
-    """Both curves, a line a run; thick ones are means over seeds."""
+    """Draw both curves, a line for each run; thick lines are means over seeds."""
     import matplotlib
 
     matplotlib.use("Agg")

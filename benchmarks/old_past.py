@@ -1,12 +1,12 @@
-"""What `continue` leaves in the log-probs of a sequence that goes on across a commit, beside `recompute`.
+"""How far `continue` moves the log-probs of a sequence that goes on across a commit, beside `recompute`.
 
     python benchmarks/old_past.py
 
-The main job is trained for some steps, and the versions of the last ones are kept. Then an engine under each rule draws
-while each of them is committed in the place of the one before: the job's answers, and longer sequences. Looked at are
-the tokens that the newer version drew in sequences that the older one began: how far the engine's log-prob is from what
-transformers computes under the newer version alone, beside how far the two versions are apart there. Prints the figures
-last, as one line of JSON; benchmarks/README.md says what each means.
+The main job is trained for some steps, and the versions of the last ones are kept. Then, under each rule, an engine
+draws answers of the job and longer sequences while these versions are committed one after the other. The figures are
+about tokens that the newer version drew in sequences that the older one began: how far the engine's log-prob is from
+that of transformers under the newer version alone, and how far the two versions are apart for these tokens. Prints the
+figures last, as one line of JSON; benchmarks/README.md says what each means.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ import grpo  # noqa: E402
 DEADLINE_S = 300.0
 RULES = ("continue", "recompute")
 Drawn = list[tuple[list[int], Completion]]
-"""Prompts, and what was drawn after them."""
+"""Prompts, and the completions drawn for them."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,11 @@ class Settings:
     model: str = ".cache/tiny-qwen3"
     """Hugging Face folder or Hub name of the model to train."""
     job: grpo.Settings = field(default_factory=grpo.Settings)
-    """The job: its learning rate, batch and lag are used, its model, steps and output folder are not."""
+    """The job. Its learning rate, batch and lag are used; its model, steps and output folder are not."""
     steps: int = 30
-    """Optimiser steps, from the model on."""
+    """Optimiser steps of the job."""
     commits: int = 8
-    """Of them, the last ones whose versions are committed to the engines."""
+    """How many of the last steps have their versions committed to the engines."""
     answers: int = 48
     """Answers of the job that are kept in flight."""
     sequences: int = 16
@@ -137,7 +137,7 @@ async def ask(engine: Engine, prompt: list[int], sampling: Sampling) -> tuple[li
 
 
 async def keep_asking(engine: Engine, prompt: list[int], sampling: Sampling, until: asyncio.Event) -> Drawn:
-    """One answer after the other, up to the one that is on its way when ``until`` is set."""
+    """Draw one answer after the other; the last is the one under way when ``until`` is set."""
     found = []
     while not until.is_set():
         found.append(await ask(engine, prompt, sampling))
@@ -145,7 +145,7 @@ async def keep_asking(engine: Engine, prompt: list[int], sampling: Sampling, unt
 
 
 async def half_way(engine: Engine, tokens: int) -> None:
-    """Wait until answers have about so many tokens: the engine counts a longer sequence's only when it ends."""
+    """Wait until answers have about this many tokens: the engine counts a longer sequence's only when it ends."""
     before = engine.generated_tokens
 
     async def drawn() -> None:

@@ -1,8 +1,8 @@
 """Plain torchtitan, the yardstick of the trainer: its model, optimiser, schedule, clipping and cross-entropy.
 
 One call of :meth:`PlainTorchtitan.step` makes the calls of torchtitan's own ``Trainer.train_step`` in their order,
-logging included, on the world that the process is in. Nothing of ``monarch_rl`` runs in it but the model's config
-and, on a CPU, the attention module that torchtitan lacks there.
+including logging, on the world of this process. Of ``monarch_rl`` it uses only the model's config and, on a CPU, the
+attention module that torchtitan lacks there.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class PlainTorchtitan:
         settings: the trainer's; the loss settings are not used.
         total_steps: of the schedule.
         device: of this rank.
-        fuse_qkv: q, k and v in one matrix, as torchtitan's own recipes have it. The trainer keeps them apart, as
-            Hugging Face does.
+        fuse_qkv: q, k and v in one matrix, like torchtitan's own recipes. The trainer keeps them apart, like Hugging
+            Face.
     """
 
     def __init__(

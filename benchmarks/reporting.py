@@ -13,7 +13,7 @@ S = TypeVar("S")
 
 
 def short(value: Any) -> Any:
-    """Figures with four digits, in dicts and lists, too; all else as it is."""
+    """Figures with four digits, also in dicts and lists; everything else is unchanged."""
     if isinstance(value, dict):
         return {name: short(inner) for name, inner in value.items()}
     if isinstance(value, list):
@@ -22,7 +22,7 @@ def short(value: Any) -> Any:
 
 
 def run_benchmark(main: Callable[[S], None], settings: type[S], description: str | None) -> None:
-    """Call ``main`` with the settings of the command line; a ValueError is what a user set wrong."""
+    """Call ``main`` with the settings of the command line; a ValueError is reported as a wrong setting."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
         main(tyro.cli(settings, description=description))

@@ -3,8 +3,8 @@
     python benchmarks/simulate_validation.py
 
 Each setting is run for real: Monarch processes, the buffer actor, rollout workers with tokenizer, tasks and scoring
-processes, dispatchers and connections, the publisher and the recipe's loop. Only the computing is replaced: an engine
-that sleeps through every decoding step and gives each running sequence a token, a trainer that sleeps through its
+processes, dispatchers and connections, the publisher and the recipe's loop. Only computation is replaced: the engine
+sleeps through every decoding step and then gives each running sequence a token, and the trainer sleeps through its
 update. Lengths are drawn by the same seeds on both sides; the time of a call to an actor is measured beside the run and
 given to the simulation. The last line is JSON: predicted over observed step time, by setting.
 """
@@ -48,10 +48,10 @@ from monarch_rl.tasks.reasoning_gym import TaskSettings
 from monarch_rl.tasks.task import Environment, Item, SingleTurn
 
 MODEL = Path(".cache/tiny-qwen3")
-"""For its tokenizer."""
+"""A model, for its tokenizer."""
 TASK = TaskSettings("spell_backward", '{"min_word_len": 3, "max_word_len": 5}', "{word} -> ", held_out_size=1)
 DEADLINE_S = 120.0
-"""Seconds of a batch, and of what is not waited for long."""
+"""Deadline of a batch and of short waits, in seconds."""
 RUN_S = 240.0
 """Seconds that a setting may take."""
 STEPS, WARM_UP = 11, 3
@@ -81,7 +81,7 @@ CASES = (
 
 @dataclass(eq=False)
 class Drawing:
-    """A sequence on its way."""
+    """A running or waiting sequence."""
 
     length: int
     answer: asyncio.Future[Completion]
@@ -89,7 +89,7 @@ class Drawing:
 
 
 class SleepingGenerator(Actor):
-    """Decodes step by step by the clock: each step is slept through, then every running sequence has a token more."""
+    """Decodes by the clock: sleeps through each step, then every running sequence has one more token."""
 
     def __init__(self, costs: Costs) -> None:
         self._costs = costs
@@ -103,7 +103,7 @@ class SleepingGenerator(Actor):
 
     @concurrent_endpoint
     async def generate(self, requests: list[Request], port: Port[list[Answer]]) -> None:
-        """As ``Generator.generate``."""
+        """Like ``Generator.generate``."""
         await answer_all(requests, port, self._draw, GenerationError)
 
     async def _draw(self, prompt_ids: list[int], sampling: Sampling, on_part: OnPart) -> Completion:
@@ -128,7 +128,7 @@ class SleepingGenerator(Actor):
                 while self._waiting and len(self._running) < self._costs.decode.max_running:
                     self._running.append(self._waiting.popleft())
                 count = len(self._running)
-                # By the due time, not from now: what waking up costs is not added up.
+                # Until the due time, not from now: delays of waking up do not add up.
                 step_s = self._costs.decode.step_s + self._costs.decode.sequence_s * count
                 due += step_s
                 await asyncio.sleep(due - began)
@@ -143,13 +143,13 @@ class SleepingGenerator(Actor):
 
     @concurrent_endpoint
     async def weights_setup(self, manifest: Any, settings: Any) -> float:
-        """Begin to decode; running sequences never hold a commit up."""
+        """Begin to decode; running sequences never delay a commit."""
         self._decoding = asyncio.ensure_future(self._decode())
         return 0.0
 
     @concurrent_endpoint
     async def weights_connect(self, addresses: list[bytes], position: int, receivers: int) -> None:
-        """Nobody to meet."""
+        """Nothing to connect."""
 
     @concurrent_endpoint
     async def lives(self) -> None:
@@ -232,7 +232,7 @@ class SleepingTrainer(Actor):
 
 
 class SlowlyScoringWorker(RolloutWorker):
-    """The real worker, with a score that takes its time in a scoring process."""
+    """The real worker, with a score that takes its seconds in a scoring process."""
 
     seconds = 0.0
 
@@ -241,13 +241,13 @@ class SlowlyScoringWorker(RolloutWorker):
         self.seconds = seconds
 
     def make_environment(self, item: Item, scorer: Scorer) -> Environment:
-        # Whatever is called must be found by the scoring process, which does not know this file.
+        # The scoring process must be able to import the function, and it does not know this file.
         slept = (timeit, f"sleep({self.seconds})", "from time import sleep", perf_counter, 1)
         return SingleTurn(item.prompt, lambda text: scorer.score(*slept))
 
 
 async def observe(meshes: dict[str, Any], case: Case) -> tuple[Figures, float]:
-    """Run the case for real; its figures, and the mean seconds of a call beside it."""
+    """Run the case for real; returns its figures, and the mean seconds of a call beside it."""
     plan, costs, name = case.plan, case.costs, case.name
     buffer = meshes["buffer"].spawn(f"buffer_{name}", Buffer, plan.groups_per_step, plan.buffer)
     trainer = meshes["trainer"].spawn(f"trainer_{name}", SleepingTrainer, costs, plan.trainer_devices, buffer)
@@ -280,7 +280,7 @@ async def observe(meshes: dict[str, Any], case: Case) -> tuple[Figures, float]:
 
 
 async def call_now_and_then(actor: Any, seconds: list[float]) -> None:
-    """Note what a call that does nothing takes."""
+    """Record the time of calls that do nothing."""
     while True:
         await asyncio.sleep(0.1)
         asked = now()

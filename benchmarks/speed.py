@@ -1,11 +1,11 @@
-"""How fast the parts are against what they are made of, as ratios measured in one run.
+"""How fast the parts are, compared with the libraries that they are made of: ratios measured in one run.
 
     python benchmarks/speed.py
     python benchmarks/speed.py --parts trainer --model .cache/smollm2-135m-instruct --groups 2 --group-size 4 --rounds 4
 
 Prints a line per part while it runs and, last, all figures as one line of JSON. benchmarks/README.md says what each
-means. Sides take turns within the run, so that what else the machine does falls on both; absolute times hold for
-this machine and hour only.
+means. Both sides take turns within the run, so that other work on the machine slows both; absolute times hold for this
+machine and hour only.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Settings:
     model: str = ".cache/tiny-qwen3"
     """Hugging Face folder or Hub name."""
     groups: int = 16
-    """Groups of the trainer's batch, as `groups_per_step` of the recipe."""
+    """Groups of the trainer's batch, like `groups_per_step` of the recipe."""
     group_size: int = 8
     """Episodes of a group."""
     prompt_tokens: int = 48
@@ -63,7 +63,7 @@ class Settings:
     requests: int = 64
     """Requests in flight at the generator."""
     rounds: int = 12
-    """Steps of the trainer that are timed, and as many of each yardstick."""
+    """Steps of the trainer that are timed, and of each yardstick."""
     generator_rounds: int = 12
     """Rounds of requests that are timed, on each side."""
     swaps: int = 8
@@ -71,7 +71,7 @@ class Settings:
     steps: int = 12
     """Optimiser steps of the recipe's run."""
     skip: int = 3
-    """Steps of it that are left out: the pipeline fills."""
+    """Its first steps, which are left out because the pipeline is still filling."""
     parts: tuple[Part, ...] = ("trainer", "generator", "swap", "recipe")
     """What to measure."""
     recipe_arguments: tuple[str, ...] = ()
@@ -94,7 +94,7 @@ class Settings:
 
 
 async def measure_parts(cluster: Cluster, s: Settings, model: Path) -> dict[str, Any]:
-    """Trainer, generator and swap, one after the other; what is not measured is idle."""
+    """Measure trainer, generator and swap, one after the other; the parts that are not measured are idle."""
     vocabulary = int(read_config(model)["vocab_size"])
     groups = speed_trainer.make_groups(vocabulary, s.groups, s.group_size, s.prompt_tokens, s.new_tokens)
     load = speed_generator.Load(s.requests, s.prompt_tokens, s.new_tokens, vocabulary)
@@ -132,7 +132,7 @@ async def measure_parts(cluster: Cluster, s: Settings, model: Path) -> dict[str,
 
 
 def show(name: str, found: dict[str, Any], seconds: float) -> None:
-    """The figures of a part, for who watches."""
+    """Print the figures of a part."""
     print(f"{name} ({seconds:.0f} s):", ", ".join(f"{key} {short(value)}" for key, value in found.items()), flush=True)
 
 

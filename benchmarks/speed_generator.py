@@ -1,7 +1,7 @@
-"""Tokens a second through the Generator actor and the Dispatcher against the bare SGLang engine, turn by turn.
+"""Tokens per second through the Generator actor and the Dispatcher against the bare SGLang engine, in turn.
 
-The yardstick is ``sglang.Engine`` as SGLang ships it, with the same flags, in a process of its own. Both engines
-see equally many requests: one slows down as its prefix cache fills.
+The yardstick is ``sglang.Engine`` as SGLang ships it, with the same flags, in its own process. Both engines get the
+same number of requests, because an engine slows down as its prefix cache fills.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Load:
     """The requests of a round."""
 
     requests: int
-    """All sent at once."""
+    """They are all sent at once."""
     prompt_tokens: int
     new_tokens: int
     vocabulary: int
@@ -67,7 +67,7 @@ class Load:
 
 
 def bare_parameters(sampling: Sampling) -> dict[str, Any]:
-    """SGLang's sampling parameters for requests that only the length ends."""
+    """SGLang's sampling parameters for requests that end only by length."""
     return {"max_new_tokens": sampling.max_new_tokens, "temperature": sampling.temperature, "ignore_eos": True}
 
 
@@ -104,13 +104,13 @@ class GeneratorBeside(Generator):
 
     @concurrent_endpoint
     async def emitted(self) -> list[float]:
-        """When each token of the streamed requests came, in seconds of ``time.perf_counter``, a clock that all
+        """Arrival time of each token of the streamed requests, in seconds of ``time.perf_counter``, a clock that all
         processes of a machine share."""
         return self._emitted
 
     @concurrent_endpoint
     async def stop_watching(self) -> None:
-        """The request that is streaming is the last one."""
+        """Let the request that is streaming be the last one."""
         self._watching = False
 
     @concurrent_endpoint
@@ -229,7 +229,7 @@ async def measure(generator: Any, bare: BareEngine, load: Load, rounds: int) -> 
     cpu: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(rounds + 1):
         order = list(sides.items())
-        for name, (side, pids) in order if turn % 2 else reversed(order):  # nobody is always the first
+        for name, (side, pids) in order if turn % 2 else reversed(order):  # neither side is always the first
             before = _cpu_seconds(pids)
             taken, tokens = await side(turn)
             if tokens != load.tokens:

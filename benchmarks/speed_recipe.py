@@ -57,7 +57,7 @@ def _run(command: list[str], log: Path) -> None:
             code = process.wait(DEADLINE_S)
         finally:
             if process.poll() is None:
-                process.send_signal(signal.SIGTERM)  # it takes its own processes down
+                process.send_signal(signal.SIGTERM)  # the run ends its own processes
                 try:
                     process.wait(STOP_DEADLINE_S)
                 except subprocess.TimeoutExpired:

@@ -30,7 +30,7 @@ async def measure(
 
     All times are medians over swaps. ``swap_gap_ms`` is seen from outside: the longest time without a new token of
     a request that is being streamed, from the call to publish until the version is served. ``swap_usual_gap_ms`` is
-    the same over as long a time after it, without a swap.
+    the same over an equally long time after that, without a swap.
     """
     trainer, buffer = training.trainer, training.buffer
     connect = Publisher.connect(trainer, {0: generator}, buffer, TransferSettings(), dtype)
@@ -79,7 +79,7 @@ async def measure(
 
 @asynccontextmanager
 async def keep_busy(generator: GeneratorBeside, load: Load) -> AsyncIterator[None]:
-    """Within the block the generator decodes without a break, and notes when the tokens of one request came."""
+    """Within the block the generator decodes without a break, and records when the tokens of one request come."""
     playing = asyncio.create_task(_play(Dispatcher([generator], DEADLINE_S), load))
     watch = asyncio.ensure_future(generator.watch.call_one(load.prompts(0)[0], load.new_tokens))
     try:
@@ -93,7 +93,7 @@ async def keep_busy(generator: GeneratorBeside, load: Load) -> AsyncIterator[Non
 
 
 async def _play(dispatcher: Dispatcher, load: Load) -> None:
-    """Keep ``load.requests`` requests in flight, which end one after the other and not all at once."""
+    """Keep ``load.requests`` requests in flight; they end one after the other, not all at once."""
 
     async def place(index: int) -> None:
         sampling = Sampling(max_new_tokens=1 + index * load.new_tokens // load.requests)
@@ -120,6 +120,6 @@ async def _idle(generator: GeneratorBeside) -> None:
 
 
 def _longest_gap(emitted: list[float], since: float, until: float) -> float:
-    """Of the times between tokens that overlap with the window."""
+    """The longest time between two tokens that overlaps with the window."""
     pairs = zip(emitted, emitted[1:], strict=False)
     return max(later - earlier for earlier, later in pairs if later > since and earlier < until)

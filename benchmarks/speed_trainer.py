@@ -1,4 +1,4 @@
-"""A trainer step against plain torchtitan on the same batch, in the same processes, turn by turn."""
+"""A trainer step against plain torchtitan on the same batch, in the same processes, in turn."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from monarch_rl.trainer.settings import TrainerSettings
 LOSS_BOUND = 1e-4
 """Nats by which both sides' mean log-prob of the first batch may differ (fp32)."""
 OURS, PLAIN, FUSED = "trainer", "plain", "fused"
-"""The sides. The yardsticks are torchtitan with the trainer's model config, and with q, k and v fused as in its
+"""The sides. The yardsticks are torchtitan with the trainer's model config, and with q, k and v fused like in its
 own recipes."""
 
 
@@ -90,7 +90,7 @@ class Training:
     async def start(
         cls, cluster: Cluster, plan: TrainerPlan, groups: list[Group], steps: int, first_device: int = 0
     ) -> Training:
-        """``steps``: most that will be made."""
+        """``steps``: the largest number of steps that will be made."""
         buffer = cluster.spawn(f"buffer{first_device}", 1).spawn("buffer", Buffer, len(groups), BufferSettings(steps))
         mesh = cluster.spawn(f"trainer{first_device}", plan.settings.ranks, first_device=first_device)
         await init_torch_distributed_env(mesh)
@@ -113,7 +113,7 @@ class Training:
         return seconds, metrics
 
     async def served(self) -> None:
-        """Free the slots although nothing was published."""
+        """Free the slots, although nothing was published."""
         await within(CALL_DEADLINE_S, self.buffer.published.call_one(self.version), "the buffer to release slots")
 
 
@@ -173,7 +173,7 @@ async def measure(training: Training, rounds: int, deadline_s: float) -> dict[st
     calls = []
     for turn in range(rounds + 1):
         logprobs = []
-        for name in names if turn % 2 else reversed(names):  # nobody is always the first
+        for name in names if turn % 2 else reversed(names):  # no side is always the first
             before = await cpu()
             step, logprob, call = await sides[name]()
             logprobs.append(logprob)

@@ -1,4 +1,4 @@
-"""Transport ``rdma`` against one raw read of as many bytes from the same processes, turn by turn.
+"""Transport ``rdma`` against one raw read of the same number of bytes from the same processes, in turn.
 
     python benchmarks/transfer_rdma.py
 
@@ -44,9 +44,9 @@ class Settings:
     mb: int = 256
     """MB of a version."""
     rounds: int = 15
-    """Transfers that are timed, and as many raw reads."""
+    """Transfers that are timed, and raw reads."""
     bucket_mib: int = 64
-    """MiB of one read, at most."""
+    """Largest size of one read, in MiB."""
 
 
 def make_version(mb: int, runs: str, senders: int) -> Manifest:
@@ -58,7 +58,7 @@ def make_version(mb: int, runs: str, senders: int) -> Manifest:
 
 
 class Sending(Actor):
-    """Owns memory for the transport, and as much for raw reads."""
+    """Owns memory for the transport, and the same amount for raw reads."""
 
     @concurrent_endpoint
     async def open(self, manifest: Manifest, rank: int, settings: TransferSettings) -> tuple[bytes, bytes]:

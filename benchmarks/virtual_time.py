@@ -37,7 +37,7 @@ def drive(
     """
     out, order, now = Outcome(), itertools.count(), 0.0
     ends: list[tuple[float, int, str, int]] = []
-    """When, in which order if at once, what, and its number."""
+    """Time, order among events of the same time, kind of event, and its number."""
     began: dict[int, int] = {}
     training, free_since = False, 0.0
     while len(out.trained) < steps * core.groups_per_step:

@@ -1,4 +1,4 @@
-"""How fast weights move, by each transport and size, beside what the machine can do; and what else feels it.
+"""How fast each transport sends weights of each size, beside what the machine can do; and how much all else slows down.
 
     python benchmarks/weights.py
     python benchmarks/weights.py --sizes-mb 3 30 --transports collective shared_memory
@@ -41,14 +41,14 @@ from monarch_rl.weights.endpoint import TransferSettings, TransportName
 
 DEADLINE_S = 600.0
 WIDTHS = ((8e6, 128), (80e6, 512), (400e6, 1024), (float("inf"), 2048))
-"""Hidden size of the models up to so many bytes."""
+"""Hidden size of the models, by the largest number of bytes for which it is used."""
 VOCABULARY = 64
 NOT_MEASURED = ["several hosts", "several replicas", "ibverbs", "GPUs, where the device is cpu"]
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Weights on the move (see the top of this file)."""
+    """Rates of the transports (see the top of this file)."""
 
     sizes_mb: tuple[float, ...] = (3, 30, 300, 1000)
     """Bytes of a version, in MB (1e6), about."""
@@ -65,11 +65,11 @@ class Settings:
     dtype: str = "auto"
     """Served dtype: float32 on CPUs, bfloat16 on GPUs."""
     adapter_rank: int = 8
-    """Rank of the adapters that are moved, too, by the first transport, to compare; 0 leaves them out."""
+    """Rank of the LoRA adapters that the first transport sends, too, for comparison; 0 leaves them out."""
 
 
 def model_of(size_mb: float, cache: Path) -> Path:
-    """A random Qwen3 whose float32 weights take about so many MB; it needs no tokenizer."""
+    """A random Qwen3 whose float32 weights take about this many MB; it needs no tokenizer."""
     hidden = next(width for limit, width in WIDTHS if size_mb * 1e6 <= limit)
     # 4 query and 2 key heads of 32, and an MLP 3 times as wide.
     layer = 4 * (9 * hidden + 384) * hidden
@@ -130,7 +130,7 @@ async def start_generator(
 async def one_transport(
     training: Training, generator: GeneratorBeside, publisher: Publisher, load: Load, versions: int
 ) -> dict[str, Any]:
-    """Versions one after the other: with nothing beside them, then while the engine decodes, then beside steps too."""
+    """Publish versions one after the other: alone, then while the engine decodes, then beside training steps, too."""
     alone = [await one_version(training, generator, publisher) for _ in range(1 + versions)]
     decoding, idle, steps, beside = [], [], [], []
     async with keep_busy(generator, load):
@@ -175,7 +175,7 @@ class Version:
     swap: SwapReport
     commit: CommitReport
     shared: bool
-    """The snapshot writes where engines read: there it is the transfer."""
+    """Whether the snapshot writes where engines read: then it is the transfer."""
 
     @property
     def transfer_s(self) -> float:

@@ -1,9 +1,9 @@
-"""Where the part of a publication goes that does not depend on the bytes: its calls, one by one.
+"""The part of a publication's time that does not depend on the bytes: its calls, one by one.
 
     python benchmarks/weights_messages.py
 
-Two trainer ranks and a replica hold a model so small that its bytes take next to no time. The calls that publishing.py
-makes for a version are made by hand, in its order, with nothing beside them, and each is timed where it is made.
+Two trainer ranks and a replica hold a model so small that its bytes take next to no time. The calls that
+pipeline/delivery.py makes for a version are made by hand, in the same order, with nothing beside them, and timed here.
 Prints the figures last, as one line of JSON; benchmarks/README.md says what each means.
 """
 
@@ -49,7 +49,7 @@ class Settings:
     transports: tuple[TransportName, ...] = ("collective", "rdma", "shared_memory")
     """Which to measure."""
     versions: int = 20
-    """Versions by each, after two that warm up; medians are taken."""
+    """Versions by each transport, after two that warm up; medians are taken."""
     cache: Path = Path(".cache/benchmark-weights")
     """Folder for the model."""
 

@@ -1,4 +1,4 @@
-"""What the machine can do with so many bytes, without anything of ours: the yardsticks of weights.py."""
+"""What the machine can do with the same bytes, without code of this project: the yardsticks of weights.py."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
     python tools/check_gpu_resolution.py
 
-Prints the version of each main package that a GPU machine with this Python would get; exits 1 with pip's words when
+Prints the version of each main package that a GPU machine with this Python would get; exits 1 with pip's message when
 the set does not resolve. Needs PyPI, reads metadata only; about a minute.
 """
 
@@ -23,7 +23,7 @@ SHOWN = ("torch", *RELEASED, "sglang-kernel", "transformers", "datasets", "trito
 
 def resolve(report: Path) -> dict[str, str]:
     """Return name -> version of the whole set. Raises RuntimeError when pip cannot resolve it, or not in time."""
-    # no build isolation: setuptools is here, and so nothing but metadata is fetched
+    # no build isolation: setuptools is here, so only metadata is fetched
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
     command += ["--no-build-isolation", "--report", str(report), f"{ROOT}[gpu]"]
     environment = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}

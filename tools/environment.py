@@ -3,8 +3,8 @@
 Called by `tools/setup.sh`; needs only the standard library, and never touches the environment it is called from.
 
 A stamp in `.venv`, written last, says what was installed: the folder, the hash of the lock, the hash of pyproject.toml.
-It fits: nothing is done. Another lock: pip installs what differs and removes what left the lock. Another
-pyproject.toml: the project alone is installed again. No stamp (never made, or interrupted), another folder, or a Python
+If it fits, nothing is done. Another lock: pip installs what differs and removes what left the lock. Another
+pyproject.toml: only the project is installed again. No stamp (never made, or interrupted), another folder, or a Python
 that is gone: `.venv` is deleted and made again, because a package that was interrupted half-way can look installed. To
 change to another Python, delete `.venv`.
 """
@@ -187,7 +187,7 @@ class Environment:
         return done.returncode == 0
 
     def _compiler(self) -> dict[str, str]:
-        """Return the variables that let pip build C: none where there is a compiler, else one out of a wheel."""
+        """Return the variables that let pip build C: none where there is a compiler, else those of one from a wheel."""
         if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
             raise SetupError(
                 f"{sys.executable} has no C headers (Python.h), which building pycosat (for reasoning-gym) needs. "
@@ -195,7 +195,7 @@ class Environment:
             )
         if any(shutil.which(name) for name in os.environ.get("CC", "cc gcc clang").split()):
             return {}
-        say("no C compiler found; using one out of a wheel to build pycosat")
+        say("no C compiler found; using one from a wheel to build pycosat")
         folder = self.folder / "compiler"
         self._pip("C compiler", ["install", "--no-deps", "--target", str(folder), COMPILER])
         zig = folder / "ziglang" / "zig"
@@ -204,7 +204,7 @@ class Environment:
     def _pip(
         self, what: str, arguments: list[str], total: int | None = None, variables: dict[str, str] | None = None
     ) -> None:
-        """Run pip: its words go into the log, a count of packages onto the screen.
+        """Run pip: its output goes into the log, a count of packages onto the screen.
 
         Raises SetupError with the end of the log when pip fails.
         """

@@ -1,4 +1,4 @@
-"""Finds imports against the floors of the house, and circles: run by ./tools/test over src/monarch_rl/.
+"""Finds imports that go up or sideways between floors, and circles: run by ./tools/test over src/monarch_rl/.
 
     python tools/lint_layers.py [PACKAGE FOLDER]
 
@@ -9,9 +9,9 @@ A room is a folder of the package. Reported is
 - a room that is not on the list below, and a file that is in no room (the package's own ``__init__.py`` belongs to the
   lowest floor).
 
-Every import counts: also those inside functions, and those under ``TYPE_CHECKING``, because a reader has to follow them
-just the same. An import of a package is an import of its ``__init__.py``; that a package's ``__init__.py`` runs before
-its modules is not counted. There are no exceptions.
+Every import counts, also inside functions and under ``TYPE_CHECKING``, because a reader has to follow it. An import of
+a package is an import of its ``__init__.py``; that a package's ``__init__.py`` runs before its modules is not counted.
+There are no exceptions.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Graph = dict[str, dict[str, int]]
 
 @dataclass(frozen=True, order=True)
 class Finding:
-    """One import that must not be, or one circle."""
+    """One forbidden import, or one circle."""
 
     path: str
     line: int

@@ -2,7 +2,7 @@
 
     python tools/lint_sizes.py [FILE OR FOLDER ...]
 
-A file may have 400 lines, a class 220, a function 55. A longer one says why in a comment, a file at its top, a class or
+A file may have 400 lines, a class 220, a function 55. A longer one says why in a comment: a file at its top, a class or
 a function in the line above it: ``# size: one state machine; half of it would make no sense``.
 """
 
@@ -20,7 +20,7 @@ REASON = re.compile(r"\s*# size: \S")
 
 
 def lint(path: str, text: str) -> Iterator[str]:
-    """What is too long in a file, a line each."""
+    """A line for everything in a file that is too long."""
     lines = text.splitlines()
     if len(lines) > FILE and not any(REASON.match(line) for line in lines[:40]):
         yield f"{path}: {len(lines)} lines, more than {FILE}"

@@ -3,19 +3,18 @@
     python tools/lint_waits.py [FILE OR FOLDER ...]
 
 Reported is
-- an ``await`` of anything but a bounded thing: ``within(...)``; ``asyncio.wait_for``, ``asyncio.wait`` with a timeout,
-  ``asyncio.sleep``, anything inside ``async with asyncio.timeout(...)``; work of this process on a thread; a coroutine
-  defined in the files looked at, because its own awaits are looked at, also where an exit stack enters it;
+- an ``await`` of anything that is not bounded. Bounded are ``within(...)``; ``asyncio.wait_for``, ``asyncio.wait`` with
+  a timeout, ``asyncio.sleep``, anything inside ``async with asyncio.timeout(...)``; work of this process on a thread; a
+  coroutine defined in the files that are read, because its own awaits are checked, also where an exit stack enters it;
   ``asyncio.gather`` and ``shield`` of bounded things; a name that only bounded things are assigned to. So an actor's
-  endpoint, a channel, a queue, an event, a condition, a bare
-  future or task is found;
-- a ``within`` that does not say ``on`` whom;
+  endpoint, a channel, a queue, an event, a condition, a bare future or task is reported;
+- a ``within`` that does not name, with ``on``, the process that it waits for;
 - ``join()``, ``wait()``, ``get()``, ``acquire()``, ``recv()``, ``accept()``, ``communicate()`` without any argument,
   ``subprocess.run`` and its like without ``timeout``, and ``result()`` outside ``async def`` (asyncio's does not wait);
-- a torch.distributed world or group made without ``timeout``: its collectives are bounded by that alone.
+- a torch.distributed world or group made without ``timeout``: nothing else bounds its collectives.
 
-Locks are not: whoever holds one is bound by the rules above. Coroutines are known by their names alone, so a method of
-another library that is called like one of ours is overlooked. An exception says why, beside its statement or above it:
+Locks are not reported: the code that holds one follows the rules above. Coroutines are known only by name, so a method
+of another library with the name of one of ours is overlooked. An exception says why, beside its statement or above it:
 ``# waits: as long as the run; lost processes are Monarch's to report``.
 """
 
@@ -109,7 +108,7 @@ class _File:
         return None
 
     def _is_awaitable(self, node: ast.Call) -> bool:
-        """Awaited, or handed to a call that awaits it: the rule for ``await`` judges that."""
+        """Whether it is awaited, or passed to a call that awaits it: then the rule for ``await`` judges it."""
         parent = self._parents.get(node)
         while isinstance(parent, ast.Starred | ast.keyword):
             parent = self._parents.get(parent)
@@ -138,7 +137,7 @@ class _File:
         return name in BOUNDED or name in self._known
 
     def _all_bounded(self, value: ast.expr, at: ast.AST, depth: int) -> bool:
-        """Whether every element of a list, or what a comprehension makes, is."""
+        """Whether every element of a list or comprehension is bounded."""
         if isinstance(value, ast.List | ast.Tuple):
             return all(self._bounded(element, at, depth) for element in value.elts)
         if isinstance(value, ast.ListComp | ast.GeneratorExp):

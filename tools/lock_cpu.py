@@ -4,8 +4,8 @@
     python tools/lock_cpu.py --upgrade   # resolve again, newest versions
     python tools/lock_cpu.py --check     # offline: does the lock satisfy pyproject.toml, and this environment the lock?
 
-The requirements are those of pyproject.toml (its dependencies and the extras `gpu` and `dev`), changed in two ways
-written down below: `OVERRIDES` replaces a version, `EXCLUDED` leaves a package out, each with its reason.
+The requirements are those of pyproject.toml (its dependencies and the extras `gpu` and `dev`), with two changes listed
+below: `OVERRIDES` replaces a version, `EXCLUDED` leaves a package out, each with its reason.
 
 The lock is for Linux on x86_64 with glibc 2.34 or newer (sglang's wheel) and is resolved for Python 3.11, the oldest
 version supported; torchmonarch 0.7.0 and torch 2.13.0 have wheels for 3.11, 3.12 and 3.13. Resolving needs PyPI, and
@@ -33,7 +33,7 @@ UV = "uv==0.13.9"
 RESOLVE_SECONDS = 900
 
 TORCH = "2.13.0"
-OVERRIDES = {"torch": f"torch=={TORCH}"}  # sglang asks for 2.14.1 for its CUDA kernels' sake
+OVERRIDES = {"torch": f"torch=={TORCH}"}  # sglang asks for 2.14.1 because of its CUDA kernels
 LOCAL_VERSIONS = {"torch": f"{TORCH}+cpu"}  # PyPI's torch is the CUDA build; what is installed is the CPU build
 
 CUDA_ONLY = "needs CUDA or holds CUDA code"
@@ -118,7 +118,7 @@ def read_lock(lock: Path = LOCK) -> dict[str, str]:
 
 
 def resolve(upgrade: bool, lock: Path = LOCK) -> None:
-    """Resolve the declared requirements with uv from PyPI and write the lock. Raises RuntimeError with uv's words."""
+    """Resolve the declared requirements with uv from PyPI and write the lock. Raises RuntimeError with uv's message."""
     with tempfile.TemporaryDirectory(prefix="lock-cpu-") as temporary:
         folder = Path(temporary)
         print(f"installing {UV} into a temporary environment", flush=True)
@@ -165,7 +165,7 @@ def check(
 
     Faults: a requirement that the lock does not hold or holds in a version that does not fit; a locked package that
     nothing needs, or that this environment lacks or has in another version. With `requires` and `version_of` None only
-    the requirements themselves are looked at (no environment is needed).
+    the requirements themselves are checked (no environment is needed).
     """
     from packaging.requirements import Requirement
 

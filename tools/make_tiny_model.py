@@ -1,10 +1,10 @@
 """Make the tiny model of the main job: a Qwen3 of some 0.5 M parameters that spells its text in characters.
 
-With ``--kind moe`` a Qwen3-MoE of some 2 M parameters instead, of which a token uses as many as the dense one has.
+With ``--kind moe`` it is a Qwen3-MoE of about 2 M parameters, of which each token uses as many as the dense model has.
 
-It is born random and warm-started by a short supervised run, with the project's own trainer, on a task of
-reasoning-gym: until it follows the format (an answer, then the end token) but is often wrong. What is left to
-learn is left to reinforcement learning. The result is cached: a second call with the same settings is at once.
+It starts with random weights. A short supervised run, with the project's own trainer on a task of reasoning-gym,
+teaches it the format (an answer, then the end token); its answers are still often wrong. The rest is left to
+reinforcement learning. The result is cached: a second call with the same settings returns at once.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Settings:
     task: TaskSettings = TaskSettings(
         name="spell_backward", config='{"min_word_len": 3, "max_word_len": 5}', template="{word} -> "
     )
-    """What the supervised run shows, of the warm-up split: none of its questions is held out."""
+    """The task of the supervised run, which takes questions of the warm-up split: none of them is held out."""
     hidden_size: int = 128
     """Width of the model."""
     layers: int = 3
@@ -55,15 +55,15 @@ class Settings:
     steps: int = 40
     """Optimiser steps of the supervised run."""
     examples_per_step: int = 128
-    """Questions with answers that one step shows."""
+    """Questions with answers in one step."""
     lr: float = 3e-3
     """AdamW's peak learning rate; it decays linearly to 0."""
     ranks: int = 2
     """Trainer processes."""
     seed: int = 0
-    """Of the random weights."""
+    """Seed of the random weights."""
     force: bool = False
-    """Make it again although it is there."""
+    """Make it again even if it is there."""
 
     @property
     def folder(self) -> Path:

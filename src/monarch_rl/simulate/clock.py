@@ -1,8 +1,8 @@
 """An asyncio event loop in virtual time: where a real one would sleep until its next timer, it sets its clock to it.
 
 Code that knows time only by its event loop (``asyncio.sleep``, ``asyncio.timeout``, ``loop.call_at``, ``within``,
-``now``) runs in it unchanged: the same order of events as with real waits in between, without the waits. Nothing of the
-machine gets in, so that a run is the same every time.
+``now``) runs in it unchanged: the same order of events as with real waits in between, without the waits. Nothing
+depends on the machine, so a run is the same every time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class NothingLeft(RuntimeError):
 
 
 class _Jump(selectors.SelectSelector):
-    """Waits for nothing: it moves the clock by as much as it was to wait."""
+    """Does not wait: it moves the clock by the time that it should have waited."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def run_in_executor(
         self, executor: Executor | None, func: Callable[[Unpack[Ts]], T], *args: *Ts
     ) -> asyncio.Future[T]:
-        """Call ``func`` here and now: a thread's work takes no virtual time, and must not be outrun by the clock."""
+        """Call ``func`` at once: a thread's work takes no virtual time, and the clock must not run ahead of it."""
         future: asyncio.Future[T] = self.create_future()
         try:
             future.set_result(func(*args))

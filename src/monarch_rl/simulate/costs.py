@@ -20,12 +20,12 @@ class Distribution:
     mean: float = 0.0
     """Mean, before `maximum` cuts."""
     sigma: float = 0.0
-    """Standard deviation of the logarithm; 0 is constant. Lengths of answers have some 0.5 to 1.5."""
+    """Standard deviation of the logarithm; 0 is constant. Lengths of answers have about 0.5 to 1.5."""
     maximum: float = math.inf
     """Larger ones are cut to this: the limit of tokens of an answer, the deadline of a score."""
     group_share: float = 0.0
     """Share of the variance (of the logarithm, or of the rank) that the episodes of a group have in common: 0 if
-    lengths do not depend on the prompt. The more, the longer a group of long answers lasts."""
+    lengths do not depend on the prompt. The larger, the longer a group of long answers lasts."""
     samples: Annotated[tuple[float, ...], tyro.conf.Suppress] = ()
     """Measured numbers, drawn instead of a lognormal (--from-run)."""
 
@@ -39,7 +39,7 @@ class Distribution:
         object.__setattr__(self, "samples", tuple(sorted(self.samples)))
 
     def draw(self, group: object, episode: object) -> float:
-        """The number of one episode, whose name no other one has: the same for the same names, in every process."""
+        """The number of one episode: the same for the same names, in every process. No two episodes share a name."""
         if not self.samples and self.sigma == 0:
             return min(self.mean, self.maximum)
         z = math.sqrt(1 - self.group_share) * normal(episode)
@@ -52,7 +52,7 @@ class Distribution:
 
     @property
     def average(self) -> float:
-        """The mean of what is drawn, but for the cut."""
+        """The mean of the numbers drawn, ignoring what `maximum` cuts."""
         return sum(self.samples) / len(self.samples) if self.samples else min(self.mean, self.maximum)
 
 
@@ -72,16 +72,17 @@ class DecodeCosts:
     """A generator replica: continuous batching."""
 
     step_s: float = 0.02
-    """Of a decoding step, whatever runs: reading the weights, the scheduler. Run benchmarks/speed.py, or --from-run."""
+    """Seconds of a decoding step, whatever runs: reading the weights, the scheduler. Run benchmarks/speed.py, or
+    --from-run."""
     sequence_s: float = 0.0001
-    """What each running sequence adds to a step."""
+    """Seconds that each running sequence adds to a step."""
     prefill_token_s: float = 0.0
-    """Of a prompt's token. Decoding stands still meanwhile. A group's prompt is computed once a version."""
+    """Seconds of a prompt's token; decoding stands still meanwhile. A group's prompt is computed once per version."""
     max_running: int = 64
     """Sequences decoded at once; more wait in the replica (generator.max-running-requests)."""
     kv_tokens: float = math.inf
-    """Tokens that the KV cache holds. A request waits until its prompt and all of its answer fit: that an engine
-    starts more and takes some back is not in the model."""
+    """Tokens that the KV cache holds. A request waits until its prompt and its whole answer fit. A real engine starts
+    more and takes some back; the model does not."""
 
     def __post_init__(self) -> None:
         if self.step_s < 0 or self.sequence_s < 0 or self.step_s + self.sequence_s <= 0:
@@ -92,12 +93,12 @@ class DecodeCosts:
 
 @dataclass(frozen=True)
 class TrainerCosts:
-    """The trainer mesh, which is as fast as its devices are many."""
+    """The trainer mesh: twice the devices are twice as fast."""
 
     step_s: float = 0.5
-    """Of an update, whatever it trains: optimiser, collectives, packing."""
+    """Seconds of an update, whatever it trains: optimiser, collectives, packing."""
     token_s: float = 0.0001
-    """What each trained (drawn) token adds, on one device. Prompts are folded in."""
+    """Seconds that each trained (drawn) token adds, on one device. Prompts are included."""
 
     def __post_init__(self) -> None:
         if self.step_s < 0 or self.token_s < 0:
@@ -117,16 +118,16 @@ class Costs:
     score: Distribution = field(default_factory=Distribution)
     """Seconds of a score, in one of a worker's scoring processes."""
     equal_rewards: float = 0.0
-    """Share of groups whose rewards are all equal; of interest with buffer.drop-equal-rewards."""
+    """Share of groups whose rewards are all equal; it matters with buffer.drop-equal-rewards."""
     snapshot_s: float = 0.0
-    """The trainer's copy of a new version: all that publishing makes it wait."""
+    """Seconds of the trainer's copy of a new version: the only part of publishing that it waits for."""
     transfer_s: float = 0.0
-    """The way of a new version to the replicas, while they decode."""
+    """Seconds in which a new version is sent to the replicas, while they decode."""
     commit_s: float = 0.0
-    """How long decoding stands still for it."""
+    """Seconds for which decoding stands still for it."""
     call_s: float = 0.0
-    """Of a call to an actor, there and back: under 1 ms on a quiet machine, several on busy cores. A step has some ten
-    one after the other. Requests to replicas do not count it."""
+    """Seconds of a call to an actor and its answer: under 1 ms on a quiet machine, several on busy cores. A step has
+    about ten, one after the other. Requests to replicas do not pay it."""
 
     def __post_init__(self) -> None:
         if self.prompt_tokens < 1:

@@ -16,9 +16,9 @@ from monarch_rl.simulate.costs import Costs, DecodeCosts, Distribution, TrainerC
 from monarch_rl.simulate.run import Plan
 
 WARM_UP = 0.25
-"""Share of the steps, the first ones, that are not read: compilation, caches, an empty buffer."""
+"""Share of the steps, at the beginning, that are not read: compilation, caches, an empty buffer."""
 WINDOW = 8
-"""Steps that are read together: replicas count tokens when a request ends, so that a short step may have none."""
+"""Steps that are read together: replicas count tokens when a request ends, so a short step may have none."""
 CALLS = 5
 """Calls of a step, one after the other, in which no trainer rank computes or waits for a batch: update, trained,
 snapshot, and two of the observer's."""
@@ -39,10 +39,10 @@ class Made:
 def read_run(folder: Path) -> Made:
     """Fit the costs to ``settings.json``, ``metrics.jsonl`` and ``rollouts.jsonl`` of a run folder.
 
-    Not in them, and hence 0 or free: prefill and scores (whose time goes into that of decoding), the KV cache.
+    The files do not say, so these are 0 or unlimited: prefill and scores (their time counts as decoding), the KV cache.
 
     Raises:
-        ValueError: a file is missing, too short, or of a version that did not note what is needed.
+        ValueError: a file is missing, is too short, or was written by a version that did not log what is needed.
     """
     settings, rows, samples = _files(folder)
     rows = rows[int(len(rows) * WARM_UP) :]
@@ -117,7 +117,7 @@ def _lengths(samples: list[dict[str, Any]], limit: int) -> Distribution:
 
 
 def _decode(rows: list[dict[str, Any]], max_running: int) -> DecodeCosts:
-    """A step's time by the sequences that it decodes: the replicas' busy seconds, over the steps that they made."""
+    """Time of a decoding step by the number of sequences: the replicas' busy seconds / the steps that they made."""
     seconds = _column(rows, "time/step_s")
     busy_s = (1 - _column(rows, "generator/idle_share")) * _column(rows, "generator/replicas") * seconds
     starts = range(0, len(rows) - WINDOW + 1, WINDOW) or range(1)

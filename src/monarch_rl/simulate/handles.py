@@ -1,6 +1,6 @@
-"""Handles of actors that live in this very process: what ``ProcMesh.spawn`` gives, without Monarch's processes.
+"""Handles of actors that live in this very process: what ``ProcMesh.spawn`` returns, without Monarch's processes.
 
-The loop, the publisher, the workers and the trainer know the others only by such handles, so they cannot tell.
+The loop, the publisher, the workers and the trainer know the others only by such handles, so they run unchanged.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Calls:
         if self._call_s:
             await asyncio.sleep(self._call_s)
         calls = [function(actor, *args) for actor, function in self._targets]
-        answers = await asyncio.gather(*calls)  # waits: whoever calls keeps the deadline
+        answers = await asyncio.gather(*calls)  # waits: the caller has the deadline
         return dict(enumerate(answers))
 
     async def _later(self, function: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> Any:

@@ -1,7 +1,7 @@
-"""A generator replica whose decoding is a latency model: continuous batching, counted in whole stretches of steps.
+"""A generator replica whose decoding is a latency model: continuous batching, counted in stretches of equal steps.
 
-Between two events (a sequence joins or ends, a commit) every step takes as long as the last, so that the model needs
-an event for each of them and none for a token. Stands for :class:`monarch_rl.generator.actor.Generator`, and for the
+Between two events (a sequence joins or ends, a commit) every step takes the same time, so the model needs
+one event for each of these and none for a token. Stands for :class:`monarch_rl.generator.actor.Generator`, and for the
 :class:`~monarch_rl.generator.connection.ReplicaConnection` that a dispatcher has to it.
 """
 
@@ -24,7 +24,7 @@ from monarch_rl.generator.settings import InFlight
 from monarch_rl.simulate.costs import Costs
 
 ALMOST = 1e-6
-"""Steps by which a sequence may be short of its end: rounding of the clock."""
+"""Steps by which a sequence may miss its end: rounding of the clock."""
 
 
 @dataclass(eq=False, slots=True)
@@ -61,10 +61,10 @@ class SimulatedReplica:
         """Groups whose prompt was computed under the version that is served."""
         self._steps = 0.0
         self._at = self._stalled_until = 0.0
-        """When steps were last counted; decoding stands still before the second."""
+        """When steps were last counted, and until when decoding stands still."""
         self._timer: asyncio.TimerHandle | None = None
         self._commit: asyncio.Future[None] | None = None
-        """Set while a commit goes on or, under drain, waits for this."""
+        """There while a commit goes on; under drain, the commit waits for it."""
         self._pausing = False
         self._marks: list[tuple[float, int]] = [(-math.inf, 0)]
         """Steps from which a version draws."""
@@ -92,17 +92,17 @@ class SimulatedReplica:
     # -- what the publisher and the observer ask -------------------------------------------------------------------
 
     async def weights_setup(self, manifest: Any, settings: Any) -> float:
-        """Nothing to make room for; a transfer's deadline is far enough for running sequences, too."""
+        """Nothing to allocate; a transfer's deadline is long enough for running sequences, too."""
         return 0.0
 
     async def weights_connect(self, addresses: list[bytes], position: int, receivers: int) -> None:
-        """Nobody to meet."""
+        """Nothing to connect."""
 
     async def ready(self) -> None:
-        """It is."""
+        """A simulated replica is always ready."""
 
     async def lives(self) -> None:
-        """It is never lost."""
+        """Never returns: no simulated replica is lost."""
         await asyncio.Event().wait()  # waits: as long as the run
 
     async def receive(self, version: int, snapshot: int) -> int:
@@ -111,7 +111,7 @@ class SimulatedReplica:
         return 1
 
     async def commit(self, version: int, snapshot: int, checksums: dict[str, int]) -> CommitReport:
-        """Stand still for the copy, then draw by ``version``."""
+        """Stop decoding for the copy, then draw with ``version``."""
         self._count()
         self._commit = self._loop.create_future()
         if self._in_flight == "drain" and self._running:
@@ -131,7 +131,7 @@ class SimulatedReplica:
         return CommitReport(version, 1, pause, pause, pause, 0.0)
 
     async def stats(self) -> dict[str, Any]:
-        """Those of ``Generator.stats`` that the observer reads."""
+        """The entries of ``Generator.stats`` that the observer reads."""
         self._count()
         return {
             "pid": os.getpid(),
@@ -165,7 +165,7 @@ class SimulatedReplica:
         self._stalled_until = max(self._stalled_until, self._at) + seconds
 
     def _turn(self) -> None:
-        """After ``_count``: end what has its tokens, start what fits, and set the timer to the next change."""
+        """After ``_count``: end sequences that are complete, start those that fit, set the timer to the next change."""
         while self._running and self._running[0][0] <= self._steps + ALMOST:
             self._end(heapq.heappop(self._running)[2])
         if self._commit is not None and not self._running and not self._commit.done():
@@ -186,7 +186,7 @@ class SimulatedReplica:
         self._turn()
 
     def _admit(self) -> None:
-        """Prompts of all that can start are computed together; decoding goes on after them."""
+        """Start all requests that can: their prompts are computed together, and decoding goes on after that."""
         decode, computed = self._costs.decode, 0
         while self._waiting and self._commit is None and len(self._running) < decode.max_running:
             one = self._waiting[0]

@@ -33,9 +33,9 @@ from monarch_rl.tasks.task import Item, Message, Score
 from monarch_rl.weights.endpoint import TransferSettings
 
 FOREVER_S = 1e9
-"""A deadline that no simulated wait reaches: the figures say that it is long, not an error."""
+"""A deadline that no simulated wait reaches: long waits show in the figures and are no errors."""
 ANSWER_GRAINS = 64
-"""Simulated tokens of a mean answer, if the grain is automatic: step times move by under 1 % against grain 1."""
+"""Simulated tokens of a mean answer, if the grain is automatic: step times differ by under 1 % from grain 1."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Plan:
     tp: int = 1
     """Devices of a replica."""
     workers: int = 1
-    """Rollout workers; each routes by the requests that it knows of."""
+    """Rollout workers; each chooses replicas by its own requests alone."""
     concurrent_groups: int = 0
     """Groups that a worker plays at once; 0 is as many as the buffer has slots."""
     scorer_processes: int = 1
@@ -62,7 +62,7 @@ class Plan:
     """What becomes of running sequences at a commit (generator.in-flight)."""
     buffer: BufferSettings = field(default_factory=BufferSettings)
     seed: int = 0
-    """Of all that is drawn. The same seed draws the same lengths whatever else is set, so that settings compare."""
+    """Seed of all random numbers. It fixes the lengths whatever else is set, so settings can be compared."""
 
     def __post_init__(self) -> None:
         for name in ("groups_per_step", "trainer_devices", "replicas", "tp", "workers", "scorer_processes"):
@@ -82,16 +82,16 @@ class Plan:
 
 @dataclass(frozen=True)
 class Figures:
-    """What a run shows, without its first steps."""
+    """The figures of a run, without its first steps."""
 
     step_s: float
     """Seconds between optimiser steps."""
     trainer_idle_share: float
     generator_idle_share: float
     running: float
-    """Requests in a replica while it has any."""
+    """Mean number of requests in a replica while it has any."""
     tokens_per_s: float
-    """Drawn by all replicas."""
+    """Tokens per second drawn by all replicas."""
     lag: tuple[float, ...]
     """Share of the trained tokens by lag 0, 1, ..."""
     order_wait_share: float
@@ -102,7 +102,7 @@ class Figures:
     run_s: float
     """Seconds of all steps, by the event loop's clock."""
     wall_s: float
-    """Real seconds: those that simulating them took."""
+    """Real seconds that the simulation took."""
 
     @property
     def lag_mean(self) -> float:
@@ -131,7 +131,7 @@ async def _predict(plan: Plan, costs: Costs, steps: int, warm_up: int, grain: in
 
 
 def run_settings(plan: Plan, deadline_s: float) -> RunSettings:
-    """The settings of a run over actors that are there already; no step or transfer may take ``deadline_s``."""
+    """The settings of a run over existing actors; no step or transfer may take ``deadline_s``."""
     return RunSettings(
         groups_per_step=plan.groups_per_step,
         update_deadline_s=deadline_s,
@@ -154,7 +154,7 @@ async def measure(run: Run, steps: int, warm_up: int) -> Figures:
         rows.append(await run.step())
         if step == warm_up:
             first = await run.counts()
-        if step == steps:  # not later: then groups under way have been dropped
+        if step == steps:  # not later: by then groups under way have been dropped
             last = await run.counts()
     if failed := [name for name in rows[-1] if name.startswith("dropped/episode")]:
         raise RuntimeError(f"episodes failed: {', '.join(failed)}")
@@ -168,7 +168,7 @@ def _figures(
     seconds = np.asarray([row["time/step_s"] for row in rows])
 
     def mean(name: str) -> float:
-        """Over time."""
+        """Weighted by the time of each step."""
         return float(np.average([row[name] for row in rows], weights=seconds))
 
     lag = _difference(last.lag_counts, first.lag_counts)
@@ -207,7 +207,7 @@ def simulated_actors(plan: Plan, costs: Costs, grain: int) -> Actors:
     for worker in rollout:
         worker.set_up(buffer, replicas)
     for name in ("buffer", *(f"rollout worker {rank}" for rank in range(plan.workers))):
-        presence.unregister(name)  # nobody watches, and a look at the clock every 50 ms takes long in virtual hours
+        presence.unregister(name)  # there is no watch, and virtual hours have many heartbeats of 50 ms
     workers = ActorPool("rollout worker", "rollout", {rank: mesh(worker) for rank, worker in enumerate(rollout)})
     generators = ActorPool("generator", "generator", {index: mesh(replica) for index, replica in enumerate(replicas)})
     return Actors(buffer, trainer, generators, workers)
@@ -222,7 +222,7 @@ class SimulatedTrainer:
         self._buffer = buffer
 
     async def update(self, version: int, batch_deadline_s: float) -> dict[str, float]:
-        """As ``Trainer.update``: take the batch, then compute."""
+        """Like ``Trainer.update``: take the batch, then compute."""
         started = now()
         take = self._buffer.take.call_one(version, 0, 1, 2**62, batch_deadline_s)
         what = f"the batch of step {version + 1}"
@@ -236,21 +236,21 @@ class SimulatedTrainer:
         return 0, [("weights", (1,))], [("weights", 0, 1)]
 
     async def frozen_checksums(self, dtype: str) -> tuple[list[Any], list[int]]:
-        """Nothing is left as it is."""
+        """No tensor is frozen."""
         return [], []
 
     async def weights_setup(self, manifest: Any, settings: Any) -> None:
-        """Nothing to make room for."""
+        """Nothing to allocate."""
 
     async def weights_open(self) -> tuple[int, bytes]:
-        """Rank and address; nobody comes."""
+        """Rank and address; nothing connects to it."""
         return 0, b""
 
     async def weights_connect(self, addresses: list[bytes], receivers: int) -> None:
-        """Nobody to meet."""
+        """Nothing to connect."""
 
     async def ready(self) -> None:
-        """It is."""
+        """The simulated trainer is always ready."""
 
     async def snapshot(self, version: int, index: int) -> float:
         """The copy that the next update waits for."""
@@ -258,12 +258,12 @@ class SimulatedTrainer:
         return self._costs.snapshot_s
 
     async def send(self, version: int, snapshot: int) -> list[int]:
-        """Takes as long as a replica receives."""
+        """Takes no time of its own: the replica's ``receive`` takes the time of the transfer."""
         return [0]
 
 
 class SimulatedWorker(RolloutWorker):
-    """The real worker: its places, groups and outbox, with tokens of no meaning and scores that only take time."""
+    """The real worker: its places, groups and outbox, with meaningless tokens and scores that only take time."""
 
     def __init__(self, plan: Plan, costs: Costs, grain: int, name: str) -> None:
         limit = costs.length.maximum
@@ -286,11 +286,11 @@ class SimulatedWorker(RolloutWorker):
         self._stand_ins = Resources(tokenizer, items, items, scorer)
 
     def set_up(self, buffer: Buffer, replicas: list[SimulatedReplica]) -> None:
-        """As ``setup``, with stand-ins for what that loads."""
+        """Like ``setup``, with stand-ins for the tokenizer, the task and the scorer."""
         self.connect(buffer, SimulatedDispatcher(replicas), self._stand_ins)
 
     async def score(self, function: Any, task: TaskSettings, entry: dict[str, Any], text: str) -> Score:
-        """As ``Scorer.score``: a process, then the seconds of a score; rewards are 0 and 1 in turn, or all 0."""
+        """Like ``Scorer.score``: wait for a process, then a score's seconds. Rewards are 0 and 1 in turn, or all 0."""
         entry["scored"] += 1
         reward = 0.0 if entry["equal"] else float(entry["scored"] % 2)
         seconds = self._costs.score.draw(entry["task"], ("score", entry["task"], entry["scored"]))
@@ -301,7 +301,7 @@ class SimulatedWorker(RolloutWorker):
 
 
 class SimulatedDispatcher(Dispatcher):
-    """The real dispatcher, with replicas at hand instead of connections to them."""
+    """The real dispatcher, with the replicas themselves instead of connections to them."""
 
     def __init__(self, replicas: list[SimulatedReplica]) -> None:
         connections: Any = replicas

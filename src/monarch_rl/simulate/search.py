@@ -1,4 +1,4 @@
-"""Which lag and which split of the devices: simulated runs of all of them, and the recommendation."""
+"""Which lag and which split of the devices: simulated runs of each, and the recommendation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from monarch_rl.simulate.run import Figures, Plan
 
 ENOUGH = 1.05
-"""A smaller lag is recommended as long as its step takes at most this much of the fastest: staler tokens teach less."""
+"""The smallest lag is recommended whose step takes at most this many times the fastest: stale tokens teach less."""
 
 Predict = Callable[[Plan], Figures]
 
@@ -23,19 +23,19 @@ class Case:
     @property
     def max_policy_lag(self) -> int:
         lag = self.plan.buffer.max_policy_lag
-        assert lag is not None, "a search goes over bounds"
+        assert lag is not None, "a search needs a bound on the lag"
         return lag
 
 
 def with_lag(plan: Plan, lag: int) -> Plan:
-    """The plan with another bound; a reject-lag that it makes needless is left out."""
+    """The plan with another bound; without its reject-lag if the bound makes that useless."""
     reject = plan.buffer.reject_lag
     keep = None if reject is None or reject >= lag else reject
     return replace(plan, buffer=replace(plan.buffer, max_policy_lag=lag, reject_lag=keep))
 
 
 def splits(plan: Plan, devices: int, most: int = 8) -> list[Plan]:
-    """At most ``most`` evenly spread ways to give ``devices`` to trainer and replicas (0: only the plan's own).
+    """At most ``most`` evenly spread splits of ``devices`` between trainer and replicas (0: only the plan's own).
 
     Raises:
         ValueError: a replica does not fit beside a trainer device.
@@ -50,7 +50,7 @@ def splits(plan: Plan, devices: int, most: int = 8) -> list[Plan]:
 
 
 def search(plan: Plan, devices: int, max_lag: int, predict: Predict) -> list[Case]:
-    """All lags up to ``max_lag`` at spread splits, then the splits between the best one and its neighbours."""
+    """All lags up to ``max_lag`` at spread splits, then at the splits between the best one and its neighbours."""
     coarse = splits(plan, devices)
     lags = range(max_lag + 1)
     cases = [Case(p, predict(p)) for split in coarse for p in [with_lag(split, lag) for lag in lags]]
@@ -76,7 +76,7 @@ def recommend(cases: Sequence[Case]) -> Case:
 
 
 def gain(cases: Sequence[Case], case: Case) -> float:
-    """How much faster than depth 0 at the best split for depth 0: a ratio of step times."""
+    """How much faster than lag 0 at the best split for lag 0: a ratio of step times."""
     return min(other.found.step_s for other in cases if other.max_policy_lag == 0) / case.found.step_s
 
 
