@@ -18,7 +18,7 @@ from monarch_rl.pipeline.run import launch
 from monarch_rl.trainer.settings import TrainerSettings
 
 # Five times grpo.py's rate: on the tiny model and three seeds, 41 to 56 % held out became 76 to 82 %
-# (benchmarks/results/main_job_lora_cpu.txt; full training: 66 to 86 %). On one of them 3e-3 gave 67 %, and at 5e-3 and
+# (benchmarks/results/main_job_lora_cpu.txt; full training: 81 to 87 %). On one of them 3e-3 gave 67 %, and at 5e-3 and
 # 1e-2 the reward fell to nothing.
 TRAINER = TrainerSettings(lr=1.5e-3, lr_warmup_steps=5, lora=LoraSettings(rank=8))
 
