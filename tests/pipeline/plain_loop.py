@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
+import signal
 import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -19,8 +21,12 @@ from typing import Any
 import torch
 
 
-def serve(model: str, pipe: Connection) -> None:
+def serve(model: str, pipe: Connection, parent: int) -> None:
     """Answer ``(state, prompts, seeds, max_new_tokens, end)`` with ``(ids, logprobs)`` drawn under ``state``."""
+    from monarch_rl.runtime.lifetime import die_with_parent
+
+    die_with_parent(signal.SIGKILL, parent)  # a test that takes too long kills the loop, and must leave no engine
+
     import sglang
     from sglang.srt.managers import io_struct as io
     from sglang.srt.utils import MultiprocessingSerializer
@@ -107,7 +113,7 @@ def main(model: str, settings: str, output: str) -> None:
     torch.set_num_threads(1)
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    engine = context.Process(target=serve, args=(model, there))
+    engine = context.Process(target=serve, args=(model, there, os.getpid()))
     engine.start()
 
     def draw(state: dict[str, torch.Tensor], *request: Any) -> Any:
