@@ -1,0 +1,176 @@
+"""The CPU time of each process of a run of `recipes/grpo.py` in its steady state, and while its workers wait for slots.
+
+    python benchmarks/cpu_by_process.py
+    python benchmarks/cpu_by_process.py --steps 80 --generator.replicas 1
+
+First --steps steps are counted, after --warm-up others: milliseconds of CPU a step of every process and of its threads,
+by name; of a rollout worker a played episode, of a generator actor an answered request. Then the trainer stops. When
+the buffer is full and all workers wait for slots, the CPU time of --idle-s seconds is counted, as a share of one core.
+CPU time needs no quiet machine, though others that use the same caches make it somewhat longer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import tyro
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
+
+import grpo  # noqa: E402
+
+from monarch_rl.algorithms.advantages import ADVANTAGES  # noqa: E402
+from monarch_rl.pipeline.run import Run, launch  # noqa: E402
+from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, within  # noqa: E402
+from monarch_rl.trainer.objective import reinforcement  # noqa: E402
+
+TICKS = os.sysconf("SC_CLK_TCK")
+IDLE_DEADLINE_S = 60.0
+"""Seconds for the buffer to fill once the trainer has stopped."""
+
+
+@dataclass(frozen=True)
+class Settings(grpo.Settings):
+    """CPU time by process (see the top of this file)."""
+
+    steps: int = 40
+    """Steps that are counted."""
+    warm_up: int = 10
+    """Steps before, which are not."""
+    idle_s: float = 10.0
+    """Seconds in which all workers wait, and are counted."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What all processes have used and done so far."""
+
+    seconds: dict[tuple[str, str], float]
+    """CPU seconds by names of process and thread."""
+    episodes: int
+    """Played by all workers."""
+    requests: int
+    """Answered by all replicas."""
+
+    def since(self, before: Snapshot) -> Snapshot:
+        seconds = {key: value - before.seconds.get(key, 0.0) for key, value in self.seconds.items()}
+        return Snapshot(seconds, self.episodes - before.episodes, self.requests - before.requests)
+
+    def by_process(self) -> dict[str, float]:
+        """Seconds by process, the busiest first."""
+        totals: defaultdict[str, float] = defaultdict(float)
+        for (process, _), seconds in self.seconds.items():
+            totals[process] += seconds
+        return dict(sorted(totals.items(), key=lambda item: -item[1]))
+
+    def threads(self, process: str) -> list[tuple[str, float]]:
+        """Seconds by thread, the busiest first."""
+        of_process = {thread: seconds for (name, thread), seconds in self.seconds.items() if name == process}
+        return sorted(of_process.items(), key=lambda item: -item[1])
+
+
+async def names_of_processes(run: Run) -> dict[int, str]:
+    """The processes that have a monitor, and their helpers, by pid."""
+    names = {os.getpid(): "controller"}
+    assert run._cluster is not None
+    for mesh, monitors in run._cluster.monitors:
+        for monitor in monitors:
+            report = await within(CALL_DEADLINE_S, monitor.report.call_one(), f"a report of {mesh}", on="Monarch")
+            names |= {report.pid: report.name or mesh} | report.helpers
+    return names
+
+
+async def take_snapshot(run: Run, names: dict[int, str]) -> Snapshot:
+    """The CPU time of this process and all below it, up to now."""
+    seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
+    me = psutil.Process()
+    for process in [me, *me.children(recursive=True)]:
+        name = names.get(process.pid) or _name(process, names)
+        for task in Path(f"/proc/{process.pid}/task").iterdir():
+            fields = (task / "stat").read_text()
+            thread, rest = fields[fields.index("(") + 1 : fields.rindex(")")], fields[fields.rindex(")") + 2 :].split()
+            seconds[name, thread] += (int(rest[11]) + int(rest[12])) / TICKS
+    actors = run.actors
+    calls = [worker.stats.call_one() for worker in actors.workers.handles.values()]
+    played = [await within(CALL_DEADLINE_S, call, "the stats of a worker", on="rollout workers") for call in calls]
+    calls_of_replicas = [replica.stats.call_one() for replica in actors.generators.handles.values()]
+    answered = [await within(CALL_DEADLINE_S, call, "the stats", on="generators") for call in calls_of_replicas]
+    requests = sum(stats["finished_requests"] for stats in answered)
+    return Snapshot(seconds, sum(stats.episodes for stats in played), requests)
+
+
+def _name(process: psutil.Process, names: dict[int, str]) -> str:
+    """A name for a process without a monitor: the host, a scoring process, a tracker of resources."""
+    command = " ".join(process.cmdline())
+    if "monarch_rl.runtime.host" in command:
+        return "host"
+    if "resource_tracker" in command:
+        return "resource trackers"
+    owner = names.get(process.ppid())
+    return f"a child of {owner}" if owner else command[:60]
+
+
+async def wait_until_idle(run: Run) -> None:
+    """Return when no group is being played: all slots are taken."""
+    async with asyncio.timeout(IDLE_DEADLINE_S):
+        while (await run.counts()).playing:
+            await asyncio.sleep(0.5)
+    await asyncio.sleep(1.0)
+
+
+async def train(run: Run, s: Settings) -> None:
+    """The recipe's loop, with a look at all processes at its beginning, end and afterwards."""
+    loss = s.trainer.loss
+    await run.start(s.task, advantage=ADVANTAGES[loss.advantage], objective=reinforcement(loss))
+    async for step in run.steps(s.warm_up + s.steps + 1):
+        if step == s.warm_up + 1:
+            names = await names_of_processes(run)
+            first = await take_snapshot(run, names)
+        if step == s.warm_up + s.steps + 1:
+            last = await take_snapshot(run, names)
+            await run.publisher.settled()
+            await wait_until_idle(run)
+            idle_before = await take_snapshot(run, names)
+            await asyncio.sleep(s.idle_s)
+            idle = (await take_snapshot(run, names)).since(idle_before)
+        await run.step()
+    report(last.since(first), idle, s)
+
+
+def report(steady: Snapshot, idle: Snapshot, s: Settings) -> None:
+    """Print both tables, then all figures as one line of JSON."""
+    totals = steady.by_process()
+    print(f"{s.steps} steps, {steady.episodes} episodes, {steady.requests} requests. CPU-ms a step:")
+    for process, seconds in totals.items():
+        threads = ", ".join(f"{thread} {1e3 * part / s.steps:.1f}" for thread, part in steady.threads(process)[:4])
+        print(f"  {process:36s} {1e3 * seconds / s.steps:7.1f}   {threads}")
+    idle_totals = idle.by_process()
+    print(f"All workers wait: share of a core, over {s.idle_s:g} s:")
+    for process, seconds in idle_totals.items():
+        threads = ", ".join(f"{thread} {part / s.idle_s:.2%}" for thread, part in idle.threads(process)[:4])
+        print(f"  {process:36s} {seconds / s.idle_s:7.2%}   {threads}")
+    workers = sum(totals[name] for name in totals if name.startswith("rollout worker"))
+    actors = sum(totals[name] for name in totals if name.startswith("generator "))
+    figures = {
+        "benchmark": "cpu_by_process",
+        "steps": s.steps,
+        "cpu_s_per_step": sum(totals.values()) / s.steps,
+        "rollout_worker_ms_per_episode": 1e3 * workers / steady.episodes,
+        "generator_actor_ms_per_request": 1e3 * actors / steady.requests,
+        "controller_host_buffer_s_per_step": sum(totals[name] for name in ("controller", "host", "buffer")) / s.steps,
+        "idle_share_of_core": sum(idle_totals.values()) / s.idle_s,
+        "cpu_ms_per_step": {name: round(1e3 * seconds / s.steps, 2) for name, seconds in totals.items()},
+        "idle_share": {name: round(seconds / s.idle_s, 4) for name, seconds in idle_totals.items()},
+    }
+    print(json.dumps({key: round(value, 5) if isinstance(value, float) else value for key, value in figures.items()}))
+
+
+if __name__ == "__main__":
+    launch(train, tyro.cli(Settings, description=__doc__))
