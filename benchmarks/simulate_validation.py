@@ -30,8 +30,9 @@ from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.episode.sampling import Completion, GenerationError, Sampling
 from monarch_rl.generator.commit import CommitReport
-from monarch_rl.generator.connection import Answer, Request, answer_all
+from monarch_rl.generator.connection import answer_all
 from monarch_rl.generator.dispatcher import Dispatcher
+from monarch_rl.generator.messages import Request
 from monarch_rl.generator.parts import OnPart
 from monarch_rl.pipeline.actor_pool import ActorPool
 from monarch_rl.pipeline.actors import Actors
@@ -102,7 +103,7 @@ class SleepingGenerator(Actor):
         self._busy_s = self._request_s = 0.0
 
     @concurrent_endpoint
-    async def generate(self, requests: list[Request], port: Port[list[Answer]]) -> None:
+    async def generate(self, requests: list[Request], port: Port[bytes]) -> None:
         """Like ``Generator.generate``."""
         await answer_all(requests, port, self._draw, GenerationError)
 

@@ -15,8 +15,9 @@ from monarch.actor import Port
 
 from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.generator import dispatcher as module
-from monarch_rl.generator.connection import Answer, ReplicaLost, Request, answer_all
+from monarch_rl.generator.connection import ReplicaLost, answer_all
 from monarch_rl.generator.dispatcher import Dispatcher
+from monarch_rl.generator.messages import Request
 from monarch_rl.generator.parts import UNFINISHED, OnPart, finish_reason_of
 from monarch_rl.runtime.deadlines import DeadlineExceeded
 
@@ -42,11 +43,11 @@ class Replica:
     def generate(self) -> Any:
         return self
 
-    def send(self, obj: list[Answer], /) -> None:
+    def send(self, obj: bytes, /) -> None:
         self.sent += 1
         self._port.send(obj)
 
-    async def call_one(self, requests: list[Request], port: Port[list[Answer]]) -> None:
+    async def call_one(self, requests: list[Request], port: Port[bytes]) -> None:
         self._port = port
         self.messages.append([prompt[0] for prompt, _ in requests])
         await answer_all(requests, self, self.draw, ValueError)

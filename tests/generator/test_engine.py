@@ -5,18 +5,22 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
 
 from monarch_rl.episode.sampling import Completion, GenerationError, Sampling
-from monarch_rl.generator.answers import to_completion
+from monarch_rl.generator.answers import read_reason
 from monarch_rl.generator.clock import BusyClock
 from monarch_rl.generator.commit import CommitError, CommitReport, WeightMismatch
 from monarch_rl.generator.engine import Engine
-from monarch_rl.generator.sglang_engine import EngineStopped
+from monarch_rl.generator.request_format import RequestFormat, sampling_params
+from monarch_rl.generator.sglang_engine import EngineStopped, io_structs
 from tests.generator.conftest import SETTINGS
 from tests.generator.helpers import (
     LOGPROB_BOUND,
@@ -325,10 +329,55 @@ def test_a_model_that_cannot_be_loaded_is_an_error_here(
     gc.collect()  # would wait forever for sockets that are left open
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [
+        Sampling(max_new_tokens=5),
+        Sampling(temperature=0.0, stop_token_ids=(3, 9)),
+        Sampling(seed=7, temperature=0.7, top_k=20, top_p=0.9),
+        Sampling(top_k=5, min_p=0.1),
+    ],
+)
+def test_a_request_is_what_sglang_would_make_of_it(engine: Engine, run: LoopThread, kind: Sampling) -> None:
+    """Also the second one of its kind, which is a copy of the first with other ids, seed and length."""
+    manager, requests = engine._sglang.manager, RequestFormat(engine._sglang.manager)
+
+    async def of_sglang(ids: list[int], sampling: Sampling, seed: int | None) -> dict[str, Any]:
+        params = sampling_params(sampling) | ({} if seed is None else {"sampling_seed": seed})
+        request = io_structs().GenerateReqInput(
+            input_ids=ids,
+            sampling_params=params,
+            return_logprob=True,
+            return_sampling_mask=sampling.truncated,
+            cache_salt="3",
+            rid="r",
+        )
+        request.normalize_batch_and_arguments()
+        manager._set_default_priority(request)
+        manager._init_req_state(request)
+        try:
+            return fields_of(await manager._tokenize_one_request(request))
+        finally:
+            del manager.rid_to_state["r"]
+
+    def fields_of(tokenized: Any) -> dict[str, Any]:
+        fields = msgspec.structs.asdict(tokenized) | {"time_stats": None}
+        return fields | {"sampling_params": msgspec.structs.asdict(tokenized.sampling_params)}
+
+    async def compare() -> None:
+        for ids, sampling, seed in (
+            ([5, 6, 7], kind, kind.seed),
+            ([9] * 40, replace(kind, max_new_tokens=11), None if kind.seed is None else 12345),
+        ):
+            made = requests.tokenized("r", ids, sampling, seed, "3")
+            assert fields_of(made) == await of_sglang(ids, sampling, seed)
+
+    run(compare())
+
+
 def test_an_aborted_request_is_an_error_with_the_engines_words() -> None:
-    answer = {"output_ids": [], "meta_info": {"finish_reason": {"type": "abort", "message": "out of memory"}}}
     with pytest.raises(GenerationError, match="out of memory"):
-        to_completion(answer)
+        read_reason({"type": "abort", "message": "out of memory"})
 
 
 def test_busy_seconds_exclude_pauses_and_emptiness(monkeypatch: pytest.MonkeyPatch) -> None:

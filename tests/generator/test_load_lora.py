@@ -15,12 +15,12 @@ from torch import nn
 
 from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.generator import commit as commit_module
-from monarch_rl.generator.answers import to_completion
 from monarch_rl.generator.commit import CommitError, WeightMismatch
 from monarch_rl.generator.engine import Engine
 from monarch_rl.generator.load_lora import load
 from monarch_rl.generator.load_report import LoadSheet
 from monarch_rl.generator.load_staged import write_order
+from monarch_rl.generator.request_format import sampling_params
 from monarch_rl.model.lora import LoraSettings, Target
 from tests.generator.conftest import SETTINGS
 from tests.generator.helpers import (
@@ -58,12 +58,12 @@ async def draw(engine: Engine, count: int, tokens: int) -> list[Completion]:
 
 async def draw_base(engine: Engine, i: int, tokens: int) -> Completion:
     """SGLang's own request without an adapter, beside those of the policy."""
-    params = engine._requests.sampling_params(sampling(tokens))
-    return to_completion(
-        await engine._sglang.engine.async_generate(
-            input_ids=prompt(i), sampling_params=params, return_logprob=True, cache_salt="0"
-        )
+    answer = await engine._sglang.engine.async_generate(
+        input_ids=prompt(i), sampling_params=sampling_params(sampling(tokens)), return_logprob=True, cache_salt="0"
     )
+    logprobs, ids, _ = zip(*answer["meta_info"]["output_token_logprobs"], strict=True)
+    versions = np.zeros(tokens, np.int32)
+    return Completion(np.asarray(ids, np.int32), np.asarray(logprobs, np.float32), versions, "length")
 
 
 def check_logprobs(folder: Path, drawn: list[Completion], weights: Weights | None) -> None:

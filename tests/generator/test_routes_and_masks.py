@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from monarch_rl.episode.sampling import Completion, DrawLost, GenerationError, KeptSets, Sampling
-from monarch_rl.generator import requests as requests_module
-from monarch_rl.generator.answers import ExpertRouteFormat, SideChannel, take_side_channel, to_completion
+from monarch_rl.generator import scheduler_requests as requests_module
+from monarch_rl.generator.answers import ExpertRouteFormat, SideChannel, read_reason, take_side_channel
 from monarch_rl.generator.engine import Engine
 from monarch_rl.generator.settings import InFlight
 from tests.generator.conftest import SETTINGS
@@ -136,13 +136,11 @@ def test_routes_and_kept_sets_across_commits(
 def test_a_lost_kept_set_costs_its_request() -> None:
     """SGLang ends a request whose token it finds outside its record of the set; other aborts are no such thing."""
 
-    def aborted(message: str) -> dict[str, Any]:
-        return {"meta_info": {"finish_reason": {"type": "abort", "message": message}}, "output_ids": []}
-
+    lost = "The sampling backend selected a token outside its captured sampling support."
     with pytest.raises(DrawLost, match="outside its captured"):
-        to_completion(aborted("The sampling backend selected a token outside its captured sampling support."))
+        read_reason({"type": "abort", "message": lost})
     with pytest.raises(GenerationError) as caught:
-        to_completion(aborted("Aborted by AbortReq."))
+        read_reason({"type": "abort", "message": "Aborted by AbortReq."})
     assert not isinstance(caught.value, DrawLost)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -36,6 +37,19 @@ class Sampling:
     """Draw from tokens that have at least this share of the most likely token's probability (arXiv:2407.01082)."""
     expert_routes_from: int | None = None
     """Return the expert routes of the tokens from this position on; ``None`` returns none."""
+
+    def __reduce__(self) -> tuple[type[Sampling], tuple[Any, ...]]:
+        """For pickle: the way of a dataclass with slots looks at its fields one by one, for every request."""
+        return Sampling, (
+            self.max_new_tokens,
+            self.temperature,
+            self.stop_token_ids,
+            self.seed,
+            self.top_k,
+            self.top_p,
+            self.min_p,
+            self.expert_routes_from,
+        )
 
     @property
     def truncated(self) -> bool:

@@ -17,8 +17,9 @@ from monarch.actor import Port
 
 from monarch_rl.episode.sampling import GenerationError
 from monarch_rl.generator.commit import CommitReport
-from monarch_rl.generator.connection import Answer, Request, answer_all
+from monarch_rl.generator.connection import answer_all
 from monarch_rl.generator.engine import Engine
+from monarch_rl.generator.messages import Request
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.generator.sglang_engine import EngineStopped
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
@@ -116,10 +117,12 @@ class Generator(ResilientActor):
             f"SGLang's engine of generator {replica} to load {model_path}",
             on="the start of an engine",  # its process computes, and is not known before it has
         )
+        presence.register(f"generator {replica}", self._engine.waits)
+        await self._engine.freeze_heaps()
         return time.perf_counter() - started
 
     @concurrent_endpoint
-    async def generate(self, requests: list[Request], port: Port[list[Answer]]) -> None:
+    async def generate(self, requests: list[Request], port: Port[bytes]) -> None:
         """Draw after every prompt; answers go to ``port`` when they are ready, long ones in parts before. Ends with the
         last one.
 

@@ -98,48 +98,48 @@ def take_side_channel(output: Any) -> list[SideChannel]:
     return sides
 
 
-def to_completion(answer: dict[str, Any], interrupted: bool = False, side: SideChannel | None = None) -> Completion:
-    """Read SGLang's answer to one request, except its expert routes.
+def read_reason(reason: dict[str, Any] | None, interrupted: bool = False) -> str:
+    """Read why SGLang ended a request; ``UNFINISHED`` if it did not.
 
     Args:
-        answer: of SGLang.
-        interrupted: it was aborted on purpose: its finish reason is then ``UNFINISHED``, and it may have no tokens.
-        side: what was reported beside the tokens.
+        reason: SGLang's finish reason.
+        interrupted: the request was aborted on purpose, and is ``UNFINISHED`` too.
 
     Raises DrawLost if a token's kept set was not recorded, GenerationError if the request was aborted otherwise.
     """
-    meta = answer["meta_info"]
-    reason = meta["finish_reason"]["type"]
-    if reason == "abort" and interrupted:
-        reason = UNFINISHED
-    elif reason not in ("stop", "length"):
-        lost = any(words in str(meta["finish_reason"].get("message")) for words in LOST_SETS)
-        raise (DrawLost if lost else GenerationError)(f"the engine ended the request with {meta['finish_reason']}")
-    entries = meta.get("output_token_logprobs") or []
-    # A request that waits in SGLang's queue, for lack of KV cache, is ended with what it had reported until then.
-    tokens = np.asarray(answer["output_ids"][: len(entries)], np.int32)
-    logprobs = np.fromiter((entry[0] for entry in entries), np.float32, len(tokens))
-    versions = np.full(len(tokens), -1, np.int32)
-    for span in meta.get("weight_versions") or []:
-        versions[span["start"] : span["end"]] = int(span["version"])
-    if (versions < 0).any():
-        raise GenerationError(f"SGLang gave no version for some of {len(tokens)} tokens: {meta['weight_versions']}")
-    return _completion(tokens, logprobs, versions, reason, side)
+    if reason is None or (reason["type"] == "abort" and interrupted):
+        return UNFINISHED
+    if reason["type"] in ("stop", "length"):
+        return str(reason["type"])
+    lost = any(words in str(reason.get("message")) for words in LOST_SETS)
+    raise (DrawLost if lost else GenerationError)(f"the engine ended the request with {reason}")
 
 
-def to_part(output: Any, index: int, side: SideChannel) -> Completion:
+def to_part(output: Any, index: int, side: SideChannel, reason: str = UNFINISHED) -> Completion:
     """Read what one request drew since the last message of SGLang's scheduler; see ``report_versions``.
 
     Args:
+        output: the message.
+        index: of the request in it.
         side: of this message.
+        reason: of :func:`read_reason`.
+
+    Raises GenerationError if a token has no log-prob, version or kept set.
     """
-    tokens = np.asarray(output.output_ids[index], np.int32)
+    tokens = np.array(output.output_ids[index], np.int32)
+    # An aborted request may come with a log-prob and no token.
+    logprobs = np.array(output.output_token_logprobs_val[index] if len(tokens) else (), np.float32)
+    if len(logprobs) != len(tokens):
+        raise GenerationError(f"SGLang reported log-probs of {len(logprobs)} tokens, {len(tokens)} were drawn")
     count = output.completion_tokens[index]
-    versions = np.empty(count, np.int32)
-    for span in output.weight_versions[index]:
-        versions[span.start : span.end] = int(span.version)
-    logprobs = np.asarray(output.output_token_logprobs_val[index], np.float32)
-    return _completion(tokens, logprobs, versions[count - len(tokens) :], UNFINISHED, side)
+    first = count - len(tokens)
+    versions = np.full(len(tokens), -1, np.int32)
+    spans = output.weight_versions[index] if output.weight_versions is not None and len(tokens) else None
+    for span in spans or ():
+        versions[max(0, span.start - first) : max(0, span.end - first)] = int(span.version)
+    if len(tokens) and versions.min() < 0:
+        raise GenerationError(f"SGLang gave no version for some of {len(tokens)} tokens: {spans}")
+    return _completion(tokens, logprobs, versions, reason, side)
 
 
 def _completion(

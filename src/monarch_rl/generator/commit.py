@@ -167,7 +167,7 @@ class Commits:
             return
         deadline, remedy = self.hold_s, "Allow more time (drain_deadline_s), draw fewer tokens a request"
         if self._in_flight == "resume":
-            await self._requests.interrupt_running()
+            self._requests.interrupt_running()
             remedy = "The engine was asked to end them and did not"
         what = f"requests to end before version {version}"
         try:

@@ -89,9 +89,12 @@ class Dispatcher:
         while True:
             # Expert routes come with an answer alone: if only they are missing, a replica reads all tokens and draws
             # one more, which is dropped.
-            remaining = 1 if reason is not None else sampling.max_new_tokens - len(drawn_ids)
+            rest, rest_sampling = prompt_ids, sampling
+            if drawn_ids:
+                remaining = 1 if reason is not None else sampling.max_new_tokens - len(drawn_ids)
+                rest, rest_sampling = prompt_ids + drawn_ids, replace(sampling, max_new_tokens=remaining)
             try:
-                answer = await self._ask(prompt_ids + drawn_ids, replace(sampling, max_new_tokens=remaining), group)
+                answer = await self._ask(rest, rest_sampling, group)
             except ReplicaLost as error:
                 if reason is not None:
                     continue

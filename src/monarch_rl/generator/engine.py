@@ -24,6 +24,7 @@ from monarch_rl.generator.settings import GeneratorSettings, check_served, cores
 from monarch_rl.generator.sglang_engine import SglangEngine, io_structs
 from monarch_rl.generator.version_kind import VersionKind
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings, lora_config
+from monarch_rl.runtime.presence import Wait
 from monarch_rl.weights.manifest import Manifest
 
 
@@ -80,7 +81,7 @@ class Engine:
         sglang = await SglangEngine.launch(arguments, replica, settings.tp)
         # In SGLang's deterministic mode requests without a seed would all share one.
         seeds = random.Random(settings.random_seed + replica) if on_gpu and settings.deterministic else None
-        requests = EngineRequests(sglang, settings.max_running_requests, kind.lora_name, route_format, seeds)
+        requests = EngineRequests(sglang, settings.max_running_requests, route_format, seeds)
         Engine._in_this_process = started = cls(sglang, requests, Commits(sglang, requests, kind, settings))
         if kind.lora_name:
             await started._add_lora(kind.lora_name, lora, model_path)
@@ -101,6 +102,9 @@ class Engine:
         if not answer.success:
             await self.shutdown()
             raise RuntimeError(f"generator {self._sglang.replica}: SGLang refused the adapter: {answer.error_message}")
+        # It is pinned, and in use as long as the engine lives: nothing is acquired for each request.
+        acquire = self._sglang.manager.lora_registry.acquire(name)
+        self._requests.use_lora(name, await self._sglang.or_stopped(acquire, "the adapter's id"))
 
     @property
     def version(self) -> int:
@@ -131,6 +135,14 @@ class Engine:
     def hold_s(self) -> float:
         """Seconds for which running sequences may hold up a commit."""
         return self._commits.hold_s
+
+    async def freeze_heaps(self) -> None:
+        """Exempt what exists now from garbage collection, here and in SGLang's processes; see ``runtime/heap.py``."""
+        await self._sglang.or_stopped(self._sglang.manager.freeze_gc(), "its heap to be frozen")
+
+    def waits(self) -> list[Wait]:
+        """What the requests wait for; may be called on any thread."""
+        return self._requests.waits()
 
     def check(self) -> None:
         """Raise EngineStopped if the engine is gone."""

@@ -7,6 +7,7 @@ Sampling noise depends on a token's place in the sequence, so one with a seed dr
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -25,6 +26,9 @@ def ignore_part(part: Completion) -> None:
 
 def join_parts(parts: Sequence[Completion], reason: str) -> Completion:
     """One completion of consecutive parts, each with the expert routes that the parts before it lack, or none."""
+    if len(parts) == 1:
+        (part,) = parts
+        return part if part.finish_reason == reason else replace(part, finish_reason=reason)
     kept_sets = [part.kept_sets for part in parts if part.kept_sets is not None]
     expert_routes = [part.expert_routes for part in parts if part.expert_routes is not None]
     return Completion(

@@ -15,6 +15,7 @@ from monarch_rl.pipeline.settings import RunSettings, episode_limits
 from monarch_rl.pipeline.start import start_buffer, start_generators, start_rollout, start_trainer
 from monarch_rl.rollout.worker import RolloutWorker
 from monarch_rl.runtime.cluster import Cluster
+from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, within
 from monarch_rl.trainer.actor import Trainer, TrainerPlan
 from monarch_rl.trainer.objective import Objective
 
@@ -41,9 +42,10 @@ async def start_actors(
     """
     plan = TrainerPlan(model, s.trainer, s.steps, s.rollout.temperature, s.new_tokens_per_episode, advantage, objective)
     buffer = await start_buffer(cluster, s.groups_per_step, s.buffer)
-    trainer, generators = await asyncio.gather(
+    trainer, generators, _ = await asyncio.gather(
         start_trainer(cluster, plan, buffer, first_device=0),
         start_generators(cluster, model, s.generator, s.trainer.ranks, s.trainer.lora, s.trainer.keeps_expert_routes),
+        within(CALL_DEADLINE_S, buffer.setup.call_one(), "the buffer to come up", on="buffer"),
     )
     limit = min(episode_limits(s, read_config(model)).values())
     workers = await start_rollout(

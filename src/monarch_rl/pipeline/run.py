@@ -40,6 +40,7 @@ from monarch_rl.pipeline.start import replica_updates, save, schedule, served_dt
 from monarch_rl.rollout.evaluation import Evaluation
 from monarch_rl.runtime.cluster import Cluster, devices, launch_cluster
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, Patience, within
+from monarch_rl.runtime.heap import freeze_heap
 from monarch_rl.runtime.watch import Watch, watched
 from monarch_rl.tasks.reasoning_gym import TaskSettings
 from monarch_rl.trainer.objective import Objective
@@ -146,6 +147,7 @@ class Run:
         settings = replace(self.settings, task=task)
         model = check(settings, self._cluster.devices)
         await self.begin(await start_actors(self._cluster, settings, model, advantage, objective))
+        freeze_heap()
 
     async def begin(self, actors: Actors) -> None:
         """As :meth:`start`, with actors that are running already."""

@@ -19,6 +19,7 @@ from monarch_rl.episode.packed import unpack_group
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.endpoint import concurrent_endpoint
+from monarch_rl.runtime.heap import freeze_heap
 from monarch_rl.runtime.network import host_address
 from monarch_rl.runtime.resilient import ResilientActor
 from monarch_rl.trainer.batch_metrics import batch_metrics
@@ -110,6 +111,7 @@ class Trainer(ResilientActor):
             return Policy(plan.model, plan.settings, total_steps=plan.total_steps, temperature=plan.temperature)
 
         self._policy = await self._on(self._compute, build)
+        freeze_heap()
         owned = sum(elements for _, _, elements in self._policy.published.owned_runs())
         return {"rank": self._policy.rank, "parameters": owned}
 

@@ -1,0 +1,14 @@
+"""Python's collector of reference cycles, kept away from what never becomes garbage."""
+
+from __future__ import annotations
+
+import gc
+
+
+def freeze_heap() -> None:
+    """Exempt all objects that exist now from garbage collection. Call it once, when a process is set up.
+
+    Imports alone make hundreds of thousands of objects, which live as long as the process. Each full collection looks
+    at all of them: that was more than half of the CPU time of a rollout worker.
+    """
+    gc.freeze()

@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+SCRIPT = """
+import gc, weakref
+from monarch_rl.runtime.heap import freeze_heap
+
+class Cycle:
+    def __init__(self):
+        self.me = self
+
+def end_of(cycle):
+    return weakref.ref(cycle)
+
+gc.disable()
+before = end_of(Cycle())
+freeze_heap()
+after = end_of(Cycle())
+gc.collect()
+print(before() is None, after() is None, len(gc.get_objects()) < gc.get_freeze_count())
+"""
+
+
+def test_collections_look_only_at_what_is_made_afterwards() -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split() == ["False", "True", "True"]
