@@ -17,7 +17,7 @@ from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.episode.episode import Group
 from monarch_rl.episode.packed import pack_group
 from monarch_rl.rollout.admissions import Admissions
-from monarch_rl.rollout.outbox import Outbox
+from monarch_rl.rollout.outbox import UNASKED_BYTES, Outbox
 from monarch_rl.runtime.deadlines import DeadlineExceeded, within
 from tests.buffer.helpers import episode, group
 
@@ -280,6 +280,26 @@ def test_an_outbox_hands_on_what_the_buffer_refuses() -> None:
     run(test)
 
 
+def test_small_groups_are_put_unasked_and_wait_for_room_like_others() -> None:
+    async def test() -> None:
+        async with buffer_actor(1, 3, max_mib=1) as buffer:
+            for _ in range(4):
+                await buffer.admit.call_one("worker 0", WAIT_S)
+            outbox = Outbox(buffer, "worker 0", WAIT_S)
+            small = pack_group(group(2, [0] * 12_000))
+            assert len(small) <= UNASKED_BYTES
+            await outbox.put(1, 0, large(1))
+            await buffer.reserve.call_one(3, 0, 2**20 - len(large(1)) - len(small) + 1, "worker 0", WAIT_S)
+            waiting = asyncio.ensure_future(outbox.put(2, 0, small))
+            assert await buffer.put_if_room.call_one(small) == [False]
+            assert (await buffer.counts.call_one()).complete == 1 and not waiting.done()
+            await buffer.drop.call_one(3, "makes room")
+            await within(WAIT_S, waiting, "room for the small group")
+            assert (await buffer.counts.call_one()).complete == 2
+
+    run(test)
+
+
 def test_groups_that_are_complete_at_once_travel_in_one_call() -> None:
     async def test() -> None:
         async with buffer_actor(8, 0) as buffer:
@@ -297,10 +317,10 @@ class CountingBuffer:
     """The handle, and how many groups each put carried."""
 
     def __init__(self, buffer: Any) -> None:
-        self.offer, self.reserve, self.puts = buffer.offer, buffer.reserve, list[int]()
-        self._put = buffer.put
-        self.put = self
+        self.reserve, self.puts = buffer.reserve, list[int]()
+        self._put_if_room = buffer.put_if_room
+        self.put_if_room = self
 
     def call_one(self, *groups: bytes) -> Any:
         self.puts.append(len(groups))
-        return self._put.call_one(*groups)
+        return self._put_if_room.call_one(*groups)

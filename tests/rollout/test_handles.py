@@ -19,7 +19,7 @@ def as_handle(buffer: Buffer) -> BufferHandle:
 
 
 def test_the_endpoints_are_found() -> None:
-    assert set(ENDPOINTS) == {"admit_many", "offer", "reserve", "put", "drop"}
+    assert set(ENDPOINTS) == {"admit_many", "reserve", "put", "put_if_room", "drop"}
 
 
 @pytest.mark.parametrize("name", ENDPOINTS)

@@ -1,8 +1,9 @@
 """The buffer as a Monarch actor: :mod:`monarch_rl.buffer.core` plus waiting, leases and the cut into shards.
 
-Rollout workers ``admit`` groups, ``offer`` them or ``reserve`` room for them, and ``put`` (or ``drop``) them. Trainer
-ranks ``take`` batches. The pipeline reports ``trained`` and ``published``, lets other workers play the groups of a lost
-one again (``release``), and ends with ``close``. All endpoints are concurrent: one that waits never blocks another.
+Rollout workers ``admit`` groups and ``put_if_room`` small ones; for others they ``reserve`` room and then ``put`` them.
+They ``drop`` groups that cannot be trained. Trainer ranks ``take`` batches. The pipeline reports ``trained`` and
+``published``, lets other workers play the groups of a lost one again (``release``), and ends with ``close``. All
+endpoints are concurrent: one that waits never blocks another.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from monarch_rl.buffer.core import Batch, BufferCore
 from monarch_rl.buffer.ledger import Counts
 from monarch_rl.buffer.report import Lease, report, waits
 from monarch_rl.buffer.settings import BufferSettings
-from monarch_rl.buffer.waiting import Line
+from monarch_rl.buffer.waiting import Interruptions, Line
 from monarch_rl.episode.packed import PackedGroup, PackedShard
 from monarch_rl.episode.ticket import Ticket
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import DeadlineExceeded, now
 from monarch_rl.runtime.endpoint import concurrent_endpoint
-from monarch_rl.runtime.presence import Wait
+from monarch_rl.runtime.heap import freeze_heap
 from monarch_rl.runtime.resilient import ResilientActor
 
 
@@ -47,9 +48,14 @@ class Buffer(ResilientActor):
         self._slots, self._room, self._batches = Line(alike=True), Line(), Line()
         self._lost: Counter[str] = Counter()
         """How often a worker of this name was lost."""
-        self._held_back_since: float | None = None
-        self._order_waits, self._order_wait_s = 0, 0.0
-        presence.register("buffer", self._account)
+        self._held_back = Interruptions()
+        """Of batches, for a slow group; counted while a rank waits for a batch."""
+        presence.register("buffer", lambda: waits(self._core, self._leases.copy()))
+
+    @concurrent_endpoint
+    async def setup(self) -> None:
+        """Get ready for a long run; everything works without."""
+        freeze_heap()
 
     @concurrent_endpoint
     async def admit(self, worker: str, timeout_s: float) -> Ticket | None:
@@ -84,11 +90,6 @@ class Buffer(ResilientActor):
         return tickets
 
     @concurrent_endpoint
-    async def offer(self, sizes: list[tuple[int, int, int]]) -> list[bool]:
-        """Reserve room without waiting: for each ``(group id, attempt, bytes)``, whether it may be put now."""
-        return [self._core.reserve(group_id, nbytes, attempt) for group_id, attempt, nbytes in sizes]
-
-    @concurrent_endpoint
     async def reserve(self, group_id: int, attempt: int, nbytes: int, worker: str, timeout_s: float) -> None:
         """Wait until a complete group of ``nbytes`` may be put.
 
@@ -109,8 +110,18 @@ class Buffer(ResilientActor):
         Raises:
             ValueError: a group is not being played, or does not fit and had no room reserved.
         """
-        for data in groups:
-            group = PackedGroup.read(data)
+        self._put([PackedGroup.read(data) for data in groups])
+
+    @concurrent_endpoint
+    async def put_if_room(self, *groups: bytes) -> list[bool]:
+        """:meth:`put` for those groups that there is room for; says of each whether it was."""
+        read = [PackedGroup.read(data) for data in groups]
+        has_room = [self._core.reserve(group.group_id, group.nbytes, group.attempt) for group in read]
+        self._put([group for group, fits in zip(read, has_room, strict=True) if fits])
+        return has_room
+
+    def _put(self, groups: list[PackedGroup]) -> None:
+        for group in groups:
             self._core.put(group)
             self._end_lease(group.group_id, group.attempt)
         self._serve()
@@ -163,7 +174,7 @@ class Buffer(ResilientActor):
         def served() -> bool:
             nonlocal batch
             batch = self._core.take(version)
-            self._note_order_wait()
+            self._held_back.note(self._core.held_back)
             return batch is not None or self._core.closed
 
         what = f"the batch that updates version {version}"
@@ -205,16 +216,7 @@ class Buffer(ResilientActor):
         return self._counts()
 
     def _counts(self) -> Counts:
-        return replace(self._core.counts(), order_waits=self._order_waits, order_wait_s=self._order_wait_s)
-
-    def _note_order_wait(self) -> None:
-        """Measure how long batches are held back for a slow group; called while a rank waits for a batch."""
-        if self._core.held_back:
-            self._held_back_since = self._held_back_since or now()
-        elif self._held_back_since is not None:
-            self._order_waits += 1
-            self._order_wait_s += now() - self._held_back_since
-            self._held_back_since = None
+        return replace(self._core.counts(), order_waits=self._held_back.count, order_wait_s=self._held_back.seconds)
 
     def _end_lease(self, group_id: int, attempt: int) -> None:
         lease = self._leases.get(group_id)
@@ -242,9 +244,6 @@ class Buffer(ResilientActor):
                 f"trainer ranks disagree on (version, dp_size, token_budget): {self._plan[0]} before, {key} now"
             )
         return self._plan[1]
-
-    def _account(self) -> list[Wait]:
-        return waits(self._core, self._leases.copy())
 
     def _report(self) -> str:
         return report(self._core, self._leases)

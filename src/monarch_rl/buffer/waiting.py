@@ -6,6 +6,8 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
+from monarch_rl.runtime.deadlines import now
+
 
 class Line:
     """Callers that wait for one kind of thing, first come first served.
@@ -57,3 +59,19 @@ class Line:
             if self._alike and not everybody:
                 break
         self._waiting.extendleft(reversed(unserved))
+
+
+class Interruptions:
+    """How often, and for how long together, something was so."""
+
+    def __init__(self) -> None:
+        self.count, self.seconds = 0, 0.0
+        """Of those that are over."""
+        self._since: float | None = None
+
+    def note(self, is_so: bool) -> None:
+        """Say whether it is so now."""
+        if is_so:
+            self._since = self._since or now()
+        elif self._since is not None:
+            self.count, self.seconds, self._since = self.count + 1, self.seconds + now() - self._since, None

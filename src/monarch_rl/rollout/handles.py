@@ -22,11 +22,6 @@ class BufferHandle(Protocol):
         ...
 
     @concurrent_endpoint
-    async def offer(self, sizes: list[tuple[int, int, int]], /) -> list[bool]:
-        """Ask for room without waiting: which of ``(group id, attempt, bytes)`` may be put now."""
-        ...
-
-    @concurrent_endpoint
     async def reserve(self, group_id: int, attempt: int, nbytes: int, worker: str, timeout_s: float, /) -> None:
         """Wait until a complete group of ``nbytes`` may be put."""
         ...
@@ -34,6 +29,11 @@ class BufferHandle(Protocol):
     @concurrent_endpoint
     async def put(self, *groups: bytes) -> None:
         """Hand in complete groups, each packed (``pack_group``)."""
+        ...
+
+    @concurrent_endpoint
+    async def put_if_room(self, *groups: bytes) -> list[bool]:
+        """Hand in those complete groups that there is room for; says which."""
         ...
 
     @concurrent_endpoint

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from dataclasses import dataclass
 
 from monarch_rl.rollout.handles import BUFFER_DEADLINE_S, BufferHandle
-from monarch_rl.runtime.deadlines import within
+from monarch_rl.runtime.deadlines import now, within
+from monarch_rl.runtime.endpoint import Endpoint
 
 MESSAGE_BYTES = 4 * 2**20
-"""Bytes of groups that travel in one call, or one group if it is larger. Calls cost about as much as 100 KiB."""
+"""Bytes of groups that travel in one call, or one group if it is larger."""
+UNASKED_BYTES = 2**17
+"""Bytes of a group that is put without reserving room: to send it in vain costs about as much as to ask."""
+PACE_S = 0.02
+"""Seconds between two puts, at least, so that groups that are complete at about the same time go together."""
 
 
 class Outbox:
-    """Puts the groups of one worker; those that are complete at the same time go in one call.
+    """Puts the groups of one worker; those that are complete at about the same time go in one call.
 
-    A group stays here until the buffer has room for it. A group that waits for room holds up no other.
+    A group stays here until the buffer has it. A group that waits for room holds up no other.
 
     Args:
         buffer: its handle.
@@ -26,11 +33,13 @@ class Outbox:
         self._buffer = buffer
         self._worker = worker
         self._room_deadline_s = room_deadline_s
-        self._new: list[_Parcel] = []
-        """The buffer has not been asked for room yet."""
+        self._unasked: list[_Parcel] = []
+        """The buffer may have room for them."""
         self._granted: list[_Parcel] = []
-        """The buffer has room for them."""
+        """It has."""
         self._sending: asyncio.Task[None] | None = None
+        self._next_at = -math.inf
+        """When the next call may be made."""
 
     async def put(self, group_id: int, attempt: int, data: bytes) -> None:
         """Return once the buffer has the group.
@@ -38,85 +47,64 @@ class Outbox:
         Raises:
             DeadlineExceeded: there was no room in time; the message says what takes it.
         """
-        parcel = _Parcel(group_id, attempt, data, asyncio.get_running_loop().create_future())
-        self._new.append(parcel)
-        self._wake()
-        if await parcel.step:  # waits: for _send of this worker, whose calls have deadlines
+        if len(data) <= UNASKED_BYTES and await self._send(self._unasked, group_id, data):
             return
-        parcel.step = asyncio.get_running_loop().create_future()
         room = self._buffer.reserve.call_one(group_id, attempt, len(data), self._worker, self._room_deadline_s)
         what = f"room in the buffer for group {group_id}"
         await within(self._room_deadline_s + BUFFER_DEADLINE_S, room, what, on="buffer")
-        self._granted.append(parcel)
-        self._wake()
-        await parcel.step  # waits: as above
+        await self._send(self._granted, group_id, data)
 
-    def _wake(self) -> None:
+    async def _send(self, parcels: list[_Parcel], group_id: int, data: bytes) -> bool:
+        """Have a group put with others; returns whether the buffer has it."""
+        parcel = _Parcel(group_id, data, asyncio.get_running_loop().create_future())
+        parcels.append(parcel)
         if self._sending is None or self._sending.done():
-            self._sending = asyncio.ensure_future(self._send())
+            self._sending = asyncio.ensure_future(self._send_all())
+        return await parcel.put  # waits: for _send_all of this worker, whose calls have deadlines
 
-    async def _send(self) -> None:
-        """Send all parcels; those that become complete meanwhile go with the next call."""
-        while self._new or self._granted:
-            new, self._new = self._new, []
-            try:
-                await self._offer(new)
-                granted, self._granted = _fill(self._granted)
-                if granted:
-                    await self._put(granted)
-            except Exception as error:
-                # An error fails all parcels, whichever it is of: all groups of the worker go this way, and it is lost.
-                for parcel in [*new, *self._new, *self._granted]:
-                    parcel.settle(error)
-                self._new, self._granted = [], []
+    async def _send_all(self) -> None:
+        """Send all parcels; those that become complete meanwhile go with the next call, :data:`PACE_S` later."""
+        while self._unasked or self._granted:
+            await asyncio.sleep(max(0.0, self._next_at - now()))
+            unasked, granted = _take(self._unasked), _take(self._granted)
+            if unasked:
+                await self._call(unasked, self._buffer.put_if_room)
+            if granted:
+                await self._call(granted, self._buffer.put)
+            self._next_at = now() + PACE_S
 
-    async def _offer(self, new: list[_Parcel]) -> None:
-        if not new:
-            return
-        sizes = [(parcel.group_id, parcel.attempt, len(parcel.data)) for parcel in new]
-        call = self._buffer.offer.call_one(sizes)
-        answers = await within(BUFFER_DEADLINE_S, call, "the buffer to say whether it has room", on="buffer")
-        for parcel, has_room in zip(new, answers, strict=True):
-            if has_room:
-                self._granted.append(parcel)
-            else:
-                parcel.settle(False)
-
-    async def _put(self, parcels: list[_Parcel]) -> None:
+    async def _call(self, parcels: list[_Parcel], endpoint: Endpoint[..., list[bool] | None]) -> None:
         names = ", ".join(str(parcel.group_id) for parcel in parcels)
-        call = self._buffer.put.call_one(*(parcel.data for parcel in parcels))
+        call, what = endpoint.call_one(*(parcel.data for parcel in parcels)), f"the buffer to take group {names}"
         try:
-            await within(BUFFER_DEADLINE_S, call, f"the buffer to take group {names}", on="buffer")
-        except Exception as error:
+            put = await within(BUFFER_DEADLINE_S, call, what, on="buffer") or [True] * len(parcels)
+        except Exception as error:  # whichever it is of: all groups of the worker go this way, and it is lost
             for parcel in parcels:
-                parcel.settle(error)
+                if not parcel.put.done():
+                    parcel.put.set_exception(error)
             return
-        for parcel in parcels:
-            parcel.settle(True)
+        for parcel, is_put in zip(parcels, put, strict=True):
+            if not parcel.put.done():  # who waited for it was cancelled
+                parcel.put.set_result(is_put)
 
 
+@dataclass(eq=False, slots=True)
 class _Parcel:
-    def __init__(self, group_id: int, attempt: int, data: bytes, step: asyncio.Future[bool]) -> None:
-        self.group_id = group_id
-        self.attempt = attempt
-        self.data = data
-        self.step = step
-        """True when the buffer has the group, False when it has no room."""
-
-    def settle(self, outcome: bool | Exception) -> None:
-        if self.step.done():  # who waited for it was cancelled
-            return
-        if isinstance(outcome, Exception):
-            self.step.set_exception(outcome)
-        else:
-            self.step.set_result(outcome)
+    group_id: int
+    data: bytes
+    put: asyncio.Future[bool]
+    """Whether the buffer has the group."""
 
 
-def _fill(parcels: list[_Parcel]) -> tuple[list[_Parcel], list[_Parcel]]:
-    """The first parcels that fit into one call, at least one, and the rest."""
+def _take(parcels: list[_Parcel]) -> list[_Parcel]:
+    """Remove the first parcels that fit into one call, at least one if there are any."""
     size = 0
-    for i, parcel in enumerate(parcels):
+    for count, parcel in enumerate(parcels):
         size += len(parcel.data)
-        if i and size > MESSAGE_BYTES:
-            return parcels[:i], parcels[i:]
-    return parcels, []
+        if count and size > MESSAGE_BYTES:
+            break
+    else:
+        count = len(parcels)
+    taken = parcels[:count]
+    del parcels[:count]
+    return taken
