@@ -7,8 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,6 +58,42 @@ def test_failures_cost_one_score_each_and_have_a_reason() -> None:
             assert json.dumps([parts.reward, parts.parts]) == '[0.5, {"format": 0.25, "answer": 1.0}]'
             with pytest.raises(ScoringFailed, match="score raised ValueError: could not convert"):
                 await scorer.score(helpers.not_a_number)
+        finally:
+            await asyncio.to_thread(scorer.close)
+
+    asyncio.run(test())
+
+
+def test_quick_scores_travel_together_and_fail_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where one of them hangs, ends its process or cannot be sent."""
+
+    async def test() -> None:
+        scorer = Scorer(1, deadline_s=1.0)
+        calls = list[int]()
+        schedule = scorer._pool.schedule
+
+        def count(function: Any, args: Any, timeout: float) -> Any:
+            calls.append(len(args[0]) if len(args) == 1 else 1)
+            return schedule(function, args=args, timeout=timeout)
+
+        try:
+            for _ in range(10):
+                await scorer.score(helpers.touchy_score, "9")
+            monkeypatch.setattr(scorer._pool, "schedule", count)
+            assert (
+                await asyncio.gather(*(scorer.score(helpers.touchy_score, "7") for _ in range(8))) == [Score(7.0)] * 8
+            )
+            assert calls == [8]
+            good = asyncio.gather(*(scorer.score(helpers.touchy_score, "8") for _ in range(4)))
+            assert await reason(scorer, "0") == "score raised KeyError" and await good == [Score(8.0)] * 4
+            for bad, why in (("1", "score took over 1 s"), ("2", "score ended its process")):
+                good = asyncio.gather(*(scorer.score(helpers.touchy_score, "6") for _ in range(10)))
+                assert await reason(scorer, bad) == why
+                assert await good == [Score(6.0)] * 10
+            good = asyncio.gather(*(scorer.score(helpers.touchy_score, "5") for _ in range(10)))
+            with pytest.raises(TypeError, match="pickle"):
+                await scorer.score(helpers.touchy_score, threading.Lock())
+            assert await good == [Score(5.0)] * 10
         finally:
             await asyncio.to_thread(scorer.close)
 

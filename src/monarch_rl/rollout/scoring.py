@@ -4,27 +4,41 @@ A score function may be slow, may hang in C code and may crash; none of that may
 the episodes. So it runs in a pool of spawned processes (pebble). A process that oversteps its deadline is killed and
 replaced, and the caller gets :class:`ScoringFailed`. A score whose process ended is computed once more: something else
 may have killed the process, such as a kernel that is out of memory.
+
+A call of the pool costs some 0.2 ms, most scores a tenth of that. So scores that are asked for in one turn of the event
+loop are one call, as long as the last ones took so little that these together do, too. If the call fails, for whatever
+reason, each of them is computed alone.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import multiprocessing
 import os
 import signal
+import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
 from monarch_rl.runtime.deadlines import now
+from monarch_rl.runtime.heap import freeze_heap
 from monarch_rl.runtime.lifetime import die_with_parent
 from monarch_rl.tasks.task import Score
 
 ScoreFunction = Callable[..., Score | float]
 """Scores one answer; a number is a reward without parts."""
+Outcome = tuple["Score | tuple[str, str]", float]
+"""A score, or type and text of what was raised; and the seconds that it took."""
+TOGETHER_S = 0.02
+"""Seconds that the scores of one call may take, judged by the longest of the last :data:`REMEMBERED`."""
+REMEMBERED = 64
 STUCK_S = 30.0
 """If no score ends for its deadline and this many seconds more, the processes count as stuck: a new process needs
 seconds for its imports and its data."""
@@ -53,6 +67,13 @@ class Scorer:
 
     def __init__(self, processes: int, deadline_s: float, warm_up: Callable[[], object] | None = None) -> None:
         self.deadline_s = deadline_s
+        self._processes = processes
+        self._unsent: list[_Asked] = []
+        """Scores of this turn of the event loop, for calls of several."""
+        self._calls: set[asyncio.Task[None]] = set()
+        """Those calls."""
+        self._recent: deque[float] = deque(maxlen=REMEMBERED)
+        """Seconds that scores took."""
         self._make_pool = functools.partial(
             ProcessPool,
             max_workers=processes,
@@ -76,11 +97,24 @@ class Scorer:
             ScoringFailed: the function raised, overstepped the deadline, or its process ended twice.
             ScorerBroken: the processes do not start.
         """
+        outcome = await self._score_with_others(function, args) if self._most_together() > 1 else None
+        return self._read(outcome or await self._score_alone(function, args))
+
+    def _read(self, outcome: Outcome) -> Score:
+        result, seconds = outcome
+        self._recent.append(seconds)
+        if isinstance(result, tuple):
+            raise ScoringFailed(f"score raised {result[0]}", result[1])
+        return result
+
+    async def _score_alone(self, function: ScoreFunction, args: tuple[Any, ...]) -> Outcome:
+        """See :meth:`score`."""
         error: Exception | None = None
         for _ in range(2):
             pool = self._pool
             try:
-                return await self._try(pool, function, args)
+                outcome: Outcome = await self._try(pool, _run, (function, args))
+                return outcome
             except ProcessExpired as expired:
                 error = expired
             except BrokenProcessPool as broken:
@@ -88,11 +122,49 @@ class Scorer:
                 error = broken
         raise ScoringFailed("score ended its process", f"{error}, twice") from error
 
-    async def _try(self, pool: ProcessPool, function: ScoreFunction, args: tuple[Any, ...]) -> Score:
-        """See :meth:`score`; raises ProcessExpired if the process ended, BrokenProcessPool if the pool does not run."""
+    def _most_together(self) -> int:
+        """Scores that one call may compute."""
+        if len(self._recent) < REMEMBERED // 8:
+            return 1
+        return int(TOGETHER_S / max(*self._recent, TOGETHER_S / REMEMBERED))
+
+    async def _score_with_others(self, function: ScoreFunction, args: tuple[Any, ...]) -> Outcome | None:
+        """The outcome, in one call with all others of this turn; None if the call failed."""
+        loop = asyncio.get_running_loop()
+        if not self._unsent:
+            loop.call_soon(self._send)
+        asked = _Asked((function, args), loop.create_future())
+        self._unsent.append(asked)
+        return await asked.outcome  # waits: as long as _try, which has a deadline
+
+    def _send(self) -> None:
+        asked, self._unsent = self._unsent, []
+        size = max(1, min(self._most_together(), math.ceil(len(asked) / self._processes)))
+        for first in range(0, len(asked), size):
+            call = asyncio.ensure_future(self._score_together(asked[first : first + size]))
+            self._calls.add(call)
+            call.add_done_callback(self._calls.discard)
+
+    async def _score_together(self, asked: list[_Asked]) -> None:
+        outcomes: list[Outcome] | list[None] = [None] * len(asked)
+        try:
+            outcomes = await self._try(self._pool, _run_all, ([each.call for each in asked],))
+        except Exception:  # one of them caused it and will raise it, when each is computed alone
+            self._recent.clear()
+        finally:
+            for each, outcome in zip(asked, outcomes, strict=True):
+                if not each.outcome.done():
+                    each.outcome.set_result(outcome)
+
+    async def _try(self, pool: ProcessPool, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """What ``function`` returns in a process of the pool.
+
+        Raises ScoringFailed if it oversteps the deadline, ProcessExpired if the process ended, BrokenProcessPool if
+        the pool does not run.
+        """
         if not pool.active:
             raise BrokenProcessPool("the pool has ended")
-        future = asyncio.wrap_future(pool.schedule(_run, args=(function, args), timeout=self.deadline_s))
+        future = asyncio.wrap_future(pool.schedule(function, args=args, timeout=self.deadline_s))
         if not self._pending:
             self._progressed = now()
         self._pending += 1
@@ -103,15 +175,13 @@ class Scorer:
                     raise BrokenProcessPool(f"no score was computed for {self.deadline_s + STUCK_S:g} s")
                 await asyncio.wait({future}, timeout=remaining_s)
             self._progressed = now()
-            result: Score | tuple[str, str] = future.result()
+            result = future.result()
         except TimeoutError:
             raise ScoringFailed(f"score took over {self.deadline_s:g} s") from None
         finally:
             self._pending -= 1
             future.cancel()
         self._works = True
-        if isinstance(result, tuple):
-            raise ScoringFailed(f"score raised {result[0]}", result[1])
         return result
 
     async def _replace(self, pool: ProcessPool, error: BrokenProcessPool) -> None:
@@ -143,15 +213,31 @@ def _start(parent: int, warm_up: Callable[[], object] | None) -> None:
     die_with_parent(signal.SIGKILL, parent)
     if warm_up is not None:
         warm_up()
+    freeze_heap()
 
 
-def _run(function: ScoreFunction, args: tuple[Any, ...]) -> Score | tuple[str, str]:
+@dataclass(eq=False, slots=True)
+class _Asked:
+    """A score that is computed with others."""
+
+    call: tuple[ScoreFunction, tuple[Any, ...]]
+    outcome: asyncio.Future[Outcome | None]
+
+
+def _run(function: ScoreFunction, args: tuple[Any, ...]) -> Outcome:
     """The score, or (type, text) of what was raised: not every exception can be sent between processes, and
     SystemExit must not end the scoring process's event loop."""
+    started = time.perf_counter()
+    outcome: Score | tuple[str, str]
     try:
         result = function(*args)
         score = result if isinstance(result, Score) else Score(result)
         # Plain numbers: they go into JSON, and a wrong one must cost this episode only.
-        return Score(float(score.reward), {name: float(value) for name, value in score.parts.items()})
+        outcome = Score(float(score.reward), {name: float(value) for name, value in score.parts.items()})
     except BaseException as error:
-        return type(error).__name__, str(error)
+        outcome = type(error).__name__, str(error)
+    return outcome, time.perf_counter() - started
+
+
+def _run_all(calls: list[tuple[ScoreFunction, tuple[Any, ...]]]) -> list[Outcome]:
+    return [_run(*call) for call in calls]
