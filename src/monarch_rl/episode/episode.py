@@ -78,18 +78,19 @@ class Turn:
     @classmethod
     def from_completion(cls, context_ids: list[int], completion: Completion) -> Turn:
         """Join the tokens that the engine was given (not trainable) with those it drew."""
-        context = len(context_ids)
-        return cls(
-            token_ids=np.concatenate([np.asarray(context_ids, np.int32), completion.token_ids.astype(np.int32)]),
-            logprobs=np.concatenate([np.zeros(context, np.float32), completion.logprobs.astype(np.float32)]),
-            policy_versions=np.concatenate(
-                [np.full(context, NO_VERSION, np.int32), completion.policy_versions.astype(np.int32)]
-            ),
-            trainable=np.arange(context + len(completion.token_ids)) >= context,
-            kept_sets=None
-            if completion.kept_sets is None
-            else KeptSets.join([KeptSets.none(context), completion.kept_sets]),
-        )
+        context, drawn = len(context_ids), len(completion.token_ids)
+        token_ids = np.empty(context + drawn, np.int32)
+        token_ids[:context], token_ids[context:] = context_ids, completion.token_ids
+        logprobs = np.zeros(context + drawn, np.float32)
+        logprobs[context:] = completion.logprobs
+        versions = np.full(context + drawn, NO_VERSION, np.int32)
+        versions[context:] = completion.policy_versions
+        trainable = np.zeros(context + drawn, bool)
+        trainable[context:] = True
+        kept_sets = completion.kept_sets
+        if kept_sets is not None:
+            kept_sets = KeptSets.join([KeptSets.none(context), kept_sets])
+        return cls(token_ids, logprobs, versions, trainable, kept_sets)
 
 
 @dataclass(slots=True)
@@ -109,6 +110,9 @@ class Episode:
     """Named parts of the reward, for the metrics; training reads the reward alone."""
 
     def _joined(self, name: str) -> np.ndarray:
+        if len(self.turns) == 1:
+            array: np.ndarray = getattr(self.turns[0], name)
+            return array
         return np.concatenate([getattr(turn, name) for turn in self.turns])
 
     @property

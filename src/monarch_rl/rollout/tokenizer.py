@@ -8,6 +8,8 @@ from typing import Any
 
 from monarch_rl.tasks.task import Message
 
+PROMPTS_KEPT = 16
+"""Rendered prompts that are kept; those of a group are asked for at about the same time."""
 _DRAWN = "\x02the turn that the policy drew\x03"
 """Stands for the policy's turn where only the text around it is wanted."""
 
@@ -26,14 +28,24 @@ class Tokenizer:
         from transformers import AutoTokenizer
 
         self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        self._rendered: dict[tuple[Message, ...], list[int]] = {}
+        """Of the last few :meth:`render`: the episodes of a group open alike."""
         self.stop_token_ids = tuple(sorted({*_end_tokens(folder), *self._own_end_token()}))
         """Ids that end a turn: the tokenizer's end token and those of ``generation_config.json``."""
 
     def render(self, messages: list[Message]) -> list[int]:
         """The ids that open an episode, up to where the policy's first turn starts."""
-        if not self._tokenizer.chat_template:
-            return self._tokenizer.encode("".join(message.content for message in messages))
-        return self._encode(self._template(messages))
+        key = tuple(messages)
+        ids = self._rendered.pop(key, None)
+        if ids is None:
+            if self._tokenizer.chat_template:
+                ids = self._encode(self._template(messages))
+            else:
+                ids = self._tokenizer.encode("".join(message.content for message in messages))
+        self._rendered[key] = ids  # the last one used comes last
+        if len(self._rendered) > PROMPTS_KEPT:
+            del self._rendered[next(iter(self._rendered))]
+        return list(ids)
 
     def render_reply(self, messages: list[Message], ended: bool) -> list[int]:
         """The ids between a turn of the policy and its next one.

@@ -26,9 +26,14 @@ from monarch_rl.rollout.tokenizer import Tokenizer
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.endpoint import concurrent_endpoint
+from monarch_rl.runtime.heap import freeze_heap
 from monarch_rl.runtime.resilient import ResilientActor
 from monarch_rl.tasks.reasoning_gym import TaskSettings, TaskSource, load_data_set, score
 from monarch_rl.tasks.task import Environment, Item, SingleTurn
+
+INLINE_TOKENS = 8192
+"""Tokens of a group that is packed on the event loop: that takes a millisecond or two, and a thread costs a part of it
+and holds up the loop likewise."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,7 @@ class RolloutWorker(ResilientActor):
         """
         resources = await Resources.load(self._settings, self._task, self._model)
         self.connect(buffer, generator, resources, episode_limit)
+        freeze_heap()
 
     def connect(
         self,
@@ -220,7 +226,8 @@ class RolloutWorker(ResilientActor):
             await self._drop(ticket, reason, sum(episode.num_trainable for episode in episodes))
 
     async def _put(self, group: Group) -> None:
-        data = await asyncio.to_thread(pack_group, group)
+        small = sum(episode.num_tokens for episode in group.episodes) <= INLINE_TOKENS
+        data = pack_group(group) if small else await asyncio.to_thread(pack_group, group)
         await self._outbox.put(group.group_id, group.attempt, data)
         self._statistics.add_put()
         presence.progress("group put")
