@@ -115,11 +115,19 @@ async def start_rollout(
 
 
 def replica_updates(workers: ActorPool[RolloutWorker]) -> UpdateDispatch:
-    """A function that tells all rollout workers which replicas take no new requests, and which are lost."""
+    """A function that tells all rollout workers which replicas take no new requests, and which are lost.
+
+    It is called for every version, and calls workers only if they have not been told the same.
+    """
+    told: dict[int, tuple[RolloutWorker, list[int], list[int]]] = {}
 
     async def tell(paused: list[int], lost: list[int]) -> None:
+        news = {i: worker for i, worker in workers.handles.items() if told.get(i) != (worker, paused, lost)}
         what = "to take note of the replicas"
-        await workers.ask(CALL_DEADLINE_S, what, lambda _, worker: worker.update_replicas.call_one(paused, lost))
+        answers = await workers.ask(
+            CALL_DEADLINE_S, what, lambda _, worker: worker.update_replicas.call_one(paused, lost), news
+        )
+        told.update({i: (news[i], list(paused), list(lost)) for i in answers})
 
     return tell
 
