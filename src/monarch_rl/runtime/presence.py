@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-BEAT_S = 0.05
+BEAT_S = 0.1
 """Seconds between two heartbeats of an event loop."""
 WAITS_PER_PROCESS = 16
 """Waits on the same process that are reported: the oldest distinct ones. An actor may have hundreds."""
