@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from monarch_rl.episode.sampling import Completion, GenerationError, KeptSets
-from monarch_rl.generator.connection import PACE_S, AnswerSender
+from monarch_rl.generator.connection import ANSWER_PACE_S, AnswerSender
 from monarch_rl.generator.messages import Answer, pack_answers, unpack_answers
 from monarch_rl.generator.parts import UNFINISHED
 from monarch_rl.simulate.clock import run_virtual
@@ -69,7 +69,7 @@ class Received:
         self.messages.append((asyncio.get_running_loop().time(), answers))
 
 
-@given(st.lists(st.floats(0, 5 * PACE_S), max_size=30))
+@given(st.lists(st.floats(0, 5 * ANSWER_PACE_S), max_size=30))
 def test_no_answer_waits_longer_than_the_pace_and_messages_keep_it(pauses: list[float]) -> None:
     nothing = Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), "stop")
 
@@ -80,14 +80,14 @@ def test_no_answer_waits_longer_than_the_pace_and_messages_keep_it(pauses: list[
             await asyncio.sleep(pause)
             added.append(asyncio.get_running_loop().time())
             sender.add(index, nothing)
-        await asyncio.sleep(2 * PACE_S)
+        await asyncio.sleep(2 * ANSWER_PACE_S)
         return added, port.messages
 
     added, messages = run_virtual(play())
     assert [index for _, indices in messages for index in indices] == list(range(len(pauses)))
     times = [time for time, _ in messages]
-    assert all(later - earlier >= PACE_S - 1e-9 for earlier, later in zip(times, times[1:], strict=False))
-    assert all(time - added[index] <= PACE_S + 1e-9 for time, indices in messages for index in indices)
-    alone = [index for index, pause in enumerate(pauses) if index == 0 or pause > 2 * PACE_S]
+    assert all(later - earlier >= ANSWER_PACE_S - 1e-9 for earlier, later in zip(times, times[1:], strict=False))
+    assert all(time - added[index] <= ANSWER_PACE_S + 1e-9 for time, indices in messages for index in indices)
+    alone = [index for index, pause in enumerate(pauses) if index == 0 or pause > 2 * ANSWER_PACE_S]
     sent = {index: time for time, indices in messages for index in indices}
     assert all(sent[index] == added[index] for index in alone), "an answer after a pause waits for nothing"

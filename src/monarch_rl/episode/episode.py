@@ -47,7 +47,8 @@ class Turn:
         """The turn cut into runs of one version and trainability: ``(tokens, policy version, trainable)``."""
         if not len(self.token_ids):
             return []
-        changes = (np.diff(self.policy_versions) != 0) | (self.trainable[1:] != self.trainable[:-1])
+        versions, trainable = self.policy_versions, self.trainable
+        changes = (versions[1:] != versions[:-1]) | (trainable[1:] != trainable[:-1])
         starts = [0, *(np.flatnonzero(changes) + 1).tolist()]
         ends = [*starts[1:], len(self.token_ids)]
         return [

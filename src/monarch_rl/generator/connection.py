@@ -3,7 +3,7 @@
 A message costs about 0.5 ms of CPU on each side, and an engine answers hundreds of requests a second. So requests that
 are made in one turn of the caller's event loop, such as the episodes of a group, travel together, and so do answers,
 and parts of answers, that are ready in one turn of the replica's. Either travels at once if nothing has for
-:data:`PACE_S` seconds; else together with all that comes until then.
+:data:`PACE_S` or :data:`ANSWER_PACE_S` seconds; else together with all that comes until then.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from monarch_rl.runtime.endpoint import concurrent_endpoint
 
 T = TypeVar("T")
 PACE_S = 0.01
-"""Seconds between two messages of requests, and between two of answers to one of those, at least: about a decoding
-step."""
+"""Seconds between two messages of requests, at least: about a decoding step, which requests wait for anyhow."""
+ANSWER_PACE_S = 0.02
+"""Seconds between two messages of answers to one message of requests, at least."""
 
 
 class ReplicaLost(RuntimeError):
@@ -165,7 +166,7 @@ async def _as_coroutine(awaitable: Awaitable[T]) -> T:
 
 
 class AnswerSender:
-    """The replica's end: sends what is ready, not more often than once in :data:`PACE_S` seconds."""
+    """The replica's end: sends what is ready, not more often than once in :data:`ANSWER_PACE_S` seconds."""
 
     def __init__(self, port: AnswerPort) -> None:
         self._port = port
@@ -188,7 +189,7 @@ class AnswerSender:
         ready, self._ready = self._ready, []
         if ready:
             self._port.send(pack_answers(ready))
-            self._next_at = self._loop.time() + PACE_S
+            self._next_at = self._loop.time() + ANSWER_PACE_S
 
 
 async def answer_all(

@@ -129,15 +129,26 @@ def process_name() -> str | None:
     return next(iter(_heartbeats), None)
 
 
+def begin_wait(what: str, on: str = "", deadline_s: float = math.inf) -> int:
+    """Record a wait until :func:`end_wait` of the number that this returns."""
+    number = next(_numbers)
+    _waits[number] = Wait(current_name(), what, on, time.monotonic(), deadline_s)
+    return number
+
+
+def end_wait(number: int) -> None:
+    """The wait is over."""
+    del _waits[number]
+
+
 @contextmanager
 def waiting(what: str, on: str = "", deadline_s: float = math.inf) -> Iterator[None]:
     """Record a wait while the block runs. The caller keeps the deadline; :func:`deadlines.within` does both."""
-    number = next(_numbers)
-    _waits[number] = Wait(current_name(), what, on, time.monotonic(), deadline_s)
+    number = begin_wait(what, on, deadline_s)
     try:
         yield
     finally:
-        del _waits[number]
+        end_wait(number)
 
 
 def waits() -> list[Wait]:
