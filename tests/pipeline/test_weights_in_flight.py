@@ -150,10 +150,10 @@ def test_any_ratio_of_trainer_and_generator_ranks_gets_the_same_bits_by_every_tr
     asyncio.run(go())
 
 
-def sent_share(system: System[InspectedGenerator]) -> float:
-    report = system.publisher.last
-    assert report is not None and report.version == system.version
-    return report.sent_bytes / report.nbytes
+async def received_shares(system: System[InspectedGenerator]) -> list[list[float]]:
+    """By replica: what came since the last call, each as a share of a version's bytes."""
+    received = [await generator.take_received.call_one() for generator in system.generators]
+    return [[nbytes / system.publisher.manifest.nbytes for nbytes in by_version] for by_version in received]
 
 
 def test_what_changed_travels_by_every_transport_and_all_to_a_replica_that_comes_anew(
@@ -166,14 +166,18 @@ def test_what_changed_travels_by_every_transport_and_all_to_a_replica_that_comes
         before = [await g.engine_checksums.call_one() for g in generators]
         for transport in TRANSPORTS:
             await system.publish_by(replace(TRANSFER, transport=transport, delta=True, attempts=1))
-            shares = []
+            await received_shares(system)
             await system.step(seed=system.version)
-            shares.append(sent_share(system))
+            ((first,), (second,)) = await received_shares(system)
+            assert max(first, second) < 0.01, f"{transport}: an update without changes"
+            report = system.publisher.last
+            assert report is not None and report.version == system.version
+            assert report.sent_bytes / report.nbytes == max(first, second)
             await system.publisher.add(0, generators[0])
             await system.publisher.settled()
-            shares.append(sent_share(system))
-            print(f"{transport}: of an update without changes {shares[0]:.2%} is sent, of a whole one {shares[1]:.2%}")
-            assert shares[0] < 0.01 and shares[1] >= 1
+            ((anew,), others) = await received_shares(system)
+            assert anew >= 1 and not others, f"{transport}: a replica that comes anew"
+            assert system.publisher.last is report, "the version's report is of its first way"
             assert [await g.engine_checksums.call_one() for g in generators] == before
             assert await system.mismatch(seed=0) < LOGPROB_BOUND
 
