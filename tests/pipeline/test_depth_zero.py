@@ -50,6 +50,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
+@pytest.mark.heavy
 @pytest.mark.timeout(2 * PROGRAMS_S + 60)
 def test_depth_zero_makes_the_updates_of_a_plain_synchronous_loop(tmp_path: Path) -> None:
     model = tmp_path / "model"

@@ -311,6 +311,7 @@ def test_a_stall_without_a_culprit_ends_with_the_waits_as_far_as_they_go(cluster
     run(test)
 
 
+@pytest.mark.heavy
 def test_a_blocked_controller_is_ended_at_once(tmp_path: Path) -> None:
     script = tmp_path / "controller.py"
     script.write_text(
