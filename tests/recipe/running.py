@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -25,6 +27,8 @@ RUN_S = 420.0
 """Seconds for a run of a few steps on shared cores: some 20 when nothing else runs."""
 GONE_S = 12.0
 """Seconds until nothing is left once the run itself has ended; at once unless it was killed."""
+STOP_S = 40.0
+"""Seconds from a signal to the end of the run: at most 20 for an orderly end, then 16 for its host process."""
 STEPS = 3
 ROW = {"group", "task_index", "prompt", "turns", "answer", "reward", "parts", "finish_reason", "tokens", "versions"}
 """The keys of a sampled rollout."""
@@ -84,6 +88,38 @@ def wait_for_line(run: Launched, pattern: str, after: re.Match[str] | None = Non
         assert time.monotonic() < deadline, f"no {pattern} after {RUN_S} s\n{run.output()}"
         time.sleep(0.1)
     return found
+
+
+def send(run: Launched, process: str, number: signal.Signals) -> None:
+    """Send a signal to a process of a run that is under way, as soon as a step was shown."""
+    wait_for_step(run)
+    victim = process_named(run, process)  # looking takes time in which a step may end
+    shown = wait_for_line(run, r"^step 1/")
+    wait_for_line(run, r"^step \d+/", after=shown)
+    victim.send_signal(number)
+
+
+def goes_on(run: Launched, after: re.Match[str]) -> None:
+    """Wait until a run of 500 steps makes five more steps, later than ``after``."""
+    step = int(wait_for_line(run, r"^step (\d+)/500", after=after)[1])
+    wait_for_line(run, rf"^step {step + 5}/500", after=after)
+
+
+def ends_by(run: Launched, number: signal.Signals, code: int, to_group: bool = False) -> None:
+    """A signal to the recipe's process, or to its whole group, ends the run with ``code`` and leaves nothing."""
+    before = len(run.output())
+    (os.killpg if to_group else os.kill)(run.process.pid, number)
+    assert run.wait(STOP_S) == code, run.output()
+    run.assert_gone(GONE_S)
+    assert_no_traceback(run.output()[before:])
+
+
+def steps_logged(folder: Path) -> list[dict[str, Any]]:
+    """The rows of the steps in the metrics of the only run in ``folder``, which begin with an evaluation."""
+    (file,) = folder.glob("*/metrics.jsonl")
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [row["step"] for row in rows][:2] == [0, 1]
+    return [row for row in rows if "lag/max" in row]
 
 
 def assert_no_traceback(output: str) -> None:
