@@ -12,6 +12,11 @@ from typing import Any
 
 from monarch_rl.runtime.lifetime import die_with_parent
 
+ENGINE_PRELOAD = "engine"
+"""Name of the fork server's preload for engines, of :data:`ENGINE_MODULES`."""
+ENGINE_MODULES = ("sglang.srt.entrypoints.engine", "sglang.srt.managers.scheduler", "sglang.srt.plugins")
+"""SGLang's part of what an engine imports, in its own process and in its schedulers'."""
+
 
 class SchedulerTarget:
     """What ``multiprocessing`` calls in the new process instead of SGLang's own function.
