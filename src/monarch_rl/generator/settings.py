@@ -62,6 +62,13 @@ CPU_KV_TOKENS = 65_536
 """KV cache of a replica on a CPU: 64 sequences of 1,024 tokens; 1.5 GB for SmolLM2-135M in float32."""
 
 
+CPU_DECODES_PER_PREFILL = 2
+"""Steps of decoding between two batches of prompts, on a CPU. Requests trickle in as others end. If each batch of
+prompts is run at once, as SGLang does, most of a small model's steps are nearly empty ones; in the main job's shape 2
+saved a quarter of the scheduler's CPU time, and 1 to 4 were within 10 % of it. A request waits at most 2 steps longer,
+in which others decode."""
+
+
 def engine_arguments(
     model_path: str, settings: GeneratorSettings, replica: int, on_gpu: bool, lora: LoraSettings = FULL_TRAINING
 ) -> dict[str, object]:
@@ -105,6 +112,7 @@ def engine_arguments(
     else:
         # The overlapped scheduler hides work behind a device; beside a CPU model it only adds a step of delay.
         arguments.update(device="cpu", disable_cuda_graph=True, disable_overlap_schedule=True, mem_fraction_static=0.1)
+        arguments["prefill_decode_interval"] = CPU_DECODES_PER_PREFILL
     return arguments
 
 
