@@ -82,7 +82,8 @@ class TrainerSettings:
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this global norm."""
     tokens_per_microbatch: int = 8192
-    """Tokens of one forward pass of one rank, and the longest episode that can be trained. More takes more memory."""
+    """Tokens of one forward pass of one rank, which counts what episodes of a group share once, and the longest episode
+    that can be trained. More takes more memory."""
     activation_checkpoint: Checkpointing = "none"
     """torchtitan's activation checkpointing: less memory for a second forward pass."""
     logprob_chunk: int = 1024
