@@ -73,7 +73,8 @@ class TrainerSettings(CheckedSettings, flags="trainer"):
     max_grad_norm: Annotated[float, Range(0, 1e12, above=True)] = 1.0
     """Gradients are scaled down to this global norm."""
     tokens_per_microbatch: Annotated[int, Range(1, 100_000_000)] = 8192
-    """Tokens of one forward pass of one rank, and the longest episode that can be trained. More takes more memory."""
+    """Tokens of one forward pass of one rank, which counts what episodes of a group share once, and the longest episode
+    that can be trained. More takes more memory."""
     activation_checkpoint: Checkpointing = "none"
     """torchtitan's activation checkpointing: less memory for a second forward pass."""
     logprob_chunk: Annotated[int, Range(1, 100_000_000)] = 1024
