@@ -72,7 +72,7 @@ class Settings:
     model: str = ".cache/tiny-qwen3"
     """Hugging Face folder of the model."""
     save: str = ""
-    """Also write what is printed to benchmarks/results/ under this name, such as async_gain_cpu."""
+    """Also write table, JSON and a picture to benchmarks/results/ under this name, such as async_gain_cpu."""
 
     @property
     def latencies(self) -> Latencies:
@@ -210,6 +210,23 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in [[*COLUMNS.values()], ["---"] * len(COLUMNS), *cells])
 
 
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Seconds a step by lag, observed and predicted, over what no step can be faster than."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    lags = [str(row["max_policy_lag"]) for row in rows]
+    figure, axis = pyplot.subplots(figsize=(6, 4), layout="constrained")
+    axis.bar(lags, [row["step_s"] for row in rows], color="tab:blue", alpha=0.7, label="observed")
+    axis.plot(lags, [row["predicted_step_s"] for row in rows], "ko", label="simulated")
+    axis.axhline(rows[0]["step_s"] / rows[0]["bound"], color="tab:red", label="bound: the busier side's work")
+    axis.set(xlabel="max-policy-lag", ylabel="seconds a step")
+    axis.legend()
+    figure.savefig(path, dpi=90)
+
+
 def main(s: Settings) -> None:
     if not 0 < s.warm_up < s.steps:
         raise ValueError(f"warm-up {s.warm_up} must be above 0 and below steps, {s.steps}")
@@ -226,7 +243,9 @@ def main(s: Settings) -> None:
     print(shown)
     if s.save:
         command = " ".join(["python", "benchmarks/async_gain.py", *sys.argv[1:]])
-        (ROOT / "benchmarks" / "results" / f"{s.save}.txt").write_text(f"# {command}\n{shown}\n")
+        path = ROOT / "benchmarks" / "results" / f"{s.save}.txt"
+        path.write_text(f"# {command}\n# {os.cpu_count()} cores\n{shown}\n")
+        draw(results, path.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ import numpy as np
 import psutil
 import trl_environment
 from reporting import run_benchmark, short
+from trl_picture import draw
 from trl_processes import Measured, measure
 from trl_sides import JOBS, ROOT, JobName, Side, describe, make_model, ours, recipe_arguments, sides, theirs, write
 
@@ -61,7 +62,7 @@ class Settings:
     deadline_s: float = 7200.0
     """Seconds that one run may take."""
     save: str = ""
-    """Also write the table and the JSON to benchmarks/results/ under this name, such as trl_main_cpu."""
+    """Also write table, JSON and a picture to benchmarks/results/ under this name, such as trl_main_cpu."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,8 @@ def run_side(side: Side, s: Settings, seed: int, model: Path, python: Path, scra
     print(f"{side.name}, seed {seed}: {steps} steps", flush=True)
     marks = sorted({1, _warm_up(s), steps})
     measured = measure(command, variables, folder, root, marks, s.deadline_s)
+    seconds = np.mean([row["time/step_s"] for row in measured.steps[_warm_up(s) :]])
+    print(f"{side.name}: {seconds:.3g} s a step, {measured.total_s:.0f} s in all", flush=True)
     (saved,) = (found.parent for found in folder.rglob("model/config.json"))
     return measured, saved
 
@@ -213,6 +216,7 @@ def report(s: Settings, shown: str, summary: dict[str, Any]) -> None:
         path = ROOT / "benchmarks" / "results" / f"{s.save}.txt"
         path.write_text(f"{head}\n{shown}\n\n{json.dumps(summary)}\n")
         path.with_suffix(".json").write_text(json.dumps(summary, indent=1) + "\n")
+        draw(summary, path.with_suffix(".png"))
 
 
 def _warm_up(s: Settings) -> int:
