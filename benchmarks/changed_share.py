@@ -28,8 +28,9 @@ import torch
 import torch.distributed as dist
 
 from monarch_rl.algorithms.advantages import ADVANTAGES
-from monarch_rl.algorithms.packing import plan_microbatches
+from monarch_rl.algorithms.packing import SharingGroup, plan_microbatches
 from monarch_rl.episode.episode import BatchShard, Episode, Group, Turn
+from monarch_rl.episode.prefixes import prefix_tree
 from monarch_rl.model.folder import resolve_model
 from monarch_rl.runtime.network import free_port
 from monarch_rl.trainer.batch import MicroBatch, advantages_of, pack_shard
@@ -100,14 +101,13 @@ def make_batch(s: Settings, text: np.ndarray[Any, Any], step: int, policy: Polic
         return Group(index, index, [Episode([turn], float(random.random()), "stop") for turn in turns])
 
     groups = [group(index) for index in range(s.groups)]
-    places = [(g, e, episode) for g, whole in enumerate(groups) for e, episode in enumerate(whole.episodes)]
-    lengths = [episode.num_tokens for _, _, episode in places]
-    mine = plan_microbatches(lengths, policy.settings.tokens_per_microbatch, policy.world_size)[policy.rank]
-    drawn = sum(episode.num_trainable for _, _, episode in places)
+    sharing = [SharingGroup([e.num_tokens for e in g.episodes], *prefix_tree(g.episodes)) for g in groups]
+    mine = plan_microbatches(sharing, policy.settings.tokens_per_microbatch, policy.world_size)[policy.rank]
+    drawn = sum(episode.num_trainable for whole in groups for episode in whole.episodes)
     shard = BatchShard(
         version=step,
         rewards=[whole.rewards for whole in groups],
-        microbatches=[[places[i] for i in indices] for indices in mine],
+        microbatches=[[(g, e, groups[g].episodes[e]) for g, e in places] for places in mine],
         trainable_tokens=drawn,
         lag_counts=np.asarray([drawn]),
     )

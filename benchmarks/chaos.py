@@ -101,14 +101,13 @@ class Run:
     def victim(self, kind: str, index: int) -> psutil.Process:
         """The process of this kind and index; among a worker's scoring processes, the first."""
         mesh = "generator" if kind in ("generator", "engine") else "rollout"
-        (actor,) = [found for found in self.processes() if _is_actor(found, f"{mesh}{index}-")]
-        if kind == "engine":
-            (found,) = [p for p in actor.children() if p.cmdline()[0].startswith("sglang::scheduler")]
-        elif kind == "scorer":
-            found = next(p for p in actor.children() if "spawn_main" in " ".join(p.cmdline()))
-        else:
-            found = actor
-        return found
+        processes = self.processes()
+        (actor,) = [found for found in processes if _title(found).startswith(f"monarch_rl::{mesh}{index}-")]
+        titles = {"engine": "sglang::scheduler", "scorer": "monarch_rl::scorer"}
+        if kind not in titles:
+            return actor
+        group = os.getpgid(actor.pid)  # what an actor starts is in its process group
+        return next(p for p in processes if _title(p).startswith(titles[kind]) and os.getpgid(p.pid) == group)
 
     def rows(self, name: str) -> list[dict[str, Any]]:
         """The lines of a file of the run's folder."""
@@ -143,12 +142,11 @@ class Run:
             process.kill()
 
 
-def _is_actor(process: psutil.Process, name: str) -> bool:
+def _title(process: psutil.Process) -> str:
     try:
-        called = process.environ().get("HYPERACTOR_PROCESS_NAME", "")
-        return called.startswith(name) and "bootstrap_main" in " ".join(process.cmdline())
-    except psutil.NoSuchProcess:
-        return False
+        return process.cmdline()[0]
+    except (psutil.NoSuchProcess, IndexError):
+        return ""
 
 
 def strike(run: Run, fault: Fault, index: int, scratch: Path) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Plain torchtitan, the yardstick of the trainer: its model, optimiser, schedule, clipping and cross-entropy.
 
 One call of :meth:`PlainTorchtitan.step` makes the calls of torchtitan's own ``Trainer.train_step`` in their order,
-including logging, on the world of this process. Of ``monarch_rl`` it uses only the model's config and, on a CPU, the
-attention module that torchtitan lacks there.
+including logging, on the world of this process. Of ``monarch_rl`` it uses only the model's config with its
+attention module. Nothing is shared between episodes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 
 from monarch_rl.model.architecture import architecture_of
 from monarch_rl.model.folder import read_config
+from monarch_rl.trainer.attention_layout import AttentionLayout
 from monarch_rl.trainer.batch import MicroBatch
 from monarch_rl.trainer.families import FAMILIES
 from monarch_rl.trainer.model_config import SPMD_BACKEND, model_config
@@ -99,24 +100,22 @@ class PlainTorchtitan:
             min_lr_factor=settings.lr_min_factor,
         ).build(optimizers=self._optimizers, training_steps=total_steps)
 
-    def step(self, microbatches: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> float:
-        """One optimiser step over ``(token ids, positions, labels)``, int64[1, L] each.
+    def step(self, microbatches: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, AttentionLayout]]) -> float:
+        """One optimiser step over ``(token ids, positions, labels, attention)``, int64[1, L] each but the last.
 
         Returns:
             The mean cross-entropy of the labelled tokens of all ranks, before the update.
         """
         self._optimizers.zero_grad()
         valid = torch.zeros((), dtype=torch.int64)
-        for _, _, labels in microbatches:
+        for _, _, labels, _ in microbatches:
             valid += (labels != IGNORE_INDEX).sum()
         mesh = self._dims.get_mesh("batch") if self._dims.dp_enabled else None
         valid = valid.to(self._device)
         all_valid = valid if mesh is None else dist_utils.dist_sum_tensor(valid, mesh)
         total = torch.zeros((), device=self._device)
-        for token_ids, positions, labels in microbatches:
-            logits = self._model(
-                token_ids, positions=positions, attention_masks=self._model.get_attention_masks(positions=positions)
-            )
+        for token_ids, positions, labels, attention in microbatches:
+            logits = self._model(token_ids, positions=positions, attention_masks=attention)
             loss, _ = self._loss(logits, labels, all_valid)
             del logits
             loss.backward()
@@ -133,10 +132,12 @@ class PlainTorchtitan:
         return float(mean)
 
 
-def labelled(batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A micro-batch as ``(token ids, positions, labels)``: targets that are not trainable are ignored."""
-    labels = batch.targets.masked_fill(~batch.trainable.unsqueeze(0), IGNORE_INDEX)
-    return batch.token_ids, batch.positions, labels
+def labelled(batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, AttentionLayout]:
+    """A micro-batch of separate episodes for :meth:`PlainTorchtitan.step`: targets that are not trainable are
+    ignored."""
+    labels = torch.full_like(batch.token_ids, IGNORE_INDEX)
+    labels[0, batch.drawn_after] = batch.targets
+    return batch.token_ids, batch.positions, labels, batch.attention
 
 
 def _fuse(config: Any) -> None:

@@ -44,7 +44,7 @@ class TrainerBeside(Trainer):
         import torch
         from plain_torchtitan import PlainTorchtitan, labelled
 
-        from monarch_rl.algorithms.packing import plan_microbatches
+        from monarch_rl.algorithms.packing import plan_microbatches, separate
         from monarch_rl.trainer.batch import pack
 
         plan, policy = self._plan, self.policy
@@ -53,13 +53,13 @@ class TrainerBeside(Trainer):
             for name in (PLAIN, FUSED)
         }
         episodes = [episode for group in groups for episode in group.episodes]
-        # What the buffer does with the same groups.
+        # What the buffer does with the same groups, but for what their episodes share.
         lengths = [episode.num_tokens for episode in episodes]
-        mine = plan_microbatches(lengths, plan.settings.tokens_per_microbatch, policy.world_size)[policy.rank]
+        budget = plan.settings.tokens_per_microbatch
         self._labelled = []
-        for indices in mine:
-            zeros = torch.zeros(len(indices))
-            self._labelled.append(labelled(pack([episodes[i] for i in indices], zeros, zeros, 0, policy.device)))
+        for places in plan_microbatches(separate(lengths), budget, policy.world_size)[policy.rank]:
+            zeros = torch.zeros(len(places))
+            self._labelled.append(labelled(pack([episodes[i] for i, _ in places], zeros, zeros, 0, policy.device)))
 
     @concurrent_endpoint
     async def cpu_seconds(self) -> float:

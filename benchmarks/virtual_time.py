@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from monarch_rl.buffer.core import BufferCore
 from monarch_rl.episode.packed import PackedEpisode, PackedGroup
+from monarch_rl.episode.prefixes import PrefixTree
 
 
 @dataclass
@@ -52,7 +53,7 @@ def drive(
         now, _, what, number = heapq.heappop(ends)
         if what == "group":
             versions = dict.fromkeys((began.pop(number), core.published_version), 1)
-            core.put(PackedGroup(number, number, [PackedEpisode(0.0, 1, versions, b"")]))
+            core.put(PackedGroup(number, number, [PackedEpisode(0.0, 1, versions, b"")], PrefixTree([0], [0])))
         elif what == "step":
             core.trained(number)
             training, free_since = False, now

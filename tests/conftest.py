@@ -14,3 +14,5 @@ import monarch_rl.runtime  # noqa: E402,F401  before monarch: it sets how often 
 # How long an example takes says more about what else runs on the machine than about the example.
 settings.register_profile("shared cores", deadline=None)
 settings.load_profile("shared cores")
+
+pytest_plugins = ["tests.plugin"]

@@ -7,7 +7,7 @@ A room is a folder of the package. Reported is
 - an import of a room on a higher floor;
 - an import of another room on the same floor;
 - a room that is not on the list below, and a file that is in no room (the package's own ``__init__.py`` belongs to the
-  lowest floor).
+  floor of ``runtime``).
 
 Every import counts, also inside functions and under ``TYPE_CHECKING``, because a reader has to follow it. An import of
 a package is an import of its ``__init__.py``; that a package's ``__init__.py`` runs before its modules is not counted.
@@ -32,6 +32,7 @@ FLOORS = (
     {"trainer", "generator"},
     {"buffer", "rollout", "checkpoint", "weights"},
     {"episode", "tasks", "model", "algorithms", "observe", "runtime"},
+    {"settings"},
 )
 """From the top down: a room imports itself and rooms on lower floors."""
 OUTSIDE = {"recipes"}
@@ -125,7 +126,7 @@ def _floors(graph: Graph) -> Iterator[Finding]:
             here, there = _room(file), _room(target)
             if here == there or not there:
                 continue
-            above, below = _floor(there), _floor(here) if here else len(FLOORS) - 1
+            above, below = _floor(there), _floor(here or "runtime")
             if below is None or above is None:
                 continue  # a room without a floor is a finding of its own
             elif above < below:

@@ -1,59 +1,128 @@
-"""Run all tests: those of the recipes beside the others, because both wait for processes much of their time.
+"""Run the tests in groups, two pytest processes at a time, because many tests wait for processes much of their time.
 
-    python tools/run_tests.py
+    python tools/run_tests.py            all tests
+    python tools/run_tests.py --quick    those that start no engine, no mesh and no ranks, and take under a minute
 
-Two pytest processes; what the first one says is printed when the second has ended. The exit code is 0 if both passed.
+The longest group begins first, and the next one when a process has ended. What a process said is printed when it has
+ended; at last what the tests have cost. The exit code is 0 if all groups passed.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).parents[1]
-RECIPES = "tests/recipe"
-"""Takes half of the time of all tests."""
+sys.path.insert(0, str(ROOT))
+
+from tests.costs import Cost, table  # noqa: E402
+
+GROUPS = [
+    ["tests/recipe/test_recipe.py", "tests/recipe/test_losses.py"],
+    ["tests/pipeline"],
+    ["tests/generator"],
+    ["tests/recipe"],
+    ["tests/trainer"],
+    ["tests/runtime", "tests/rollout"],
+    ["tests"],
+]
+"""Longest first. Each has what is named in it and in none before it; the last one has all that is left."""
+QUICK_GROUPS = [["tests/buffer"], ["tests/simulate", "tests/trainer", "tests/tools", "tests/generator"], ["tests"]]
+QUICK = ["-m", "not heavy and not slow"]
+AT_A_TIME = 2
 DEADLINE_S = 3 * 3600.0
-"""Seconds for each of the two processes; each test has its own deadline."""
+"""Seconds for all; each test has its own deadline."""
 END_S = 90.0
 """Seconds that an interrupted process may take to end what its tests have started."""
 
 
+@dataclass
+class Group:
+    """A pytest process that runs."""
+
+    process: subprocess.Popen[bytes]
+    said: Path
+
+
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    quick = parser.parse_args().quick
     for signum in (signal.SIGINT, signal.SIGTERM):  # a signal ignored here would be ignored by pytest, too
         signal.signal(signum, signal.default_int_handler)
-    with tempfile.TemporaryFile() as said:
-        # In groups of their own: a Ctrl-C reaches them once, from here.
-        others = start(f"--ignore={RECIPES}")
-        recipes = start(RECIPES, stdout=said, stderr=subprocess.STDOUT)
+    with tempfile.TemporaryDirectory() as scratch:
+        waiting = commands(QUICK_GROUPS if quick else GROUPS, QUICK if quick else [], Path(scratch))
+        running: list[Group] = []
+        codes: list[int] = []
+        deadline = time.monotonic() + DEADLINE_S
         try:
-            codes = [side.wait(DEADLINE_S) for side in (others, recipes)]
+            while waiting or running:
+                while waiting and len(running) < AT_A_TIME:
+                    running.append(start(waiting.pop(0), Path(scratch, f"{len(waiting)}.log")))
+                time.sleep(0.1)
+                for group in [group for group in running if group.process.poll() is not None]:
+                    running.remove(group)
+                    codes.append(group.process.returncode)
+                    show(group)
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"the tests have taken more than {DEADLINE_S:g} s")
         finally:
-            interrupt([side for side in (others, recipes) if side.poll() is None])
-            said.seek(0)
-            sys.stdout.write(said.read().decode(errors="replace"))
-            sys.stdout.flush()
-    return codes[0] or codes[1]
+            interrupt(running)
+            print(*table(read(Path(scratch))), sep="\n", flush=True)
+    return next((code for code in codes if code), 0)
 
 
-def start(*arguments: str, **options: Any) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-m", "pytest", *arguments], cwd=ROOT, process_group=0, **options)
+def commands(groups: Sequence[list[str]], selected: list[str], scratch: Path) -> list[list[str]]:
+    """The arguments of pytest for each group. A later group leaves out what an earlier one has."""
+    found: list[list[str]] = []
+    before: list[str] = []
+    for number, paths in enumerate(groups):
+        ignored = [f"--ignore={path}" for path in before if path not in paths]
+        found.append([*selected, f"--costs={scratch / f'{number}.json'}", *ignored, *paths])
+        before += paths
+    return found
 
 
-def interrupt(sides: Sequence[subprocess.Popen[bytes]]) -> None:
+def start(arguments: list[str], said: Path) -> Group:
+    """Start pytest in a group of its own: a Ctrl-C reaches it once, from here. What it says goes to ``said``."""
+    command = [sys.executable, "-m", "pytest", *arguments]
+    with said.open("wb") as output:
+        process = subprocess.Popen(command, cwd=ROOT, process_group=0, stdout=output, stderr=subprocess.STDOUT)
+    return Group(process, said)
+
+
+def show(group: Group) -> None:
+    """Print what a process said, which has ended."""
+    print(group.said.read_text(errors="replace"), flush=True)
+
+
+def interrupt(groups: Sequence[Group]) -> None:
     """Let pytest end its tests' processes: they are in sessions of their own, and only pytest knows them."""
-    for side in sides:
-        side.send_signal(signal.SIGINT)
-    for side in sides:
+    for group in groups:
+        group.process.send_signal(signal.SIGINT)
+    for group in groups:
         try:
-            side.wait(END_S)
+            group.process.wait(END_S)
         except subprocess.TimeoutExpired:
-            side.kill()
+            group.process.kill()
+        show(group)
+
+
+def read(folder: Path) -> dict[str, Cost]:
+    """What each test has cost, by name; nothing from a process that did not come to its end."""
+    return {
+        name: Cost(*cost)
+        for file in sorted(folder.glob("*.json"))
+        for name, cost in json.loads(file.read_text()).items()
+    }
 
 
 if __name__ == "__main__":

@@ -4,23 +4,58 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monarch_rl.algorithms.packing import plan_microbatches
+from monarch_rl.algorithms.packing import KEYS_PER_TOKEN, SharingGroup, plan_microbatches, separate
+from monarch_rl.episode.episode import Episode
+from monarch_rl.episode.prefixes import prefix_tree
+from tests.episode.trees import distinct_inputs, trees
+
+GROUPS = st.lists(trees(), max_size=8)
+Plan = list[list[list[tuple[int, int]]]]
 
 
-@given(
-    lengths=st.lists(st.integers(1, 100), max_size=60),
-    token_budget=st.integers(100, 400),
-    dp_size=st.integers(1, 5),
-)
-def test_every_episode_once_within_the_budget_and_equally_many_microbatches(
-    lengths: list[int], token_budget: int, dp_size: int
+def planned(groups: list[list[Episode]], token_budget: int, dp_size: int) -> Plan:
+    sharing = [SharingGroup([e.num_tokens for e in group], *prefix_tree(group)) for group in groups]
+    return plan_microbatches(sharing, token_budget, dp_size)
+
+
+def computed(groups: list[list[Episode]], microbatch: list[tuple[int, int]]) -> int:
+    """Inputs that differ within each group."""
+    members: dict[int, list[Episode]] = {}
+    for group, episode in microbatch:
+        members.setdefault(group, []).append(groups[group][episode])
+    return sum(map(distinct_inputs, members.values()))
+
+
+@given(groups=GROUPS, token_budget=st.integers(24, 100), dp_size=st.integers(1, 5))
+def test_every_episode_once_within_the_budgets_and_equally_many_microbatches(
+    groups: list[list[Episode]], token_budget: int, dp_size: int
 ) -> None:
-    plan = plan_microbatches(lengths, token_budget, dp_size)
+    plan = planned(groups, token_budget, dp_size)
     assert len(plan) == dp_size
     assert len({len(rank) for rank in plan}) == 1
-    placed = [i for rank in plan for microbatch in rank for i in microbatch]
-    assert sorted(placed) == list(range(len(lengths)))
-    assert all(sum(lengths[i] for i in microbatch) <= token_budget for rank in plan for microbatch in rank)
+    placed = [place for rank in plan for microbatch in rank for place in microbatch]
+    assert sorted(placed) == [(g, e) for g, group in enumerate(groups) for e in range(len(group))]
+    for microbatch in (microbatch for rank in plan for microbatch in rank):
+        assert microbatch == sorted(microbatch)
+        assert computed(groups, microbatch) <= token_budget
+        keys = sum(groups[g][e].num_tokens - 1 for g, e in microbatch)
+        assert keys <= KEYS_PER_TOKEN * token_budget
+
+
+@given(groups=GROUPS.filter(bool), token_budget=st.integers(24, 100), dp_size=st.integers(1, 5))
+def test_the_slowest_rank_has_at_most_its_share_of_separate_episodes_and_the_longest(
+    groups: list[list[Episode]], token_budget: int, dp_size: int
+) -> None:
+    """Its waits included: the sum over micro-batches of the largest that run at the same time. And a rank waits for no
+    more than one piece of a group."""
+    plan = planned(groups, token_budget, dp_size)
+    tokens = [[computed(groups, microbatch) for microbatch in rank] for rank in plan]
+    largest = [max(at_once) for at_once in zip(*tokens, strict=True)]
+    inputs = [episode.num_tokens - 1 for group in groups for episode in group]
+    assert sum(largest) <= sum(inputs) / dp_size + max(inputs)
+    largest_group = max(map(distinct_inputs, groups))
+    for rank in tokens:
+        assert sum(most - own for most, own in zip(largest, rank, strict=True)) <= largest_group
 
 
 @given(
@@ -28,16 +63,43 @@ def test_every_episode_once_within_the_budget_and_equally_many_microbatches(
     token_budget=st.integers(100, 400),
     dp_size=st.integers(1, 5),
 )
-def test_ranks_are_balanced_to_within_the_longest_episode(lengths: list[int], token_budget: int, dp_size: int) -> None:
+def test_ranks_are_balanced_to_within_the_longest_episode_where_nothing_is_shared(
+    lengths: list[int], token_budget: int, dp_size: int
+) -> None:
     """In their sums, and in what each waits for the largest at every micro-batch."""
-    plan = plan_microbatches(lengths, token_budget, dp_size)
-    tokens = [[sum(lengths[i] for i in microbatch) for microbatch in rank] for rank in plan]
+    plan = plan_microbatches(separate(lengths), token_budget, dp_size)
+    tokens = [[sum(lengths[i] - 1 for i, _ in microbatch) for microbatch in rank] for rank in plan]
     assert max(map(sum, tokens)) - min(map(sum, tokens)) <= max(lengths)
     largest = [max(at_once) for at_once in zip(*tokens, strict=True)]
     for rank in tokens:
         assert sum(most - own for most, own in zip(largest, rank, strict=True)) <= max(lengths)
 
 
+def prompt_and_answers(prompt: int, answers: int) -> SharingGroup:
+    """A prompt with answers of 3 inputs each."""
+    return SharingGroup([prompt + 4] * answers, range(answers), [0] + [prompt] * (answers - 1))
+
+
+def test_groups_stay_together_where_that_is_balanced_and_are_divided_where_ranks_would_wait() -> None:
+    together = plan_microbatches([prompt_and_answers(100, 8)] * 4, 1000, 2)
+    assert [[sorted({g for g, _ in microbatch}) for microbatch in rank] for rank in together] == [[[0, 2]], [[1, 3]]]
+    # One group for two ranks: both compute its prompt, because half of its answers are more than that.
+    divided = plan_microbatches([prompt_and_answers(4, 8)], 1000, 2)
+    assert sorted(len(rank[0]) for rank in divided) == [4, 4]
+
+
+def test_a_group_above_the_budget_is_divided_and_its_prefix_computed_again() -> None:
+    plan = plan_microbatches([prompt_and_answers(50, 8)], 62, 1)
+    assert [len(microbatch) for microbatch in plan[0]] == [4, 4]
+
+
+def test_keys_are_bounded_where_many_answers_follow_a_long_prompt() -> None:
+    """50 answers would be computed by 250 inputs, but each of them reads the prompt."""
+    (microbatches,) = plan_microbatches([prompt_and_answers(100, 50)], 1000, 1)
+    assert max(len(microbatch) for microbatch in microbatches) == KEYS_PER_TOKEN * 1000 // 103
+    assert len(microbatches) == 2
+
+
 def test_an_episode_longer_than_the_budget_is_refused() -> None:
     with pytest.raises(ValueError, match="101 tokens does not fit the token budget of 100"):
-        plan_microbatches([5, 101], 100, 2)
+        plan_microbatches(separate([5, 101]), 100, 2)

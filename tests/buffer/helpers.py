@@ -13,6 +13,7 @@ from monarch_rl.buffer.ledger import Counts
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.episode.episode import Episode, Group, Turn
 from monarch_rl.episode.packed import PackedEpisode, PackedGroup
+from monarch_rl.episode.prefixes import PrefixTree
 from monarch_rl.episode.sampling import Completion
 
 
@@ -35,7 +36,8 @@ def packed(
     episodes = [
         PackedEpisode(0.0 if equal else float(i), 2 + len(v), dict(Counter(v)), b"") for i, v in enumerate(versions)
     ]
-    return PackedGroup(group_id, group_id, episodes, failed, attempt, bytes(nbytes))
+    separate = PrefixTree(list(range(len(episodes))), [0] * len(episodes))
+    return PackedGroup(group_id, group_id, episodes, separate, failed, attempt, bytes(nbytes))
 
 
 def core(groups_per_step: int, max_policy_lag: int | None, version: int = 0, **settings: Any) -> BufferCore:

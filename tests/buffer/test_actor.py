@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from monarch.actor import ActorError, this_host
 
+from monarch_rl.algorithms.packing import KEYS_PER_TOKEN
 from monarch_rl.buffer.actor import Buffer, BufferClosed
 from monarch_rl.buffer.ledger import PLAYED_AGAIN, RUN_ENDED, STALE
 from monarch_rl.buffer.settings import BufferSettings
@@ -20,6 +21,7 @@ from monarch_rl.rollout.admissions import Admissions
 from monarch_rl.rollout.outbox import UNASKED_BYTES, Outbox
 from monarch_rl.runtime.deadlines import DeadlineExceeded, within
 from tests.buffer.helpers import episode, group
+from tests.episode.trees import distinct_inputs
 
 WAIT_S = 30.0
 
@@ -143,7 +145,9 @@ def test_shards_hold_each_episode_once_and_all_rewards() -> None:
                 assert shard.trainable_tokens == 1 + 2 + 3 + 2 + 3 + 4
                 assert shard.lag_counts.tolist() == [15, 0, 0] and shard.lag_counts.dtype == np.int64
                 for microbatch in shard.microbatches:
-                    assert sum(e.num_tokens for _, _, e in microbatch) <= 12
+                    assert sum(e.num_tokens - 1 for _, _, e in microbatch) <= KEYS_PER_TOKEN * 12
+                    by_group = [[e for g, _, e in microbatch if g == group] for group in range(2)]
+                    assert sum(map(distinct_inputs, by_group)) <= 12
                     for g, e, one_episode in microbatch:
                         places.append((g, e))
                         assert one_episode.reward == groups[g].episodes[e].reward

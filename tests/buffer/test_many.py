@@ -17,6 +17,7 @@ from monarch_rl.rollout.outbox import Outbox
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.endpoint import concurrent_endpoint
 from tests.buffer.helpers import episode
+from tests.episode.trees import distinct_inputs
 
 WORKERS, RANKS, GROUPS, SIZE, STEPS = 3, 3, 4, 5, 12
 TOKEN_BUDGET, LONGEST = 90, 40
@@ -24,10 +25,13 @@ WAIT_S = 60.0
 
 
 def make(group_id: int, version: int, attempt: int) -> Group:
-    """Episodes of lengths that only the group decides; the reward names the episode."""
+    """Episodes of lengths that only the group decides, with prompts and a few tokens in common; the reward names the
+    episode."""
     rng = random.Random(group_id)
     lengths = [rng.randint(1, LONGEST - 2) for _ in range(SIZE)]
     episodes = [episode([version] * n, reward=float(SIZE * group_id + i)) for i, n in enumerate(lengths)]
+    for i, one in enumerate(episodes):
+        one.turns[0].token_ids[rng.randint(2, 9) :] += LONGEST * (i + 1)
     return Group(group_id, group_id, episodes, attempt=attempt)
 
 
@@ -57,7 +61,7 @@ class Rank(Actor):
     async def take(self, buffer: Any, version: int) -> Any:
         rank = current_rank().rank
         shard = (await buffer.take.call_one(version, rank, RANKS, TOKEN_BUDGET, WAIT_S)).unpack()
-        return shard.rewards, [[(g, e, one.num_tokens, one.reward) for g, e, one in mb] for mb in shard.microbatches]
+        return shard.rewards, [[(g, e, one) for g, e, one in microbatch] for microbatch in shard.microbatches]
 
 
 async def system() -> None:
@@ -84,19 +88,23 @@ async def system() -> None:
 
 
 def check(shards: list[Any], trained: list[float]) -> None:
-    """All ranks have one batch, every episode of it once, and tokens that differ by at most the longest episode."""
-    rewards, places, tokens = shards[0][0], [], []
+    """All ranks have one batch, every episode of it once, and what they compute is within the budget and balanced."""
+    rewards, places, tokens, inputs = shards[0][0], [], [], 0
     assert len({len(microbatches) for _, microbatches in shards}) == 1
     for of_batch, microbatches in shards:
         assert [one.tolist() for one in of_batch] == [one.tolist() for one in rewards]
+        computed = 0
         for microbatch in microbatches:
-            assert sum(n for _, _, n, _ in microbatch) <= TOKEN_BUDGET
-            places += [(g, e) for g, e, _, _ in microbatch]
-            trained += [reward for _, _, _, reward in microbatch]
-            assert all(reward == rewards[g][e] for g, e, _, reward in microbatch)
-        tokens.append(sum(n for microbatch in microbatches for _, _, n, _ in microbatch))
+            places += [(g, e) for g, e, _ in microbatch]
+            trained += [one.reward for _, _, one in microbatch]
+            assert all(one.reward == rewards[g][e] for g, e, one in microbatch)
+            by_group = [[one for g, _, one in microbatch if g == group] for group in range(GROUPS)]
+            assert sum(map(distinct_inputs, by_group)) <= TOKEN_BUDGET
+            computed += sum(map(distinct_inputs, by_group))
+            inputs += sum(one.num_tokens - 1 for _, _, one in microbatch)
+        tokens.append(computed)
     assert sorted(places) == [(g, e) for g in range(GROUPS) for e in range(SIZE)]
-    assert max(tokens) - min(tokens) <= LONGEST
+    assert max(tokens) <= inputs / RANKS + LONGEST
 
 
 def test_all_ranks_agree_and_every_episode_is_trained_once() -> None:

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from monarch_rl.generator import launching
 from monarch_rl.generator.engine import Engine
 from monarch_rl.generator.settings import GeneratorSettings
+from tests.generator.checked_scheduler import FOLDER, CheckedTarget
 from tests.generator.helpers import PART_TOKENS, LoopThread, Staging, make_model, weights_in
 
 # Before Monarch is first used: how often it looks for dead processes.
@@ -17,6 +19,17 @@ os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY", "1s")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 SETTINGS = GeneratorSettings(max_running_requests=16, max_total_tokens=8192, part_tokens=PART_TOKENS)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def parity(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Engines that these tests start in their own process compare every forward with SGLang's own; the folder has what
+    they found."""
+    folder = tmp_path_factory.mktemp("parity")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(FOLDER, str(folder))
+        patch.setattr(launching, "SchedulerTarget", CheckedTarget)
+        yield folder
 
 
 @pytest.fixture(scope="session")

@@ -149,29 +149,3 @@ def test_seeded_draws_follow_the_probabilities() -> None:
         shares = torch.bincount(drawn[:, 0], minlength=5) / draws
         for share, probability in zip(shares.tolist(), probabilities.tolist(), strict=True):
             assert abs(share - probability) <= 5 * math.sqrt(probability * (1 - probability) / draws)
-
-
-@pytest.mark.parametrize("lengths", [[1], [3, 7, 5], [40, 1, 1, 1, 1, 1]])
-def test_sequences_attended_to_together_equal_each_alone(lengths: list[int]) -> None:
-    """4 heads share 2 KV heads; the last case is too ragged to pad and goes to SGLang's own loop."""
-    from monarch_rl.generator.cpu_platform import _attend
-
-    torch.manual_seed(0)
-    count, slots = len(lengths), 100
-    query, keys, values = (torch.randn(n, h, 8) for n, h in ((count, 4), (slots, 2), (slots, 2)))
-    table = torch.stack([torch.randperm(slots)[:50] for _ in range(count)])
-    alone = torch.empty_like(query)
-    for i, length in enumerate(lengths):
-        for head in range(4):
-            k, v = (cache[table[i, :length], head // 2] for cache in (keys, values))
-            alone[i, head] = (query[i, head] @ k.T * 0.3).softmax(-1) @ v
-    fallen_back = []
-
-    def original(*_: Any, **__: Any) -> torch.Tensor:
-        fallen_back.append(True)
-        return alone
-
-    arguments = (query, torch.empty_like(query), keys, values, table, torch.arange(count), torch.tensor(lengths))
-    together = _attend(original, None, *arguments, scaling=0.3, enable_gqa=True)
-    assert torch.allclose(together, alone, atol=1e-6)
-    assert bool(fallen_back) == (max(lengths) == 40)

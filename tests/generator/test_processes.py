@@ -11,8 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.generator.helpers import gone, wait_until
+
+pytestmark = pytest.mark.heavy
 
 START_S = 120.0
 

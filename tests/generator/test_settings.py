@@ -30,7 +30,7 @@ from monarch_rl.model.lora import LoraSettings
     ],
 )
 def test_a_bad_value_is_refused_by_name(field: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=field):
+    with pytest.raises(ValueError, match=f"generator.{field.replace('_', '-')} must "):
         GeneratorSettings(**{field: value})
 
 

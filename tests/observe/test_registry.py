@@ -99,7 +99,7 @@ def test_what_the_watch_and_an_evaluation_log_is_in_it() -> None:
 def test_what_the_objectives_sum_is_in_it() -> None:
     part = shard(batch(0), 0, 0, 1, 1024)
     batches = pack_shard(part, advantages_of(part.rewards, grpo), "token_mean", 20, torch.device("cpu"))
-    tokens = int(batches[0].trainable.sum())
+    tokens = len(batches[0].behaviour_logprobs)
     output = TokenLogprobs(*(torch.full((tokens,), value) for value in (-4.0, 4.0, 1.0)))
     made_of_them = {
         "on_policy_tokens": "on_policy_share",

@@ -20,6 +20,9 @@ from typing import Any
 
 import torch
 
+ENGINE_S = 600.0
+"""Seconds in which the engine starts or answers on a crowded machine: some 15, and 1."""
+
 
 def serve(model: str, pipe: Connection, parent: int) -> None:
     """Answer ``(state, prompts, seeds, max_new_tokens, end)`` with ``(ids, logprobs)`` drawn under ``state``."""
@@ -119,10 +122,10 @@ def main(model: str, settings: str, output: str) -> None:
     def draw(state: dict[str, torch.Tensor], *request: Any) -> Any:
         named = {name: value.detach().clone() for name, value in state.items() if name != "lm_head.weight"}
         here.send((named, *request))
-        assert here.poll(120), "the engine did not answer"
+        assert here.poll(ENGINE_S), f"the engine did not answer within {ENGINE_S:g} s"
         return here.recv()
 
-    assert here.poll(120) and here.recv() == "ready"
+    assert here.poll(ENGINE_S) and here.recv() == "ready", f"the engine did not start within {ENGINE_S:g} s"
     trained = train(Path(model), json.loads(settings), draw)
     here.send(None)
     engine.join(60)

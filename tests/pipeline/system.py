@@ -43,7 +43,20 @@ G = TypeVar("G", bound=Generator)
 
 
 class InspectedGenerator(Generator):
-    """A generator that also shows what its engine holds."""
+    """A generator that also shows what its engine holds, and how much of each version came."""
+
+    _received: tuple[int, ...] = ()
+
+    async def _receive(self, version: int, snapshot: int) -> int:
+        nbytes = await super()._receive(version, snapshot)
+        self._received += (nbytes,)
+        return nbytes
+
+    @concurrent_endpoint
+    async def take_received(self) -> list[int]:
+        """The bytes of each version, or update to one, that came since the last call."""
+        received, self._received = self._received, ()
+        return list(received)
 
     @concurrent_endpoint
     async def save_ranks(self, folder: str) -> None:

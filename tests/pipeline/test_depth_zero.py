@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -22,13 +23,26 @@ TASK = {
 SETTINGS = {"task": TASK, "steps": 3, "groups_per_step": 4, "group_size": 4, "max_new_tokens": 6, "lr": 1e-3, "seed": 5}
 
 
-def run(*command: str) -> str:
+PROGRAMS_S = 1200.0
+"""Seconds for programs that run at the same time: some 40 when nothing else runs."""
+
+
+def run(scratch: Path, *commands: list[str]) -> None:
+    """Run programs of Python at the same time: each takes long to import what it needs. Their errors fail the test."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
+    deadline, programs = time.monotonic() + PROGRAMS_S, []
+    try:
+        for number, command in enumerate(commands):
+            with (log := scratch / f"program{number}.log").open("w") as output:
+                command = [sys.executable, *command]
+                program = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
+            programs.append((program, log))
+        for program, log in programs:
+            assert program.wait(deadline - time.monotonic()) == 0, log.read_text()[-6000:]
+    finally:
+        for program, _ in programs:
+            program.kill()
+            program.wait(10)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -36,12 +50,13 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1900)
+@pytest.mark.heavy
+@pytest.mark.timeout(2 * PROGRAMS_S + 60)
 def test_depth_zero_makes_the_updates_of_a_plain_synchronous_loop(tmp_path: Path) -> None:
     model = tmp_path / "model"
     size = ["--hidden-size", "64", "--layers", "2", "--steps", "40", "--ranks", "1"]
     task = [part for name, value in TASK.items() for part in (f"--task.{name.replace('_', '-')}", str(value))]
-    run("tools/make_tiny_model.py", "--output", str(model), *size, *task)
+    run(tmp_path, ["tools/make_tiny_model.py", "--output", str(model), *size, *task])
     arguments = {
         "model": model,
         "output": tmp_path / "runs",
@@ -55,13 +70,17 @@ def test_depth_zero_makes_the_updates_of_a_plain_synchronous_loop(tmp_path: Path
         "trainer.lr": SETTINGS["lr"],
         "trainer.lr-warmup-steps": 0,
     }
-    run("recipes/grpo.py", *task, *(part for name, value in arguments.items() for part in (f"--{name}", str(value))))
+    plain = tmp_path / "plain.safetensors"
+    recipe = [part for name, value in arguments.items() for part in (f"--{name}", str(value))]
+    run(
+        tmp_path,
+        ["recipes/grpo.py", *task, *recipe],
+        ["tests/pipeline/plain_loop.py", str(model), json.dumps(SETTINGS), str(plain)],
+    )
     (folder,) = (tmp_path / "runs").iterdir()
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert {row["lag/max"] for row in rows if "lag/max" in row} == {0}
     assert any(0 < row.get("reward/mean", 0) < 1 for row in rows), "without rewards nothing would be compared"
-    plain = tmp_path / "plain.safetensors"
-    run("tests/pipeline/plain_loop.py", str(model), json.dumps(SETTINGS), str(plain))
 
     start, trained, expected = weights(model), weights(folder / "model"), load_file(plain)
     assert trained.keys() == expected.keys()

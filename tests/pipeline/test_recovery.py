@@ -167,9 +167,10 @@ def test_a_lost_worker_leaves_its_groups_and_another_plays(tmp_path: Path, how: 
             await stage.until(stage.returns)
             (new,) = stage.started["rollout worker"]
             assert stage.events == [("release", "rollout worker 0"), ("dispatch",)]
-            assert new.runs == 1
+            await stage.until(lambda: new.runs)  # the task that asks it to play starts after its return is noted
             stage.workers.handles[1].work.set_result(None)
             new.work.set_result(None)  # it was asked to play, or this would end nothing
+        assert new.runs == 1
         assert stage.events[-1] == ("close",)
 
     run_on_stage(tmp_path, test)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -15,6 +17,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from monarch_rl.buffer.settings import BufferSettings
+from monarch_rl.runtime import fork_client
 from tests.runtime.launched import Launched
 from tools.make_tiny_model import Settings as TinyModel
 from tools.make_tiny_model import write_random_model
@@ -25,6 +28,8 @@ RUN_S = 420.0
 """Seconds for a run of a few steps on shared cores: some 20 when nothing else runs."""
 GONE_S = 12.0
 """Seconds until nothing is left once the run itself has ended; at once unless it was killed."""
+STOP_S = 40.0
+"""Seconds from a signal to the end of the run: at most 20 for an orderly end, then 16 for its host process."""
 STEPS = 3
 ROW = {"group", "task_index", "prompt", "turns", "answer", "reward", "parts", "finish_reason", "tokens", "versions"}
 """The keys of a sampled rollout."""
@@ -46,8 +51,12 @@ def process_named(run: Launched, name: str) -> psutil.Process:
     """A process of the run by what Monarch calls it (``trainer-1``), or by its title if that is SGLang's."""
     for line in run.left():
         process = psutil.Process(int(line.split()[0]))
-        title = process.cmdline()[0]
-        called = title if title.startswith("sglang::") else process.environ().get("HYPERACTOR_PROCESS_NAME", "")
+        command = process.cmdline()
+        if fork_client.__file__ in command:  # it stands in for the process
+            continue
+        title = command[0].removeprefix("monarch_rl::")
+        titled = title != command[0] or title.startswith("sglang::")
+        called = title if titled else process.environ().get("HYPERACTOR_PROCESS_NAME", "")
         if called.split(" ")[0] == name:
             return process
     raise AssertionError(f"no process {name} among {run.left()}")
@@ -84,6 +93,38 @@ def wait_for_line(run: Launched, pattern: str, after: re.Match[str] | None = Non
         assert time.monotonic() < deadline, f"no {pattern} after {RUN_S} s\n{run.output()}"
         time.sleep(0.1)
     return found
+
+
+def send(run: Launched, process: str, number: signal.Signals) -> None:
+    """Send a signal to a process of a run that is under way, as soon as a step was shown."""
+    wait_for_step(run)
+    victim = process_named(run, process)  # looking takes time in which a step may end
+    shown = wait_for_line(run, r"^step 1/")
+    wait_for_line(run, r"^step \d+/", after=shown)
+    victim.send_signal(number)
+
+
+def goes_on(run: Launched, after: re.Match[str]) -> None:
+    """Wait until a run of 500 steps makes five more steps, later than ``after``."""
+    step = int(wait_for_line(run, r"^step (\d+)/500", after=after)[1])
+    wait_for_line(run, rf"^step {step + 5}/500", after=after)
+
+
+def ends_by(run: Launched, number: signal.Signals, code: int, to_group: bool = False) -> None:
+    """A signal to the recipe's process, or to its whole group, ends the run with ``code`` and leaves nothing."""
+    before = len(run.output())
+    (os.killpg if to_group else os.kill)(run.process.pid, number)
+    assert run.wait(STOP_S) == code, run.output()
+    run.assert_gone(GONE_S)
+    assert_no_traceback(run.output()[before:])
+
+
+def steps_logged(folder: Path) -> list[dict[str, Any]]:
+    """The rows of the steps in the metrics of the only run in ``folder``, which begin with an evaluation."""
+    (file,) = folder.glob("*/metrics.jsonl")
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [row["step"] for row in rows][:2] == [0, 1]
+    return [row for row in rows if "lag/max" in row]
 
 
 def assert_no_traceback(output: str) -> None:

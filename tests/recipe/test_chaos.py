@@ -14,6 +14,7 @@ RUN_S = 1500.0
 
 
 @pytest.mark.slow
+@pytest.mark.heavy
 @pytest.mark.timeout(1800)
 def test_a_run_survives_every_fault() -> None:
     """The driver raises if the bound, the account of groups, a return or the end of all processes is not as it should

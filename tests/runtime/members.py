@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
+from pathlib import Path
 
 from monarch.actor import Actor
 
@@ -17,7 +18,8 @@ class Member(Actor):
 
     @concurrent_endpoint
     async def see(self) -> dict[str, str]:
-        return {**os.environ, "host_address": host_address()}
+        forked = "fork_server" in Path("/proc/self/cmdline").read_text()
+        return {**os.environ, "host_address": host_address(), "forked": str(forked)}
 
     @concurrent_endpoint
     async def all_reduce(self) -> float:

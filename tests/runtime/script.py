@@ -2,6 +2,7 @@
 
 ``work`` all-reduces over a mesh of all devices (at most 2 a host) and writes what the processes saw to FOLDER/report.
 ``wait`` and ``raise`` start processes, and processes below those, write FOLDER/ready, and then sleep or raise.
+With ``-forked`` after the mode the processes come from the hosts' fork servers.
 """
 
 from __future__ import annotations
@@ -17,13 +18,17 @@ from members import Member
 
 from monarch_rl.runtime.cluster import Cluster, init_torch_distributed_env, launch_cluster
 from monarch_rl.runtime.deadlines import within
+from monarch_rl.runtime.fork_server import Preload
 
 DEADLINE_S = 60.0
+PRELOAD = Preload("torch", ("torch",))
 
 
 async def work(cluster: Cluster, folder: Path) -> None:
-    trainer = cluster.spawn("trainer", cluster.num_hosts * min(2, cluster.devices_per_host), first_device=0)
-    buffer = cluster.spawn("buffer", 1, env={"ROLE": "buffer"})
+    trainer = cluster.spawn(
+        "trainer", cluster.num_hosts * min(2, cluster.devices_per_host), first_device=0, preload=PRELOAD.name
+    )
+    buffer = cluster.spawn("buffer", 1, env={"ROLE": "buffer"}, preload=PRELOAD.name)
     report = {}
     for name, mesh in (("trainer", trainer), ("buffer", buffer)):
         await init_torch_distributed_env(mesh)
@@ -39,7 +44,7 @@ async def work(cluster: Cluster, folder: Path) -> None:
 
 
 async def linger(cluster: Cluster, folder: Path, mode: str) -> None:
-    members = cluster.spawn("members", 2, first_device=0).spawn("members", Member)
+    members = cluster.spawn("members", 2, first_device=0, preload=PRELOAD.name).spawn("members", Member)
     await within(DEADLINE_S, members.start_child.call(), "the children")
     (folder / "ready").write_text(str(os.getpid()))
     if mode == "raise":
@@ -53,8 +58,8 @@ async def linger(cluster: Cluster, folder: Path, mode: str) -> None:
 
 def main() -> None:
     logging.basicConfig(level="INFO")
-    mode, folder = sys.argv[1], Path(sys.argv[2])
-    with launch_cluster() as cluster:
+    (mode, _, forked), folder = sys.argv[1].partition("-"), Path(sys.argv[2])
+    with launch_cluster([PRELOAD] if forked else []) as cluster:
         if cluster is not None:
             asyncio.run(work(cluster, folder) if mode == "work" else linger(cluster, folder, mode))
 

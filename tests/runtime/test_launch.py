@@ -33,7 +33,7 @@ def agent(mode: str, folder: Path, port: int) -> list[str]:
     return [*TORCHRUN, *job, f"--rdzv-endpoint=127.0.0.1:{port}", str(SCRIPT), mode, str(folder)]
 
 
-def check_report(folder: Path, hosts: int, processes: int) -> None:
+def check_report(folder: Path, hosts: int, processes: int, forked: bool = False) -> None:
     report: dict[str, Any] = json.loads((folder / "report").read_text())
     trainer, buffer = report["trainer"], report["buffer"]
     assert trainer["extent"] == {"hosts": hosts, "gpus": processes // hosts}
@@ -42,42 +42,47 @@ def check_report(folder: Path, hosts: int, processes: int) -> None:
     assert buffer["sums"] == [1.0] and buffer["environments"][0]["ROLE"] == "buffer"
     for seen in trainer["environments"] + buffer["environments"]:
         assert seen["MASTER_ADDR"] == "127.0.0.1"
+        assert seen["forked"] == str(forked)
         assert not [name for name in seen if name.startswith("TORCHELASTIC_")]
 
 
-@pytest.mark.parametrize("command", [python, torchrun])
-def test_work_on_one_node(start: Start, tmp_path: Path, command: Any) -> None:
-    run = start(command("work", tmp_path))
+@pytest.mark.parametrize(("command", "mode"), [(python, "work"), (torchrun, "work"), (python, "work-forked")])
+def test_work_on_one_node(start: Start, tmp_path: Path, command: Any, mode: str) -> None:
+    run = start(command(mode, tmp_path))
     assert run.wait() == 0, run.output()
-    check_report(tmp_path, hosts=1, processes=2)
+    check_report(tmp_path, hosts=1, processes=2, forked=mode == "work-forked")
+    assert "Traceback" not in run.output()
     run.assert_gone(GONE_S)
 
 
 def test_work_on_two_nodes(start: Start, tmp_path: Path) -> None:
     port = free_port()
-    agents = [start(agent("work", tmp_path, port)) for _ in range(2)]
+    agents = [start(agent("work-forked", tmp_path, port)) for _ in range(2)]
     for run in agents:
         assert run.wait() == 0, run.output()
-    check_report(tmp_path, hosts=2, processes=2)
+    check_report(tmp_path, hosts=2, processes=2, forked=True)
     for run in agents:
         run.assert_gone(GONE_S)
 
 
 @pytest.mark.parametrize(
-    ("number", "to_group", "code"),
+    ("mode", "number", "to_group", "code"),
     [
-        (signal.SIGINT, True, 130),  # Ctrl-C in a terminal
-        (signal.SIGINT, False, 130),
-        (signal.SIGTERM, False, 143),
-        (signal.SIGKILL, False, -9),
+        ("wait", signal.SIGINT, True, 130),  # Ctrl-C in a terminal
+        ("wait", signal.SIGINT, False, 130),
+        ("wait", signal.SIGTERM, False, 143),
+        ("wait", signal.SIGKILL, False, -9),
+        ("wait-forked", signal.SIGTERM, False, 143),
+        ("wait-forked", signal.SIGKILL, False, -9),
     ],
 )
 def test_a_signal_leaves_no_process(
-    start: Start, tmp_path: Path, number: signal.Signals, to_group: bool, code: int
+    start: Start, tmp_path: Path, mode: str, number: signal.Signals, to_group: bool, code: int
 ) -> None:
-    run = start(python("wait", tmp_path))
+    run = start(python(mode, tmp_path))
     controller = int(run.wait_for(tmp_path / "ready"))
-    assert len(run.left()) == 6, "controller, host, two processes with a child each"
+    # A fork server with one preload is two processes, and each forked process has a stand-in.
+    assert len(run.left()) == (10 if mode == "wait-forked" else 6), "controller, host, two processes with a child each"
     (os.killpg if to_group else os.kill)(controller, number)
     assert run.wait(GONE_S) == code, run.output()
     run.assert_gone(GONE_S)

@@ -8,8 +8,10 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -181,23 +183,81 @@ def test_what_is_replaced_is_ended_even_if_it_does_not_answer(
     run(test)
 
 
+COMPUTING_S = 15.0
+"""Seconds for which a process computes in one call."""
+CROWDED_STALL_S = COMPUTING_S / 3
+"""Longer than elsewhere here: in each window of this length, the machine must give the process 5 % of a core."""
+ATTEMPTS = 6
+"""A process that the machine leaves without a core looks idle: then the test begins again."""
+
+
+@contextmanager
+def queued(pids: Sequence[int]) -> Iterator[Callable[[], float]]:
+    """Observe processes while the block runs.
+
+    Yields:
+        Returns the seconds for which threads of one of them were ready to run and had no core, at most.
+    """
+    before = {pid: queued_s(pid) for pid in pids}
+    longest, ended = 0.0, threading.Event()
+
+    def observe() -> None:
+        nonlocal longest
+        while not ended.wait(0.1):
+            longest = max(longest, *(queued_s(pid) - before[pid] for pid in pids))
+
+    observer = threading.Thread(target=observe, daemon=True)
+    observer.start()
+    try:
+        yield lambda: longest
+    finally:
+        ended.set()
+        observer.join()
+
+
+def queued_s(pid: int) -> float:
+    """The second number of Linux's ``schedstat``, in ns, over all threads; 0 of a process that has ended."""
+    waited = 0
+    with suppress(OSError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            waited += int((thread / "schedstat").read_text().split()[1])
+    return waited / 1e9
+
+
+def computes_unhindered(cluster: Cluster, folder: Path) -> bool:
+    """Whether the watch leaves a rank alone that computes; if not, the machine must have given it no core."""
+    folder.mkdir()
+    left_alone = True
+
+    async def test() -> None:
+        nonlocal left_alone
+        ranks, pids = await players(cluster, "trainer rank")
+        with queued(pids) as longest_s:
+            try:
+                async with watched(cluster, folder, CROWDED_STALL_S) as watch:
+                    await within(4 * COMPUTING_S, ranks[0].spin.call_one(COMPUTING_S), "ranks", on="trainer ranks")
+                    lag: dict[str, float] = {}
+                    deadline = time.monotonic() + PATIENCE_S
+                    while lag.get("loop_lag/trainer_max_ms", 0) < 0.8 * COMPUTING_S * 1e3:
+                        assert time.monotonic() < deadline, lag
+                        lag |= watch.loop_lag()
+                        await asyncio.sleep(0.1)
+            except Stalled as stalled:
+                assert longest_s() > CROWDED_STALL_S / 2, f"the machine had cores, but {stalled}"
+                left_alone = False
+            else:
+                assert not list(folder.glob("stall-*")), "a report was written"
+
+    run(test)
+    return left_alone
+
+
 def test_a_process_that_computes_is_left_alone_however_long_and_shows_in_the_lag(
     cluster: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def test() -> None:
-        ranks, _ = await players(cluster, "trainer rank")
-        async with watched(cluster, tmp_path, STALL_S) as watch:
-            await within(PATIENCE_S, ranks[0].spin.call_one(5 * STALL_S), "the ranks", on="trainer ranks")
-            lag: dict[str, float] = {}
-            deadline = time.monotonic() + PATIENCE_S
-            while lag.get("loop_lag/trainer_max_ms", 0) < 4 * STALL_S * 1e3:
-                assert time.monotonic() < deadline, lag
-                lag |= watch.loop_lag()
-                await asyncio.sleep(0.1)
-        assert not list(tmp_path.glob("stall-*")), "a report was written"
-        assert re.search(r"the event loop of trainer rank 0 turned \d+\.\d s too late", caplog.text)
-
-    run(test)
+    attempts = (computes_unhindered(cluster, tmp_path / str(attempt)) for attempt in range(ATTEMPTS))
+    assert any(attempts), f"a process that computes was ended {ATTEMPTS} times"
+    assert re.search(r"the event loop of trainer rank 0 turned \d+\.\d s too late", caplog.text)
 
 
 def test_a_deadline_that_passes_leaves_a_report(cluster: Cluster, tmp_path: Path) -> None:
@@ -251,6 +311,7 @@ def test_a_stall_without_a_culprit_ends_with_the_waits_as_far_as_they_go(cluster
     run(test)
 
 
+@pytest.mark.heavy
 def test_a_blocked_controller_is_ended_at_once(tmp_path: Path) -> None:
     script = tmp_path / "controller.py"
     script.write_text(

@@ -79,7 +79,7 @@ def test_bad_settings_say_what_to_do(task: TaskSettings, message: str) -> None:
 
 @pytest.mark.parametrize(("field", "value"), [("train_size", 0), ("held_out_size", 0), ("seed", -1)])
 def test_numbers_out_of_range_are_refused(field: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"task.{field.replace('_', '-')} must be"):
+    with pytest.raises(ValueError, match=f"task.{field.replace('_', '-')} must "):
         dataclasses.replace(TaskSettings(), **{field: value})
 
 

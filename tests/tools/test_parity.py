@@ -53,6 +53,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {kind: make_model(root / kind, kind) for kind in ("qwen3", "moe")}
 
 
+@pytest.mark.heavy
 def test_a_dense_model_agrees(models: dict[str, Path], tmp_path: Path) -> None:
     done = run(models["qwen3"], "--plot", str(tmp_path / "plots" / "parity.png"))
     assert done.code == 0 and done.verdict.startswith("PASS: ") and done.found["verdict"] == "pass"
@@ -63,6 +64,7 @@ def test_a_dense_model_agrees(models: dict[str, Path], tmp_path: Path) -> None:
     assert (tmp_path / "plots" / "parity.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.heavy
 def test_a_mixture_of_experts_agrees_in_its_routes_too(models: dict[str, Path]) -> None:
     done = run(models["moe"])
     assert done.code == 0 and "with the engine's experts replayed" in done.verdict
@@ -75,6 +77,7 @@ def test_a_mixture_of_experts_agrees_in_its_routes_too(models: dict[str, Path]) 
     assert costs["mask_bytes_per_token"] == pytest.approx(4 + 4 * costs["kept_ids_per_token"], rel=1e-3)
 
 
+@pytest.mark.heavy
 def test_other_weights_fail_and_replay_mends_only_what_is_the_routers(models: dict[str, Path], tmp_path: Path) -> None:
     other, weights = tmp_path / "other", weights_in(models["moe"])
     shutil.copytree(models["moe"], other)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from monarch_rl.algorithms.packing import plan_microbatches
+from monarch_rl.algorithms.packing import SharingGroup, plan_microbatches
 from monarch_rl.episode.episode import BatchShard, Episode, Group, Turn
+from monarch_rl.episode.prefixes import prefix_tree
 
 VOCABULARY, STEPS, LR, WEIGHT_DECAY, MAX_NEW_TOKENS = 101, 4, 1e-3, 0.1, 20
 
@@ -37,13 +38,16 @@ def single(step: int) -> list[Group]:
 
 def shard(groups: list[Group], version: int, rank: int, ranks: int, token_budget: int) -> BatchShard:
     """What one trainer rank would take of them from the buffer."""
-    places = [(g, e, episode) for g, group in enumerate(groups) for e, episode in enumerate(group.episodes)]
-    plan = plan_microbatches([episode.num_tokens for _, _, episode in places], token_budget, ranks)[rank]
-    trainable = sum(episode.num_trainable for _, _, episode in places)
+    sharing = [
+        SharingGroup([episode.num_tokens for episode in group.episodes], *prefix_tree(group.episodes))
+        for group in groups
+    ]
+    plan = plan_microbatches(sharing, token_budget, ranks)[rank]
+    trainable = sum(episode.num_trainable for group in groups for episode in group.episodes)
     return BatchShard(
         version=version,
         rewards=[group.rewards for group in groups],
-        microbatches=[[places[i] for i in microbatch] for microbatch in plan],
+        microbatches=[[(g, e, groups[g].episodes[e]) for g, e in microbatch] for microbatch in plan],
         trainable_tokens=trainable,
         lag_counts=np.asarray([trainable]),
     )

@@ -73,10 +73,9 @@ def logprobs(policy: Policy, batch: MicroBatch) -> dict[str, torch.Tensor]:
         token_logprobs = policy.token_logprobs(batch)
     for hook in hooks:
         hook.remove()
-    masks = policy.module.get_attention_masks(positions=batch.positions)
     with torch.no_grad():  # expert routes are still set
-        logits = policy.module(batch.token_ids, positions=batch.positions, attention_masks=masks)[0]
-    return tensors | token_logprobs._asdict() | {"logits": logits[batch.trainable].contiguous()}
+        logits = policy.module(batch.token_ids, positions=batch.positions, attention_masks=batch.attention)[0]
+    return tensors | token_logprobs._asdict() | {"logits": logits[batch.drawn_after].contiguous()}
 
 
 def gradients(policy: Policy, batch: MicroBatch) -> dict[str, torch.Tensor]:
@@ -101,7 +100,7 @@ def main(folder: Path, degree: int) -> None:
             batch = packed(made, policy.device)
             name = f"{router_replay}.{checkpoint}.rank{policy.rank}"
             outputs = logprobs(policy, batch)
-            inputs = {"trainable": batch.trainable, "ids": batch.targets[0, batch.trainable]}
+            inputs = {"drawn_after": batch.drawn_after, "ids": batch.targets}
             if batch.kept_sets is not None:
                 inputs |= {"kept_counts": batch.kept_sets[0], "kept_ids": batch.kept_sets[1]}
             if batch.expert_routes is not None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from monarch_rl.model.lora import LoraSettings
+from monarch_rl.trainer.attention_layout import separate_layout
 from monarch_rl.trainer.objective import reinforcement
 from monarch_rl.trainer.policy import Policy
 from monarch_rl.trainer.settings import TrainerSettings
@@ -52,7 +53,7 @@ def check_trained(policy: Policy, lora: LoraSettings) -> None:
 def write_logits(policy: Policy, folder: Path, kind: str, name: str) -> None:
     tokens = load_file(folder / f"{kind}.logits")["tokens"]
     positions = torch.arange(tokens.shape[1]).repeat(tokens.shape[0])[None]
-    masks = policy.module.get_attention_masks(positions=positions)
+    masks = separate_layout([tokens.shape[1]] * tokens.shape[0], policy.device)
     with torch.no_grad():
         logits = policy.module(tokens.flatten()[None], positions=positions, attention_masks=masks)[0]
     save_file({"logits": logits.contiguous()}, folder / f"{name}.rank{policy.rank}")

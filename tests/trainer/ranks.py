@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from monarch_rl.algorithms.advantages import ADVANTAGES
 from monarch_rl.algorithms.aggregation import Aggregation
 from monarch_rl.episode.episode import BatchShard
+from monarch_rl.trainer.attention_layout import separate_layout
 from monarch_rl.trainer.batch import MicroBatch, advantages_of, pack_shard
 from monarch_rl.trainer.objective import reinforcement
 from monarch_rl.trainer.policy import Policy
@@ -33,7 +34,7 @@ def round_trip(folder: Path, name: str, settings: TrainerSettings, written: str)
     policy = Policy(folder / name, settings, total_steps=1)
     tokens = load_file(folder / f"{name}.logits")["tokens"]
     positions = torch.arange(tokens.shape[1]).repeat(tokens.shape[0])[None]
-    masks = policy.module.get_attention_masks(positions=positions)
+    masks = separate_layout([tokens.shape[1]] * tokens.shape[0], policy.device)
     with torch.no_grad():
         logits = policy.module(tokens.flatten()[None], positions=positions, attention_masks=masks)[0]
     save_file({"logits": logits.contiguous()}, folder / f"{written}.rank{policy.rank}")

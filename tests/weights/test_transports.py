@@ -252,5 +252,5 @@ def test_a_late_sender_is_named() -> None:
 
 @pytest.mark.parametrize("setting", ["bucket_mib", "deadline_s", "attempts"])
 def test_settings_must_be_positive(setting: str) -> None:
-    with pytest.raises(ValueError, match=setting):
+    with pytest.raises(ValueError, match=f"weights.{setting.replace('_', '-')} must be "):
         TransferSettings(**{setting: 0})  # type: ignore[arg-type]

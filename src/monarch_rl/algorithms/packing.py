@@ -1,53 +1,183 @@
-"""Which episode goes into which micro-batch of which trainer rank."""
+"""Which episode goes into which micro-batch of which trainer rank, where what episodes share is computed once."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+KEYS_PER_TOKEN = 4
+"""Keys that a micro-batch may gather, as a multiple of its token budget. Each episode's queries read the keys and
+values of its whole prefix, so one behind a long shared prefix gathers far more keys than it computes. Without this
+bound a micro-batch of many short answers to one long prompt would have no bound on its memory. Keys and values are a
+small part of what a layer keeps for the backward pass (in Qwen3-4B some 2,000 of 50,000 numbers a token), so four
+times as many of them cost an eighth more memory."""
 
 
-def plan_microbatches(lengths: Sequence[int], token_budget: int, dp_size: int) -> list[list[list[int]]]:
-    """Spread episodes over micro-batches: few, within the budget, and balanced between ranks.
+class SharingGroup(NamedTuple):
+    """The lengths of a group's episodes, and what they share: ``PrefixTree`` of ``episode/prefixes.py``."""
 
-    Episodes lie one after the other in their micro-batch, without padding, so the only waste is the wait of a rank
-    with fewer tokens for a rank with more. Episodes are placed from the longest to the shortest, each into the
-    micro-batch with the fewest tokens (LPT; Graham, 1969), with as few micro-batches as hold them all.
+    lengths: Sequence[int]
+    """Tokens of each episode. Its inputs are one fewer: the last token is only ever a target."""
+    order: Sequence[int]
+    """All episodes, so that any two share the least that neighbours between them share."""
+    shared: Sequence[int]
+    """Inputs that each episode, in this order, shares with the one before it; 0 for the first."""
 
-    Any two micro-batches differ by at most the longest episode (when the larger one got its last episode, it was no
-    larger than the other). Micro-batches of similar size run at the same time on all ranks, so the waits of a rank,
-    summed over all of its micro-batches, are at most the longest episode too.
+    def computed(self, places: Sequence[int]) -> int:
+        """Inputs that a micro-batch computes of some episodes, by ascending places in ``order``."""
+        inputs = self.gathered(places)
+        for before, place in zip(places[:-1], places[1:], strict=True):
+            inputs -= min(self.shared[before + 1 : place + 1])
+        return inputs
+
+    def gathered(self, places: Sequence[int]) -> int:
+        """Keys that the queries of these episodes read: all inputs of each, shared ones too."""
+        return sum(max(self.lengths[self.order[place]] - 1, 0) for place in places)
+
+
+def separate(lengths: Sequence[int]) -> list[SharingGroup]:
+    """Episodes that share nothing, each a group of its own."""
+    return [SharingGroup([tokens], [0], [0]) for tokens in lengths]
+
+
+@dataclass(slots=True)
+class _Piece:
+    """Neighbours of one group that go into the same micro-batch."""
+
+    group: int
+    places: list[int]
+    computed: int
+    keys: int
+
+
+@dataclass(slots=True)
+class _Bin:
+    """A micro-batch that is being filled."""
+
+    places: dict[int, list[int]] = field(default_factory=dict)
+    """By group, ascending."""
+    computed: int = 0
+    keys: int = 0
+
+    def add(self, piece: _Piece, group: SharingGroup) -> None:
+        here = self.places.get(piece.group)
+        if here is None:
+            self.places[piece.group] = piece.places
+            self.computed += piece.computed
+        else:  # pieces of one group that meet share again
+            together = sorted(here + piece.places)
+            self.places[piece.group] = together
+            self.computed += group.computed(together) - group.computed(here)
+        self.keys += piece.keys
+
+
+def plan_microbatches(
+    groups: Sequence[SharingGroup], token_budget: int, dp_size: int
+) -> list[list[list[tuple[int, int]]]]:
+    """Spread episodes over micro-batches: few, within the budget, balanced between ranks, with little computed twice.
+
+    A micro-batch computes what episodes of a group share once; if they are in different ones, each computes it. So
+    whole groups should stay together, but small pieces are easier to balance. Several plans are made, of whole groups,
+    of their halves, quarters, ... and of single episodes, and the one is taken by which the slowest rank has least to
+    compute. In each plan a piece is a run of neighbours in the group's tree, cut further where the budget asks for it.
+    Pieces are placed from the largest to the smallest, each into the micro-batch that computes least so far (LPT;
+    Graham, 1969), in as few micro-batches as hold them.
+
+    What holds of every plan, in inputs computed:
+
+    1. A micro-batch computes at most ``token_budget`` inputs and gathers at most ``KEYS_PER_TOKEN`` times as many keys.
+    2. Any two micro-batches differ by at most the largest piece: when the larger one got its last piece, it was no
+       larger than the other, and none ever becomes smaller. Micro-batches of similar size run at the same time on all
+       ranks, so the waits of a rank, summed over all of its micro-batches, are at most the largest piece, too.
+
+    And of the chosen one: the slowest rank computes, with its waits, at most a rank's share of what separate episodes
+    would compute, and the longest episode. For the plan of single episodes computes at most that together, and by 2 no
+    rank has more than the mean and the longest episode.
 
     Args:
-        lengths: tokens of each episode.
-        token_budget: tokens that one micro-batch may have.
+        groups: what is to be placed.
+        token_budget: tokens that one micro-batch may compute.
         dp_size: trainer ranks; all of them run the same number of micro-batches, because their collectives need it.
 
     Returns:
-        ``plan[rank][k]``: the indices into ``lengths`` of the k-th micro-batch of that rank, ascending. A
-        micro-batch is empty only if there are fewer episodes than micro-batches.
+        ``plan[rank][k]``: the k-th micro-batch of that rank: ``(group, episode)``, by their indices in ``groups`` and
+        in ``lengths``, ascending. A micro-batch is empty only if there are fewer pieces than micro-batches.
 
     Raises:
         ValueError: an episode is longer than the budget, or the budget or ``dp_size`` is not positive.
     """
     if token_budget < 1 or dp_size < 1:
         raise ValueError(f"token_budget ({token_budget}) and dp_size ({dp_size}) must be positive")
-    if lengths and max(lengths) > token_budget:
+    longest = max((tokens for group in groups for tokens in group.lengths), default=0)
+    if longest > token_budget:
         raise ValueError(
-            f"an episode of {max(lengths)} tokens does not fit the token budget of {token_budget}: "
+            f"an episode of {longest} tokens does not fit the token budget of {token_budget}: "
             f"raise the budget to at least that"
         )
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    rounds = max(1, -(-sum(lengths) // (token_budget * dp_size)))
+    shared_once = sum(group.computed(range(len(group.order))) for group in groups)
+    best: tuple[int, list[list[_Bin]]] | None = None
+    for parts in _parts(groups):
+        rounds = _place(groups, parts, token_budget, dp_size, shared_once)
+        slowest = sum(at_once[0].computed for at_once in rounds)
+        if best is None or slowest < best[0]:
+            best = slowest, rounds
+        if slowest * dp_size <= shared_once:  # nothing is computed twice, and nobody waits
+            break
+    assert best is not None
+    return [[_episodes(groups, at_once[rank]) for at_once in best[1]] for rank in range(dp_size)]
+
+
+def _parts(groups: Sequence[SharingGroup]) -> Iterator[int]:
+    """Into how many pieces to cut each group: 1, 2, 4, ..., and as many as it has episodes."""
+    largest, parts = max((len(group.order) for group in groups), default=1), 1
+    while parts < largest:
+        yield parts
+        parts *= 2
+    yield largest
+
+
+def _place(
+    groups: Sequence[SharingGroup], parts: int, token_budget: int, dp_size: int, shared_once: int
+) -> list[list[_Bin]]:
+    """A plan of groups cut into about ``parts`` pieces: rounds of ``dp_size`` micro-batches, each from the largest."""
+    key_budget = KEYS_PER_TOKEN * token_budget
+    pieces = [piece for index in range(len(groups)) for piece in _cut(groups, index, parts, token_budget, key_budget)]
+    pieces.sort(key=lambda piece: -piece.computed)
+    keys = sum(piece.keys for piece in pieces)
+    rounds = max(1, -(-shared_once // (token_budget * dp_size)), -(-keys // (key_budget * dp_size)))
     while True:
-        bins: list[list[int]] = [[] for _ in range(rounds * dp_size)]
-        tokens = [0] * len(bins)
+        bins = [_Bin() for _ in range(rounds * dp_size)]
         emptiest = [(0, b) for b in range(len(bins))]
-        for i in order:
+        for piece in pieces:
             target = emptiest[0][1]
-            bins[target].append(i)
-            tokens[target] += lengths[i]
-            heapq.heapreplace(emptiest, (tokens[target], target))
-        if max(tokens) <= token_budget:
-            by_size = sorted(range(len(bins)), key=lambda b: (-tokens[b], b))
-            return [[sorted(bins[b]) for b in by_size[rank::dp_size]] for rank in range(dp_size)]
+            bins[target].add(piece, groups[piece.group])
+            heapq.heapreplace(emptiest, (bins[target].computed, target))
+        if all(one.computed <= token_budget and one.keys <= key_budget for one in bins):
+            bins.sort(key=lambda one: -one.computed)
+            return [bins[start : start + dp_size] for start in range(0, len(bins), dp_size)]
         rounds += 1
+
+
+def _cut(groups: Sequence[SharingGroup], index: int, parts: int, token_budget: int, key_budget: int) -> list[_Piece]:
+    """A group in runs of neighbours of about equal size, each within both budgets."""
+    group = groups[index]
+    places = range(len(group.order))
+    size = token_budget if parts == 1 else min(token_budget, -(-group.computed(places) // parts))
+    pieces: list[_Piece] = []
+    for place in places:
+        keys = group.gathered([place])
+        if pieces and parts < len(places):
+            piece, own = pieces[-1], keys - group.shared[place]
+            if piece.computed + own <= size and piece.keys + keys <= key_budget:
+                piece.places.append(place)
+                piece.computed += own
+                piece.keys += keys
+                continue
+        pieces.append(_Piece(index, [place], keys, keys))
+    return pieces
+
+
+def _episodes(groups: Sequence[SharingGroup], of_bin: _Bin) -> list[tuple[int, int]]:
+    return sorted((index, groups[index].order[place]) for index, places in of_bin.places.items() for place in places)

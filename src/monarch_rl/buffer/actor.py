@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
-from monarch_rl.algorithms.packing import plan_microbatches
+from monarch_rl.algorithms.packing import SharingGroup, plan_microbatches
 from monarch_rl.buffer.core import Batch, BufferCore
 from monarch_rl.buffer.ledger import Counts
 from monarch_rl.buffer.report import Lease, report, waits
@@ -250,15 +250,20 @@ class Buffer(ResilientActor):
 
 
 def cut(batch: Batch, dp_size: int, token_budget: int) -> list[PackedShard]:
-    """One shard a rank, all with the same number of micro-batches; ranks differ by less than one episode's tokens."""
-    places = [(g, e, episode) for g, group in enumerate(batch.groups) for e, episode in enumerate(group.episodes)]
-    plan = plan_microbatches([episode.tokens for _, _, episode in places], token_budget, dp_size)
+    """One shard a rank, all with the same number of micro-batches, balanced: see :func:`plan_microbatches`."""
+    groups = [SharingGroup([one.tokens for one in group.episodes], *group.tree) for group in batch.groups]
+    plan = plan_microbatches(groups, token_budget, dp_size)
+
+    def data(place: tuple[int, int]) -> bytes | memoryview:
+        group, episode = place
+        return batch.groups[group].episodes[episode].data
+
     return [
         PackedShard(
             version=batch.version,
             rewards=[group.rewards for group in batch.groups],
-            places=[[(*places[i][:2], len(places[i][2].data)) for i in microbatch] for microbatch in microbatches],
-            data=b"".join(places[i][2].data for microbatch in microbatches for i in microbatch),
+            places=[[(*place, len(data(place))) for place in microbatch] for microbatch in microbatches],
+            data=b"".join(data(place) for microbatch in microbatches for place in microbatch),
             trainable_tokens=int(batch.lag_counts.sum()),
             lag_counts=batch.lag_counts,
             oldest=batch.oldest,

@@ -3,43 +3,42 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from monarch_rl.settings.ranges import CheckedSettings, Range
 
 
 @dataclass(frozen=True)
-class BufferSettings:
+class BufferSettings(CheckedSettings, flags="buffer"):
     """How far generation may run ahead, in which order groups are trained, and what is left out."""
 
-    max_policy_lag: int | None = 2
+    max_policy_lag: Annotated[int | None, Range(0, 10_000, "0 is synchronous")] = 2
     """Versions that a trained token may be behind; 0 is synchronous, more keeps the devices busier. None is a stream:
     nothing bounds the lag."""
-    window: int | Literal["auto", "greedy"] = "auto"
+    window: Annotated[int | Literal["auto", "greedy"], Range(0, 1_000_000)] = "auto"
     """Groups admitted later that may be trained before a slow one; each costs a slot. `auto`: a quarter of a batch for
     each version of lag above 1 (benchmarks/buffer_window.py); `greedy`: any number, with late drop or mask, or in a
     stream."""
     late: Literal["wait", "drop", "mask"] = "wait"
     """What becomes of a group slower than the bound: `wait`: the trainer waits for it; `drop`: it is dropped;
     `mask`: its tokens above the bound are not trained. The last two train fewer long answers than were generated."""
-    reject_lag: int | None = None
+    reject_lag: Annotated[int | None, Range(0, 10_000)] = None
     """Leave out what would be trained with a larger lag than this; below max-policy-lag. None leaves out nothing."""
     reject: Literal["drop", "mask"] = "mask"
     """What reject-lag leaves out: the whole group, or its stale tokens."""
     drop_equal_rewards: bool = False
     """Drop groups whose rewards are all equal, and play others (dynamic sampling, DAPO, arXiv:2503.14476)."""
-    max_filtered: int = 10
+    max_filtered: Annotated[int, Range(1, 1_000_000)] = 10
     """Batches' worth of groups that drop-equal-rewards may drop for one batch (10 in DAPO's own code). Further groups
     are trained, so that a task that is solved does not stop the run."""
     partial: Literal["train", "drop"] = "train"
     """What becomes of a group of which some episodes failed: trained if two others are left, or dropped."""
-    max_mib: int = 4096
+    max_mib: Annotated[int, Range(1, 2**30)] = 4096
     """MiB of complete groups that the buffer holds; workers keep the others. 4096 holds 30,000 episodes of 16,000
     tokens each; no batch ever waits for room."""
 
     def __post_init__(self) -> None:
-        if self.max_policy_lag is not None and self.max_policy_lag < 0:
-            raise ValueError(f"max-policy-lag must not be negative (0 is synchronous), got {self.max_policy_lag}")
-        if isinstance(self.window, int) and self.window < 0:
-            raise ValueError(f"buffer.window must not be negative, got {self.window}")
+        super().__post_init__()
         if self.max_policy_lag is None and self.late != "wait":
             raise ValueError(f"buffer.late {self.late} has no bound to act on: give a max-policy-lag")
         if self.late != "wait" and isinstance(self.window, int):
@@ -49,18 +48,12 @@ class BufferSettings:
             )
         if self.max_policy_lag is not None and self.late == "wait" and self.window == "greedy":
             raise ValueError("buffer.window greedy breaks the bound: say buffer.late drop or mask, or give a number")
-        if self.reject_lag is not None and self.reject_lag < 0:
-            raise ValueError(f"buffer.reject-lag must not be negative, got {self.reject_lag}")
         bound = self.max_policy_lag
         if self.reject_lag is not None and bound is not None and self.reject_lag >= bound:
             raise ValueError(
                 f"buffer.reject-lag {self.reject_lag} leaves out nothing: it must be below max-policy-lag "
                 f"{self.max_policy_lag}"
             )
-        if self.max_filtered < 1:
-            raise ValueError(f"buffer.max-filtered must be at least 1, got {self.max_filtered}")
-        if self.max_mib < 1:
-            raise ValueError(f"buffer.max-mib must be at least 1, got {self.max_mib}")
 
     def window_for(self, groups_per_step: int) -> int | None:
         """Groups that may overtake another one; None is any number.

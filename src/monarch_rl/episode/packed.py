@@ -2,7 +2,7 @@
 
 A packed group is
 
-    4 bytes "GRP4", 4 bytes length of the header, the header (JSON), then the episodes one after the other
+    4 bytes "GRP5", 4 bytes length of the header, the header (JSON), then the episodes one after the other
 
 and a packed episode is
 
@@ -11,9 +11,10 @@ and a packed episode is
     if expert routes were recorded: the experts of each token but the last (uint8 or uint16)
 
 all little-endian, every part padded to 4 bytes. The header has what the buffer decides by and what each trainer rank
-gets of all episodes of a batch (reward and its parts, tokens by policy version, finish reason, bytes), so the buffer
-hands episodes on without reading them. Versions and trainability are stored as runs: a token takes 8 bytes, or 4 if it
-was not drawn. A kept set takes 4 bytes and 4 for each id, routes one or two bytes for each layer and expert.
+gets of all episodes of a batch (reward and its parts, tokens by policy version, finish reason, bytes), and which of
+their first tokens episodes share (``prefixes.py``), so the buffer hands episodes on without reading them. Versions and
+trainability are stored as runs: a token takes 8 bytes, or 4 if it was not drawn. A kept set takes 4 bytes and 4 for
+each id, routes one or two bytes for each layer and expert.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ from typing import Any
 import numpy as np
 
 from monarch_rl.episode.episode import BatchShard, Episode, Group, Turn
+from monarch_rl.episode.prefixes import PrefixTree, prefix_tree
 from monarch_rl.episode.sampling import KeptSets
 
-FORMAT = b"GRP4"
+FORMAT = b"GRP5"
 """The last character is the version of the format."""
 _LENGTH = struct.Struct("<I")
 
@@ -61,6 +63,8 @@ class PackedGroup:
     group_id: int
     task_index: int
     episodes: list[PackedEpisode]
+    tree: PrefixTree
+    """What the episodes share."""
     failed: int = 0
     attempt: int = 0
     data: bytes = b""
@@ -123,6 +127,7 @@ class PackedGroup:
             header["group_id"],
             header["task_index"],
             episodes,
+            PrefixTree(*header["tree"]),
             header["failed"],
             header["attempt"],
             data,
@@ -205,6 +210,7 @@ def pack_group(group: Group) -> bytes:
         "failed": group.failed,
         "attempt": group.attempt,
         "task": group.task,
+        "tree": prefix_tree(group.episodes),
         "episodes": [
             (
                 episode.reward,

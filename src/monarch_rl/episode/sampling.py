@@ -71,7 +71,7 @@ class KeptSets:
             raise ValueError(f"kept sets of {self.counts.sum()} ids in all have {len(self.ids)}")
 
     def __getitem__(self, tokens: slice | np.ndarray) -> KeptSets:
-        """The sets of some of the tokens: a slice of them, or bool[n]."""
+        """The sets of some of the tokens: a slice of them, bool[n], or their places, ascending."""
         mask = np.zeros(len(self.counts), bool)
         mask[tokens] = True
         return KeptSets(self.counts[mask], self.ids[np.repeat(mask, self.counts)])

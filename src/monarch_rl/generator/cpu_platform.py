@@ -23,8 +23,6 @@ pinned memory                          hard-coded for LoRA batches, routed exper
 ``SamplingBatchInfo`` seeds            SGLang honours ``sampling_seed`` only in its deterministic mode, whose
                                        kernels are Triton's; here a request with a seed always gets it, and
                                        requests without one draw freely beside it
-attention while decoding               ``torch_native`` attends to one sequence at a time, which on a small model is
-                                       more than half of a step; here all sequences of a step go in one call
 attention of DeepSeek-V3               to read a prompt SGLang takes keys and values uncompressed, and ``torch_native``
                                        reads the cache, which holds them compressed: here it always takes those
 loading DeepSeek-V3                    on threads, where copies cannot be traced: here on the caller's thread
@@ -33,7 +31,7 @@ waiting while paused                   SGLang's scheduler spins while it is paus
 ====================================== ===========================================================================
 
 Seen to work (``tests/generator``): dense and mixture-of-experts models, log-probs, routed experts, sampling
-masks, LoRA adapters from tensors, weight updates in flight.
+masks, LoRA adapters from tensors, weight updates in flight. What makes it fast as well is in ``cpu_speed.py``.
 """
 
 from __future__ import annotations
@@ -105,11 +103,6 @@ def hooks() -> None:
     register(
         "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch", seeds_of_batch, HookType.AFTER
     )
-    register(
-        "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_decode",
-        _attend,
-        HookType.AROUND,
-    )
     deepseek = "sglang.srt.models.deepseek_common."
     handlers = deepseek + "attention_backend_handler.AttentionBackendRegistry."
     register(handlers + "get_handler", _absorb, HookType.AROUND)
@@ -179,51 +172,6 @@ def _without_pinning(create: Callable[..., torch.Tensor]) -> Callable[..., torch
 
 
 # ---- attention -----------------------------------------------------------------------------------------------
-
-MOST_PADDING = 3
-"""Padded positions for each real one, above which sequences are attended to one by one after all."""
-
-
-def _attend(
-    original: Callable[..., Any],
-    backend: Any,
-    query: torch.Tensor,
-    output: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    req_to_token: torch.Tensor,
-    req_pool_indices: torch.Tensor,
-    seq_lens: torch.Tensor,
-    encoder_lens: torch.Tensor | None = None,
-    **options: Any,
-) -> torch.Tensor:
-    """One new token of each of B sequences attends to its own past.
-
-    ``query`` and ``output`` are [B, heads, width], the caches [entries, KV heads, width], and ``req_to_token`` says
-    in which entry each position of a request lies. The heads that share a KV head are taken as its queries.
-    """
-    count, longest = len(seq_lens), int(seq_lens.max())
-    special = (
-        encoder_lens is not None
-        or options.get("is_cross_attn")
-        or options.get("sliding_window_size") is not None
-        or query.dtype != k_cache.dtype
-        or count * longest > (1 + MOST_PADDING) * int(seq_lens.sum())
-    )
-    if special:
-        tensors = (query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens)
-        return original(backend, *tensors, **options)
-    entries = req_to_token[req_pool_indices, :longest]
-    past = torch.arange(longest)[None] < seq_lens[:, None]
-    attended = torch.nn.functional.scaled_dot_product_attention(
-        query.view(count, k_cache.shape[1], -1, query.shape[2]),
-        k_cache[entries].transpose(1, 2),
-        v_cache[entries].transpose(1, 2),
-        attn_mask=past[:, None, None, :],
-        scale=options.get("scaling"),
-    )
-    output.copy_(attended.reshape(output.shape))
-    return output
 
 
 def _absorb(original: Callable[..., Any], registry: Any, backend: str) -> Callable[..., Any]:

@@ -11,7 +11,8 @@ from typing import Any
 
 import psutil
 
-from monarch_rl.generator.scheduler_process import SchedulerTarget, quiet_imports
+from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD, SchedulerTarget, quiet_imports
+from monarch_rl.runtime.fork_context import ForkContext
 
 KILL_SECONDS = 10.0
 """How long a killed engine process may take to be gone."""
@@ -37,6 +38,15 @@ def launch_engine(arguments: dict[str, Any]) -> Any:
         def _launch_detokenizer_subprocesses(cls, *_: Any, **__: Any) -> tuple[list[Any], list[str]]:
             """None: with ``skip_tokenizer_init`` the scheduler answers directly."""
             return [], []
+
+        @classmethod
+        def _launch_scheduler_processes(cls, *args: Any, **kwargs: Any) -> Any:
+            """With processes of the fork server, where there is one."""
+            original, sglang_engine.mp = sglang_engine.mp, ForkContext(ENGINE_PRELOAD, "engine")
+            try:
+                return super()._launch_scheduler_processes(*args, **kwargs)
+            finally:
+                sglang_engine.mp = original
 
     before = multiprocessing.active_children()
     try:

@@ -7,10 +7,16 @@ import os
 import signal
 import sys
 import warnings
+from collections.abc import Callable
 from functools import partialmethod
 from typing import Any
 
 from monarch_rl.runtime.lifetime import die_with_parent
+
+ENGINE_PRELOAD = "engine"
+"""Name of the fork server's preload for engines, of :data:`ENGINE_MODULES`."""
+ENGINE_MODULES = ("sglang.srt.entrypoints.engine", "sglang.srt.managers.scheduler", "sglang.srt.plugins")
+"""SGLang's part of what an engine imports, in its own process and in its schedulers'."""
 
 
 class SchedulerTarget:
@@ -21,17 +27,33 @@ class SchedulerTarget:
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _in_new_process, (os.getpid(),)
+        return _in_new_process, (os.getpid(), self.run)
+
+    @staticmethod
+    def run(*args: Any, **kwargs: Any) -> None:
+        """What runs in the new process."""
+        run_scheduler(*args, **kwargs)
 
 
-def _in_new_process(parent: int) -> Any:
+def _in_new_process(parent: int, run: Callable[..., None]) -> Callable[..., None]:
     die_with_parent(signal.SIGKILL, parent)
     quiet_imports()
-    return run_scheduler
+    return run
 
 
 def run_scheduler(*args: Any, **kwargs: Any) -> None:
-    """SGLang's scheduler, until the engine ends."""
+    """SGLang's scheduler with all that monarch_rl changes in it, until the engine ends."""
+    import torch
+
+    if not torch.accelerator.is_available():
+        from monarch_rl.generator import cpu_speed
+
+        cpu_speed.install()
+    run_plain_scheduler(*args, **kwargs)
+
+
+def run_plain_scheduler(*args: Any, **kwargs: Any) -> None:
+    """SGLang's scheduler with what it must report and refuse, and no more: the yardstick of its speed."""
     import psutil
     from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
     from sglang.srt.managers.scheduler_components.output_streamer import _GenerationStreamAccumulator as Outputs

@@ -7,7 +7,9 @@ B ``[out, rank]`` are trained. Trainers, generators and files all use the names 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
+
+from monarch_rl.settings.ranges import SEED, CheckedSettings, Range
 
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 TARGETS: tuple[Target, ...] = get_args(Target)
@@ -17,32 +19,30 @@ MLP_TARGETS: tuple[Target, ...] = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
-class LoraSettings:
+class LoraSettings(CheckedSettings, flags="trainer.lora"):
     """Low-rank adapters: only they are trained, and only they travel to the generators; with adapters on experts, the
     weights that they change travel instead."""
 
-    rank: int = 0
+    rank: Annotated[int, Range(0, 100_000, "0 is full training")] = 0
     """Rank of the adapters; 0 is full training. 1 to 32 were enough for reinforcement learning in `LoRA Without
     Regret` (Schulman et al., Thinking Machines 2025), which recommends about 10 times the learning rate of full
     training (on the tiny model 5 times worked, and 10 times was worse: see recipes/grpo_lora.py)."""
-    alpha: float = 32.0
+    alpha: Annotated[float, Range(0, 1_000_000, above=True)] = 32.0
     """Adapters are scaled by alpha / rank. 32 for every rank is that paper's value: the best learning rate then hardly
     depends on the rank."""
     targets: tuple[Target, ...] = TARGETS
     """The projections that get an adapter. All of them by default, after the same paper: attention alone learns less.
     In a mixture of experts, gate_proj, up_proj and down_proj give each expert an adapter of its own, and a version is
     then the weights with adapters merged into them, because the engine cannot serve such adapters on a CPU."""
-    seed: int = 0
+    seed: Annotated[int, SEED] = 0
     """Of the initial values of A. B starts at zero, so that training starts from the unchanged model."""
 
     def __post_init__(self) -> None:
-        if self.rank < 0:
-            raise ValueError(f"lora.rank must not be negative (0 is full training), got {self.rank}")
-        if self.alpha <= 0:
-            raise ValueError(f"lora.alpha must be positive, got {self.alpha}")
-        unknown = [target for target in self.targets if target not in TARGETS]
-        if unknown or not self.targets or len(set(self.targets)) < len(self.targets):
-            raise ValueError(f"lora.targets must be some of {', '.join(TARGETS)}, each once, got {self.targets}")
+        super().__post_init__()
+        if not self.targets or len(set(self.targets)) < len(self.targets):
+            raise ValueError(
+                f"trainer.lora.targets must be some of {', '.join(TARGETS)}, each once, got {self.targets}"
+            )
 
     @property
     def scaling(self) -> float:

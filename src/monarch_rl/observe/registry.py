@@ -220,6 +220,14 @@ METRICS = (
         "Share of computed positions that were padding: only a rank without episodes pads, with one token.",
         "speed",
     ),
+    Metric(
+        "trainer/computed_share",
+        "share",
+        "Tokens that the trainer computed, over those that it would compute if episodes shared none: what episodes of "
+        "a group have in common is computed once in each micro-batch. Padding and the last token of an episode, which "
+        "is only a target, count on neither side; 1 means that nothing is shared.",
+        "speed",
+    ),
     Metric("trainer/imbalance", "share", "Share of the ranks' time that is lost to unequal micro-batches.", "speed"),
     Metric(
         "loop_lag/*_max_ms",

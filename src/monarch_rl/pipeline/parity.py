@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from monarch_rl.algorithms.packing import plan_microbatches
+from monarch_rl.algorithms.packing import plan_microbatches, separate
 from monarch_rl.episode.episode import Episode, Group, Turn
 from monarch_rl.episode.packed import pack_group, unpack_group
 from monarch_rl.episode.sampling import Sampling
@@ -231,8 +231,9 @@ def _compute(policy: Policy, episodes: Sequence[Episode]) -> dict[str, torch.Ten
     def add(name: str, value: torch.Tensor) -> None:
         parts.setdefault(name, []).append(value.cpu())
 
-    for microbatch in plan_microbatches(lengths, settings.tokens_per_microbatch, settings.ranks)[policy.rank]:
-        mine = [episodes[i] for i in microbatch]
+    plan = plan_microbatches(separate(lengths), settings.tokens_per_microbatch, settings.ranks)
+    for microbatch in plan[policy.rank]:
+        mine = [episodes[i] for i, _ in microbatch]
         batch = pack(mine, torch.zeros(len(mine)), torch.zeros(len(mine)), 0, policy.device)
         with torch.no_grad():
             add("own", policy.token_logprobs(batch).logprobs)

@@ -21,7 +21,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Annotated, Protocol, TypeVar
 
 from monarch.actor import ActorError
 
@@ -33,24 +33,19 @@ from monarch_rl.pipeline.publishing import Publisher
 from monarch_rl.rollout.worker import RolloutWorker
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, DeadlineExceeded, now, within
 from monarch_rl.runtime.endpoint import concurrent_endpoint
+from monarch_rl.settings.ranges import FOREVER_S, CheckedSettings, Range
 
 logger = logging.getLogger("monarch_rl")
 
 
 @dataclass(frozen=True)
-class RecoverySettings:
+class RecoverySettings(CheckedSettings, flags="recovery"):
     """What happens when a generator replica or a rollout worker is lost."""
 
-    restarts: int = 3
+    restarts: Annotated[int, Range(0, 1_000_000, "0 is never")] = 3
     """How often each may be restarted within per-s; 0: never. After one more loss the run goes on without it."""
-    per_s: float = 600.0
+    per_s: Annotated[float, Range(0, FOREVER_S, above=True)] = 600.0
     """Seconds for which a loss counts."""
-
-    def __post_init__(self) -> None:
-        if self.restarts < 0 or self.per_s <= 0:
-            raise ValueError(
-                f"recovery.restarts must not be negative and recovery.per-s positive, got {self.restarts}, {self.per_s}"
-            )
 
 
 class AllActorsLost(RuntimeError):

@@ -36,7 +36,7 @@ from monarch_rl.pipeline.observer import Observer
 from monarch_rl.pipeline.publishing import Publisher
 from monarch_rl.pipeline.recovery import Recovery
 from monarch_rl.pipeline.settings import RunSettings, check
-from monarch_rl.pipeline.start import replica_updates, save, schedule, served_dtype, update
+from monarch_rl.pipeline.start import PRELOADS, replica_updates, save, schedule, served_dtype, update
 from monarch_rl.rollout.evaluation import Evaluation
 from monarch_rl.runtime.cluster import Cluster, devices, launch_cluster
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, Patience, within
@@ -290,7 +290,7 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S) -> None:
         check(settings, devices())
     except ValueError as error:
         sys.exit(f"error: {error}")
-    with launch_cluster() as cluster:
+    with launch_cluster(PRELOADS) as cluster:
         if cluster is None:  # a torchrun rank other than 0: its part was to host
             return
         name = Path(sys.argv[0]).stem or "run"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.generator.settings import GeneratorSettings, check_context, check_served
@@ -14,32 +14,33 @@ from monarch_rl.pipeline.recovery import RecoverySettings
 from monarch_rl.rollout.settings import RolloutSettings, check_lengths, check_rollout
 from monarch_rl.runtime.devices import Devices
 from monarch_rl.runtime.watch import STALL_S
+from monarch_rl.settings.ranges import FOREVER_S, CheckedSettings, Range
 from monarch_rl.tasks.reasoning_gym import TaskSettings, TaskSource
 from monarch_rl.trainer.settings import TrainerSettings, check_experts, check_hosts
 from monarch_rl.weights.endpoint import TransferSettings
 
 
 @dataclass(frozen=True)
-class RunSettings:
+class RunSettings(CheckedSettings, flags=""):
     """The settings of every run. A recipe derives its own from it: other defaults, further fields."""
 
     model: str = "Qwen/Qwen3-0.6B"
     """Hugging Face folder or Hub name of the model to train (Qwen3, Qwen3-MoE, Llama, DeepSeek-V3)."""
-    steps: int = 250
+    steps: Annotated[int, Range(1, 10**9)] = 250
     """Optimiser steps."""
-    groups_per_step: int = 32
+    groups_per_step: Annotated[int, Range(1, 1_000_000)] = 32
     """Prompts of one optimiser step; each is played rollout.group-size times."""
-    held_out: int = 200
+    held_out: Annotated[int, Range(1, 1_000_000)] = 200
     """Held-out items of an evaluation."""
-    evaluate_every: int = 0
+    evaluate_every: Annotated[int, Range(0, 10**9, "0 is only before and after training")] = 0
     """Steps between two evaluations while training goes on; 0 evaluates before and after training only. Generators
     play the held-out items beside the training rollouts, and the next update waits for the evaluation."""
     output: Path = Path("runs")
     """Folder in which the run's own folder is made."""
-    update_deadline_s: float = 600.0
+    update_deadline_s: Annotated[float, Range(1, FOREVER_S)] = 600.0
     """Seconds that a step may take, its batch and its update, before the run fails. After the first one it is 10 times
     the longest recent one, if that is less, but at least as long as a generator may take to start + 60."""
-    stall_s: float = STALL_S
+    stall_s: Annotated[float, Range(2, FOREVER_S)] = STALL_S
     """Seconds after which a process that cannot go on ends the run, with a report; a stall without one takes twice."""
     task: TaskSettings = field(default_factory=TaskSettings)
     trainer: TrainerSettings = field(default_factory=TrainerSettings)
@@ -94,12 +95,6 @@ def episode_limits(s: RunSettings, config: dict[str, Any]) -> dict[str, int]:
 
 
 def _check_numbers(s: RunSettings) -> None:
-    if s.groups_per_step < 1 or s.steps < 1 or s.held_out < 1 or min(s.update_deadline_s, s.stall_s) <= 0:
-        raise ValueError(
-            "groups-per-step, steps and held-out must be at least 1, update-deadline-s and stall-s above 0"
-        )
-    if s.evaluate_every < 0:
-        raise ValueError(f"evaluate-every must be 0 (only before and after training) or more, got {s.evaluate_every}")
     if s.rollout.min_p and s.generator.deterministic:
         raise ValueError("rollout.min-p cannot be used with generator.deterministic, which seeds every draw")
     if s.held_out > s.task.held_out_size:

@@ -17,18 +17,38 @@ from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.generator.actor import Generator
 from monarch_rl.generator.dispatcher import Dispatcher
+from monarch_rl.generator.scheduler_process import ENGINE_MODULES, ENGINE_PRELOAD
 from monarch_rl.generator.settings import GeneratorSettings, resolve_dtype
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
 from monarch_rl.pipeline.actor_pool import ActorFactory, ActorPool
 from monarch_rl.pipeline.replicas import UpdateDispatch
+from monarch_rl.rollout.scoring import PRELOAD as SCORING_PRELOAD
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.worker import RolloutWorker
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.cluster import Cluster, init_torch_distributed_env
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, Patience, within
+from monarch_rl.runtime.fork_server import Preload
 from monarch_rl.tasks.reasoning_gym import TaskSettings
 from monarch_rl.trainer.actor import Trainer, TrainerPlan
 
+PRELOADS = (
+    Preload("torch", ("torch", "torch.distributed.tensor")),
+    Preload("trainer", ("monarch_rl.trainer.policy", "monarch_rl.weights.transport"), after="torch"),
+    Preload(
+        "text",
+        ("transformers.models.auto.tokenization_auto", "transformers.tokenization_utils_tokenizers"),
+        after="torch",
+    ),
+    Preload(SCORING_PRELOAD, ("reasoning_gym.factory", "monarch_rl.rollout.scoring"), after="text"),
+    Preload(
+        ENGINE_PRELOAD,
+        ("monarch_rl.generator.engine", "monarch_rl.generator.launching", *ENGINE_MODULES),
+        after="text",
+    ),
+)
+"""What the hosts of a run import once, before processes are forked. Trainer ranks must not import SGLang: it changes
+transformers."""
 SET_UP_DEADLINE_S = 600.0
 """Seconds to load a model into trainer ranks or to set up workers: a large model on a slow disk takes minutes."""
 UPDATE_GRACE_S = 15.0
@@ -37,13 +57,15 @@ UPDATE_GRACE_S = 15.0
 
 async def start_buffer(cluster: Cluster, groups_per_step: int, settings: BufferSettings, version: int = 0) -> Buffer:
     """Spawn the buffer actor on the first host. ``version``: optimiser steps done, and served, at the start."""
-    buffer: Buffer = cluster.spawn("buffer", 1).spawn("buffer", Buffer, groups_per_step, settings, version)
+    buffer: Buffer = cluster.spawn("buffer", 1, preload="torch").spawn(
+        "buffer", Buffer, groups_per_step, settings, version
+    )
     return buffer
 
 
 async def start_trainer(cluster: Cluster, plan: TrainerPlan, buffer: Buffer, first_device: int) -> Trainer:
     """Spawn the trainer mesh in one torch.distributed world, with the model loaded and sharded."""
-    mesh = cluster.spawn("trainer", plan.settings.ranks, first_device=first_device)
+    mesh = cluster.spawn("trainer", plan.settings.ranks, first_device=first_device, preload="trainer")
     await init_torch_distributed_env(mesh)
     trainer: Trainer = mesh.spawn("trainer", Trainer, plan, buffer)
     what = f"{plan.settings.ranks} trainer ranks to load {plan.model}"
@@ -69,7 +91,9 @@ async def start_generators(
 
     def spawn(index: int) -> tuple[ProcMesh, Generator]:
         device = first_device + index * settings.tp
-        mesh = cluster.spawn(f"generator{index}", 1, first_device=device, devices_per_process=settings.tp)
+        mesh = cluster.spawn(
+            f"generator{index}", 1, first_device=device, devices_per_process=settings.tp, preload=ENGINE_PRELOAD
+        )
         return mesh, mesh.spawn(f"generator{index}", Generator)
 
     async def set_up(index: int, generator: Generator) -> None:
@@ -99,7 +123,7 @@ async def start_rollout(
     """
 
     def spawn(index: int) -> tuple[ProcMesh, RolloutWorker]:
-        mesh = cluster.spawn(f"rollout{index}", 1)
+        mesh = cluster.spawn(f"rollout{index}", 1, preload=SCORING_PRELOAD)
         name = f"rollout worker {index}"
         return mesh, mesh.spawn("rollout", RolloutWorker, settings, task, str(model), name, expert_routes)
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
-import multiprocessing
 import os
 import signal
 import time
@@ -28,6 +27,7 @@ from typing import Any
 from pebble import ProcessExpired, ProcessPool
 
 from monarch_rl.runtime.deadlines import now
+from monarch_rl.runtime.fork_context import ForkContext
 from monarch_rl.runtime.heap import freeze_heap
 from monarch_rl.runtime.lifetime import die_with_parent
 from monarch_rl.tasks.task import Score
@@ -42,6 +42,10 @@ REMEMBERED = 64
 STUCK_S = 30.0
 """If no score ends for its deadline and this many seconds more, the processes count as stuck: a new process needs
 seconds for its imports and its data."""
+
+
+PRELOAD = "rollout"
+"""Name of the fork server's preload for scoring processes."""
 
 
 class ScoringFailed(Exception):
@@ -79,7 +83,7 @@ class Scorer:
             max_workers=processes,
             initializer=_start,
             initargs=(os.getpid(), warm_up),
-            context=multiprocessing.get_context("spawn"),
+            context=ForkContext(PRELOAD, "scorer"),
         )
         self._pool = self._make_pool()
         self._works = False

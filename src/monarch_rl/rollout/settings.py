@@ -3,63 +3,59 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from monarch_rl.settings.ranges import FOREVER_S, CheckedSettings, Range
 
 MAX_TOP_K = 2048
 """Half the ids of a kept set that SGLang returns (``sampling_mask_max_tokens``): ties at the edge make sets larger."""
 
 
 @dataclass(frozen=True)
-class RolloutSettings:
+class RolloutSettings(CheckedSettings, flags="rollout"):
     """How episodes are played and scored."""
 
-    workers: int = 1
+    workers: Annotated[int, Range(1, 100_000)] = 1
     """CPU processes that play episodes."""
-    concurrent_groups: int = 16
+    concurrent_groups: Annotated[int, Range(1, 1_000_000)] = 16
     """Groups that one worker plays at once. More than the buffer has slots brings nothing."""
-    group_size: int = 8
+    group_size: Annotated[int, Range(1, 1_000_000)] = 8
     """Episodes of one prompt, which are compared with each other (GRPO, arXiv:2402.03300, and most code use 8)."""
-    max_new_tokens: int = 64
+    max_new_tokens: Annotated[int, Range(1, 2**31 - 1)] = 64
     """Tokens of one turn; longer ones are cut."""
-    temperature: float = 1.0
+    temperature: Annotated[float, Range(0, 100)] = 1.0
     """Of training rollouts; the held-out evaluation is greedy. 1 draws from the policy that is trained."""
-    top_k: int = 0
+    top_k: Annotated[int, Range(0, MAX_TOP_K, "0 is off")] = 0
     """Draw from the k most likely tokens only; 0 draws from all. At most 2048. `top_p` and `min_p` need it, because the
     engine returns kept sets only then; where the vocabulary is larger they act among these k."""
-    top_p: float = 1.0
+    top_p: Annotated[float, Range(0, 1, "1 is off", above=True)] = 1.0
     """Draw from the smallest set of the most likely tokens that together have this probability; 1 is off."""
-    min_p: float = 0.0
+    min_p: Annotated[float, Range(0, 0.999, "0 is off")] = 0.0
     """Draw from tokens with at least this share of the most likely one's probability; 0 is off. Not with `seed`."""
     keep_sampling_mask: bool = False
     """Keep the set that each token was drawn from, and train the policy within it (DeepSeek-V3.2's Keep Sampling Mask,
     arXiv:2512.02556). Truncated sampling needs it; where all tokens can be drawn it has no effect. Costs 4 bytes for
     each id of each set."""
-    max_turns: int = 1
+    max_turns: Annotated[int, Range(1, 1_000_000)] = 1
     """Turns of an episode, unless the environment ends it before."""
-    seed: int | None = None
+    seed: Annotated[int | None, Range(0, 2**63 - 1)] = None
     """Makes draws repeatable for the same weights: each episode's seed derives from this one, from its group and from
     its place in it."""
-    scorer_processes: int = 1
+    scorer_processes: Annotated[int, Range(1, 100_000)] = 1
     """Processes of each worker that compute scores."""
-    score_deadline_s: float = 10.0
+    score_deadline_s: Annotated[float, Range(0.1, FOREVER_S)] = 10.0
     """Seconds of one score; one that takes longer is killed and costs its episode."""
-    environment_deadline_s: float = 300.0
+    environment_deadline_s: Annotated[float, Range(0.1, FOREVER_S)] = 300.0
     """Seconds of one step of an environment, with its wait for a scoring process; a longer one costs its episode."""
-    generate_deadline_s: float = 600.0
+    generate_deadline_s: Annotated[float, Range(0.1, FOREVER_S)] = 600.0
     """Seconds of one turn of the policy; a longer one ends the run."""
-    slot_deadline_s: float = 3600.0
+    slot_deadline_s: Annotated[float, Range(0.1, FOREVER_S)] = 3600.0
     """Seconds that a worker may wait for a free slot of the buffer, or for room, that is, for the trainer; a longer
     wait ends the run."""
 
     def __post_init__(self) -> None:
-        for name in ("workers", "concurrent_groups", "group_size", "max_new_tokens", "max_turns", "scorer_processes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"rollout.{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
-        if self.temperature < 0:
-            raise ValueError(f"rollout.temperature must not be negative, got {self.temperature}")
+        super().__post_init__()
         self._check_truncation()
-        for name in ("score_deadline_s", "environment_deadline_s", "generate_deadline_s", "slot_deadline_s"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"rollout.{name.replace('_', '-')} must be positive, got {getattr(self, name)}")
 
     @property
     def truncated(self) -> bool:
@@ -67,12 +63,8 @@ class RolloutSettings:
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     def _check_truncation(self) -> None:
-        if self.top_k == 1 or not 0 <= self.top_k <= MAX_TOP_K:
+        if self.top_k == 1:
             raise ValueError(f"rollout.top-k must be 0 (off) or 2 to {MAX_TOP_K}, got {self.top_k}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"rollout.top-p must be above 0 and at most 1 (off), got {self.top_p}")
-        if not 0 <= self.min_p < 1:
-            raise ValueError(f"rollout.min-p must be at least 0 (off) and below 1, got {self.min_p}")
         if self.truncated and not self.keep_sampling_mask:
             raise ValueError(
                 "rollout.top-k, top-p or min-p cut tokens off, which the trainer's policy does not: drawn tokens have "

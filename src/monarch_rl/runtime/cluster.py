@@ -9,22 +9,24 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import functools
 import logging
 import os
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from monarch_rl import runtime
-from monarch_rl.runtime import monitor
+from monarch_rl.runtime import actor_process, fork_client, monitor
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, DeadlineExceeded, within
 from monarch_rl.runtime.devices import Devices, TooFewDevices, devices, launched_by_torchrun, visible_devices
 from monarch_rl.runtime.distributed import init_torch_distributed_env
+from monarch_rl.runtime.fork_server import Preload
 from monarch_rl.runtime.host import HostProcess
 from monarch_rl.runtime.lifetime import die_with_parent
 from monarch_rl.runtime.meshes import members
@@ -61,6 +63,8 @@ STATE_DEADLINE_S = 20.0
 """Seconds of silence after which a host, or a process asked for its state, counts as lost."""
 KILL_DEADLINE_S = 5.0
 """Seconds for a process to end itself on request; a moment is normal."""
+_THREAD_COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+"""Variables that say how many threads a process computes with."""
 MONITOR = "process_monitor"
 """Name of the :class:`ProcessMonitor` actor in every process."""
 HOST_DEADLINE_S = 8.0
@@ -90,6 +94,8 @@ class Cluster:
     monitors: list[tuple[str, list[ProcessMonitor]]] = field(default_factory=list)
     """Of every mesh spawned: its name, and the monitors of its processes, by rank."""
     _device_names: tuple[tuple[str, ...], ...] = ()
+    _preloads: frozenset[str] = frozenset()
+    """Names of the preloads of every host's fork server."""
     _meshes: list[_Mesh] = field(default_factory=list)
     """The meshes to stop at the end."""
     _ending: bool = False
@@ -112,6 +118,7 @@ class Cluster:
         first_device: int | None = None,
         devices_per_process: int = 1,
         env: Mapping[str, str] | None = None,
+        preload: str = "",
     ) -> ProcMesh:
         """Spawn a mesh of ``processes`` processes, dimensions ``{"hosts": h, "gpus": g}``.
 
@@ -120,17 +127,17 @@ class Cluster:
         (CUDA_VISIBLE_DEVICES). Without ``first_device`` the mesh is a CPU role on the first host and sees no device.
         On a CPU, processes run one OpenMP thread unless OMP_NUM_THREADS says otherwise. ``env`` overrides all this.
 
+        ``preload`` names one of the launch's preloads: the processes have its modules from the start.
+
         Raises :class:`TooFewDevices` and ValueError. The mesh is stopped when the launch ends.
         """
-        from monarch.actor import default_bootstrap_cmd
-
         first_host, num_hosts = 0, 1
         if first_device is not None:
             first_host, num_hosts = self._hosts_of(name, first_device, processes, devices_per_process)
         per_host = processes // num_hosts
         common = dict(env or {})
         if self.devices.kind == "cpu":
-            common = {k: os.environ.get(k, "1") for k in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")} | common
+            common = {name: os.environ.get(name, "1") for name in _THREAD_COUNTS} | common
 
         def bootstrap(point: Any) -> Any:
             host = first_host + point.rank // per_host
@@ -138,7 +145,7 @@ class Cluster:
             if first_device is not None and self.devices.kind == "cuda":
                 start = first_device % self.devices_per_host + point.rank % per_host * devices_per_process
                 visible = self._device_names[host][start : start + devices_per_process]
-            return default_bootstrap_cmd().with_env({"CUDA_VISIBLE_DEVICES": ",".join(visible)} | common)
+            return self._command(preload).with_env({"CUDA_VISIBLE_DEVICES": ",".join(visible)} | common)
 
         hosts = self.hosts.slice(hosts=slice(first_host, first_host + num_hosts))
         mesh = hosts.spawn_procs(per_host={"gpus": per_host}, name=name, bootstrap_command=bootstrap)
@@ -146,6 +153,17 @@ class Cluster:
         self._meshes.append(_Mesh(name, mesh, monitors))
         self.monitors.append((name, monitors))
         return mesh
+
+    def _command(self, preload: str) -> Any:
+        """Monarch's command for a new process, by way of the host's fork server if that has ``preload``."""
+        from monarch.actor import default_bootstrap_cmd
+
+        command = default_bootstrap_cmd()
+        if preload in self._preloads:
+            command.args = ["-IS", fork_client.__file__, preload, actor_process.__name__]
+        else:
+            command.args = ["-m", actor_process.__name__]
+        return command
 
     async def locate(self, mesh: ProcMesh) -> None:
         """Ask a mesh's processes for their machine and pid, so that :meth:`kill` can end those that do not answer."""
@@ -232,8 +250,10 @@ async def _stop_or_warn(stop: Awaitable[Any], what: str) -> None:
 
 
 @contextmanager
-def launch_cluster() -> Iterator[Cluster | None]:
+def launch_cluster(preloads: Sequence[Preload] = ()) -> Iterator[Cluster | None]:
     """Start the hosts of this launch, and end everything at the end of the block.
+
+    Every host imports ``preloads`` at once, for the processes that are spawned with one of them.
 
     Yields the controller's :class:`Cluster`. Under torchrun global rank 0 is the controller. The other ranks get None
     once the controller's block has succeeded, and exit with code 1 if it failed or died::
@@ -245,38 +265,39 @@ def launch_cluster() -> Iterator[Cluster | None]:
     Within the controller's block, the first SIGINT or SIGTERM raises KeyboardInterrupt; the second kills at once.
     """
     _refuse_running_loop()
+    start_host = functools.partial(_start_host, preloads=preloads)
     if runtime.MONARCH_CAME_FIRST:
         logger.warning("monarch was imported before monarch_rl: a dead process is noticed after up to 10 s, not 1 s")
     if not launched_by_torchrun():
         with interrupts():
-            host = _start_host(None)
-            with _attached(host, [Node(host.address, tuple(visible_devices()))]) as cluster:
+            host = start_host(None)
+            with _attached(host, [Node(host.address, tuple(visible_devices()))], preloads) as cluster:
                 yield cluster
         return
     rank = Rank.from_environment()
     die_with_parent(signal.SIGTERM)  # the torchrun agent does not end its ranks when it is killed
     if rank.rank != 0:
         with interrupts(raise_in_main=False):
-            _follow(Follower(rank))
+            _follow(Follower(rank), start_host)
         yield None
         return
     with interrupts():
         controller = Controller(rank)
         # If the run fails, the followers notice the end of this process, after its traceback was printed.
         atexit.register(controller.close)
-        ip, host, nodes = controller.wait_for_ranks(_start_host)
+        ip, host, nodes = controller.wait_for_ranks(start_host)
         if ip is not None:
             from monarch.actor import enable_transport
 
             enable_transport(f"tcp://{ip}:0")
-        with _attached(host, nodes) as cluster:
+        with _attached(host, nodes, preloads) as cluster:
             yield cluster
         controller.report_success()
 
 
-def _follow(follower: Follower) -> None:
+def _follow(follower: Follower, start_host: Callable[[str | None], HostProcess]) -> None:
     try:
-        follower.join(_start_host)
+        follower.join(start_host)
         succeeded = follower.wait()  # waits: as long as the controller lives; its end closes the connection
     finally:
         follower.close(HOST_DEADLINE_S)
@@ -285,10 +306,10 @@ def _follow(follower: Follower) -> None:
 
 
 @contextmanager
-def _attached(host: HostProcess, nodes: Sequence[Node]) -> Iterator[Cluster]:
+def _attached(host: HostProcess, nodes: Sequence[Node], preloads: Sequence[Preload]) -> Iterator[Cluster]:
     """Yield the cluster of running hosts; ``host`` is the one that this process started."""
     try:
-        cluster = _attach(nodes)
+        cluster = _attach(nodes, preloads)
         try:
             yield cluster
         except Exception:
@@ -312,12 +333,14 @@ def configure_monarch() -> None:
     # and 60 s for a host. A message that is not acknowledged in time ends the run.
     silence = f"{STATE_DEADLINE_S:g}s"
     configure(get_proc_state_max_idle=silence, get_actor_state_max_idle=silence, message_delivery_timeout="120s")
+    # A process that is forked waits for the imports of its host's fork server.
+    configure(mesh_proc_spawn_max_idle=f"{fork_client.ANSWER_S:g}s")
     # RDMABuffer over TCP (weights/rdma.py). Frames of 4 MiB are four times faster than Monarch's default of 64. One
     # connection is as fast as several; with several, reads write to memory even after they timed out.
     configure(rdma_max_chunk_size_mb=4, rdma_tcp_fallback_parallelism=1)
 
 
-def _attach(nodes: Sequence[Node]) -> Cluster:
+def _attach(nodes: Sequence[Node], preloads: Sequence[Preload]) -> Cluster:
     import monarch.actor
 
     configure_monarch()
@@ -326,20 +349,23 @@ def _attach(nodes: Sequence[Node]) -> Cluster:
         raise ValueError(f"all hosts of a launch need the same number of GPUs; these have {sorted(counts)}")
     workers = [node.address for node in nodes]
     hosts = monarch.actor.attach_to_workers(ca="trust_all_connections", workers=workers, name="hosts")
-    cluster = Cluster(hosts, devices(), _device_names=tuple(node.devices for node in nodes))
+    names = tuple(node.devices for node in nodes)
+    cluster = Cluster(hosts, devices(), _device_names=names, _preloads=frozenset(each.name for each in preloads))
     monarch.actor.unhandled_fault_hook = cluster._on_fault  # the default interrupts the main thread
     asyncio.run(within(START_DEADLINE_S, hosts.initialized, f"the hosts at {workers} to come up", on="Monarch"))
     return cluster
 
 
-def _start_host(ip: str | None) -> HostProcess:
+def _start_host(ip: str | None, preloads: Sequence[Preload]) -> HostProcess:
     """Start this machine's host: with this process's environment, without torchrun's variables."""
     environment = without_torchrun(os.environ)
     # So that tools of a virtual environment that is not activated (ninja) and modules beside the script are found.
     environment["PATH"] = _prepend(Path(sys.executable).parent, environment.get("PATH"))
     if sys.path[0] and Path(sys.path[0]).is_dir():
         environment["PYTHONPATH"] = _prepend(Path(sys.path[0]).resolve(), environment.get("PYTHONPATH"))
-    return HostProcess(ip, environment)
+    if not visible_devices():  # what its processes run with, see Cluster.spawn: the fork server loads libraries so
+        environment = {name: "1" for name in _THREAD_COUNTS} | environment
+    return HostProcess(ip, environment, preloads)
 
 
 def _prepend(folder: Path, search_path: str | None) -> str:

@@ -15,10 +15,12 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from monarch_rl.runtime.fork_client import ADDRESS_VARIABLE
+from monarch_rl.runtime.fork_server import Preload, preloads_from_text, preloads_to_text, start_server
 from monarch_rl.runtime.lifetime import adopt_orphans
 from monarch_rl.runtime.network import HOST_ADDRESS_VARIABLE, free_port
 
@@ -34,13 +36,19 @@ GRACE_S = 2.0
 class HostProcess:
     """The host process of this machine, seen from the rank that started it."""
 
-    def __init__(self, ip: str | None, environment: Mapping[str, str]) -> None:
-        """Start a host, reachable at ``ip``; if that is None, on this machine only (a Unix socket without a file)."""
+    def __init__(self, ip: str | None, environment: Mapping[str, str], preloads: Sequence[Preload] = ()) -> None:
+        """Start a host, reachable at ``ip``; if that is None, on this machine only (a Unix socket without a file).
+
+        With ``preloads`` it has a fork server.
+        """
         self.address = f"tcp://{ip}:{free_port()}" if ip else f"ipc://@monarch_rl-{uuid.uuid4().hex}"
         """Its Monarch address: an element of ``attach_to_workers(workers=...)``."""
+        variables = {HOST_ADDRESS_VARIABLE: ip or "127.0.0.1"}
+        if preloads:
+            variables[ADDRESS_VARIABLE] = f"monarch_rl-fork-{uuid.uuid4().hex}"
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "monarch_rl.runtime.host", self.address],
-            env={**environment, HOST_ADDRESS_VARIABLE: ip or "127.0.0.1"},
+            [sys.executable, "-m", "monarch_rl.runtime.host", self.address, preloads_to_text(preloads)],
+            env={**environment, **variables},
             stdin=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C in a terminal reaches the controller only, which ends the run cleanly
         )
@@ -67,6 +75,10 @@ class HostProcess:
                     process.kill()
 
 
+_fork_server: subprocess.Popen[bytes] | None = None
+"""Of this host, if it has one."""
+
+
 def _end_descendants() -> None:
     """Ask the children of this process to end; after :data:`GRACE_S` seconds kill all remaining descendants.
 
@@ -78,6 +90,8 @@ def _end_descendants() -> None:
         return [process for process in me.children(recursive=True) if _is_running(process)]
 
     me = psutil.Process()
+    if _fork_server is not None and _fork_server.stdin is not None:
+        _fork_server.stdin.close()
     _send(signal.SIGTERM, me.children())
     grace = time.monotonic() + GRACE_S
     while (remaining := running()) and time.monotonic() < grace + GRACE_S:
@@ -113,6 +127,10 @@ def _end_with_starter() -> None:
 def main() -> None:
     """Serve as a Monarch host at the address on the command line, until it is shut down or its starter ends."""
     adopt_orphans()
+    preloads = preloads_from_text(sys.argv[2])
+    if preloads:  # before this process has threads
+        global _fork_server
+        _fork_server = start_server(os.environ[ADDRESS_VARIABLE], preloads)
     threading.Thread(target=_end_with_starter, name="end-with-starter", daemon=True).start()
     from monarch.actor import run_worker_loop_until_shutdown
 

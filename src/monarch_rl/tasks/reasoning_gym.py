@@ -17,8 +17,9 @@ import logging
 import math
 import re
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
+from monarch_rl.settings.ranges import SEED, CheckedSettings, Range
 from monarch_rl.tasks.task import Item, Score
 
 logger = logging.getLogger("monarch_rl")
@@ -37,7 +38,7 @@ UNRELIABLE = frozenset({"boxnet", "graph_color", "list_functions", "propositiona
 
 
 @dataclass(frozen=True)
-class TaskSettings:
+class TaskSettings(CheckedSettings, flags="task"):
     """Which reasoning-gym data set to train on."""
 
     name: str = "chain_sum"
@@ -46,24 +47,15 @@ class TaskSettings:
     """JSON with the data set's own settings, for example '{"min_terms": 2, "max_terms": 2}'."""
     template: str = "{question}"
     """The prompt. {question} and every field of the item's metadata can be used: '{expression} =' for chain_sum."""
-    pass_mark: float = 0.0
+    pass_mark: Annotated[float, Range(0, 1)] = 0.0
     """Scores from here on count as 1 and lower ones as 0. At 0 the data set's own score is the reward, with partial
     credit that may be gamed (spell_backward gives 0.8 for the right letters with others after them)."""
-    seed: int = 0
+    seed: Annotated[int, SEED] = 0
     """Which items there are. Under every seed the held-out items stay apart from the others."""
-    train_size: int = 10_000
+    train_size: Annotated[int, Range(1, 10_000_000)] = 10_000
     """Number of training items; after the last the first comes again."""
-    held_out_size: int = 200
+    held_out_size: Annotated[int, Range(1, 20_000)] = 200
     """Held-out items. Their questions are never trained on."""
-
-    def __post_init__(self) -> None:
-        for name in ("train_size", "held_out_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"task.{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
-        if not 0 <= self.pass_mark <= 1:
-            raise ValueError(f"task.pass-mark must be in 0..1, got {self.pass_mark}")
-        if not 0 <= self.seed < 2**31:
-            raise ValueError(f"task.seed must be in 0..2^31-1, got {self.seed}")
 
 
 class TaskSource:

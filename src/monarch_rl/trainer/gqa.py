@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from torchtitan.models.common import RMSNorm
-from torchtitan.models.common.attention import VarlenAttention
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
 from torchtitan.models.common.decoder import TransformerBlock
 
 from monarch_rl.model.folder import rope_parameters, sparse_layers
-from monarch_rl.trainer.modules import LOADED, HalfRotaryEmbedding, PackedAttention
+from monarch_rl.trainer.attention import inner_attention
+from monarch_rl.trainer.modules import LOADED, HalfRotaryEmbedding
 from monarch_rl.trainer.moe import moe_config
 
 
@@ -39,7 +39,7 @@ def gqa_layers(
                 head_dim=head_dim,
                 wqkv_param_init=LOADED,
                 wo_param_init=LOADED,
-                inner_attention=VarlenAttention.Config() if on_gpu else PackedAttention.Config(),
+                inner_attention=inner_attention(on_gpu),
                 rope=_rope(hf, head_dim),
                 # Unfused, every Hugging Face tensor is a parameter of its own, sharded by rows.
                 fuse_qkv=False,

@@ -9,7 +9,8 @@ from torchtitan.models.common.decoder import TransformerBlock
 from torchtitan.models.deepseek_v3 import build_mla_moe_layers
 
 from monarch_rl.model.folder import num_experts, rope_parameters
-from monarch_rl.trainer.modules import LOADED, PackedAttention
+from monarch_rl.trainer.attention import inner_attention
+from monarch_rl.trainer.modules import LOADED
 from monarch_rl.trainer.moe import LOADED_EXPERTS, exact, replaying
 
 NORM_EPS = 1e-6
@@ -73,8 +74,7 @@ def _adjust(layer: TransformerBlock.Config, *, on_gpu: bool) -> None:
     attention: Any = layer.attention
     for norm in (layer.attention_norm, layer.ffn_norm, attention.q_norm, attention.kv_norm):
         norm.eps = NORM_EPS
-    if not on_gpu:
-        attention.inner_attention = PackedAttention.Config()
+    attention.inner_attention = inner_attention(on_gpu)
     if layer.moe is not None:
         layer.moe.router = replaying(layer.moe.router)
         layer.moe.routed_experts.inner_experts = exact(layer.moe.routed_experts.inner_experts)

@@ -1,6 +1,6 @@
 """Modules that stand in torchtitan's model config tree in place of its own.
 
-Shapes: B batch (always 1: episodes are packed in one row), L tokens, N heads, H head size, D width, V vocabulary.
+Shapes: B batch (always 1: episodes are packed in one row), L tokens, H head size, D width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -12,51 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Linear
-from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
 from torchtitan.models.common.param_init import skip_param_init
-from torchtitan.protocols.module import Module
 
 from monarch_rl.trainer.token_logprobs import DrawnTokens, TokenLogprobs
 
 LOADED = {"weight": skip_param_init}
 """Weights come from the model's folder: nothing is drawn at random."""
-
-
-class PackedAttention(VarlenAttention):
-    """Causal attention within each packed episode, by one SDPA call an episode, in the dtype of its input.
-
-    torchtitan's varlen attention calls a flash-attention kernel that CPUs lack. As a subclass of it, this one
-    gets the same metadata, so that packing works alike on CPUs and GPUs.
-    """
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(VarlenAttention.Config):
-        pass
-
-    def __init__(self, config: Config) -> None:
-        Module.__init__(self)
-        if config.window_size != (-1, 0):
-            raise ValueError(f"PackedAttention is causal over the whole episode, not window {config.window_size}")
-
-    def forward(
-        self,
-        q_BLNH: torch.Tensor,
-        k_BLNH: torch.Tensor,
-        v_BLNH: torch.Tensor,
-        *,
-        attention_masks: VarlenMetadata,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-        **_unused: Any,
-    ) -> torch.Tensor:
-        bounds = attention_masks.cu_seq_q.tolist()
-        sizes = [end - start for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
-        q, k, v = (x.flatten(0, 1).transpose(0, 1).unsqueeze(0).split(sizes, dim=2) for x in (q_BLNH, k_BLNH, v_BLNH))
-        episodes = [
-            F.scaled_dot_product_attention(*qkv, is_causal=True, scale=scale, enable_gqa=enable_gqa)
-            for qkv in zip(q, k, v, strict=True)
-        ]
-        return torch.cat(episodes, dim=2)[0].transpose(0, 1).reshape(*q_BLNH.shape[:-1], v_BLNH.shape[-1])
 
 
 class HalfRotaryEmbedding(CosSinRoPE):
@@ -80,9 +41,9 @@ class HalfRotaryEmbedding(CosSinRoPE):
 class LogprobHead(Linear):
     """The LM head. Given the tokens that were drawn, it returns their :class:`TokenLogprobs` instead of logits.
 
-    Only the N positions that are asked for are projected. Log-probs are computed in fp32, chunk by chunk, and the
-    logits of every chunk but the last are computed again in the backward pass, which begins with the last: never
-    more than ``chunk`` x V logits exist.
+    Only the M positions that are asked for are projected, each once for every target behind it. Log-probs are computed
+    in fp32, chunk by chunk, and the logits of every chunk but the last are computed again in the backward pass, which
+    begins with the last: never more than ``chunk`` x V logits exist.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -100,7 +61,7 @@ class LogprobHead(Linear):
             return super().forward(hidden_BLD)
         drawn, self.drawn_tokens = self.drawn_tokens, None
         weight = self.weight.float()
-        hidden = hidden_BLD.flatten(0, 1)[drawn.positions].split(self.chunk)
+        hidden = F.embedding(drawn.positions, hidden_BLD[0]).split(self.chunk)
         parts = list(zip(hidden, drawn.split(self.chunk), strict=True))
         chunks = [
             checkpoint(_chunk_logprobs, hidden, weight, ids, drawn.temperature, kept_sets, use_reentrant=False)
@@ -108,7 +69,8 @@ class LogprobHead(Linear):
         ]
         hidden_TD, (ids, kept_sets) = parts[-1]
         chunks.append(_chunk_logprobs(hidden_TD, weight, ids, drawn.temperature, kept_sets))
-        return TokenLogprobs(*(torch.cat(values) for values in zip(*chunks, strict=True)))
+        computed = TokenLogprobs(*(torch.cat(values) for values in zip(*chunks, strict=True)))
+        return computed if drawn.rows is None else TokenLogprobs(*(values[drawn.rows] for values in computed))
 
 
 def _chunk_logprobs(

@@ -88,14 +88,10 @@ class Policy:
             ValueError: expert routes are needed and the batch has none, or has those of another model.
         """
         self.module.lm_head.drawn_tokens = DrawnTokens(
-            batch.trainable, batch.targets[0, batch.trainable], self.temperature, batch.kept_sets
+            batch.drawn_after, batch.targets, self.temperature, batch.kept_sets, batch.rows
         )
         self._set_expert_routes(batch, router_replay or self.settings.router_replay)
-        return self.module(
-            batch.token_ids,
-            positions=batch.positions,
-            attention_masks=self.module.get_attention_masks(positions=batch.positions),
-        )
+        return self.module(batch.token_ids, positions=batch.positions, attention_masks=batch.attention)
 
     def _set_expert_routes(self, batch: MicroBatch, router_replay: RouterReplay) -> None:
         """For the forward pass and, where activations are computed again, for the backward pass after it."""
@@ -136,7 +132,8 @@ class Policy:
             Metrics of the whole batch, equal on all ranks: means over trainable tokens, ``loss``, ``grad_norm``
             (before clipping), ``lr``, ``tokens`` trained, ``padding`` (share of computed positions that were
             padding: only ranks without episodes pad, with one token) and ``imbalance`` (share of rank-time lost
-            because ranks with fewer tokens wait for the one with most). ``logprob_difference_p50``, ``_p99``, ``_max``:
+            because ranks with fewer tokens wait for the one with most), ``computed_share`` (inputs computed, over those
+            that episodes would have if they shared none). ``logprob_difference_p50``, ``_p99``, ``_max``:
             quantiles of |trainer - engine| over tokens of the version that is updated, if there are any. With expert
             routes, ``routes_differ`` (share of the engine's choices of experts that the trainer's router would not
             make) and the same by layer.

@@ -55,14 +55,16 @@ def _difference_metrics(reduced: Sums) -> dict[str, float]:
 
 
 def waste_metrics(microbatches: Sequence[MicroBatch], device: torch.device) -> dict[str, float]:
-    """``padding`` and ``imbalance``: see :meth:`Policy.update`."""
+    """``padding``, ``imbalance`` and ``computed_share``: see :meth:`Policy.update`."""
     largest = torch.tensor([float(batch.num_tokens) for batch in microbatches], device=device)
     padding = float(sum(batch.padding for batch in microbatches))
-    sums = torch.stack([largest.sum(), torch.tensor(padding, device=device)])
+    separate = float(sum(batch.separate_tokens for batch in microbatches))
+    sums = torch.stack([largest.sum(), torch.tensor(padding, device=device), torch.tensor(separate, device=device)])
     dist.all_reduce(sums)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    computed = float(sums[0])
+    computed, padding, separate = sums.tolist()
     return {
-        "padding": float(sums[1]) / computed,
+        "padding": padding / computed,
         "imbalance": 1.0 - computed / (float(largest.sum()) * dist.get_world_size()),
+        "computed_share": (computed - padding) / max(separate, 1.0),
     }

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from monarch_rl.algorithms.advantages import AdvantageName
 from monarch_rl.algorithms.aggregation import Aggregation
 from monarch_rl.model.architecture import architecture_of
 from monarch_rl.model.folder import num_experts, sparse_layers
 from monarch_rl.model.lora import FULL_TRAINING, MLP_TARGETS, LoraSettings
+from monarch_rl.settings.ranges import CheckedSettings, Range
 
 RouterReplay = Literal["off", "compare", "replay"]
 Checkpointing = Literal["none", "selective", "full"]
 
 
 @dataclass(frozen=True)
-class LossSettings:
+class LossSettings(CheckedSettings, flags="trainer.loss"):
     """The policy-gradient loss: advantage x ratio x correction, then aggregation."""
 
     advantage: AdvantageName = "dr_grpo"
@@ -24,68 +25,59 @@ class LossSettings:
     ratio_to: Literal["trainer", "behaviour"] = "trainer"
     """The denominator of the clipped ratio: the trainer's own policy when the batch was formed (then the importance
     weight corrects for staleness), or the policy that drew the token (then the clip bounds staleness)."""
-    clip_low: float = 0.2
+    clip_low: Annotated[float, Range(0, 0.999)] = 0.2
     """Ratio floor is 1 - clip_low (PPO, arXiv:1707.06347). It matters with `ratio_to behaviour` only: with one update
     a batch, the ratio to the trainer's own policy is 1."""
-    clip_high: float = 0.28
+    clip_high: Annotated[float, Range(0, 1000)] = 0.28
     """Ratio ceiling is 1 + clip_high (DAPO, arXiv:2503.14476). It matters where the floor does."""
-    importance_cap: float = 2.0
+    importance_cap: Annotated[float, Range(0, 1_000_000, "0 is off")] = 2.0
     """Truncated importance sampling: tokens weigh min(pi_trainer / pi_engine, cap); with `ratio_to trainer` only.
     Larger is less biased and noisier; 0 switches it off."""
-    lag_discount: float = 1.0
+    lag_discount: Annotated[float, Range(0, 1, "1 is off")] = 1.0
     """Tokens weigh lag_discount ** lag (a heuristic); 1 is off. A smaller value trusts stale tokens less, and learns
     less from them."""
     aggregation: Aggregation = "constant"
     """`constant` divides by episodes x max tokens (Dr.GRPO), `token_mean` by tokens (DAPO), `sequence_mean` by each
     episode's tokens and then by episodes (GRPO)."""
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.clip_low < 1:
-            raise ValueError(f"clip_low must be in [0, 1), got {self.clip_low}")
-        if self.clip_high < 0:
-            raise ValueError(f"clip_high must not be negative, got {self.clip_high}")
-        if not 0 <= self.lag_discount <= 1:
-            raise ValueError(f"lag_discount must be in [0, 1] (1 is off), got {self.lag_discount}")
-        if self.importance_cap < 0:
-            raise ValueError(f"importance_cap must not be negative (0 is off), got {self.importance_cap}")
-
 
 @dataclass(frozen=True)
-class TrainerSettings:
+class TrainerSettings(CheckedSettings, flags="trainer"):
     """The trainer mesh, its optimiser (torchtitan's) and its micro-batches."""
 
-    ranks: int = 2
+    ranks: Annotated[int, Range(1, 100_000)] = 2
     """Processes of the trainer mesh; FSDP2 shards the model over all of them."""
-    expert_parallel: int = 1
+    expert_parallel: Annotated[int, Range(1, 100_000)] = 1
     """Ranks among which the experts of a mixture-of-experts model are divided, and to which tokens travel: a divisor
     of `ranks`. 1: every rank gathers all experts of a layer to compute it. More: less memory, more messages."""
     router_replay: RouterReplay = "off"
     """Which experts compute a token of a mixture-of-experts model. `off`: those that the trainer's router chooses.
     `replay`: those by which the generator drew it (Keep Routing); they travel with the tokens, a byte for each layer
     and expert. `compare`: the router's choice; the generator's experts travel too, to show how many differ."""
-    lr: float = 1e-6
+    lr: Annotated[float, Range(0, 1)] = 1e-6
     """AdamW's learning rate. 1e-6 is the default of TRL, verl and slime for full training; tiny models and LoRA learn
     with larger ones."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: Annotated[tuple[float, float], Range(0, 0.999999)] = (0.9, 0.95)
     """AdamW's decay of the first and second moment (torchtitan's default)."""
-    weight_decay: float = 0.0
+    weight_decay: Annotated[float, Range(0, 100)] = 0.0
     """AdamW's weight decay."""
-    lr_warmup_steps: int = 0
+    lr_warmup_steps: Annotated[int, Range(0, 10**9)] = 0
     """Steps of linear warm-up."""
-    lr_decay_ratio: float | None = None
+    lr_decay_ratio: Annotated[float | None, Range(0, 1)] = None
     """Share of the steps, at the end, over which the rate decays to lr x lr_min_factor; None is all steps after
     warm-up."""
     lr_decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
     """Shape of the decay."""
-    lr_min_factor: float = 1.0
+    lr_min_factor: Annotated[float, Range(0, 1, "1 keeps the rate constant")] = 1.0
     """Final rate as a share of lr; 1 keeps it constant."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: Annotated[float, Range(0, 1e12, above=True)] = 1.0
     """Gradients are scaled down to this global norm."""
-    tokens_per_microbatch: int = 8192
-    """Tokens of one forward pass of one rank, and the longest episode that can be trained. More takes more memory."""
+    tokens_per_microbatch: Annotated[int, Range(1, 100_000_000)] = 8192
+    """Tokens of one forward pass of one rank, which counts what episodes of a group share once, and the longest episode
+    that can be trained. More takes more memory."""
     activation_checkpoint: Checkpointing = "none"
     """torchtitan's activation checkpointing: less memory for a second forward pass."""
-    logprob_chunk: int = 1024
+    logprob_chunk: Annotated[int, Range(1, 100_000_000)] = 1024
     """Tokens whose logits over the whole vocabulary exist at one time (fp32)."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of forward and backward; the master weights are fp32. `auto`: bfloat16 on GPUs, float32 on CPUs."""
@@ -100,24 +92,11 @@ class TrainerSettings:
         return self.router_replay != "off"
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "expert_parallel", "tokens_per_microbatch", "logprob_chunk"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"trainer.{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        super().__post_init__()
         if self.ranks % self.expert_parallel:
             raise ValueError(
                 f"trainer.expert-parallel {self.expert_parallel} must divide trainer.ranks, which is {self.ranks}"
             )
-        for name in ("lr", "weight_decay", "lr_warmup_steps"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"trainer.{name.replace('_', '-')} must not be negative, got {getattr(self, name)}")
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"trainer.betas must be in [0, 1), got {self.betas}")
-        if self.max_grad_norm <= 0:
-            raise ValueError(f"trainer.max-grad-norm must be positive, got {self.max_grad_norm}")
-        if self.lr_decay_ratio is not None and not 0 <= self.lr_decay_ratio <= 1:
-            raise ValueError(f"trainer.lr-decay-ratio must be in 0..1, got {self.lr_decay_ratio}")
-        if not 0 <= self.lr_min_factor <= 1:
-            raise ValueError(f"trainer.lr-min-factor must be in 0..1, got {self.lr_min_factor}")
 
 
 def check_hosts(settings: TrainerSettings, per_host: int) -> None:

@@ -24,12 +24,14 @@ class DrawnTokens:
     """Which tokens were drawn, and how: what the LM head needs to compute :class:`TokenLogprobs`."""
 
     positions: torch.Tensor
-    """bool[B x L]: N positions after which tokens were drawn."""
+    """int64[M]: places in the row after which tokens were drawn; some more than once, with other tokens."""
     ids: torch.Tensor
-    """int64[N]."""
+    """int64[M]."""
     temperature: float
     kept_sets: tuple[torch.Tensor, torch.Tensor] | None
-    """``(counts int64[N], ids int32[sum of counts])``: the sets they were drawn from; None is the whole vocabulary."""
+    """``(counts int64[M], ids int32[sum of counts])``: the sets they were drawn from; None is the whole vocabulary."""
+    rows: torch.Tensor | None = None
+    """int64[N]: which of the M are returned for each drawn token; None returns each once."""
 
     def split(self, size: int) -> list[tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]]:
         """``(ids, kept sets)`` of up to ``size`` tokens each."""

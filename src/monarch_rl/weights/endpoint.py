@@ -17,10 +17,11 @@ again; the rest of the run is not touched. Decoding goes on during a transfer: a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import Annotated, Literal, Protocol
 
 import torch
 
+from monarch_rl.settings.ranges import FOREVER_S, CheckedSettings, Range
 from monarch_rl.weights.manifest import Manifest
 
 TransportName = Literal["auto", "collective", "rdma", "shared_memory"]
@@ -30,7 +31,7 @@ SNAPSHOTS = 2
 
 
 @dataclass(frozen=True)
-class TransferSettings:
+class TransferSettings(CheckedSettings, flags="weights"):
     """How new weights reach the generators."""
 
     transport: TransportName = "collective"
@@ -38,28 +39,18 @@ class TransferSettings:
     `rdma`: replicas read from the trainer ranks' memory, by ibverbs or over Monarch's TCP connections.
     `shared_memory`, on one host: trainer ranks write a version where engines load it from. `auto` measures, at the
     start and with the run's own model, those that work, and takes the fastest."""
-    bucket_mib: int = 64
+    bucket_mib: Annotated[int, Range(1, 65_536)] = 64
     """MiB sent at a time. With `collective` each replica holds two buckets beside a version; smaller buckets cost more
     calls. With `delta`, at most 4."""
     delta: bool = False
     """Send only the elements whose bits changed; lossless. Costs up to three more copies of a rank's shards, two more
     versions on a replica, and one pass over every byte; docs/weights.md says when it pays. `shared_memory` sends
     nothing over a network, so there it only costs."""
-    deadline_s: float = 120.0
+    deadline_s: Annotated[float, Range(0.1, FOREVER_S)] = 120.0
     """Seconds that one transfer may take before it fails; the old version stays served."""
-    attempts: int = 3
+    attempts: Annotated[int, Range(1, 1000)] = 3
     """Times that a version is sent to a replica that answers but could not load it, the last time to it alone. Then
     the replica is removed."""
-
-    def __post_init__(self) -> None:
-        if self.transport not in get_args(TransportName):
-            raise ValueError(f"transport must be one of {', '.join(get_args(TransportName))}, got {self.transport!r}")
-        if self.bucket_mib < 1:
-            raise ValueError(f"bucket_mib must be at least 1 MiB, got {self.bucket_mib}")
-        if self.deadline_s <= 0:
-            raise ValueError(f"deadline_s must be positive, got {self.deadline_s}")
-        if self.attempts < 1:
-            raise ValueError(f"attempts must be at least 1, got {self.attempts}")
 
     @property
     def bucket_bytes(self) -> int:

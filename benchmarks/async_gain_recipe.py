@@ -1,0 +1,122 @@
+"""recipes/grpo.py on devices that are not there: ``async_gain_recipe.py LATENCIES.json ARGUMENTS...``
+
+For async_gain.py. All is real: actors, buffer, workers, scores, SGLang's engines, torchtitan's updates, versions that
+are sent, verified and committed. But an answer is handed over only when a device that draws `places` sequences at a
+time, at `token_s` seconds a token, would have it; and an update ends only when a trainer that takes `update_s` would
+end it. What this machine computes is done within these times.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
+
+import grpo  # noqa: E402
+
+from monarch_rl.episode.sampling import Completion, Sampling  # noqa: E402
+from monarch_rl.generator.actor import Generator  # noqa: E402
+from monarch_rl.generator.engine import Engine  # noqa: E402
+from monarch_rl.generator.parts import OnPart, ignore_part  # noqa: E402
+from monarch_rl.pipeline import run, start  # noqa: E402
+from monarch_rl.runtime.lifetime import die_with_parent  # noqa: E402
+from monarch_rl.simulate.costs import Distribution  # noqa: E402
+from monarch_rl.trainer.actor import Trainer  # noqa: E402
+from monarch_rl.trainer.batch import MicroBatch  # noqa: E402
+from monarch_rl.trainer.objective import Objective  # noqa: E402
+from monarch_rl.trainer.policy import Policy  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Latencies:
+    """Of the devices that are not there."""
+
+    length: Distribution
+    """Tokens of an answer; what the engine really draws is shorter."""
+    token_s: float
+    places: int
+    update_s: float
+
+    @staticmethod
+    def read(path: Path) -> Latencies:
+        fields = json.loads(path.read_text())
+        return Latencies(Distribution(**fields.pop("length")), **fields)
+
+
+class SlowGenerator(Generator):
+    """A generator whose engine answers when the device that is not there would."""
+
+    latencies: Latencies
+    _places: asyncio.Semaphore | None = None
+
+    @property
+    def _running(self) -> Engine:
+        engine = super()._running
+        if "generate" not in vars(engine):
+            self._slow_down(engine)
+        return engine
+
+    def _slow_down(self, engine: Engine) -> None:
+        draw, latencies, places = engine.generate, self.latencies, asyncio.Semaphore(self.latencies.places)
+
+        async def generate(prompt_ids: list[int], sampling: Sampling, on_part: OnPart = ignore_part) -> Completion:
+            if sampling.seed is None:  # a held-out item
+                return await draw(prompt_ids, sampling, on_part)
+            async with places:
+                due = time.monotonic() + latencies.token_s * tokens_of(latencies.length, sampling.seed)
+                engine.clock.enter()
+                try:
+                    completion = await draw(prompt_ids, sampling, on_part)
+                    await asyncio.sleep(due - time.monotonic())
+                finally:
+                    engine.clock.leave()
+                return completion
+
+        engine.generate = generate  # type: ignore[method-assign]
+
+
+class SlowTrainer(Trainer):
+    """A trainer rank whose updates take as long as those of the devices that are not there."""
+
+    latencies: Latencies
+
+    @property
+    def policy(self) -> Policy:
+        policy = super().policy
+        if "update" not in vars(policy):
+            update, seconds = policy.update, self.latencies.update_s
+
+            def slow_update(microbatches: Sequence[MicroBatch], objective: Objective) -> dict[str, float]:
+                due = time.monotonic() + seconds
+                figures = update(microbatches, objective)
+                time.sleep(max(0.0, due - time.monotonic()))
+                return figures
+
+            policy.update = slow_update  # type: ignore[method-assign]
+        return policy
+
+
+def tokens_of(length: Distribution, seed: int) -> int:
+    """Tokens of the answer with this seed: as in :class:`monarch_rl.simulate.replica.SimulatedReplica`."""
+    return max(1, round(length.draw(0, seed)))
+
+
+def main(latencies: Latencies, arguments: Sequence[str]) -> None:
+    SlowGenerator.latencies = SlowTrainer.latencies = latencies
+    start.Generator = SlowGenerator  # type: ignore[misc]
+    start.Trainer = SlowTrainer  # type: ignore[misc]
+    run.launch(grpo.train, tyro.cli(grpo.Settings, args=arguments))
+
+
+if __name__ == "__main__":
+    die_with_parent(signal.SIGTERM)  # however the driver ends, no run stays behind
+    main(Latencies.read(Path(sys.argv[1])), sys.argv[2:])

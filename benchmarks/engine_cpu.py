@@ -1,0 +1,214 @@
+"""CPU-seconds of the engine's scheduler per 1,000 tokens on a machine without an accelerator, beside plain SGLang.
+
+    python benchmarks/engine_cpu.py
+    python benchmarks/engine_cpu.py --model .cache/smollm2-135m-instruct --rounds 2 --groups 12 --max-new-tokens 64
+
+Two engines get the same requests in turn, each in a process of its own: ours, and SGLang's scheduler as it is shipped,
+with its `torch_native` attention. Prints a line per load and, last, all figures as one line of JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import psutil
+import torch
+from reporting import run_benchmark, short
+
+from monarch_rl.episode.sampling import Sampling
+from monarch_rl.generator import launching
+from monarch_rl.generator.engine import Engine
+from monarch_rl.generator.parts import ignore_part
+from monarch_rl.generator.scheduler_process import SchedulerTarget, run_plain_scheduler
+from monarch_rl.generator.settings import GeneratorSettings
+from monarch_rl.model.folder import read_config, resolve_model
+
+START_DEADLINE_S = 360.0
+ROUND_DEADLINE_S = 300.0
+STOP_DEADLINE_S = 30.0
+Side = Literal["ours", "plain"]
+SIDES: tuple[Side, Side] = ("ours", "plain")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """CPU time of the engine (see the top of this file)."""
+
+    model: str = ".cache/tiny-qwen3"
+    """Hugging Face folder or Hub name."""
+    groups: int = 128
+    """Groups of a round of the main job's load."""
+    playing: int = 24
+    """Groups at once: with each one's end the next begins. The main job plays 48 on two replicas."""
+    group_size: int = 8
+    """Episodes of a group, which share their prompt."""
+    prompt_tokens: int = 8
+    """Tokens of a prompt; the main job's have 7 to 9."""
+    max_new_tokens: int = 7
+    """Longest answer; the shortest has three tokens less, if it can. The main job's have 4 to 7."""
+    long_prompt_tokens: int = 256
+    """Tokens of the prompt of the load of 1 long sequence."""
+    long_new_tokens: int = 512
+    """Tokens that 1 long sequence draws."""
+    rounds: int = 5
+    """Rounds of each load that are timed, on each side in turn; one more warms up."""
+    sides: tuple[Side, ...] = SIDES
+    """Which engines to measure."""
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if isinstance(value, int) and value < 1:
+                raise ValueError(f"{name.replace('_', '-')} must be at least 1, got {value}")
+
+
+@dataclass(frozen=True)
+class Load:
+    """The requests of a round."""
+
+    groups: int
+    playing: int
+    group_size: int
+    prompt_tokens: int
+    new_tokens: tuple[int, int]
+    """Least and most tokens that a request draws; only the length ends it."""
+    vocabulary: int
+
+    async def play(self, engine: Engine, turn: int) -> int:
+        """Returns the tokens drawn."""
+        random = np.random.default_rng(turn)
+        places = asyncio.Semaphore(self.playing)
+
+        async def group(prompt: list[int], lengths: list[int]) -> int:
+            async with places:
+                wanted = (Sampling(max_new_tokens=length) for length in lengths)
+                answers = await asyncio.gather(*(engine.generate(prompt, each, ignore_part) for each in wanted))
+                return sum(len(answer.token_ids) for answer in answers)
+
+        low, high = self.new_tokens
+        prompts = random.integers(3, self.vocabulary, (self.groups, self.prompt_tokens)).tolist()
+        lengths = random.integers(low, high + 1, (self.groups, self.group_size)).tolist()
+        return sum(await asyncio.gather(*(group(*each) for each in zip(prompts, lengths, strict=True))))
+
+
+@dataclass(frozen=True)
+class Round:
+    """What a round took."""
+
+    tokens: int
+    seconds: float
+    scheduler_cpu_s: float
+
+
+class PlainTarget(SchedulerTarget):
+    """Starts SGLang's scheduler without what monarch_rl changes for speed."""
+
+    run = staticmethod(run_plain_scheduler)
+
+
+def serve(pipe: Connection, model: str, side: Side) -> None:
+    """An engine's process: plays a load for each message, until the pipe is closed."""
+    asyncio.run(_serve(pipe, model, side))
+
+
+async def _serve(pipe: Connection, model: str, side: Side) -> None:
+    extra: dict[str, Any] = {}
+    if side == "plain":
+        launching.SchedulerTarget = PlainTarget  # type: ignore[misc]
+        extra["prefill_decode_interval"] = 0
+    engine = await Engine.start(model, GeneratorSettings(replicas=1), **extra)
+    scheduler = psutil.Process(engine.child_pids[0])
+    pipe.send(scheduler.pid)
+    try:
+        while True:
+            load, turn = await asyncio.to_thread(pipe.recv)
+            before, started = sum(scheduler.cpu_times()[:2]), time.perf_counter()
+            tokens = await load.play(engine, turn)
+            seconds = time.perf_counter() - started
+            pipe.send(Round(tokens, seconds, sum(scheduler.cpu_times()[:2]) - before))
+    except EOFError:
+        pass  # the benchmark is over
+    finally:
+        await engine.shutdown()
+
+
+@contextmanager
+def running(model: str, side: Side) -> Iterator[Connection]:
+    """Start an engine; it ends with the block, or with this process."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=serve, args=(theirs, model, side), name=f"{side} engine")
+    process.start()
+    theirs.close()
+    try:
+        print(f"{side}: scheduler {answer(ours, START_DEADLINE_S, f'{side} engine to start')}", flush=True)
+        yield ours
+    finally:
+        ours.close()  # which ends it
+        process.join(STOP_DEADLINE_S)
+        if process.is_alive():
+            process.kill()
+
+
+def answer(pipe: Connection, seconds: float, what: str) -> Any:
+    """The next message. Raises TimeoutError if none comes, EOFError if the engine's process has ended."""
+    if not pipe.poll(seconds):
+        raise TimeoutError(f"waited {seconds:g} s for the {what}")
+    return pipe.recv()
+
+
+def measure(pipes: dict[Side, Connection], load: Load, rounds: int) -> dict[str, Any]:
+    """Rounds of equal load on each side in turn; medians, and of ratios the median over rounds of ours / plain."""
+    taken: dict[Side, list[Round]] = {side: [] for side in pipes}
+    for turn in range(rounds + 1):
+        for side in list(pipes) if turn % 2 else reversed(list(pipes)):  # neither side is always the first
+            pipes[side].send((load, turn))
+            played = answer(pipes[side], ROUND_DEADLINE_S, f"{side} engine to play a round")
+            if turn:
+                taken[side].append(played)
+    figures: dict[str, Any] = {"tokens": statistics.median(each.tokens for each in next(iter(taken.values())))}
+    for side, played in taken.items():
+        figures[f"{side}_cpu_s_per_1000_tokens"] = statistics.median(
+            each.scheduler_cpu_s / each.tokens * 1000 for each in played
+        )
+        figures[f"{side}_tokens_per_s"] = statistics.median(each.tokens / each.seconds for each in played)
+    if len(taken) == len(SIDES):
+        pairs = zip(taken["ours"], taken["plain"], strict=True)
+        figures["cpu_ratio"] = statistics.median(ours.scheduler_cpu_s / plain.scheduler_cpu_s for ours, plain in pairs)
+    return figures
+
+
+def main(s: Settings) -> None:
+    """Measure both loads."""
+    if torch.accelerator.is_available():
+        raise ValueError("this machine has an accelerator: the engine would run there")
+    model = Path(resolve_model(s.model))
+    vocabulary = int(read_config(model)["vocab_size"])
+    shortest = max(1, s.max_new_tokens - 3)
+    lengths = (s.long_new_tokens, s.long_new_tokens)
+    loads = {
+        "main_job": Load(s.groups, s.playing, s.group_size, s.prompt_tokens, (shortest, s.max_new_tokens), vocabulary),
+        "long": Load(1, 1, 1, s.long_prompt_tokens, lengths, vocabulary),
+    }
+    figures: dict[str, Any] = {"benchmark": "engine_cpu", "model": s.model}
+    with ExitStack() as stack:
+        pipes = {side: stack.enter_context(running(str(model), side)) for side in s.sides}
+        for name, load in loads.items():
+            found = measure(pipes, load, s.rounds)
+            print(f"{name}: " + ", ".join(f"{key} {short(value)}" for key, value in found.items()), flush=True)
+            figures |= {f"{name}_{key}": value for key, value in found.items()}
+    print(json.dumps(short(figures)))
+
+
+if __name__ == "__main__":
+    run_benchmark(main, Settings, __doc__)

@@ -1,0 +1,145 @@
+"""The two jobs of trl.py, and how each side is launched for them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "recipes"))
+
+import grpo  # noqa: E402
+
+JobName = Literal["main", "syllogism"]
+MODEL_DEADLINE_S = 1800.0
+LOSS_TYPES = {"constant": "dr_grpo", "token_mean": "dapo", "sequence_mean": "grpo"}
+"""TRL's name of each of our aggregations: the same weights of tokens (grpo_trainer.py, ``_compute_loss``)."""
+REWARD_SCALES = {"dr_grpo": "none", "grpo": "group"}
+"""TRL's name of each of our advantages."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job in the words of the recipe, from which TRL's settings follow."""
+
+    arguments: tuple[str, ...]
+    """Of recipes/grpo.py."""
+    steps: int
+    warm_up: int
+    """Steps that do not count for speed."""
+    held_out: int
+    trl_microbatch: int
+    """Episodes of one forward and backward pass of TRL, by trial the fastest on a CPU; 0 is all of a step at once."""
+
+
+SYLLOGISM = (
+    "--groups-per-step 4 --task.name syllogism --task.config {} --task.template {question} --task.pass-mark 0 "
+    "--trainer.lr 1e-5 --trainer.logprob-chunk 128"
+)
+JOBS = {"main": Job((), 250, 10, 200, 0), "syllogism": Job(tuple(SYLLOGISM.split()), 20, 2, 40, 0)}
+"""The recipe's own job, and the README's example of a real model."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the ways to do the job."""
+
+    name: str
+    arguments: tuple[str, ...] = ()
+    """Further arguments of the recipe."""
+    threads: int = 0
+    """TRL's threads; 0 is not TRL."""
+
+
+def sides(devices: int) -> dict[str, Side]:
+    """All sides by a short name.
+
+    Args:
+        devices: GPUs, of which ours gives half to either side and TRL takes all; 0 is a CPU.
+    """
+    lag0 = ("--buffer.max-policy-lag", "0")
+    if devices:
+        ranks = devices // 2
+        split = ("--trainer.ranks", str(ranks), "--generator.replicas", str(devices - ranks))
+        all_sides = [Side(f"{ranks} + {devices - ranks}", split), Side("lag 0", split + lag0), Side("TRL", threads=1)]
+        return dict(zip(("default", "lag0", "trl"), all_sides, strict=True))
+    one = ("--trainer.ranks", "1", "--generator.replicas", "1")
+    return {
+        "default": Side("default (2 ranks, 2 replicas, lag 2)"),
+        "lag0": Side("lag 0", lag0),
+        "one": Side("1 rank + 1 replica", one),
+        "trl1": Side("TRL, 1 thread", threads=1),
+        "trl2": Side("TRL, 2 threads", threads=2),
+    }
+
+
+def make_model(job: JobName, seed: int, scratch: Path) -> Path:
+    """The model that both sides begin with. Seeds other than 0 have random weights of their own in the main job."""
+    if job == "syllogism":
+        folder = ROOT / ".cache" / "smollm2-135m-instruct"
+        command = ["tools/smollm2.py", "--output", str(folder)]
+    elif seed == 0:
+        folder = ROOT / ".cache" / "tiny-qwen3"
+        command = ["tools/make_tiny_model.py", "--output", str(folder)]
+    else:
+        folder = scratch / f"model{seed}"
+        command = ["tools/make_tiny_model.py", "--seed", str(seed), "--task.seed", str(seed), "--output", str(folder)]
+    subprocess.run([sys.executable, *command], cwd=ROOT, check=True, timeout=MODEL_DEADLINE_S)
+    return folder
+
+
+def recipe_arguments(job: Job, model: Path, seed: int, steps: int) -> list[str]:
+    """Of recipes/grpo.py, alike for all sides. One held-out item: accuracy is measured afterwards, for both alike."""
+    seeds = ["--task.seed", str(seed), "--generator.random-seed", str(1000 * seed)]
+    return ["--model", str(model), "--steps", str(steps), "--held-out", "1", *seeds, *job.arguments]
+
+
+def ours(side: Side, arguments: list[str], folder: Path) -> list[str]:
+    """The command of our side."""
+    return [sys.executable, str(ROOT / "recipes" / "grpo.py"), *arguments, *side.arguments, "--output", str(folder)]
+
+
+def theirs(python: Path, description: Path, devices: int) -> list[str]:
+    """The command of TRL's side: one process, or one for each GPU."""
+    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={devices}"] if devices else []
+    # -P: not this folder's trl.py
+    return [str(python), "-P", *launcher, str(ROOT / "benchmarks" / "trl_train.py"), str(description)]
+
+
+def describe(job: Job, arguments: list[str], side: Side, seed: int, held_out: int, folder: Path) -> dict[str, Any]:
+    """The job for trl_train.py and trl_evaluate.py: what the recipe would do with ``arguments``."""
+    s = tyro.cli(grpo.Settings, args=arguments)
+    return {
+        "folder": str(folder),
+        "model": s.model,
+        "task": asdict(s.task),
+        "steps": s.steps,
+        "groups_per_step": s.groups_per_step,
+        "group_size": s.rollout.group_size,
+        "max_new_tokens": s.rollout.max_new_tokens,
+        "temperature": s.rollout.temperature,
+        "lr": s.trainer.lr,
+        "betas": s.trainer.betas,
+        "weight_decay": s.trainer.weight_decay,
+        "lr_warmup_steps": s.trainer.lr_warmup_steps,
+        "max_grad_norm": s.trainer.max_grad_norm,
+        "clip_low": s.trainer.loss.clip_low,
+        "clip_high": s.trainer.loss.clip_high,
+        "loss_type": LOSS_TYPES[s.trainer.loss.aggregation],
+        "scale_rewards": REWARD_SCALES[s.trainer.loss.advantage],
+        "trl_microbatch": job.trl_microbatch,
+        "threads": side.threads,
+        "seed": seed,
+        "held_out": held_out,
+    }
+
+
+def write(description: dict[str, Any], path: Path) -> Path:
+    path.write_text(json.dumps(description, indent=2))
+    return path

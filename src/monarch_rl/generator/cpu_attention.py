@@ -1,0 +1,239 @@
+"""Attention of a whole batch in a few calls, on a machine without an accelerator.
+
+SGLang's ``torch_native`` attends to one sequence at a time, in each layer, and to read what follows a cached prefix it
+computes the rows of the prefix again. On a small model that is half of a step. Here sequences are padded to each other
+and attended to together, only by the rows that are asked for. What does not depend on the layer, such as where keys lie
+and which of them a row may see, is computed once a forward. Log-probs equal ``torch_native``'s to 1e-6
+(``tests/generator/test_cpu_attention.py``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from torch.nn.functional import scaled_dot_product_attention
+
+MOST_PADDING = 1.0
+"""Padded pairs of query and key for each real one that a call may have: above it sequences go to several calls."""
+FREE_PAIRS = 16_384
+"""Pairs that cost less than a call of their own, some 0.1 ms: so many may always be padded."""
+BLOCK_ROWS = 128
+"""Rows of a long sequence with a cached prefix that are attended to at once: more build larger masks, and look at more
+keys that they may not see. 64 to 256 were equally fast."""
+
+
+@dataclass
+class Call:
+    """Sequences that are attended to together: B of them, padded to Q rows and to S keys."""
+
+    sequences: int
+    keys: torch.Tensor
+    """int64[B * S]: cache entries of each sequence's keys; padding repeats some entry."""
+    rows: torch.Tensor | slice
+    """Of the query: int64[B * Q], padding repeats the last row; a slice where there is none."""
+    real: torch.Tensor | None
+    """int64: which of the B * Q rows are not padding; None if all are not."""
+    mask: torch.Tensor | None = None
+    """float32[B, 1, Q, S]: 0 where a row may see a key, else -inf; None if all may see all, or it is causal."""
+    causal: bool = False
+    """The rows are a whole sequence."""
+    shared_mask: torch.Tensor | None = None
+    """[B, 1, heads that share a KV head * Q, S]; made in the first layer."""
+
+    def mask_for(self, shared: int) -> torch.Tensor | None:
+        """The mask of rows that are repeated for the ``shared`` heads of a KV head."""
+        if self.shared_mask is None and self.mask is not None:
+            self.shared_mask = self.mask.repeat(1, 1, shared, 1)
+        return self.shared_mask
+
+
+def plan(
+    table: torch.Tensor, requests: torch.Tensor, lengths: list[int], new: list[int], blocks: int = BLOCK_ROWS
+) -> list[Call]:
+    """Divide a batch into calls.
+
+    Args:
+        table: int[requests, positions]: the cache entry of each position of a request.
+        requests: int64[n]: the batch's rows of ``table``.
+        lengths: of the n sequences, with the new tokens.
+        new: tokens of each that are queries, its last ones; they lie one after the other in the query.
+        blocks: rows of a sequence with a prefix that are attended to at once.
+    """
+    starts = [0, *accumulate(new)]
+    calls: list[Call] = []
+    for members in _buckets(lengths, new):
+        first = members[0]
+        if len(members) == 1:
+            entries = table[requests[first], : lengths[first]].long()
+            calls += _alone(entries, new[first], starts[first], blocks)
+        else:
+            chosen = requests if len(members) == len(lengths) else requests[members]
+            counts = [(lengths[i], new[i], starts[i]) for i in members]
+            calls.append(_together(table, chosen, *map(list, zip(*counts, strict=True))))
+    return calls
+
+
+def _buckets(lengths: list[int], new: list[int]) -> list[list[int]]:
+    """Sequences that are padded to each other, so that padding stays within its bounds."""
+    if not lengths:
+        return []
+    all_pairs = sum(map(mul, lengths, new))
+    if _fits(len(lengths) * max(lengths) * max(new), all_pairs):
+        return [list(range(len(lengths)))]
+    buckets: list[list[int]] = []
+    rows = keys = real = 0
+    for i in sorted(range(len(lengths)), key=lambda i: (lengths[i], new[i]), reverse=True):
+        pairs = new[i] * lengths[i]
+        if buckets and _fits((len(buckets[-1]) + 1) * max(rows, new[i]) * keys, real + pairs):
+            buckets[-1].append(i)
+            rows, real = max(rows, new[i]), real + pairs
+        else:
+            buckets.append([i])
+            rows, keys, real = new[i], lengths[i], pairs
+    return buckets
+
+
+def _fits(padded: int, real: int) -> bool:
+    return padded <= (1 + MOST_PADDING) * real + FREE_PAIRS
+
+
+def _alone(entries: torch.Tensor, new: int, start: int, blocks: int) -> list[Call]:
+    """One sequence: in one call if it has no prefix, else in blocks of rows, each over the keys up to its end."""
+    length = len(entries)
+    if new == length:
+        return [Call(1, entries, slice(start, start + new), None, causal=True)]
+    calls = []
+    for first in range(0, new, blocks):
+        end = min(first + blocks, new)
+        seen = length - new + end
+        mask = None if end - first == 1 else _mask(torch.arange(seen - end + first, seen)[None], seen)
+        calls.append(Call(1, entries[:seen], slice(start + first, start + end), None, mask))
+    return calls
+
+
+def _together(
+    table: torch.Tensor, requests: torch.Tensor, lengths: list[int], new: list[int], starts: list[int]
+) -> Call:
+    count, rows, keys = len(lengths), max(new), max(lengths)
+    entries = table[requests, :keys].flatten().long()
+    ends = torch.tensor(lengths)[:, None]
+    if rows == 1:
+        mask = None if min(lengths) == keys else _mask(ends - 1, keys)
+        in_order = starts[-1] - starts[0] == count - 1 and starts == sorted(starts)
+        picked = slice(starts[0], starts[0] + count) if in_order else torch.tensor(starts)
+        return Call(count, entries, picked, None, mask)
+    counts = torch.tensor(new)[:, None]
+    steps = torch.arange(rows)[None]
+    within = torch.minimum(steps, counts - 1)
+    real = None if min(new) == rows else (steps < counts).flatten().nonzero()[:, 0]
+    return Call(
+        count, entries, (torch.tensor(starts)[:, None] + within).flatten(), real, _mask(ends - counts + within, keys)
+    )
+
+
+def _mask(positions: torch.Tensor, keys: int) -> torch.Tensor:
+    """float32[B, 1, Q, keys] of rows at int64[B, Q] positions of their sequences."""
+    hidden = torch.arange(keys) > positions[..., None]
+    return torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)[:, None]
+
+
+def attend(
+    calls: list[Call],
+    query: torch.Tensor,
+    output: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    scaling: float | None,
+) -> None:
+    """Write the attention of ``query`` [tokens, heads, width] into ``output`` [tokens, heads, value width].
+
+    Caches are [entries, KV heads, (value) width]. The heads that share a KV head are taken as its rows.
+    """
+    for call in calls:
+        picked = query[call.rows] if isinstance(call.rows, slice) else query.index_select(0, call.rows)
+        keys, values = (
+            cache.index_select(0, call.keys).view(call.sequences, -1, *cache.shape[1:]).transpose(1, 2)
+            for cache in (k_cache, v_cache)
+        )
+        attended = _attend(call, picked, keys, values, scaling)
+        if isinstance(call.rows, slice):
+            output[call.rows] = attended
+        elif call.real is None:
+            output.index_copy_(0, call.rows, attended)
+        else:
+            output.index_copy_(0, call.rows[call.real], attended[call.real])
+
+
+def _attend(
+    call: Call, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float | None
+) -> torch.Tensor:
+    """[B * Q, heads, value width] of a query [B * Q, heads, width], keys and values [B, KV heads, S, (value) width]."""
+    count, kv_heads = call.sequences, keys.shape[1]
+    shared = query.shape[1] // kv_heads
+    if call.causal:
+        attended = scaled_dot_product_attention(
+            query.transpose(0, 1)[None], keys, values, is_causal=True, scale=scaling, enable_gqa=shared > 1
+        )
+        return attended[0].transpose(0, 1)
+    rows = len(query) // count
+    if rows == 1:
+        apart = query.view(count, kv_heads, shared, -1)
+    else:
+        apart = query.view(count, rows, kv_heads, shared, -1).permute(0, 2, 3, 1, 4)
+        apart = apart.reshape(count, kv_heads, shared * rows, -1)
+    attended = scaled_dot_product_attention(apart, keys, values, attn_mask=call.mask_for(shared), scale=scaling)
+    if rows > 1:
+        attended = attended.view(count, kv_heads, shared, rows, -1).permute(0, 3, 1, 2, 4)
+    return attended.reshape(len(query), query.shape[1], -1)
+
+
+class BatchedAttention(TorchNativeAttnBackend):
+    """Stands in for SGLang's backend of the name ``torch_native``, and leaves to it what is not causal self-attention
+    over a cache of the query's dtype."""
+
+    calls: list[Call]
+    """Of the forward that is under way."""
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Plan the calls of a forward, which are the same in every layer."""
+        super().init_forward_metadata(forward_batch)
+        lengths = forward_batch.seq_lens.tolist()
+        decodes = forward_batch.forward_mode.is_decode_or_idle()
+        new = [1] * len(lengths) if decodes else forward_batch.extend_seq_lens.tolist()
+        self.calls = plan(self.req_to_token_pool.req_to_token, forward_batch.req_pool_indices, lengths, new)
+
+    def _run_sdpa_forward_extend(self, *args: Any, **options: Any) -> torch.Tensor:
+        return self._batched(super()._run_sdpa_forward_extend, *args, **options)
+
+    def _run_sdpa_forward_decode(self, *args: Any, **options: Any) -> torch.Tensor:
+        return self._batched(super()._run_sdpa_forward_decode, *args, **options, extend=False)
+
+    def _batched(
+        self,
+        one_by_one: Any,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        *args: Any,
+        extend: bool = True,
+        **options: Any,
+    ) -> torch.Tensor:
+        encoder_lens = args[-1]
+        special = (
+            encoder_lens is not None
+            or options.get("is_cross_attn")
+            or options.get("sliding_window_size") is not None
+            or (extend and not options["causal"])
+            or query.dtype != k_cache.dtype
+        )
+        if special:
+            attended: torch.Tensor = one_by_one(query, output, k_cache, v_cache, *args, **options)
+            return attended
+        attend(self.calls, query, output, k_cache, v_cache, options.get("scaling"))
+        return output

@@ -1,0 +1,68 @@
+"""What makes SGLang's scheduler lean on a machine without an accelerator.
+
+Applied in the scheduler's process only, by :func:`install`, before SGLang builds its scheduler. Each change is made to
+a function of SGLang 0.5.23 whose parameters are checked first: another SGLang is an error at the start, never a silent
+difference.
+
+====================================== ===========================================================================
+attention                              few calls a layer for a whole batch (``cpu_attention.py``)
+layers of dense models                 plain PyTorch (``cpu_forward.py``)
+prompts that share a prefix            computed once: those that would compute much of it beside each other wait
+                                       for the first of them (``cpu_admission.py``)
+entries of the prefix cache            only those that are worth their price (``cpu_cache.py``)
+inputs                                 not copied to buffers of fixed addresses, which only graphs of a GPU need
+environment variables                  read from the environment some sixty times a step: once each
+load snapshots                         made for a router that is not there
+====================================== ===========================================================================
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from monarch_rl.generator import cpu_admission, cpu_cache
+from monarch_rl.generator.cpu_patch import check_parameters, replace_method
+
+
+def install() -> None:
+    """Apply all of it. Raises RuntimeError if SGLang is not the one that this was written for."""
+    from sglang.srt.environ import EnvField
+    from sglang.srt.layers.attention import attention_registry
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.models.llama import LlamaModel
+    from sglang.srt.models.qwen3 import Qwen3Model
+
+    from monarch_rl.generator.cpu_attention import BatchedAttention
+    from monarch_rl.generator.cpu_forward import forward_model
+
+    check_parameters(BatchedAttention.forward_extend, "q k v layer forward_batch save_kv_cache")
+    check_parameters(BatchedAttention.forward_decode, "q k v layer forward_batch save_kv_cache")
+    attention_registry.ATTENTION_BACKENDS["torch_native"] = BatchedAttention
+    for model in (Qwen3Model, LlamaModel):
+        replace_method(
+            model, "forward", forward_model, "input_ids positions forward_batch input_embeds pp_proxy_tensors"
+        )
+    replace_method(Scheduler, "get_new_batch_prefill", cpu_admission.get_new_batch_prefill, "running_batch")
+    replace_method(Scheduler, "_arm_prefill_decode_interval", cpu_admission.arm_interval, "batch")
+    replace_method(Scheduler, "publish_load_snapshot", _no_snapshot, "force")
+    cpu_cache.install()
+    replace_method(EnvField, "get", _read_variable, "")
+    os.environ["SGLANG_EAGER_INPUT_NO_COPY"] = "1"
+
+
+def _no_snapshot(_scheduler: Any, _original: Any, force: bool = False) -> None:
+    return None
+
+
+def _read_variable(field: Any, original: Callable[..., Any]) -> Any:
+    """An environment variable of SGLang: parsed again only if it was set since."""
+    raw = os.environ._data.get(field.name.encode())  # type: ignore[attr-defined]
+    seen = field.__dict__.get("_monarch_rl_seen")
+    if seen is not None and seen[0] is raw:
+        return seen[1]
+    value = original(field)
+    if raw is not None or not callable(field.default):
+        field._monarch_rl_seen = (raw, value)
+    return value

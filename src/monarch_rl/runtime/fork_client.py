@@ -1,0 +1,143 @@
+"""Asking this machine's fork server (``fork_server.py``) for a process, and standing in for one.
+
+Imports the standard library only. As a program, ``python -IS fork_client.py PRELOAD MODULE``, it stands in for the
+forked process: Monarch ends what it started by its pid and learns from it how it ended, but the forked process is a
+child of the server. So the stand-in forwards signals, ends in the same way, and if it is killed, so is the process.
+If no server can help, it becomes ``python -m MODULE`` itself.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import pickle
+import resource
+import select
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from types import FrameType
+
+ADDRESS_VARIABLE = "MONARCH_RL_FORK_SERVER"
+"""Names the fork server of this host to all its processes. Not for users."""
+ANSWER_S = 300.0
+"""Seconds for a server to answer: before the first answer it imports, which takes ten CPU-seconds."""
+NUMBER = struct.Struct("q")
+"""How a server reports the pid of a process and later its exit code."""
+REFUSED = 0
+"""Stands for a pid: the server cannot fork this process; its log says why."""
+FIXED_FDS = 6
+"""Descriptors of every request: its text, its owner, its status, and standard input, output and error."""
+
+
+class NoForkServer(RuntimeError):
+    """No process can be forked, so it must be started in another way."""
+
+
+def address(preload: str) -> str | None:
+    """Where processes with ``preload`` are forked, in Linux's abstract namespace; None on a host without a server."""
+    server = os.environ.get(ADDRESS_VARIABLE)
+    return f"\0{server}/{preload}" if server else None
+
+
+def fork(preload: str, module: str, title: str = "", fds: Sequence[int] = ()) -> tuple[int, int]:
+    """Have a process forked that has the modules of ``preload``, and is killed when this one or the server ends.
+
+    It has this process's environment, folder, process group and standard files.
+
+    Args:
+        preload: name of a set of modules that the server has imported.
+        module: what the process runs: this module's ``forked(fds)``, which returns its exit code.
+        title: what ``ps`` shows, after ``monarch_rl::``.
+        fds: descriptors that the process gets.
+
+    Returns:
+        Its pid, and a descriptor that is readable once the process has ended: :func:`exit_code` reads it.
+
+    Raises:
+        NoForkServer: there is no server, or it refused.
+        TimeoutError: the server did not answer in time.
+    """
+    where = address(preload)
+    if where is None:
+        raise NoForkServer("this host has no fork server")
+    request = (module, title, os.getpid(), dict(os.environ), os.getcwd(), os.getpgrp())
+    text, owner = in_memory(pickle.dumps(request)), os.pidfd_open(os.getpid())
+    status, status_writer = os.pipe()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.settimeout(ANSWER_S)
+        try:
+            connection.connect(where)
+            sent = array.array("i", [text, owner, status_writer, 0, 1, 2, *fds])
+            connection.sendmsg([b"fork"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, sent)])
+        except OSError as error:
+            os.close(status)
+            raise NoForkServer(f"the fork server is gone: {error}") from error
+        finally:
+            for descriptor in (text, owner, status_writer):
+                os.close(descriptor)
+        pid = _answer(status)
+    if not pid:
+        os.close(status)
+        raise NoForkServer("the fork server ended" if pid is None else "the fork server refused; its log says why")
+    return pid, status
+
+
+def _answer(status: int) -> int | None:
+    poll = select.poll()
+    poll.register(status, select.POLLIN)
+    if not poll.poll(ANSWER_S * 1e3):
+        raise TimeoutError(f"waited {ANSWER_S:g} s for the fork server to start a process")
+    return read_number(status)
+
+
+def exit_code(status: int) -> int | None:
+    """Wait for the end of a forked process. Its exit code, negative for a signal; None if the server was lost."""
+    return read_number(status)
+
+
+def read_number(descriptor: int) -> int | None:
+    """The next number from a server; None at the end of the pipe."""
+    data = os.read(descriptor, NUMBER.size)  # waits: the caller polled, or waits for the process's whole life
+    return NUMBER.unpack(data)[0] if data else None
+
+
+def in_memory(content: bytes) -> int:
+    """A descriptor of ``content``, read from the start."""
+    descriptor = os.memfd_create("monarch_rl-fork")
+    with open(descriptor, "wb", closefd=False) as file:
+        file.write(content)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor
+
+
+def main() -> None:
+    """Stand in for a forked process; see the top of this file."""
+    preload, module = sys.argv[1:]
+    try:
+        pid, status = fork(preload, module, os.environ.get("HYPERACTOR_PROCESS_NAME", module))
+    except NoForkServer:
+        os.execv(sys.executable, [sys.executable, "-m", module])
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        with suppress(ProcessLookupError):  # it has just ended
+            os.kill(pid, number)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, forward)
+    code = exit_code(status)
+    if code is None:  # the server was killed, and the process with it
+        code = -signal.SIGKILL
+    if code < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""``multiprocessing`` whose processes come from the host's fork server, where there is one."""
+
+from __future__ import annotations
+
+import functools
+import io
+import logging
+import os
+from collections.abc import Sequence
+from multiprocessing import context, forkserver, popen_forkserver, reduction, resource_tracker, spawn, util
+from multiprocessing.popen_spawn_posix import Popen as SpawnPopen
+from typing import Any
+
+from monarch_rl.runtime.fork_client import NoForkServer, fork, in_memory
+
+logger = logging.getLogger("monarch_rl")
+
+
+class ForkContext(context.SpawnContext):
+    """As ``multiprocessing.get_context("spawn")``, but processes have the modules of ``preload`` from the start.
+
+    They end when the process ends that started them. Unlike spawned ones they do not import its main module again:
+    that is Monarch's. Where there is no fork server, processes are spawned.
+    """
+
+    def __init__(self, preload: str, title: str = "") -> None:
+        super().__init__()
+        self._preload, self._title = preload, title
+
+    @property
+    def Process(self) -> Any:  # type: ignore[override]  # a class there
+        """Makes a process; takes the arguments of ``multiprocessing.Process``."""
+        return functools.partial(ForkedProcess, preload=self._preload, title=self._title)
+
+
+class ForkedProcess(context.SpawnProcess):
+    """A process with the modules of ``preload``; takes the arguments of ``multiprocessing.Process``.
+
+    ``ps`` shows it as ``title`` if it is forked.
+    """
+
+    def __init__(self, *args: Any, preload: str, title: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.preload, self.title = preload, title
+
+    @staticmethod
+    def _Popen(process: Any) -> Any:
+        try:
+            return _ForkPopen(process)
+        except NoForkServer as reason:
+            logger.debug("%s is spawned: %s", process.name, reason)
+            return SpawnPopen(process)
+
+
+class _ForkPopen(popen_forkserver.Popen):
+    """The standard library's way to send a process to a fork server, to ours."""
+
+    _fds: list[int]
+    """Descriptors that the process gets; the base class fills it."""
+
+    def _launch(self, process: Any) -> None:
+        preparation = spawn.get_preparation_data(process.name)
+        preparation = {name: value for name, value in preparation.items() if not name.startswith("init_main")}
+        pickled = io.BytesIO()
+        context.set_spawning_popen(self)
+        try:
+            reduction.dump(preparation, pickled)
+            reduction.dump(process, pickled)
+        finally:
+            context.set_spawning_popen(None)
+        data, owner = in_memory(pickled.getvalue()), os.pidfd_open(os.getpid())
+        try:
+            tracker = resource_tracker.getfd()
+            assert tracker is not None  # it was just started
+            fds = [data, owner, tracker, *self._fds]
+            self.pid, self.sentinel = fork(process.preload, __name__, process.title, fds)
+        finally:
+            os.close(data)
+            os.close(owner)
+        self.finalizer = util.Finalize(self, os.close, (self.sentinel,))
+
+
+def forked(fds: Sequence[int]) -> int:
+    """In the forked process: run what was pickled; its exit code."""
+    data, owner, tracker, *inherited = fds
+    standard: Any = forkserver._forkserver  # type: ignore[attr-defined]  # where the standard library's descriptors are looked up
+    standard._inherited_fds = inherited
+    of_resources: Any = resource_tracker._resource_tracker
+    of_resources._fd = tracker
+    return spawn._main(data, owner)

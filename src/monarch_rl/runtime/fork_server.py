@@ -1,0 +1,364 @@
+"""The fork server of a host: it starts processes that have their imports behind them.
+
+Most of a run's start-up is imports, the same ones in many processes. So the host starts this server before anything
+else; it imports once, and forks. It has no threads and touches no device, and stays that way: that is what makes a fork
+safe. (A process in which Monarch was imported has threads, so Monarch is imported by each process itself.)
+
+Servers form a tree: each stage is forked from the one before it, imports more modules (its preload), and serves a Unix
+socket of its own. A request names its owner by a descriptor (pidfd), and brings the environment, the standard files and
+what to run. The forked process
+
+- takes its environment before it reads devices. An environment that differs in what is read while modules load
+  (:data:`LOADED`) is refused: such a process is started without the server;
+- is killed by its server when its owner ends, and by the kernel when its server ends;
+- is waited for by its server, which tells the owner its exit code.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import logging
+import os
+import pickle
+import random
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
+from typing import Any, NoReturn
+
+import setproctitle
+
+from monarch_rl.runtime.fork_client import FIXED_FDS, NUMBER, REFUSED
+from monarch_rl.runtime.lifetime import die_with_parent, end_quickly, exit_code_of, set_owner
+
+logger = logging.getLogger("monarch_rl")
+
+LOADED = ("OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "LD_", "MALLOC_", "PYTHON", "TORCH_")
+"""Beginnings of the names of variables that libraries read when they are loaded."""
+MAX_FDS = 250
+"""Descriptors of one request; Linux allows 253."""
+
+
+@dataclass(frozen=True)
+class Preload:
+    """Modules that are imported before processes are forked."""
+
+    name: str
+    modules: tuple[str, ...]
+    after: str = ""
+    """The preload that it builds upon, if any."""
+
+
+def preloads_to_text(preloads: Sequence[Preload]) -> str:
+    """``preloads`` for a command line."""
+    return json.dumps([asdict(preload) for preload in preloads])
+
+
+def preloads_from_text(text: str) -> list[Preload]:
+    """What :func:`preloads_to_text` has written."""
+    return [Preload(**values) for values in json.loads(text)]
+
+
+def start_server(name: str, preloads: Sequence[Preload]) -> subprocess.Popen[bytes]:
+    """Start a fork server, which ends when its standard input is closed and all that it has forked have ended.
+
+    Requests may be sent at once; they are answered when the modules are imported.
+
+    Args:
+        name: what :data:`~monarch_rl.runtime.fork_client.ADDRESS_VARIABLE` is in the processes that ask it.
+        preloads: those that build upon others come after them.
+    """
+    with ExitStack() as ours:
+        listeners = []
+        for preload in preloads:
+            listener = ours.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            listener.bind(f"\0{name}/{preload.name}")
+            listener.listen(128)
+            listeners.append(listener.fileno())
+        return subprocess.Popen(
+            [sys.executable, "-m", __name__, preloads_to_text(preloads), json.dumps(listeners)],
+            stdin=subprocess.PIPE,
+            pass_fds=listeners,
+        )
+
+
+@dataclass(frozen=True)
+class Request:
+    """A process to be: what the forked process goes on with."""
+
+    module: str
+    """Its ``forked`` is run."""
+    title: str
+    owner: int
+    """pid"""
+    environment: dict[str, str]
+    folder: str
+    group: int
+    """Process group to join."""
+    standard: tuple[int, ...]
+    fds: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Child:
+    pid: int
+    pidfd: int
+    owner: int
+    """pidfd of the process that it belongs to."""
+    status: int
+    """The pipe to its owner."""
+
+
+class _Forked(BaseException):
+    """Leaves the server's code in a process that was just forked."""
+
+    def __init__(self, request: Request) -> None:
+        super().__init__(request)
+        self.request = request
+
+
+class Stage:
+    """One server of the tree. It serves until ``alive`` is at its end and all that it has forked have ended.
+
+    Args:
+        listener: where requests arrive.
+        alive: a pipe that the host holds open.
+    """
+
+    def __init__(self, listener: socket.socket, alive: int) -> None:
+        self._listener, self._alive = listener, alive
+        self._connections: dict[int, socket.socket] = {}
+        self._children: dict[int, _Child] = {}
+        """By their pidfds."""
+        self._owners: dict[int, _Child] = {}
+        """Children by the pidfds of their owners, of those that live."""
+        self._poll = select.poll()
+        self._poll.register(listener, select.POLLIN)
+        self._poll.register(alive, select.POLLIN)
+        self._ending = False
+
+    def serve(self) -> None:
+        """Serve until the end. In each forked process raises :class:`_Forked`."""
+        while not (self._ending and not self._children):
+            for descriptor, _ in self._poll.poll():  # waits: as long as the host lives
+                if descriptor == self._listener.fileno():
+                    connection = self._listener.accept()[0]  # waits: there is one
+                    self._connections[connection.fileno()] = connection
+                    self._poll.register(connection, select.POLLIN)
+                elif descriptor == self._alive:
+                    self._poll.unregister(self._alive)
+                    self._ending = True
+                elif descriptor in self._connections:
+                    self._answer(self._connections.pop(descriptor))
+                elif descriptor in self._owners:
+                    self._poll.unregister(descriptor)
+                    signal.pidfd_send_signal(self._owners.pop(descriptor).pidfd, signal.SIGKILL)
+                elif descriptor in self._children:
+                    self._reap(self._children.pop(descriptor))
+
+    def _answer(self, connection: socket.socket) -> None:
+        """Fork, or refuse."""
+        self._poll.unregister(connection)
+        with connection:
+            _, fds, _, _ = socket.recv_fds(connection, 16, MAX_FDS)
+            if len(fds) < FIXED_FDS or not _same_user(connection):
+                for descriptor in fds:
+                    os.close(descriptor)
+                return
+        text, owner, status, *standard = fds[:FIXED_FDS]
+        with open(text, "rb") as file:
+            texts: tuple[Any, ...] = pickle.load(file)
+        request = Request(*(*texts, tuple(standard), tuple(fds[FIXED_FDS:])))
+        differing = differing_when_loaded(os.environ, request.environment)
+        if differing:
+            logger.warning("%s is started without the fork server: %s differ", request.module, ", ".join(differing))
+            _report(status, REFUSED)
+            _close(owner, status, *request.standard, *request.fds)
+            return
+        server = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            die_with_parent(signal.SIGKILL, server)
+            self._close_all()
+            _close(owner, status)
+            raise _Forked(request)
+        child = _Child(pid, os.pidfd_open(pid), owner, status)
+        self._children[child.pidfd] = self._owners[child.owner] = child
+        self._poll.register(child.pidfd, select.POLLIN)
+        self._poll.register(child.owner, select.POLLIN)
+        _report(status, pid)
+        _close(*request.standard, *request.fds)
+
+    def _reap(self, child: _Child) -> None:
+        """Tell the owner how a child has ended."""
+        _, status = os.waitpid(child.pid, 0)  # waits: it has ended
+        _report(child.status, os.waitstatus_to_exitcode(status))
+        self._poll.unregister(child.pidfd)
+        if self._owners.pop(child.owner, None) is not None:
+            self._poll.unregister(child.owner)
+        _close(child.pidfd, child.owner, child.status)
+
+    def _close_all(self) -> None:
+        self._listener.close()
+        for connection in self._connections.values():
+            connection.close()
+        for child in self._children.values():
+            _close(child.pidfd, child.owner, child.status)
+        os.close(self._alive)
+
+
+def differing_when_loaded(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
+    """Names of variables that are read when libraries are loaded, and differ."""
+    return sorted(name for name in {*ours, *theirs} if name.startswith(LOADED) and ours.get(name) != theirs.get(name))
+
+
+def _same_user(connection: socket.socket) -> bool:
+    size = struct.calcsize("3i")
+    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return bool(user == os.getuid())
+
+
+def _report(status: int, number: int) -> None:
+    try:
+        os.write(status, NUMBER.pack(number))
+    except BrokenPipeError:  # the owner is gone, so nobody asks
+        return
+
+
+def _close(*descriptors: int) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def main() -> NoReturn:
+    """Serve the preloads on the command line at their sockets. Standard input is the host's pipe."""
+    preloads = preloads_from_text(sys.argv[1])
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the host ends its children so; the server goes after them
+    die_with_parent(signal.SIGKILL)
+    _prepare_titles()
+    alive = os.dup(0)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    sockets = [socket.socket(fileno=descriptor) for descriptor in json.loads(sys.argv[2])]
+    listeners = {preload.name: listener for preload, listener in zip(preloads, sockets, strict=True)}
+    try:
+        stages = _fork_stages("", preloads, listeners, alive)
+        _wait_for(stages)
+    except _Forked as forked:
+        request = forked.request
+    else:
+        os._exit(0)
+    become(request)
+
+
+def _fork_stages(
+    after: str, preloads: Sequence[Preload], listeners: Mapping[str, socket.socket], alive: int
+) -> list[int]:
+    """Fork the stages that build directly upon ``after``; returns their pids. Keeps none of their sockets."""
+    server, pids = os.getpid(), []
+    for preload in preloads:
+        if preload.after == after:
+            pid = os.fork()
+            if pid == 0:
+                die_with_parent(signal.SIGKILL, server)
+                _run_stage(preload, preloads, listeners, alive)
+            pids.append(pid)
+    for listener in listeners.values():
+        listener.close()
+    return pids
+
+
+def _run_stage(
+    preload: Preload, preloads: Sequence[Preload], listeners: Mapping[str, socket.socket], alive: int
+) -> NoReturn:
+    """Import, fork the stages after this one, and serve. A stage that fails closes its socket: nobody waits for it."""
+    above = {below.name: listeners[below.name] for below in preloads if _builds_upon(below, preload.name, preloads)}
+    for name, other in listeners.items():
+        if name != preload.name and name not in above:
+            other.close()
+    _show_title(f"fork server, {preload.name}")
+    try:
+        for module in preload.modules:
+            importlib.import_module(module)
+            _check_forkable(module)
+    except Exception as error:
+        logger.warning("processes import %s themselves: %s: %s", preload.name, type(error).__name__, error)
+        os._exit(1)
+    gc.collect()
+    gc.freeze()  # so that no collection in a forked process copies these pages
+    stages = _fork_stages(preload.name, preloads, above, alive)
+    Stage(listeners[preload.name], alive).serve()
+    _wait_for(stages)
+    os._exit(0)
+
+
+def _builds_upon(preload: Preload, name: str, preloads: Sequence[Preload]) -> bool:
+    """Whether ``preload`` comes after the one called ``name``, directly or through others."""
+    by_name = {each.name: each for each in preloads}
+    while preload.after:
+        if preload.after == name:
+            return True
+        preload = by_name[preload.after]
+    return False
+
+
+def _check_forkable(module: str) -> None:
+    """Raise if this process has threads or has opened a device: neither survives a fork."""
+    threads = len(os.listdir("/proc/self/task"))
+    with suppress(FileNotFoundError):  # the listing's own descriptor, the last one
+        for name in sorted(os.listdir("/proc/self/fd"), key=int):
+            if os.readlink(f"/proc/self/fd/{name}").startswith("/dev/nvidia"):
+                raise RuntimeError(f"{module} opens a device when it is imported")
+    if threads > 1:
+        raise RuntimeError(f"{module} starts threads when it is imported")
+
+
+def _wait_for(pids: Sequence[int]) -> None:
+    for pid in pids:
+        os.waitpid(pid, 0)  # waits: as long as the host lives
+
+
+def _prepare_titles() -> None:
+    """Have ``setproctitle`` find this process's command line, before the environment is changed: later it cannot."""
+    before = os.environ.get("SPT_NOENV")
+    os.environ["SPT_NOENV"] = "1"  # a title does not overwrite the environment that others read
+    setproctitle.getproctitle()
+    del os.environ["SPT_NOENV"]
+    if before is not None:
+        os.environ["SPT_NOENV"] = before
+
+
+def _show_title(title: str) -> None:
+    setproctitle.setproctitle(f"monarch_rl::{title}")
+
+
+def become(request: Request) -> NoReturn:
+    """Go on as the process that was asked for, in a process just forked."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _show_title(request.title)
+    with suppress(PermissionError):  # the owner is in a session of its own
+        os.setpgid(0, request.group)
+    for number, descriptor in enumerate(request.standard):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    os.chdir(request.folder)
+    os.environ.clear()
+    os.environ.update(request.environment)
+    random.seed()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()  # else all forked processes draw the same numbers
+    set_owner(request.owner)
+    run = importlib.import_module(request.module).forked
+    end_quickly(exit_code_of(lambda: run(request.fds)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""Which values a setting may have: declared beside it, and checked when the settings are made.
+
+    @dataclass(frozen=True)
+    class LossSettings(CheckedSettings, flags="trainer.loss"):
+        clip_low: Annotated[float, Range(0, 0.99)] = 0.2
+
+``LossSettings(clip_low=math.nan)`` raises ``ValueError: trainer.loss.clip-low must be a finite number, got nan: give 0
+to 0.99``, also when it is made from the command line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """The numbers from ``low`` to ``high``, both included unless ``above`` is set."""
+
+    low: float
+    high: float
+    note: str = ""
+    """What a special value means, for messages: "0 is off"."""
+    above: bool = False
+    """``low`` itself is refused."""
+
+    def __contains__(self, value: float) -> bool:
+        return (self.low < value if self.above else self.low <= value) and value <= self.high
+
+    def __str__(self) -> str:
+        return f"{'above ' if self.above else ''}{plain(self.low)} to {plain(self.high)}"
+
+    def complaint(self, value: float) -> str:
+        """What is wrong with a number outside, to be read after the setting's name."""
+        if value > self.high:
+            said = f"must be at most {plain(self.high)}"
+        elif self.low == 0:
+            said = "must be positive" if self.above else "must not be negative"
+        else:
+            said = f"must be {'above' if self.above else 'at least'} {plain(self.low)}"
+        return f"{said} ({self.note})" if self.note else said
+
+
+FOREVER_S = 1e9
+"""30 years: the longest deadline."""
+SEED = Range(0, 2**31 - 1)
+"""Seeds that numpy, torch and SGLang all take."""
+
+
+class CheckedSettings:
+    """Base of the dataclasses of settings. A derived class that has a ``__post_init__`` calls this one first.
+
+    Checked are: every float is finite; numbers are in the :class:`Range` of their field, if it has one; words are among
+    those of their ``Literal``. A class that declares a field anew keeps the range of its base, unless it gives another.
+    """
+
+    _flags: ClassVar[str] = ""
+
+    def __init_subclass__(cls, flags: str | None = None) -> None:
+        """``flags``: what stands before the names of the fields on a recipe's command line."""
+        super().__init_subclass__()
+        if flags is not None:
+            cls._flags = flags
+
+    def __post_init__(self) -> None:
+        """Raises ValueError with the setting's flag, the value, and what may be given."""
+        for name, (allowed, words) in _limits(type(self)).items():
+            value = getattr(self, name)
+            for part in value if isinstance(value, tuple) else (value,):
+                problem = _problem(part, allowed, words)
+                if problem:
+                    raise ValueError(f"{self.flag(name)} {problem}")
+
+    @classmethod
+    def flag(cls, name: str) -> str:
+        """A field's name on the command line, without the dashes before it."""
+        return f"{cls._flags}.{name}".lstrip(".").replace("_", "-")
+
+
+def limits(settings: type) -> dict[str, tuple[Range | None, tuple[str, ...]]]:
+    """For each field: the range of its numbers, None if any is allowed, and its words, empty if any is allowed."""
+    allowed: dict[str, Range] = {}
+    for base in settings.__mro__:
+        if dataclasses.is_dataclass(base):
+            for name, hint in get_type_hints(base, include_extras=True).items():
+                found = next((extra for extra in _extras(hint) if isinstance(extra, Range)), None)
+                if found is not None:
+                    allowed.setdefault(name, found)
+    hints = get_type_hints(settings)
+    return {field.name: (allowed.get(field.name), _words(hints[field.name])) for field in dataclasses.fields(settings)}
+
+
+_limits: Callable[[type], dict[str, tuple[Range | None, tuple[str, ...]]]] = functools.cache(limits)
+
+
+def plain(number: float) -> str:
+    """A number as one writes it: 8,192 or 0.99."""
+    return f"{int(number):,}" if number == int(number) and abs(number) < 1e15 else f"{number:g}"
+
+
+def _extras(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint)[1:] if get_origin(hint) is Annotated else ()
+
+
+def _words(hint: Any) -> tuple[str, ...]:
+    """The words of a type that allows no other string."""
+    members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    if str in members or get_origin(hint) is tuple:
+        return ()
+    return tuple(word for member in members if get_origin(member) is Literal for word in get_args(member))
+
+
+def _problem(value: Any, allowed: Range | None, words: tuple[str, ...]) -> str | None:
+    """What is wrong with one value, and what to give instead."""
+    if isinstance(value, str):
+        return f"must be one of {', '.join(words)}, got {value!r}" if words and value not in words else None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    number = float(max(-(2**1000), min(value, 2**1000))) if isinstance(value, int) else value
+    if not math.isfinite(number):
+        problem = "must be a finite number"
+    elif allowed is not None and number not in allowed:
+        problem = allowed.complaint(number)
+    else:
+        return None
+    return f"{problem}, got {value}" + (f": give {allowed}" if allowed is not None else "")

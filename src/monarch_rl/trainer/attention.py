@@ -1,0 +1,123 @@
+"""Attention over packed episodes that share prefixes: on GPUs by flash attention, on CPUs by padded SDPA calls.
+
+Shapes: B batch (always 1: episodes are packed in one row), L inputs of the row, N heads, H head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import current_flash_attention_impl
+from torch.nn.attention.varlen import varlen_attn
+from torchtitan.models.common.attention import VarlenAttention
+from torchtitan.protocols.module import Module
+
+from monarch_rl.trainer.attention_layout import AttentionLayout
+
+
+def _rows(x_LNH: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """The rows at some places, [T, N, H]. The gradients of a row that is taken several times add up. As an embedding:
+    its backward pass adds fastest on CPUs, and in a fixed order on GPUs."""
+    return F.embedding(places, x_LNH.flatten(1)).unflatten(1, x_LNH.shape[1:])
+
+
+class PackedAttention(VarlenAttention):
+    """For CPUs, which lack flash attention's varlen kernel: SDPA calls of padded segments, in the dtype of the input.
+
+    The episodes of a small model are so short that each call for one alone would cost more than what it computes.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(VarlenAttention.Config):
+        pass
+
+    def __init__(self, config: Config) -> None:
+        Module.__init__(self)
+        _check_causal(config)
+
+    def forward(
+        self,
+        q_BLNH: torch.Tensor,
+        k_BLNH: torch.Tensor,
+        v_BLNH: torch.Tensor,
+        *,
+        attention_masks: AttentionLayout,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        **_unused: Any,
+    ) -> torch.Tensor:
+        calls, outputs = attention_masks.padded_calls
+        results = []
+        for call in calls:
+            q, k, v = (
+                _rows(x[0], places).unflatten(0, (call.segments, -1)).transpose(1, 2)
+                for x, places in ((q_BLNH, call.queries), (k_BLNH, call.keys), (v_BLNH, call.keys))
+            )
+            result = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=call.mask, is_causal=call.mask is None, scale=scale, enable_gqa=enable_gqa
+            )
+            results.append(result.transpose(1, 2).flatten(0, 1))
+        return _rows(torch.cat(results) if len(results) > 1 else results[0], outputs).unsqueeze(0)
+
+
+class PrefixVarlenAttention(VarlenAttention):
+    """For GPUs: one call of flash attention's varlen kernel, with the keys and values of shared prefixes gathered.
+
+    torchtitan's own passes as many keys as queries. This one passes the ends of both, as ``torch.nn.attention.varlen``
+    documents: flash attention aligns the causal mask at the bottom right of each segment.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(VarlenAttention.Config):
+        pass
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        _check_causal(config)
+
+    def forward(
+        self,
+        q_BLNH: torch.Tensor,
+        k_BLNH: torch.Tensor,
+        v_BLNH: torch.Tensor,
+        *,
+        attention_masks: AttentionLayout,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        **_unused: Any,
+    ) -> torch.Tensor:
+        layout = attention_masks
+        # The kernel takes half precision only.
+        q, k, v = (x[0].to(torch.bfloat16) for x in (q_BLNH, k_BLNH, v_BLNH))
+        if layout.keys is not None:
+            k, v = _rows(k, layout.keys), _rows(v, layout.keys)
+        # For FA2, torchtitan does not let the kernel divide keys among blocks either (pytorch issue 179760).
+        unsplit = current_flash_attention_impl() in (None, "FA2") and torch.version.hip is None
+        result = varlen_attn(
+            q.contiguous(),
+            k.contiguous(),
+            v.contiguous(),
+            layout.query_ends,
+            layout.key_ends,
+            layout.max_queries,
+            layout.max_keys,
+            scale=scale,
+            window_size=self.window_size,
+            enable_gqa=enable_gqa,
+            num_splits=1 if unsplit else None,
+        )
+        assert isinstance(result, torch.Tensor)
+        return result.to(q_BLNH.dtype).unsqueeze(0)
+
+
+def _check_causal(config: VarlenAttention.Config) -> None:
+    if config.window_size != (-1, 0):
+        raise ValueError(f"attention is causal over the whole episode here, not window {config.window_size}")
+
+
+def inner_attention(on_gpu: bool) -> VarlenAttention.Config:
+    """The attention of this machine."""
+    return PrefixVarlenAttention.Config() if on_gpu else PackedAttention.Config()

@@ -1,0 +1,149 @@
+"""Which keys the queries of a row attend to, for both kinds of machine. No torchtitan in it: see
+:mod:`monarch_rl.trainer.platform`.
+
+A *segment* is what one episode adds to the row: the inputs that no episode before it has. Its queries attend to the
+keys of the prefix that it shares, wherever they lie in the row, and to its own. So it has more keys than queries, and
+its last query attends to all of them (causal, aligned at the bottom right).
+
+Shapes: L inputs of the row, T keys of all segments, S segments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+CALL_PAIRS = 4096
+"""Pairs of query and key that one SDPA call may compute in vain on a CPU, beside ``WASTE``: about what a call costs."""
+WASTE = 0.25
+"""Share of pairs that padding may add to a call, so that segments of similar sizes are computed by one call."""
+
+
+class Segment(NamedTuple):
+    """What one episode adds to the row."""
+
+    start: int
+    """Place in the row of its first own input; the others follow it."""
+    path: np.ndarray
+    """int64[k]: places of all inputs of the episode, of which the last ones are the segment's own."""
+    own: int
+    """Inputs of its own, at least 1."""
+
+
+class PaddedCall(NamedTuple):
+    """Segments that one SDPA call computes: q queries and k keys each, padded at their ends."""
+
+    queries: torch.Tensor
+    """int64[S x q]: places in the row. Before the segment's own queries there may be others, whose result is not used,
+    so that it has as many queries as keys."""
+    keys: torch.Tensor
+    """int64[S x k]: places in the row."""
+    mask: torch.Tensor | None
+    """bool[S, 1, q, k]: which keys a query attends to; None is causal, with as many queries as keys."""
+    segments: int
+
+
+@dataclass(frozen=True)
+class AttentionLayout:
+    """Which keys the queries of a row attend to. The same object serves all layers of a micro-batch."""
+
+    segments: Sequence[Segment]
+    """In the order of the row."""
+    device: torch.device
+
+    @property
+    def max_queries(self) -> int:
+        return max(segment.own for segment in self.segments)
+
+    @property
+    def max_keys(self) -> int:
+        return max(len(segment.path) for segment in self.segments)
+
+    @cached_property
+    def query_ends(self) -> torch.Tensor:
+        """int32[S + 1]: where each segment's queries begin in the row, and where the last ones end."""
+        return self._ends([segment.own for segment in self.segments])
+
+    @cached_property
+    def key_ends(self) -> torch.Tensor:
+        """int32[S + 1]: the same for the keys, in the order of ``keys``."""
+        return self._ends([len(segment.path) for segment in self.segments])
+
+    @cached_property
+    def keys(self) -> torch.Tensor | None:
+        """int64[T]: places in the row of the keys of all segments, one after the other; None is the row itself."""
+        if all(len(segment.path) == segment.own for segment in self.segments):
+            return None
+        return torch.from_numpy(np.concatenate([segment.path for segment in self.segments])).to(self.device)
+
+    @cached_property
+    def padded_calls(self) -> tuple[list[PaddedCall], torch.Tensor]:
+        """``(calls, int64[L])``: where the output of each input of the row lies, in those of all calls in turn."""
+        calls, outputs, offset = [], np.zeros(sum(segment.own for segment in self.segments), np.int64), 0
+        for causal in (True, False):
+            chosen = [segment for segment in self.segments if _fits_causal(segment) == causal]
+            for together in _of_similar_size(chosen, causal):
+                calls.append(_padded_call(together, causal, self.device))
+                width = len(calls[-1].queries) // len(together)
+                for index, segment in enumerate(together):
+                    first = offset + index * width + (len(segment.path) - segment.own if causal else 0)
+                    outputs[segment.start : segment.start + segment.own] = np.arange(first, first + segment.own)
+                offset += len(together) * width
+        return calls, torch.from_numpy(outputs).to(self.device)
+
+    def _ends(self, sizes: list[int]) -> torch.Tensor:
+        return torch.from_numpy(np.cumsum([0, *sizes], dtype=np.int32)).to(self.device)
+
+
+def separate_layout(lengths: Sequence[int], device: torch.device) -> AttentionLayout:
+    """Sequences of ``lengths`` inputs one after the other, which share nothing."""
+    starts = np.cumsum([0, *lengths])[:-1].tolist()
+    return AttentionLayout(
+        [Segment(start, np.arange(start, start + n), n) for start, n in zip(starts, lengths, strict=True) if n], device
+    )
+
+
+def _fits_causal(segment: Segment) -> bool:
+    """Whether queries for the shared prefix, too, cost less than a mask: with them there is nothing but the triangle of
+    all keys, without them a rectangle."""
+    return 2 * segment.own >= len(segment.path)
+
+
+def _of_similar_size(segments: Sequence[Segment], causal: bool) -> list[list[Segment]]:
+    """Segments that are computed together: few calls, in which little is padding."""
+    calls: list[list[Segment]] = []
+    most_queries = most_keys = pairs = 0
+    for segment in sorted(segments, key=lambda segment: -len(segment.path)):
+        keys = len(segment.path)
+        queries = keys if causal else segment.own
+        padded = (len(calls[-1]) + 1) * max(most_queries, queries) * most_keys if calls else 0
+        if calls and padded <= (1 + WASTE) * (pairs + queries * keys) + CALL_PAIRS:
+            calls[-1].append(segment)
+            most_queries, pairs = max(most_queries, queries), pairs + queries * keys
+        else:
+            calls.append([segment])
+            most_queries, most_keys, pairs = queries, keys, queries * keys
+    return calls
+
+
+def _padded_call(segments: Sequence[Segment], causal: bool, device: torch.device) -> PaddedCall:
+    most_keys = max(len(segment.path) for segment in segments)
+    most_queries = most_keys if causal else max(segment.own for segment in segments)
+    # What pads is any place of the row: no query that counts attends to it.
+    keys = np.zeros((len(segments), most_keys), np.int64)
+    queries = np.zeros((len(segments), most_queries), np.int64)
+    reach = np.zeros((len(segments), most_queries), np.int64)
+    for index, segment in enumerate(segments):
+        path = segment.path
+        own = path if causal else path[len(path) - segment.own :]
+        keys[index, : len(path)], queries[index, : len(own)] = path, own
+        reach[index, : len(own)] = np.arange(len(path) - len(own), len(path))
+    mask = None if causal else torch.from_numpy(np.arange(most_keys) <= reach[:, None, :, None]).to(device)
+    return PaddedCall(
+        torch.from_numpy(queries.ravel()).to(device), torch.from_numpy(keys.ravel()).to(device), mask, len(segments)
+    )

@@ -1,0 +1,85 @@
+"""Random groups of episodes that share prefixes, and what they share by another count than the code's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from monarch_rl.episode.episode import Episode, Turn
+from monarch_rl.episode.sampling import KeptSets
+
+VOCABULARY, LAYERS, EXPERTS, K = 50, 2, 4, 2
+
+
+def tree_of(lengths: Sequence[int], forks: Sequence[tuple[int, int]], seed: int, **parts: Any) -> list[Episode]:
+    """One episode for each length; each follows an earlier one (``forks``: which, and for how many tokens) and then
+    goes its own way. Like the engine's: the routes and the kept sets of what is shared are equal, too."""
+    rng = np.random.default_rng(seed)
+    episodes: list[Episode] = []
+    for length, (parent, shared) in zip(lengths, forks, strict=True):
+        episodes.append(_episode(rng, length, **parts))
+        if len(episodes) > 1:
+            _follow(episodes[-1], episodes[parent % (len(episodes) - 1)], shared)
+    return episodes
+
+
+def _episode(
+    rng: np.random.Generator, n: int, routes: bool = False, kept: bool = False, experts: int = EXPERTS
+) -> Episode:
+    trainable = rng.random(n) < 0.7
+    trainable[0] = False
+    ids = rng.integers(0, VOCABULARY, n).astype(np.int32)
+    kept_sets = None
+    if kept:
+        sets = [
+            rng.permutation(np.unique([token, *rng.integers(0, VOCABULARY, 4)])) if drawn else np.zeros(0)
+            for token, drawn in zip(ids, trainable, strict=True)
+        ]
+        counts = np.asarray([len(of_token) for of_token in sets], np.int32)
+        kept_sets = KeptSets(counts, np.concatenate(sets).astype(np.int32))
+    versions, logprobs = np.where(trainable, 0, -1).astype(np.int32), np.where(trainable, rng.normal(-2, 1, n), 0)
+    turn = Turn(ids, logprobs.astype(np.float32), versions, trainable, kept_sets)
+    episode = Episode([turn], float(rng.integers(0, 2)), "stop")
+    if routes:
+        episode.expert_routes = rng.random((n - 1, LAYERS, experts)).argsort(-1)[..., :K].astype(np.uint8)
+    return episode
+
+
+def _follow(episode: Episode, parent: Episode, shared: int) -> None:
+    """Take over the first tokens of another episode, drawn or not: each may have drawn them by itself."""
+    (own,), (theirs,) = episode.turns, parent.turns
+    shared = min(shared, len(own.token_ids), len(theirs.token_ids))
+    own.token_ids[:shared] = theirs.token_ids[:shared]
+    if episode.expert_routes is not None and parent.expert_routes is not None:
+        routes = min(shared, len(episode.expert_routes), len(parent.expert_routes))
+        episode.expert_routes[:routes] = parent.expert_routes[:routes]
+    if own.kept_sets is not None and theirs.kept_sets is not None:
+        own.trainable[:shared] = theirs.trainable[:shared]
+        own.logprobs[:shared] = np.where(own.trainable, own.logprobs, 0)[:shared]
+        own.policy_versions[:shared] = theirs.policy_versions[:shared]
+        own.kept_sets = KeptSets.join([theirs.kept_sets[:shared], own.kept_sets[shared:]])
+
+
+@st.composite
+def trees(draw: st.DrawFn, most: int = 7, longest: int = 24, **parts: Any) -> list[Episode]:
+    """A group of 1 to ``most`` episodes of 2 to ``longest`` tokens."""
+    lengths = draw(st.lists(st.integers(2, longest), min_size=1, max_size=most))
+    forks = [(draw(st.integers(0, most)), draw(st.integers(0, longest))) for _ in lengths]
+    return tree_of(lengths, forks, draw(st.integers(0, 2**16)), **parts)
+
+
+def inputs_of(episode: Episode) -> list[Any]:
+    """What decides how each input is computed, beside the inputs before it."""
+    ids = episode.token_ids[:-1].tolist()
+    if episode.expert_routes is None:
+        return ids
+    return list(zip(ids, map(bytes, episode.expert_routes), strict=True))
+
+
+def distinct_inputs(episodes: Sequence[Episode]) -> int:
+    """Inputs that differ, or have different ones before them."""
+    lists = [inputs_of(episode) for episode in episodes]
+    return len({tuple(inputs[: n + 1]) for inputs in lists for n in range(len(inputs))})

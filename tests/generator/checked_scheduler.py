@@ -1,0 +1,68 @@
+"""A scheduler that computes every forward twice, as SGLang is shipped and as monarch_rl changes it, and compares them.
+
+What is served is ours. So the engines of these tests check parity in all that they do: prompts with and without cached
+prefixes, sequences that decode, mixtures of experts, LoRA, latent attention, several ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import partialmethod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from monarch_rl.generator.scheduler_process import SchedulerTarget, run_scheduler
+
+PARITY = 1e-6
+"""Of a token's log-prob, in float32, relative to the largest logit of its row where that is above 1: a logit of 16 is
+rounded by up to 9.5e-7."""
+FOLDER = "MONARCH_RL_PARITY_FOLDER"
+"""Where each scheduler writes what it has compared."""
+
+
+class CheckedTarget(SchedulerTarget):
+    """Starts such a scheduler."""
+
+    @staticmethod
+    def run(*args: Any, **kwargs: Any) -> None:
+        if not torch.accelerator.is_available():
+            from sglang.srt.model_executor.model_runner import ModelRunner
+
+            ModelRunner._forward_raw = partialmethod(_compare, ModelRunner._forward_raw, Tally())
+        run_scheduler(*args, **kwargs)
+
+
+class Tally:
+    """The forwards of a scheduler by kind, and the largest difference of each, relative as ``PARITY`` says."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, tuple[int, float]] = {}
+        self.path = Path(os.environ[FOLDER]) / f"{os.getpid()}.json"
+
+    def add(self, kind: str, difference: float) -> None:
+        """Count a forward. Raises AssertionError, which ends the engine, if it differs by more than ``PARITY``."""
+        count, largest = self.found.get(kind, (0, 0.0))
+        self.found[kind] = (count + 1, max(largest, difference))
+        if count + 1 & count == 0 or difference > largest:
+            self.path.write_text(json.dumps(self.found))
+        assert difference <= PARITY, f"log-probs of a {kind} batch differ from SGLang's own by {difference:.3g}"
+
+
+def _compare(self: Any, forward: Any, tally: Tally, batch: Any, *args: Any) -> Any:
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    if not len(batch.seq_lens):
+        return forward(self, batch, *args)
+    ours = type(self.attn_backend)
+    self.attn_backend.__class__ = TorchNativeAttnBackend
+    plain = forward(self, batch, *args).logits_output.next_token_logits.double()
+    self.attn_backend.__class__ = ours
+    output = forward(self, batch, *args)
+    logits = output.logits_output.next_token_logits.double()
+    difference = (plain.log_softmax(-1) - logits.log_softmax(-1)).abs().amax(-1) / plain.abs().amax(-1).clamp(min=1)
+    kind = "decode" if batch.forward_mode.is_decode() else "prefix" if batch.extend_prefix_lens.any() else "prompt"
+    tally.add(kind, float(difference.max()))
+    return output

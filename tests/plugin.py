@@ -1,0 +1,137 @@
+"""A pytest plugin: what each test costs, which tests are heavy, and that no other one starts what makes a test heavy.
+
+A test is ``heavy`` if it starts an engine, a mesh or ranks of torchrun, itself or by a fixture. The marker is set by
+what the test's code and its fixtures' code refer to (:func:`uses`); a test that starts one in a script has the marker
+written above it. Where no heavy test is selected, a test below which such a process is seen fails.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any
+
+import pytest
+
+from tests.costs import Cost, table
+from tests.process_tree import ProcessTree
+
+STARTERS = ({"launch_cluster"}, {"this_host"}, {"Engine", "start"}, {"launching"}, {"run_program"})
+"""Names which, all of one set in one function, show that it starts an engine, a mesh or ranks."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--costs", type=Path, help="write what each test has cost to this file, and print nothing of it")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Costs(config.getoption("--costs")))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Set the marker before tests are selected by it."""
+    seen: dict[int, bool] = {}
+    for item in items:
+        if isinstance(item, pytest.Function):
+            fixtures = [found[-1].func for found in item._fixtureinfo.name2fixturedefs.values()]
+            if any(uses(code, seen) for code in (item.function, *fixtures)):
+                item.add_marker("heavy")
+
+
+class Costs:
+    """Measures tests, and guards those that are not heavy."""
+
+    def __init__(self, file: Path | None) -> None:
+        self.tree = ProcessTree()
+        self.by_test: dict[str, Cost] = {}
+        self.guarded = False
+        """No heavy test is selected."""
+        self._file = file
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        self.guarded = not any(item.get_closest_marker("heavy") for item in items)
+
+    def pytest_sessionstart(self) -> None:
+        self.tree.start()
+
+    def pytest_sessionfinish(self) -> None:
+        self.tree.stop()
+        if self._file is not None:
+            by_test = {name: [cost.seconds, cost.cpu_s] for name, cost in self.by_test.items()}
+            self._file.write_text(json.dumps(by_test))
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        seconds, cpu_s = time.monotonic(), self.tree.cpu_s()
+        try:
+            return (yield)
+        finally:
+            self.by_test[item.nodeid] = Cost(time.monotonic() - seconds, self.tree.cpu_s() - cpu_s)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self) -> None:
+        self.tree.take_started()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self) -> Iterator[None]:
+        result = yield
+        if (started := self.tree.take_started()) and self.guarded:
+            pytest.fail(
+                f"this test, or a fixture of it, has started {' and '.join(sorted(set(started)))}, but is not marked "
+                "as heavy, so ./tools/test --quick runs it: write @pytest.mark.heavy above it, or add the function "
+                "that starts the process to STARTERS in tests/plugin.py",
+                pytrace=False,
+            )
+        return result
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self._file is None:  # else tools/run_tests.py prints it
+            for line in table(self.by_test):
+                terminalreporter.write_line(line)
+
+
+# -- which tests are heavy -------------------------------------------------------------------------------------------
+
+
+def uses(code: Any, seen: dict[int, bool]) -> bool:
+    """Whether a function or a class of these tests has the names of one of :data:`STARTERS`, or uses one that has.
+
+    Args:
+        code: whatever a name of a test's module stands for.
+        seen: by id, what is known already.
+    """
+    code = inspect.unwrap(code) if callable(code) and not isinstance(code, type) else code
+    if id(code) not in seen:
+        seen[id(code)] = False  # for circles
+        seen[id(code)] = any(_starts(function, seen) for function in _functions(code))
+    return seen[id(code)]
+
+
+def _functions(code: Any) -> list[FunctionType]:
+    """A function of these tests, or the methods of a class of theirs."""
+    if not str(getattr(code, "__module__", "")).startswith("tests."):
+        return []
+    members = [code] if isinstance(code, FunctionType) else vars(code).values() if isinstance(code, type) else []
+    functions = [getattr(member, "__func__", member) for member in members]
+    return [function for function in functions if isinstance(function, FunctionType)]
+
+
+def _starts(function: FunctionType, seen: dict[int, bool]) -> bool:
+    names = set(_names(function.__code__))
+    if any(starter <= names for starter in STARTERS):
+        return True
+    return any(uses(function.__globals__[name], seen) for name in names if name in function.__globals__)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """All names in a function and the functions inside it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)

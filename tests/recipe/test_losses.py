@@ -1,0 +1,95 @@
+"""What a run can do without, and what ends it: a generator is lost for good; then what the run needs, or it is ended.
+
+Real processes are killed or stopped.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.recipe.running import (
+    GONE_S,
+    ends_by,
+    engines,
+    goes_on,
+    process_named,
+    recipe,
+    send,
+    steps_logged,
+    wait_for_line,
+    wait_for_step,
+)
+from tests.runtime.launched import Launched, Start
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+LOST_S = 60.0
+"""Seconds from the loss of a process to the end of the run: some 6 when nothing else runs."""
+KILLED = r"(Killed\(sig=9\)|exit code -9|process likely crashed)"
+STOPPED = "(stopped|does not answer)"
+
+
+def ends_and_names(run: Launched, process: str) -> None:
+    """The loss of a process that cannot be replaced ends the run, and the message names it."""
+    victim = process_named(run, process)
+    before = len(run.output())
+    victim.kill()
+    assert run.wait(LOST_S) == 1, run.output()
+    run.assert_gone(GONE_S)
+    mesh, rank = process.split("-")
+    by_rank = rf"{mesh}\{{'hosts': 0/1, 'gpus': {rank}/\d\}}> .*\s+.*Killed\(sig=9\)"
+    by_process = rf"actor {process}<.*\s+.*The process likely crashed"  # seen when much else runs
+    assert re.search(f"{by_rank}|{by_process}", run.output()[before:]), run.output()
+
+
+@pytest.mark.parametrize(
+    ("process", "number", "cause", "ends"),
+    [
+        ("generator1-0", signal.SIGKILL, KILLED, partial(ends_by, number=signal.SIGINT, code=130, to_group=True)),
+        ("sglang::scheduler", signal.SIGKILL, KILLED, partial(ends_by, number=signal.SIGKILL, code=-9)),
+        ("generator1-0", signal.SIGSTOP, STOPPED, partial(ends_and_names, process="trainer-1")),
+        ("sglang::scheduler", signal.SIGSTOP, STOPPED, partial(ends_and_names, process="buffer-0")),
+    ],
+    ids=[
+        "a killed generator, then Ctrl-C",
+        "a killed engine, then SIGKILL",
+        "a stopped generator, then a lost trainer rank",
+        "a stopped engine, then a lost buffer",
+    ],
+)
+def test_a_run_goes_on_without_a_lost_generator_and_what_ends_it_leaves_no_process(
+    start: Start,
+    model: Path,
+    tmp_path: Path,
+    process: str,
+    number: signal.Signals,
+    cause: str,
+    ends: Callable[[Launched], None],
+) -> None:
+    run = start([sys.executable, *recipe(model, tmp_path / "runs", "--steps=500", "--recovery.restarts=0")])
+    wait_for_step(run)
+    assert engines(run) == 2 and len(run.left()) > 9, "controller, host, 2 trainers, buffer, rollout, 2 x 2 of replicas"
+    send(run, process, number)
+    goes_on(run, wait_for_line(run, rf"^generator (\d) is lost \(.*{cause}"))
+    ends(run)
+    steps = steps_logged(tmp_path / "runs")
+    assert (steps[0]["generator/replicas"], steps[-1]["generator/replicas"]) == (2, 1)
+    assert max(step["lag/max"] for step in steps) <= 2
+    assert all(step["tokens_per_second"] >= 0 for step in steps)
+
+
+def test_the_last_worker_ends_the_run_when_none_may_be_started(start: Start, model: Path, tmp_path: Path) -> None:
+    run = start([sys.executable, *recipe(model, tmp_path / "runs", "--steps=500", "--recovery.restarts=0")])
+    wait_for_step(run)
+    process_named(run, "rollout0-0").kill()
+    assert run.wait(LOST_S) == 1, run.output()
+    run.assert_gone(GONE_S)
+    ended = r"AllActorsLost: no rollout worker is left\. The first loss was that of rollout worker 0: .*\s+.*"
+    assert re.search(rf"{ended}(Killed\(sig=9\)|process likely crashed)", run.output()), run.output()

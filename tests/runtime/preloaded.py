@@ -1,0 +1,1 @@
+"""A module that tests have the fork server import."""

@@ -1,0 +1,7 @@
+"""A module that no process can be forked with: it starts a thread when it is imported."""
+
+from __future__ import annotations
+
+import threading
+
+threading.Thread(target=threading.Event().wait, daemon=True).start()

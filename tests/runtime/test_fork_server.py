@@ -1,0 +1,238 @@
+"""The fork server: what a forked process gets, whom it ends with, and who learns how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from monarch_rl.runtime import fork_client
+from monarch_rl.runtime.fork_client import NoForkServer, exit_code, fork
+from monarch_rl.runtime.fork_context import ForkContext
+from monarch_rl.runtime.fork_server import Preload, differing_when_loaded, start_server
+
+PROGRAM = "tests.runtime.forked_program"
+PRELOADS = [
+    Preload("numbers", ("numpy",)),
+    Preload("small", ("tests.runtime.preloaded",), after="numbers"),
+    Preload("threads", ("tests.runtime.starts_a_thread",), after="numbers"),
+    Preload("broken", ("tests.runtime.does_not_exist",)),
+]
+DEADLINE_S = 60.0
+
+
+class Server:
+    """A running server, as a host starts it."""
+
+    def __init__(self, name: str) -> None:
+        self.process = start_server(name, PRELOADS)
+
+    def family(self) -> list[psutil.Process]:
+        root = psutil.Process(self.process.pid)
+        return [root, *root.children(recursive=True)]
+
+    def stage(self, pid: int) -> psutil.Process:
+        """The stage that has forked process ``pid``."""
+        parent = psutil.Process(pid).parent()
+        assert parent is not None
+        return parent
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    root = str(Path(__file__).parents[2])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]))
+    name = f"monarch_rl-fork-test-{uuid.uuid4().hex}"
+    monkeypatch.setenv(fork_client.ADDRESS_VARIABLE, name)
+    started = Server(name)
+    yield started
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in started.family():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+    started.process.wait(10)
+
+
+def wait_until(done: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not done():
+        assert time.monotonic() < deadline, f"waited {DEADLINE_S} s for {what}"
+        time.sleep(0.02)
+
+
+def gone(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+def seen(out: Path) -> Any:
+    wait_until(out.exists, "the forked process")
+    return json.loads(out.read_text())
+
+
+def begin(monkeypatch: pytest.MonkeyPatch, out: Path, what: str) -> None:
+    monkeypatch.setenv("OUT", str(out))
+    monkeypatch.setenv("FORKED", what)
+
+
+def test_a_process_gets_what_its_owner_has(server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    draws, counts = set(), set()
+    for index in range(3):
+        reader, writer = os.pipe()
+        os.write(writer, b"hello")
+        os.close(writer)
+        begin(monkeypatch, tmp_path / f"out{index}", "exit 5")
+        pid, status = fork("small", PROGRAM, fds=[reader])
+        os.close(reader)
+        assert exit_code(status) == 5
+        os.close(status)
+        report = seen(tmp_path / f"out{index}")
+        assert report["pid"] == pid and report["preloaded"] and report["given"] == ["hello"]
+        assert report["folder"] == str(tmp_path)
+        draws.add(report["draw"])
+        counts.add(report["open"])
+    assert len(draws) == 3, "numpy draws the same numbers in every forked process"
+    assert len(counts) == 1, "descriptors leak from one forked process to the next"
+
+
+def test_the_owner_learns_how_a_process_ended(server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for what, code in (("raise", 1), ("signal 15", -15), ("signal 9", -9)):
+        begin(monkeypatch, tmp_path / what, what)
+        _, status = fork("small", PROGRAM)
+        assert exit_code(status) == code
+        os.close(status)
+
+
+def test_a_process_dies_with_its_owner(server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    begin(monkeypatch, tmp_path / "out", "sleep")
+    owner = subprocess.Popen([sys.executable, "-m", PROGRAM])
+    pid = seen(tmp_path / "out")["pid"]
+    assert not gone(pid)
+    owner.kill()
+    owner.wait(10)
+    wait_until(lambda: gone(pid), "the end of a process without an owner")
+
+
+@pytest.mark.parametrize("lost", ["stage", "root"])
+def test_a_process_dies_with_the_server_and_its_owner_is_told(
+    server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lost: str
+) -> None:
+    begin(monkeypatch, tmp_path / "out", "sleep")
+    pid, status = fork("small", PROGRAM)
+    seen(tmp_path / "out")
+    everything = [process.pid for process in server.family()]
+    (server.stage(pid) if lost == "stage" else psutil.Process(server.process.pid)).kill()
+    assert exit_code(status) is None
+    os.close(status)
+    wait_until(lambda: gone(pid), "the end of a process without a server")
+    if lost == "root":
+        wait_until(lambda: all(map(gone, everything)), "the end of all stages")
+    with pytest.raises(NoForkServer):
+        fork("small", PROGRAM)
+
+
+def test_the_server_waits_for_what_it_has_forked(
+    server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    begin(monkeypatch, tmp_path / "out", "sleep")
+    pid, status = fork("small", PROGRAM)
+    seen(tmp_path / "out")
+    assert server.process.stdin is not None
+    server.process.stdin.close()
+    server.process.terminate()  # as the host ends all its children
+    os.kill(pid, signal.SIGTERM)
+    assert exit_code(status) == -signal.SIGTERM
+    os.close(status)
+    assert server.process.wait(10) == 0
+
+
+def test_libraries_that_are_loaded_cannot_be_set_up_again(
+    server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    begin(monkeypatch, tmp_path / "out", "exit 0")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    with pytest.raises(NoForkServer, match="refused"):
+        fork("small", PROGRAM)
+    assert differing_when_loaded({"OMP_A": "1", "B": "1"}, {"OMP_A": "1", "B": "2", "PYTHONX": ""}) == ["PYTHONX"]
+
+
+@pytest.mark.parametrize("preload", ["threads", "broken"])
+def test_a_stage_that_cannot_fork_keeps_nobody_waiting(server: Server, preload: str) -> None:
+    with pytest.raises(NoForkServer):
+        fork(preload, PROGRAM)
+
+
+def stand_in(preload: str = "small") -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-IS", fork_client.__file__, preload, PROGRAM]
+    return subprocess.Popen(command, process_group=0)
+
+
+def test_a_stand_in_ends_as_its_process_does(server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for what, code in (("exit 4", 4), ("signal 15", -15), ("signal 9", -9)):
+        begin(monkeypatch, tmp_path / what, what)
+        assert stand_in().wait(DEADLINE_S) == code
+
+
+def test_a_stand_in_passes_signals_on(server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    begin(monkeypatch, tmp_path / "out", "tidy")
+    process = stand_in()
+    report = seen(tmp_path / "out")
+    assert report["group"] == process.pid, "Monarch signals the group"
+    process.terminate()
+    assert process.wait(DEADLINE_S) == 7
+    assert (tmp_path / "out.tidied").exists()
+
+
+def test_a_killed_stand_in_takes_its_process_along(
+    server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    begin(monkeypatch, tmp_path / "out", "sleep")
+    process = stand_in()
+    pid = seen(tmp_path / "out")["pid"]
+    process.kill()
+    process.wait(10)
+    wait_until(lambda: gone(pid), "the end of a process without a stand-in")
+
+
+def answer(connection: Connection, lock: Any) -> None:
+    with lock:
+        connection.send((os.getpid(), "tests.runtime.preloaded" in sys.modules, connection.recv()))
+    sys.exit(3)
+
+
+@pytest.mark.parametrize("forked", [True, False])
+def test_multiprocessing(server: Server, monkeypatch: pytest.MonkeyPatch, forked: bool) -> None:
+    if not forked:
+        monkeypatch.delenv(fork_client.ADDRESS_VARIABLE)
+    context = ForkContext("small")
+    (here, there), lock = context.Pipe(), context.RLock()
+    process = context.Process(target=answer, args=(there, lock))
+    process.start()
+    here.send("question")
+    assert here.poll(DEADLINE_S)
+    assert here.recv() == (process.pid, forked, "question")
+    process.join(DEADLINE_S)
+    assert process.exitcode == 3
+
+
+def test_multiprocessing_kills_its_processes(server: Server) -> None:
+    process = ForkContext("small").Process(target=time.sleep, args=(600,))
+    process.start()
+    process.kill()
+    process.join(DEADLINE_S)
+    assert process.exitcode == -signal.SIGKILL and gone(process.pid)

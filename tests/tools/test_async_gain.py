@@ -1,0 +1,99 @@
+"""benchmarks/async_gain.py: its bound holds for any schedule, and injected latencies are what they say."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from monarch_rl.buffer.settings import BufferSettings
+from monarch_rl.episode.sampling import Sampling
+from monarch_rl.generator.clock import BusyClock
+from monarch_rl.simulate.costs import Costs, DecodeCosts, Distribution, TrainerCosts
+from monarch_rl.simulate.run import Figures, predict
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def async_gain() -> Any:
+    """The benchmark, which finds its parts where it lies."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        yield importlib.import_module("async_gain")
+
+
+def simulate(s: Any, lag: int) -> Figures:
+    costs = Costs(s.length, 1, DecodeCosts(s.token_s, 0.0, max_running=s.places), TrainerCosts(s.update_s, 0.0))
+    return predict(replace(s.plan, buffer=BufferSettings(lag)), costs, s.steps, s.warm_up, grain=1)
+
+
+def test_the_demand_is_that_of_the_tokens_drawn(async_gain: Any) -> None:
+    s = async_gain.Settings()
+    found = simulate(s, lag=0)  # all that is drawn in a step is trained in it
+    seconds = found.tokens_per_s * found.step_s * s.token_s / (s.places * s.replicas)
+    assert async_gain.generator_demand(s) == pytest.approx(seconds, rel=1e-6)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    lag=st.integers(0, 5),
+    places=st.integers(2, 40),
+    update_s=st.floats(0.01, 5),
+    sigma=st.floats(0, 1.2),
+)
+def test_no_run_is_faster_than_the_demand_of_the_busier_side(
+    async_gain: Any, lag: int, places: int, update_s: float, sigma: float
+) -> None:
+    s = async_gain.Settings(
+        steps=5, warm_up=0, places=places, update_s=update_s, length=Distribution(20, sigma, 120), groups_per_step=4
+    )
+    found = simulate(s, lag)
+    steps = async_gain.Steps(found.step_s, s.update_s, async_gain.generator_demand(s), found.lag_mean, 0)
+    assert steps.step_s >= steps.demand_s * (1 - 1e-6)
+    assert steps.bound >= 1 - 1e-6
+
+
+def test_the_bound_is_the_idle_share_of_the_busier_side(async_gain: Any) -> None:
+    steps = async_gain.Steps(step_s=10.0, trainer_s=2.5, generator_s=1.0, lag_mean=0.0, lag_max=0.0)
+    assert steps.idle_share == 0.75
+    assert steps.bound == 4.0
+    assert replace(steps, generator_s=5.0).bound == 2.0
+
+
+class _Engine:
+    """Answers at once."""
+
+    def __init__(self) -> None:
+        self.clock = BusyClock()
+
+    async def generate(self, prompt_ids: list[int], sampling: Sampling, on_part: Any = None) -> list[int]:
+        return prompt_ids
+
+
+def test_answers_wait_for_a_place_and_then_take_their_time(async_gain: Any) -> None:
+    recipe = sys.modules["async_gain_recipe"]
+    length, token_s = Distribution(10), 0.01
+
+    async def draw(places: int, seeds: list[int | None]) -> float:
+        generator, engine = recipe.SlowGenerator.__new__(recipe.SlowGenerator), _Engine()
+        generator.latencies = recipe.Latencies(length, token_s, places, 0.0)
+        generator._slow_down(engine)
+        began = time.monotonic()
+        drawn = [engine.generate([index], Sampling(8, 1.0, (), seed)) for index, seed in enumerate(seeds)]
+        assert await asyncio.gather(*drawn) == [[index] for index in range(len(seeds))]
+        return time.monotonic() - began
+
+    one, turns = asyncio.run(draw(4, [1, 2])), asyncio.run(draw(1, [1, 2, 3, 4, 5]))
+    greedy = asyncio.run(draw(1, [None] * 50))
+    assert one >= 10 * token_s * 0.99
+    assert turns >= 5 * 10 * token_s * 0.99
+    assert greedy < 50 * 10 * token_s  # not in turn, and not slowed down

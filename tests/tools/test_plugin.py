@@ -1,0 +1,131 @@
+"""What pytest's plugin of these tests counts, marks and refuses."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.plugin import uses
+from tests.process_tree import ProcessTree
+
+ROOT = Path(__file__).parents[2]
+SPIN = "import time\nwhile time.process_time() < 1: pass"
+PATIENCE_S = 120.0
+
+
+@pytest.fixture
+def tree() -> Iterator[ProcessTree]:
+    tree = ProcessTree()
+    tree.start()
+    yield tree
+    tree.stop()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_a_child_that_has_ended_is_counted(tree: ProcessTree) -> None:
+    before, own = tree.cpu_s(), time.process_time()
+    subprocess.run([sys.executable, "-c", SPIN], check=True)
+    assert 0.95 <= tree.cpu_s() - before - (time.process_time() - own) < 5
+
+
+def test_an_orphan_is_counted_also_when_it_has_ended(tree: ProcessTree, tmp_path: Path) -> None:
+    """A grandchild that outlives its parent, so that nobody here waits for it."""
+    pid, seen = tmp_path / "pid", tmp_path / "seen"
+    orphan = f"{SPIN}\nimport os, pathlib\nopen({str(pid)!r}, 'w').write(str(os.getpid()))\n"
+    orphan += f"while not pathlib.Path({str(seen)!r}).exists(): time.sleep(0.1)"
+    parent = f"import subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', {orphan!r}])\ntime.sleep(1)"
+    before, own = tree.cpu_s(), time.process_time()
+    subprocess.run([sys.executable, "-c", parent], check=True)
+    wait_until(lambda: pid.exists() and pid.read_text() != "")
+    for _ in range(2):
+        assert 0.95 <= tree.cpu_s() - before - (time.process_time() - own) < 5
+        seen.touch()
+        wait_until(lambda: not psutil.pid_exists(int(pid.read_text())))
+
+
+def this_host() -> None:
+    """Named like Monarch's."""
+
+
+class Starting:
+    def __init__(self) -> None:
+        this_host()
+
+
+def starts() -> None:
+    def later() -> None:
+        from monarch.actor import this_host
+
+        this_host()
+
+    later()
+
+
+def starts_by_others() -> Starting:
+    return Starting()
+
+
+def turns_in_a_circle(again: bool) -> None:
+    if again:
+        turns_in_a_circle(False)
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"), [(Starting, True), (starts, True), (starts_by_others, True), (turns_in_a_circle, False)]
+)
+def test_what_a_test_uses_shows_whether_it_is_heavy(code: object, expected: bool) -> None:
+    assert uses(code, {}) is expected
+
+
+LIKE_AN_ENGINE = """
+import subprocess, time
+import pytest
+
+def start():
+    subprocess.run(["bash", "-c", "exec -a sglang::scheduler sleep 1"], check=True)
+
+@pytest.fixture
+def started():
+    start()
+
+def test_that_starts_one(): start()
+def test_whose_fixture_starts_one(started): pass
+def test_that_starts_none(): subprocess.run(["sleep", "1"], check=True)
+
+@pytest.mark.heavy
+def test_that_may(): start()
+"""
+
+
+@pytest.mark.heavy  # what it starts has the name of an engine
+def test_a_quick_test_that_starts_an_engine_fails_and_says_why(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(LIKE_AN_ENGINE)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = heavy: starts one\n")
+    costs = tmp_path / "costs.json"
+    command = [sys.executable, "-m", "pytest", "-p", "tests.plugin", f"--costs={costs}", str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+
+    def run(*more: str) -> str:
+        return subprocess.run(
+            [*command, *more], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE_S
+        ).stdout
+
+    quick = run("-m", "not heavy")
+    assert "2 failed, 1 passed, 1 deselected" in quick, quick
+    assert "has started an engine of SGLang, but is not marked as heavy" in quick
+    assert "FAILED test_it.py::test_that_starts_one" in quick and "::test_whose_fixture_starts_one" in quick
+    assert "4 passed" in run(), "beside heavy tests an engine may be anybody's"
+    assert costs.exists()

@@ -1,0 +1,129 @@
+"""benchmarks/trl.py: what is measured of a run, and that both sides are told the same."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from monarch_rl.algorithms.advantages import AdvantageName
+from monarch_rl.algorithms.aggregation import Aggregation
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def processes() -> Any:
+    return _imported("trl_processes")
+
+
+@pytest.fixture(scope="module")
+def trl() -> Any:
+    return _imported("trl")
+
+
+def _imported(name: str) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))  # where the benchmark finds its parts
+        return importlib.import_module(name)
+
+
+@pytest.mark.parametrize(
+    "name, command, mesh, part",
+    [
+        ("sglang::scheduler", ["sglang::scheduler"], "", "engines"),
+        ("python", ["python", "-m", "monarch_rl.runtime.host", "ipc://x"], "", "host"),
+        ("python", ["python", "-m", "monarch._src.actor.bootstrap_main"], "trainer-1 @ vm", "trainer"),
+        ("python", ["python", "-m", "monarch._src.actor.bootstrap_main"], "generator0-0 @ vm", "generator actors"),
+        ("python", ["python", "-m", "monarch._src.actor.bootstrap_main"], "rollout0-0 @ vm", "rollout worker"),
+        ("python", ["python", "-m", "monarch._src.actor.bootstrap_main"], "buffer-0 @ vm", "buffer"),
+        ("python", ["python", "-c", "from multiprocessing.spawn import spawn_main"], "rollout0-0 @ vm", "scorers"),
+        ("python", ["python", "-c", "from multiprocessing.resource_tracker import main"], "trainer-0 @ vm", "helpers"),
+        ("python", ["python", "else"], "", "helpers"),
+    ],
+)
+def test_processes_are_told_apart(processes: Any, name: str, command: list[str], mesh: str, part: str) -> None:
+    environment = {"HYPERACTOR_PROCESS_NAME": mesh} if mesh else {}
+    assert processes.part_of(name, command, environment) == part
+
+
+RUN = """
+import json, pathlib, subprocess, sys, time
+burn = "import time\\nwhile time.process_time() < 1.0: pass"
+folder = pathlib.Path(sys.argv[1]) / "run"
+folder.mkdir()
+with (folder / "metrics.jsonl").open("w", buffering=1) as lines:
+    lines.write(json.dumps({"step": 0, "held_out/accuracy": 0.5}) + "\\n")
+    for step in range(1, 4):
+        subprocess.run([sys.executable, "-c", burn])
+        lines.write(json.dumps({"step": step, "time/step_s": 1.0, "reward/mean": step / 4}) + "\\n")
+        time.sleep(1.0)
+"""
+"""A run of three steps, each the work of a process that has ended when it is looked at."""
+
+
+def test_cpu_time_of_processes_that_have_ended_counts(processes: Any, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", RUN, str(tmp_path)]
+    found = processes.measure(command, {"A": "b"}, tmp_path, "controller", [1, 3], 300.0)
+    assert [row["step"] for row in found.steps] == [1, 2, 3]
+    assert sorted(found.cpu_s) == [1, 3]
+    children = found.cpu_s[3]["helpers"] - found.cpu_s[1]["helpers"]
+    assert 0.2 <= children <= 3.0  # two processes of a second each, but for what they used after the last look
+    assert found.wall_s[1] < found.wall_s[3] < found.total_s
+    assert found.total_cpu_s >= sum(found.cpu_s[3].values())
+
+
+def test_a_run_that_fails_is_shown(processes: Any, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "raise SystemExit('no such model')"]
+    with pytest.raises(RuntimeError, match=r"failed with exit code 1:\nno such model"):
+        processes.measure(command, {}, tmp_path, "controller", [1], 300.0)
+
+
+def test_a_run_that_does_not_end_is_ended(processes: Any, tmp_path: Path) -> None:
+    program = "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)"
+    with pytest.raises(RuntimeError, match="took over 3 s"):
+        processes.measure([sys.executable, "-c", program], {}, tmp_path, "controller", [1], 3.0)
+    text = (tmp_path / "log").read_text()
+    if text:  # else it was ended before it began
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(text), 0)
+
+
+def test_all_losses_and_advantages_have_a_name_in_trl(trl: Any) -> None:
+    sides = sys.modules["trl_sides"]
+    assert set(sides.LOSS_TYPES) == set(get_args(Aggregation))
+    assert set(sides.REWARD_SCALES) == set(get_args(AdvantageName))
+
+
+def test_trl_is_told_what_the_recipe_does(trl: Any, tmp_path: Path) -> None:
+    sides = sys.modules["trl_sides"]
+    job = sides.JOBS["syllogism"]
+    arguments = sides.recipe_arguments(job, tmp_path, 3, 7)
+    described = sides.describe(job, arguments, sides.sides(0)["trl2"], 3, 40, tmp_path)
+    assert described["task"]["name"] == "syllogism"
+    assert described["task"]["seed"] == 3
+    assert (described["steps"], described["groups_per_step"], described["group_size"]) == (7, 4, 8)
+    assert (described["lr"], described["lr_warmup_steps"], described["max_new_tokens"]) == (1e-5, 5, 8)
+    assert (described["loss_type"], described["scale_rewards"], described["threads"]) == ("dr_grpo", "none", 2)
+    assert json.loads(json.dumps(described)) == described | {"betas": [0.9, 0.95]}
+
+
+def test_figures_leave_out_the_first_steps(trl: Any, processes: Any) -> None:
+    steps = [{"time/step_s": 9.0 if step < 2 else 0.5, "reward/mean": step / 10} for step in range(10)]
+    cpu_s = {1: {"TRL": 7.0}, 2: {"TRL": 8.0}, 10: {"TRL": 12.0, "helpers": 0.8}}
+    measured = processes.Measured(steps, cpu_s, {1: 10.0, 2: 19.0, 10: 23.0}, 25.0, 14.0, 0.1)
+    side = sys.modules["trl_sides"].Side("TRL", threads=1)
+    figures = trl.Result(side, measured, 2, {"accuracy": 0.5, "reward": 0.6}).figures(samples_per_step=4)
+    assert figures["step_s"] == 0.5
+    assert figures["step_cpu_s_by_part"] == pytest.approx({"TRL": 0.5, "helpers": 0.1})
+    assert figures["step_cpu_s"] == pytest.approx(0.6)
+    assert (figures["first_step_s"], figures["first_step_cpu_s"]) == (10.0, 7.0)
+    assert figures["reward_by_samples"] == pytest.approx({"8": 0.05, "20": 0.3, "32": 0.6, "40": 0.85})
+    shown = trl.table({"TRL": [figures]}, [0.25])
+    assert "| seconds a step | 0.500 |" in shown
+    assert "| held out (before: 25.0%) | 50.0% |" in shown

@@ -1,0 +1,266 @@
+"""What episodes share is computed once, with the log-probs and gradients of separate episodes."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from monarch_rl.trainer import platform
+
+platform.prepare()
+
+from monarch_rl.episode.episode import Episode  # noqa: E402
+from monarch_rl.model.lora import LoraSettings  # noqa: E402
+from monarch_rl.trainer import attention  # noqa: E402
+from monarch_rl.trainer.attention import PackedAttention, PrefixVarlenAttention  # noqa: E402
+from monarch_rl.trainer.attention_layout import AttentionLayout  # noqa: E402
+from monarch_rl.trainer.batch import MicroBatch, pack  # noqa: E402
+from monarch_rl.trainer.layout import lay_out  # noqa: E402
+from monarch_rl.trainer.lora import add_lora  # noqa: E402
+from monarch_rl.trainer.model_config import model_config  # noqa: E402
+from monarch_rl.trainer.moe import ReplayRouter  # noqa: E402
+from monarch_rl.trainer.token_logprobs import DrawnTokens, TokenLogprobs  # noqa: E402
+from tests.episode.trees import EXPERTS, VOCABULARY, K, distinct_inputs, tree_of, trees  # noqa: E402
+from tests.trainer.reference import MOE, QWEN3  # noqa: E402
+from tests.trainer.test_mla import CONFIG as DEEPSEEK  # noqa: E402
+
+CPU = torch.device("cpu")
+LOGPROB_BOUND = 1e-5
+"""Nats, fp32."""
+GRADIENT_BOUND = 2e-5
+"""Of the norm of each parameter's gradient, fp32."""
+HEADS, KV_HEADS, HEAD = 4, 2, 8
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "head_dim": 12,
+    "max_position_embeddings": 512,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "dense": QWEN3 | SHAPE | {"architectures": ["Qwen3ForCausalLM"]},
+    "moe": MOE | SHAPE | {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": EXPERTS, "num_experts_per_tok": K},
+    "mla": DEEPSEEK | {"vocab_size": VOCABULARY, "n_routed_experts": 2 * EXPERTS, "num_experts_per_tok": K},
+}
+"""``mla`` has a dense layer and two of experts; the others as many layers as trees have routes of."""
+
+
+@cache
+def model(kind: str, lora: bool = False) -> Any:
+    """A model with random weights, not sharded."""
+    config: Any = model_config(CONFIGS[kind], logprob_chunk=16, on_gpu=False)
+    if lora:
+        config = add_lora(config, LoraSettings(rank=4, alpha=8.0, targets=("q_proj", "v_proj", "o_proj", "down_proj")))
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        module = config.build()
+    module.to_empty(device="cpu")
+    with torch.no_grad():
+        module.init_states()
+        for name, parameter in module.named_parameters():
+            norm = parameter.ndim == 1 and "norm" in name
+            parameter.copy_(torch.randn_like(parameter) * 0.05 + norm)
+    return module.train()
+
+
+def computed(module: Any, batch: MicroBatch, replay: bool) -> tuple[TokenLogprobs, dict[str, torch.Tensor]]:
+    """Log-probs of the drawn tokens, and the gradients of a weighted sum of them."""
+    module.zero_grad()
+    routers = [part for part in module.modules() if isinstance(part, ReplayRouter)]
+    for layer, router in enumerate(routers):
+        router.routes_BLK = None if batch.expert_routes is None else batch.expert_routes[:, :, layer]
+        router.replay = replay
+    module.lm_head.drawn_tokens = DrawnTokens(
+        batch.drawn_after, batch.targets, temperature=0.8, kept_sets=batch.kept_sets, rows=batch.rows
+    )
+    output = module(batch.token_ids, positions=batch.positions, attention_masks=batch.attention)
+    (output.logprobs * batch.advantages * batch.weights).sum().backward()
+    grads = {name: part.grad.clone() for name, part in module.named_parameters() if part.grad is not None}
+    return TokenLogprobs(*(values.detach() for values in output)), grads
+
+
+def check_equal_to_separate(module: Any, groups: list[list[Episode]], replay: bool = True) -> None:
+    """In one micro-batch, with other advantages and weights for each episode."""
+    episodes = [episode for group in groups for episode in group]
+    numbers = [number for number, group in enumerate(groups) for _ in group]
+    advantages = torch.linspace(-1.5, 2.0, len(episodes))
+    weights = torch.linspace(0.3, 0.7, len(episodes))
+    shared = pack(episodes, advantages, weights, 0, CPU, numbers)
+    separate = pack(episodes, advantages, weights, 0, CPU)
+    assert separate.rows is None and separate.num_tokens == shared.separate_tokens == separate.separate_tokens
+    assert shared.num_tokens == sum(map(distinct_inputs, groups))
+    for name in ("behaviour_logprobs", "advantages", "weights", "lags", "episodes"):
+        assert torch.equal(getattr(shared, name), getattr(separate, name))
+    if not len(shared.targets):
+        return
+    ours, our_grads = computed(module, shared, replay)
+    theirs, their_grads = computed(module, separate, replay)
+    for our_values, their_values in zip(ours, theirs, strict=True):
+        assert our_values.shape == their_values.shape
+        assert (our_values - their_values).abs().max() < LOGPROB_BOUND
+    assert our_grads.keys() == their_grads.keys() and our_grads
+    total = torch.stack([value.norm() for value in their_grads.values()]).norm()
+    for name, expected in their_grads.items():
+        bound = GRADIENT_BOUND * max(expected.norm(), 1e-3 * total)
+        assert (our_grads[name] - expected).norm() < bound, name
+
+
+def groups_of(**parts: Any) -> st.SearchStrategy[list[list[Episode]]]:
+    return st.lists(trees(**parts), min_size=1, max_size=3)
+
+
+@settings(max_examples=60)
+@given(groups=st.booleans().flatmap(lambda kept: groups_of(kept=kept)))
+def test_dense(groups: list[list[Episode]]) -> None:
+    check_equal_to_separate(model("dense"), groups)
+
+
+@settings(max_examples=30)
+@given(groups=groups_of(kept=True))
+def test_lora(groups: list[list[Episode]]) -> None:
+    module = model("dense", lora=True)
+    assert {name.split(".")[-2] for name, p in module.named_parameters() if p.requires_grad} == {"lora_a", "lora_b"}
+    check_equal_to_separate(module, groups)
+
+
+@settings(max_examples=30)
+@given(groups=groups_of(routes=True, kept=True))
+def test_experts_replayed(groups: list[list[Episode]]) -> None:
+    check_equal_to_separate(model("moe"), groups)
+
+
+@settings(max_examples=30)
+@given(groups=groups_of(routes=True, experts=2 * EXPERTS))
+def test_latent_attention(groups: list[list[Episode]]) -> None:
+    check_equal_to_separate(model("mla"), groups)
+
+
+@pytest.mark.parametrize("kind", ["moe", "mla"])
+def test_experts_of_the_trainers_own_choice(kind: str) -> None:
+    """Fixed trees: where two scores are nearly equal, the last bits would decide."""
+    check_equal_to_separate(model(kind), [tree_of([20, 18, 18, 9], [(0, 0), (0, 12), (1, 15), (0, 5)], 3)])
+
+
+def test_a_long_shared_prefix_and_long_answers() -> None:
+    """So that segments are computed in several calls, causal ones and masked ones."""
+    groups = [
+        tree_of([170, 180, 165, 172, 290], [(0, 0), (0, 150), (0, 160), (2, 164), (0, 40)], 5),
+        tree_of([40, 120], [(0, 0), (0, 38)], 6),
+    ]
+    episodes, numbers = [episode for group in groups for episode in group], [0] * 5 + [1] * 2
+    calls, _ = pack(episodes, torch.zeros(7), torch.zeros(7), 0, CPU, numbers).attention.padded_calls
+    assert {call.mask is None for call in calls} == {True, False} and len(calls) > 2
+    check_equal_to_separate(model("dense"), groups)
+
+
+def test_a_shared_token_has_one_row_and_the_last_one_a_target_for_each_branch() -> None:
+    """Two episodes fork after 5 tokens, of which 2 were drawn; the third equals the first."""
+    episodes = tree_of([8, 8, 8], [(0, 0), (0, 5), (0, 8)], 0)
+    for episode in episodes:
+        episode.turns[0].trainable[:] = np.arange(8) >= 3
+    batch = pack(episodes, torch.zeros(3), torch.zeros(3), 0, CPU, [0, 0, 0])
+    assert batch.num_tokens == 7 + 2 and len(batch.behaviour_logprobs) == 15
+    assert len(batch.targets) == 2 + 3 + 3
+    assert (torch.bincount(batch.drawn_after) == 2).sum() == 1
+    assert batch.rows is not None
+    by_episode = [batch.rows[batch.episodes == episode].tolist() for episode in range(3)]
+    assert by_episode[0] == by_episode[2] and by_episode[0][:2] == by_episode[1][:2]
+
+
+def test_a_token_that_was_drawn_from_other_sets_has_a_row_for_each() -> None:
+    """The log-prob depends on the set, what the model computes does not."""
+    episodes = tree_of([6, 6], [(0, 0), (0, 6)], 1, kept=True)
+    turn = episodes[1].turns[0]
+    (place, *_) = np.flatnonzero(turn.trainable)
+    assert turn.kept_sets is not None
+    before = int(turn.kept_sets.counts[:place].sum())
+    (other,) = [i for i in range(before, before + 9) if turn.kept_sets.ids[i] != turn.token_ids[place]][:1]
+    turn.kept_sets.ids = turn.kept_sets.ids.copy()
+    turn.kept_sets.ids[other] = VOCABULARY - 1
+    batch = pack(episodes, torch.zeros(2), torch.zeros(2), 0, CPU, [0, 0])
+    drawn = int(turn.trainable.sum())
+    assert batch.num_tokens == 5 and len(batch.targets) == drawn + 1
+    check_equal_to_separate(model("dense"), [episodes])
+
+
+# ---- the attention of both kinds of machine ------------------------------------------------------------------
+
+
+def dense_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: AttentionLayout) -> torch.Tensor:
+    """By the definition, one query at a time: it attends to the inputs of its episode up to itself."""
+    outputs = torch.zeros(*q.shape[:2], v.shape[-1], dtype=q.dtype)
+    for segment in layout.segments:
+        for n in range(len(segment.path) - segment.own, len(segment.path)):
+            place, keys = segment.path[n], segment.path[: n + 1]
+            for head in range(HEADS):
+                kv = head * KV_HEADS // HEADS
+                scores = (k[keys, kv] @ q[place, head]) * HEAD**-0.5
+                outputs[place, head] = scores.softmax(0) @ v[keys, kv]
+    return outputs
+
+
+def documented_varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+    num_splits: int | None,
+) -> torch.Tensor:
+    """``torch.nn.attention.varlen.varlen_attn`` as it is documented, in fp32, with flash attention's causal mask for
+    fewer queries than keys: aligned at the bottom right (its README, since version 2.1)."""
+    assert query.dtype == key.dtype == value.dtype == torch.bfloat16
+    assert all(x.is_contiguous() and x.ndim == 3 for x in (query, key, value))
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32 and len(cu_seq_q) == len(cu_seq_k)
+    assert (window_size, enable_gqa, scale) == ((-1, 0), True, HEAD**-0.5) and num_splits in (1, None)
+    assert (int(cu_seq_q[-1]), int(cu_seq_k[-1])) == (len(query), len(key) if len(key) == len(value) else -1)
+    assert (max_q, max_k) == (int(cu_seq_q.diff().max()), int(cu_seq_k.diff().max()))
+    parts = []
+    bounds = zip(*(x.unfold(0, 2, 1).tolist() for x in (cu_seq_q, cu_seq_k)), strict=True)
+    for (q_start, q_end), (k_start, k_end) in bounds:
+        q, k, v = query[q_start:q_end].float(), key[k_start:k_end].float(), value[k_start:k_end].float()
+        k, v = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
+        seen = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
+        scores = torch.einsum("qnh,knh->nqk", q, k) * scale
+        parts.append(torch.einsum("nqk,knh->qnh", scores.masked_fill(~seen, float("-inf")).softmax(-1), v))
+    return torch.cat(parts).to(torch.bfloat16)
+
+
+def attention_of(module: Any, inputs: list[torch.Tensor], layout: AttentionLayout) -> list[torch.Tensor]:
+    """The output, and the gradients of a weighted sum of it."""
+    q, k, v = (x.detach().clone().requires_grad_() for x in inputs)
+    kwargs = {"attention_masks": layout, "scale": HEAD**-0.5, "enable_gqa": True}
+    output = module(q[None], k[None], v[None], **kwargs)[0]
+    (output * torch.linspace(-1, 1, output.numel()).view(output.shape)).sum().backward()
+    return [output.detach(), *(x.grad for x in (q, k, v) if x.grad is not None)]
+
+
+@settings(max_examples=40)
+@given(groups=groups_of(most=5, longest=12), seed=st.integers(0, 100))
+def test_both_kinds_of_attention_are_that_of_the_definition(groups: list[list[Episode]], seed: int) -> None:
+    numbers = [number for number, group in enumerate(groups) for _ in group]
+    rows = lay_out([episode for group in groups for episode in group], numbers)
+    layout = AttentionLayout(rows.segments(), CPU)
+    draw = torch.Generator().manual_seed(seed)
+    q, k, v = inputs = [torch.randn(rows.width, heads, HEAD, generator=draw) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    expected = dense_attention(q, k, v, layout)
+    on_cpu = attention_of(PackedAttention(PackedAttention.Config()), inputs, layout)
+    assert len(on_cpu) == 4
+    assert (on_cpu[0] - expected).abs().max() < 1e-6
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "varlen_attn", documented_varlen)
+        on_gpu = attention_of(PrefixVarlenAttention(PrefixVarlenAttention.Config()), inputs, layout)
+    for ours, theirs in zip(on_cpu, on_gpu, strict=True):
+        assert (ours - theirs).norm() < 0.02 * max(ours.norm(), 1.0)  # the kernel's inputs are bfloat16
