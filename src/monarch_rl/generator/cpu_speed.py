@@ -11,6 +11,8 @@ prompts that share a prefix            computed once: those that would compute m
                                        for the first of them (``cpu_admission.py``)
 entries of the prefix cache            only those that are worth their price (``cpu_cache.py``)
 tokens of a step                       a request that goes on costs two appends (``cpu_results.py``)
+draws without a seed                   by one number a request, not one for every entry of the vocabulary
+                                       (``cpu_draw.py``)
 inputs                                 not copied to buffers of fixed addresses, which only graphs of a GPU need
 environment variables                  read from the environment some sixty times a step: once each
 load snapshots                         made for a router that is not there
@@ -24,12 +26,14 @@ from collections.abc import Callable
 from typing import Any
 
 from monarch_rl.generator import cpu_admission, cpu_cache, cpu_results
+from monarch_rl.generator.cpu_draw import draw_if_unseeded
 from monarch_rl.generator.cpu_patch import check_parameters, replace_method
 
 
 def install() -> None:
     """Apply all of it. Raises RuntimeError if SGLang is not the one that this was written for."""
     from sglang.srt.environ import EnvField
+    from sglang.srt.layers import sampler
     from sglang.srt.layers.attention import attention_registry
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.managers.scheduler_components.batch_result_processor import SchedulerBatchResultProcessor
@@ -52,6 +56,8 @@ def install() -> None:
     replace_method(
         SchedulerBatchResultProcessor, "process_batch_result_decode", cpu_results.process_decode, "batch result"
     )
+    check_parameters(sampler.sampling_from_probs_torch, "probs sampling_seed positions")
+    sampler.sampling_from_probs_torch = draw_if_unseeded(sampler.sampling_from_probs_torch)
     cpu_cache.install()
     replace_method(EnvField, "get", _read_variable, "")
     os.environ["SGLANG_EAGER_INPUT_NO_COPY"] = "1"
