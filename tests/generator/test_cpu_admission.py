@@ -101,6 +101,21 @@ def test_the_next_batch_follows_at_once() -> None:
     assert of._prefill_decode_interval_remaining == 2
 
 
+@pytest.mark.parametrize(
+    ("paused", "message", "gathers"), [(False, True, True), (True, True, False), (False, False, False)]
+)
+def test_an_idle_engine_gathers_requests_but_no_commit_waits(
+    paused: bool, message: bool, gathers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(cpu_admission.time, "sleep", slept.append)
+    sleeper = SimpleNamespace(poller=SimpleNamespace(poll=lambda _timeout: [1] if message else []))
+    of = SimpleNamespace(idle_sleeper=sleeper, _engine_paused=paused)
+    cpu_admission.gather_after_idle(of, lambda _of: slept.append(0.0))
+    assert slept == [0.0, cpu_admission.GATHER_S][: 1 + gathers]
+    cpu_admission.gather_after_idle(SimpleNamespace(idle_sleeper=None), lambda _of: None)  # ranks but the first
+
+
 def read(prompt: list[int], cached: int = 0) -> Any:
     """A request whose prompt has been read."""
     req = request(prompt)

@@ -9,6 +9,7 @@ attention                              few calls a layer for a whole batch (``cp
 layers of dense models                 plain PyTorch (``cpu_forward.py``)
 prompts that share a prefix            computed once: those that would compute much of it beside each other wait
                                        for the first of them (``cpu_admission.py``)
+requests that come to an idle engine   start together: it waits 3 ms after the first
 entries of the prefix cache            only those that are worth their price (``cpu_cache.py``)
 tokens of a step                       a request that goes on costs two appends (``cpu_results.py``)
 draws without a seed                   by one number a request, not one for every entry of the vocabulary
@@ -52,6 +53,7 @@ def install() -> None:
         )
     replace_method(Scheduler, "get_new_batch_prefill", cpu_admission.get_new_batch_prefill, "running_batch")
     replace_method(Scheduler, "_arm_prefill_decode_interval", cpu_admission.arm_interval, "batch")
+    replace_method(Scheduler, "maybe_sleep_on_idle", cpu_admission.gather_after_idle, "")
     replace_method(Scheduler, "publish_load_snapshot", _no_snapshot, "force")
     replace_method(
         SchedulerBatchResultProcessor, "process_batch_result_decode", cpu_results.process_decode, "batch result"
