@@ -16,9 +16,10 @@ import torch
 
 from monarch_rl.generator.scheduler_process import SchedulerTarget, run_scheduler
 
-PARITY = 1e-6
-"""Of a token's log-prob, in float32, relative to the largest logit of its row where that is above 1: a logit of 16 is
-rounded by up to 9.5e-7."""
+PARITY = 5e-6
+"""Of a row's log-probs, all of them, in float32, relative to its largest logit where that is above 1. A logit of 16 is
+rounded by up to 9.5e-7, and layers add up. The largest seen in thousands of forwards was 3.5e-6 (DeepSeek-V3 with
+random weights), 2.3e-6 in other families, 1.4e-6 on a trained model."""
 FOLDER = "MONARCH_RL_PARITY_FOLDER"
 """Where each scheduler writes what it has compared."""
 
@@ -40,6 +41,8 @@ class Tally:
 
     def __init__(self) -> None:
         self.found: dict[str, tuple[int, float]] = {}
+        self.plain_layers = False
+        """Layers were run by ``cpu_forward.py``."""
         self.path = Path(os.environ[FOLDER]) / f"{os.getpid()}.json"
 
     def add(self, kind: str, difference: float) -> None:
@@ -47,7 +50,7 @@ class Tally:
         count, largest = self.found.get(kind, (0, 0.0))
         self.found[kind] = (count + 1, max(largest, difference))
         if count + 1 & count == 0 or difference > largest:
-            self.path.write_text(json.dumps(self.found))
+            self.path.write_text(json.dumps({"plain_layers": self.plain_layers, "forwards": self.found}))
         assert difference <= PARITY, f"log-probs of a {kind} batch differ from SGLang's own by {difference:.3g}"
 
 
@@ -62,6 +65,7 @@ def _compare(self: Any, forward: Any, tally: Tally, batch: Any, *args: Any) -> A
     self.attn_backend.__class__ = ours
     output = forward(self, batch, *args)
     logits = output.logits_output.next_token_logits.double()
+    tally.plain_layers = self.model.model.__dict__.get("_monarch_rl_lean", False)
     difference = (plain.log_softmax(-1) - logits.log_softmax(-1)).abs().amax(-1) / plain.abs().amax(-1).clamp(min=1)
     kind = "decode" if batch.forward_mode.is_decode() else "prefix" if batch.extend_prefix_lens.any() else "prompt"
     tally.add(kind, float(difference.max()))

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from monarch_rl.episode.sampling import Sampling
 from monarch_rl.generator.engine import Engine
@@ -149,3 +151,31 @@ def test_seeded_draws_follow_the_probabilities() -> None:
         shares = torch.bincount(drawn[:, 0], minlength=5) / draws
         for share, probability in zip(shares.tolist(), probabilities.tolist(), strict=True):
             assert abs(share - probability) <= 5 * math.sqrt(probability * (1 - probability) / draws)
+
+
+@settings(max_examples=20, deadline=None)
+@given(weights=st.lists(st.sampled_from([0.0, 1e-9, 0.05, 0.3, 2.0]), min_size=1, max_size=9).filter(any))
+def test_unseeded_draws_follow_the_probabilities(weights: list[float]) -> None:
+    from monarch_rl.generator.cpu_draw import draw
+
+    draws = 20_000
+    torch.manual_seed(len(weights))
+    drawn = draw(torch.tensor(weights).expand(draws, -1))
+    assert drawn.dtype == torch.int32
+    counts = torch.bincount(drawn.long(), minlength=len(weights))
+    for count, weight in zip(counts.tolist(), weights, strict=True):
+        probability = weight / sum(weights)
+        assert abs(count / draws - probability) <= 5 * math.sqrt(probability * (1 - probability) / draws) + 1e-4
+        assert weight or not count
+
+
+def test_the_last_draw_is_of_a_token_that_can_be_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if the uniform number is the largest there is, or would be rounded up to 1."""
+    from monarch_rl.generator.cpu_draw import draw
+
+    probabilities = torch.tensor([[0.1, 0.7, 1e-7, 0.0], [0.0, 0.3, 0.0, 0.0]])
+    for largest in (1 - 2.0**-53, 1.0):
+        monkeypatch.setattr(torch, "rand", lambda *shape, value=largest, **_: torch.full(shape, value).double())
+        assert draw(probabilities).tolist() == [2, 1]
+    monkeypatch.setattr(torch, "rand", lambda *shape, **_: torch.zeros(shape).double())
+    assert draw(probabilities).tolist() == [0, 1]

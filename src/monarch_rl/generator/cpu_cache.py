@@ -16,9 +16,9 @@ PROMPT_FROM = 4
 SHORT_PROMPT = 64
 """Tokens up to which copies of a prompt that were computed in one batch are kept until their requests end. Publishing
 frees them, which is worth its price for long ones."""
-WORTH_AN_ENTRY = 5e6
-"""Tokens times parameters of the model whose computation takes as long as publishing them: 0.2 ms at 50 GFLOP/s. A
-model of 0.6 million parameters keeps answers from 9 tokens on, one of 5 million keeps all."""
+WORTH_AN_ENTRY = 1e7
+"""Tokens times parameters of the model whose computation takes as long as publishing them: 0.4 ms at 50 GFLOP/s. A
+model of 0.6 million parameters keeps answers from 17 tokens on, one of 10 million keeps all."""
 
 
 class Publishing:

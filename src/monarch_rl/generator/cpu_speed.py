@@ -9,7 +9,11 @@ attention                              few calls a layer for a whole batch (``cp
 layers of dense models                 plain PyTorch (``cpu_forward.py``)
 prompts that share a prefix            computed once: those that would compute much of it beside each other wait
                                        for the first of them (``cpu_admission.py``)
+requests that come to an idle engine   start together: it waits 3 ms after the first
 entries of the prefix cache            only those that are worth their price (``cpu_cache.py``)
+tokens of a step                       a request that goes on costs two appends (``cpu_results.py``)
+draws without a seed                   by one number a request, not one for every entry of the vocabulary
+                                       (``cpu_draw.py``)
 inputs                                 not copied to buffers of fixed addresses, which only graphs of a GPU need
 environment variables                  read from the environment some sixty times a step: once each
 load snapshots                         made for a router that is not there
@@ -22,15 +26,18 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from monarch_rl.generator import cpu_admission, cpu_cache
+from monarch_rl.generator import cpu_admission, cpu_cache, cpu_results
+from monarch_rl.generator.cpu_draw import draw_if_unseeded
 from monarch_rl.generator.cpu_patch import check_parameters, replace_method
 
 
 def install() -> None:
     """Apply all of it. Raises RuntimeError if SGLang is not the one that this was written for."""
     from sglang.srt.environ import EnvField
+    from sglang.srt.layers import sampler
     from sglang.srt.layers.attention import attention_registry
     from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.scheduler_components.batch_result_processor import SchedulerBatchResultProcessor
     from sglang.srt.models.llama import LlamaModel
     from sglang.srt.models.qwen3 import Qwen3Model
 
@@ -46,7 +53,13 @@ def install() -> None:
         )
     replace_method(Scheduler, "get_new_batch_prefill", cpu_admission.get_new_batch_prefill, "running_batch")
     replace_method(Scheduler, "_arm_prefill_decode_interval", cpu_admission.arm_interval, "batch")
+    replace_method(Scheduler, "maybe_sleep_on_idle", cpu_admission.gather_after_idle, "")
     replace_method(Scheduler, "publish_load_snapshot", _no_snapshot, "force")
+    replace_method(
+        SchedulerBatchResultProcessor, "process_batch_result_decode", cpu_results.process_decode, "batch result"
+    )
+    check_parameters(sampler.sampling_from_probs_torch, "probs sampling_seed positions")
+    sampler.sampling_from_probs_torch = draw_if_unseeded(sampler.sampling_from_probs_torch)
     cpu_cache.install()
     replace_method(EnvField, "get", _read_variable, "")
     os.environ["SGLANG_EAGER_INPUT_NO_COPY"] = "1"

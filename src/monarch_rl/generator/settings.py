@@ -111,7 +111,10 @@ def engine_arguments(
         arguments["enable_deterministic_inference"] = settings.deterministic
     else:
         # The overlapped scheduler hides work behind a device; beside a CPU model it only adds a step of delay.
-        arguments.update(device="cpu", disable_cuda_graph=True, disable_overlap_schedule=True, mem_fraction_static=0.1)
+        arguments.update(device="cpu", disable_cuda_graph=True, disable_overlap_schedule=True)
+        # max_total_tokens bounds the KV cache. SGLang also refuses to start if free memory shrinks by more than this
+        # share while the model loads, and on a CPU every process of the machine takes from it.
+        arguments["mem_fraction_static"] = 0.9
         arguments["prefill_decode_interval"] = CPU_DECODES_PER_PREFILL
     return arguments
 
