@@ -25,16 +25,16 @@ class SharingGroup(NamedTuple):
     shared: Sequence[int]
     """Inputs that each episode, in this order, shares with the one before it; 0 for the first."""
 
+    def inputs(self, place: int) -> int:
+        """Of the episode at a place of ``order``; also the keys that its queries read, shared ones included."""
+        return max(self.lengths[self.order[place]] - 1, 0)
+
     def computed(self, places: Sequence[int]) -> int:
         """Inputs that a micro-batch computes of some episodes, by ascending places in ``order``."""
-        inputs = self.gathered(places)
+        inputs = sum(map(self.inputs, places))
         for before, place in zip(places[:-1], places[1:], strict=True):
-            inputs -= min(self.shared[before + 1 : place + 1])
+            inputs -= self.shared[place] if place == before + 1 else min(self.shared[before + 1 : place + 1])
         return inputs
-
-    def gathered(self, places: Sequence[int]) -> int:
-        """Keys that the queries of these episodes read: all inputs of each, shared ones too."""
-        return sum(max(self.lengths[self.order[place]] - 1, 0) for place in places)
 
 
 def separate(lengths: Sequence[int]) -> list[SharingGroup]:
@@ -143,7 +143,7 @@ def _place(
 ) -> list[list[_Bin]]:
     """A plan of groups cut into about ``parts`` pieces: rounds of ``dp_size`` micro-batches, each from the largest."""
     key_budget = KEYS_PER_TOKEN * token_budget
-    pieces = [piece for index in range(len(groups)) for piece in _cut(groups, index, parts, token_budget, key_budget)]
+    pieces = [piece for index, group in enumerate(groups) for piece in _cut(group, index, parts, token_budget)]
     pieces.sort(key=lambda piece: -piece.computed)
     keys = sum(piece.keys for piece in pieces)
     rounds = max(1, -(-shared_once // (token_budget * dp_size)), -(-keys // (key_budget * dp_size)))
@@ -160,14 +160,13 @@ def _place(
         rounds += 1
 
 
-def _cut(groups: Sequence[SharingGroup], index: int, parts: int, token_budget: int, key_budget: int) -> list[_Piece]:
+def _cut(group: SharingGroup, index: int, parts: int, token_budget: int) -> list[_Piece]:
     """A group in runs of neighbours of about equal size, each within both budgets."""
-    group = groups[index]
-    places = range(len(group.order))
+    places, key_budget = range(len(group.order)), KEYS_PER_TOKEN * token_budget
     size = token_budget if parts == 1 else min(token_budget, -(-group.computed(places) // parts))
     pieces: list[_Piece] = []
     for place in places:
-        keys = group.gathered([place])
+        keys = group.inputs(place)
         if pieces and parts < len(places):
             piece, own = pieces[-1], keys - group.shared[place]
             if piece.computed + own <= size and piece.keys + keys <= key_budget:
