@@ -11,7 +11,6 @@ Shapes: L inputs of the row, T keys of all segments, S segments.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -48,13 +47,19 @@ class PaddedCall(NamedTuple):
     segments: int
 
 
-@dataclass(frozen=True)
 class AttentionLayout:
-    """Which keys the queries of a row attend to. The same object serves all layers of a micro-batch."""
+    """Which keys the queries of a row attend to. The same object serves all layers of a micro-batch.
 
-    segments: Sequence[Segment]
-    """In the order of the row."""
-    device: torch.device
+    No dataclass and no tuple: FSDP looks through those for tensors, at every layer.
+
+    Args:
+        segments: in the order of the row.
+        device: of the tensors.
+    """
+
+    def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
+        self.segments = segments
+        self.device = device
 
     @property
     def max_queries(self) -> int:
