@@ -18,6 +18,8 @@ import pytest
 
 from monarch_rl.algorithms.advantages import AdvantageName
 from monarch_rl.algorithms.aggregation import Aggregation
+from tools.make_tiny_model import Settings as ModelSettings
+from tools.make_tiny_model import write_random_model
 
 T = TypeVar("T")
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -162,3 +164,27 @@ def test_figures_leave_out_the_first_steps(trl: Any, processes: Any) -> None:
     shown = trl.table({"TRL": [figures]}, [0.25])
     assert "| seconds a step | 0.500 |" in shown
     assert "| held out (before: 25.0%) | 50.0% |" in shown
+
+
+PADDED = """
+import json, sys, torch
+from trl_evaluate import answer
+from transformers import AutoModelForCausalLM
+from monarch_rl.rollout.tokenizer import Tokenizer
+folder, prompts = sys.argv[1], ["cat -> ", "elephant -> ", "a -> ", "word -> "]
+model, tokenizer = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), Tokenizer(folder)
+together = answer(model, tokenizer, prompts, 6)
+print(json.dumps([together, [answer(model, tokenizer, [prompt], 6)[0] for prompt in prompts]]))
+"""
+"""In a process of its own: SGLang patches transformers in that of the tests."""
+
+
+def test_padding_changes_no_answer_of_the_evaluation(tmp_path: Path) -> None:
+    write_random_model(tmp_path, ModelSettings(hidden_size=32, layers=1))
+    command = [sys.executable, "-c", PADDED, str(tmp_path)]
+    variables = os.environ | {"PYTHONPATH": _path()}
+    done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=400)
+    assert done.returncode == 0, done.stderr[-2000:]
+    together, alone = json.loads(done.stdout.splitlines()[-1])
+    assert together == alone
+    assert len(set(together)) > 1
