@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -28,7 +27,6 @@ from monarch_rl.generator.actor import Generator  # noqa: E402
 from monarch_rl.generator.engine import Engine  # noqa: E402
 from monarch_rl.generator.parts import OnPart, ignore_part  # noqa: E402
 from monarch_rl.pipeline import run, start  # noqa: E402
-from monarch_rl.runtime.lifetime import die_with_parent  # noqa: E402
 from monarch_rl.simulate.costs import Distribution  # noqa: E402
 from monarch_rl.trainer.actor import Trainer  # noqa: E402
 from monarch_rl.trainer.batch import MicroBatch  # noqa: E402
@@ -118,5 +116,4 @@ def main(latencies: Latencies, arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    die_with_parent(signal.SIGTERM)  # however the driver ends, no run stays behind
     main(Latencies.read(Path(sys.argv[1])), sys.argv[2:])

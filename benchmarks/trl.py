@@ -56,6 +56,8 @@ class Settings:
     """Each seed runs all sides: other items, other draws and, in the main job, another model."""
     held_out: int = 0
     """Held-out items; 0 is the job's own number (200 and 40)."""
+    trl_microbatch: int = 0
+    """Episodes of one forward and backward pass of TRL; 0 is all of a step at once. Fewer take less memory."""
     gpu: bool = False
     """Run on the GPUs of this machine, at least 2: ours gives half of them to either side; TRL trains on all, and
     generates there by vLLM (`vllm_mode` colocate)."""
@@ -107,7 +109,8 @@ def run_side(side: Side, s: Settings, seed: int, model: Path, python: Path, scra
     folder = scratch / f"{side.name.replace(' ', '_')}-{seed}"
     folder.mkdir()
     arguments = recipe_arguments(job, model, seed, steps)
-    described = describe(job, arguments, side, seed, s.held_out or job.held_out, folder) | {"gpu": s.gpu}
+    described = describe(arguments, side, seed, s.held_out or job.held_out, folder)
+    described |= {"gpu": s.gpu, "trl_microbatch": s.trl_microbatch}
     description = write(described, folder / "job.json")
     path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
     variables = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}  # the model is a folder

@@ -14,6 +14,8 @@ from typing import Any
 
 import psutil
 
+from monarch_rl.runtime.lifetime import die_with_parent
+
 POLL_S = 0.2
 """Seconds between two looks at a run. A mark of CPU time is late by at most that; times of steps are the run's own."""
 STOP_DEADLINE_S = 60.0
@@ -114,7 +116,13 @@ def measure(
     usage: dict[str, float] = {}
     log, started, busy_s = folder / "log", time.monotonic(), _machine_busy_s()
     with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | variables)
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=os.environ | variables,
+            preexec_fn=_end_with_driver,  # however the driver ends, no run stays behind
+        )
         try:
             tree = ProcessTree(process.pid, root)
             while process.poll() is None:
@@ -141,6 +149,10 @@ def _machine_busy_s() -> float:
     """CPU-seconds that this machine has been busy since it started."""
     times = psutil.cpu_times()
     return float(times.user + times.system + times.nice + times.irq + times.softirq)
+
+
+def _end_with_driver() -> None:
+    die_with_parent(signal.SIGTERM)
 
 
 def end(process: subprocess.Popen[Any]) -> None:

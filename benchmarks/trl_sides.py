@@ -34,15 +34,13 @@ class Job:
     warm_up: int
     """Steps that do not count for speed."""
     held_out: int
-    trl_microbatch: int
-    """Episodes of one forward and backward pass of TRL, by trial the fastest on a CPU; 0 is all of a step at once."""
 
 
 SYLLOGISM = (
     "--groups-per-step 4 --task.name syllogism --task.config {} --task.template {question} --task.pass-mark 0 "
     "--trainer.lr 1e-5 --trainer.logprob-chunk 128"
 )
-JOBS = {"main": Job((), 250, 10, 200, 0), "syllogism": Job(tuple(SYLLOGISM.split()), 20, 2, 40, 0)}
+JOBS = {"main": Job((), 250, 10, 200), "syllogism": Job(tuple(SYLLOGISM.split()), 20, 2, 40)}
 """The recipe's own job, and the README's example of a real model."""
 
 
@@ -112,7 +110,7 @@ def theirs(python: Path, description: Path, devices: int) -> list[str]:
     return [str(python), "-P", *launcher, str(ROOT / "benchmarks" / "trl_train.py"), str(description)]
 
 
-def describe(job: Job, arguments: list[str], side: Side, seed: int, held_out: int, folder: Path) -> dict[str, Any]:
+def describe(arguments: list[str], side: Side, seed: int, held_out: int, folder: Path) -> dict[str, Any]:
     """The job for trl_train.py and trl_evaluate.py: what the recipe would do with ``arguments``."""
     s = tyro.cli(grpo.Settings, args=arguments)
     return {
@@ -133,7 +131,6 @@ def describe(job: Job, arguments: list[str], side: Side, seed: int, held_out: in
         "clip_high": s.trainer.loss.clip_high,
         "loss_type": LOSS_TYPES[s.trainer.loss.aggregation],
         "scale_rewards": REWARD_SCALES[s.trainer.loss.advantage],
-        "trl_microbatch": job.trl_microbatch,
         "threads": side.threads,
         "seed": seed,
         "held_out": held_out,

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
+import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
+import psutil
 import pytest
 
 from monarch_rl.algorithms.advantages import AdvantageName
 from monarch_rl.algorithms.aggregation import Aggregation
+from tools.make_tiny_model import Settings as ModelSettings
+from tools.make_tiny_model import write_random_model
 
+T = TypeVar("T")
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -94,6 +102,35 @@ def test_a_run_that_does_not_end_is_ended(processes: Any, tmp_path: Path) -> Non
             os.kill(int(text), 0)
 
 
+def test_a_run_ends_with_the_driver(tmp_path: Path) -> None:
+    run = "import os, sys, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)"
+    driver = "import pathlib, sys, trl_processes\n"
+    driver += f"command = [sys.executable, '-c', {run!r}]\n"
+    driver += f"trl_processes.measure(command, {{}}, pathlib.Path({str(tmp_path)!r}), 'run', [1], 600.0)"
+    process = subprocess.Popen([sys.executable, "-c", driver], env=os.environ | {"PYTHONPATH": _path()})
+    try:
+        pid = _soon(lambda: int((tmp_path / "log").read_text()))
+    finally:
+        process.kill()
+        process.wait()
+    _soon(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+
+
+def _path() -> str:
+    return os.pathsep.join([str(BENCHMARKS), *filter(None, sys.path)])
+
+
+def _soon(found: Callable[[], T]) -> T:
+    """What ``found`` returns as soon as it returns something true and does not raise."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError, ValueError, psutil.NoSuchProcess):
+            if value := found():
+                return value
+        time.sleep(0.05)
+    raise TimeoutError("nothing was found in 60 s")
+
+
 def test_all_losses_and_advantages_have_a_name_in_trl(trl: Any) -> None:
     sides = sys.modules["trl_sides"]
     assert set(sides.LOSS_TYPES) == set(get_args(Aggregation))
@@ -104,7 +141,7 @@ def test_trl_is_told_what_the_recipe_does(trl: Any, tmp_path: Path) -> None:
     sides = sys.modules["trl_sides"]
     job = sides.JOBS["syllogism"]
     arguments = sides.recipe_arguments(job, tmp_path, 3, 7)
-    described = sides.describe(job, arguments, sides.sides(0)["trl2"], 3, 40, tmp_path)
+    described = sides.describe(arguments, sides.sides(0)["trl2"], 3, 40, tmp_path)
     assert described["task"]["name"] == "syllogism"
     assert described["task"]["seed"] == 3
     assert (described["steps"], described["groups_per_step"], described["group_size"]) == (7, 4, 8)
@@ -127,3 +164,27 @@ def test_figures_leave_out_the_first_steps(trl: Any, processes: Any) -> None:
     shown = trl.table({"TRL": [figures]}, [0.25])
     assert "| seconds a step | 0.500 |" in shown
     assert "| held out (before: 25.0%) | 50.0% |" in shown
+
+
+PADDED = """
+import json, sys, torch
+from trl_evaluate import answer
+from transformers import AutoModelForCausalLM
+from monarch_rl.rollout.tokenizer import Tokenizer
+folder, prompts = sys.argv[1], ["cat -> ", "elephant -> ", "a -> ", "word -> "]
+model, tokenizer = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), Tokenizer(folder)
+together = answer(model, tokenizer, prompts, 6)
+print(json.dumps([together, [answer(model, tokenizer, [prompt], 6)[0] for prompt in prompts]]))
+"""
+"""In a process of its own: SGLang patches transformers in that of the tests."""
+
+
+def test_padding_changes_no_answer_of_the_evaluation(tmp_path: Path) -> None:
+    write_random_model(tmp_path, ModelSettings(hidden_size=32, layers=1))
+    command = [sys.executable, "-c", PADDED, str(tmp_path)]
+    variables = os.environ | {"PYTHONPATH": _path()}
+    done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=400)
+    assert done.returncode == 0, done.stderr[-2000:]
+    together, alone = json.loads(done.stdout.splitlines()[-1])
+    assert together == alone
+    assert len(set(together)) > 1
