@@ -45,7 +45,7 @@ async def start_actors(
         start_trainer(cluster, plan, buffer, first_device=0),
         start_generators(cluster, model, s.generator, s.trainer.ranks, s.trainer.lora, s.trainer.keeps_expert_routes),
     )
-    limit = min(episode_limits(s, read_config(model)).values())
+    limit = min(episode_limits(s, read_config(model), cluster.devices.kind == "cuda").values())
     workers = await start_rollout(
         cluster, s.rollout, s.task, model, buffer, generators, limit, s.trainer.keeps_expert_routes
     )
