@@ -5,6 +5,7 @@ Flags are read from the settings, recipes from their folder: a new one is tested
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
 import importlib
@@ -143,6 +144,38 @@ def test_a_wrong_value_is_refused_by_the_flags_name(
     assert wrong == "0" or numbers - set(said) == set(), "numbers that pass"
 
 
+@pytest.mark.parametrize(
+    ("flag", "wrong"),
+    [
+        ("stall-s", "0.01"),
+        ("generator.max-total-tokens", "14"),
+        ("generator.context-length", "20"),
+        ("generator.attention-backend", "flash"),
+        ("generator.start-deadline-s", "0.1"),
+        ("generator.random-seed", "1" + "0" * 20),
+        ("trainer.lora.rank", "1000"),
+        ("trainer.tokens-per-microbatch", "12"),
+        ("rollout.workers", "1000000000"),
+        ("rollout.temperature", "0.00001"),
+        ("task.train-size", "1" + "0" * 20),
+        ("task.held-out-size", "1000000000"),
+        ("task.template", ""),
+        ("task.template", "no field"),
+        ("task.template", "{word.length}"),
+        ("task.config", '{"min_word_len": 90, "max_word_len": 99}'),
+        ("task.config", '{"data_file": "no such file"}'),
+        ("output", "/dev/null/runs"),
+        ("model", "~nobody-of-that-name/model"),
+        ("model", "x" * 5000),
+    ],
+)
+@pytest.mark.parametrize("settings", ["grpo"], indirect=True)
+def test_what_cannot_work_is_refused_by_name(settings: RunSettings, flag: str, wrong: str) -> None:
+    value, hint = next((value, hint) for name, value, hint in flags(settings) if name == flag)
+    said = refusal(settings, flag, value, hint, wrong)
+    assert said is not None and flag in said
+
+
 def test_every_number_has_a_range() -> None:
     """Or a new one would be the next that cannot work at 1e20."""
     without = []
@@ -161,3 +194,26 @@ def nested(settings: Any) -> Iterator[Any]:
         if dataclasses.is_dataclass(value):
             yield value
             yield from nested(value)
+
+
+def test_messages_name_no_flag_that_a_recipe_does_not_have() -> None:
+    """In strings of the package, `room.some-flag` is advice to set it."""
+    known = {flag for flag, _, _ in flags(RunSettings())}
+    rooms = {flag.split(".")[0] for flag in known if "." in flag}
+    named = re.compile(rf"(?<![\w./-])(?:{'|'.join(sorted(rooms))})(?:\.[a-z]+(?:-[a-z]+)*)+(?<!\.md)(?![\w/(:*])")
+    wrong = [
+        (path.name, name)
+        for path in (ROOT / "src").rglob("*.py")
+        for text in strings(ast.parse(path.read_text()))
+        for name in named.findall(text)
+        if name not in known and not any(flag.startswith(f"{name}.") for flag in known)
+    ]
+    assert wrong == []
+
+
+def strings(tree: ast.AST) -> Iterator[str]:
+    """All strings but docstrings."""
+    documented = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documented:
+            yield node.value
