@@ -5,11 +5,16 @@ from typing import Any
 import pytest
 
 from monarch_rl.generator.settings import (
+    ATTENTION_BACKENDS,
     CPU_KV_TOKENS,
+    ENGINE_RESERVE,
     GeneratorSettings,
+    check_attention,
+    check_cache,
     check_served,
     cores_of_ranks,
     engine_arguments,
+    engine_limits,
 )
 from monarch_rl.model.lora import LoraSettings
 
@@ -109,3 +114,45 @@ def test_a_deepseek_that_sglang_does_not_serve_is_refused() -> None:
         check_served(yarn, GeneratorSettings(), on_gpu=True)
     with pytest.raises(ValueError, match="only with YaRN"):
         check_served(config, GeneratorSettings(), on_gpu=False)
+
+
+def test_the_attention_backends_are_those_that_sglang_knows() -> None:
+    from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES
+
+    assert sorted(ATTENTION_BACKEND_CHOICES) == sorted(ATTENTION_BACKENDS)
+
+
+def test_an_attention_backend_that_cannot_be_used_is_refused() -> None:
+    for backend, on_gpu in (("auto", False), ("torch_native", False), ("fa3", True), ("auto", True)):
+        check_attention(GeneratorSettings(attention_backend=backend), on_gpu)
+    with pytest.raises(
+        ValueError, match=r"attention-backend 'fa3' cannot be used: on a CPU there is only torch_native"
+    ):
+        check_attention(GeneratorSettings(attention_backend="fa3"), on_gpu=False)
+    with pytest.raises(ValueError, match=r"attention-backend 'flash' cannot be used: SGLang has .*flashinfer"):
+        check_attention(GeneratorSettings(attention_backend="flash"), on_gpu=True)
+
+
+SMALL: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 512,
+}
+
+
+def test_a_kv_cache_that_does_not_fit_is_refused_with_the_tokens_that_do() -> None:
+    token_bytes = 3 * 2 * 2 * 16 * 4
+    settings = GeneratorSettings(replicas=2, max_total_tokens=1000)
+    check_cache(SMALL, settings, memory_bytes=2 * 1000 * token_bytes)
+    with pytest.raises(ValueError, match=r"generator\.max-total-tokens 1000 is .* give less than 999"):
+        check_cache(SMALL, settings, memory_bytes=2 * 1000 * token_bytes - 1)
+
+
+def test_a_sequence_has_what_sglang_leaves_of_its_context_and_of_its_cache() -> None:
+    limits = engine_limits(SMALL, GeneratorSettings(max_total_tokens=100), on_gpu=True)
+    assert sorted(limits.values()) == [100 - ENGINE_RESERVE, 512 - ENGINE_RESERVE]
+    assert all("generator." in name for name in limits)
+    assert len(engine_limits(SMALL, GeneratorSettings(), on_gpu=True)) == 1

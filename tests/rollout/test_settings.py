@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from monarch_rl.rollout.settings import RolloutSettings, check_lengths, check_rollout
+from monarch_rl.rollout.settings import RolloutSettings, check_lengths, check_processes, check_prompts, check_rollout
 
 
 @pytest.mark.parametrize("field", ["workers", "group_size", "concurrent_groups", "max_turns", "score_deadline_s"])
@@ -60,3 +60,26 @@ def test_episodes_without_room_for_a_prompt_are_refused() -> None:
     )
     with pytest.raises(ValueError, match=message):
         check_lengths(settings, {"trainer.tokens-per-microbatch": 31, "generator.context-length": 30})
+
+
+def test_prompts_without_room_are_refused_or_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    settings = RolloutSettings(max_new_tokens=10)
+    check_prompts(settings, {"a": 20}, [10, 10, 11])
+    assert not caplog.records
+    check_prompts(settings, {"a": 20, "b": 19}, [9, 10, 11])
+    assert "2 of 3 prompts leave no room for 10 tokens within b" in caplog.text and len(caplog.records) == 1
+    with pytest.raises(
+        ValueError, match="max-new-tokens 10 after a prompt of 9 tokens, .* is more than c, which is 18"
+    ):
+        check_prompts(settings, {"a": 20, "c": 18}, [9, 10, 11])
+
+
+def test_more_processes_than_a_machine_can_start_are_refused() -> None:
+    check_processes(RolloutSettings(workers=4, scorer_processes=7), cores=2)
+    with pytest.raises(ValueError, match="rollout.workers 4 with rollout.scorer-processes 8 each are 36 processes"):
+        check_processes(RolloutSettings(workers=4, scorer_processes=8), cores=2)
+
+
+def test_a_temperature_that_sglang_takes_for_greedy_is_refused() -> None:
+    with pytest.raises(ValueError, match="rollout.temperature must be above 0: .* at least 0.01, got 1e-07"):
+        check_rollout(RolloutSettings(temperature=1e-7), groups_per_step=4, trainer_ranks=2)

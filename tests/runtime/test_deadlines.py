@@ -42,6 +42,12 @@ def test_names_who_waits_for_what_since_when() -> None:
     assert isinstance(caught.value, TimeoutError)
 
 
+def test_names_the_flag_that_sets_the_deadline() -> None:
+    with pytest.raises(DeadlineExceeded, match=r"for a version \(weights\.deadline-s sets how long\)$") as caught:
+        asyncio.run(within(0.01, never(), "a version", flag="weights.deadline-s"))
+    assert caught.value.what == "a version"
+
+
 def test_the_error_crosses_processes() -> None:
     error = DeadlineExceeded("a waited 1 s for b", "b", 1.0)
     copy = pickle.loads(pickle.dumps(error))

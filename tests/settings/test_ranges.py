@@ -44,6 +44,7 @@ class Derived(Sample):
         ({"pair": (2.5, 4.0)}, "a.b.pair must be at most 3, got 4.0: give 2 to 3"),
         ({"window": 6}, "a.b.window must be at most 5, got 6: give 0 to 5"),
         ({"window": "some"}, "a.b.window must be one of auto, greedy, got 'some'"),
+        ({"share": "some"}, "a.b.share must be a number, got 'some': give 0 to 1"),
         ({"kind": "z"}, "a.b.kind must be one of x, y, got 'z'"),
         ({"free": math.nan}, "a.b.free must be a finite number, got nan"),
         ({"share": -math.inf}, "a.b.share must be a finite number, got -inf: give 0 to 1"),

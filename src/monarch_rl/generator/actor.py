@@ -116,6 +116,7 @@ class Generator(ResilientActor):
             Engine.start(model_path, settings, replica, lora, expert_routes),
             f"SGLang's engine of generator {replica} to load {model_path}",
             on="the start of an engine",  # its process computes, and is not known before it has
+            flag="generator.start-deadline-s",
         )
         presence.register(f"generator {replica}", self._engine.waits)
         await self._engine.freeze_heaps()
@@ -162,7 +163,9 @@ class Generator(ResilientActor):
         weights.received = None
         meeting = weights.receiver.connect(addresses, position, receivers)
         what = f"the trainer ranks to meet generator {self._replica}"
-        await within(weights.deadline_s + TRANSFER_GRACE_S, meeting, what, on="trainer ranks")
+        await within(
+            weights.deadline_s + TRANSFER_GRACE_S, meeting, what, on="trainer ranks", flag="weights.deadline-s"
+        )
 
     @concurrent_endpoint
     async def receive(self, version: int, snapshot: int) -> int:
@@ -180,7 +183,8 @@ class Generator(ResilientActor):
             weights.received = None
             transfer = weights.receiver.receive(version, snapshot)
             what = f"version {version} from the trainer ranks (generator {self._replica})"
-            nbytes = sum(await within(weights.deadline_s + TRANSFER_GRACE_S, transfer, what, on="trainer ranks"))
+            limit_s = weights.deadline_s + TRANSFER_GRACE_S
+            nbytes = sum(await within(limit_s, transfer, what, on="trainer ranks", flag="weights.deadline-s"))
             weights.received = version
             return nbytes
 

@@ -165,7 +165,7 @@ class Commits:
         """Under ``drain`` and ``resume``, wait until no request is in SGLang; new ones are held back already."""
         if self._in_flight not in ("resume", "drain"):
             return
-        deadline, remedy = self.hold_s, "Allow more time (drain_deadline_s), draw fewer tokens a request"
+        deadline, remedy = self.hold_s, "Allow more time (generator.drain-deadline-s), draw fewer tokens a request"
         if self._in_flight == "resume":
             self._requests.interrupt_running()
             remedy = "The engine was asked to end them and did not"

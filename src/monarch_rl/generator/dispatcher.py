@@ -116,7 +116,9 @@ class Dispatcher:
             self._changed.clear()
             losses = "".join(f"; generator {index} was lost: {why}" for index, why in sorted(self._lost.items()))
             what = f"a generator that takes requests of group {group}{losses}"
-            await within(self._deadline_s, self._changed.wait(), what, on="controller")
+            await within(
+                self._deadline_s, self._changed.wait(), what, on="controller", flag="rollout.generate-deadline-s"
+            )
         connection = self._connections[replica]
         self._in_flight[replica] += 1
         try:
@@ -126,6 +128,7 @@ class Dispatcher:
                 f"generator {replica} to answer a request of group {group} "
                 f"({len(prompt_ids)} prompt tokens, at most {sampling.max_new_tokens} new ones)",
                 on=f"generator {replica}",
+                flag="rollout.generate-deadline-s",
             )
         except ReplicaLost as error:
             if replica not in self._lost and self._connections[replica] is connection:

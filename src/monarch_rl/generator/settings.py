@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from monarch_rl.generator.version_kind import LOADERS
-from monarch_rl.model.architecture import find_architecture
+from monarch_rl.model.architecture import architecture_of, find_architecture
 from monarch_rl.model.folder import rope_parameters
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
 from monarch_rl.settings.ranges import FOREVER_S, SEED, CheckedSettings, Range
@@ -58,6 +58,16 @@ class GeneratorSettings(CheckedSettings, flags="generator"):
     """Seconds an engine may take to start: 10 to 30 on two CPU cores, minutes for a large model on a cold disk."""
 
 
+ATTENTION_BACKENDS = (
+    *("aiter", "ascend", "compressed", "cutedsl_mla", "dsa", "dsv4", "fa3", "fa4", "flashinfer", "flashmla"),
+    *("flex_attention", "hpc_ops", "intel_amx", "intel_xpu", "llada2_cfg_flashinfer", "minicpm_flashattn"),
+    *("minicpm_flashinfer", "nsa", "qsa", "tokenspeed_mla", "torch_native", "triton", "trtllm_mha", "trtllm_mla"),
+    "wave",
+)
+"""Those that SGLang 0.5.23 knows."""
+ENGINE_RESERVE = 6
+"""Tokens of its context and of its KV cache that SGLang does not give to a sequence: it refuses a request with more
+tokens than its limit - 7, and a request that is resumed may have all tokens of the sequence but the last."""
 CPU_KV_TOKENS = 65_536
 """KV cache of a replica on a CPU: 64 sequences of 1,024 tokens; 1.5 GB for SmolLM2-135M in float32."""
 
@@ -166,6 +176,57 @@ def check_served(config: dict[str, Any], settings: GeneratorSettings, on_gpu: bo
         raise ValueError(
             f"generator.tp {tp} does not divide the model: {', '.join(problems)}. Every rank takes as many heads and "
             f"columns as the others; use a tp that divides {heads} heads (KV heads may be repeated)."
+        )
+
+
+def engine_limits(config: dict[str, Any], settings: GeneratorSettings, on_gpu: bool) -> dict[str, int]:
+    """Tokens that a sequence may have in the engine, by what limits them, for messages.
+
+    Args:
+        config: the model's ``config.json``.
+    """
+    limits = {"generator.context-length": settings.context_length or config["max_position_embeddings"]}
+    if settings.max_total_tokens or not on_gpu:
+        limits["generator.max-total-tokens"] = settings.max_total_tokens or CPU_KV_TOKENS
+    kept = f"less {ENGINE_RESERVE} that SGLang keeps"
+    return {f"{flag} {tokens}, {kept}": tokens - ENGINE_RESERVE for flag, tokens in limits.items()}
+
+
+def check_attention(settings: GeneratorSettings, on_gpu: bool) -> None:
+    """Refuse an attention backend that SGLang does not know, or that needs a GPU. Raises ValueError."""
+    allowed = ATTENTION_BACKENDS if on_gpu else ("torch_native",)
+    if settings.attention_backend not in ("auto", *allowed):
+        where = "SGLang has" if on_gpu else "on a CPU there is only"
+        raise ValueError(
+            f"generator.attention-backend {settings.attention_backend!r} cannot be used: {where} {', '.join(allowed)}. "
+            "Give one of these, or auto"
+        )
+
+
+def check_cache(config: dict[str, Any], settings: GeneratorSettings, memory_bytes: int) -> None:
+    """Refuse KV caches that a machine without GPUs has no memory for.
+
+    Args:
+        config: the model's ``config.json``.
+        memory_bytes: of the machine.
+
+    Raises:
+        ValueError: says how many tokens fit.
+    """
+    if architecture_of(config).latent_attention:
+        width = config["kv_lora_rank"] + config["qk_rope_head_dim"]
+    else:
+        head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        width = 2 * max(config["num_key_value_heads"], settings.tp) * head
+    item = 2 if resolve_dtype(settings.dtype, on_gpu=False) == "bfloat16" else 4
+    token_bytes = config["num_hidden_layers"] * width * item
+    tokens = settings.max_total_tokens or CPU_KV_TOKENS
+    if settings.replicas * tokens * token_bytes > memory_bytes:
+        fitting = memory_bytes // (settings.replicas * token_bytes)
+        raise ValueError(
+            f"generator.max-total-tokens {tokens} is a KV cache of {tokens * token_bytes / 2**30:.1f} GiB for each of "
+            f"{settings.replicas} replicas, and this machine has {memory_bytes / 2**30:.1f} GiB: give less "
+            f"than {fitting}"
         )
 
 

@@ -14,6 +14,19 @@ Config = dict[str, Any]
 """``config.json`` of a model folder."""
 
 
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+)
+GROUPED_QUERY_SIZES = (*SIZES, "num_key_value_heads")
+EXPERT_SIZES = ("moe_intermediate_size", "num_experts_per_tok")
+LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+
+
 def _no_experts(_config: Config) -> int:
     return 0
 
@@ -44,6 +57,14 @@ class Architecture:
     """Why it can be served in float32 only; empty where it can be served in other dtypes."""
     cpu_needs_scaled_rope: bool = False
     """On a CPU SGLang serves it only with scaled rotary embeddings."""
+    normed_heads: bool = False
+    """Queries and keys are normalised head by head."""
+    latent_attention: bool = False
+    """Keys and values are computed from a latent vector (multi-head latent attention)."""
+    sizes: tuple[str, ...] = GROUPED_QUERY_SIZES
+    """Keys of ``config.json`` without which it cannot be built, each a positive integer."""
+    flags: tuple[str, ...] = ()
+    """Further keys without which it cannot be built, each true or false."""
     needs_lm_head: bool = False
     """SGLang fills an LM head of its own from ``lm_head.weight``, even with ``tie_word_embeddings``."""
 
@@ -60,12 +81,16 @@ def _qwen3_moe_is_sparse(config: Config, layer: int) -> bool:
     return layer not in dense and (layer + 1) % step == 0
 
 
-QWEN3 = Architecture("Qwen3ForCausalLM", "Qwen3")
+# transformers and SGLang take 128 for a head_dim that is not there, others hidden_size / num_attention_heads.
+_QWEN3_SIZES = (*GROUPED_QUERY_SIZES, "head_dim")
+QWEN3 = Architecture("Qwen3ForCausalLM", "Qwen3", normed_heads=True, sizes=_QWEN3_SIZES)
 QWEN3_MOE = Architecture(
     "Qwen3MoeForCausalLM",
     "Qwen3-MoE",
     num_experts=_qwen3_moe_experts,
     is_sparse=_qwen3_moe_is_sparse,
+    normed_heads=True,
+    sizes=(*_QWEN3_SIZES, *EXPERT_SIZES),
     needs_lm_head=True,
 )
 LLAMA = Architecture("LlamaForCausalLM", "Llama")
@@ -75,6 +100,12 @@ DEEPSEEK_V3 = Architecture(
     num_experts=lambda config: int(config["n_routed_experts"]),
     is_sparse=lambda config, layer: layer >= int(config["first_k_dense_replace"]),
     shared_experts=True,
+    latent_attention=True,
+    sizes=(
+        *(*SIZES, *EXPERT_SIZES, *LATENT_SIZES),
+        *("n_routed_experts", "n_shared_experts", "n_group", "topk_group"),
+    ),
+    flags=("norm_topk_prob",),
     needed_keys={"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     lora_unsupported="adapters on the latent attention of a DeepSeek-V3 are not supported",
     float32_only="SGLang keeps its router's bias in float32, and a version has one dtype",
@@ -87,7 +118,12 @@ ARCHITECTURES = {family.name: family for family in (QWEN3, QWEN3_MOE, LLAMA, DEE
 
 def find_architecture(config: Config) -> Architecture | None:
     """The family of a model; None if it cannot be trained here."""
-    return ARCHITECTURES.get((config.get("architectures") or ["none"])[0])
+    return ARCHITECTURES.get(_named(config))
+
+
+def _named(config: Config) -> str:
+    names = config.get("architectures")
+    return str(names[0]) if isinstance(names, list) and names else "none"
 
 
 def architecture_of(config: Config) -> Architecture:
@@ -98,6 +134,5 @@ def architecture_of(config: Config) -> Architecture:
     """
     architecture = find_architecture(config)
     if architecture is None:
-        name = (config.get("architectures") or ["none"])[0]
-        raise ValueError(f"architecture {name} is not supported; supported: {', '.join(ARCHITECTURES)}")
+        raise ValueError(f"architecture {_named(config)} is not supported; supported: {', '.join(ARCHITECTURES)}")
     return architecture

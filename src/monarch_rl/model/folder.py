@@ -24,9 +24,7 @@ def resolve_model(name: str, tokenizer: bool = True) -> Path:
         ValueError: there is no such folder and no such (reachable) Hub repository, a file or a key of the config is
             missing, or the architecture is not supported.
     """
-    folder = Path(name).expanduser()
-    if not folder.is_dir():
-        folder = _download(name)
+    folder = _local_folder(name) or _download(name)
     config = read_config(folder)
     architecture = architecture_of(config)
     if lacking := {key: value for key, value in architecture.needed_keys.items() if key not in config}:
@@ -39,6 +37,14 @@ def resolve_model(name: str, tokenizer: bool = True) -> Path:
     if tokenizer and not any((folder / file).is_file() for file in TOKENIZERS):
         raise ValueError(f"model {name}: no tokenizer in {folder}; it needs one of {', '.join(TOKENIZERS)}")
     return folder
+
+
+def _local_folder(name: str) -> Path | None:
+    try:
+        folder = Path(name).expanduser()
+        return folder if folder.is_dir() else None
+    except (OSError, RuntimeError):  # a name too long for a file, or of a user that does not exist
+        return None
 
 
 def _download(name: str) -> Path:
@@ -60,20 +66,28 @@ def read_config(folder: Path) -> dict[str, Any]:
     """``config.json`` of a model folder.
 
     Raises:
-        ValueError: the file is missing or names an architecture that cannot be trained here.
+        ValueError: the file is missing, is no JSON object, or names an architecture that cannot be trained here.
     """
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"{folder} is not a model folder: it has no config.json")
-    try:
-        config = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+    config = read_object(path)
     try:
         architecture_of(config)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
     return config
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises ValueError if there is none."""
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON ({error}): copy or download it again") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds {type(value).__name__} {str(value)[:60]!r}, not a JSON object")
+    return value
 
 
 def num_experts(config: dict[str, Any]) -> int:

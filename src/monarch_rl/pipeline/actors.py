@@ -47,7 +47,7 @@ async def start_actors(
         start_generators(cluster, model, s.generator, s.trainer.ranks, s.trainer.lora, s.trainer.keeps_expert_routes),
         within(CALL_DEADLINE_S, buffer.setup.call_one(), "the buffer to come up", on="buffer"),
     )
-    limit = min(episode_limits(s, read_config(model)).values())
+    limit = min(episode_limits(s, read_config(model), cluster.devices.kind == "cuda").values())
     workers = await start_rollout(
         cluster, s.rollout, s.task, model, buffer, generators, limit, s.trainer.keeps_expert_routes
     )

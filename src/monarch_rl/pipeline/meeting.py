@@ -79,7 +79,7 @@ class Meeting:
         """Copy the trainer's weights, which are those of ``version``; returns the seconds of the slowest rank."""
         call = self._trainer.snapshot.call(version, snapshot_index(version))
         what = f"trainer ranks to copy version {version}"
-        seconds = await within(self.settings.deadline_s, call, what, on="trainer ranks")
+        seconds = await within(self.settings.deadline_s, call, what, on="trainer ranks", flag="weights.deadline-s")
         return float(max(seconds.values()))
 
     async def transfer(

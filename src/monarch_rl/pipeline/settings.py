@@ -7,17 +7,31 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+import psutil
+
 from monarch_rl.buffer.settings import BufferSettings
-from monarch_rl.generator.settings import GeneratorSettings, check_context, check_served
+from monarch_rl.generator.settings import (
+    GeneratorSettings,
+    check_attention,
+    check_cache,
+    check_context,
+    check_served,
+    engine_limits,
+)
+from monarch_rl.model.check import check_folder
 from monarch_rl.model.folder import read_config, resolve_model
+from monarch_rl.model.tokens import FolderTokenizer
 from monarch_rl.pipeline.recovery import RecoverySettings
-from monarch_rl.rollout.settings import RolloutSettings, check_lengths, check_rollout
+from monarch_rl.rollout.settings import RolloutSettings, check_lengths, check_processes, check_prompts, check_rollout
 from monarch_rl.runtime.devices import Devices
 from monarch_rl.runtime.watch import STALL_S
 from monarch_rl.settings.ranges import FOREVER_S, CheckedSettings, Range
 from monarch_rl.tasks.reasoning_gym import TaskSettings, TaskSource
-from monarch_rl.trainer.settings import TrainerSettings, check_experts, check_hosts
+from monarch_rl.trainer.settings import TrainerSettings, check_experts, check_hosts, check_lora
 from monarch_rl.weights.endpoint import TransferSettings
+
+PROMPTS = 16
+"""Prompts of the task that are read before a run, to see whether they fit."""
 
 
 @dataclass(frozen=True)
@@ -73,24 +87,40 @@ def check(s: RunSettings, offered: Devices) -> Path:
     check_rollout(s.rollout, s.groups_per_step, s.trainer.ranks)
     s.buffer.window_for(s.groups_per_step)
     _check_devices(s, offered)
-    TaskSource(s.task).check()
-    model = resolve_model(s.model)
-    config = read_config(model)
-    check_served(config, s.generator, offered.kind == "cuda")
-    check_experts(config, s.trainer)
-    check_lengths(s.rollout, episode_limits(s, config))
-    check_context(config, s.generator)
+    check_processes(s.rollout, os.cpu_count() or 1)
+    check_attention(s.generator, on_gpu := offered.kind == "cuda")
     _check_output(s.output)
+    source = TaskSource(s.task)
+    source.check()
+    model = resolve_model(s.model)
+    _check_model(s, model, on_gpu, [source.item(index).prompt for index in range(PROMPTS)])
     return model
 
 
-def episode_limits(s: RunSettings, config: dict[str, Any]) -> dict[str, int]:
+def _check_model(s: RunSettings, model: Path, on_gpu: bool, prompts: list[str]) -> None:
+    """Refuse a folder that cannot be trained or served with these settings, or that cannot read these prompts."""
+    config = read_config(model)
+    check_folder(model, config)
+    check_served(config, s.generator, on_gpu)
+    if not on_gpu:
+        check_cache(config, s.generator, psutil.virtual_memory().total)
+    check_experts(config, s.trainer)
+    check_lora(config, s.trainer.lora)
+    check_context(config, s.generator)
+    limits = episode_limits(s, config, on_gpu)
+    check_lengths(s.rollout, limits)
+    tokens = FolderTokenizer(model, config).count(prompts)
+    if tokens is not None:
+        check_prompts(s.rollout, limits, tokens)
+
+
+def episode_limits(s: RunSettings, config: dict[str, Any], on_gpu: bool) -> dict[str, int]:
     """Tokens that an episode may have, by the setting that limits them.
 
     With expert routes one less: a replica that goes on for a lost one may draw one token more to report them.
     """
-    context = s.generator.context_length or config["max_position_embeddings"]
-    limits = {"trainer.tokens-per-microbatch": s.trainer.tokens_per_microbatch, "generator.context-length": context}
+    limits = {"trainer.tokens-per-microbatch": s.trainer.tokens_per_microbatch}
+    limits |= engine_limits(config, s.generator, on_gpu)
     return {name: tokens - s.trainer.keeps_expert_routes for name, tokens in limits.items()}
 
 
@@ -112,7 +142,8 @@ def _check_output(folder: Path) -> None:
     """Refuse an output folder in which no run folder can be made."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"output {folder} cannot be made ({error.strerror}): choose another folder") from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"output {folder} cannot be made ({reason}): choose another folder") from error
     if not os.access(folder, os.W_OK):
         raise ValueError(f"output {folder} is not writable: choose another folder")

@@ -43,7 +43,13 @@ class Admissions:
             deadline = self._slot_deadline_s
             try:
                 call = self._buffer.admit_many.call_one(self._worker, len(self._waiting), deadline)
-                granted = await within(deadline + BUFFER_DEADLINE_S, call, "a slot from the buffer", on="buffer")
+                granted = await within(
+                    deadline + BUFFER_DEADLINE_S,
+                    call,
+                    "a slot from the buffer",
+                    on="buffer",
+                    flag="rollout.slot-deadline-s",
+                )
             except Exception as error:
                 failed, self._waiting = self._waiting, []
                 for answer in failed:

@@ -83,7 +83,9 @@ class EpisodePlayer:
         what = f"turn {len(state.turns)} of an episode of group {state.group} from the generators"
         drawing = self.generator.generate(state.history, sampling, state.group)
         try:
-            completion = await within(self.settings.generate_deadline_s, drawing, what, on="generators")
+            completion = await within(
+                self.settings.generate_deadline_s, drawing, what, on="generators", flag="rollout.generate-deadline-s"
+            )
         except DrawLost as error:
             raise EpisodeFailed("the engine could not tell a token's kept set") from error
         state.history += completion.token_ids.tolist()

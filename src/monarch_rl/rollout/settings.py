@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
 from monarch_rl.settings.ranges import FOREVER_S, CheckedSettings, Range
 
+logger = logging.getLogger("monarch_rl")
+
+MIN_TEMPERATURE = 0.01
+"""Below, nearly all draws are the most likely token; below 1e-6 SGLang makes them greedy."""
+PROCESSES_PER_CORE = 16
+"""Worker and scoring processes that a core may run. Not a resource: it bounds what a typing error can start."""
 MAX_TOP_K = 2048
 """Half the ids of a kept set that SGLang returns (``sampling_mask_max_tokens``): ties at the edge make sets larger."""
 
@@ -91,8 +99,11 @@ def check_rollout(settings: RolloutSettings, groups_per_step: int, trainer_ranks
     """
     if settings.group_size < 2:
         raise ValueError("rollout.group-size must be at least 2: advantages compare the episodes of a group")
-    if settings.temperature == 0:
-        raise ValueError("rollout.temperature must be above 0: greedy episodes of a group are all the same")
+    if settings.temperature < MIN_TEMPERATURE:
+        raise ValueError(
+            f"rollout.temperature must be above 0: greedy episodes of a group are all the same. Give at least "
+            f"{MIN_TEMPERATURE}, got {settings.temperature}"
+        )
     episodes = groups_per_step * settings.group_size
     if episodes % trainer_ranks:
         raise ValueError(
@@ -114,3 +125,40 @@ def check_lengths(settings: RolloutSettings, limits: dict[str, int]) -> None:
     for name, tokens in limits.items():
         if drawn >= tokens:
             raise ValueError(f"{asked} leaves no room for a prompt within {name}, which is {tokens}")
+
+
+def check_prompts(settings: RolloutSettings, limits: dict[str, int], prompts: Sequence[int]) -> None:
+    """Refuse limits that leave no room for any of some prompts of the task, and warn if they do not for most.
+
+    Args:
+        limits: as for :func:`check_lengths`.
+        prompts: tokens of some of the task's prompts; a chat template may add some.
+
+    Raises ValueError saying which limit is too small, and by how much.
+    """
+    drawn, shortest = settings.max_turns * settings.max_new_tokens, min(prompts)
+    for name, tokens in limits.items():
+        asked = (
+            f"rollout.max-turns {settings.max_turns} x rollout.max-new-tokens {settings.max_new_tokens} after a prompt "
+            f"of {shortest} tokens, the shortest of {len(prompts)}, "
+        )
+        if drawn + shortest > tokens:
+            raise ValueError(
+                f"{asked}is more than {name}, which is {tokens}: raise that, draw fewer tokens, or make prompts shorter"
+            )
+        too_long = sum(drawn + prompt > tokens for prompt in prompts)
+        if 2 * too_long > len(prompts):
+            logger.warning(
+                "%d of %d prompts leave no room for %d tokens within %s, which is %d: their groups will be dropped",
+                *(too_long, len(prompts), drawn, name, tokens),
+            )
+
+
+def check_processes(settings: RolloutSettings, cores: int) -> None:
+    """Refuse more worker and scoring processes than a machine can start. Raises ValueError."""
+    processes, most = settings.workers * (1 + settings.scorer_processes), PROCESSES_PER_CORE * cores
+    if processes > most:
+        raise ValueError(
+            f"rollout.workers {settings.workers} with rollout.scorer-processes {settings.scorer_processes} each are "
+            f"{processes} processes, and {cores} cores may run {most}: ask for fewer"
+        )

@@ -41,7 +41,7 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-async def within(seconds: float, awaitable: Awaitable[T], what: str, *, on: str = "") -> T:
+async def within(seconds: float, awaitable: Awaitable[T], what: str, *, on: str = "", flag: str = "") -> T:
     """Await ``awaitable`` for at most ``seconds``.
 
     Args:
@@ -51,6 +51,7 @@ async def within(seconds: float, awaitable: Awaitable[T], what: str, *, on: str 
             ``"the gradients of step 3 from trainer rank 1"``.
         on: who has to deliver it: a registered name (:func:`presence.register`), all of a kind (``"trainer ranks"``),
             or the name of something outside the run. The stall report follows these names to the cause.
+        flag: the setting that the deadline comes from, as on the command line, for the message.
 
     Raises :class:`DeadlineExceeded`, and whatever the awaitable raises.
     """
@@ -70,7 +71,10 @@ async def within(seconds: float, awaitable: Awaitable[T], what: str, *, on: str 
     task.cancel()
     task.add_done_callback(_retrieve)
     began = time.strftime("%H:%M:%S", time.localtime(since))
-    raise DeadlineExceeded(f"{_waiter()} waited {seconds:g} s, since {began}, for {what}", what, seconds)
+    message = f"{_waiter()} waited {seconds:g} s, since {began}, for {what}"
+    if flag:
+        message += f" ({flag} sets how long)"
+    raise DeadlineExceeded(message, what, seconds)
 
 
 async def _done_or_late(task: asyncio.Future[T], seconds: float) -> None:

@@ -118,8 +118,11 @@ def _words(hint: Any) -> tuple[str, ...]:
 
 def _problem(value: Any, allowed: Range | None, words: tuple[str, ...]) -> str | None:
     """What is wrong with one value, and what to give instead."""
+    give = f": give {allowed}" if allowed is not None else ""
     if isinstance(value, str):
-        return f"must be one of {', '.join(words)}, got {value!r}" if words and value not in words else None
+        if value in words or not (words or allowed):
+            return None
+        return f"must be {'one of ' + ', '.join(words) if words else 'a number'}, got {value!r}{give}"
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     number = float(max(-(2**1000), min(value, 2**1000))) if isinstance(value, int) else value
@@ -129,4 +132,4 @@ def _problem(value: Any, allowed: Range | None, words: tuple[str, ...]) -> str |
         problem = allowed.complaint(number)
     else:
         return None
-    return f"{problem}, got {value}" + (f": give {allowed}" if allowed is not None else "")
+    return f"{problem}, got {value}{give}"

@@ -16,6 +16,7 @@ import json
 import logging
 import math
 import re
+import string
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
@@ -77,10 +78,10 @@ class TaskSource:
         data_set = load_data_set(self.settings, self.split)
         index %= len(self)
         if self.split == "held_out":
-            return self._item(index, data_set[index])
+            return self._item(index, _entry(self.settings, data_set, index))
         held_out = _held_out_questions(self.settings)
         for skip in range(MAX_SKIPS):
-            entry = data_set[index + skip * len(self)]
+            entry = _entry(self.settings, data_set, index + skip * len(self))
             if entry["question"] not in held_out:
                 return self._item(index, entry)
         raise ValueError(f"task {self.settings.name} has too few different questions: {self._advice()}")
@@ -90,8 +91,14 @@ class TaskSource:
 
         Raises ValueError if the template does not fit or most questions are held out. May take some seconds.
         """
+        if not any(field for _, field, _, _ in _fields_of(self.settings.template)):
+            raise ValueError(
+                f"task.template {self.settings.template!r} has no field, so that all prompts would be the same: give "
+                "one with {question}"
+            )
         held_out = _held_out_questions(self.settings)
-        questions = [load_data_set(self.settings, "train")[i]["question"] for i in range(min(100, len(self)))]
+        data_set = load_data_set(self.settings, "train")
+        questions = [_entry(self.settings, data_set, i)["question"] for i in range(min(100, len(self)))]
         share = sum(question in held_out for question in questions) / len(questions)
         if share > MAX_HELD_OUT_SHARE:
             raise ValueError(
@@ -108,7 +115,7 @@ class TaskSource:
         fields = {**entry.get("metadata", {}), "question": entry["question"]}
         try:
             prompt = self.settings.template.format(**fields)
-        except (KeyError, IndexError, ValueError) as error:
+        except (LookupError, ValueError, AttributeError, TypeError, OverflowError, MemoryError) as error:
             raise ValueError(
                 f"task.template {self.settings.template!r} does not fit {self.settings.name} ({error!r}); "
                 f"its fields are {', '.join(sorted(fields))}"
@@ -146,12 +153,12 @@ def load_data_set(settings: TaskSettings, split: Split) -> Any:
     if settings.name not in DATASETS:
         close = difflib.get_close_matches(settings.name, DATASETS, n=5, cutoff=0.4)
         hint = f"did you mean {', '.join(close)}?" if close else f"there are: {', '.join(sorted(DATASETS))}"
-        raise ValueError(f"reasoning-gym has no data set {settings.name!r}; {hint}")
+        raise ValueError(f"task.name: reasoning-gym has no data set {settings.name!r}; {hint}")
     config_class = DATASETS[settings.name][1]
     known = sorted({f.name for f in dataclasses.fields(config_class)} - {"seed", "size"})
     try:
         config = json.loads(settings.config)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"task.config is not JSON ({error}): {settings.config}") from error
     if not isinstance(config, dict) or not set(config) <= set(known):
         raise ValueError(f"task.config must be a JSON object with settings of {settings.name}: {', '.join(known)}")
@@ -159,8 +166,9 @@ def load_data_set(settings: TaskSettings, split: Split) -> Any:
     size = settings.held_out_size if split == "held_out" else settings.train_size * MAX_SKIPS
     try:
         return create_dataset(settings.name, seed=seed, size=size, **_with_specs(settings.name, config))
-    except (AssertionError, TypeError, ValueError) as error:
-        raise ValueError(f"reasoning-gym refuses the settings of {settings.name}: {error or repr(error)}") from error
+    except Exception as error:  # data sets raise what they like
+        said = str(error) or repr(error)
+        raise ValueError(f"task.config: reasoning-gym refuses the settings of {settings.name}: {said}") from error
 
 
 def _with_specs(name: str, config: dict[str, Any]) -> dict[str, Any]:
@@ -175,4 +183,22 @@ def _with_specs(name: str, config: dict[str, Any]) -> dict[str, Any]:
 @functools.lru_cache(maxsize=8)
 def _held_out_questions(settings: TaskSettings) -> frozenset[str]:
     data_set = load_data_set(settings, "held_out")
-    return frozenset(data_set[i]["question"] for i in range(settings.held_out_size))
+    return frozenset(_entry(settings, data_set, i)["question"] for i in range(settings.held_out_size))
+
+
+def _entry(settings: TaskSettings, data_set: Any, index: int) -> dict[str, Any]:
+    """Raises ValueError if the data set cannot make the entry: some check their settings no earlier."""
+    try:
+        entry: dict[str, Any] = data_set[index]
+    except Exception as error:  # data sets raise what they like
+        raise ValueError(
+            f"task.config {settings.config}: {settings.name} of reasoning-gym cannot make item {index} ({error!r})"
+        ) from error
+    return entry
+
+
+def _fields_of(template: str) -> list[tuple[str, str | None, str | None, str | None]]:
+    try:
+        return list(string.Formatter().parse(template))
+    except ValueError as error:
+        raise ValueError(f"task.template {template!r} is no template ({error}): {{{{ stands for a brace") from error

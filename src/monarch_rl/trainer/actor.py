@@ -142,6 +142,7 @@ class Trainer(ResilientActor):
             ),
             f"the batch of step {version + 1}",
             on="buffer",
+            flag="update-deadline-s",
         )
         taken = time.perf_counter()
 

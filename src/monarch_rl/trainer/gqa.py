@@ -22,9 +22,6 @@ def gqa_layers(
     Args:
         block: torchtitan's class of them.
         qk_norm: queries and keys are normalised.
-
-    Raises:
-        ValueError: the model has a feature that is not supported.
     """
     dim, heads = hf["hidden_size"], hf["num_attention_heads"]
     head_dim = hf.get("head_dim") or dim // heads
@@ -74,6 +71,4 @@ def _rope(hf: dict[str, Any], head_dim: int) -> HalfRotaryEmbedding.Config:
         config.low_freq_factor = rope["low_freq_factor"]
         config.high_freq_factor = rope["high_freq_factor"]
         config.original_max_position_embeddings = rope["original_max_position_embeddings"]
-    elif kind != "default":
-        raise ValueError(f"rotary scaling {kind!r} is not supported, only 'default' and 'llama3'")
     return config

@@ -8,13 +8,11 @@ from torchtitan.models.common import ComplexRoPE
 from torchtitan.models.common.decoder import TransformerBlock
 from torchtitan.models.deepseek_v3 import build_mla_moe_layers
 
+from monarch_rl.model.features import NORM_EPS
 from monarch_rl.model.folder import num_experts, rope_parameters
 from monarch_rl.trainer.attention import inner_attention
 from monarch_rl.trainer.modules import LOADED
 from monarch_rl.trainer.moe import LOADED_EXPERTS, exact, replaying
-
-NORM_EPS = 1e-6
-"""Of all norms. Hugging Face's latent norms have it whatever ``rms_norm_eps`` is; SGLang's have ``rms_norm_eps``."""
 
 
 def deepseek_layers(hf: dict[str, Any], *, on_gpu: bool) -> list[TransformerBlock.Config]:
@@ -23,16 +21,7 @@ def deepseek_layers(hf: dict[str, Any], *, on_gpu: bool) -> list[TransformerBloc
     The router is Hugging Face's: sigmoid in fp32; the k largest of score + bias within the best groups; their scores,
     divided by their sum with ``norm_topk_prob``, times ``routed_scaling_factor``. The bias stays as loaded: torchtitan
     changes it, to balance the load, only by a hook of the optimiser that is not registered here.
-
-    Raises:
-        ValueError: the model has a feature that is not supported.
     """
-    if hf.get("scoring_func", "sigmoid") != "sigmoid" or hf.get("topk_method", "noaux_tc") != "noaux_tc":
-        raise ValueError(
-            f"the router of DeepSeek-V3 is sigmoid, noaux_tc; not {hf.get('scoring_func')}, {hf.get('topk_method')}"
-        )
-    if hf["rms_norm_eps"] != NORM_EPS:
-        raise ValueError(f"rms_norm_eps {hf['rms_norm_eps']} is not supported for DeepSeek-V3, only {NORM_EPS}")
     rope = _rope(hf)
     layers = build_mla_moe_layers(
         n_layers=hf["num_hidden_layers"],
@@ -84,17 +73,8 @@ def _rope(hf: dict[str, Any]) -> ComplexRoPE.Config:
     rope = rope_parameters(hf)
     kind, theta = rope["rope_type"], rope["rope_theta"]
     config = ComplexRoPE.Config(dim=hf["qk_rope_head_dim"], max_seq_len=hf["max_position_embeddings"], theta=theta)
-    if not hf.get("rope_interleave", True):
-        raise ValueError("rope_interleave must be true: torchtitan's DeepSeek-V3 turns neighbouring pairs")
     if kind == "default":
         return config
-    # Otherwise cosines and sines would be scaled, too; torchtitan's are not.
-    one_scale = rope.get("mscale") and rope.get("mscale") == rope.get("mscale_all_dim")
-    if kind != "yarn" or not one_scale or rope.get("attention_factor") is not None:
-        raise ValueError(
-            f"rotary scaling {rope} is not supported, only 'default', and 'yarn' with mscale and mscale_all_dim, "
-            "equal and not 0, and without attention_factor"
-        )
     config.scaling = "yarn"
     config.rope_factor = rope["factor"]
     config.beta_fast = rope.get("beta_fast", 32)

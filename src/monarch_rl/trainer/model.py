@@ -7,6 +7,7 @@ import types
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
@@ -23,7 +24,7 @@ from monarch_rl.trainer.lora import add_lora, add_lora_names, initialise_lora, r
 from monarch_rl.trainer.model_config import model_config, parallelism_config
 from monarch_rl.trainer.platform import force_sum_reduction
 from monarch_rl.trainer.settings import TrainerSettings, check_experts
-from monarch_rl.trainer.shards import NamedShape
+from monarch_rl.trainer.shards import NamedShape, local_run
 
 _LORA = re.compile(r"[._]lora_[ab](\.weight)?$")
 """In the module's names of LoRA's parameters, which no model folder holds: of projections, and of stacked experts."""
@@ -58,6 +59,7 @@ class ShardedModel:
     def _load(self) -> None:
         state = self.hf_state()
         dcp.load(state, storage_reader=self._state_dict_adapter.get_hf_storage_reader(str(self.folder)))
+        _check_finite(state, self.folder)
         result = self.module.load_state_dict(self._state_dict_adapter.from_hf(state), strict=False)
         missing = [key for key in result.missing_keys if not _LORA.search(key)]
         if missing or result.unexpected_keys:
@@ -113,6 +115,24 @@ class ShardedModel:
             elif names:
                 tensors.append((names[0], tuple(value.shape)))
         return tensors
+
+
+def _check_finite(state: dict[str, torch.Tensor], folder: Path) -> None:
+    """Refuse weights that hold NaN or infinity, which every later version would hold as well.
+
+    Raises:
+        ValueError: names the tensor, and the first place in what this rank holds of it.
+    """
+    for name, value in state.items():
+        local, first = local_run(value)
+        if local.numel() and not all(bound.isfinite() for bound in torch.aminmax(local)):
+            place = int((~local.flatten().isfinite()).nonzero()[0]) + first
+            index = tuple(int(i) for i in np.unravel_index(place, tuple(value.shape)))
+            count = int((~local.isfinite()).sum())
+            raise ValueError(
+                f"{folder}: {name} holds {count} values that are not finite, the first at {list(index)}: it cannot be "
+                "trained. Copy or download the weights again, or take an earlier checkpoint"
+            )
 
 
 def _build(

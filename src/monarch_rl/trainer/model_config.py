@@ -9,7 +9,7 @@ from torchtitan.models.common import Embedding
 from torchtitan.models.common.decoder import Decoder
 
 from monarch_rl.model.architecture import architecture_of
-from monarch_rl.model.folder import sparse_layers
+from monarch_rl.model.features import check_features
 from monarch_rl.trainer.families import FAMILIES
 from monarch_rl.trainer.gqa import norm_config
 from monarch_rl.trainer.modules import LOADED, LogprobHead
@@ -31,7 +31,7 @@ def model_config(hf: dict[str, Any], *, logprob_chunk: int, on_gpu: bool) -> Dec
         ValueError: the model has a feature that is not supported.
     """
     family = FAMILIES[architecture_of(hf)]
-    _check_features(hf)
+    check_features(hf)
     dim, vocabulary = hf["hidden_size"], hf["vocab_size"]
     return family.model.Config(
         vocab_size=vocabulary,
@@ -46,22 +46,3 @@ def model_config(hf: dict[str, Any], *, logprob_chunk: int, on_gpu: bool) -> Dec
         lm_head=LogprobHead.Config(in_features=dim, out_features=vocabulary, param_init=LOADED, chunk=logprob_chunk),
         layers=family.layers(hf, on_gpu=on_gpu),
     )
-
-
-def _check_features(hf: dict[str, Any]) -> None:
-    if hf.get("attention_bias") or hf.get("mlp_bias"):
-        raise ValueError("models with biases in attention or MLP projections are not supported")
-    if hf.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"hidden_act {hf['hidden_act']!r} is not supported, only 'silu'")
-    if hf.get("use_sliding_window"):
-        raise ValueError("sliding-window attention is not supported: use_sliding_window must be false")
-    if hf.get("quantization_config"):
-        raise ValueError("quantised weights are not supported: convert the folder to bfloat16 or float32 first")
-    architecture = architecture_of(hf)
-    if hf.get("shared_expert_intermediate_size") or (hf.get("n_shared_experts") and not architecture.shared_experts):
-        raise ValueError(f"shared experts are not supported: {architecture.name} has none")
-    if sparse_layers(hf) and hf.get("output_router_logits"):
-        raise ValueError(
-            "output_router_logits asks for Hugging Face's auxiliary load-balancing loss in training, which is not "
-            "supported: set it to false in config.json, as Qwen's models do"
-        )

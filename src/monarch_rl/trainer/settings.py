@@ -10,6 +10,7 @@ from monarch_rl.algorithms.aggregation import Aggregation
 from monarch_rl.model.architecture import architecture_of
 from monarch_rl.model.folder import num_experts, sparse_layers
 from monarch_rl.model.lora import FULL_TRAINING, MLP_TARGETS, LoraSettings
+from monarch_rl.model.tensors import expected_tensors, projections
 from monarch_rl.settings.ranges import CheckedSettings, Range
 
 RouterReplay = Literal["off", "compare", "replay"]
@@ -144,3 +145,24 @@ def check_experts(config: dict[str, Any], settings: TrainerSettings) -> None:
                     f"trainer.ranks {ranks} is more than the {experts} experts, so {ranks // degree} ranks hold rows "
                     f"of the same ones; {name} {config[name]} cannot be shared equally by them"
                 )
+
+
+def check_lora(config: dict[str, Any], lora: LoraSettings) -> None:
+    """Refuse adapters of a higher rank than the matrices that they are added to.
+
+    Args:
+        config: the model's ``config.json``.
+
+    Raises:
+        ValueError: names the matrix.
+    """
+    if not lora.rank:
+        return
+    tensors = expected_tensors(config)
+    weights = [weight for target in lora.targets for weight in projections(tensors, target)]
+    name, shape = min(weights, key=lambda weight: min(weight[1]))
+    if lora.rank > min(shape):
+        raise ValueError(
+            f"trainer.lora.rank {lora.rank} is more than {name} of shape {list(shape)} can have: give at most "
+            f"{min(shape)}, or leave this projection out of trainer.lora.targets"
+        )

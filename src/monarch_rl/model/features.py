@@ -1,0 +1,151 @@
+"""Which models of a family can be built: what ``config.json`` must say, and what it must not.
+
+No torch in it: the same words refuse a model before anything is spawned, and where the trainer builds it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from monarch_rl.model.architecture import Architecture, Config, architecture_of
+from monarch_rl.model.folder import num_experts, rope_parameters, sparse_layers
+
+NORM_EPS = 1e-6
+"""Of all norms of a DeepSeek-V3. Hugging Face's latent norms have it whatever ``rms_norm_eps`` is; SGLang's have
+``rms_norm_eps``."""
+LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+"""Keys that rotary embeddings of the kind `llama3` need."""
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+MAX_COUNT, MAX_SIZE = 2000, 2**31 - 1
+"""Layers or experts, and elements, beyond which a config is not a model's: the tensors of all of them are listed."""
+YARN_ROPE = ("factor", "original_max_position_embeddings")
+
+
+def check_features(config: Config) -> None:
+    """Refuse a model that the trainer cannot build, or that it would build as another model than Hugging Face's.
+
+    Raises:
+        ValueError: names the key of ``config.json``.
+    """
+    architecture = architecture_of(config)
+    _check_projections(config)
+    if config.get("quantization_config"):
+        raise ValueError("quantised weights are not supported: convert the folder to bfloat16 or float32 first")
+    if config.get("shared_expert_intermediate_size") or (
+        config.get("n_shared_experts") and not architecture.shared_experts
+    ):
+        raise ValueError(f"shared experts are not supported: {architecture.name} has none")
+    if sparse_layers(config) and config.get("output_router_logits"):
+        raise ValueError(
+            "output_router_logits asks for Hugging Face's auxiliary load-balancing loss in training, which is not "
+            "supported: set it to false in config.json, as Qwen's models do"
+        )
+    if architecture.latent_attention:
+        _check_router(config)
+        _check_latent_rope(config)
+    else:
+        _check_rope(config)
+
+
+def check_keys(config: Config) -> None:
+    """Refuse a ``config.json`` that lacks what the model is built from. Raises ValueError naming the key."""
+    architecture = architecture_of(config)
+    lacking = [key for key in _needed(architecture) if key not in config]
+    if lacking:
+        raise ValueError(f"lacks {', '.join(lacking)}, without which a {architecture.label} cannot be built")
+    for key in architecture.sizes:
+        _check_size(key, config[key])
+    for key in ("head_dim", "q_lora_rank", "decoder_sparse_step", *EXPERT_COUNTS):
+        if config.get(key) is not None:
+            _check_size(key, config[key])
+    eps = config["rms_norm_eps"]
+    if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 < eps < 1:
+        raise ValueError(f"has rms_norm_eps {eps!r}, which must be a number above 0 and below 1")
+    for key in ("rope_scaling", "rope_parameters"):
+        if not isinstance(config.get(key) or {}, dict):
+            raise ValueError(f"has {key} {config[key]!r}, which must be an object or null")
+    for key in ("layer_types", "mlp_only_layers"):
+        if not isinstance(config.get(key) or [], list):
+            raise ValueError(f"has {key} {config[key]!r}, which must be a list or null")
+    _check_divisions(architecture, config)
+
+
+def _needed(architecture: Architecture) -> tuple[str, ...]:
+    latent = ("first_k_dense_replace", "routed_scaling_factor") if architecture.latent_attention else ()
+    return (*architecture.sizes, *architecture.flags, *latent, "rms_norm_eps")
+
+
+def _check_size(key: str, value: Any) -> None:
+    most = MAX_COUNT if key in ("num_hidden_layers", *EXPERT_COUNTS) else MAX_SIZE
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise ValueError(f"has {key} {value!r}, which must be a positive integer, at most {most}")
+
+
+def _check_divisions(architecture: Architecture, config: Config) -> None:
+    heads, kv_heads = config["num_attention_heads"], config.get("num_key_value_heads")
+    if not architecture.latent_attention:
+        if heads % kv_heads:
+            raise ValueError(f"has {heads} num_attention_heads, which {kv_heads} num_key_value_heads do not divide")
+        head_dim = config.get("head_dim") or config["hidden_size"] // heads
+        if head_dim % 2:
+            raise ValueError(f"has heads of {head_dim} elements; rotary embeddings turn pairs, so it must be even")
+    experts = num_experts(config)
+    if experts and not config["num_experts_per_tok"] <= experts:
+        raise ValueError(f"has num_experts_per_tok {config['num_experts_per_tok']}, but {experts} experts")
+
+
+def _check_projections(config: Config) -> None:
+    if config.get("attention_bias") or config.get("mlp_bias"):
+        raise ValueError("models with biases in attention or MLP projections are not supported")
+    if config.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"hidden_act {config['hidden_act']!r} is not supported, only 'silu'")
+    if config.get("use_sliding_window"):
+        raise ValueError("sliding-window attention is not supported: use_sliding_window must be false")
+    if other := set(config.get("layer_types") or ()) - {"full_attention"}:
+        raise ValueError(f"layer_types {', '.join(sorted(map(str, other)))} are not supported, only full_attention")
+
+
+def _check_rope(config: Config) -> None:
+    rope = rope_parameters(config)
+    kind = rope["rope_type"]
+    _check_rope_numbers(rope, LLAMA3_ROPE if kind == "llama3" else ())
+    if kind not in ("default", "llama3"):
+        raise ValueError(f"rotary scaling {kind!r} is not supported, only 'default' and 'llama3'")
+    if config.get("partial_rotary_factor", 1.0) != 1.0 or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError("partial_rotary_factor is not supported: rotary embeddings turn whole heads")
+
+
+def _check_rope_numbers(rope: dict[str, Any], keys: tuple[str, ...]) -> None:
+    if by_layer := [key for key, value in rope.items() if isinstance(value, dict)]:
+        raise ValueError(
+            f"rotary embeddings of their own for {', '.join(by_layer)} are not supported, only one for all"
+        )
+    for key in ("rope_theta", *keys):
+        value = rope.get(key)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise ValueError(f"rotary embeddings of the kind {rope['rope_type']} need a positive {key}, got {value!r}")
+
+
+def _check_router(config: Config) -> None:
+    if config.get("scoring_func", "sigmoid") != "sigmoid" or config.get("topk_method", "noaux_tc") != "noaux_tc":
+        raise ValueError(
+            "the router of DeepSeek-V3 is sigmoid, noaux_tc; "
+            f"not {config.get('scoring_func')}, {config.get('topk_method')}"
+        )
+    if config["rms_norm_eps"] != NORM_EPS:
+        raise ValueError(f"rms_norm_eps {config['rms_norm_eps']} is not supported for DeepSeek-V3, only {NORM_EPS}")
+
+
+def _check_latent_rope(config: Config) -> None:
+    rope = rope_parameters(config)
+    kind = rope["rope_type"]
+    if not config.get("rope_interleave", True):
+        raise ValueError("rope_interleave must be true: torchtitan's DeepSeek-V3 turns neighbouring pairs")
+    _check_rope_numbers(rope, YARN_ROPE if kind == "yarn" else ())
+    # Otherwise cosines and sines would be scaled, too; torchtitan's are not.
+    one_scale = rope.get("mscale") and rope.get("mscale") == rope.get("mscale_all_dim")
+    if kind != "default" and (kind != "yarn" or not one_scale or rope.get("attention_factor") is not None):
+        raise ValueError(
+            f"rotary scaling {rope} is not supported, only 'default', and 'yarn' with mscale and mscale_all_dim, "
+            "equal and not 0, and without attention_factor"
+        )

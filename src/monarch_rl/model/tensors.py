@@ -1,0 +1,210 @@
+"""The tensors of a model folder: which there must be, by ``config.json``, and which there are, by the files' headers.
+
+Only headers are read: a few MB even of a model of 60 GB.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from monarch_rl.model.architecture import Config, architecture_of
+from monarch_rl.model.folder import num_experts, read_object, sparse_layers
+
+Shape = tuple[int, ...]
+Shapes = dict[str, Shape]
+"""By the tensors' Hugging Face names."""
+
+INDEX = "model.safetensors.index.json"
+ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+"""Bytes of an element, for the dtypes that weights may be saved in, by safetensors' names of them."""
+LISTED = 3
+"""Tensors that a message names."""
+
+
+def check_weights(folder: Path, config: Config) -> None:
+    """Refuse a folder that does not hold every tensor of the model once, whole and in its shape.
+
+    Args:
+        config: the model's ``config.json``, which :func:`~monarch_rl.model.features.check_keys` has accepted.
+
+    Raises:
+        ValueError: names the file and the tensor.
+    """
+    expected = expected_tensors(config)
+    _check_shards(folder)
+    found: dict[str, tuple[Path, Shape]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        for name, shape in read_header(path).items():
+            if name in found:
+                raise ValueError(
+                    f"{name} is in {found[name][0]} and in {path}: keep the files of {INDEX}, and move others away"
+                )
+            found[name] = path, shape
+    if missing := [name for name in expected if name not in found]:
+        raise ValueError(
+            f"{folder} lacks {_some(missing)}, of the {len(expected)} tensors that its config.json asks for: a file is "
+            "missing, or config.json is another model's"
+        )
+    for name, (path, shape) in found.items():
+        if name in expected and shape != expected[name]:
+            raise ValueError(
+                f"{path}: {name} has shape {list(shape)}, where config.json asks for {list(expected[name])}"
+            )
+    if unknown := [name for name in found if name not in expected and not _is_ignored(name, config)]:
+        raise ValueError(
+            f"{found[unknown[0]][0]} holds {_some(unknown)}, which a {architecture_of(config).name} with this "
+            "config.json does not have: it would be another model without them"
+        )
+
+
+def expected_tensors(config: Config) -> Shapes:
+    """The shapes of all tensors of a model, by their names in a model folder."""
+    vocabulary, width = config["vocab_size"], config["hidden_size"]
+    tensors: Shapes = {"model.embed_tokens.weight": (vocabulary, width), "model.norm.weight": (width,)}
+    if not config.get("tie_word_embeddings"):
+        tensors["lm_head.weight"] = (vocabulary, width)
+    latent, sparse = architecture_of(config).latent_attention, set(sparse_layers(config))
+    for layer in range(config["num_hidden_layers"]):
+        parts = {
+            "input_layernorm": (width,),
+            "post_attention_layernorm": (width,),
+            **(_latent_attention(config) if latent else _grouped_query_attention(config)),
+            **(_experts(config) if layer in sparse else _mlp("mlp", width, config["intermediate_size"])),
+        }
+        tensors |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in parts.items()}
+        if latent and layer in sparse:
+            tensors[f"model.layers.{layer}.mlp.gate.e_score_correction_bias"] = (num_experts(config),)
+    return tensors
+
+
+def _grouped_query_attention(config: Config) -> Shapes:
+    width, heads, kv_heads = config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"]
+    head = config.get("head_dim") or width // heads
+    projections = {
+        "self_attn.q_proj": (heads * head, width),
+        "self_attn.k_proj": (kv_heads * head, width),
+        "self_attn.v_proj": (kv_heads * head, width),
+        "self_attn.o_proj": (width, heads * head),
+    }
+    normed = architecture_of(config).normed_heads
+    return projections | ({"self_attn.q_norm": (head,), "self_attn.k_norm": (head,)} if normed else {})
+
+
+def _latent_attention(config: Config) -> Shapes:
+    width, heads, latent = config["hidden_size"], config["num_attention_heads"], config["kv_lora_rank"]
+    plain, turned, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
+    query = heads * (plain + turned)
+    tensors: Shapes = {
+        "self_attn.kv_a_proj_with_mqa": (latent + turned, width),
+        "self_attn.kv_a_layernorm": (latent,),
+        "self_attn.kv_b_proj": (heads * (plain + value), latent),
+        "self_attn.o_proj": (width, heads * value),
+    }
+    if rank := config.get("q_lora_rank"):
+        return tensors | {
+            "self_attn.q_a_proj": (rank, width),
+            "self_attn.q_a_layernorm": (rank,),
+            "self_attn.q_b_proj": (query, rank),
+        }
+    return tensors | {"self_attn.q_proj": (query, width)}
+
+
+def _mlp(name: str, width: int, hidden: int) -> Shapes:
+    return {
+        f"{name}.gate_proj": (hidden, width),
+        f"{name}.up_proj": (hidden, width),
+        f"{name}.down_proj": (width, hidden),
+    }
+
+
+def _experts(config: Config) -> Shapes:
+    width, hidden, experts = config["hidden_size"], config["moe_intermediate_size"], num_experts(config)
+    tensors: Shapes = {"mlp.gate": (experts, width)}
+    for expert in range(experts):
+        tensors |= _mlp(f"mlp.experts.{expert}", width, hidden)
+    if architecture_of(config).shared_experts:
+        tensors |= _mlp("mlp.shared_experts", width, hidden * config["n_shared_experts"])
+    return tensors
+
+
+def read_header(path: Path) -> Shapes:
+    """The tensors of a safetensors file, from its header: 8 bytes with its length, then JSON, then the tensors.
+
+    Raises:
+        ValueError: the file is no safetensors file, has not the size that its header asks for, or holds elements that
+            are no floating-point numbers of 16 bits or more.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > size - 8:
+                raise ValueError("its header is longer than the file")
+            header = json.loads(file.read(length))
+        tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        shapes = {name: tuple(int(size) for size in entry["shape"]) for name, entry in tensors.items()}
+        end = max((int(entry["data_offsets"][1]) for entry in tensors.values()), default=0)
+        dtypes = {name: str(entry["dtype"]) for name, entry in tensors.items()}
+        spans = {name: entry["data_offsets"][1] - entry["data_offsets"][0] for name, entry in tensors.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        raise ValueError(f"{path} is no safetensors file ({error!r}): copy or download it again") from error
+    if size != 8 + length + end:
+        last = max(tensors, key=lambda name: tensors[name]["data_offsets"][1], default="nothing")
+        kind = "truncated" if size < 8 + length + end else "damaged"
+        raise ValueError(
+            f"{path} is {kind}: it has {size} bytes, and {8 + length + end} by its header, which ends with {last}. "
+            "Copy or download it again"
+        )
+    for name, dtype in dtypes.items():
+        if dtype not in ITEM_BYTES:
+            raise ValueError(f"{path}: {name} is saved as {dtype}; only {', '.join(ITEM_BYTES)} are supported")
+        if spans[name] != math.prod(shapes[name]) * ITEM_BYTES[dtype]:
+            raise ValueError(f"{path}: {name} has {spans[name]} bytes, too few or too many for {list(shapes[name])}")
+    return shapes
+
+
+def _check_shards(folder: Path) -> None:
+    """Refuse an index that names files which are not there."""
+    path = folder / INDEX
+    if not path.is_file():
+        return
+    named = read_object(path).get("weight_map")
+    if not isinstance(named, dict):
+        raise ValueError(f"{path} has no weight_map: copy or download it again")
+    for name, file in named.items():
+        if not isinstance(file, str) or not (folder / file).is_file():
+            count = sum(other == file for other in named.values())
+            raise ValueError(
+                f"{folder} lacks {file}, which {path.name} names for {name} and {count - 1} other tensors: copy or "
+                "download it"
+            )
+
+
+def _is_ignored(name: str, config: Config) -> bool:
+    """Whether a tensor that the model does not need may be there: transformers leaves it out of the model as well."""
+    if name == "lm_head.weight" or name.endswith(".rotary_emb.inv_freq"):
+        return True
+    # The layers for multi-token prediction, after the last one.
+    layer = name.removeprefix("model.layers.").split(".")[0]
+    predicting = range(
+        config["num_hidden_layers"], config["num_hidden_layers"] + _int(config, "num_nextn_predict_layers")
+    )
+    return layer.isdecimal() and int(layer) in predicting
+
+
+def _int(config: Config, key: str) -> int:
+    value: Any = config.get(key)
+    return value if isinstance(value, int) else 0
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:LISTED]) + (f" and {len(names) - LISTED} more" if len(names) > LISTED else "")
+
+
+def projections(tensors: Shapes, target: str) -> Iterator[tuple[str, Shape]]:
+    """The weights of a projection, such as ``q_proj``, in all layers and experts."""
+    return ((name, shape) for name, shape in tensors.items() if name.endswith(f".{target}.weight"))

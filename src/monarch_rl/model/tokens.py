@@ -1,0 +1,71 @@
+"""The tokenizer of a model folder, as far as it can be judged without transformers, whose import takes seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from monarch_rl.model.architecture import Config
+from monarch_rl.model.folder import read_object
+
+
+class FolderTokenizer:
+    """The tokenizer of a model folder, checked.
+
+    Args:
+        config: the folder's ``config.json``.
+
+    Raises:
+        ValueError: the tokenizer cannot be read, or has ids for which the model has no embedding; names file and token.
+    """
+
+    def __init__(self, folder: Path, config: Config) -> None:
+        vocabulary: int = config["vocab_size"]
+        self._tokenizer = _load(folder / "tokenizer.json")
+        settings = _object(folder / "tokenizer_config.json")
+        added = settings.get("added_tokens_decoder")
+        tokens = {str(entry): int(key) for key, entry in added.items() if key.isdecimal()} if added else {}
+        if self._tokenizer is not None:
+            tokens |= self._tokenizer.get_vocab(with_added_tokens=True)
+        token, highest = max(tokens.items(), key=lambda item: item[1], default=("", -1))
+        if highest >= vocabulary:
+            count = sum(index >= vocabulary for index in tokens.values())
+            raise ValueError(
+                f"the tokenizer in {folder} has {count} ids for which the model has no embedding, up to {highest} "
+                f"({token!r}): config.json says vocab_size {vocabulary}. It is another model's, or tokens were added "
+                "to it without embeddings"
+            )
+        _check_end_tokens(folder / "generation_config.json", vocabulary)
+
+    def count(self, texts: Sequence[str]) -> list[int] | None:
+        """Tokens of each text, without those that a chat template adds; None without ``tokenizer.json``."""
+        if self._tokenizer is None:
+            return None
+        return [len(self._tokenizer.encode(text, add_special_tokens=False).ids) for text in texts]
+
+
+def _load(path: Path) -> Any:
+    """A ``tokenizer.json``; None if there is none: then transformers makes the tokenizer from other files."""
+    if not path.is_file():
+        return None
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing more specific
+        raise ValueError(f"{path} is no tokenizer ({error}): copy or download it again") from error
+    if not tokenizer.get_vocab_size(with_added_tokens=True):
+        raise ValueError(f"{path} has no tokens: copy or download it again")
+    return tokenizer
+
+
+def _object(path: Path) -> dict[str, Any]:
+    return read_object(path) if path.is_file() else {}
+
+
+def _check_end_tokens(path: Path, vocabulary: int) -> None:
+    ends = _object(path).get("eos_token_id")
+    for end in ends if isinstance(ends, list) else [] if ends is None else [ends]:
+        if not isinstance(end, int) or not 0 <= end < vocabulary:
+            raise ValueError(f"{path} has eos_token_id {end!r}, which is none of the {vocabulary} ids of the model")

@@ -1,0 +1,67 @@
+"""The tensors that a folder must hold are those that transformers saves, for every family that is accepted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from monarch_rl.model.architecture import ARCHITECTURES
+from monarch_rl.model.features import check_features, check_keys
+from monarch_rl.model.folder import read_config
+from monarch_rl.model.tensors import check_weights, expected_tensors, read_header
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT = {
+    "n_routed_experts": 4,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 14,
+}
+MODELS: list[tuple[str, dict[str, Any]]] = [
+    ("qwen3", {"head_dim": 12}),
+    ("qwen3", {"head_dim": 8, "tie_word_embeddings": True}),
+    ("qwen3_moe", {**EXPERTS, "head_dim": 8, "mlp_only_layers": [1]}),
+    ("llama", {}),
+    ("llama", {"head_dim": 16, "num_key_value_heads": 4, "tie_word_embeddings": True}),
+    ("deepseek_v3", {**LATENT, "q_lora_rank": 20}),
+    ("deepseek_v3", {**LATENT, "q_lora_rank": None, "num_key_value_heads": 4}),
+]
+
+
+@pytest.mark.parametrize(("kind", "change"), MODELS)
+def test_they_are_what_transformers_saves(kind: str, change: dict[str, Any], tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES | change)).save_pretrained(tmp_path)
+    config = read_config(tmp_path)
+    check_keys(config)
+    check_features(config)
+    saved = {name: shape for path in tmp_path.glob("*.safetensors") for name, shape in read_header(path).items()}
+    assert saved == expected_tensors(config)
+    check_weights(tmp_path, config)
+
+
+def test_every_family_is_among_them() -> None:
+    made = {"".join(word.capitalize() for word in kind.split("_")) + "ForCausalLM" for kind, _ in MODELS}
+    assert made == set(ARCHITECTURES)

@@ -1,0 +1,219 @@
+"""Every flag of every recipe at wrong values: refused by its name before anything is spawned, or accepted.
+
+Flags are read from the settings, recipes from their folder: a new one is tested as it comes.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import importlib
+import io
+import math
+import re
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tyro
+
+from monarch_rl.pipeline.settings import RunSettings, check
+from monarch_rl.runtime.devices import Devices
+from monarch_rl.settings.ranges import limits
+from tests.recipe.running import ROOT, random_model
+
+RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.py"))
+OFFERED = Devices("cpu", 1, 64)
+NOT_FINITE = ("nan", "inf", "-inf")
+WRONG = ("0", "-1", "1" + "0" * 20, *NOT_FINITE, "nonsense", "")
+READ = ("-1", "nan", "nonsense")
+"""Those that the command line is tried with."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    """A tiny random model without experts, and one with."""
+    folder = tmp_path_factory.mktemp("models")
+    return {False: random_model(folder / "dense"), True: random_model(folder / "moe", "moe")}
+
+
+@pytest.fixture
+def settings(
+    request: pytest.FixtureRequest, models: dict[bool, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> RunSettings:
+    """The defaults of the recipe that the test is for, with a model that is there."""
+    monkeypatch.syspath_prepend(str(ROOT / "recipes"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    defaults = importlib.import_module(request.param).Settings()
+    made: RunSettings = replace(defaults, model=str(models["moe" in request.param]), output=tmp_path)
+    return made
+
+
+def flags(settings: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Each flag with its value and its type."""
+    hints = typing.get_type_hints(type(settings))
+    for field in dataclasses.fields(settings):
+        value, name = getattr(settings, field.name), prefix + field.name.replace("_", "-")
+        if dataclasses.is_dataclass(value):
+            yield from flags(value, f"{name}.")
+        else:
+            yield name, value, hints[field.name]
+
+
+def members(hint: Any) -> tuple[Any, ...]:
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+
+
+def is_number(hint: Any) -> bool:
+    return bool({int, float} & set(members(hint))) or (
+        typing.get_origin(hint) is tuple and float in typing.get_args(hint)
+    )
+
+
+def typed(hint: Any, wrong: str) -> Any:
+    """The value as a recipe's author may write it; NaN also where an integer is wanted."""
+    kinds = members(hint)
+    for kind in (int, float):
+        if is_number(hint):
+            with contextlib.suppress(ValueError):
+                return kind(wrong)
+    return Path(wrong) if Path in kinds else wrong
+
+
+def with_flag(settings: Any, flag: str, value: Any) -> Any:
+    """Settings with one of them changed."""
+    name, _, rest = flag.replace("-", "_").partition(".")
+    return replace(settings, **{name: with_flag(getattr(settings, name), rest, value) if rest else value})
+
+
+def by_command_line(settings: RunSettings, flag: str, words: list[str]) -> RunSettings:
+    arguments = [f"--{flag}", *words] if len(words) > 1 else [f"--{flag}={words[0]}"]
+    error = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(error):
+            return tyro.cli(type(settings), default=settings, args=arguments)
+    except SystemExit as ended:
+        assert ended.code == 2
+        raise ValueError(re.sub(r"[\s\u2500-\u257f]+|-{5,}", " ", error.getvalue())) from None
+
+
+def refusal(settings: RunSettings, flag: str, value: Any, hint: Any, wrong: str) -> str | None:
+    """What is said to a wrong value; None if it is accepted. Any other exception than ValueError is the test's.
+
+    By the command line where that reads otherwise than Python, and as Python else: reading takes 30 ms a flag.
+    """
+    count = len(value) if isinstance(value, tuple) else 1
+    try:
+        if type(settings).__module__ == RECIPES[0] and wrong in READ:
+            made = by_command_line(settings, flag, [wrong] * count)
+        else:
+            one = typed(hint, wrong)
+            made = with_flag(settings, flag, (one,) * count if isinstance(value, tuple) else one)
+        check(made, OFFERED)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("settings", RECIPES, indirect=True)
+def test_the_defaults_are_accepted(settings: RunSettings) -> None:
+    """Or the tests below would show nothing."""
+    assert check(settings, OFFERED) == Path(settings.model)
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=repr)
+@pytest.mark.parametrize("settings", RECIPES, indirect=True)
+def test_a_wrong_value_is_refused_by_the_flags_name(
+    settings: RunSettings, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.chdir(tmp_path)  # `output` may be any word
+    refused = {
+        flag: refusal(settings, flag, value, hint, wrong)
+        for flag, value, hint in flags(settings)
+        if hint is not bool and (wrong or is_number(hint))
+    }
+    said = {flag: words for flag, words in refused.items() if words is not None}
+    assert {flag: words for flag, words in said.items() if flag not in words} == {}
+    numbers = {flag for flag, _, hint in flags(settings) if is_number(hint)}
+    assert wrong == "0" or numbers - set(said) == set(), "numbers that pass"
+
+
+@pytest.mark.parametrize(
+    ("flag", "wrong"),
+    [
+        ("stall-s", "0.01"),
+        ("generator.max-total-tokens", "14"),
+        ("generator.context-length", "20"),
+        ("generator.attention-backend", "flash"),
+        ("generator.start-deadline-s", "0.1"),
+        ("generator.random-seed", "1" + "0" * 20),
+        ("trainer.lora.rank", "1000"),
+        ("trainer.tokens-per-microbatch", "12"),
+        ("rollout.workers", "1000000000"),
+        ("rollout.temperature", "0.00001"),
+        ("task.train-size", "1" + "0" * 20),
+        ("task.held-out-size", "1000000000"),
+        ("task.template", ""),
+        ("task.template", "no field"),
+        ("task.template", "{word.length}"),
+        ("task.config", '{"min_word_len": 90, "max_word_len": 99}'),
+        ("task.config", '{"data_file": "no such file"}'),
+        ("output", "/dev/null/runs"),
+        ("model", "~nobody-of-that-name/model"),
+        ("model", "x" * 5000),
+    ],
+)
+@pytest.mark.parametrize("settings", ["grpo"], indirect=True)
+def test_what_cannot_work_is_refused_by_name(settings: RunSettings, flag: str, wrong: str) -> None:
+    value, hint = next((value, hint) for name, value, hint in flags(settings) if name == flag)
+    said = refusal(settings, flag, value, hint, wrong)
+    assert said is not None and flag in said
+
+
+def test_every_number_has_a_range() -> None:
+    """Or a new one would be the next that cannot work at 1e20."""
+    without = []
+    for recipe in (RunSettings(),):
+        for part in [recipe, *nested(recipe)]:
+            for name, (allowed, _) in limits(type(part)).items():
+                hint = typing.get_type_hints(type(part))[name]
+                if is_number(hint) and (allowed is None or not math.isfinite(allowed.high)):
+                    without.append(f"{type(part).__name__}.{name}")
+    assert without == []
+
+
+def nested(settings: Any) -> Iterator[Any]:
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if dataclasses.is_dataclass(value):
+            yield value
+            yield from nested(value)
+
+
+def test_messages_name_no_flag_that_a_recipe_does_not_have() -> None:
+    """In strings of the package, `room.some-flag` is advice to set it."""
+    known = {flag for flag, _, _ in flags(RunSettings())}
+    rooms = {flag.split(".")[0] for flag in known if "." in flag}
+    named = re.compile(rf"(?<![\w./-])(?:{'|'.join(sorted(rooms))})(?:\.[a-z]+(?:-[a-z]+)*)+(?<!\.md)(?![\w/(:*])")
+    wrong = [
+        (path.name, name)
+        for path in (ROOT / "src").rglob("*.py")
+        for text in strings(ast.parse(path.read_text()))
+        for name in named.findall(text)
+        if name not in known and not any(flag.startswith(f"{name}.") for flag in known)
+    ]
+    assert wrong == []
+
+
+def strings(tree: ast.AST) -> Iterator[str]:
+    """All strings but docstrings."""
+    documented = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documented:
+            yield node.value

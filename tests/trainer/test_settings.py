@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from monarch_rl.model.lora import LoraSettings
+from monarch_rl.trainer.settings import check_lora
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 50,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+
+
+def test_a_rank_above_the_smallest_matrix_is_refused() -> None:
+    check_lora(CONFIG, LoraSettings())
+    check_lora(CONFIG, LoraSettings(rank=32))
+    check_lora(CONFIG, LoraSettings(rank=64, targets=("q_proj", "up_proj")))
+    said = r"trainer\.lora\.rank 33 is more than model\.layers\.0\.self_attn\.k_proj\.weight of shape \[32, 64\] can"
+    with pytest.raises(ValueError, match=said):
+        check_lora(CONFIG, LoraSettings(rank=33))
