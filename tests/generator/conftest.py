@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,6 +47,38 @@ def run() -> Iterator[LoopThread]:
     thread = LoopThread()
     yield thread
     thread.close()
+
+
+class EngineKeeper:
+    """Keeps one engine for all rules that a module tries: what becomes of running sequences is decided here, at each
+    commit, and nothing of it is given to SGLang."""
+
+    def __init__(self, run: LoopThread) -> None:
+        self._run = run
+        self._engine: Engine | None = None
+        self._started: tuple[object, ...] = ()
+
+    def under(self, settings: GeneratorSettings, model: Path, **options: Any) -> Engine:
+        """An engine that commits by ``settings``; it holds the weights that the last test left."""
+        started = model, replace(settings, in_flight="continue", drain_deadline_s=1.0), options
+        if self._engine is None or self._started != started:
+            self.close()
+            self._engine, self._started = self._run(Engine.start(str(model), settings, **options)), started
+        commits = self._engine._commits
+        commits._in_flight, commits._drain_deadline_s = settings.in_flight, settings.drain_deadline_s
+        return self._engine
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._run(self._engine.shutdown())
+            self._engine = None
+
+
+@pytest.fixture(scope="module")
+def engines(run: LoopThread) -> Iterator[EngineKeeper]:
+    keeper = EngineKeeper(run)
+    yield keeper
+    keeper.close()
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -28,6 +26,9 @@ from monarch_rl.model.lora import FULL_TRAINING, LoraSettings, lora_config, lora
 from monarch_rl.weights.area import Area
 from monarch_rl.weights.checksum import tensor_checksum
 from monarch_rl.weights.manifest import Manifest, make_manifest
+from tests.generator.transformers_server import TransformersServer
+
+TRANSFORMERS = TransformersServer()
 
 T = TypeVar("T")
 Weights = dict[str, torch.Tensor]
@@ -352,7 +353,7 @@ def reference_logprobs(
         (adapted / "adapter_config.json").write_text(json.dumps(lora_config(lora, str(folder))))
         folders.append(adapted)
     asked = [[prompt, completion.token_ids.tolist()] for prompt, completion in completions]
-    return _ask_transformers("transformers_logprobs.py", folders, asked)
+    return _ask_transformers("transformers_logprobs", folders, asked)
 
 
 def reference_in_turn(
@@ -370,7 +371,7 @@ def reference_in_turn(
         for prompt, completion in completions
     ]
     folders = [_with_weights(folder, weights[version]) for version in versions]
-    return _ask_transformers("transformers_in_turn.py", folders, asked)
+    return _ask_transformers("transformers_in_turn", folders, asked)
 
 
 @dataclass(frozen=True)
@@ -394,7 +395,7 @@ def reference_reading(
     versions = sorted(weights)
     asked = [[ids, [versions.index(version) for version in readers]] for ids, readers in sequences]
     folders = [_with_weights(folder, weights[version]) for version in versions]
-    answers = _run_transformers("transformers_reading.py", folders, asked)
+    answers = TRANSFORMERS.ask("transformers_reading", folders, asked)
     return [Reading(np.asarray(expert_routes), np.asarray(logprobs, np.float32)) for expert_routes, logprobs in answers]
 
 
@@ -405,16 +406,8 @@ def _with_weights(folder: Path, weights: Weights) -> Path:
     return changed
 
 
-def _ask_transformers(program: str, folders: list[Path], asked: list[list[list[int]]]) -> list[np.ndarray]:
-    return [np.asarray(row, np.float32) for row in _run_transformers(program, folders, asked)]
-
-
-def _run_transformers(program: str, folders: list[Path], asked: list[list[list[int]]]) -> list[Any]:
-    command = [sys.executable, str(Path(__file__).with_name(program)), *map(str, folders)]
-    answer = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, timeout=300)
-    assert answer.returncode == 0, answer.stderr[-2000:]
-    found: list[Any] = json.loads(answer.stdout)
-    return found
+def _ask_transformers(module: str, folders: list[Path], asked: list[list[list[int]]]) -> list[np.ndarray]:
+    return [np.asarray(row, np.float32) for row in TRANSFORMERS.ask(module, folders, asked)]
 
 
 class LoopThread:

@@ -6,7 +6,6 @@ Versions are of all weights, or of an adapter; what sequences do under ``continu
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
@@ -20,7 +19,7 @@ from monarch_rl.generator.commit import StillRunning, WeightMismatch
 from monarch_rl.generator.engine import Engine
 from monarch_rl.generator.settings import InFlight
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
-from tests.generator.conftest import SETTINGS
+from tests.generator.conftest import SETTINGS, EngineKeeper
 from tests.generator.helpers import (
     LAYERS,
     LOGPROB_BOUND,
@@ -56,14 +55,6 @@ def policy(case: tuple[InFlight, LoraSettings]) -> InFlight:
     return case[0]
 
 
-@pytest.fixture(scope="module")
-def engine(case: tuple[InFlight, LoraSettings], models: dict[str, Path], run: LoopThread) -> Iterator[Engine]:
-    settings = replace(SETTINGS, in_flight=case[0], drain_deadline_s=60)
-    engine = run(Engine.start(str(models["qwen3"]), settings, lora=case[1]))
-    yield engine
-    run(engine.shutdown())
-
-
 @dataclass(frozen=True)
 class Versions:
     """What is committed."""
@@ -94,6 +85,23 @@ def versions(case: tuple[InFlight, LoraSettings], models: dict[str, Path]) -> Ve
 @pytest.fixture(scope="module")
 def staging(versions: Versions) -> Staging:
     return Staging(versions.first())
+
+
+@pytest.fixture(scope="module")
+def engine(
+    case: tuple[InFlight, LoraSettings],
+    engines: EngineKeeper,
+    versions: Versions,
+    staging: Staging,
+    run: LoopThread,
+) -> Engine:
+    """An engine that holds what it started with."""
+    settings = replace(SETTINGS, in_flight=case[0], drain_deadline_s=60)
+    engine, weights = engines.under(settings, versions.folder, lora=case[1]), versions.first()
+    version = engine.version + 1
+    staging.fill(version, weights)
+    run(staging.commit(engine, version, checksums_of(weights)))
+    return engine
 
 
 def test_a_commit_of_the_same_weights_changes_no_seeded_draw(

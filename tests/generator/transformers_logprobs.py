@@ -1,31 +1,20 @@
-"""Prints transformers' log-probs of given tokens, as JSON. A program of its own: SGLang patches transformers.
-
-python transformers_logprobs.py FOLDER [ADAPTER] < [[prompt ids, drawn ids], ...]
-"""
+"""transformers' log-probs of given tokens. Run by :mod:`tests.generator.transformers_server`."""
 
 from __future__ import annotations
-
-import json
-import sys
 
 import torch
 from transformers import AutoModelForCausalLM
 
 
-def main() -> None:
-    model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).eval()
-    if len(sys.argv) > 2:
+def answer(folders: list[str], asked: list[list[list[int]]]) -> list[list[float]]:
+    """``folders``: a model, and an adapter if there is one; ``asked``: prompt ids and drawn ids."""
+    model = AutoModelForCausalLM.from_pretrained(folders[0], dtype=torch.float32).eval()
+    if len(folders) > 1:
         from peft import PeftModel
 
-        model = PeftModel.from_pretrained(model, sys.argv[2]).eval()
+        model = PeftModel.from_pretrained(model, folders[1]).eval()
     answers = []
-    with torch.no_grad():
-        for prompt, drawn in json.load(sys.stdin):
-            logprobs = model(torch.tensor([prompt + drawn])).logits[0].log_softmax(-1)
-            taken = logprobs[len(prompt) - 1 : -1].gather(1, torch.tensor(drawn)[:, None])[:, 0]
-            answers.append(taken.tolist())
-    json.dump(answers, sys.stdout)
-
-
-if __name__ == "__main__":
-    main()
+    for prompt, drawn in asked:
+        logprobs = model(torch.tensor([prompt + drawn])).logits[0].log_softmax(-1)
+        answers.append(logprobs[len(prompt) - 1 : -1].gather(1, torch.tensor(drawn)[:, None])[:, 0].tolist())
+    return answers

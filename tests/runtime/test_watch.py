@@ -27,6 +27,7 @@ from monarch_rl.runtime.meshes import members
 from monarch_rl.runtime.monitor import stacks_of
 from monarch_rl.runtime.watch import Stalled, watched
 from tests.rollout.test_scoring import wait_until_dead
+from tests.runtime.launched import Start
 
 STALL_S = 3.0
 """A fifth of the default. Much less, and the polls themselves would keep an idle process at work."""
@@ -101,6 +102,12 @@ async def stalled(cluster: Cluster, folder: Path, work: Callable[[], Awaitable[A
 def test_stacks_are_read_where_the_environment_is_not_activated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     assert "test_stacks_are_read_where" in stacks_of(os.getpid())
+
+
+def test_stacks_that_py_spy_cannot_read_say_so() -> None:
+    with subprocess.Popen(["true"]) as ended:
+        ended.wait(PATIENCE_S)
+    assert re.match(rf"py-spy could not read process {ended.pid}: \S", stacks_of(ended.pid))
 
 
 @pytest.mark.parametrize("machine", ["this machine", "another machine"])
@@ -338,3 +345,32 @@ with launch_cluster() as cluster:
     assert done.returncode == 1, done.stderr
     assert re.search(r"ending at once\. controller has blocked its event loop for \d+ s", done.stderr), done.stderr
     assert "time.sleep(600)" in done.stderr
+
+
+def test_the_times_start_again_when_the_controller_itself_was_stopped(start: Start, tmp_path: Path) -> None:
+    """It is stopped for longer than a run may stand still, and then goes on for a while."""
+    begun = tmp_path / "begun"
+    script = tmp_path / "controller.py"
+    script.write_text(
+        f"""
+import asyncio, pathlib
+from monarch_rl.runtime import watch
+from monarch_rl.runtime.cluster import launch_cluster
+
+async def main(cluster):
+    async with watch.watched(cluster, pathlib.Path({str(tmp_path)!r}), {STALL_S}):
+        await asyncio.sleep({STALL_S / 3})
+        pathlib.Path({str(begun)!r}).write_text("now")
+        await asyncio.sleep({4 * STALL_S})
+
+with launch_cluster() as cluster:
+    asyncio.run(main(cluster))
+"""
+    )
+    run = start([sys.executable, str(script)])
+    run.wait_for(begun)
+    run.process.send_signal(signal.SIGSTOP)
+    time.sleep(3.5 * STALL_S)
+    run.process.send_signal(signal.SIGCONT)
+    assert run.wait() == 0, run.output()
+    assert not list(tmp_path.glob("stall-*")), "a report was written"

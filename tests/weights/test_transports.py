@@ -110,7 +110,8 @@ class Processes:
     """Starts the four processes, and ends them in any case."""
 
     def __init__(self, chosen: TransferSettings) -> None:
-        self._context = multiprocessing.get_context("spawn")
+        self._context = multiprocessing.get_context("forkserver")  # it imports torch once
+        self._context.set_forkserver_preload([__name__])
         self.processes: list[BaseProcess] = []
         self.senders = [self.start(send, rank, chosen) for rank in range(2)]
         self.receivers = [self.start(receive, chosen) for _ in range(2)]
