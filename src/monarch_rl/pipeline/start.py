@@ -17,7 +17,7 @@ from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.generator.actor import Generator
 from monarch_rl.generator.dispatcher import Dispatcher
-from monarch_rl.generator.scheduler_process import ENGINE_MODULES, ENGINE_PRELOAD
+from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD
 from monarch_rl.generator.settings import GeneratorSettings, resolve_dtype
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
 from monarch_rl.pipeline.actor_pool import ActorFactory, ActorPool
@@ -43,7 +43,7 @@ PRELOADS = (
     Preload(SCORING_PRELOAD, ("reasoning_gym.factory", "monarch_rl.rollout.scoring"), after="text"),
     Preload(
         ENGINE_PRELOAD,
-        ("monarch_rl.generator.engine", "monarch_rl.generator.launching", *ENGINE_MODULES),
+        ("monarch_rl.generator.engine", "monarch_rl.generator.launching", "monarch_rl.generator.sglang_imports"),
         after="text",
     ),
 )

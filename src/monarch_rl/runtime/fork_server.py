@@ -37,6 +37,7 @@ from typing import Any, NoReturn
 import setproctitle
 
 from monarch_rl.runtime.fork_client import FIXED_FDS, NUMBER, REFUSED
+from monarch_rl.runtime.lazy_compile import compiled_on_first_call
 from monarch_rl.runtime.lifetime import die_with_parent, end_quickly, exit_code_of, set_owner
 
 logger = logging.getLogger("monarch_rl")
@@ -285,14 +286,16 @@ def _run_stage(
             other.close()
     _show_title(f"fork server, {preload.name}")
     try:
-        for module in preload.modules:
-            importlib.import_module(module)
-            _check_forkable(module)
+        gc.disable()  # nothing of what is imported becomes garbage
+        with compiled_on_first_call():
+            for module in preload.modules:
+                importlib.import_module(module)
+                _check_forkable(module)
     except Exception as error:
         logger.warning("processes import %s themselves: %s: %s", preload.name, type(error).__name__, error)
         os._exit(1)
-    gc.collect()
     gc.freeze()  # so that no collection in a forked process copies these pages
+    gc.enable()
     stages = _fork_stages(preload.name, preloads, above, alive)
     Stage(listeners[preload.name], alive).serve()
     _wait_for(stages)
