@@ -34,7 +34,12 @@ from monarch_rl.trainer.actor import Trainer, TrainerPlan
 
 PRELOADS = (
     Preload("torch", ("torch", "torch.distributed.tensor")),
-    Preload("trainer", ("monarch_rl.trainer.policy", "monarch_rl.weights.transport"), after="torch"),
+    Preload(
+        "trainer",
+        ("monarch_rl.trainer.policy", "monarch_rl.weights.transport"),
+        after="torch",
+        asks_for_accelerators=True,
+    ),
     Preload(
         "text",
         ("transformers.models.auto.tokenization_auto", "transformers.tokenization_utils_tokenizers"),
@@ -45,6 +50,7 @@ PRELOADS = (
         ENGINE_PRELOAD,
         ("monarch_rl.generator.engine", "monarch_rl.generator.launching", "monarch_rl.generator.sglang_imports"),
         after="text",
+        asks_for_accelerators=True,
     ),
 )
 """What the hosts of a run import once, before processes are forked. Trainer ranks must not import SGLang: it changes

@@ -56,6 +56,8 @@ class Preload:
     modules: tuple[str, ...]
     after: str = ""
     """The preload that it builds upon, if any."""
+    asks_for_accelerators: bool = False
+    """These modules ask for accelerators when they are imported, so they are preloaded only where there are none."""
 
 
 def preloads_to_text(preloads: Sequence[Preload]) -> str:
