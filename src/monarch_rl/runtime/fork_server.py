@@ -8,8 +8,8 @@ Servers form a tree: each stage is forked from the one before it, imports more m
 socket of its own. A request names its owner by a descriptor (pidfd), and brings the environment, the standard files and
 what to run. The forked process
 
-- takes its environment before it reads devices. An environment that differs in what is read while modules load
-  (:data:`LOADED`) is refused: such a process is started without the server;
+- takes its environment, and what else it would inherit from its owner, before it reads devices. An environment that
+  differs in what is read while modules load (:data:`LOADED`) is refused: such a process is started without the server;
 - is killed by its server when its owner ends, and by the kernel when its server ends;
 - is waited for by its server, which tells the owner its exit code.
 """
@@ -23,6 +23,7 @@ import logging
 import os
 import pickle
 import random
+import resource
 import select
 import signal
 import socket
@@ -350,6 +351,10 @@ def become(request: Request) -> NoReturn:
     _show_title(request.title)
     with suppress(PermissionError):  # the owner is in a session of its own
         os.setpgid(0, request.group)
+    with suppress(ProcessLookupError):  # the owner has ended, so this process is about to be killed
+        for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_STACK):
+            resource.setrlimit(limit, resource.prlimit(request.owner, limit))
+        os.sched_setaffinity(0, os.sched_getaffinity(request.owner))
     for number, descriptor in enumerate(request.standard):
         os.dup2(descriptor, number)
         os.close(descriptor)
