@@ -12,6 +12,7 @@ import torch
 
 from monarch_rl.episode.sampling import Sampling
 from monarch_rl.generator.engine import Engine
+from monarch_rl.model.architecture import ARCHITECTURES
 from tests.generator.helpers import (
     HEAD_DIM,
     HEADS,
@@ -175,3 +176,9 @@ def test_sequences_attended_to_together_equal_each_alone(lengths: list[int]) -> 
     together = _attend(original, None, *arguments, scaling=0.3, enable_gqa=True)
     assert torch.allclose(together, alone, atol=1e-6)
     assert bool(fallen_back) == (max(lengths) == 40)
+
+
+def test_all_families_that_can_be_trained_are_found_without_other_models() -> None:
+    from monarch_rl.generator.sglang_models.trained import EntryClass
+
+    assert {model.__name__ for model in EntryClass} == set(ARCHITECTURES)
