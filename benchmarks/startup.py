@@ -87,7 +87,8 @@ def _name(process: psutil.Process) -> str | None:
     called = process.environ().get("HYPERACTOR_PROCESS_NAME", "").split(" ")[0]
     if any("fork_client" in word for word in line):
         return "stand-ins"
-    for word, name in (("recipes/", "controller"), ("runtime.host", "host"), ("resource_tracker", "resource trackers")):
+    known = {"recipes/": "controller", "runtime.host": "host", "runtime.fork_server": "fork server"}
+    for word, name in (known | {"resource_tracker": "resource trackers"}).items():
         if any(word in argument for argument in line):
             return name
     return called or line[0]

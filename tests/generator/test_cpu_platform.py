@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from monarch_rl.episode.sampling import Sampling
 from monarch_rl.generator.engine import Engine
+from monarch_rl.model.architecture import ARCHITECTURES
 from tests.generator.helpers import (
     HEAD_DIM,
     HEADS,
@@ -179,3 +180,9 @@ def test_the_last_draw_is_of_a_token_that_can_be_drawn(monkeypatch: pytest.Monke
         assert draw(probabilities).tolist() == [2, 1]
     monkeypatch.setattr(torch, "rand", lambda *shape, **_: torch.zeros(shape).double())
     assert draw(probabilities).tolist() == [0, 1]
+
+
+def test_all_families_that_can_be_trained_are_found_without_other_models() -> None:
+    from monarch_rl.generator.sglang_models.trained import EntryClass
+
+    assert {model.__name__ for model in EntryClass} == set(ARCHITECTURES)

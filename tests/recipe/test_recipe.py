@@ -194,7 +194,7 @@ def refusal(grpo: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     def refuse(**changes: Any) -> str:
         refused_late = "bad settings were not refused before the launch"
-        monkeypatch.setattr("monarch_rl.pipeline.run.launch_cluster", lambda: pytest.fail(refused_late))
+        monkeypatch.setattr("monarch_rl.pipeline.run.launch_cluster", lambda _: pytest.fail(refused_late))
         settings = grpo.Settings(**{"model": str(model), "output": tmp_path / "runs"} | changes)
         with pytest.raises(SystemExit) as ended:
             launch(grpo.train, settings)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import sys
 import time
@@ -26,6 +27,8 @@ def forked(fds: Sequence[int]) -> int:
         "given": [os.read(descriptor, 100).decode() for descriptor in fds],
         "open": len(os.listdir("/proc/self/fd")),
         "group": os.getpgrp(),
+        "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "cores": sorted(os.sched_getaffinity(0)),
     }
     out = Path(os.environ["OUT"])
     out.with_suffix(".part").write_text(json.dumps(seen))

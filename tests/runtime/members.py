@@ -18,7 +18,7 @@ class Member(Actor):
 
     @concurrent_endpoint
     async def see(self) -> dict[str, str]:
-        forked = "fork_server" in Path("/proc/self/cmdline").read_text()
+        forked = Path("/proc/self/cmdline").read_text().startswith("monarch_rl::")
         return {**os.environ, "host_address": host_address(), "forked": str(forked)}
 
     @concurrent_endpoint

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -92,6 +93,9 @@ def begin(monkeypatch: pytest.MonkeyPatch, out: Path, what: str) -> None:
 def test_a_process_gets_what_its_owner_has(server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     draws, counts = set(), set()
+    limits, cores = resource.getrlimit(resource.RLIMIT_NOFILE), os.sched_getaffinity(0)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limits[0] - 1, limits[1]))
+    os.sched_setaffinity(0, {min(cores)})
     for index in range(3):
         reader, writer = os.pipe()
         os.write(writer, b"hello")
@@ -106,6 +110,9 @@ def test_a_process_gets_what_its_owner_has(server: Server, monkeypatch: pytest.M
         assert report["folder"] == str(tmp_path)
         draws.add(report["draw"])
         counts.add(report["open"])
+        assert report["files"] == limits[0] - 1 and report["cores"] == [min(cores)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    os.sched_setaffinity(0, cores)
     assert len(draws) == 3, "numpy draws the same numbers in every forked process"
     assert len(counts) == 1, "descriptors leak from one forked process to the next"
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD, SchedulerTarget, quiet_imports
+from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD, SchedulerTarget, few_models, quiet_imports
 from monarch_rl.runtime.fork_context import ForkContext
 
 KILL_SECONDS = 10.0
@@ -21,6 +21,7 @@ KILL_SECONDS = 10.0
 def launch_engine(arguments: dict[str, Any]) -> Any:
     """A ``sglang.Engine`` of tokens only, made with these ``ServerArgs``; ends what it started if it fails."""
     quiet_imports()
+    few_models()
     import sglang.srt.entrypoints.engine as sglang_engine
 
     managers: list[Any] = []

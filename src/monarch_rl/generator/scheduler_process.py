@@ -14,9 +14,7 @@ from typing import Any
 from monarch_rl.runtime.lifetime import die_with_parent
 
 ENGINE_PRELOAD = "engine"
-"""Name of the fork server's preload for engines, of :data:`ENGINE_MODULES`."""
-ENGINE_MODULES = ("sglang.srt.entrypoints.engine", "sglang.srt.managers.scheduler", "sglang.srt.plugins")
-"""SGLang's part of what an engine imports, in its own process and in its schedulers'."""
+"""Name of the fork server's preload for engines and their schedulers: ``sglang_imports.py``."""
 
 
 class SchedulerTarget:
@@ -112,3 +110,8 @@ def quiet_imports() -> None:
     option = "ignore:resource_tracker:UserWarning"
     if option not in sys.warnoptions:
         sys.warnoptions.append(option)
+
+
+def few_models() -> None:
+    """Have this process and those it starts import few of SGLang's models; see ``sglang_models``."""
+    os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "monarch_rl.generator.sglang_models")

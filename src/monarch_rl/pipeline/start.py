@@ -17,7 +17,7 @@ from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.generator.actor import Generator
 from monarch_rl.generator.dispatcher import Dispatcher
-from monarch_rl.generator.scheduler_process import ENGINE_MODULES, ENGINE_PRELOAD
+from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD
 from monarch_rl.generator.settings import GeneratorSettings, resolve_dtype
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
 from monarch_rl.pipeline.actor_pool import ActorFactory, ActorPool
@@ -34,7 +34,12 @@ from monarch_rl.trainer.actor import Trainer, TrainerPlan
 
 PRELOADS = (
     Preload("torch", ("torch", "torch.distributed.tensor")),
-    Preload("trainer", ("monarch_rl.trainer.policy", "monarch_rl.weights.transport"), after="torch"),
+    Preload(
+        "trainer",
+        ("monarch_rl.trainer.policy", "monarch_rl.weights.transport"),
+        after="torch",
+        asks_for_accelerators=True,
+    ),
     Preload(
         "text",
         ("transformers.models.auto.tokenization_auto", "transformers.tokenization_utils_tokenizers"),
@@ -43,8 +48,9 @@ PRELOADS = (
     Preload(SCORING_PRELOAD, ("reasoning_gym.factory", "monarch_rl.rollout.scoring"), after="text"),
     Preload(
         ENGINE_PRELOAD,
-        ("monarch_rl.generator.engine", "monarch_rl.generator.launching", *ENGINE_MODULES),
+        ("monarch_rl.generator.engine", "monarch_rl.generator.launching", "monarch_rl.generator.sglang_imports"),
         after="text",
+        asks_for_accelerators=True,
     ),
 )
 """What the hosts of a run import once, before processes are forked. Trainer ranks must not import SGLang: it changes

@@ -55,8 +55,8 @@ logger = logging.getLogger("monarch_rl")
 START_DEADLINE_S = 60.0
 """Seconds for the controller to reach all hosts; about one is normal."""
 STOP_DEADLINE_S = 15.0
-"""Seconds for the actors of all meshes to clean up and end, and again for the hosts. Five is normal for processes with
-torch in them; then Monarch kills them."""
+"""Seconds for the actors of all meshes to clean up and end, and again for the hosts. One is normal; then Monarch kills
+them."""
 FAULT_DEADLINE_S = 2.5
 """Seconds in which Monarch notices the loss of a process: it checks every second."""
 STATE_DEADLINE_S = 20.0
@@ -253,7 +253,8 @@ async def _stop_or_warn(stop: Awaitable[Any], what: str) -> None:
 def launch_cluster(preloads: Sequence[Preload] = ()) -> Iterator[Cluster | None]:
     """Start the hosts of this launch, and end everything at the end of the block.
 
-    Every host imports ``preloads`` at once, for the processes that are spawned with one of them.
+    Every host imports ``preloads`` at once, for the processes that are spawned with one of them
+    (``runtime/fork_server.py``).
 
     Yields the controller's :class:`Cluster`. Under torchrun global rank 0 is the controller. The other ranks get None
     once the controller's block has succeeded, and exit with code 1 if it failed or died::
@@ -265,6 +266,8 @@ def launch_cluster(preloads: Sequence[Preload] = ()) -> Iterator[Cluster | None]
     Within the controller's block, the first SIGINT or SIGTERM raises KeyboardInterrupt; the second kills at once.
     """
     _refuse_running_loop()
+    if visible_devices():
+        preloads = [preload for preload in preloads if not preload.asks_for_accelerators]
     start_host = functools.partial(_start_host, preloads=preloads)
     if runtime.MONARCH_CAME_FIRST:
         logger.warning("monarch was imported before monarch_rl: a dead process is noticed after up to 10 s, not 1 s")

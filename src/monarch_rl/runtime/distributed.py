@@ -14,8 +14,8 @@ from monarch_rl.runtime.network import free_port, host_address
 if TYPE_CHECKING:
     from monarch.actor import ProcMesh
 
-SET_UP_DEADLINE_S = 60.0
-"""Seconds for a call to freshly spawned processes that import nothing heavy."""
+SET_UP_DEADLINE_S = 300.0
+"""Seconds for a call to freshly spawned processes: their host's fork server imports first, ten CPU-seconds' worth."""
 
 
 class _Environment(Actor):

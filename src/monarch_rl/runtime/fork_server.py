@@ -8,8 +8,8 @@ Servers form a tree: each stage is forked from the one before it, imports more m
 socket of its own. A request names its owner by a descriptor (pidfd), and brings the environment, the standard files and
 what to run. The forked process
 
-- takes its environment before it reads devices. An environment that differs in what is read while modules load
-  (:data:`LOADED`) is refused: such a process is started without the server;
+- takes its environment, and what else it would inherit from its owner, before it reads devices. An environment that
+  differs in what is read while modules load (:data:`LOADED`) is refused: such a process is started without the server;
 - is killed by its server when its owner ends, and by the kernel when its server ends;
 - is waited for by its server, which tells the owner its exit code.
 """
@@ -23,6 +23,7 @@ import logging
 import os
 import pickle
 import random
+import resource
 import select
 import signal
 import socket
@@ -37,6 +38,7 @@ from typing import Any, NoReturn
 import setproctitle
 
 from monarch_rl.runtime.fork_client import FIXED_FDS, NUMBER, REFUSED
+from monarch_rl.runtime.lazy_compile import compiled_on_first_call
 from monarch_rl.runtime.lifetime import die_with_parent, end_quickly, exit_code_of, set_owner
 
 logger = logging.getLogger("monarch_rl")
@@ -55,6 +57,8 @@ class Preload:
     modules: tuple[str, ...]
     after: str = ""
     """The preload that it builds upon, if any."""
+    asks_for_accelerators: bool = False
+    """These modules ask for accelerators when they are imported, so they are preloaded only where there are none."""
 
 
 def preloads_to_text(preloads: Sequence[Preload]) -> str:
@@ -285,14 +289,16 @@ def _run_stage(
             other.close()
     _show_title(f"fork server, {preload.name}")
     try:
-        for module in preload.modules:
-            importlib.import_module(module)
-            _check_forkable(module)
+        gc.disable()  # nothing of what is imported becomes garbage
+        with compiled_on_first_call():
+            for module in preload.modules:
+                importlib.import_module(module)
+                _check_forkable(module)
     except Exception as error:
         logger.warning("processes import %s themselves: %s: %s", preload.name, type(error).__name__, error)
         os._exit(1)
-    gc.collect()
     gc.freeze()  # so that no collection in a forked process copies these pages
+    gc.enable()
     stages = _fork_stages(preload.name, preloads, above, alive)
     Stage(listeners[preload.name], alive).serve()
     _wait_for(stages)
@@ -345,6 +351,10 @@ def become(request: Request) -> NoReturn:
     _show_title(request.title)
     with suppress(PermissionError):  # the owner is in a session of its own
         os.setpgid(0, request.group)
+    with suppress(ProcessLookupError):  # the owner has ended, so this process is about to be killed
+        for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_STACK):
+            resource.setrlimit(limit, resource.prlimit(request.owner, limit))
+        os.sched_setaffinity(0, os.sched_getaffinity(request.owner))
     for number, descriptor in enumerate(request.standard):
         os.dup2(descriptor, number)
         os.close(descriptor)

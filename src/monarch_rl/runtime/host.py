@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from monarch_rl.runtime.fork_client import ADDRESS_VARIABLE
 from monarch_rl.runtime.fork_server import Preload, preloads_from_text, preloads_to_text, start_server
-from monarch_rl.runtime.lifetime import adopt_orphans
+from monarch_rl.runtime.lifetime import adopt_orphans, end_quickly, exit_code_of
 from monarch_rl.runtime.network import HOST_ADDRESS_VARIABLE, free_port
 
 if TYPE_CHECKING:
@@ -139,4 +139,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    end_quickly(exit_code_of(main))
