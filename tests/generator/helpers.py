@@ -218,9 +218,9 @@ class Staging:
         return await engine.commit(version, self.manifest, self.area(version).handle, expected)
 
 
-def watched(engine: Engine, field: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def watched(engine: Engine, field: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """A figure that SGLang reports of its requests, message by message from now on."""
-    figures: list[int] = []
+    figures: list[Any] = []
     manager = engine._sglang.manager
     handle = manager._handle_batch_output
 

@@ -71,7 +71,7 @@ def test_a_scorer_with_one_process_scores_one_after_the_other() -> None:
 
 def test_calls_take_their_time() -> None:
     bare, slow = (predict(plan(0), replace(CONSTANT, call_s=c), 4, 1, grain=1).step_s for c in (0.0, 0.01))
-    assert 8 <= (slow - bare) / 0.01 <= 25  # one after the other, from a batch to the slots of the next
+    assert 7 <= round((slow - bare) / 0.01, 6) <= 25  # one after the other, from a batch to the slots of the next
 
 
 def test_a_busy_trainer_waits_for_the_calls_that_a_fit_divides_by() -> None:

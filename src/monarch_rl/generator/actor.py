@@ -26,6 +26,7 @@ from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.endpoint import concurrent_endpoint
+from monarch_rl.runtime.heap import freeze_heap
 from monarch_rl.runtime.resilient import ResilientActor
 from monarch_rl.weights.endpoint import Receiver, TransferSettings
 from monarch_rl.weights.manifest import Manifest
@@ -119,7 +120,7 @@ class Generator(ResilientActor):
             flag="generator.start-deadline-s",
         )
         presence.register(f"generator {replica}", self._engine.waits)
-        await self._engine.freeze_heaps()
+        freeze_heap()
         return time.perf_counter() - started
 
     @concurrent_endpoint

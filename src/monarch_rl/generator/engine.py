@@ -24,7 +24,6 @@ from monarch_rl.generator.settings import GeneratorSettings, check_served, cores
 from monarch_rl.generator.sglang_engine import SglangEngine, io_structs
 from monarch_rl.generator.version_kind import VersionKind
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings, lora_config
-from monarch_rl.runtime.heap import freeze_heap
 from monarch_rl.runtime.presence import Wait
 from monarch_rl.weights.manifest import Manifest
 
@@ -136,11 +135,6 @@ class Engine:
     def hold_s(self) -> float:
         """Seconds for which running sequences may hold up a commit."""
         return self._commits.hold_s
-
-    async def freeze_heaps(self) -> None:
-        """Exempt what exists now from garbage collection, here and in SGLang's processes; see ``runtime/heap.py``."""
-        await self._sglang.or_stopped(self._sglang.manager.freeze_gc(), "its heap to be frozen")
-        freeze_heap()
 
     def waits(self) -> list[Wait]:
         """What the requests wait for; may be called on any thread."""

@@ -57,8 +57,8 @@ START_DEADLINE_S = 60.0
 STOP_DEADLINE_S = 15.0
 """Seconds for the actors of all meshes to clean up and end, and again for the hosts. One is normal; then Monarch kills
 them."""
-FAULT_DEADLINE_S = 2.5
-"""Seconds in which Monarch notices the loss of a process: it checks every second."""
+FAULT_DEADLINE_S = 3.5
+"""Seconds in which Monarch notices the loss of a process: it checks every two seconds."""
 STATE_DEADLINE_S = 20.0
 """Seconds of silence after which a host, or a process asked for its state, counts as lost."""
 KILL_DEADLINE_S = 5.0
@@ -270,7 +270,7 @@ def launch_cluster(preloads: Sequence[Preload] = ()) -> Iterator[Cluster | None]
         preloads = [preload for preload in preloads if not preload.asks_for_accelerators]
     start_host = functools.partial(_start_host, preloads=preloads)
     if runtime.MONARCH_CAME_FIRST:
-        logger.warning("monarch was imported before monarch_rl: a dead process is noticed after up to 10 s, not 1 s")
+        logger.warning("monarch was imported before monarch_rl: a dead process is noticed after up to 10 s, not 2 s")
     if not launched_by_torchrun():
         with interrupts():
             host = start_host(None)
@@ -328,7 +328,7 @@ def configure_monarch() -> None:
     """Set Monarch's own time-outs and sizes for this process and those it spawns, before the first actor.
 
     If a process is killed while Monarch asks it for its state, its loss is noticed only after ``STATE_DEADLINE_S``;
-    otherwise within a second.
+    otherwise within two seconds.
     """
     from monarch.config import configure
 

@@ -12,5 +12,6 @@ def freeze_heap() -> None:
     Imports alone make hundreds of thousands of objects, which live as long as the process. Each full collection looks
     at all of them: that was more than half of the CPU time of a rollout worker.
     """
+    gc.collect()  # what is garbage already, such as tensors that a set-up left in a cycle, must not stay forever
     gc.freeze()
     atexit.register(gc.unfreeze)  # at the end objects are to go in the usual order, before their modules
