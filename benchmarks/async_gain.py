@@ -60,7 +60,7 @@ class Settings:
     replicas: int = 2
     """Generator replicas."""
     length: Distribution = field(default_factory=lambda: Distribution(36, 1.0, 120))
-    """Tokens of an answer; at 0.05 s a token 1.8 s in the mean and 6 s at most."""
+    """Tokens of an answer; at 0.05 s a token 1.8 s in the mean, before they are cut at 6 s."""
     token_s: float = 0.05
     """Seconds of a token, however many sequences are drawn."""
     places: int = 32
