@@ -70,7 +70,7 @@ async def within(seconds: float, awaitable: Awaitable[T], what: str, *, on: str 
     task.add_done_callback(_retrieve)
     message = f"{_waiter()} waited {seconds:g} s, since {since}, for {what}"
     if flag:
-        message += f" ({flag} sets how long)"
+        message += f" (see --{flag})"
     raise DeadlineExceeded(message, what, seconds)
 
 
