@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from monarch_rl.model.architecture import ARCHITECTURES
@@ -65,3 +67,14 @@ def test_they_are_what_transformers_saves(kind: str, change: dict[str, Any], tmp
 def test_every_family_is_among_them() -> None:
     made = {"".join(word.capitalize() for word in kind.split("_")) + "ForCausalLM" for kind, _ in MODELS}
     assert made == set(ARCHITECTURES)
+
+
+def test_only_a_deepseek_may_have_a_layer_more(tmp_path: Path) -> None:
+    """Its layer for multi-token prediction, which transformers leaves out as well."""
+    for kind, change in (("deepseek_v3", {**LATENT, "q_lora_rank": 20}), ("llama", {})):
+        folder = tmp_path / kind
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES | change)).save_pretrained(folder)
+        save_file({"model.layers.3.enorm.weight": torch.zeros(32)}, folder / "more.safetensors")
+    check_weights(tmp_path / "deepseek_v3", read_config(tmp_path / "deepseek_v3"))
+    with pytest.raises(ValueError, match=r"more\.safetensors holds model\.layers\.3\.enorm\.weight, which a Llama"):
+        check_weights(tmp_path / "llama", read_config(tmp_path / "llama"))

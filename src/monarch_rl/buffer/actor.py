@@ -26,6 +26,8 @@ from monarch_rl.runtime.endpoint import concurrent_endpoint
 from monarch_rl.runtime.heap import freeze_heap
 from monarch_rl.runtime.resilient import ResilientActor
 
+SLOT_DEADLINE = "rollout.slot-deadline-s"
+
 
 class BufferClosed(RuntimeError):
     """The run ended before the batch was complete."""
@@ -86,7 +88,7 @@ class Buffer(ResilientActor):
                 self._leases[ticket.group_id] = Lease(worker, now(), ticket.attempt)
             return bool(tickets) or self._core.closed
 
-        await self._wait(self._slots, served, timeout_s, worker, "a free slot of the buffer")
+        await self._wait(self._slots, served, timeout_s, worker, "a free slot of the buffer", SLOT_DEADLINE)
         return tickets
 
     @concurrent_endpoint
@@ -101,7 +103,7 @@ class Buffer(ResilientActor):
             return self._core.reserve(group_id, nbytes, attempt)
 
         what = f"room for the {nbytes} bytes of group {group_id}"
-        await self._wait(self._room, served, timeout_s, worker, what)
+        await self._wait(self._room, served, timeout_s, worker, what, SLOT_DEADLINE)
 
     @concurrent_endpoint
     async def put(self, *groups: bytes) -> None:
@@ -178,7 +180,7 @@ class Buffer(ResilientActor):
             return batch is not None or self._core.closed
 
         what = f"the batch that updates version {version}"
-        await self._wait(self._batches, served, timeout_s, f"trainer rank {dp_rank}", what)
+        await self._wait(self._batches, served, timeout_s, f"trainer rank {dp_rank}", what, "update-deadline-s")
         self._room.serve()  # other groups are due next now, and these always have room
         if batch is None:
             raise BufferClosed(f"no batch for version {version}: the run has ended")
@@ -229,10 +231,12 @@ class Buffer(ResilientActor):
         self._slots.serve()
         self._room.serve()
 
-    async def _wait(self, line: Line, served: Callable[[], bool], timeout_s: float, who: str, what: str) -> None:
-        """Wait in ``line``; at the deadline say what was waited for and what is here."""
+    async def _wait(
+        self, line: Line, served: Callable[[], bool], timeout_s: float, who: str, what: str, flag: str
+    ) -> None:
+        """Wait in ``line``; at the deadline, which ``flag`` sets, say what was waited for and what is here."""
         if not await line.wait(served, timeout_s):  # waits: timeout_s at most
-            message = f"{who} waited {timeout_s:g} s for {what}; {self._report()}"
+            message = f"{who} waited {timeout_s:g} s for {what} (see --{flag}); {self._report()}"
             raise DeadlineExceeded(message, what, timeout_s)
 
     def _shards(self, batch: Batch, version: int, dp_size: int, token_budget: int) -> list[PackedShard]:

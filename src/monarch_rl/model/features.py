@@ -111,7 +111,7 @@ def _check_rope(config: Config) -> None:
     _check_rope_numbers(rope, LLAMA3_ROPE if kind == "llama3" else ())
     if kind not in ("default", "llama3"):
         raise ValueError(f"rotary scaling {kind!r} is not supported, only 'default' and 'llama3'")
-    if config.get("partial_rotary_factor", 1.0) != 1.0 or rope.get("partial_rotary_factor", 1.0) != 1.0:
+    if (config.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1.0) != 1.0:
         raise ValueError("partial_rotary_factor is not supported: rotary embeddings turn whole heads")
 
 

@@ -9,7 +9,6 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from monarch_rl.model.architecture import Config, architecture_of
 from monarch_rl.model.folder import num_experts, read_object, sparse_layers
@@ -188,17 +187,9 @@ def _is_ignored(name: str, config: Config) -> bool:
     """Whether a tensor that the model does not need may be there: transformers leaves it out of the model as well."""
     if name == "lm_head.weight" or name.endswith(".rotary_emb.inv_freq"):
         return True
-    # The layers for multi-token prediction, after the last one.
-    layer = name.removeprefix("model.layers.").split(".")[0]
-    predicting = range(
-        config["num_hidden_layers"], config["num_hidden_layers"] + _int(config, "num_nextn_predict_layers")
-    )
-    return layer.isdecimal() and int(layer) in predicting
-
-
-def _int(config: Config, key: str) -> int:
-    value: Any = config.get(key)
-    return value if isinstance(value, int) else 0
+    # DeepSeek-V3's layer for multi-token prediction, after the last one.
+    following = f"model.layers.{config['num_hidden_layers']}."
+    return architecture_of(config).latent_attention and name.startswith(following)
 
 
 def _some(names: list[str]) -> str:

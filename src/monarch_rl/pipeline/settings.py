@@ -89,11 +89,11 @@ def check(s: RunSettings, offered: Devices) -> Path:
     _check_devices(s, offered)
     check_processes(s.rollout, os.cpu_count() or 1)
     check_attention(s.generator, on_gpu := offered.kind == "cuda")
-    _check_output(s.output)
     source = TaskSource(s.task)
     source.check()
     model = resolve_model(s.model)
     _check_model(s, model, on_gpu, [source.item(index).prompt for index in range(PROMPTS)])
+    _check_output(s.output)
     return model
 
 

@@ -73,7 +73,7 @@ async def within(seconds: float, awaitable: Awaitable[T], what: str, *, on: str 
     began = time.strftime("%H:%M:%S", time.localtime(since))
     message = f"{_waiter()} waited {seconds:g} s, since {began}, for {what}"
     if flag:
-        message += f" ({flag} sets how long)"
+        message += f" (see --{flag})"
     raise DeadlineExceeded(message, what, seconds)
 
 

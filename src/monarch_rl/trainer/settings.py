@@ -160,6 +160,8 @@ def check_lora(config: dict[str, Any], lora: LoraSettings) -> None:
         return
     tensors = expected_tensors(config)
     weights = [weight for target in lora.targets for weight in projections(tensors, target)]
+    if not weights:
+        raise ValueError(f"trainer.lora.targets {', '.join(lora.targets)}: the model has none of these projections")
     name, shape = min(weights, key=lambda weight: min(weight[1]))
     if lora.rank > min(shape):
         raise ValueError(
