@@ -6,7 +6,6 @@ Both against transformers, whatever commits do with running sequences meanwhile.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +19,7 @@ from monarch_rl.generator import scheduler_requests as requests_module
 from monarch_rl.generator.answers import ExpertRouteFormat, SideChannel, read_reason, take_side_channel
 from monarch_rl.generator.engine import Engine
 from monarch_rl.generator.settings import InFlight
-from tests.generator.conftest import SETTINGS
+from tests.generator.conftest import SETTINGS, EngineKeeper
 from tests.generator.helpers import (
     LAYERS,
     PART_TOKENS,
@@ -48,11 +47,8 @@ def policy(request: pytest.FixtureRequest) -> InFlight:
 
 
 @pytest.fixture(scope="module")
-def engine(policy: InFlight, models: dict[str, Path], run: LoopThread) -> Iterator[Engine]:
-    settings = replace(SETTINGS, in_flight=policy)
-    engine = run(Engine.start(str(models["moe"]), settings, expert_routes=True))
-    yield engine
-    run(engine.shutdown())
+def engine(policy: InFlight, engines: EngineKeeper, models: dict[str, Path]) -> Engine:
+    return engines.under(replace(SETTINGS, in_flight=policy), models["moe"], expert_routes=True)
 
 
 @pytest.fixture(scope="module")
