@@ -43,7 +43,8 @@ def engine(model: Path, run: LoopThread) -> Iterator[Engine]:
 
 
 def test_every_forward_equals_sglangs_own(engine: Engine, run: LoopThread, model: Path, parity: Path) -> None:
-    """Prompts alone and with cached prefixes, and ragged sequences; transformers agrees with what is served."""
+    """Prompts alone and with cached prefixes, and ragged sequences. transformers agrees with what is served, but cannot
+    read this DeepSeek, whose agreement with the trainer is tested in ``tests/pipeline``."""
     draw = np.random.default_rng(0)
     prompts = [draw.integers(3, VOCABULARY, length).tolist() for length in LENGTHS]
     longer = [prompt + draw.integers(3, VOCABULARY, 140).tolist() for prompt in prompts]
@@ -56,9 +57,10 @@ def test_every_forward_equals_sglangs_own(engine: Engine, run: LoopThread, model
 
     completions = [*run(play(prompts)), *run(play(longer))]
     asked = list(zip(prompts + longer, completions, strict=True))
-    for (_, drawn), reference in zip(asked, reference_logprobs(model, asked), strict=True):
+    llama = model.name == "llama"
+    for (_, drawn), reference in zip(asked, reference_logprobs(model, asked) if llama else (), strict=llama):
         assert np.abs(drawn.logprobs - reference).max() < LOGPROB_BOUND
     compared: dict[str, Any] = json.loads((parity / f"{engine.child_pids[0]}.json").read_text())
-    assert compared["plain_layers"] == ("llama" in str(model))
+    assert compared["plain_layers"] == llama
     assert compared["forwards"].keys() == {"prompt", "prefix", "decode"}
     assert all(count > 0 and largest <= PARITY for count, largest in compared["forwards"].values())
