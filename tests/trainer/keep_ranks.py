@@ -21,6 +21,7 @@ from monarch_rl.trainer.batch import MicroBatch, pack
 from monarch_rl.trainer.objective import reinforcement
 from monarch_rl.trainer.policy import Policy
 from monarch_rl.trainer.settings import Checkpointing, LossSettings, RouterReplay, TrainerSettings
+from tests.episode.trees import tree_of
 
 VOCABULARY, LAYERS, EXPERTS, K = 500, 2, 4, 2
 CHUNK = 7
@@ -88,6 +89,22 @@ def gradients(policy: Policy, batch: MicroBatch) -> dict[str, torch.Tensor]:
     }
 
 
+def shared_and_separate(policy: Policy, expert_routes: bool) -> dict[str, torch.Tensor]:
+    """Log-probs and gradients of groups whose episodes share prefixes, computed once and computed separately. Each rank
+    has other groups."""
+    lengths, forks, seed = [18, 20, 12, 9], [(0, 0), (0, 9), (1, 12), (0, 5)], 10 * policy.rank
+    made = [tree_of(lengths, forks, seed + group, routes=expert_routes, kept=True) for group in range(2)]
+    flat = [episode for group in made for episode in group]
+    found = {}
+    for name, groups in (("shared", [0] * 4 + [1] * 4), ("separate", list(range(8)))):
+        batch = pack(flat, torch.ones(8), torch.ones(8), 0, policy.device, groups)
+        assert (batch.num_tokens < batch.separate_tokens) == (name == "shared")
+        with torch.no_grad():
+            found[f"{name}.logprobs"] = policy.token_logprobs(batch).logprobs
+        found |= {f"{name}.grad.{key}": value for key, value in gradients(policy, batch).items()}
+    return found
+
+
 def main(folder: Path, degree: int) -> None:
     torch.set_num_threads(1)
     for router_replay in get_args(RouterReplay):
@@ -107,6 +124,8 @@ def main(folder: Path, degree: int) -> None:
                 inputs["routes"] = batch.expert_routes[0]
             grads = {f"grad.{key}": value for key, value in gradients(policy, batch).items()}
             save_file({k: v.contiguous() for k, v in (outputs | inputs | grads).items()}, folder / name)
+            found = shared_and_separate(policy, expert_routes=router_replay != "off")
+            save_file({k: v.contiguous() for k, v in found.items()}, folder / f"shared.{name}")
             # One rank has nothing this time.
             batches = [batch, packed(made if policy.rank == 0 else [], policy.device)]
             metrics = policy.update(batches, reinforcement(LossSettings()))

@@ -46,11 +46,11 @@ def train(folder: Path, training: str, settings: TrainerSettings, name: str) -> 
     policy = Policy(folder / TRAININGS[training], settings, total_steps=STEPS)
     steps = []
     for step in range(STEPS):
-        part = shard(
-            single(step) if single_episode else batch(step), step, policy.rank, policy.world_size, token_budget=50
-        )
-        metrics = policy.update(packed(part, policy), objective)
-        assert (metrics["padding"] > 0) == single_episode
+        groups, ranks = single(step) if single_episode else batch(step), policy.world_size
+        shards = [shard(groups, step, rank, ranks, token_budget=50) for rank in range(ranks)]
+        metrics = policy.update(packed(shards[policy.rank], policy), objective)
+        without_episodes = sum(not microbatch for part in shards for microbatch in part.microbatches)
+        assert (metrics["padding"] > 0) == (without_episodes > 0) >= single_episode
         steps.append({"loss": metrics["loss"], "grad_norm": metrics["grad_norm"]})
     check_counts(policy, training)
     policy.save(folder / name)

@@ -22,6 +22,7 @@ from monarch_rl.trainer.policy import Policy
 from monarch_rl.trainer.settings import LossSettings, TrainerSettings
 from monarch_rl.weights.checksum import ShardChecksums, tensor_checksum
 from monarch_rl.weights.manifest import make_manifest
+from tests.episode.trees import distinct_inputs
 from tests.trainer.batches import LR, MAX_NEW_TOKENS, STEPS, WEIGHT_DECAY, batch, shard
 from tests.trainer.programs import saved
 from tests.trainer.reference import CONFIGS
@@ -59,6 +60,9 @@ def train(folder: Path, name: str, settings: TrainerSettings) -> Policy:
         metrics = policy.update(packed(part, policy), reinforcement(settings.loss))
         assert metrics["tokens"] == part.trainable_tokens
         assert 0 <= metrics["imbalance"] < 0.5
+        computed = sum(distinct_inputs(group.episodes) for group in batch(step))
+        inputs = sum(episode.num_tokens - 1 for group in batch(step) for episode in group.episodes)
+        assert computed / inputs <= metrics["computed_share"] < 1
     policy.save(folder / name)
     return policy
 

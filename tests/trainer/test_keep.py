@@ -15,6 +15,8 @@ from tests.generator.helpers import make_model, weights_in
 from tests.trainer.programs import run_program
 
 RANKS, K, TEMPERATURE = 2, 2, 0.7
+LOGPROB_BOUND, GRADIENT_BOUND = 1e-5, 2e-5
+"""Of what is computed once, in nats, and as a share of the norm of each parameter's gradient, fp32."""
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["experts-gathered", "experts-divided"])
@@ -121,3 +123,16 @@ def test_differences_of_log_probs_are_reported_by_quantile(folder: Path) -> None
     for name, share in (("p50", 0.5), ("p99", 0.99), ("max", 1.0)):
         exact = float(differences.quantile(share, interpolation="higher" if share < 1 else "linear"))
         assert exact / 1.34 <= reported[f"logprob_difference_{name}"] <= exact * 1.34
+
+
+@pytest.mark.parametrize("name", ["off.none", "compare.none", "replay.none", "replay.selective", "replay.full"])
+def test_what_episodes_share_is_computed_once_on_all_ranks(folder: Path, name: str) -> None:
+    """Log-probs and gradients are those of separate episodes, however experts lie and activations are kept."""
+    for found in of_ranks(folder, f"shared.{name}"):
+        separate = {key.removeprefix("separate."): found[key] for key in found if key.startswith("separate.")}
+        assert len(separate) == len(found) / 2 > 10
+        assert len(separate["logprobs"]) > 30
+        assert (found["shared.logprobs"] - separate.pop("logprobs")).abs().max() < LOGPROB_BOUND
+        total = torch.stack([value.norm() for value in separate.values()]).norm()
+        for key, expected in separate.items():
+            assert (found[f"shared.{key}"] - expected).norm() < GRADIENT_BOUND * max(expected.norm(), 1e-3 * total)
