@@ -16,7 +16,8 @@ from tests.trainer.programs import run_program
 
 RANKS, K, TEMPERATURE = 2, 2, 0.7
 LOGPROB_BOUND, GRADIENT_BOUND = 1e-5, 2e-5
-"""Of what is computed once, in nats, and as a share of the norm of each parameter's gradient, fp32."""
+"""Of what is computed once, in nats, and as a share of the norm of each parameter's gradient (or of a thousandth of the
+whole gradient's), fp32."""
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["experts-gathered", "experts-divided"])

@@ -34,8 +34,8 @@ CPU = torch.device("cpu")
 LOGPROB_BOUND = 1e-5
 """Nats, fp32. The largest difference seen in 320 micro-batches of these models was 1e-6."""
 GRADIENT_BOUND = 2e-5
-"""Of the norm of each parameter's gradient, or of a thousandth of the whole gradient if that is more, fp32; the largest
-seen was 2e-6."""
+"""Of the norm of each parameter's gradient, or of a hundredth of the whole gradient's if that is more (of a query with
+one key nothing is left but rounding), fp32; the largest seen was 2e-6."""
 HEADS, KV_HEADS, HEAD = 4, 2, 8
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -108,7 +108,7 @@ def check_equal_to_separate(module: Any, groups: list[list[Episode]], replay: bo
     assert our_grads.keys() == their_grads.keys() and our_grads
     total = torch.stack([value.norm() for value in their_grads.values()]).norm()
     for name, expected in their_grads.items():
-        bound = GRADIENT_BOUND * max(expected.norm(), 1e-3 * total)
+        bound = GRADIENT_BOUND * max(expected.norm(), 1e-2 * total)
         assert (our_grads[name] - expected).norm() < bound, name
 
 
@@ -155,7 +155,7 @@ def test_a_long_shared_prefix_and_long_answers() -> None:
         tree_of([40, 120], [(0, 0), (0, 38)], 6),
     ]
     episodes, numbers = [episode for group in groups for episode in group], [0] * 5 + [1] * 2
-    calls, _ = pack(episodes, torch.zeros(7), torch.zeros(7), 0, CPU, numbers).attention.padded_calls
+    calls = pack(episodes, torch.zeros(7), torch.zeros(7), 0, CPU, numbers).attention.padded_calls.calls
     assert {call.mask is None for call in calls} == {True, False} and len(calls) > 2
     check_equal_to_separate(model("dense"), groups)
 

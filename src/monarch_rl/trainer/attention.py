@@ -49,18 +49,18 @@ class PackedAttention(VarlenAttention):
         enable_gqa: bool = False,
         **_unused: Any,
     ) -> torch.Tensor:
-        calls, outputs = attention_masks.padded_calls
-        results = []
-        for call in calls:
-            q, k, v = (
-                _rows(x[0], places).unflatten(0, (call.segments, -1)).transpose(1, 2)
-                for x, places in ((q_BLNH, call.queries), (k_BLNH, call.keys), (v_BLNH, call.keys))
-            )
+        padded, results = attention_masks.padded_calls, []
+        queries = _rows(q_BLNH[0], padded.queries).split([call.queries.size for call in padded.calls])
+        keys, values = (
+            _rows(x[0], padded.keys).split([call.keys.size for call in padded.calls]) for x in (k_BLNH, v_BLNH)
+        )
+        for call, *of_call in zip(padded.calls, queries, keys, values, strict=True):
+            q, k, v = (x.unflatten(0, (len(call.queries), -1)).transpose(1, 2) for x in of_call)
             result = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=call.mask, is_causal=call.mask is None, scale=scale, enable_gqa=enable_gqa
             )
             results.append(result.transpose(1, 2).flatten(0, 1))
-        return _rows(torch.cat(results) if len(results) > 1 else results[0], outputs).unsqueeze(0)
+        return _rows(torch.cat(results) if len(results) > 1 else results[0], padded.outputs).unsqueeze(0)
 
 
 class PrefixVarlenAttention(VarlenAttention):

@@ -37,14 +37,26 @@ class Segment(NamedTuple):
 class PaddedCall(NamedTuple):
     """Segments that one SDPA call computes: q queries and k keys each, padded at their ends."""
 
-    queries: torch.Tensor
-    """int64[S x q]: places in the row. Before the segment's own queries there may be others, whose result is not used,
+    queries: np.ndarray
+    """int64[S, q]: places in the row. Before the segment's own queries there may be others, whose result is not used,
     so that it has as many queries as keys."""
-    keys: torch.Tensor
-    """int64[S x k]: places in the row."""
+    keys: np.ndarray
+    """int64[S, k]: places in the row."""
     mask: torch.Tensor | None
     """bool[S, 1, q, k]: which keys a query attends to; None is causal, with as many queries as keys."""
-    segments: int
+
+
+class PaddedCalls(NamedTuple):
+    """All SDPA calls of a row. Queries and keys are gathered once for all of them: the gradient of a gathered row is as
+    large as the row."""
+
+    calls: list[PaddedCall]
+    queries: torch.Tensor
+    """int64: those of all calls in turn."""
+    keys: torch.Tensor
+    """int64: the same."""
+    outputs: torch.Tensor
+    """int64[L]: where the output of each input of the row lies, in those of all calls in turn."""
 
 
 class AttentionLayout:
@@ -87,19 +99,21 @@ class AttentionLayout:
         return torch.from_numpy(np.concatenate([segment.path for segment in self.segments])).to(self.device)
 
     @cached_property
-    def padded_calls(self) -> tuple[list[PaddedCall], torch.Tensor]:
-        """``(calls, int64[L])``: where the output of each input of the row lies, in those of all calls in turn."""
+    def padded_calls(self) -> PaddedCalls:
+        """What computes the row on a CPU."""
         calls, outputs, offset = [], np.zeros(sum(segment.own for segment in self.segments), np.int64), 0
         for causal in (True, False):
             chosen = [segment for segment in self.segments if _fits_causal(segment) == causal]
             for together in _of_similar_size(chosen, causal):
                 calls.append(_padded_call(together, causal, self.device))
-                width = len(calls[-1].queries) // len(together)
+                width = calls[-1].queries.shape[1]
                 for index, segment in enumerate(together):
                     first = offset + index * width + (len(segment.path) - segment.own if causal else 0)
                     outputs[segment.start : segment.start + segment.own] = np.arange(first, first + segment.own)
                 offset += len(together) * width
-        return calls, torch.from_numpy(outputs).to(self.device)
+        queries = np.concatenate([call.queries.ravel() for call in calls])
+        keys = np.concatenate([call.keys.ravel() for call in calls])
+        return PaddedCalls(calls, *(torch.from_numpy(places).to(self.device) for places in (queries, keys, outputs)))
 
     def _ends(self, sizes: list[int]) -> torch.Tensor:
         return torch.from_numpy(np.cumsum([0, *sizes], dtype=np.int32)).to(self.device)
@@ -149,6 +163,4 @@ def _padded_call(segments: Sequence[Segment], causal: bool, device: torch.device
         keys[index, : len(path)], queries[index, : len(own)] = path, own
         reach[index, : len(own)] = np.arange(len(path) - len(own), len(path))
     mask = None if causal else torch.from_numpy(np.arange(most_keys) <= reach[:, None, :, None]).to(device)
-    return PaddedCall(
-        torch.from_numpy(queries.ravel()).to(device), torch.from_numpy(keys.ravel()).to(device), mask, len(segments)
-    )
+    return PaddedCall(queries, keys, mask)
