@@ -108,11 +108,15 @@ async def take_snapshot(run: Run, names: dict[int, str]) -> Snapshot:
 
 def _name(process: psutil.Process, names: dict[int, str]) -> str:
     """A name for a process without a monitor: the host, a scoring process, a tracker of resources."""
-    command = " ".join(process.cmdline())
+    command = " ".join(process.cmdline()).strip()
     if "monarch_rl.runtime.host" in command:
         return "host"
+    if "fork server" in command or "fork_serve" in command:
+        return "fork servers"
     if "resource_tracker" in command:
         return "resource trackers"
+    if "scorer" in command:
+        return "scoring processes"
     owner = names.get(process.ppid())
     return f"a child of {owner}" if owner else command[:60]
 
