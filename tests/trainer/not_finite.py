@@ -9,6 +9,8 @@ import os
 import sys
 from pathlib import Path
 
+import torch.distributed as dist
+
 from monarch_rl.runtime.network import held_port
 from monarch_rl.trainer.policy import Policy
 from monarch_rl.trainer.settings import TrainerSettings
@@ -20,11 +22,12 @@ def main(folder: Path) -> None:
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
         for model in [path for path in folder.iterdir() if path.is_dir()]:
             try:
-                Policy(model, TrainerSettings(ranks=1), total_steps=1).close()
+                Policy(model, TrainerSettings(ranks=1), total_steps=1)
                 said = ""
             except ValueError as error:
                 said = str(error)
             (folder / f"{model.name}.said").write_text(said)
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
