@@ -27,17 +27,30 @@ def part_of(name: str, command: list[str], environment: dict[str, str]) -> str:
 
     Args:
         name: of the process; SGLang's are named so by SGLang, which also overwrites their environment.
-        command: its command line.
-        environment: Monarch puts the name of the mesh into it, such as ``generator0-0 @ host``.
+        command: its command line; in a forked process its title (``runtime/fork_server.py``), such as
+            ``monarch_rl::generator0-0 @ host``.
+        environment: Monarch puts the name of the mesh into it, in the same form.
     """
     if name.startswith("sglang"):
         return "engines"
-    text, mesh = " ".join(command), environment.get("HYPERACTOR_PROCESS_NAME", "").split("-")[0].rstrip("0123456789")
+    text = " ".join(command).strip()
     if "monarch_rl.runtime.host" in text:
         return "host"
-    if "resource_tracker" in text or "spawn_main" in text:
+    if "fork server" in text or "monarch_rl.runtime.fork_server" in text or "fork_client" in text:
+        return "fork servers"
+    _, _, title = text.partition("monarch_rl::")
+    mesh = (title or environment.get("HYPERACTOR_PROCESS_NAME", "")).split("-")[0].rstrip("0123456789")
+    if "resource_tracker" in text:
+        return "helpers"
+    if "spawn_main" in text:  # started by multiprocessing without the fork server
         return "scorers" if mesh == "rollout" else "helpers"
-    parts = {"trainer": "trainer", "generator": "generator actors", "rollout": "rollout worker", "buffer": "buffer"}
+    parts = {
+        "trainer": "trainer",
+        "generator": "generator actors",
+        "rollout": "rollout worker",
+        "buffer": "buffer",
+        "scorer": "scorers",
+    }
     return parts.get(mesh, "helpers")
 
 
