@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 
 from monarch_rl.algorithms.packing import SharingGroup, plan_microbatches
@@ -12,29 +14,29 @@ VOCABULARY, STEPS, LR, WEIGHT_DECAY, MAX_NEW_TOKENS = 101, 4, 1e-3, 0.1, 20
 
 
 def batch(step: int, groups: int = 3, size: int = 4) -> list[Group]:
-    """Groups of episodes of different lengths with log-probs some way off those of a random model. Those of a group
-    share their prompt, and all but the first also the first tokens that they drew."""
+    """Groups of episodes of different lengths with log-probs some way off those of a random model. Each begins like the
+    one before it in its group, some beyond the prompt."""
     rng = np.random.default_rng(step)
 
-    def group(number: int) -> Group:
-        prompt = rng.integers(0, VOCABULARY, rng.integers(2, 9))
-        begun = np.concatenate([prompt, rng.integers(0, VOCABULARY, rng.integers(1, 4))])
-        return Group(number, number, [episode(begun if place else prompt, len(prompt)) for place in range(size)])
-
-    def episode(first: np.ndarray, prompt: int) -> Episode:
-        ids = np.concatenate([first, rng.integers(0, VOCABULARY, rng.integers(1, MAX_NEW_TOKENS - 3))])
-        n = len(ids)
+    def episode() -> Episode:
+        prompt, drawn = rng.integers(2, 9), rng.integers(1, MAX_NEW_TOKENS)
+        n = prompt + drawn
         trainable = np.arange(n) >= prompt
         logprobs = np.where(trainable, -np.log(VOCABULARY) + rng.normal(0, 0.3, n), 0)
         turn = Turn(
-            token_ids=ids.astype(np.int32),
+            token_ids=rng.integers(0, VOCABULARY, n).astype(np.int32),
             logprobs=logprobs.astype(np.float32),
             policy_versions=np.where(trainable, step, -1).astype(np.int32),
             trainable=trainable,
         )
         return Episode([turn], float(rng.integers(0, 2)), "stop")
 
-    return [group(number) for number in range(groups)]
+    made = [Group(g, g, [episode() for _ in range(size)]) for g in range(groups)]
+    for group in made:
+        for before, after in pairwise(episode.turns[0].token_ids for episode in group.episodes):
+            shared = min(len(before), len(after), 4) - 1
+            after[:shared] = before[:shared]
+    return made
 
 
 def single(step: int) -> list[Group]:
