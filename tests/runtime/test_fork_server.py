@@ -30,6 +30,7 @@ PRELOADS = [
     Preload("small", ("tests.runtime.preloaded",), after="numbers"),
     Preload("threads", ("tests.runtime.starts_a_thread",), after="numbers"),
     Preload("broken", ("tests.runtime.does_not_exist",)),
+    Preload("slow", ("tests.runtime.waits_for_a_file",)),
 ]
 DEADLINE_S = 60.0
 
@@ -52,9 +53,10 @@ class Server:
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Server]:
     root = str(Path(__file__).parents[2])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("IMPORT_WHEN_THERE_IS", str(tmp_path / "imported"))
     name = f"monarch_rl-fork-test-{uuid.uuid4().hex}"
     monkeypatch.setenv(fork_client.ADDRESS_VARIABLE, name)
     started = Server(name)
@@ -156,6 +158,7 @@ def test_a_process_dies_with_the_server_and_its_owner_is_told(
 def test_the_server_waits_for_what_it_has_forked(
     server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    (tmp_path / "imported").touch()
     begin(monkeypatch, tmp_path / "out", "sleep")
     pid, status = fork("small", PROGRAM)
     seen(tmp_path / "out")
@@ -176,6 +179,27 @@ def test_libraries_that_are_loaded_cannot_be_set_up_again(
     with pytest.raises(NoForkServer, match="refused"):
         fork("small", PROGRAM)
     assert differing_when_loaded({"OMP_A": "1", "B": "1"}, {"OMP_A": "1", "B": "2", "PYTHONX": ""}) == ["PYTHONX"]
+
+
+def test_what_nobody_waits_for_any_more_is_not_forked(
+    server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A server that imports for long must not start a second process beside the one that was started without it."""
+    begin(monkeypatch, tmp_path / "given up", "exit 0")
+    with pytest.raises(NoForkServer, match="did not answer within"):
+        fork("slow", PROGRAM, answer_s=0.1)
+    (tmp_path / "imported").touch()
+    begin(monkeypatch, tmp_path / "next", "exit 3")
+    _, status = fork("slow", PROGRAM)
+    assert exit_code(status) == 3
+    os.close(status)
+    assert not (tmp_path / "given up").exists(), "requests are answered in turn: this one was before the next"
+
+
+def test_a_claim_is_taken_once() -> None:
+    claim = fork_client.new_claim()
+    assert [fork_client.take_claim(claim) for _ in range(3)] == [True, False, False]
+    os.close(claim)
 
 
 @pytest.mark.parametrize("preload", ["threads", "broken"])

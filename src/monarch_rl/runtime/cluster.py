@@ -336,8 +336,6 @@ def configure_monarch() -> None:
     # and 60 s for a host. A message that is not acknowledged in time ends the run.
     silence = f"{STATE_DEADLINE_S:g}s"
     configure(get_proc_state_max_idle=silence, get_actor_state_max_idle=silence, message_delivery_timeout="120s")
-    # A process that is forked waits for the imports of its host's fork server.
-    configure(mesh_proc_spawn_max_idle=f"{fork_client.ANSWER_S:g}s")
     # RDMABuffer over TCP (weights/rdma.py). Frames of 4 MiB are four times faster than Monarch's default of 64. One
     # connection is as fast as several; with several, reads write to memory even after they timed out.
     configure(rdma_max_chunk_size_mb=4, rdma_tcp_fallback_parallelism=1)

@@ -25,12 +25,15 @@ ADDRESS_VARIABLE = "MONARCH_RL_FORK_SERVER"
 """Names the fork server of this host to all its processes. Not for users."""
 ANSWER_S = 300.0
 """Seconds for a server to answer: before the first answer it imports, which takes ten CPU-seconds."""
+STAND_IN_ANSWER_S = 10.0
+"""The same for a stand-in: Monarch gives a process 30 s from its start until it has introduced itself. After this time
+the stand-in starts its program without the server, which takes two CPU-seconds."""
 NUMBER = struct.Struct("q")
 """How a server reports the pid of a process and later its exit code."""
 REFUSED = 0
 """Stands for a pid: the server cannot fork this process; its log says why."""
-FIXED_FDS = 6
-"""Descriptors of every request: its text, its owner, its status, and standard input, output and error."""
+FIXED_FDS = 7
+"""Descriptors of every request: its text, its owner, its status, its claim, and standard input, output and error."""
 
 
 class NoForkServer(RuntimeError):
@@ -43,7 +46,9 @@ def address(preload: str) -> str | None:
     return f"\0{server}/{preload}" if server else None
 
 
-def fork(preload: str, module: str, title: str = "", fds: Sequence[int] = ()) -> tuple[int, int]:
+def fork(
+    preload: str, module: str, title: str = "", fds: Sequence[int] = (), answer_s: float = ANSWER_S
+) -> tuple[int, int]:
     """Have a process forked that has the modules of ``preload``, and is killed when this one or the server ends.
 
     It has this process's environment, folder, process group and standard files.
@@ -53,45 +58,69 @@ def fork(preload: str, module: str, title: str = "", fds: Sequence[int] = ()) ->
         module: what the process runs: this module's ``forked(fds)``, which returns its exit code.
         title: what ``ps`` shows, after ``monarch_rl::``.
         fds: descriptors that the process gets.
+        answer_s: seconds for the server to answer. A process that it has not begun to fork by then is never forked.
 
     Returns:
         Its pid, and a descriptor that is readable once the process has ended: :func:`exit_code` reads it.
 
     Raises:
-        NoForkServer: there is no server, or it refused.
-        TimeoutError: the server did not answer in time.
+        NoForkServer: there is no server, it refused, or it is busy, for instance with its imports.
+        TimeoutError: the server has begun to fork the process, and has not ended.
     """
     where = address(preload)
     if where is None:
         raise NoForkServer("this host has no fork server")
     request = (module, title, os.getpid(), dict(os.environ), os.getcwd(), os.getpgrp())
-    text, owner = in_memory(pickle.dumps(request)), os.pidfd_open(os.getpid())
+    text, owner, claim = in_memory(pickle.dumps(request)), os.pidfd_open(os.getpid()), new_claim()
     status, status_writer = os.pipe()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-        connection.settimeout(ANSWER_S)
+        connection.settimeout(answer_s)
         try:
             connection.connect(where)
-            sent = array.array("i", [text, owner, status_writer, 0, 1, 2, *fds])
+            sent = array.array("i", [text, owner, status_writer, claim, 0, 1, 2, *fds])
             connection.sendmsg([b"fork"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, sent)])
         except OSError as error:
-            os.close(status)
+            _close(status, claim)
             raise NoForkServer(f"the fork server is gone: {error}") from error
         finally:
-            for descriptor in (text, owner, status_writer):
-                os.close(descriptor)
-        pid = _answer(status)
+            _close(text, owner, status_writer)
+        answered = _readable(status, answer_s)
+        late = not answered and take_claim(claim)
+        os.close(claim)
+        if late:
+            os.close(status)
+            raise NoForkServer(f"the fork server did not answer within {answer_s:g} s")
+        if not answered and not _readable(status, ANSWER_S):
+            raise TimeoutError(f"waited {ANSWER_S:g} s for the fork server to fork a process")
+        pid = read_number(status)
     if not pid:
         os.close(status)
         raise NoForkServer("the fork server ended" if pid is None else "the fork server refused; its log says why")
     return pid, status
 
 
-def _answer(status: int) -> int | None:
+def new_claim() -> int:
+    """What the server or the one who asked takes before it starts the process: a pipe with one byte in it."""
+    reader, writer = os.pipe2(os.O_NONBLOCK)
+    os.write(writer, b"1")
+    os.close(writer)
+    return reader
+
+
+def take_claim(claim: int) -> bool:
+    """Whether the right to start the process is the caller's: it is that of the first who asks for it."""
+    return bool(os.read(claim, 1))
+
+
+def _readable(descriptor: int, seconds: float) -> bool:
     poll = select.poll()
-    poll.register(status, select.POLLIN)
-    if not poll.poll(ANSWER_S * 1e3):
-        raise TimeoutError(f"waited {ANSWER_S:g} s for the fork server to start a process")
-    return read_number(status)
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(seconds * 1e3))
+
+
+def _close(*descriptors: int) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def exit_code(status: int) -> int | None:
@@ -118,7 +147,8 @@ def main() -> None:
     """Stand in for a forked process; see the top of this file."""
     preload, module = sys.argv[1:]
     try:
-        pid, status = fork(preload, module, os.environ.get("HYPERACTOR_PROCESS_NAME", module))
+        title = os.environ.get("HYPERACTOR_PROCESS_NAME", module)
+        pid, status = fork(preload, module, title, answer_s=STAND_IN_ANSWER_S)
     except NoForkServer:
         os.execv(sys.executable, [sys.executable, "-m", module])
 

@@ -37,7 +37,7 @@ from typing import Any, NoReturn
 
 import setproctitle
 
-from monarch_rl.runtime.fork_client import FIXED_FDS, NUMBER, REFUSED
+from monarch_rl.runtime.fork_client import FIXED_FDS, NUMBER, REFUSED, take_claim
 from monarch_rl.runtime.lazy_compile import compiled_on_first_call
 from monarch_rl.runtime.lifetime import die_with_parent, end_quickly, exit_code_of, set_owner
 
@@ -177,7 +177,7 @@ class Stage:
                 for descriptor in fds:
                     os.close(descriptor)
                 return
-        text, owner, status, *standard = fds[:FIXED_FDS]
+        text, owner, status, claim, *standard = fds[:FIXED_FDS]
         with open(text, "rb") as file:
             texts: tuple[Any, ...] = pickle.load(file)
         request = Request(*(*texts, tuple(standard), tuple(fds[FIXED_FDS:])))
@@ -185,8 +185,10 @@ class Stage:
         if differing:
             logger.warning("%s is started without the fork server: %s differ", request.module, ", ".join(differing))
             _report(status, REFUSED)
-            _close(owner, status, *request.standard, *request.fds)
+        if differing or not take_claim(claim):  # without the claim, its owner has waited too long
+            _close(owner, status, claim, *request.standard, *request.fds)
             return
+        os.close(claim)
         server = os.getpid()
         pid = os.fork()
         if pid == 0:
