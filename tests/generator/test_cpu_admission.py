@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from monarch_rl.generator import cpu_admission
-from monarch_rl.generator.cpu_cache import PROMPT_FROM, SHORT_PROMPT, WORTH_AN_ENTRY, Publishing
+from monarch_rl.generator.cpu_cache import ANSWER_FROM, PROMPT_FROM, SHORT_PROMPT, WORTH_AN_ENTRY, Publishing
 
 SMALL, LARGE = 600_000, 130_000_000
 """Parameters of models."""
@@ -139,8 +139,9 @@ def test_a_prompt_is_published_once_and_only_if_it_adds_something() -> None:
 def test_answers_are_published_if_they_are_dearer_to_compute() -> None:
     publishing = Publishing()
     publishing.parameters = SMALL
-    tokens = int(WORTH_AN_ENTRY / SMALL) + 1
-    assert publishing.wants_answer(read(list(range(tokens))))
-    assert not publishing.wants_answer(read(list(range(tokens)), cached=1))
-    publishing.parameters = LARGE
-    assert publishing.wants_answer(read(list(range(tokens)), cached=tokens - 1))
+    tokens = list(range(ANSWER_FROM))
+    assert publishing.wants_answer(read(tokens))
+    assert not publishing.wants_answer(read(tokens, cached=1))
+    publishing.parameters = int(WORTH_AN_ENTRY / 5)
+    assert publishing.wants_answer(read(tokens, cached=ANSWER_FROM - 5))
+    assert not publishing.wants_answer(read(tokens, cached=ANSWER_FROM - 4))

@@ -16,9 +16,11 @@ PROMPT_FROM = 4
 SHORT_PROMPT = 64
 """Tokens up to which copies of a prompt that were computed in one batch are kept until their requests end. Publishing
 frees them, which is worth its price for long ones."""
+ANSWER_FROM = 17
+"""New tokens of prompt and answer from which they are published whatever the model: a next turn may follow."""
 WORTH_AN_ENTRY = 1e7
-"""Tokens times parameters of the model whose computation takes as long as publishing them: 0.4 ms at 50 GFLOP/s. A
-model of 0.6 million parameters keeps answers from 17 tokens on, one of 10 million keeps all."""
+"""Tokens times parameters of the model from which fewer are published too, because their computation takes as long:
+0.4 ms at 50 GFLOP/s. A model of 10 million parameters keeps all."""
 
 
 class Publishing:
@@ -47,7 +49,7 @@ class Publishing:
     def wants_answer(self, req: Any) -> bool:
         """Whether a request that has ended should publish what is not in the cache of its prompt and answer."""
         new = req.owned_kv_len() - req.kv.cache_protected_len
-        return bool(new * self.parameters >= WORTH_AN_ENTRY)
+        return bool(new >= ANSWER_FROM or new * self.parameters >= WORTH_AN_ENTRY)
 
 
 def install() -> None:
