@@ -286,6 +286,26 @@ def test_a_commit_says_what_it_cost(engine: Engine, run: LoopThread, models: dic
         print(report, f"messages {report.messages_seconds * 1e3:.2f} ms")
 
 
+def test_a_cancelled_request_is_ended_and_waits_are_named(
+    engine: Engine, run: LoopThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def cancel() -> None:
+        reasons = watched(engine, "finished_reasons", monkeypatch)
+        drawing = Drawing.start(engine, [[5], [6, 7]], Sampling(max_new_tokens=1000))
+        await drawing.goes_on()
+        waits = [(wait.what, wait.on) for wait in engine.waits()]
+        assert waits == [(f"tokens after {n} others", "the engine of generator 0") for n in (1, 2)]
+        for task in drawing.tasks:
+            task.cancel()
+        await asyncio.wait(drawing.tasks, timeout=30)
+        assert not engine.waits() and not engine.clock.requests
+        async with asyncio.timeout(60):
+            while sum(reason is not None and reason["type"] == "abort" for reason in reasons) < 2:
+                await asyncio.sleep(0.05)
+
+    run(cancel())
+
+
 def test_an_idle_engine_leaves_its_core_alone(engine: Engine, run: LoopThread) -> None:
     run(draw(engine, 1, 4))
     (pid,) = engine.child_pids
@@ -374,26 +394,6 @@ def test_a_request_is_what_sglang_would_make_of_it(engine: Engine, run: LoopThre
             assert fields_of(made) == await of_sglang(ids, sampling, seed)
 
     run(compare())
-
-
-def test_a_cancelled_request_is_ended_and_waits_are_named(
-    engine: Engine, run: LoopThread, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def cancel() -> None:
-        reasons = watched(engine, "finished_reasons", monkeypatch)
-        drawing = Drawing.start(engine, [[5], [6, 7]], Sampling(max_new_tokens=1000))
-        await drawing.goes_on()
-        waits = [(wait.what, wait.on) for wait in engine.waits()]
-        assert waits == [(f"tokens after {n} others", "the engine of generator 0") for n in (1, 2)]
-        for task in drawing.tasks:
-            task.cancel()
-        await asyncio.wait(drawing.tasks, timeout=30)
-        assert not engine.waits() and not engine.clock.requests
-        async with asyncio.timeout(60):
-            while sum(reason is not None and reason["type"] == "abort" for reason in reasons) < 2:
-                await asyncio.sleep(0.05)
-
-    run(cancel())
 
 
 def test_an_aborted_request_is_an_error_with_the_engines_words() -> None:

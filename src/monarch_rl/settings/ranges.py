@@ -109,9 +109,11 @@ def _extras(hint: Any) -> tuple[Any, ...]:
 
 
 def _words(hint: Any) -> tuple[str, ...]:
-    """The words of a type that allows no other string."""
+    """The words of a type, or of each element of a tuple, that allows no other string."""
+    if get_origin(hint) is tuple:
+        return _words(get_args(hint)[0])
     members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    if str in members or get_origin(hint) is tuple:
+    if str in members:
         return ()
     return tuple(word for member in members if get_origin(member) is Literal for word in get_args(member))
 
