@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import time
+from collections import Counter
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -101,6 +104,26 @@ def test_keys_are_bounded_where_many_answers_follow_a_long_prompt() -> None:
     (microbatches,) = plan_microbatches([prompt_and_answers(100, 50)], 1000, 1)
     assert max(len(microbatch) for microbatch in microbatches) == KEYS_PER_TOKEN * 1000 // 103
     assert len(microbatches) == 2
+
+
+@pytest.mark.parametrize(
+    ("groups", "answers", "prompt", "budget", "ranks"), [(89, 64, 7, 100_000, 8), (256, 16, 4000, 8192, 8)]
+)
+def test_many_short_episodes_keep_the_bound_and_are_soon_planned(
+    groups: int, answers: int, prompt: int, budget: int, ranks: int
+) -> None:
+    """Where the longest episode is nothing beside a rank's share, and where single episodes would need many rounds."""
+    sharing = [prompt_and_answers(prompt, answers)] * groups
+    began = time.process_time()
+    plan = plan_microbatches(sharing, budget, ranks)
+    assert time.process_time() - began < 2, "0.1 s is normal"
+    tokens = [
+        [sum(sharing[0].computed(range(n)) for n in Counter(g for g, _ in of_rank).values()) for of_rank in rank]
+        for rank in plan
+    ]
+    inputs = prompt + 3
+    slowest = sum(max(at_once) for at_once in zip(*tokens, strict=True))
+    assert slowest <= (1 + SLOWER) * (groups * answers * inputs / ranks + inputs)
 
 
 def test_an_episode_longer_than_the_budget_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -76,6 +77,10 @@ class _Bin:
         self.keys += piece.keys
 
 
+_Rounds = list[list[_Bin]]
+"""Micro-batches that run at the same time, one of each rank, from the largest."""
+
+
 def plan_microbatches(
     groups: Sequence[SharingGroup], token_budget: int, dp_size: int
 ) -> list[list[list[tuple[int, int]]]]:
@@ -87,7 +92,7 @@ def plan_microbatches(
     rank computes at most ``SLOWER`` more than by any other: it computes least twice. In each plan a piece is a run of
     neighbours in the group's tree, cut further where the budget asks for it.
     Pieces are placed from the largest to the smallest, each into the micro-batch that computes least so far (LPT;
-    Graham, 1969), in as few micro-batches as hold them.
+    Graham, 1969), in few micro-batches. The first plan that is within ``SLOWER`` of what no plan can undercut is taken.
 
     What holds of every plan, in inputs computed:
 
@@ -98,7 +103,8 @@ def plan_microbatches(
 
     And of the chosen one: the slowest rank computes, with its waits, at most 1 + ``SLOWER`` times the longest episode
     and a rank's share of what separate episodes would compute. For the ranks of the plan of single episodes compute no
-    more than that in all, and by 2 none has more than their mean and the longest episode.
+    more than that in all, and by 2 none has more than their mean and the longest episode. That plan is made unless
+    another one keeps this bound.
 
     Args:
         groups: what is to be placed.
@@ -121,15 +127,24 @@ def plan_microbatches(
             f"raise the budget to at least that"
         )
     shared_once = sum(group.computed(range(len(group.order))) for group in groups)
-    plans: list[tuple[int, list[list[_Bin]]]] = []
+    separately = sum(group.inputs(place) for group in groups for place in range(len(group.order)))
+    bound = separately / dp_size + longest
+    plans: list[tuple[int, _Rounds]] = []
+    least = sys.maxsize
     for parts in _parts(groups):
-        rounds = _place(groups, parts, token_budget, dp_size, shared_once)
-        plans.append((sum(at_once[0].computed for at_once in rounds), rounds))
-        if plans[-1][0] * dp_size <= (1 + SLOWER) * shared_once:  # no plan can be much better
+        # A plan that could only be worse is not finished, if there is one already that keeps the bound.
+        rounds = _place(groups, parts, token_budget, dp_size, shared_once, least if least <= bound else sys.maxsize)
+        if rounds is None:
+            continue
+        slowest = sum(at_once[0].computed for at_once in rounds)
+        plans.append((slowest, rounds))
+        least = min(least, slowest)
+        if slowest * dp_size <= (1 + SLOWER) * shared_once:  # no plan can be much better
             break
-    least = min(slowest for slowest, _ in plans)
-    chosen = next(rounds for slowest, rounds in plans if slowest <= (1 + SLOWER) * least)
-    return [[_episodes(groups, at_once[rank]) for at_once in chosen] for rank in range(dp_size)]
+    else:
+        rounds = next(rounds for slowest, rounds in plans if slowest <= (1 + SLOWER) * least)
+    assert rounds is not None
+    return [[_episodes(groups, at_once[rank]) for at_once in rounds] for rank in range(dp_size)]
 
 
 def _parts(groups: Sequence[SharingGroup]) -> Iterator[int]:
@@ -142,25 +157,33 @@ def _parts(groups: Sequence[SharingGroup]) -> Iterator[int]:
 
 
 def _place(
-    groups: Sequence[SharingGroup], parts: int, token_budget: int, dp_size: int, shared_once: int
-) -> list[list[_Bin]]:
-    """A plan of groups cut into about ``parts`` pieces: rounds of ``dp_size`` micro-batches, each from the largest."""
+    groups: Sequence[SharingGroup], parts: int, token_budget: int, dp_size: int, shared_once: int, least: int
+) -> _Rounds | None:
+    """A plan of groups cut into about ``parts`` pieces: rounds of ``dp_size`` micro-batches, each from the largest.
+
+    None if its slowest rank would compute ``least`` or more: the ranks' mean is that much already.
+    """
     key_budget = KEYS_PER_TOKEN * token_budget
     pieces = [piece for index, group in enumerate(groups) for piece in _cut(group, index, parts, token_budget)]
     pieces.sort(key=lambda piece: -piece.computed)
     keys = sum(piece.keys for piece in pieces)
-    rounds = max(1, -(-shared_once // (token_budget * dp_size)), -(-keys // (key_budget * dp_size)))
+    computed = shared_once
+    rounds = max(1, -(-keys // (key_budget * dp_size)))
     while True:
+        rounds = max(rounds, -(-computed // (token_budget * dp_size)))
         bins = [_Bin() for _ in range(rounds * dp_size)]
         emptiest = [(0, b) for b in range(len(bins))]
         for piece in pieces:
             target = emptiest[0][1]
             bins[target].add(piece, groups[piece.group])
             heapq.heapreplace(emptiest, (bins[target].computed, target))
-        if all(one.computed <= token_budget and one.keys <= key_budget for one in bins):
-            bins.sort(key=lambda one: -one.computed)
+        computed = sum(filled.computed for filled in bins)
+        if computed >= least * dp_size:
+            return None
+        if all(filled.computed <= token_budget and filled.keys <= key_budget for filled in bins):
+            bins.sort(key=lambda filled: -filled.computed)
             return [bins[start : start + dp_size] for start in range(0, len(bins), dp_size)]
-        rounds += 1
+        rounds += 1  # the more there are, the fewer pieces of a group meet, and the more is computed
 
 
 def _cut(group: SharingGroup, index: int, parts: int, token_budget: int) -> list[_Piece]:
