@@ -183,6 +183,13 @@ def test_a_token_takes_eight_bytes() -> None:
     assert len(pack_group(Group(0, 0, [Episode([turn], 0.0, "stop")] * 16))) < 16 * (8 * n + 128)
 
 
+@pytest.mark.parametrize(("logprobs", "versions"), [(1, 3), (3, 1), (4, 3)])
+def test_a_completion_without_a_number_for_each_token_is_refused(logprobs: int, versions: int) -> None:
+    completion = Completion(np.arange(3), np.full(logprobs, -1.0), np.full(versions, 3), "stop")
+    with pytest.raises(ValueError, match="a completion of 3 tokens has"):
+        Turn.from_completion([7], completion)
+
+
 def test_turn_from_completion_trains_only_what_was_drawn() -> None:
     completion = Completion(
         np.asarray([7, 8], np.int64), np.asarray([-0.5, -1.5]), np.asarray([3, 4], np.int64), "stop"

@@ -73,7 +73,7 @@ def test_a_run_goes_on_without_a_lost_generator_and_what_ends_it_leaves_no_proce
     cause: str,
     ends: Callable[[Launched], None],
 ) -> None:
-    run = start([sys.executable, *recipe(model, tmp_path / "runs", "--steps=500", "--recovery.restarts=0")])
+    run = start([sys.executable, *recipe(model, tmp_path / "runs", "--steps=5000", "--recovery.restarts=0")])
     wait_for_step(run)
     assert engines(run) == 2 and len(run.left()) > 9, "controller, host, 2 trainers, buffer, rollout, 2 x 2 of replicas"
     send(run, process, number)
@@ -86,7 +86,7 @@ def test_a_run_goes_on_without_a_lost_generator_and_what_ends_it_leaves_no_proce
 
 
 def test_the_last_worker_ends_the_run_when_none_may_be_started(start: Start, model: Path, tmp_path: Path) -> None:
-    run = start([sys.executable, *recipe(model, tmp_path / "runs", "--steps=500", "--recovery.restarts=0")])
+    run = start([sys.executable, *recipe(model, tmp_path / "runs", "--steps=5000", "--recovery.restarts=0")])
     wait_for_step(run)
     process_named(run, "rollout0-0").kill()
     assert run.wait(LOST_S) == 1, run.output()

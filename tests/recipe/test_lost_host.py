@@ -38,7 +38,7 @@ def test_the_run_goes_on_with_the_generators_of_other_machines(start: Start, tmp
     job = ["--nnodes=2", "--nproc-per-node=3", "--rdzv-backend=c10d", "--local-addr=127.0.0.1"]
     port = free_port()
     job += [f"--rdzv-endpoint=127.0.0.1:{port}"]
-    job += recipe(model, tmp_path / "runs", "--steps=500", "--recovery.restarts=1")
+    job += recipe(model, tmp_path / "runs", "--steps=5000", "--recovery.restarts=1")
     # Agents end with the one that holds torchrun's store: the first to come, which also becomes the first machine.
     first = start([*TORCHRUN, *job])
     wait_for_port(port)
@@ -49,8 +49,8 @@ def test_the_run_goes_on_with_the_generators_of_other_machines(start: Start, tmp
         with suppress(ProcessLookupError):
             os.kill(int(line.split()[0]), signal.SIGKILL)
     lost = wait_for_line(first, r"^generator 1 is not started again; the run goes on with generator 0")
-    step = int(wait_for_line(first, r"^step (\d+)/500", after=lost)[1])
-    wait_for_line(first, rf"^step {step + 5}/500", after=lost)
+    step = int(wait_for_line(first, r"^step (\d+)/5000", after=lost)[1])
+    wait_for_line(first, rf"^step {step + 5}/5000", after=lost)
     first.process.terminate()
     first.wait(STOP_S)
     first.assert_gone(GONE_S)

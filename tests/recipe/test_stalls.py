@@ -56,7 +56,7 @@ def stop(run: Launched, process: str) -> float:
 
 # Without lag, and with answers that take seconds to draw, the trainer waits for its batch when a step was just shown.
 TWO_WORKERS = ["--rollout.workers=2", "--rollout.concurrent-groups=4"]  # of 8 a step: either holds its half
-WAITING = ["--steps=500", "--buffer.max-policy-lag=0", "--rollout.max-new-tokens=100", "--generator.replicas=1"]
+WAITING = ["--steps=5000", "--buffer.max-policy-lag=0", "--rollout.max-new-tokens=100", "--generator.replicas=1"]
 ALONE = ["--recovery.restarts=0"]  # what is stopped is not replaced
 
 
@@ -111,7 +111,7 @@ def test_a_blocked_trainer_rank_is_named_with_the_line_that_blocks_it(
     start: Start, model: Path, tmp_path: Path
 ) -> None:
     """Its event loop sleeps in a call of Python; the process is there and answers."""
-    _, *arguments = recipe(model, tmp_path / "runs", "--steps=500", "--generator.replicas=1")
+    _, *arguments = recipe(model, tmp_path / "runs", "--steps=5000", "--generator.replicas=1")
     run = start([sys.executable, str(BLOCKED), str(tmp_path), *arguments])
     wait_for_step(run)
     (tmp_path / "go").touch()

@@ -78,8 +78,16 @@ class Turn:
 
     @classmethod
     def from_completion(cls, context_ids: list[int], completion: Completion) -> Turn:
-        """Join the tokens that the engine was given (not trainable) with those it drew."""
+        """Join the tokens that the engine was given (not trainable) with those it drew.
+
+        Raises ValueError if the completion has not one log-prob and one version for each token.
+        """
         context, drawn = len(context_ids), len(completion.token_ids)
+        if not drawn == len(completion.logprobs) == len(completion.policy_versions):
+            raise ValueError(
+                f"a completion of {drawn} tokens has {len(completion.logprobs)} log-probs and "
+                f"{len(completion.policy_versions)} versions"
+            )
         token_ids = np.empty(context + drawn, np.int32)
         token_ids[:context], token_ids[context:] = context_ids, completion.token_ids
         logprobs = np.zeros(context + drawn, np.float32)
