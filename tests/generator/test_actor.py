@@ -11,7 +11,7 @@ import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import psutil
@@ -222,6 +222,22 @@ def test_cancelled_requests_leave_the_replica_as_it_was(replicas: Replicas, run:
     drawn = sum(len(part.token_ids) for part in lost.parts)
     assert BEGINNING.max_new_tokens - SETTINGS.part_tokens < drawn < LONG.max_new_tokens
     assert len(run(ask(actor, [5], Sampling(max_new_tokens=3))).token_ids) == 3
+
+
+def test_requests_that_are_not_sent_yet_are_cancelled_too() -> None:
+    """They wait for the pace of messages, and would be sent to a replica that is given up."""
+
+    async def cancel() -> None:
+        never = ReplicaConnection(cast(Any, None), 60, "generator 0")
+        never._next_at = asyncio.get_running_loop().time() + 0.01
+        request = never.ask([5], LONG)
+        never.cancel_requests("enough")
+        with pytest.raises(ReplicaLost, match="enough"):
+            await request
+        await asyncio.sleep(0.05)  # past the moment at which it would have been sent
+        assert not never._exchanges
+
+    asyncio.run(cancel())
 
 
 def test_a_failure_that_is_no_requests_own_is_the_end_of_the_replica(replicas: Replicas, run: LoopThread) -> None:

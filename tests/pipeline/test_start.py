@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
+import pytest
+
+from monarch_rl.pipeline import start
 from monarch_rl.pipeline.actor_pool import ActorPool
 from monarch_rl.pipeline.start import replica_updates
 from monarch_rl.runtime.deadlines import DeadlineExceeded
@@ -20,6 +23,23 @@ class Worker:
         if self.deaf:
             raise DeadlineExceeded("a worker that does not answer")
         self.told.append((paused, lost))
+
+
+def test_workers_are_told_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that takes a replica for lost because of an error of its own would never ask it again."""
+
+    async def test() -> None:
+        worker = Worker()
+        tell = replica_updates(ActorPool("rollout worker", "rollout", {0: cast(Any, worker)}))
+        await tell([], [])
+        await tell([], [])
+        assert worker.told == [([], [])]
+        monkeypatch.setattr(start, "REPEAT_S", 0.0)
+        await asyncio.sleep(0)
+        await tell([], [])
+        assert worker.told == [([], [])] * 2
+
+    asyncio.run(test())
 
 
 def test_workers_are_told_what_they_do_not_know() -> None:

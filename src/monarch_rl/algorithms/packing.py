@@ -118,17 +118,32 @@ def plan_microbatches(
     Raises:
         ValueError: an episode is longer than the budget, or the budget or ``dp_size`` is not positive.
     """
+    _check(groups, token_budget, dp_size)
+    rounds = _best(groups, token_budget, dp_size)
+    return [[_episodes(groups, at_once[rank]) for at_once in rounds] for rank in range(dp_size)]
+
+
+def _check(groups: Sequence[SharingGroup], token_budget: int, dp_size: int) -> None:
     if token_budget < 1 or dp_size < 1:
         raise ValueError(f"token_budget ({token_budget}) and dp_size ({dp_size}) must be positive")
-    longest = max((tokens for group in groups for tokens in group.lengths), default=0)
+    longest = _longest(groups)
     if longest > token_budget:
         raise ValueError(
             f"an episode of {longest} tokens does not fit the token budget of {token_budget}: "
             f"raise the budget to at least that"
         )
+
+
+def _longest(groups: Sequence[SharingGroup]) -> int:
+    """Tokens of the longest episode."""
+    return max((tokens for group in groups for tokens in group.lengths), default=0)
+
+
+def _best(groups: Sequence[SharingGroup], token_budget: int, dp_size: int) -> _Rounds:
+    """The plan that is chosen, as :func:`plan_microbatches` says."""
     shared_once = sum(group.computed(range(len(group.order))) for group in groups)
     separately = sum(group.inputs(place) for group in groups for place in range(len(group.order)))
-    bound = separately / dp_size + longest
+    bound = separately / dp_size + _longest(groups)
     plans: list[tuple[int, _Rounds]] = []
     least = sys.maxsize
     for parts in _parts(groups):
@@ -140,11 +155,8 @@ def plan_microbatches(
         plans.append((slowest, rounds))
         least = min(least, slowest)
         if slowest * dp_size <= (1 + SLOWER) * shared_once:  # no plan can be much better
-            break
-    else:
-        rounds = next(rounds for slowest, rounds in plans if slowest <= (1 + SLOWER) * least)
-    assert rounds is not None
-    return [[_episodes(groups, at_once[rank]) for at_once in rounds] for rank in range(dp_size)]
+            return rounds
+    return next(rounds for slowest, rounds in plans if slowest <= (1 + SLOWER) * least)
 
 
 def _parts(groups: Sequence[SharingGroup]) -> Iterator[int]:

@@ -33,13 +33,6 @@ class SideChannel:
     error: GenerationError | None = None
     """The first error in a message."""
 
-    def add(self, later: SideChannel) -> None:
-        """Append what the next message reports."""
-        self.kept_sets += later.kept_sets
-        self.logprobs += later.logprobs
-        self.expert_routes = later.expert_routes
-        self.error = self.error or later.error
-
 
 class ExpertRouteFormat:
     """How expert routes of a model are kept: only of layers with experts, in as few bytes as an expert's index needs.

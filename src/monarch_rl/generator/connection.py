@@ -94,9 +94,15 @@ class ReplicaConnection:
         self._cancelled_because = why
         for exchange in self._exchanges:
             exchange.cancel()
+        unsent, self._outbox = self._outbox, []
+        for pending in unsent:
+            if not pending.answer.done():
+                pending.answer.set_exception(ReplicaLost(why, pending.parts))
 
     def _send(self) -> None:
         pending, self._outbox = self._outbox, []
+        if not pending:  # they were cancelled
+            return
         self._next_at = asyncio.get_running_loop().time() + PACE_S
         exchange = asyncio.ensure_future(self._exchange(pending))
         self._exchanges.add(exchange)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from monarch_rl.generator.cpu_cache import count_parameters
+from monarch_rl.generator.cpu_cache import PROMPT_FROM, count_parameters
 
 WORTH_A_BATCH = 5e7
 """Tokens times parameters of the model whose computation costs as much as one more batch: a batch takes some 4 ms of
@@ -33,12 +33,14 @@ def get_new_batch_prefill(scheduler: Any, original: Callable[..., Any], running_
     held = _held_back(scheduler)
     if not held:
         return original(scheduler, running_batch=running_batch)
-    behind = set(map(id, held))
-    scheduler.waiting_queue = [req for req in scheduler.waiting_queue if id(req) not in behind]
+    behind, before = set(map(id, held)), list(scheduler.waiting_queue)
+    scheduler.waiting_queue = [req for req in before if id(req) not in behind]
     try:
         plan = original(scheduler, running_batch=running_batch)
-    finally:
-        scheduler.waiting_queue = held + scheduler.waiting_queue
+    finally:  # in the order of before, so that nobody is overtaken again and again
+        left, known = {id(req) for req in scheduler.waiting_queue}, set(map(id, before))
+        added = [req for req in scheduler.waiting_queue if id(req) not in known]
+        scheduler.waiting_queue = [req for req in before if id(req) in left | behind] + added
     scheduler._monarch_rl_follows = plan.batch_to_run is not None
     return plan
 
@@ -79,6 +81,8 @@ def _held_back(scheduler: Any) -> list[Any]:
         if sum(shared.values()) < worth:
             continue
         cached = _cached(scheduler, first_of_them)
+        if len(first_of_them.origin_input_ids) - cached < PROMPT_FROM:  # it would not be published
+            continue
         saved = {req: tokens - cached for req, tokens in shared.items() if tokens > cached}
         if sum(saved.values()) >= worth:
             held |= saved.keys()

@@ -53,7 +53,9 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
 def run_plain_scheduler(*args: Any, **kwargs: Any) -> None:
     """SGLang's scheduler with what it must report and refuse, and no more: the yardstick of its speed."""
     import psutil
+    from sglang.srt.environ import envs
     from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
+    from sglang.srt.managers.scheduler_components import output_streamer
     from sglang.srt.managers.scheduler_components.output_streamer import _GenerationStreamAccumulator as Outputs
     from tqdm import std
 
@@ -61,6 +63,8 @@ def run_plain_scheduler(*args: Any, **kwargs: Any) -> None:
     from monarch_rl.generator.load_staged import continue_if_verified
 
     remember_managers()
+    # SGLang reads it when this module is imported: in a forked process before the engine has said what it is.
+    output_streamer.DEFAULT_FORCE_STREAM_INTERVAL = envs.SGLANG_FORCE_STREAM_INTERVAL.get()  # waits: reads a variable
     psutil.Process.send_signal = partialmethod(_exit_on_sigquit, psutil.Process.send_signal)
     std.tqdm.__init__ = partialmethod(_without_bar, std.tqdm.__init__)
     Scheduler.continue_generation = partialmethod(continue_if_verified, Scheduler.continue_generation)

@@ -12,10 +12,10 @@ from monarch_rl.generator.actor import Generator
 from monarch_rl.model.folder import read_config
 from monarch_rl.pipeline.actor_pool import ActorPool
 from monarch_rl.pipeline.settings import RunSettings, episode_limits
-from monarch_rl.pipeline.start import start_buffer, start_generators, start_rollout, start_trainer
+from monarch_rl.pipeline.start import SET_UP_DEADLINE_S, start_buffer, start_generators, start_rollout, start_trainer
 from monarch_rl.rollout.worker import RolloutWorker
 from monarch_rl.runtime.cluster import Cluster
-from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, within
+from monarch_rl.runtime.deadlines import within
 from monarch_rl.trainer.actor import Trainer, TrainerPlan
 from monarch_rl.trainer.objective import Objective
 
@@ -45,7 +45,7 @@ async def start_actors(
     trainer, generators, _ = await asyncio.gather(
         start_trainer(cluster, plan, buffer, first_device=0),
         start_generators(cluster, model, s.generator, s.trainer.ranks, s.trainer.lora, s.trainer.keeps_expert_routes),
-        within(CALL_DEADLINE_S, buffer.setup.call_one(), "the buffer to come up", on="buffer"),
+        within(SET_UP_DEADLINE_S, buffer.setup.call_one(), "the buffer to come up", on="buffer"),
     )
     limit = min(episode_limits(s, read_config(model), cluster.devices.kind == "cuda").values())
     workers = await start_rollout(

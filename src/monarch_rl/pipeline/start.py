@@ -9,6 +9,7 @@ Rollout data does not pass through here: workers put groups into the buffer, tra
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from monarch.actor import ProcMesh
@@ -27,7 +28,7 @@ from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.worker import RolloutWorker
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.cluster import Cluster, init_torch_distributed_env
-from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, Patience, within
+from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, Patience, now, within
 from monarch_rl.runtime.fork_server import Preload
 from monarch_rl.tasks.reasoning_gym import TaskSettings
 from monarch_rl.trainer.actor import Trainer, TrainerPlan
@@ -55,6 +56,8 @@ PRELOADS = (
 )
 """What the hosts of a run import once, before processes are forked. Trainer ranks must not import SGLang: it changes
 transformers."""
+REPEAT_S = 30.0
+"""Seconds after which workers are told again about replicas of which nothing has changed."""
 SET_UP_DEADLINE_S = 600.0
 """Seconds to load a model into trainer ranks or to set up workers: a large model on a slow disk takes minutes."""
 UPDATE_GRACE_S = 15.0
@@ -147,11 +150,17 @@ async def start_rollout(
 def replica_updates(workers: ActorPool[RolloutWorker]) -> UpdateDispatch:
     """A function that tells all rollout workers which replicas take no new requests, and which are lost.
 
-    It is called for every version, and calls workers only if they have not been told the same.
+    It is called for every version. Workers that have been told the same are called again only after ``REPEAT_S``: one
+    may have taken a replica for lost because of an error of its own, and would never ask it again.
     """
     told: dict[int, tuple[RolloutWorker, list[int], list[int]]] = {}
+    all_told_at = -math.inf
 
     async def tell(paused: list[int], lost: list[int]) -> None:
+        nonlocal all_told_at
+        if now() > all_told_at + REPEAT_S:
+            told.clear()
+            all_told_at = now()
         news = {i: worker for i, worker in workers.handles.items() if told.get(i) != (worker, paused, lost)}
         what = "to take note of the replicas"
         answers = await workers.ask(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from monarch.actor import ProcMesh
 
 SET_UP_DEADLINE_S = 300.0
-"""Seconds for a call to freshly spawned processes: their host's fork server imports first, ten CPU-seconds' worth."""
+"""Seconds for a call to freshly spawned processes, which may import first, ten CPU-seconds' worth."""
 
 
 class _Environment(Actor):

@@ -71,8 +71,11 @@ def fork(
     if where is None:
         raise NoForkServer("this host has no fork server")
     request = (module, title, os.getpid(), dict(os.environ), os.getcwd(), os.getpgrp())
-    text, owner, claim = in_memory(pickle.dumps(request)), os.pidfd_open(os.getpid()), new_claim()
-    status, status_writer = os.pipe()
+    try:
+        owner, text = os.pidfd_open(os.getpid()), in_memory(pickle.dumps(request))
+    except OSError as error:  # some sandboxes forbid it
+        raise NoForkServer(f"a process cannot be handed to the fork server: {error}") from error
+    claim, (status, status_writer) = new_claim(), os.pipe()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.settimeout(answer_s)
         try:
@@ -91,6 +94,7 @@ def fork(
             os.close(status)
             raise NoForkServer(f"the fork server did not answer within {answer_s:g} s")
         if not answered and not _readable(status, ANSWER_S):
+            os.close(status)
             raise TimeoutError(f"waited {ANSWER_S:g} s for the fork server to fork a process")
         pid = read_number(status)
     if not pid:

@@ -30,6 +30,7 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
@@ -154,9 +155,7 @@ class Stage:
         while not (self._ending and not self._children):
             for descriptor, _ in self._poll.poll():  # waits: as long as the host lives
                 if descriptor == self._listener.fileno():
-                    connection = self._listener.accept()[0]  # waits: there is one
-                    self._connections[connection.fileno()] = connection
-                    self._poll.register(connection, select.POLLIN)
+                    self._accept()
                 elif descriptor == self._alive:
                     self._poll.unregister(self._alive)
                     self._ending = True
@@ -167,6 +166,16 @@ class Stage:
                     signal.pidfd_send_signal(self._owners.pop(descriptor).pidfd, signal.SIGKILL)
                 elif descriptor in self._children:
                     self._reap(self._children.pop(descriptor))
+
+    def _accept(self) -> None:
+        try:
+            connection = self._listener.accept()[0]  # waits: there is one
+        except OSError as error:  # too many open files: those who have asked before may end
+            logger.warning("the fork server cannot take a request: %s", error)
+            time.sleep(0.1)
+            return
+        self._connections[connection.fileno()] = connection
+        self._poll.register(connection, select.POLLIN)
 
     def _answer(self, connection: socket.socket) -> None:
         """Fork, or refuse."""
@@ -190,7 +199,13 @@ class Stage:
             return
         os.close(claim)
         server = os.getpid()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:  # no memory, or too many processes: what was forked before lives on
+            logger.warning("%s is started without the fork server: %s", request.module, error)
+            _report(status, REFUSED)
+            _close(owner, status, *request.standard, *request.fds)
+            return
         if pid == 0:
             die_with_parent(signal.SIGKILL, server)
             self._close_all()
@@ -251,7 +266,9 @@ def main() -> NoReturn:
     die_with_parent(signal.SIGKILL)
     _prepare_titles()
     alive = os.dup(0)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
     sockets = [socket.socket(fileno=descriptor) for descriptor in json.loads(sys.argv[2])]
     listeners = {preload.name: listener for preload, listener in zip(preloads, sockets, strict=True)}
     try:
@@ -320,8 +337,8 @@ def _builds_upon(preload: Preload, name: str, preloads: Sequence[Preload]) -> bo
 def _check_forkable(module: str) -> None:
     """Raise if this process has threads or has opened a device: neither survives a fork."""
     threads = len(os.listdir("/proc/self/task"))
-    with suppress(FileNotFoundError):  # the listing's own descriptor, the last one
-        for name in sorted(os.listdir("/proc/self/fd"), key=int):
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # the listing's own descriptor
             if os.readlink(f"/proc/self/fd/{name}").startswith("/dev/nvidia"):
                 raise RuntimeError(f"{module} opens a device when it is imported")
     if threads > 1:

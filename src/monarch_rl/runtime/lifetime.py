@@ -68,7 +68,10 @@ def exit_code_of(run: Callable[[], object]) -> int:
     try:
         result = run()
     except SystemExit as end:
-        result = end.code if isinstance(end.code, int | None) else 1
+        result = end.code
+        if not isinstance(result, int | None):
+            print(result, file=sys.stderr)
+            return 1
     except BaseException:
         traceback.print_exc()
         return 1
