@@ -21,7 +21,8 @@ from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.fork_server import Preload
 
 DEADLINE_S = 60.0
-PRELOAD = Preload("torch", ("torch",))
+PRELOAD = Preload("numbers", ("numpy",))
+"""Imported in a moment: on a crowded machine processes would not wait for more (``fork_client.STAND_IN_ANSWER_S``)."""
 
 
 async def work(cluster: Cluster, folder: Path) -> None:
