@@ -65,6 +65,8 @@ KILL_DEADLINE_S = 5.0
 """Seconds for a process to end itself on request; a moment is normal."""
 _THREAD_COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 """Variables that say how many threads a process computes with."""
+CLIENT_FLUSH_S = 0.3
+"""Seconds for this process's last messages to leave at its exit; Monarch's own choice."""
 MONITOR = "process_monitor"
 """Name of the :class:`ProcessMonitor` actor in every process."""
 HOST_DEADLINE_S = 8.0
@@ -354,7 +356,20 @@ def _attach(nodes: Sequence[Node], preloads: Sequence[Preload]) -> Cluster:
     cluster = Cluster(hosts, devices(), _device_names=names, _preloads=frozenset(each.name for each in preloads))
     monarch.actor.unhandled_fault_hook = cluster._on_fault  # the default interrupts the main thread
     asyncio.run(within(START_DEADLINE_S, hosts.initialized, f"the hosts at {workers} to come up", on="Monarch"))
+    # Exit handlers run from the last to the first: this one before Monarch's own, which then has nothing to do.
+    atexit.unregister(_shut_client_down)
+    atexit.register(_shut_client_down)
     return cluster
+
+
+def _shut_client_down() -> None:
+    """Monarch's own exit handler waits one second and then prints a traceback, also after a run that succeeded."""
+    from monarch.actor import shutdown_context
+
+    try:
+        shutdown_context(host_timeout=CLIENT_FLUSH_S).get(timeout=KILL_DEADLINE_S)
+    except TimeoutError:
+        logger.warning("Monarch's client did not shut down within %g s: the process ends without that", KILL_DEADLINE_S)
 
 
 def _start_host(ip: str | None, preloads: Sequence[Preload]) -> HostProcess:
