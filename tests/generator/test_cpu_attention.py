@@ -54,7 +54,7 @@ def test_sequences_attended_to_together_equal_each_alone(
     query = torch.randn(sum(new), HEADS, WIDTH)
     keys, values = torch.randn(ENTRIES, KV_HEADS, WIDTH), torch.randn(ENTRIES, KV_HEADS, VALUE_WIDTH)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_attention, "FREE_PAIRS", free)
+        patch.setattr(cpu_attention, "PADDING", cpu_attention.PADDING._replace(free_pairs=free))
         calls = cpu_attention.plan(table, requests, lengths, new, blocks)
     output = torch.full((sum(new), HEADS, VALUE_WIDTH), torch.nan)
     for _layer in range(2):  # the second one reuses what the first has made
@@ -67,7 +67,7 @@ def test_sequences_attended_to_together_equal_each_alone(
 @settings(max_examples=100, deadline=None)
 @given(batch=batches())
 def test_padding_stays_within_its_bound(batch: list[tuple[int, int]]) -> None:
-    from monarch_rl.generator.cpu_attention import FREE_PAIRS, MOST_PADDING, _buckets
+    from monarch_rl.generator.cpu_attention import PADDING, _buckets
 
     lengths, new = ([pair[i] for pair in batch] for i in (0, 1))
     buckets = _buckets(lengths, new)
@@ -75,7 +75,7 @@ def test_padding_stays_within_its_bound(batch: list[tuple[int, int]]) -> None:
     for bucket in buckets:
         padded = len(bucket) * max(lengths[i] for i in bucket) * max(new[i] for i in bucket)
         real = sum(lengths[i] * new[i] for i in bucket)
-        assert len(bucket) == 1 or padded <= (1 + MOST_PADDING) * real + FREE_PAIRS
+        assert len(bucket) == 1 or padded <= (1 + PADDING.waste) * real + PADDING.free_pairs
 
 
 def test_another_sglang_is_refused_by_name() -> None:

@@ -18,10 +18,10 @@ import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from torch.nn.functional import scaled_dot_product_attention
 
-MOST_PADDING = 1.0
-"""Padded pairs of query and key for each real one that a call may have: above it sequences go to several calls."""
-FREE_PAIRS = 16_384
-"""Pairs that cost less than a call of their own, some 0.1 ms: so many may always be padded."""
+from monarch_rl.algorithms.padding import Padding, runs_of_similar_size
+
+PADDING = Padding(waste=1.0, free_pairs=16_384)
+"""Of a call; a call of its own costs some 0.1 ms."""
 BLOCK_ROWS = 128
 """Rows of a long sequence with a cached prefix that are attended to at once: more build larger masks, and look at more
 keys that they may not see. 64 to 256 were equally fast."""
@@ -82,24 +82,11 @@ def _buckets(lengths: list[int], new: list[int]) -> list[list[int]]:
     """Sequences that are padded to each other, so that padding stays within its bounds."""
     if not lengths:
         return []
-    all_pairs = sum(map(mul, lengths, new))
-    if _fits(len(lengths) * max(lengths) * max(new), all_pairs):
+    if PADDING.allows(len(lengths) * max(lengths) * max(new), sum(map(mul, lengths, new))):
         return [list(range(len(lengths)))]
-    buckets: list[list[int]] = []
-    rows = keys = real = 0
-    for i in sorted(range(len(lengths)), key=lambda i: (lengths[i], new[i]), reverse=True):
-        pairs = new[i] * lengths[i]
-        if buckets and _fits((len(buckets[-1]) + 1) * max(rows, new[i]) * keys, real + pairs):
-            buckets[-1].append(i)
-            rows, real = max(rows, new[i]), real + pairs
-        else:
-            buckets.append([i])
-            rows, keys, real = new[i], lengths[i], pairs
-    return buckets
-
-
-def _fits(padded: int, real: int) -> bool:
-    return padded <= (1 + MOST_PADDING) * real + FREE_PAIRS
+    longest_first = sorted(range(len(lengths)), key=lambda i: (lengths[i], new[i]), reverse=True)
+    runs = runs_of_similar_size([(new[i], lengths[i]) for i in longest_first], PADDING)
+    return [longest_first[run.start : run.stop] for run in runs]
 
 
 def _alone(entries: torch.Tensor, new: int, start: int, blocks: int) -> list[Call]:

@@ -17,10 +17,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-CALL_PAIRS = 4096
-"""Pairs of query and key that one SDPA call may compute in vain on a CPU, beside ``WASTE``: about what a call costs."""
-WASTE = 0.25
-"""Share of pairs that padding may add to a call, so that segments of similar sizes are computed by one call."""
+from monarch_rl.algorithms.padding import Padding, runs_of_similar_size
+
+PADDING = Padding(waste=0.25, free_pairs=4096)
+"""Of an SDPA call on a CPU."""
 
 
 class Segment(NamedTuple):
@@ -135,19 +135,9 @@ def _fits_causal(segment: Segment) -> bool:
 
 def _of_similar_size(segments: Sequence[Segment], causal: bool) -> list[list[Segment]]:
     """Segments that are computed together: few calls, in which little is padding."""
-    calls: list[list[Segment]] = []
-    most_queries = most_keys = pairs = 0
-    for segment in sorted(segments, key=lambda segment: -len(segment.path)):
-        keys = len(segment.path)
-        queries = keys if causal else segment.own
-        padded = (len(calls[-1]) + 1) * max(most_queries, queries) * most_keys if calls else 0
-        if calls and padded <= (1 + WASTE) * (pairs + queries * keys) + CALL_PAIRS:
-            calls[-1].append(segment)
-            most_queries, pairs = max(most_queries, queries), pairs + queries * keys
-        else:
-            calls.append([segment])
-            most_queries, most_keys, pairs = queries, keys, queries * keys
-    return calls
+    longest_first = sorted(segments, key=lambda segment: -len(segment.path))
+    sizes = [(len(segment.path) if causal else segment.own, len(segment.path)) for segment in longest_first]
+    return [[longest_first[place] for place in run] for run in runs_of_similar_size(sizes, PADDING)]
 
 
 def _padded_call(segments: Sequence[Segment], causal: bool, device: torch.device) -> PaddedCall:
