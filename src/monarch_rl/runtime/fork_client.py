@@ -83,10 +83,10 @@ def fork(
             sent = array.array("i", [text, owner, status_writer, claim, 0, 1, 2, *fds])
             connection.sendmsg([b"fork"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, sent)])
         except OSError as error:
-            _close(status, claim)
+            close_all(status, claim)
             raise NoForkServer(f"the fork server is gone: {error}") from error
         finally:
-            _close(text, owner, status_writer)
+            close_all(text, owner, status_writer)
         answered = _readable(status, answer_s)
         late = not answered and take_claim(claim)
         os.close(claim)
@@ -122,7 +122,8 @@ def _readable(descriptor: int, seconds: float) -> bool:
     return bool(poll.poll(seconds * 1e3))
 
 
-def _close(*descriptors: int) -> None:
+def close_all(*descriptors: int) -> None:
+    """Close descriptors."""
     for descriptor in descriptors:
         os.close(descriptor)
 

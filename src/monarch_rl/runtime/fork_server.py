@@ -38,7 +38,7 @@ from typing import Any, NoReturn
 
 import setproctitle
 
-from monarch_rl.runtime.fork_client import FIXED_FDS, NUMBER, REFUSED, take_claim
+from monarch_rl.runtime.fork_client import FIXED_FDS, NUMBER, REFUSED, close_all, take_claim
 from monarch_rl.runtime.lazy_compile import compiled_on_first_call
 from monarch_rl.runtime.lifetime import die_with_parent, end_quickly, exit_code_of, set_owner
 
@@ -183,8 +183,7 @@ class Stage:
         with connection:
             _, fds, _, _ = socket.recv_fds(connection, 16, MAX_FDS)
             if len(fds) < FIXED_FDS or not _same_user(connection):
-                for descriptor in fds:
-                    os.close(descriptor)
+                close_all(*fds)
                 return
         text, owner, status, claim, *standard = fds[:FIXED_FDS]
         with open(text, "rb") as file:
@@ -195,7 +194,7 @@ class Stage:
             logger.warning("%s is started without the fork server: %s differ", request.module, ", ".join(differing))
             _report(status, REFUSED)
         if differing or not take_claim(claim):  # without the claim, its owner has waited too long
-            _close(owner, status, claim, *request.standard, *request.fds)
+            close_all(owner, status, claim, *request.standard, *request.fds)
             return
         os.close(claim)
         server = os.getpid()
@@ -204,19 +203,19 @@ class Stage:
         except OSError as error:  # no memory, or too many processes: what was forked before lives on
             logger.warning("%s is started without the fork server: %s", request.module, error)
             _report(status, REFUSED)
-            _close(owner, status, *request.standard, *request.fds)
+            close_all(owner, status, *request.standard, *request.fds)
             return
         if pid == 0:
             die_with_parent(signal.SIGKILL, server)
             self._close_all()
-            _close(owner, status)
+            close_all(owner, status)
             raise _Forked(request)
         child = _Child(pid, os.pidfd_open(pid), owner, status)
         self._children[child.pidfd] = self._owners[child.owner] = child
         self._poll.register(child.pidfd, select.POLLIN)
         self._poll.register(child.owner, select.POLLIN)
         _report(status, pid)
-        _close(*request.standard, *request.fds)
+        close_all(*request.standard, *request.fds)
 
     def _reap(self, child: _Child) -> None:
         """Tell the owner how a child has ended."""
@@ -225,14 +224,14 @@ class Stage:
         self._poll.unregister(child.pidfd)
         if self._owners.pop(child.owner, None) is not None:
             self._poll.unregister(child.owner)
-        _close(child.pidfd, child.owner, child.status)
+        close_all(child.pidfd, child.owner, child.status)
 
     def _close_all(self) -> None:
         self._listener.close()
         for connection in self._connections.values():
             connection.close()
         for child in self._children.values():
-            _close(child.pidfd, child.owner, child.status)
+            close_all(child.pidfd, child.owner, child.status)
         os.close(self._alive)
 
 
@@ -252,11 +251,6 @@ def _report(status: int, number: int) -> None:
         os.write(status, NUMBER.pack(number))
     except BrokenPipeError:  # the owner is gone, so nobody asks
         return
-
-
-def _close(*descriptors: int) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
 
 
 def main() -> NoReturn:
