@@ -25,7 +25,7 @@ from monarch_rl.rollout.worker import RolloutWorker  # noqa: E402
 from monarch_rl.runtime.lifetime import die_with_parent  # noqa: E402
 
 FOLDER = Path(sys.argv[1])
-SLOW_S = 8.0
+SLOW_S = 4.0
 update = run.update
 
 

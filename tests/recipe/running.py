@@ -17,7 +17,6 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from monarch_rl.buffer.settings import BufferSettings
-from monarch_rl.runtime import fork_client
 from tests.runtime.launched import Launched
 from tools.make_tiny_model import Settings as TinyModel
 from tools.make_tiny_model import write_random_model
@@ -48,16 +47,10 @@ def engines(run: Launched) -> int:
 
 
 def process_named(run: Launched, name: str) -> psutil.Process:
-    """A process of the run by what Monarch calls it (``trainer-1``), or by its title if that is SGLang's."""
+    """A process of the run by its title (``trainer-1``, ``sglang::scheduler``)."""
     for line in run.left():
         process = psutil.Process(int(line.split()[0]))
-        command = process.cmdline()
-        if fork_client.__file__ in command:  # it stands in for the process
-            continue
-        title = command[0].removeprefix("monarch_rl::")
-        titled = title != command[0] or title.startswith("sglang::")
-        called = title if titled else process.environ().get("HYPERACTOR_PROCESS_NAME", "")
-        if called.split(" ")[0] == name:
+        if process.cmdline()[0].removeprefix("monarch_rl::").split(" ")[0] == name:
             return process
     raise AssertionError(f"no process {name} among {run.left()}")
 

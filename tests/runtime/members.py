@@ -18,8 +18,9 @@ class Member(Actor):
 
     @concurrent_endpoint
     async def see(self) -> dict[str, str]:
-        forked = Path("/proc/self/cmdline").read_text().startswith("monarch_rl::")
-        return {**os.environ, "host_address": host_address(), "forked": str(forked)}
+        title, parent = (Path(f"/proc/{pid}/cmdline").read_text().rstrip("\0") for pid in ("self", os.getppid()))
+        forked = parent.startswith("monarch_rl::fork server")
+        return {**os.environ, "host_address": host_address(), "title": title, "forked": str(forked)}
 
     @concurrent_endpoint
     async def all_reduce(self) -> float:

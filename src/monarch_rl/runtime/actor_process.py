@@ -5,9 +5,12 @@ It is forked by the host's fork server, with its imports behind it, or started b
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 from collections.abc import Sequence
+
+import setproctitle
 
 from monarch_rl.runtime.lifetime import end_quickly, exit_code_of
 
@@ -21,4 +24,5 @@ def forked(_: Sequence[int] = ()) -> int:
 
 
 if __name__ == "__main__":
+    setproctitle.setproctitle(f"monarch_rl::{os.environ.get('HYPERACTOR_PROCESS_NAME', _PROGRAM)}")  # as a forked one's
     end_quickly(forked())

@@ -11,6 +11,8 @@ from multiprocessing import context, forkserver, popen_forkserver, reduction, re
 from multiprocessing.popen_spawn_posix import Popen as SpawnPopen
 from typing import Any
 
+import setproctitle
+
 from monarch_rl.runtime.fork_client import NoForkServer, fork, in_memory
 
 logger = logging.getLogger("monarch_rl")
@@ -36,12 +38,16 @@ class ForkContext(context.SpawnContext):
 class ForkedProcess(context.SpawnProcess):
     """A process with the modules of ``preload``; takes the arguments of ``multiprocessing.Process``.
 
-    ``ps`` shows it as ``title`` if it is forked.
+    ``ps`` shows it as ``monarch_rl::`` and ``title``.
     """
 
     def __init__(self, *args: Any, preload: str, title: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.preload, self.title = preload, title
+
+    def run(self) -> None:
+        setproctitle.setproctitle(f"monarch_rl::{self.title}")  # a forked one has it already
+        super().run()
 
     @staticmethod
     def _Popen(process: Any) -> Any:
