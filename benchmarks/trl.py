@@ -160,10 +160,10 @@ def table(figures: dict[str, list[dict[str, Any]]], before: list[float]) -> str:
 
     def of_part(part: str) -> list[str]:
         shares = [[run["step_cpu_s_by_part"].get(part, 0.0) for run in of_side] for of_side in figures.values()]
-        return [f"{np.mean(share):.3f}" if any(share) else "" for share in shares]
+        return [f"{np.mean(share):.3f}" if np.mean(share) >= 5e-4 else "" for share in shares]
 
     rows = [("seconds a step", mean("step_s", 3)), ("CPU-seconds a step", mean("step_cpu_s", 3))]
-    rows += [(f"- {part}", of_part(part)) for part in parts]
+    rows += [(f"- {part}", cells) for part in parts if any(cells := of_part(part))]
     rows += [("seconds, launch to first step", mean("first_step_s", 1))]
     rows += [("CPU-seconds, launch to first step", mean("first_step_cpu_s", 1))]
     rows += [("seconds with start and end", mean("total_s", 1)), ("CPU-seconds with both", mean("total_cpu_s", 1))]

@@ -26,12 +26,14 @@ def draw(summary: dict[str, Any], path: Path) -> None:
     bottom = np.zeros(len(sides))
     for part in parts:
         heights = [np.mean([run["step_cpu_s_by_part"].get(part, 0.0) for run in runs]) for runs in sides.values()]
-        cost.barh(list(sides), heights, left=bottom, label=part)
+        if max(heights) < 1e-3:
+            continue
+        cost.barh(list(sides), heights, left=bottom, label=part, color="darkgray" if part == "TRL" else None)
         bottom += heights
     cost.plot([np.mean([run["step_s"] for run in runs]) for runs in sides.values()], list(sides), "k|", markersize=24)
     cost.set(xlabel="CPU-seconds of a step, by part (black: seconds)")
     cost.invert_yaxis()
-    cost.legend(fontsize="small")
+    figure.legend(*cost.get_legend_handles_labels(), loc="outside lower left", ncols=5, fontsize="small")
     for name, runs in sides.items():
         curves = [list(run["reward_by_samples"].values()) for run in runs]
         samples = [int(end) for end in runs[0]["reward_by_samples"]]
