@@ -165,12 +165,28 @@ class Environment:
             index = os.environ.get("MONARCH_RL_TORCH_INDEX", TORCH_CPU_INDEX)
             say(f"{torch[0]} is not in pip's configured sources; taking it, and nothing else, from {index}")
             self._pip(torch[0], ["install", "--no-deps", "--index-url", index, *torch])
-        arguments = ["install", "--no-deps", "-r", str(lock)]
-        self._pip(f"the {len(wanted.packages)} packages of {lock.name}", arguments, len(wanted.packages), compiler)
+        installs = [["install", "--no-deps", "-r", str(part)] for part in self._parts(lock)]
+        self._pip(
+            f"the {len(wanted.packages)} packages of {lock.name}",
+            *installs,
+            total=len(wanted.packages),
+            variables=compiler,
+        )
         shutil.rmtree(self.folder / "compiler", ignore_errors=True)  # 400 MB that nothing else needs
         gone = sorted(set(found.packages) - set(wanted.packages)) if found else []
         if gone:
             self._pip("removing what left the lock", ["uninstall", "--yes", *gone])
+
+    def _parts(self, lock: Path) -> list[Path]:
+        """Divide the lock: a pip for each core, up to 4, as pip spends its time on one core (most of it compiles)."""
+        lines = lock.read_text(encoding="utf-8").splitlines()
+        options = [line for line in lines if line.startswith("-")]
+        packages = [line for line in lines if line and line[0] not in "#-"]
+        parts = []
+        for index in range(count := min(4, os.cpu_count() or 1, len(packages))):
+            parts.append(self.folder / f"lock-{index}.txt")
+            parts[-1].write_text("\n".join([*options, *packages[index::count]]) + "\n", encoding="utf-8")
+        return parts
 
     def _install_project(self) -> None:
         # setuptools comes with the lock, so nothing is fetched to build the project
@@ -202,53 +218,61 @@ class Environment:
         return {"CC": f"{zig} cc", "LDSHARED": f"{zig} cc -shared"}
 
     def _pip(
-        self, what: str, arguments: list[str], total: int | None = None, variables: dict[str, str] | None = None
+        self, what: str, *calls: list[str], total: int | None = None, variables: dict[str, str] | None = None
     ) -> None:
-        """Run pip: its output goes into the log, a count of packages onto the screen.
+        """Run pip, once for each list of arguments, all at a time: their output goes into the log, a count of packages
+        onto the screen.
 
-        Raises SetupError with the end of the log when pip fails.
+        Raises SetupError with the end of the output of the first that fails.
         """
-        command = [str(self.python), "-m", "pip", "--no-input", *arguments, "--disable-pip-version-check"]
         say(what)
-        with self.log.open("a", encoding="utf-8") as log:
-            log.write(f"\n$ {' '.join(command)}\n")
-            log.flush()
-            start = log.tell()
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **(variables or {})},
-            )
-            try:
-                self._watch(process, what, total, start)
-            finally:
+        python = [str(self.python), "-m", "pip", "--no-input"]
+        commands = [[*python, *arguments, "--disable-pip-version-check"] for arguments in calls]
+        outputs = [self.folder / f"pip-{index}.log" for index in range(len(commands))]
+        processes = []
+        try:
+            for command, output in zip(commands, outputs, strict=True):
+                with output.open("wb") as file:
+                    processes.append(
+                        subprocess.Popen(
+                            command,
+                            stdin=subprocess.DEVNULL,
+                            stdout=file,
+                            stderr=subprocess.STDOUT,
+                            env={**os.environ, **(variables or {})},
+                        )
+                    )
+            self._watch(processes, outputs, what, total)
+        finally:
+            for process in processes:
                 if process.poll() is None:
                     process.kill()
                     process.wait()
-        if process.returncode != 0:
-            raise SetupError(f"pip failed ({what}):\n{tail(self._logged(start))}\nAll of it: {self.log}")
+            with self.log.open("a", encoding="utf-8") as log:
+                for command, output in zip(commands, outputs, strict=True):
+                    log.write(f"\n$ {' '.join(command)}\n{_text(output)}")
+                    output.unlink(missing_ok=True)
 
-    def _logged(self, start: int) -> str:
-        with self.log.open("rb") as log:
-            log.seek(start)
-            return log.read().decode("utf-8", errors="replace")
-
-    def _watch(self, process: subprocess.Popen[Any], what: str, total: int | None, start: int) -> None:
-        """Wait for pip; show what it does every second on a terminal, and now and then elsewhere."""
+    def _watch(self, processes: list[subprocess.Popen[Any]], outputs: list[Path], what: str, total: int | None) -> None:
+        """Wait for every pip; show what they do every second on a terminal, and now and then elsewhere."""
         begin = shown = time.monotonic()
         terminal = sys.stderr.isatty()
-        while process.poll() is None:
+        while True:
+            running = [process for process in processes if process.poll() is None]
+            for process, output in zip(processes, outputs, strict=True):
+                if process.returncode:
+                    raise SetupError(f"pip failed ({what}):\n{tail(_text(output))}\nAll of it: {self.log}")
+            if not running:
+                break
             try:
-                process.wait(timeout=1.0)
+                running[0].wait(timeout=1.0)
             except subprocess.TimeoutExpired:
                 now = time.monotonic()
                 if now - begin > INSTALL_SECONDS:
                     raise SetupError(f"pip ({what}) did not end in {INSTALL_SECONDS} s; its log: {self.log}") from None
                 if terminal or now - shown >= PROGRESS_SECONDS:
                     shown = now
-                    line = f"  {now - begin:4.0f} s  {progress(self._logged(start), total)}"
+                    line = f"  {now - begin:4.0f} s  {progress([_text(output) for output in outputs], total)}"
                     if terminal:
                         print(f"\r{line[:79]:<79}", end="", file=sys.stderr, flush=True)
                     else:
@@ -257,17 +281,21 @@ class Environment:
             print(f"\r{'':<79}\r", end="", file=sys.stderr, flush=True)
 
 
-def progress(log: str, total: int | None) -> str:
-    """Say in a few words how far pip is, from what it has printed.
+def _text(path: Path) -> str:
+    return path.read_bytes().decode("utf-8", errors="replace") if path.exists() else ""
 
-    >>> progress("Collecting absl-py==2.5.1\\n", 3)
+
+def progress(outputs: list[str], total: int | None) -> str:
+    """Say in a few words how far pip is, from what each of its processes has printed.
+
+    >>> progress(["Collecting absl-py==2.5.1\\n"], 3)
     '1/3 fetching absl-py==2.5.1'
     """
-    lines = [line.split() for line in log.splitlines()]
+    lines = [line.split() for output in outputs for line in output.splitlines()]
     fetched = [words[1] for words in lines if len(words) > 1 and words[0] in ("Collecting", "Processing")]
-    if "Installing collected packages" in log:
+    if all("Installing collected packages" in output for output in outputs):
         return f"{len(fetched)} fetched, writing them to disk"
-    if "Building wheels for collected" in log:
+    if any("Building wheels for collected" in output for output in outputs):
         return f"{len(fetched)} fetched, building those without a wheel"
     count = f"{len(fetched)}/{total} " if total else ""
     return f"{count}fetching {fetched[-1].rpartition('/')[2]}" if fetched else "starting"

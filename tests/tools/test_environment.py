@@ -42,9 +42,9 @@ def test_a_stamp_that_cannot_be_read_counts_as_none(tmp_path: Path, text: str) -
 
 def test_progress_counts_packages() -> None:
     log = "Collecting alpha==1 (from x)\nProcessing /wheels/beta-2-py3-none-any.whl\n"
-    assert progress("", 3) == "starting"
-    assert progress(log, 3) == "2/3 fetching beta-2-py3-none-any.whl"
-    assert progress(log + "Installing collected packages: alpha, beta\n", 3) == "2 fetched, writing them to disk"
+    assert progress([""], 3) == "starting"
+    assert progress([log], 3) == "2/3 fetching beta-2-py3-none-any.whl"
+    assert progress([log + "Installing collected packages: alpha, beta\n"], 3) == "2 fetched, writing them to disk"
 
 
 def small_project(root: Path, *packages: str) -> None:
