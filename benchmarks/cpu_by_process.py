@@ -19,8 +19,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import tyro
+from processes import ProcessTree
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
@@ -76,23 +76,11 @@ class Snapshot:
         return sorted(of_process.items(), key=lambda item: -item[1])
 
 
-async def names_of_processes(run: Run) -> dict[int, str]:
-    """The processes that have a monitor, and their helpers, by pid."""
-    names = {os.getpid(): "controller"}
-    assert run._cluster is not None
-    for mesh, monitors in run._cluster.monitors:
-        for monitor in monitors:
-            report = await within(CALL_DEADLINE_S, monitor.report.call_one(), f"a report of {mesh}", on="Monarch")
-            names |= {report.pid: report.name or mesh} | report.helpers
-    return names
-
-
-async def take_snapshot(run: Run, names: dict[int, str]) -> Snapshot:
-    """The CPU time of this process and all below it, up to now."""
+async def take_snapshot(run: Run, tree: ProcessTree) -> Snapshot:
+    """The CPU time of all processes up to now."""
     seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
-    me = psutil.Process()
-    for process in [me, *me.children(recursive=True)]:
-        name = names.get(process.pid) or _name(process, names)
+    tree.look()
+    for process, name in tree.running():
         for task in Path(f"/proc/{process.pid}/task").iterdir():
             fields = (task / "stat").read_text()
             thread, rest = fields[fields.index("(") + 1 : fields.rindex(")")], fields[fields.rindex(")") + 2 :].split()
@@ -104,21 +92,6 @@ async def take_snapshot(run: Run, names: dict[int, str]) -> Snapshot:
     answered = [await within(CALL_DEADLINE_S, call, "the stats", on="generators") for call in calls_of_replicas]
     requests = sum(stats["finished_requests"] for stats in answered)
     return Snapshot(seconds, sum(stats.episodes for stats in played), requests)
-
-
-def _name(process: psutil.Process, names: dict[int, str]) -> str:
-    """A name for a process without a monitor: the host, a scoring process, a tracker of resources."""
-    command = " ".join(process.cmdline()).strip()
-    if "monarch_rl.runtime.host" in command:
-        return "host"
-    if "fork server" in command or "fork_serve" in command:
-        return "fork servers"
-    if "resource_tracker" in command:
-        return "resource trackers"
-    if "scorer" in command:
-        return "scoring processes"
-    owner = names.get(process.ppid())
-    return f"a child of {owner}" if owner else command[:60]
 
 
 async def wait_until_idle(run: Run) -> None:
@@ -135,15 +108,15 @@ async def train(run: Run, s: Settings) -> None:
     await run.start(s.task, advantage=ADVANTAGES[loss.advantage], objective=reinforcement(loss))
     async for step in run.steps(s.warm_up + s.steps + 1):
         if step == s.warm_up + 1:
-            names = await names_of_processes(run)
-            first = await take_snapshot(run, names)
+            tree = ProcessTree(os.getpid())
+            first = await take_snapshot(run, tree)
         if step == s.warm_up + s.steps + 1:
-            last = await take_snapshot(run, names)
+            last = await take_snapshot(run, tree)
             await run.publisher.settled()
             await wait_until_idle(run)
-            idle_before = await take_snapshot(run, names)
+            idle_before = await take_snapshot(run, tree)
             await asyncio.sleep(s.idle_s)
-            idle = (await take_snapshot(run, names)).since(idle_before)
+            idle = (await take_snapshot(run, tree)).since(idle_before)
         await run.step()
     report(last.since(first), idle, s)
 
@@ -161,7 +134,7 @@ def report(steady: Snapshot, idle: Snapshot, s: Settings) -> None:
         threads = ", ".join(f"{thread} {part / s.idle_s:.2%}" for thread, part in idle.threads(process)[:4])
         print(f"  {process:36s} {seconds / s.idle_s:7.2%}   {threads}")
     workers = sum(totals[name] for name in totals if name.startswith("rollout worker"))
-    actors = sum(totals[name] for name in totals if name.startswith("generator "))
+    actors = sum(totals[name] for name in totals if name.startswith("generator actor"))
     figures = {
         "benchmark": "cpu_by_process",
         "steps": s.steps,

@@ -1,7 +1,7 @@
 """Start-up: seconds and CPU-seconds from the command to the first optimiser step, by process, and the end's seconds.
 
 Starts the main job with few steps and reads the CPU time of every process below it, until the first step is in
-``metrics.jsonl``; "ended" are those that have ended before. Prints the seconds at which the run's folder was there
+``metrics.jsonl``. Prints the seconds at which the run's folder was there
 (settings checked, hosts up), the held-out items were played, and the first step was done; then the seconds from the
 last metrics to the end of the last process. The last line is JSON.
 """
@@ -14,11 +14,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
+from processes import ProcessTree
 from reporting import run_benchmark, short
 
 ROOT = Path(__file__).parents[1]
@@ -42,58 +41,6 @@ class Settings:
     """Held-out items, played before the first step."""
 
 
-class Watcher:
-    """CPU-seconds of every process below ``root``, by pid."""
-
-    def __init__(self, root: int) -> None:
-        self._root = psutil.Process(root)
-        self.names: dict[int, str] = {}
-        self.used: dict[int, float] = {}
-        self.alive: set[int] = set()
-
-    def look(self) -> None:
-        self.alive = set()
-        try:
-            processes = [self._root, *self._root.children(recursive=True)]
-        except psutil.NoSuchProcess:
-            processes = []
-        for process in processes:
-            try:
-                with process.oneshot():
-                    times, name = process.cpu_times(), _name(process)
-                    if process.status() != psutil.STATUS_ZOMBIE:
-                        self.alive.add(process.pid)
-            except psutil.NoSuchProcess:
-                continue
-            self.used[process.pid] = times.user + times.system
-            if name is not None:
-                self.names[process.pid] = name
-
-    def by_name(self) -> dict[str, float]:
-        """CPU-seconds so far: of each process that runs, and of all that have ended."""
-        totals: dict[str, float] = defaultdict(float)
-        for pid, seconds in self.used.items():
-            totals[self.names.get(pid, "unnamed") if pid in self.alive else "ended"] += seconds
-        return dict(sorted(totals.items(), key=lambda item: -item[1]))
-
-
-def _name(process: psutil.Process) -> str | None:
-    """What a process is called: by its title, or by what its command line says."""
-    line = process.cmdline()
-    if not line:
-        return None
-    if "::" in line[0]:
-        return line[0].split(" @")[0]
-    called = process.environ().get("HYPERACTOR_PROCESS_NAME", "").split(" ")[0]
-    if any("fork_client" in word for word in line):
-        return "stand-ins"
-    known = {"recipes/": "controller", "runtime.host": "host", "runtime.fork_server": "fork server"}
-    for word, name in (known | {"resource_tracker": "resource trackers"}).items():
-        if any(word in argument for argument in line):
-            return name
-    return called or line[0]
-
-
 def measure(s: Settings, scratch: Path) -> dict[str, object]:
     """One run."""
     command = [*s.command, "--steps", str(s.steps), "--held-out", str(s.held_out), "--output", str(scratch)]
@@ -102,14 +49,14 @@ def measure(s: Settings, scratch: Path) -> dict[str, object]:
     process = subprocess.Popen(
         [*command, *s.arguments], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
-    watcher, log = Watcher(process.pid), scratch / "log"
+    tree, log = ProcessTree(process.pid), scratch / "log"
     phases: dict[str, float] = {}
     assert process.stdout is not None
     os.set_blocking(process.stdout.fileno(), False)
     at_first_step: dict[str, float] = {}
     last_output, ended = started, None
     with log.open("wb") as output:
-        while ended is None or watcher.alive:
+        while ended is None or any(tree.running()):
             now = time.monotonic()
             if now - started > DEADLINE_S:
                 process.terminate()
@@ -119,9 +66,9 @@ def measure(s: Settings, scratch: Path) -> dict[str, object]:
                 output.flush()
                 last_output = now
             _note_phases(scratch, phases, now - started)
-            watcher.look()
+            tree.look()
             if "first step" in phases and not at_first_step:
-                at_first_step = watcher.by_name()
+                at_first_step = tree.cpu_s()
             if ended is None and process.poll() is not None:
                 ended = time.monotonic()
             time.sleep(LOOK_S)

@@ -7,12 +7,12 @@ import os
 import signal
 import subprocess
 import time
-from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
+from processes import ProcessTree, by_role
 
 from monarch_rl.runtime.lifetime import die_with_parent
 
@@ -22,72 +22,6 @@ STOP_DEADLINE_S = 60.0
 """Seconds that a run may take to end its own processes."""
 
 
-def part_of(name: str, command: list[str], environment: dict[str, str]) -> str:
-    """Which part of a system a process is.
-
-    Args:
-        name: of the process; SGLang's are named so by SGLang, which also overwrites their environment.
-        command: its command line; in a forked process its title (``runtime/fork_server.py``), such as
-            ``monarch_rl::generator0-0 @ host``.
-        environment: Monarch puts the name of the mesh into it, in the same form.
-    """
-    if name.startswith("sglang"):
-        return "engines"
-    text = " ".join(command).strip()
-    if "monarch_rl.runtime.host" in text:
-        return "host"
-    if "fork server" in text or "monarch_rl.runtime.fork_server" in text or "fork_client" in text:
-        return "fork servers"
-    _, _, title = text.partition("monarch_rl::")
-    mesh = (title or environment.get("HYPERACTOR_PROCESS_NAME", "")).split("-")[0].rstrip("0123456789")
-    if "resource_tracker" in text:
-        return "helpers"
-    if "spawn_main" in text:  # started by multiprocessing without the fork server
-        return "scorers" if mesh == "rollout" else "helpers"
-    parts = {
-        "trainer": "trainer",
-        "generator": "generator actors",
-        "rollout": "rollout worker",
-        "buffer": "buffer",
-        "scorer": "scorers",
-    }
-    return parts.get(mesh, "helpers")
-
-
-class ProcessTree:
-    """CPU-seconds of the process ``pid`` (called ``root``) and of all below it, those that have ended included."""
-
-    def __init__(self, pid: int, root: str) -> None:
-        self._process, self._root = psutil.Process(pid), root
-        self._parts: dict[tuple[int, float], str] = {}
-        self._cpu_s: dict[tuple[int, float], float] = {}
-
-    def read(self) -> dict[str, float]:
-        """CPU-seconds so far, by part."""
-        try:
-            there = [self._process, *self._process.children(recursive=True)]
-        except psutil.NoSuchProcess:
-            there = []
-        for process in there:
-            self._add(process)
-        total: defaultdict[str, float] = defaultdict(float)
-        for key, seconds in self._cpu_s.items():
-            total[self._parts[key]] += seconds
-        return dict(total)
-
-    def _add(self, process: psutil.Process) -> None:
-        try:
-            with process.oneshot():
-                key, times = (process.pid, process.create_time()), process.cpu_times()
-                # A process that has just been forked is not yet what it will be.
-                if self._parts.get(key, "helpers") == "helpers":
-                    known = part_of(process.name(), process.cmdline(), process.environ())
-                    self._parts[key] = self._root if process == self._process else known
-            self._cpu_s[key] = times.user + times.system
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            return  # it has ended: what it had used at the last look counts
-
-
 @dataclass(frozen=True)
 class Measured:
     """One run of one side."""
@@ -95,7 +29,7 @@ class Measured:
     steps: list[dict[str, Any]]
     """Lines of ``metrics.jsonl`` that are steps."""
     cpu_s: dict[int, dict[str, float]]
-    """CPU-seconds since the launch, by part, at the ends of the steps that were asked for."""
+    """CPU-seconds since the launch, by role, at the ends of the steps that were asked for."""
     wall_s: dict[int, float]
     """Seconds since the launch at the ends of those steps."""
     total_s: float
@@ -118,7 +52,7 @@ def measure(
 
     Args:
         variables: of the environment, beside this process's own.
-        root: name of the part that the command's own process is.
+        root: role of the command's own process.
         deadline_s: seconds that all of it may take.
 
     Raises:
@@ -142,7 +76,8 @@ def measure(
                 if time.monotonic() - started > deadline_s:
                     raise RuntimeError(_failure(command, f"took over {deadline_s:g} s", log))
                 done, due = len(steps_in(folder)), [mark for mark in marks if mark not in cpu_s]
-                usage = tree.read()
+                tree.look()
+                usage = by_role(tree.cpu_s())
                 for mark in due:
                     if done >= mark:
                         cpu_s[mark], wall_s[mark] = usage, time.monotonic() - started

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,11 @@ import pytest
 
 from monarch_rl.generator import launching
 from monarch_rl.generator.engine import Engine
+from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD
 from monarch_rl.generator.settings import GeneratorSettings
+from monarch_rl.pipeline.start import PRELOADS
+from monarch_rl.runtime.fork_client import ADDRESS_VARIABLE
+from tests.forking import forking
 from tests.generator.checked_scheduler import FOLDER, CheckedTarget
 from tests.generator.helpers import PART_TOKENS, LoopThread, Staging, make_model, weights_in
 
@@ -20,6 +25,8 @@ from tests.generator.helpers import PART_TOKENS, LoopThread, Staging, make_model
 os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY", "1s")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+FORKED = ("torch", "text", ENGINE_PRELOAD)
+"""What a scheduler is forked from."""
 SETTINGS = GeneratorSettings(max_running_requests=16, max_total_tokens=8192, part_tokens=PART_TOKENS)
 
 
@@ -42,7 +49,24 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
-def run() -> Iterator[LoopThread]:
+def fork_server() -> Iterator[subprocess.Popen[bytes]]:
+    """Forks the schedulers of engines that these tests start in their own process: without imports, as in a run."""
+    preloads = [preload for preload in PRELOADS if preload.name in FORKED]
+    with forking(preloads) as (name, server), pytest.MonkeyPatch.context() as patch:
+        patch.setenv(ADDRESS_VARIABLE, name)
+        yield server
+
+
+@pytest.fixture(scope="module")
+def spawned() -> Iterator[None]:
+    """The schedulers of a module's engines are started without the fork server."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(ADDRESS_VARIABLE, raising=False)
+        yield
+
+
+@pytest.fixture(scope="session")
+def run(fork_server: subprocess.Popen[bytes]) -> Iterator[LoopThread]:
     """Runs a coroutine on the loop that all engines and actors of these tests share."""
     thread = LoopThread()
     yield thread

@@ -39,6 +39,7 @@ from tests.generator.helpers import (
     weights_in,
 )
 
+pytestmark = pytest.mark.usefixtures("spawned")
 TRANSFER = TransferSettings(bucket_mib=1, deadline_s=30)
 CPU = torch.device("cpu")
 

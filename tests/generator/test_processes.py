@@ -15,7 +15,7 @@ import pytest
 
 from tests.generator.helpers import gone, wait_until
 
-pytestmark = pytest.mark.heavy
+pytestmark = [pytest.mark.heavy, pytest.mark.usefixtures("spawned")]
 
 START_S = 120.0
 

@@ -19,10 +19,13 @@ from monarch_rl.episode.packed import pack_group
 from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.generator.actor import Generator
 from monarch_rl.generator.dispatcher import Dispatcher
+from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
 from monarch_rl.pipeline.publishing import Publisher
+from monarch_rl.pipeline.start import PRELOADS as OF_A_RUN
 from monarch_rl.pipeline.start import start_buffer, start_trainer, update
+from monarch_rl.rollout.scoring import PRELOAD as SCORING_PRELOAD
 from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.runtime.deadlines import Patience
 from monarch_rl.runtime.endpoint import concurrent_endpoint
@@ -31,6 +34,8 @@ from monarch_rl.trainer.settings import RouterReplay, TrainerSettings
 from monarch_rl.weights.area import attach
 from monarch_rl.weights.endpoint import TransferSettings
 
+PRELOADS = [preload for preload in OF_A_RUN if preload.name != SCORING_PRELOAD]
+"""What the host imports once, as that of a run: most of a start is imports."""
 ENGINES = GeneratorSettings(replicas=2, max_running_requests=32, max_total_tokens=16384)
 GROUPS, SIZE, NEW_TOKENS, VOCABULARY = 4, 4, 24, 500
 TRANSFER = TransferSettings(bucket_mib=1, deadline_s=60)
@@ -90,7 +95,7 @@ async def start_inspected(
     generators: list[InspectedGenerator] = []
     for index in range(replicas):
         device = first_device + index * tp
-        mesh = cluster.spawn(f"{name}{index}", 1, first_device=device, devices_per_process=tp)
+        mesh = cluster.spawn(f"{name}{index}", 1, first_device=device, devices_per_process=tp, preload=ENGINE_PRELOAD)
         generators.append(mesh.spawn(f"{name}{index}", InspectedGenerator))
     settings = replace(ENGINES, tp=tp)
     await asyncio.gather(*(g.setup.call_one(str(model), settings, i, **engine) for i, g in enumerate(generators)))

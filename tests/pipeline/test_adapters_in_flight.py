@@ -12,7 +12,7 @@ from monarch_rl.model.lora import LoraSettings
 from monarch_rl.pipeline.start import save, start_generators
 from monarch_rl.runtime.cluster import launch_cluster
 from tests.generator.helpers import LOGPROB_BOUND, make_model, weights_in
-from tests.pipeline.system import ENGINES, System
+from tests.pipeline.system import ENGINES, PRELOADS, System
 
 LORA = LoraSettings(rank=3, alpha=6.0)
 CHANGED = "model.layers.0.mlp.up_proj.weight"
@@ -26,7 +26,7 @@ def test_adapters_flow_while_sequences_are_drawn(tmp_path: Path) -> None:
     weights = weights_in(other)
     weights[CHANGED][0, 0] += 1
     save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
-    with launch_cluster() as cluster:
+    with launch_cluster(PRELOADS) as cluster:
         assert cluster is not None
 
         async def go() -> None:

@@ -20,13 +20,14 @@ import pytest
 from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.generator.commit import CommitReport
 from monarch_rl.generator.dispatcher import Dispatcher
+from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD
 from monarch_rl.pipeline.publishing import PublishError
 from monarch_rl.runtime.cluster import Cluster, launch_cluster
 from monarch_rl.runtime.endpoint import concurrent_endpoint
 from monarch_rl.weights.area import attach
 from monarch_rl.weights.endpoint import TransferSettings
 from tests.generator.helpers import make_model
-from tests.pipeline.system import ENGINES, InspectedGenerator, System
+from tests.pipeline.system import ENGINES, PRELOADS, InspectedGenerator, System
 
 TRANSFER = TransferSettings(bucket_mib=1, deadline_s=8)
 SHORT = Sampling(max_new_tokens=4, temperature=0.0)
@@ -77,7 +78,7 @@ class Harness:
         self.system.publisher.replicas.update_workers = self.update_replicas
 
     async def replica(self, index: int, name: str = "doomed") -> Doomed:
-        mesh = self.cluster.spawn(f"{name}{index}", 1, first_device=2 + index)
+        mesh = self.cluster.spawn(f"{name}{index}", 1, first_device=2 + index, preload=ENGINE_PRELOAD)
         generator: Doomed = mesh.spawn(f"{name}{index}", Doomed)
         await generator.setup.call_one(str(self.model), ENGINES, index)
         return generator
@@ -109,7 +110,7 @@ class Harness:
 @pytest.fixture
 def harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
     model = make_model(tmp_path_factory.mktemp("model") / "qwen3", "qwen3")
-    with launch_cluster() as cluster:
+    with launch_cluster(PRELOADS) as cluster:
         assert cluster is not None
         yield Harness(cluster, model)
 
@@ -190,7 +191,7 @@ async def trainer_killed(harness: Harness, caplog: pytest.LogCaptureFixture) -> 
     """Nobody can send the version: the error names the rank, and the version before is still served."""
     system = harness.system
     below = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
-    (victim,) = [p for p in below if p.environ().get("HYPERACTOR_PROCESS_NAME", "").startswith("trainer-1")]
+    (victim,) = [p for p in below if p.cmdline()[0].startswith("monarch_rl::trainer-1")]
     transfer = system.publisher.meeting.transfer
 
     async def struck(*arguments: Any) -> Any:

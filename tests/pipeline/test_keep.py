@@ -15,6 +15,7 @@ from monarch_rl.episode.packed import pack_group
 from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.generator.actor import Generator
 from monarch_rl.generator.dispatcher import Dispatcher
+from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD
 from monarch_rl.model.lora import LoraSettings
 from monarch_rl.runtime.cluster import Cluster, init_torch_distributed_env
 from monarch_rl.runtime.endpoint import concurrent_endpoint
@@ -163,7 +164,7 @@ def test_replay_makes_up_for_other_numerics(cluster: Cluster, tmp_path: Path) ->
     mismatch: dict[str, float] = {}
 
     async def trained_by(router_replay: RouterReplay, groups: list[bytes]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        mesh = cluster.spawn(f"trainer-{router_replay}", 1, first_device=0)
+        mesh = cluster.spawn(f"trainer-{router_replay}", 1, first_device=0, preload="trainer")
         await init_torch_distributed_env(mesh)
         plan = TrainerPlan(model, TrainerSettings(1, router_replay=router_replay), 1, 1.0, 200)
         trainer: InspectedTrainer = mesh.spawn("trainer", InspectedTrainer, plan, None)
@@ -173,7 +174,7 @@ def test_replay_makes_up_for_other_numerics(cluster: Cluster, tmp_path: Path) ->
         return experts, logprobs
 
     async def go() -> None:
-        mesh = cluster.spawn("coarse", 1, first_device=7)
+        mesh = cluster.spawn("coarse", 1, first_device=7, preload=ENGINE_PRELOAD)
         generator: OwnWeights = mesh.spawn("coarse", OwnWeights)
         await generator.setup.call_one(str(model), replace(ENGINES, dtype="bfloat16"), 0, expert_routes=True)
         prompts = [[5, 6, 7, i] for i in range(8)]

@@ -85,6 +85,21 @@ def test_a_run_goes_on_without_a_lost_generator_and_what_ends_it_leaves_no_proce
     assert all(step["tokens_per_second"] >= 0 for step in steps)
 
 
+@pytest.mark.parametrize(("process", "ranks"), [("trainer-1", 2), ("buffer-0", 1)])
+def test_what_cannot_be_replaced_ends_the_run_though_others_may_be_restarted(
+    start: Start, model: Path, tmp_path: Path, process: str, ranks: int
+) -> None:
+    """By default settings, and as the first loss. Until then a replica of so many ranks takes versions while it draws:
+    what is trained has a lag."""
+    more = ["--steps=5000", "--generator.replicas=1", f"--generator.tp={ranks}"]
+    run = start([sys.executable, *recipe(model, tmp_path / "runs", *more)])
+    wait_for_line(run, r"^step \d+/.*\| lag \d\.\d+/[12] ")
+    assert engines(run) == ranks
+    ends_and_names(run, process)
+    assert "is lost" not in run.output(), run.output()
+    assert 1 <= max(step["lag/max"] for step in steps_logged(tmp_path / "runs")) <= 2
+
+
 def test_the_last_worker_ends_the_run_when_none_may_be_started(start: Start, model: Path, tmp_path: Path) -> None:
     run = start([sys.executable, *recipe(model, tmp_path / "runs", "--steps=5000", "--recovery.restarts=0")])
     wait_for_step(run)

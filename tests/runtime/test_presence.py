@@ -87,11 +87,11 @@ def test_a_blocked_loop_is_seen_while_it_is_blocked_and_afterwards() -> None:
         presence.register("trainer rank 0")
         heartbeat, thread = presence.heartbeats()["trainer rank 0"]
         assert thread == threading.get_ident()
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(2 * presence.BEAT_S)
         assert heartbeat.take_lags() and heartbeat.overdue_s() < 10
         blocked.set()
         assert seen.wait(30), "nobody saw it"  # what an actor must not do
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(2 * presence.BEAT_S)
         lags = heartbeat.take_lags()
         presence.unregister("trainer rank 0")
         return lags

@@ -36,7 +36,10 @@ LOGPROB_BOUND = 1e-5
 GRADIENT_BOUND = 2e-5
 """Of the norm of each parameter's gradient, or of a hundredth of the whole gradient's if that is more (of a query with
 one key nothing is left but rounding), fp32; the largest seen was 2e-6."""
-HEADS, KV_HEADS, HEAD = 4, 2, 8
+HEADS = 4
+ATTENTION = {"mha": (4, 8, 8), "gqa": (2, 8, 8), "mla": (4, 12, 8)}
+"""Heads of keys and values, elements of a query and a key, elements of a value. ``mla``: with keys of every head, and
+rotary elements in them, but not in values."""
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "rms_norm_eps": 1e-6,
@@ -200,8 +203,8 @@ def dense_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: A
         for n in range(len(segment.path) - segment.own, len(segment.path)):
             place, keys = segment.path[n], segment.path[: n + 1]
             for head in range(HEADS):
-                kv = head * KV_HEADS // HEADS
-                scores = (k[keys, kv] @ q[place, head]) * HEAD**-0.5
+                kv = head * k.shape[1] // HEADS
+                scores = (k[keys, kv] @ q[place, head]) * q.shape[-1] ** -0.5
                 outputs[place, head] = scores.softmax(0) @ v[keys, kv]
     return outputs
 
@@ -221,18 +224,23 @@ def documented_varlen(
     num_splits: int | None,
 ) -> torch.Tensor:
     """``torch.nn.attention.varlen.varlen_attn`` as it is documented, in fp32, with flash attention's causal mask for
-    fewer queries than keys: aligned at the bottom right (its README, since version 2.1)."""
+    fewer queries than keys: aligned at the bottom right (its README, since version 2.1). FA3 takes narrower values."""
     assert query.dtype == key.dtype == value.dtype == torch.bfloat16
     assert all(x.is_contiguous() and x.ndim == 3 for x in (query, key, value))
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32 and len(cu_seq_q) == len(cu_seq_k)
-    assert (window_size, enable_gqa, scale) == ((-1, 0), True, HEAD**-0.5) and num_splits in (1, None)
+    # "When enabled, H_k and H_v must evenly divide H_q"; otherwise they must be equal.
+    kv_heads = key.shape[1]
+    assert query.shape[-1] == key.shape[-1]
+    assert value.shape[-1] == key.shape[-1] or attention.current_flash_attention_impl() == "FA3"
+    assert value.shape[1] == kv_heads and (kv_heads == HEADS or (enable_gqa and HEADS % kv_heads == 0))
+    assert (window_size, scale) == ((-1, 0), query.shape[-1] ** -0.5) and num_splits in (1, None)
     assert (int(cu_seq_q[-1]), int(cu_seq_k[-1])) == (len(query), len(key) if len(key) == len(value) else -1)
     assert (max_q, max_k) == (int(cu_seq_q.diff().max()), int(cu_seq_k.diff().max()))
     parts = []
     bounds = zip(*(x.unfold(0, 2, 1).tolist() for x in (cu_seq_q, cu_seq_k)), strict=True)
     for (q_start, q_end), (k_start, k_end) in bounds:
         q, k, v = query[q_start:q_end].float(), key[k_start:k_end].float(), value[k_start:k_end].float()
-        k, v = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
+        k, v = (x.repeat_interleave(HEADS // kv_heads, 1) for x in (k, v))
         seen = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
         scores = torch.einsum("qnh,knh->nqk", q, k) * scale
         parts.append(torch.einsum("nqk,knh->qnh", scores.masked_fill(~seen, float("-inf")).softmax(-1), v))
@@ -242,26 +250,31 @@ def documented_varlen(
 def attention_of(module: Any, inputs: list[torch.Tensor], layout: AttentionLayout) -> list[torch.Tensor]:
     """The output, and the gradients of a weighted sum of it."""
     q, k, v = (x.detach().clone().requires_grad_() for x in inputs)
-    kwargs = {"attention_masks": layout, "scale": HEAD**-0.5, "enable_gqa": True}
+    kwargs = {"attention_masks": layout, "scale": q.shape[-1] ** -0.5, "enable_gqa": k.shape[1] < HEADS}
     output = module(q[None], k[None], v[None], **kwargs)[0]
     (output * torch.linspace(-1, 1, output.numel()).view(output.shape)).sum().backward()
     return [output.detach(), *(x.grad for x in (q, k, v) if x.grad is not None)]
 
 
-@settings(max_examples=40)
+@pytest.mark.parametrize("kind", ATTENTION)
+@settings(max_examples=20)
 @given(groups=groups_of(most=5, longest=12), seed=st.integers(0, 100))
-def test_both_kinds_of_attention_are_that_of_the_definition(groups: list[list[Episode]], seed: int) -> None:
+def test_both_kinds_of_attention_are_that_of_the_definition(kind: str, groups: list[list[Episode]], seed: int) -> None:
+    kv_heads, width, value_width = ATTENTION[kind]
     numbers = [number for number, group in enumerate(groups) for _ in group]
     rows = lay_out([episode for group in groups for episode in group], numbers)
     layout = AttentionLayout(rows.segments(), CPU)
     draw = torch.Generator().manual_seed(seed)
-    q, k, v = inputs = [torch.randn(rows.width, heads, HEAD, generator=draw) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    shapes = [(HEADS, width), (kv_heads, width), (kv_heads, value_width)]
+    q, k, v = inputs = [torch.randn(rows.width, *shape, generator=draw) for shape in shapes]
     expected = dense_attention(q, k, v, layout)
     on_cpu = attention_of(PackedAttention(PackedAttention.Config()), inputs, layout)
     assert len(on_cpu) == 4
     assert (on_cpu[0] - expected).abs().max() < 1e-6
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "varlen_attn", documented_varlen)
-        on_gpu = attention_of(PrefixVarlenAttention(PrefixVarlenAttention.Config()), inputs, layout)
-    for ours, theirs in zip(on_cpu, on_gpu, strict=True):
-        assert (ours - theirs).norm() < 0.02 * max(ours.norm(), 1.0)  # the kernel's inputs are bfloat16
+    for kernel in (None, "FA3"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(attention, "varlen_attn", documented_varlen)
+            patch.setattr(attention, "current_flash_attention_impl", lambda kernel=kernel: kernel)
+            on_gpu = attention_of(PrefixVarlenAttention(PrefixVarlenAttention.Config()), inputs, layout)
+        for ours, theirs in zip(on_cpu, on_gpu, strict=True):
+            assert (ours - theirs).norm() < 0.02 * max(ours.norm(), 1.0)  # the kernel's inputs are bfloat16

@@ -11,12 +11,14 @@ from typing import NamedTuple
 KEYS_PER_TOKEN = 4
 """Keys that a micro-batch may gather, as a multiple of its token budget. Each episode's queries read the keys and
 values of its whole prefix, so one behind a long shared prefix gathers far more keys than it computes. Without this
-bound a micro-batch of many short answers to one long prompt would have no bound on its memory. Keys and values are a
-small part of what a layer keeps for the backward pass (in Qwen3-4B some 2,000 of 50,000 numbers a token), so four
-times as many of them cost an eighth more memory."""
+bound a micro-batch of many short answers to one long prompt would have no bound on its memory. What four times as many
+keys and values add to what a layer keeps for the backward pass depends on how many heads have keys of their own: 6 to
+15 % in models with grouped queries, a quarter where each head has its own (Llama-2-7B), half where keys of 128 heads
+are made of a latent vector (DeepSeek-V3): ``python benchmarks/key_memory.py``."""
 
 SLOWER = 0.05
-"""Share by which the slowest rank may be slower than by another plan that computes more in all."""
+"""Share by which the slowest rank may be slower than by another plan that computes more in all. A choice: between 0 and
+0.1 it matters only where a rank has one or two groups, and there by 4 % (``python benchmarks/slower.py``)."""
 
 
 class SharingGroup(NamedTuple):
@@ -118,15 +120,15 @@ def plan_microbatches(
     Raises:
         ValueError: an episode is longer than the budget, or the budget or ``dp_size`` is not positive.
     """
-    _check(groups, token_budget, dp_size)
-    rounds = _best(groups, token_budget, dp_size)
+    longest = max((tokens for group in groups for tokens in group.lengths), default=0)
+    _check(longest, token_budget, dp_size)
+    rounds = _best(groups, longest, token_budget, dp_size)
     return [[_episodes(groups, at_once[rank]) for at_once in rounds] for rank in range(dp_size)]
 
 
-def _check(groups: Sequence[SharingGroup], token_budget: int, dp_size: int) -> None:
+def _check(longest: int, token_budget: int, dp_size: int) -> None:
     if token_budget < 1 or dp_size < 1:
         raise ValueError(f"token_budget ({token_budget}) and dp_size ({dp_size}) must be positive")
-    longest = _longest(groups)
     if longest > token_budget:
         raise ValueError(
             f"an episode of {longest} tokens does not fit the token budget of {token_budget}: "
@@ -134,16 +136,11 @@ def _check(groups: Sequence[SharingGroup], token_budget: int, dp_size: int) -> N
         )
 
 
-def _longest(groups: Sequence[SharingGroup]) -> int:
-    """Tokens of the longest episode."""
-    return max((tokens for group in groups for tokens in group.lengths), default=0)
-
-
-def _best(groups: Sequence[SharingGroup], token_budget: int, dp_size: int) -> _Rounds:
+def _best(groups: Sequence[SharingGroup], longest: int, token_budget: int, dp_size: int) -> _Rounds:
     """The plan that is chosen, as :func:`plan_microbatches` says."""
     shared_once = sum(group.computed(range(len(group.order))) for group in groups)
     separately = sum(group.inputs(place) for group in groups for place in range(len(group.order)))
-    bound = separately / dp_size + _longest(groups)
+    bound = separately / dp_size + longest
     plans: list[tuple[int, _Rounds]] = []
     least = sys.maxsize
     for parts in _parts(groups):

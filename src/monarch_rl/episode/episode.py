@@ -18,6 +18,8 @@ from monarch_rl.episode.sampling import Completion, KeptSets
 
 NO_VERSION = -1
 """``policy_versions`` of a token that no policy drew (prompt and environment tokens)."""
+VersionRun = tuple[int, int, bool]
+"""Tokens of one version and trainability that follow each other: their number, version, and if they are trainable."""
 
 
 @dataclass(slots=True)
@@ -43,7 +45,7 @@ class Turn:
             raise ValueError(f"the arrays of a turn must have one length, got {sorted(lengths)}")
 
     @property
-    def runs(self) -> list[tuple[int, int, bool]]:
+    def runs(self) -> list[VersionRun]:
         """The turn cut into runs of one version and trainability: ``(tokens, policy version, trainable)``."""
         if not len(self.token_ids):
             return []
@@ -59,7 +61,7 @@ class Turn:
     @classmethod
     def from_runs(
         cls,
-        runs: list[tuple[int, int, bool]],
+        runs: list[VersionRun],
         token_ids: np.ndarray,
         trainable_logprobs: np.ndarray,
         kept_sets: KeptSets | None = None,

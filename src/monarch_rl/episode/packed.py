@@ -24,11 +24,12 @@ import math
 import struct
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
-from monarch_rl.episode.episode import BatchShard, Episode, Group, Turn
+from monarch_rl.episode.episode import BatchShard, Episode, Group, Turn, VersionRun
 from monarch_rl.episode.prefixes import PrefixTree, prefix_tree
 from monarch_rl.episode.sampling import KeptSets
 
@@ -203,7 +204,8 @@ def mask_older(episode: Episode, oldest: int | None) -> None:
 
 def pack_group(group: Group) -> bytes:
     """The bytes of a group: see the top of this file."""
-    packed = [_pack_episode(episode) for episode in group.episodes]
+    runs = [[turn.runs for turn in episode.turns] for episode in group.episodes]
+    packed = [_pack_episode(episode, by_turn) for episode, by_turn in zip(group.episodes, runs, strict=True)]
     header: dict[str, Any] = {
         "group_id": group.group_id,
         "task_index": group.task_index,
@@ -215,12 +217,12 @@ def pack_group(group: Group) -> bytes:
             (
                 episode.reward,
                 episode.num_tokens,
-                list(_tokens_by_version(episode).items()),
+                list(_tokens_by_version(by_turn).items()),
                 sum(map(len, arrays)),
                 episode.finish_reason,
                 episode.parts,
             )
-            for episode, arrays in zip(group.episodes, packed, strict=True)
+            for episode, by_turn, arrays in zip(group.episodes, runs, packed, strict=True)
         ],
     }
     text = _padded(header)
@@ -261,7 +263,8 @@ def unpack_episode(data: bytes | memoryview) -> Episode:
     return Episode(turns, 0.0, head["finish_reason"], head["info"], expert_routes)
 
 
-def _pack_episode(episode: Episode) -> list[bytes]:
+def _pack_episode(episode: Episode, runs: list[list[VersionRun]]) -> list[bytes]:
+    """``runs``: those of each turn."""
     ids, logprobs, trainable = episode.token_ids, episode.logprobs, episode.trainable
     kept_sets, expert_routes = episode.kept_sets, episode.expert_routes
     if np.any(logprobs[~trainable]):
@@ -269,7 +272,7 @@ def _pack_episode(episode: Episode) -> list[bytes]:
     if kept_sets is not None and np.any(kept_sets.counts[~trainable]):
         raise ValueError("an episode has a kept set on a token that is not trainable")
     head: dict[str, Any] = {
-        "turns": [turn.runs for turn in episode.turns],
+        "turns": runs,
         "finish_reason": episode.finish_reason,
         "info": episode.info,
     }
@@ -287,13 +290,12 @@ def _pack_episode(episode: Episode) -> list[bytes]:
     return arrays
 
 
-def _tokens_by_version(episode: Episode) -> Counter[int]:
-    """Trainable tokens by the version that drew them."""
+def _tokens_by_version(runs: list[list[VersionRun]]) -> Counter[int]:
+    """Trainable tokens of an episode by the version that drew them. ``runs``: those of each turn."""
     counts: Counter[int] = Counter()
-    for turn in episode.turns:
-        for tokens, version, trainable in turn.runs:
-            if trainable:
-                counts[version] += tokens
+    for tokens, version, trainable in chain.from_iterable(runs):
+        if trainable:
+            counts[version] += tokens
     return counts
 
 

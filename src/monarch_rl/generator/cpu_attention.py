@@ -21,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from monarch_rl.algorithms.padding import Padding, runs_of_similar_size
 
 PADDING = Padding(waste=1.0, free_pairs=16_384)
-"""Of a call; a call of its own costs some 0.1 ms."""
+"""Of a call; within three tenths of the best for each load of ``python benchmarks/padding.py``."""
 BLOCK_ROWS = 128
 """Rows of a long sequence with a cached prefix that are attended to at once: more build larger masks, and look at more
 keys that they may not see. 64 to 256 were equally fast."""

@@ -16,6 +16,7 @@ draws without a seed                   by one number a request, not one for ever
                                        (``cpu_draw.py``)
 inputs                                 not copied to buffers of fixed addresses, which only graphs of a GPU need
 environment variables                  read from the environment some sixty times a step: once each
+process groups                         share one device of gloo, whose thread polls (``cpu_gloo.py``)
 load snapshots                         made for a router that is not there
 ====================================== ===========================================================================
 """
@@ -26,7 +27,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from monarch_rl.generator import cpu_admission, cpu_cache, cpu_results
+from monarch_rl.generator import cpu_admission, cpu_cache, cpu_gloo, cpu_results
 from monarch_rl.generator.cpu_draw import draw_if_unseeded
 from monarch_rl.generator.cpu_patch import check_parameters, replace_method
 
@@ -61,6 +62,7 @@ def install() -> None:
     check_parameters(sampler.sampling_from_probs_torch, "probs sampling_seed positions")
     sampler.sampling_from_probs_torch = draw_if_unseeded(sampler.sampling_from_probs_torch)
     cpu_cache.install()
+    cpu_gloo.install()
     replace_method(EnvField, "get", _read_variable, "")
     os.environ["SGLANG_EAGER_INPUT_NO_COPY"] = "1"
 

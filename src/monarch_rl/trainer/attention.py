@@ -92,10 +92,11 @@ class PrefixVarlenAttention(VarlenAttention):
         layout = attention_masks
         # The kernel takes half precision only.
         q, k, v = (x[0].to(torch.bfloat16) for x in (q_BLNH, k_BLNH, v_BLNH))
+        fa2, value_width = current_flash_attention_impl() in (None, "FA2"), v.shape[-1]
+        if fa2:  # takes values only as wide as queries and keys; in multi-head latent attention they are narrower
+            v = F.pad(v, (0, q.shape[-1] - value_width))
         if layout.keys is not None:
             k, v = _rows(k, layout.keys), _rows(v, layout.keys)
-        # For FA2, torchtitan does not let the kernel divide keys among blocks either (pytorch issue 179760).
-        unsplit = current_flash_attention_impl() in (None, "FA2") and torch.version.hip is None
         result = varlen_attn(
             q.contiguous(),
             k.contiguous(),
@@ -107,10 +108,11 @@ class PrefixVarlenAttention(VarlenAttention):
             scale=scale,
             window_size=self.window_size,
             enable_gqa=enable_gqa,
-            num_splits=1 if unsplit else None,
+            # torchtitan does not let FA2 divide keys among blocks either (pytorch issue 179760).
+            num_splits=1 if fa2 and torch.version.hip is None else None,
         )
         assert isinstance(result, torch.Tensor)
-        return result.to(q_BLNH.dtype).unsqueeze(0)
+        return result[..., :value_width].to(q_BLNH.dtype).unsqueeze(0)
 
 
 def _check_causal(config: VarlenAttention.Config) -> None:

@@ -1,0 +1,128 @@
+"""The processes of a run: what each one is, and what CPU time and memory it uses.
+
+Looking costs a few milliseconds a run. What a process uses between the last look and its end is not seen.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import psutil
+
+MESHES = {
+    "trainer": "trainer",
+    "generator": "generator actor",
+    "rollout": "rollout worker",
+    "buffer": "buffer",
+    "engine": "engine",
+    "scorer": "scorer",
+}
+"""Roles by what a process's title begins with: actors have the name of their mesh there, without its number."""
+NOT_YET = ("other", "fork server")
+"""What a process may seem to be before it has its title."""
+TITLE = re.compile(r"([a-z]+)(\d*)(?:-(\d+))?( @ |$)")
+"""Of an actor's process: mesh, number of the mesh, rank in it, and the host."""
+
+
+def name_of(title: str, command: list[str], environment: Mapping[str, str]) -> str:
+    """What a process is: its role, and its number where there are several, such as ``trainer 1``.
+
+    Args:
+        title: name of the process; SGLang's are named so by SGLang, which also overwrites their environment.
+        command: its command line; in a forked process its title (``runtime/fork_server.py``), such as
+            ``monarch_rl::generator0-0 @ host``.
+        environment: Monarch puts the name of the mesh into it, in the same form.
+    """
+    text = " ".join(command).strip()
+    if title.startswith("sglang") or text.startswith("sglang::"):
+        return "engine"
+    if "fork_client" in text:
+        return "stand-in"
+    for part, name in (
+        ("monarch_rl.runtime.host", "host"),
+        ("fork server", "fork server"),
+        ("monarch_rl.runtime.fork_server", "fork server"),
+        ("resource_tracker", "resource tracker"),
+    ):
+        if part in text:
+            return name
+    _, _, forked = text.partition("monarch_rl::")
+    found = TITLE.match(forked or environment.get("HYPERACTOR_PROCESS_NAME", ""))
+    role = MESHES.get(found[1]) if found else None
+    if found is None or role is None:
+        return "other"
+    if "spawn_main" in text:  # started by multiprocessing without the fork server
+        return "scorer" if role == "rollout worker" else "other"
+    number = found[2] or (found[3] if role == "trainer" else "")
+    return f"{role} {number}" if number else role
+
+
+def by_role(by_name: Mapping[str, float]) -> dict[str, float]:
+    """Sums over the processes of each role, the largest first."""
+    totals: defaultdict[str, float] = defaultdict(float)
+    for name, value in by_name.items():
+        totals[name.rstrip("0123456789 ")] += value
+    return dict(sorted(totals.items(), key=lambda item: -item[1]))
+
+
+@dataclass
+class Seen:
+    """A process, as it was when it was last looked at."""
+
+    name: str = "other"
+    cpu_s: float = 0.0
+    running: bool = True
+
+
+class ProcessTree:
+    """The process ``pid``, which is called ``root``, and all below it, those that have ended included."""
+
+    def __init__(self, pid: int, root: str = "controller") -> None:
+        self._root = psutil.Process(pid)
+        self._seen = {self._root: Seen(root)}
+
+    def look(self) -> None:
+        """Note what there is now. A process below a known one is known from then on, whoever its parent is later."""
+        for process in self._there():
+            seen = self._seen.setdefault(process, Seen())
+            try:
+                with process.oneshot():
+                    times = process.cpu_times()
+                    seen.cpu_s, seen.running = times.user + times.system, process.status() != psutil.STATUS_ZOMBIE
+                    if process != self._root and seen.name in NOT_YET and (command := process.cmdline()):
+                        seen.name = name_of(process.name(), command, process.environ())
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                seen.running = False  # what it had used at the last look counts
+
+    def _there(self) -> set[psutil.Process]:
+        found = set()
+        for known in [known for known, seen in self._seen.items() if seen.running]:
+            if known.is_running() and known not in found:
+                found |= {known, *known.children(recursive=True)}
+            elif known not in found:
+                self._seen[known].running = False
+        return found
+
+    def cpu_s(self) -> dict[str, float]:
+        """CPU-seconds up to the last look, user and system, by name; the largest first."""
+        totals: defaultdict[str, float] = defaultdict(float)
+        for seen in self._seen.values():
+            totals[seen.name] += seen.cpu_s
+        return dict(sorted(totals.items(), key=lambda item: -item[1]))
+
+    def running(self) -> Iterator[tuple[psutil.Process, str]]:
+        """Processes that ran at the last look, and their names."""
+        return ((process, seen.name) for process, seen in self._seen.items() if seen.running)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes that only one process holds (USS) of those that run, by name."""
+        totals: defaultdict[str, int] = defaultdict(int)
+        for process, name in self.running():
+            try:
+                totals[name] += process.memory_full_info().uss
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue  # it has just ended
+        return dict(totals)

@@ -1,0 +1,46 @@
+"""Process groups of an engine rank share one device of gloo."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(torch.accelerator.is_available(), reason="it is for machines without an accelerator")
+
+GROUPS = """
+import os, sys, threading
+from datetime import timedelta
+import torch, torch.distributed as dist
+from monarch_rl.generator import cpu_gloo
+if sys.argv[1] == "shared":
+    cpu_gloo.install()
+store, found = dist.HashStore(), [[], []]
+def meet(rank):
+    for number, seconds in enumerate((60, 77, 88)):
+        prefixed = dist.PrefixStore(str(number), store)
+        group = dist.ProcessGroupGloo(prefixed, rank, 2, timedelta(seconds=seconds))
+        tensor = torch.full((3,), 1.0 + rank + number)
+        group.allreduce([tensor]).wait()
+        found[rank].append((tensor.tolist(), group.options._timeout.total_seconds(), group))
+ranks = [threading.Thread(target=meet, args=(rank,)) for rank in range(2)]
+for each in ranks: each.start()
+for each in ranks: each.join()
+names = [open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")]
+print([[part[:2] for part in of_rank] for of_rank in found], names.count("gloo_tcp_loop"), flush=True)
+os._exit(0)
+"""
+"""Two ranks, one on each thread, which reduce in three groups."""
+
+
+@pytest.mark.parametrize(("way", "devices"), [("shared", 1), ("own", 6)])
+def test_groups_reduce_over_one_device(way: str, devices: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", GROUPS, way], capture_output=True, text=True, timeout=120, env=dict(os.environ)
+    )
+    assert done.returncode == 0, done.stderr
+    of_rank = [([3.0 + 2 * number] * 3, seconds) for number, seconds in enumerate((60.0, 77.0, 88.0))]
+    assert done.stdout.strip() == f"{[of_rank, of_rank]} {devices}"

@@ -1,0 +1,78 @@
+"""benchmarks/processes.py: what the processes of a run are called, and that those that have ended count."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def processes() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))  # where benchmarks find it
+        return importlib.import_module("processes")
+
+
+@pytest.mark.parametrize(
+    "title, command, mesh, name",
+    [
+        ("sglang::scheduler", ["sglang::scheduler"], "", "engine"),
+        ("python", ["python", "-m", "monarch_rl.runtime.host", "ipc://x"], "", "host"),
+        ("python", ["monarch_rl::fork server, trainer"], "", "fork server"),
+        ("python", ["python", "-IS", "fork_client.py", "trainer"], "trainer-1 @ vm", "stand-in"),
+        ("python", ["monarch_rl::trainer-1 @ vm"], "trainer-1 @ vm", "trainer 1"),
+        ("python", ["monarch_rl::scorer"], "rollout0-0 @ vm", "scorer"),
+        ("python", ["python", "-m", "monarch_rl.runtime.actor_process"], "trainer-1 @ vm", "trainer 1"),
+        ("python", ["python", "-m", "monarch_rl.runtime.actor_process"], "generator0-0 @ vm", "generator actor 0"),
+        ("python", ["python", "-m", "monarch_rl.runtime.actor_process"], "rollout0-0 @ vm", "rollout worker 0"),
+        ("python", ["python", "-m", "monarch_rl.runtime.actor_process"], "buffer-0 @ vm", "buffer"),
+        ("python", ["python", "-c", "from multiprocessing.spawn import spawn_main"], "rollout0-0 @ vm", "scorer"),
+        ("python", ["python", "-c", "import multiprocessing.resource_tracker"], "trainer-0 @ vm", "resource tracker"),
+        ("python", ["python", "else"], "", "other"),
+    ],
+)
+def test_processes_are_told_apart(processes: Any, title: str, command: list[str], mesh: str, name: str) -> None:
+    environment = {"HYPERACTOR_PROCESS_NAME": mesh} if mesh else {}
+    assert processes.name_of(title, command, environment) == name
+
+
+PARENT = """
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()", "monarch_rl.runtime.host"])
+print("started", flush=True)
+sys.stdin.readline()
+"""
+"""A process whose child goes on when it has ended."""
+
+
+def test_what_has_ended_counts_and_what_goes_on_is_still_seen(processes: Any) -> None:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert parent.stdin is not None and parent.stdout is not None
+    tree = processes.ProcessTree(parent.pid)
+    assert parent.stdout.readline() == "started\n"
+    tree.look()
+    _, host = sorted(tree.running(), key=lambda found: found[1])
+    assert host[1] in ("host", "other")  # it may not have called exec yet
+    used = tree.cpu_s()["controller"]
+    assert used > 0
+    assert tree.memory()["controller"] > 1e6
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    tree.look()
+    assert [found for found, _ in tree.running()] == [host[0]]
+    assert tree.cpu_s()["controller"] >= used
+    parent.stdin.close()  # the child's, too, ends with it
+    host[0].wait(60)
+    tree.look()
+    assert list(tree.running()) == []
+
+
+def test_roles_add_up(processes: Any) -> None:
+    assert processes.by_role({"trainer 1": 1.0, "host": 0.5, "trainer 10": 2.0}) == {"trainer": 3.0, "host": 0.5}
