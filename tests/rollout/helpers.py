@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import os
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -115,6 +117,35 @@ def touchy_score(text: str) -> float:
         case "3":
             raise SystemExit(1)
     return float(text)
+
+
+def crashes(text: str) -> float:
+    """As a library in C may."""
+    return float(ctypes.string_at(0)[0])
+
+
+def hangs_in_c(text: str) -> float:
+    """No handler in Python runs while it does: SIGTERM alone does not end it."""
+    ctypes.CDLL(None).sleep(600)
+    return 0.0
+
+
+def prints(text: str) -> float:
+    """Through Python, through the file descriptor, and by a program of its own."""
+    print(f"python says {text}")
+    os.write(2, b"the descriptor says something\n")
+    subprocess.run(["echo", "a program says something"], check=True, timeout=60)
+    return 1.0
+
+
+def prints_much(size: int) -> float:
+    for _ in range(size // 1000):
+        print("x" * 999)
+    return 1.0
+
+
+def raises_much(size: int) -> float:
+    raise ValueError("y" * size)
 
 
 def hangs_once(folder: str) -> float:
