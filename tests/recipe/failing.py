@@ -24,5 +24,5 @@ async def train(begun: Any, settings: grpo.Settings) -> None:
 
 
 if __name__ == "__main__":
-    start.RolloutWorker = FailingWorker
+    start.RolloutWorker = FailingWorker  # type: ignore[misc]
     run.launch(train, tyro.cli(grpo.Settings))

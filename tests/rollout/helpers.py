@@ -167,6 +167,14 @@ class TouchyWorker(RolloutWorker):
         return os.getpid()
 
 
+class UnmakeableWorker(RolloutWorker):
+    """Its environments need a tool that is not there."""
+
+    def make_environment(self, item: Item, scorer: Scorer) -> Environment:
+        Path("/no such tool").read_text()
+        raise AssertionError
+
+
 def answer(value: float) -> float:
     return value
 
