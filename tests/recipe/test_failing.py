@@ -46,6 +46,8 @@ def test_a_reward_with_a_typo_ends_the_run_at_once_with_its_traceback(
     assert typo in said[2]
     assert len(re.findall("^an episode failed, .*: score raised KeyError$", output, re.MULTILINE)) == 1
 
+    if held_out == "0":  # it ended before the crash was known: that score is computed again, after the others
+        return
     crash = output.split("an episode failed, the first one in this way: score ended its process by SIGSEGV\n")[1]
     assert f'  File "{REWARD}", line {line_of("string_at")} in crash\n' in crash.split("an episode failed")[0]
     assert re.search(r"^Item \d+, prompt: '\w+ -> '$", crash, re.MULTILINE)
