@@ -16,7 +16,7 @@ from monarch_rl.rollout.scoring import ScoringFailed
 from monarch_rl.runtime.deadlines import now
 from monarch_rl.simulate.clock import run_virtual
 from monarch_rl.simulate.costs import Costs
-from monarch_rl.simulate.run import SimulatedWorker, run_settings, simulated_actors
+from monarch_rl.simulate.run import SimulatedDispatcher, SimulatedWorker, run_settings, simulated_actors
 from monarch_rl.tasks.task import Score
 from tests.pipeline.test_run import PLAN, virtual
 
@@ -88,6 +88,29 @@ def test_groups_that_all_fail_from_the_start_on_end_the_run_at_once(patch: Calla
         assert str(ended.value).startswith("score raised KeyError: all of the first 8 groups were dropped")
         assert TRACEBACK in str(ended.value)
         assert now() - began < 10 * Costs().trainer.step_s + 60
+
+    test()
+
+
+def test_prompts_that_never_fit_end_the_run_at_once_and_say_what_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No token is drawn for them, so that groups are dropped as fast as they are begun."""
+
+    def set_up(worker: SimulatedWorker, buffer: Any, replicas: Any) -> None:
+        worker.connect(buffer, SimulatedDispatcher(replicas), worker._stand_ins, episode_limit=5)
+
+    monkeypatch.setattr(SimulatedWorker, "set_up", set_up)
+
+    @virtual
+    async def test() -> None:
+        with pytest.raises(EpisodesFail) as ended:
+            async with Run.open(run_settings(PLAN, 1e6)) as run:
+                await run.begin(simulated_actors(PLAN, Costs(), grain=8))
+                async for _ in run.steps(3):
+                    await run.step()
+        assert str(ended.value).startswith(
+            "prompt leaves no room within 5 tokens: all of the first 8 groups were dropped"
+        )
+        assert "--trainer.tokens-per-microbatch" in str(ended.value)
 
     test()
 

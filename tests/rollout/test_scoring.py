@@ -134,7 +134,8 @@ def test_a_failure_says_in_which_file_and_line_also_if_the_process_was_ended() -
             crashed = await failure(scorer, helpers.crashes, "a")
             assert crashed.reason == "score ended its process by SIGSEGV"
             assert "Fatal Python error: Segmentation fault" in crashed.report
-            file, _, line = line_of(helpers.crashes, "string_at").rpartition(":")
+            assert crashed.place == line_of(helpers.crashes, "string_at")
+            file, _, line = crashed.place.rpartition(":")
             assert f'  File "{file}", line {line} in crashes' in crashed.report
             assert "by another process, and each time: it was ended by SIGSEGV" in crashed.report
             assert "pebble" not in crashed.report

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+import sysconfig
 import traceback
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,18 +15,20 @@ from monarch_rl.episode.failure import shortened
 REPORT_CHARACTERS = 6000
 """Of one traceback: an exception may quote megabytes."""
 _CALLERS = tuple(str(Path(__file__).parents[1] / room) for room in ("rollout", "runtime"))
+_LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _STACK_LINE = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in ', re.MULTILINE)
 """Of a stack that faulthandler has written."""
 _FATAL = re.compile(r"^Fatal Python error: .*", re.MULTILINE)
 
 
 def describe(error: BaseException) -> tuple[str, str]:
-    """File and line that raised ``error``, and its traceback from the first frame on that is not this package's."""
+    """The last file and line before ``error`` that are no library's, and its traceback without the callers' frames."""
     start = error.__traceback__
     while start is not None and start.tb_next is not None and _calls(start):
         start = start.tb_next
     text = "".join(traceback.format_exception(type(error), error, start)).rstrip()
-    return _place(start), shortened(text, REPORT_CHARACTERS)
+    frames = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(start))
+    return _place(frames), shortened(text, REPORT_CHARACTERS)
 
 
 def said(error: BaseException) -> str:
@@ -35,7 +38,8 @@ def said(error: BaseException) -> str:
 
 
 def suspended(coroutine: Coroutine[Any, Any, Any]) -> tuple[str, str]:
-    """File and line at which a coroutine waits, and the calls that led there; empty if it does not wait."""
+    """The last file and line that are no library's where a coroutine waits, and all calls that led there; empty if it
+    does not wait."""
     frames = []
     awaited: Any = coroutine
     while (frame := getattr(awaited, "cr_frame", None)) is not None:
@@ -44,13 +48,14 @@ def suspended(coroutine: Coroutine[Any, Any, Any]) -> tuple[str, str]:
     if not frames:
         return "", ""
     lines = traceback.StackSummary.extract(iter(frames)).format()
-    last, number = frames[-1]
     text = "It waited here (most recent call last):\n" + "".join(lines).rstrip()
-    return f"{last.f_code.co_filename}:{number}", shortened(text, REPORT_CHARACTERS)
+    place = _place((frame.f_code.co_filename, line) for frame, line in frames)
+    return place, shortened(text, REPORT_CHARACTERS)
 
 
 def of_process(stack: str) -> tuple[str, str]:
-    """File and line where a process was when it ended, and its calls, most recent first, as faulthandler wrote them.
+    """The last file and line that are no library's where a process was when it ended, and all its calls, most recent
+    first, as faulthandler wrote them.
 
     Left out are the frames of what called the score. Both are empty if nothing was written.
     """
@@ -61,17 +66,17 @@ def of_process(stack: str) -> tuple[str, str]:
             break
         lines.append(line)
     text = "\n".join(lines)
-    first = _STACK_LINE.search(text)
-    return (f"{first['file']}:{first['line']}" if first else ""), shortened(text, REPORT_CHARACTERS)
+    frames = [(match["file"], int(match["line"])) for match in _STACK_LINE.finditer(text)]
+    return _place(reversed(frames)), shortened(text, REPORT_CHARACTERS)
 
 
 def _calls(frame: TracebackType) -> bool:
     return frame.tb_frame.f_code.co_filename.startswith(_CALLERS)
 
 
-def _place(start: TracebackType | None) -> str:
-    if start is None:
-        return ""
-    while start.tb_next is not None:
-        start = start.tb_next
-    return f"{start.tb_frame.f_code.co_filename}:{start.tb_lineno}"
+def _place(frames: Iterable[tuple[str, int]]) -> str:
+    """The last file and line that are no library's, or else the last ones; the last call comes last."""
+    places = list(frames)
+    own = [place for place in places if not place[0].startswith((*_LIBRARIES, "<"))]
+    file, line = (own or places or [("", 0)])[-1]
+    return f"{file}:{line}" if file else ""
