@@ -242,8 +242,9 @@ SMALL = {
     "rollout.max-new-tokens": 8,
     "task.template": "{word} -> ",
     "task.pass-mark": 0.0,
+    "generator.replicas": 1,
 }
-"""A random model gets marks for parts."""
+"""A random model gets marks for parts; an engine costs half of a start."""
 KEPT = re.compile(r"model|output|steps|held-out|task\..*|.*-s|.*\.ranks|.*-processes|.*\.(workers|replicas|tp)")
 """Flags that a sample does not change: they would make another task of it, give deadlines that a crowded machine cannot
 keep, or start more processes."""

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.episode.failure import Failure
+from monarch_rl.pipeline.actor_pool import last_line
 from monarch_rl.pipeline.observer import Observer
 from monarch_rl.rollout.evaluation import Evaluation
 from monarch_rl.runtime.watch import STUCK_FACTOR
@@ -45,7 +46,7 @@ class Failures:
                 call = self._buffer.failures.call_one(known, self._patience_s)
                 news = await call  # waits: as long as the run; its end cancels this, and a lost buffer fails the call
             except Exception as error:  # the loss of the buffer ends the run: whoever trains says so
-                logger.warning("failures are no longer shown: %s", error)
+                logger.warning("failures are no longer shown: %s", last_line(error))
                 return
             known += len(news.failures)
             for failure in news.failures:

@@ -262,7 +262,8 @@ def _end_of(exit_code: int) -> tuple[str, str]:
     """How a process ended, for a reason and for a report."""
     if exit_code >= 0:
         return "", f"it ended with exit code {exit_code}"
-    name = signal.Signals(-exit_code).name
+    names = {number.value: number.name for number in signal.Signals}  # real-time signals have none
+    name = names.get(-exit_code, f"signal {-exit_code}")
     return f" by {name}", f"it was ended by {name}"
 
 
