@@ -77,6 +77,6 @@ def _calls(frame: TracebackType) -> bool:
 def _place(frames: Iterable[tuple[str, int]]) -> str:
     """The last file and line that are no library's, or else the last ones; the last call comes last."""
     places = list(frames)
-    own = [place for place in places if not place[0].startswith((*_LIBRARIES, "<"))]
+    own = [place for place in places if not place[0].startswith((*_LIBRARIES, *_CALLERS, "<"))]
     file, line = (own or places or [("", 0)])[-1]
     return f"{file}:{line}" if file else ""
