@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from monarch_rl.episode.failure import KINDS
 from monarch_rl.pipeline.failures import EpisodesFail
 from monarch_rl.pipeline.run import Run
 from monarch_rl.rollout.scoring import ScoringFailed
@@ -90,6 +91,36 @@ def test_groups_that_all_fail_from_the_start_on_end_the_run_at_once(patch: Calla
         assert now() - began < 10 * Costs().trainer.step_s + 60
 
     test()
+
+
+def test_endless_kinds_of_failures_do_not_fill_the_console(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as lines of generated code."""
+    score, count = SimulatedWorker.score, 0
+
+    async def scored(self: SimulatedWorker, *args: Any) -> Score:
+        nonlocal count
+        count += 1
+        if count % 5 == 0:
+            raise ScoringFailed("score raised KeyError", "", f"generated.py:{count}", TRACEBACK)
+        return await score(self, *args)
+
+    monkeypatch.setattr(SimulatedWorker, "score", scored)
+
+    @virtual
+    async def test() -> None:
+        async with Run.open(run_settings(PLAN, 1e6)) as run:
+            await run.begin(simulated_actors(PLAN, Costs(), grain=8))
+            await run.evaluate()
+            async for _ in run.steps(12):
+                await run.step()
+
+    with caplog.at_level(logging.WARNING, "monarch_rl"):
+        test()
+    shown = [record.getMessage() for record in caplog.records if "fail" in record.getMessage()]
+    assert len(shown) == KINDS + 1
+    assert shown[-1] == f"that were {KINDS} kinds of failures: further ones are counted, but not shown"
 
 
 def test_prompts_that_never_fit_end_the_run_at_once_and_say_what_to_change(monkeypatch: pytest.MonkeyPatch) -> None:

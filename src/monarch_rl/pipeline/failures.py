@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from monarch_rl.buffer.actor import Buffer
-from monarch_rl.episode.failure import Failure
+from monarch_rl.episode.failure import KINDS, Failure
 from monarch_rl.pipeline.actor_pool import last_line
 from monarch_rl.pipeline.observer import Observer
 from monarch_rl.rollout.evaluation import Evaluation
@@ -51,6 +51,8 @@ class Failures:
             known += len(news.failures)
             for failure in news.failures:
                 logger.warning("an episode failed, the first one in this way: %s", failure)
+            if news.failures and known == KINDS:
+                logger.warning("that were %d kinds of failures: further ones are counted, but not shown", KINDS)
             if news.verdict is not None:
                 raise EpisodesFail(str(news.verdict))
 
