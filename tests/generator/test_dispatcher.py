@@ -341,6 +341,33 @@ def test_what_a_lost_replica_had_sent_is_not_drawn_again() -> None:
     asyncio.run(play())
 
 
+def test_an_answer_that_cannot_be_sent_is_the_loss_of_the_replica_to_who_asked() -> None:
+    """Not an entry in the log of the replica, while the request waits for its deadline."""
+
+    class Mute(Replica):
+        def send(self, obj: bytes, /) -> None:
+            raise BrokenPipeError("no such port")
+
+    async def play() -> None:
+        mute, other = Mute(), Replica()
+        mute.open.set()
+        dispatcher = Dispatcher([mute, other], 10)
+        answer = start(dispatcher, 5)
+        await until(lambda: bool(other.messages))
+        other.open.set()
+        assert (await answer).token_ids.tolist() == [0] and mute.messages == [[5]]
+
+        alone, asked = Mute(), asyncio.get_running_loop().create_future()
+        alone.draw = lambda *_: asked  # type: ignore[method-assign,assignment]
+        both = asyncio.ensure_future(answer_all([([1], Sampling()), ([2], Sampling())], alone, alone.draw, ValueError))
+        await until(lambda: not both.done())
+        asked.set_result(COMPLETION)
+        with pytest.raises(BrokenPipeError, match="no such port"):
+            await both
+
+    asyncio.run(play())
+
+
 def test_without_replicas_left_requests_wait_for_a_new_one() -> None:
     async def play() -> None:
         lost, new = Replica(), Replica()

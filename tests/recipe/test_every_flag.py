@@ -11,21 +11,24 @@ import dataclasses
 import importlib
 import io
 import math
+import random
 import re
+import sys
 import types
 import typing
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import tyro
 
 from monarch_rl.pipeline.settings import RunSettings, check
 from monarch_rl.runtime.devices import Devices
-from monarch_rl.settings.ranges import limits
-from tests.recipe.running import ROOT, random_model
+from monarch_rl.settings.ranges import Range, limits
+from tests.recipe.running import ROOT, finished, random_model
+from tests.runtime.launched import Start
 
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.py"))
 OFFERED = Devices("cpu", 1, 64)
@@ -73,6 +76,14 @@ def is_number(hint: Any) -> bool:
     return bool({int, float} & set(members(hint))) or (
         typing.get_origin(hint) is tuple and float in typing.get_args(hint)
     )
+
+
+def words_of(hint: Any) -> tuple[str, ...]:
+    """The words that a flag may have, if there is a list of them."""
+    hint = typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else hint
+    if str in members(hint):
+        return ()
+    return tuple(word for kind in members(hint) if typing.get_origin(kind) is Literal for word in typing.get_args(kind))
 
 
 def typed(hint: Any, wrong: str) -> Any:
@@ -136,12 +147,15 @@ def test_a_wrong_value_is_refused_by_the_flags_name(
     refused = {
         flag: refusal(settings, flag, value, hint, wrong)
         for flag, value, hint in flags(settings)
-        if hint is not bool and (wrong or is_number(hint))
+        if hint is not bool and (wrong or is_number(hint) or words_of(hint))
     }
     said = {flag: words for flag, words in refused.items() if words is not None}
     assert {flag: words for flag, words in said.items() if flag not in words} == {}
     numbers = {flag for flag, _, hint in flags(settings) if is_number(hint)}
     assert wrong == "0" or numbers - set(said) == set(), "numbers that pass"
+    fixed = {flag for flag, _, hint in flags(settings) if words_of(hint)}
+    assert len(fixed) >= 10
+    assert wrong == "0" or fixed - set(said) == set(), "words that pass although there is a list of them"
 
 
 @pytest.mark.parametrize(
@@ -217,3 +231,92 @@ def strings(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documented:
             yield node.value
+
+
+# -- a sample of what passes is started ------------------------------------------------------------------------------
+
+SMALL = {
+    "steps": 2,
+    "held-out": 4,
+    "groups-per-step": 4,
+    "rollout.group-size": 4,
+    "rollout.max-new-tokens": 8,
+    "task.template": "{word} -> ",
+    "task.pass-mark": 0.0,
+    "generator.replicas": 1,
+}
+"""A random model gets marks for parts; an engine costs half of a start."""
+KEPT = re.compile(r"model|output|steps|held-out|task\..*|.*-s|.*\.ranks|.*-processes|.*\.(workers|replicas|tp)")
+"""Flags that a sample does not change: they would make another task of it, give deadlines that a crowded machine cannot
+keep, or start more processes."""
+CHANGED_SHARE = 0.4
+
+
+def ranges(settings: Any, prefix: str = "") -> Iterator[tuple[str, Range | None]]:
+    """Each flag with the range of its numbers."""
+    allowed = limits(type(settings))
+    for field in dataclasses.fields(settings):
+        value, name = getattr(settings, field.name), prefix + field.name.replace("_", "-")
+        if dataclasses.is_dataclass(value):
+            yield from ranges(value, f"{name}.")
+        else:
+            yield name, allowed[field.name][0]
+
+
+def another(value: Any, hint: Any, allowed: Range | None, chance: random.Random) -> Any:
+    """Another value that a user might give: other words, numbers of about the size of the default."""
+    if hint is bool:
+        return not value
+    if isinstance(value, tuple):
+        return tuple(another(one, typing.get_args(hint)[0], allowed, chance) for one in value)
+    if words_of(hint):
+        return chance.choice(words_of(hint))
+    if not is_number(hint) or allowed is None:
+        return value
+    number = value * 2 ** chance.uniform(-1, 1) if value else chance.choice([0.1, 1.0, 3.0])
+    number = min(max(number, allowed.low), allowed.high)
+    return round(number) if int in members(hint) else round(number, 6)
+
+
+def sample(settings: RunSettings, seed: int) -> dict[str, Any]:
+    """Random settings that pass: flags are changed one after the other, and what is refused is left as it was."""
+    chance, made = random.Random(seed), settings
+    for flag, value in SMALL.items():
+        made = with_flag(made, flag, value)
+    check(made, OFFERED)
+    changed, allowed = dict(SMALL), dict(ranges(made))
+    candidates = [(flag, value, hint) for flag, value, hint in flags(made) if flag not in SMALL]
+    for flag, value, hint in chance.sample(candidates, len(candidates)):
+        new = another(value, hint, allowed[flag], chance)
+        if KEPT.fullmatch(flag) or new == value or chance.random() > CHANGED_SHARE:
+            continue
+        with contextlib.suppress(ValueError):
+            check(candidate := with_flag(made, flag, new), OFFERED)
+            made, changed[flag] = candidate, new
+    return changed
+
+
+def as_arguments(changed: dict[str, Any]) -> list[str]:
+    """Settings as a user writes them on the command line."""
+    arguments = []
+    for flag, value in changed.items():
+        if isinstance(value, bool):
+            room, _, name = flag.rpartition(".")
+            arguments.append(f"--{room}{'.' if room else ''}{'' if value else 'no-'}{name}")
+        elif isinstance(value, tuple):
+            arguments += [f"--{flag}", *map(str, value)]
+        else:
+            arguments.append(f"--{flag}={value}")
+    return arguments
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", RECIPES, indirect=True)
+def test_a_sample_of_what_passes_starts_and_makes_steps(settings: RunSettings, start: Start, tmp_path: Path) -> None:
+    changed = sample(settings, seed=RECIPES.index(type(settings).__module__))
+    assert len(changed) > len(SMALL) + 10, changed
+    script = ROOT / "recipes" / f"{type(settings).__module__}.py"
+    arguments = [f"--model={settings.model}", f"--output={tmp_path / 'runs'}", *as_arguments(changed)]
+    run = start([sys.executable, str(script), *arguments])
+    finished(run)
+    assert re.search(r"^step 2/2 ", run.output(), re.MULTILINE), run.output()

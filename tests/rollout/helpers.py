@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import os
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -117,6 +119,35 @@ def touchy_score(text: str) -> float:
     return float(text)
 
 
+def crashes(text: str) -> float:
+    """As a library in C may."""
+    return float(ctypes.string_at(0)[0])
+
+
+def hangs_in_c(text: str) -> float:
+    """No handler in Python runs while it does: SIGTERM alone does not end it."""
+    ctypes.CDLL(None).sleep(600)
+    return 0.0
+
+
+def prints(text: str) -> float:
+    """Through Python, through the file descriptor, and by a program of its own."""
+    print(f"python says {text}")
+    os.write(2, b"the descriptor says something\n")
+    subprocess.run(["echo", "a program says something"], check=True, timeout=60)
+    return 1.0
+
+
+def prints_much(size: int) -> float:
+    for _ in range(size // 1000):
+        print("x" * 999)
+    return 1.0
+
+
+def raises_much(size: int) -> float:
+    raise ValueError("y" * size)
+
+
 def hangs_once(folder: str) -> float:
     """Leaves its process id as a file's name and hangs, the first time."""
     if not any(Path(folder).iterdir()):
@@ -134,6 +165,14 @@ class TouchyWorker(RolloutWorker):
     @concurrent_endpoint
     async def process_id(self) -> int:
         return os.getpid()
+
+
+class UnmakeableWorker(RolloutWorker):
+    """Its environments need a tool that is not there."""
+
+    def make_environment(self, item: Item, scorer: Scorer) -> Environment:
+        Path("/no such tool").read_text()
+        raise AssertionError
 
 
 def answer(value: float) -> float:

@@ -19,13 +19,13 @@ def as_handle(buffer: Buffer) -> BufferHandle:
 
 
 def test_the_endpoints_are_found() -> None:
-    assert set(ENDPOINTS) == {"admit_many", "reserve", "put", "put_if_room", "drop"}
+    assert set(ENDPOINTS) == {"admit_many", "reserve", "put", "put_if_room", "drop", "note_failure"}
 
 
 @pytest.mark.parametrize("name", ENDPOINTS)
 def test_the_buffer_has_the_endpoints_that_a_worker_calls(name: str) -> None:
     def types(actor: type) -> tuple[list[Any], Any]:
-        signature = inspect.signature(vars(actor)[name]._method)
+        signature = inspect.signature(inspect.getattr_static(actor, name)._method)
         return [parameter.annotation for parameter in signature.parameters.values()], signature.return_annotation
 
     assert types(BufferHandle) == types(Buffer)

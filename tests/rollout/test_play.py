@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Awaitable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from monarch_rl.rollout.scoring import ScorerBroken, ScoringFailed
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.tokenizer import Tokenizer
 from monarch_rl.runtime.deadlines import DeadlineExceeded
-from monarch_rl.tasks.task import Message, Score, SingleTurn, StepResult
+from monarch_rl.tasks.task import Item, Message, Score, SingleTurn, StepResult
 
 T = TypeVar("T")
 SETTINGS = RolloutSettings(max_turns=3, environment_deadline_s=0.2, generate_deadline_s=0.2)
@@ -123,6 +124,88 @@ def test_the_environment_costs_its_episode(tokenizer: Tokenizer, environment: Gu
     with pytest.raises(EpisodeFailed) as failure:
         run(EpisodePlayer(Echo(tokenizer, "8"), tokenizer, SETTINGS).play(environment, Sampling(), 0))
     assert failure.value.reason == reason
+
+
+class Broken(Guessing):
+    """Answers as the author of a first environment might."""
+
+    def __init__(self, opening: Any, result: Any) -> None:
+        super().__init__()
+        self._opening, self._result = opening, result
+
+    async def reset(self) -> list[Message]:
+        return self._opening  # type: ignore[no-any-return]
+
+    async def step(self, text: str) -> StepResult:
+        return self._result  # type: ignore[no-any-return]
+
+
+OPENING = [Message("user", "guess")]
+
+
+@pytest.mark.parametrize(
+    ("environment", "reason", "advice"),
+    [
+        (Broken([{"role": "user"}], None), "environment's reset returned what cannot be rendered", "list of Message"),
+        (Broken(None, None), "environment's reset returned what cannot be rendered", "list of Message"),
+        (Broken(OPENING, None), "environment's step returned what cannot be used", "return a StepResult"),
+        (Broken(OPENING, 1.0), "environment's step returned what cannot be used", "return a StepResult"),
+        (Broken(OPENING, StepResult(float("nan"), True)), "environment's step returned what cannot be used", "is nan"),
+        (Broken(OPENING, StepResult("1", True)), "environment's step returned what cannot be used", "TypeError"),  # type: ignore[arg-type]
+        (
+            Broken(OPENING, StepResult(1.0, False, ["more"])),  # type: ignore[list-item]
+            "environment's step returned what cannot be rendered",
+            "list of Message",
+        ),
+    ],
+)
+def test_what_an_environment_returns_costs_its_episode_if_it_cannot_be_used(
+    tokenizer: Tokenizer, environment: Guessing, reason: str, advice: str
+) -> None:
+    with pytest.raises(EpisodeFailed) as failure:
+        run(EpisodePlayer(Echo(tokenizer, "8"), tokenizer, SETTINGS).play(environment, Sampling(), 0))
+    assert failure.value.reason == reason and advice in failure.value.report
+
+
+def test_a_coroutine_that_is_none_costs_its_episode(tokenizer: Tokenizer) -> None:
+    class Plain(Guessing):
+        def reset(self) -> list[Message]:  # type: ignore[override]
+            return OPENING
+
+    plain: Any = Plain()
+    with pytest.raises(EpisodeFailed) as failure:
+        run(EpisodePlayer(Echo(tokenizer, "8"), tokenizer, SETTINGS).play(plain, Sampling(), 0))
+    assert failure.value.reason == "environment's reset raised TypeError" and "coroutine" in failure.value.report
+
+
+def line_of(function: Any, text: str) -> int:
+    lines, first = inspect.getsourcelines(function)
+    (found,) = [first + number for number, line in enumerate(lines) if text in line]
+    return found
+
+
+def test_a_failure_shows_its_author_where_it_was_with_the_item_and_the_answer(tokenizer: Tokenizer) -> None:
+    with pytest.raises(EpisodeFailed) as raised:
+        environment = Raising(KeyError("x"))
+        run(EpisodePlayer(Echo(tokenizer, "8"), tokenizer, SETTINGS).play(environment, Sampling(), 0))
+    raised.value.item = Item(7, "p" * 1000, "", {})
+    failure, line = raised.value.failure, line_of(Raising.step, "raise")
+    assert failure.kind == ("environment's step raised KeyError", f"{__file__}:{line}")
+    traceback, item, answer = failure.report.rsplit("\n", 2)
+    assert traceback.splitlines()[:2] == [
+        "Traceback (most recent call last):",
+        f'  File "{__file__}", line {line}, in step',
+    ]
+    assert traceback.endswith("KeyError: 'x'")
+    assert item.startswith("Item 7, prompt: 'ppp") and "[... 700 characters ...]" in item
+    assert answer == "Answer: '8'"
+
+    with pytest.raises(EpisodeFailed) as late:
+        run(EpisodePlayer(Echo(tokenizer, "8"), tokenizer, SETTINGS).play(Hanging(), Sampling(), 0))
+    line = line_of(Hanging.reset, "await")
+    assert late.value.place == f"{__file__}:{line}"
+    assert f'  File "{__file__}", line {line}, in reset' in late.value.report
+    assert "raise --rollout.environment-deadline-s" in late.value.report
 
 
 def test_what_is_not_the_episodes_fault_is_raised_as_it_is(tokenizer: Tokenizer) -> None:

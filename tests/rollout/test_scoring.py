@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,7 +16,10 @@ from typing import Any
 
 import pytest
 
+from monarch_rl.rollout.scorer_output import SHOWN_BYTES
 from monarch_rl.rollout.scoring import Scorer, ScorerBroken, ScoringFailed
+from monarch_rl.runtime import presence
+from monarch_rl.runtime.fork_context import ForkedProcess
 from monarch_rl.tasks.reasoning_gym import TaskSettings, TaskSource, load_data_set, score
 from monarch_rl.tasks.task import Score
 from tests.rollout import helpers
@@ -100,6 +105,137 @@ def test_quick_scores_travel_together_and_fail_alone(monkeypatch: pytest.MonkeyP
     asyncio.run(test())
 
 
+async def failure(scorer: Scorer, function: Any, *args: Any) -> ScoringFailed:
+    with pytest.raises(ScoringFailed) as caught:
+        await scorer.score(function, *args)
+    return caught.value
+
+
+def line_of(function: Any, text: str) -> str:
+    """File and line of a function's line with ``text``."""
+    lines, first = inspect.getsourcelines(function)
+    (found,) = [first + number for number, line in enumerate(lines) if text in line]
+    return f"{helpers.__file__}:{found}"
+
+
+def test_a_failure_says_in_which_file_and_line_also_if_the_process_was_ended() -> None:
+    async def test() -> None:
+        scorer = Scorer(1, deadline_s=2.0)
+        try:
+            raised = await failure(scorer, helpers.touchy_score, "0")
+            assert raised.place == line_of(helpers.touchy_score, "KeyError")
+            file, _, line = raised.place.rpartition(":")
+            assert raised.report.splitlines()[:2] == [
+                "Traceback (most recent call last):",
+                f'  File "{file}", line {line}, in touchy_score',
+            ]
+            assert raised.report.endswith("KeyError: 'no such answer'")
+
+            crashed = await failure(scorer, helpers.crashes, "a")
+            assert crashed.reason == "score ended its process by SIGSEGV"
+            assert "Fatal Python error: Segmentation fault" in crashed.report
+            assert crashed.place == line_of(helpers.crashes, "string_at")
+            file, _, line = crashed.place.rpartition(":")
+            assert f'  File "{file}", line {line} in crashes' in crashed.report
+            assert "by another process, and each time: it was ended by SIGSEGV" in crashed.report
+            assert "pebble" not in crashed.report
+
+            for hanging, text in ((helpers.touchy_score, "time.sleep"), (helpers.hangs_in_c, "sleep(600)")):
+                late = await failure(scorer, hanging, "1")
+                assert late.reason == "score took over 2 s"
+                assert late.place == line_of(hanging, text)
+                assert "--rollout.score-deadline-s" in late.report
+
+            ended = await failure(scorer, helpers.touchy_score, "2")
+            assert ended.reason == "score ended its process" and "it ended with exit code 9" in ended.report
+
+            long = await failure(scorer, helpers.raises_much, 10**7)
+            assert long.reason == "score raised ValueError" and len(long.report) < 20_000
+            assert "characters ...]" in long.report and len(str(long)) < 20_000
+            infinite = await failure(scorer, helpers.answer, float("nan"))
+            assert infinite.report.endswith("ValueError: the reward is nan, not a finite number")
+        finally:
+            await asyncio.to_thread(scorer.close)
+
+    asyncio.run(test())
+
+
+def test_what_scores_print_is_shown_up_to_a_bound_that_is_said(capfd: pytest.CaptureFixture[str]) -> None:
+    async def test() -> None:
+        scorer = Scorer(1, deadline_s=60.0)
+        try:
+            await scorer.score(helpers.prints, "hello")
+            await scorer.score(helpers.prints_much, 10**7)
+        finally:
+            await asyncio.to_thread(scorer.close)
+
+    asyncio.run(test())
+    shown = capfd.readouterr().err
+    for words in ("python says hello\n", "the descriptor says something\n", "a program says something\n"):
+        assert words in shown
+    assert len(shown) < SHOWN_BYTES + 1000
+    assert "have printed more than 64 KiB within 60 s: the rest is left out]" in shown
+    left_out = re.search(r"\[([\d,]+) bytes that the scoring processes of .* printed were left out\]", shown)
+    assert left_out and 10**7 - SHOWN_BYTES <= int(left_out[1].replace(",", "")) <= 10**7
+
+
+def test_a_score_that_hangs_among_others_costs_its_deadline_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        scorer = Scorer(1, deadline_s=10.0)
+        calls: list[tuple[int, float]] = []
+        try:
+            for _ in range(10):
+                await scorer.score(helpers.touchy_score, "9")
+            schedule = scorer._pool.schedule
+
+            def count(function: Any, args: Any, timeout: float) -> Any:
+                calls.append((len(args[0]) if len(args) == 1 else 1, timeout))
+                return schedule(function, args=args, timeout=min(timeout, 2.0))
+
+            monkeypatch.setattr(scorer._pool, "schedule", count)
+            good = asyncio.gather(*(scorer.score(helpers.touchy_score, "6") for _ in range(5)))
+            await reason(scorer, "1")
+            assert await good == [Score(6.0)] * 5
+        finally:
+            await asyncio.to_thread(scorer.close)
+        assert calls[0] == (6, 1.0), "together they get a tenth"
+        assert [timeout for size, timeout in calls if size == 1] == [10.0] * 6
+
+    asyncio.run(test())
+
+
+def test_a_fork_server_that_is_stuck_does_not_hold_up_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool asks it for processes when it is first used, and again when it is replaced."""
+    asked, go_on = threading.Event(), threading.Event()
+    fork = ForkedProcess._Popen
+
+    def stuck(process: Any) -> Any:
+        asked.set()
+        assert go_on.wait(60)
+        return fork(process)
+
+    monkeypatch.setattr(ForkedProcess, "_Popen", staticmethod(stuck))
+
+    async def test() -> None:
+        scorer = Scorer(1, deadline_s=60.0)
+        try:
+            scoring = asyncio.gather(*(scorer.score(helpers.answer, 1.0) for _ in range(50)))
+            async with asyncio.timeout(60):
+                while not asked.is_set():
+                    await asyncio.sleep(0.01)
+            for _ in range(20):  # the loop runs meanwhile
+                await asyncio.sleep(0)
+            assert not scoring.done()
+            assert "scoring processes to be started by the fork server" in {wait.what for wait in presence.waits()}
+            go_on.set()
+            assert await scoring == [Score(1.0)] * 50
+        finally:
+            go_on.set()
+            await asyncio.to_thread(scorer.close)
+
+    asyncio.run(test())
+
+
 def test_event_loop_goes_on_while_a_score_hangs() -> None:
     async def test() -> None:
         scorer = Scorer(1, deadline_s=1.0)
@@ -169,8 +305,9 @@ def test_processes_that_cannot_start_end_the_run() -> None:
     async def test() -> None:
         scorer = Scorer(1, 5.0, helpers.fail_to_start)
         try:
-            with pytest.raises(ScorerBroken, match="do not run"):
+            with pytest.raises(ScorerBroken, match="do not run") as broken:
                 await asyncio.wait_for(scorer.score(helpers.answer, 1.0), 30)
+            assert "no data here" in str(broken.value)  # what the process printed
             with pytest.raises(ScorerBroken, match="do not run"):
                 await scorer.score(helpers.answer, 1.0)
         finally:

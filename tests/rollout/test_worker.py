@@ -16,13 +16,15 @@ from monarch.actor import ActorError, this_host
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.episode.episode import BatchShard
+from monarch_rl.episode.failure import Failure
 from monarch_rl.rollout.play import episode_seed
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.tokenizer import Tokenizer
 from monarch_rl.rollout.worker import RolloutWorker
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.tasks.reasoning_gym import TaskSettings, TaskSource
-from tests.rollout.helpers import Handle, StandInGenerator, TouchyWorker
+from tests.rollout import helpers
+from tests.rollout.helpers import Handle, StandInGenerator, TouchyWorker, UnmakeableWorker
 from tests.rollout.test_scoring import wait_until_dead
 
 WAIT_S = 60.0
@@ -151,6 +153,13 @@ def test_scores_that_raise_or_hang_or_crash_cost_their_episode_only(processes: P
             }
             assert stats.failed_tokens == 2 * sum(stats.failed.values())  # a digit and the end
             assert set(stats.failed) == every_group and all(count >= 2 for count in stats.failed.values())
+            told: list[Failure] = []
+            while {failure.reason for failure in told} != every_group:  # by the buffer, each kind once
+                told += (await s.buffer.failures.call_one(len(told), WAIT_S)).failures
+            assert len({failure.kind for failure in told}) == len(told)
+            (raised,) = [failure for failure in told if failure.reason == "score raised KeyError"]
+            assert "Traceback (most recent call last):" in raised.report and helpers.__file__ in raised.place
+            assert "Item 0, prompt: " in raised.report and raised.report.endswith("Answer: '0'")
             await s.buffer.close.call_one()
             await within(WAIT_S, playing, "the worker to hear of the end")
 
@@ -172,6 +181,30 @@ def test_a_group_without_enough_episodes_is_dropped_and_its_slot_returns(process
             counts = await s.buffer.counts.call_one()
             assert counts.dropped == {"score raised KeyError": 1}
             assert (await s.workers.stats.call_one()).groups_dropped == 1
+            await s.buffer.close.call_one()
+            await within(WAIT_S, playing, "the worker to hear of the end")
+
+    run(test)
+
+
+def test_an_environment_that_cannot_be_made_costs_its_group_and_is_told_at_once(
+    processes: Processes, model: str
+) -> None:
+    settings = RolloutSettings(concurrent_groups=4, group_size=2)
+
+    async def test() -> None:
+        async with system(processes, model, settings, UnmakeableWorker) as s:
+            playing = asyncio.ensure_future(s.workers.run.call())
+            news = await within(WAIT_S, s.buffer.failures.call_one(0, WAIT_S), "the first failure")
+            reason = "environment raised FileNotFoundError when it was made"
+            assert [failure.reason for failure in news.failures] == [reason]
+            assert 'No such file or directory: "/no such tool"' in news.failures[0].report.replace("'", '"')
+            news = await within(WAIT_S, s.buffer.failures.call_one(1, WAIT_S), "the verdict")
+            assert news.verdict is not None and news.verdict.reason.startswith(f"{reason}: all of the first ")
+            assert news.verdict.place.startswith(f"{helpers.__file__}:")
+            assert (await s.workers.stats.call_one()).groups_dropped >= 8 and not playing.done()
+            evaluation = await s.workers.evaluate.call_one([0, 1])
+            assert evaluation.failed == {reason: 2} and evaluation.first[reason].place == news.verdict.place
             await s.buffer.close.call_one()
             await within(WAIT_S, playing, "the worker to hear of the end")
 

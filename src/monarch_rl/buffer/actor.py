@@ -1,9 +1,10 @@
 """The buffer as a Monarch actor: :mod:`monarch_rl.buffer.core` plus waiting, leases and the cut into shards.
 
 Rollout workers ``admit`` groups and ``put_if_room`` small ones; for others they ``reserve`` room and then ``put`` them.
-They ``drop`` groups that cannot be trained. Trainer ranks ``take`` batches. The pipeline reports ``trained`` and
-``published``, lets other workers play the groups of a lost one again (``release``), and ends with ``close``. All
-endpoints are concurrent: one that waits never blocks another.
+They ``drop`` groups that cannot be trained, and say why (``note_failure``); the pipeline asks for that (``failures``).
+Trainer ranks ``take`` batches. The pipeline reports ``trained`` and ``published``, lets others play the groups of
+a lost worker again (``release``), and ends with ``close``. All endpoints are concurrent: one that waits never blocks
+another.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import replace
 
 from monarch_rl.algorithms.packing import SharingGroup, plan_microbatches
 from monarch_rl.buffer.core import Batch, BufferCore
+from monarch_rl.buffer.failures import FailureReports
 from monarch_rl.buffer.ledger import Counts
 from monarch_rl.buffer.report import Lease, report, waits
 from monarch_rl.buffer.settings import BufferSettings
@@ -24,7 +26,6 @@ from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import DeadlineExceeded, now
 from monarch_rl.runtime.endpoint import concurrent_endpoint
 from monarch_rl.runtime.heap import freeze_heap
-from monarch_rl.runtime.resilient import ResilientActor
 
 SLOT_DEADLINE = "rollout.slot-deadline-s"
 
@@ -33,7 +34,7 @@ class BufferClosed(RuntimeError):
     """The run ended before the batch was complete."""
 
 
-class Buffer(ResilientActor):
+class Buffer(FailureReports):
     """The one buffer of a run.
 
     Args:
@@ -44,6 +45,7 @@ class Buffer(ResilientActor):
     """
 
     def __init__(self, groups_per_step: int, settings: BufferSettings, version: int = 0, task_cursor: int = 0) -> None:
+        super().__init__(groups_per_step)
         self._core = BufferCore(groups_per_step, settings, version, task_cursor)
         self._leases: dict[int, Lease] = {}
         self._plan: tuple[tuple[int, int, int], list[PackedShard]] | None = None
@@ -126,6 +128,7 @@ class Buffer(ResilientActor):
         for group in groups:
             self._core.put(group)
             self._end_lease(group.group_id, group.attempt)
+            self._failures.note_put()
         self._serve()
 
     @concurrent_endpoint
@@ -133,6 +136,7 @@ class Buffer(ResilientActor):
         """Drop a group for which ``tokens`` were drawn. Raises ValueError if it is not here."""
         self._core.drop(group_id, reason, tokens, attempt)
         self._end_lease(group_id, attempt)
+        self.note_dropped(reason)
         self._serve()
 
     @concurrent_endpoint
@@ -158,7 +162,6 @@ class Buffer(ResilientActor):
         All ranks must ask with the same ``version``, ``dp_size`` and ``token_budget``; asking again is harmless.
 
         Args:
-            version: the version being updated.
             dp_rank: which share.
             dp_size: how many shares.
             token_budget: tokens of one micro-batch.

@@ -23,7 +23,7 @@ class Line:
         self._alike = alike
         self._waiting: deque[tuple[Callable[[], bool], asyncio.Future[None]]] = deque()
 
-    async def wait(self, served: Callable[[], bool], timeout_s: float) -> bool:
+    async def wait(self, served: Callable[[], bool], timeout_s: float | None) -> bool:
         """Wait until ``served`` returns True, at most ``timeout_s`` seconds; return False if it did not.
 
         ``served`` may have effects: it returns True once, and what it took belongs to its caller. Raises what it

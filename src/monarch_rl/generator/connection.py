@@ -180,6 +180,8 @@ class AnswerSender:
         self._loop = asyncio.get_running_loop()
         self._next_at = self._loop.time()
         """When the next message may be sent."""
+        self.failed: asyncio.Future[Exception] = self._loop.create_future()
+        """Done when a message could not be sent: with the error."""
 
     def add(self, index: int, content: Completion | Exception) -> None:
         """Answer request ``index``, or a part of it."""
@@ -191,11 +193,16 @@ class AnswerSender:
         self._ready.append((index, content))
 
     def send(self) -> None:
-        """Send what is ready now."""
+        """Send what is ready now. An error is kept: this is also called by the event loop, which would only log it."""
         ready, self._ready = self._ready, []
-        if ready:
+        if not ready:
+            return
+        try:
             self._port.send(pack_answers(ready))
-            self._next_at = self._loop.time() + ANSWER_PACE_S
+        except Exception as error:
+            if not self.failed.done():
+                self.failed.set_result(error)
+        self._next_at = self._loop.time() + ANSWER_PACE_S
 
 
 async def answer_all(
@@ -211,6 +218,8 @@ async def answer_all(
         port: where answers go.
         generate: draws after a prompt, and passes on parts.
         refusal: errors that are the answer to a request; any other error ends all.
+
+    Raises what ends all: such an error, or that of answers that could not be sent, of which the caller hears so.
     """
     sender = AnswerSender(port)
 
@@ -221,7 +230,14 @@ async def answer_all(
             content = error
         sender.add(index, content)
 
+    answering = asyncio.gather(*(answer(index, *request) for index, request in enumerate(requests)))
     try:
-        await asyncio.gather(*(answer(index, *request) for index, request in enumerate(requests)))
+        either: set[asyncio.Future[Any]] = {answering, sender.failed}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)  # waits: the caller keeps the deadline
+        if answering.done():
+            answering.result()
     finally:
+        answering.cancel()
         sender.send()
+    if sender.failed.done():
+        raise sender.failed.result()

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Awaitable
-
-import numpy as np
 
 from monarch_rl.pipeline.actor_pool import ActorPool
 from monarch_rl.pipeline.start import SET_UP_DEADLINE_S
@@ -40,7 +37,4 @@ async def evaluate(workers: ActorPool[RolloutWorker], items: int) -> Evaluation:
         parts += played.values()
         lost |= {id(worker): worker for index, worker in players.items() if index not in played}
         unplayed = sorted(item for index in players.keys() - played.keys() for item in shares[index])
-    failed: Counter[str] = Counter()
-    for part in parts:
-        failed.update(part.failed)
-    return Evaluation(np.concatenate([part.rewards for part in parts]), dict(failed))
+    return Evaluation.joined(parts)

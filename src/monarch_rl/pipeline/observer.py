@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,7 +77,7 @@ class Observer:
             self._workers.ask(CALL_DEADLINE_S, "to return its stats", lambda _, worker: worker.stats.call_one()),
             self._workers.ask(CALL_DEADLINE_S, "to return rollouts", lambda _, worker: worker.samples.call_one(8)),
         )
-        self._stats |= {(of_worker.worker, of_worker.pid): of_worker for of_worker in stats.values()}
+        self._note_stats(stats)
         engines = await self._ask_engines()
         moment = now()
         elapsed = moment - self._last_step_at
@@ -105,6 +106,16 @@ class Observer:
             file.writelines(json.dumps(sample) + "\n" for batch in samples.values() for sample in batch)
         return values
 
+    async def failed(self) -> Counter[str]:
+        """Training episodes that have failed so far, by reason. Raises nothing: workers that do not answer are left
+        out."""
+        what = "to return its stats"
+        self._note_stats(await self._workers.ask(CALL_DEADLINE_S, what, lambda _, worker: worker.stats.call_one()))
+        return _failed(self._stats.values())
+
+    def _note_stats(self, stats: Mapping[int, WorkerStats]) -> None:
+        self._stats |= {(of_worker.worker, of_worker.pid): of_worker for of_worker in stats.values()}
+
     def _generation(self, engines: dict[int, _Engine], elapsed: float) -> dict[str, float]:
         """What the replicas did in the ``elapsed`` seconds since the last step."""
         since = [engine.since(self._engines.get(index)) for index, engine in engines.items()]
@@ -121,12 +132,19 @@ class Observer:
     def _lost(self, counts: Counts, workers: list[WorkerStats]) -> dict[str, float]:
         """What was drawn and is not trained: groups and episodes by reason, tokens, and their device-seconds."""
         lost = Counter(counts.dropped)
-        for worker in workers:
-            lost.update({f"episode {reason}": count for reason, count in worker.failed.items()})
+        lost.update({f"episode {reason}": count for reason, count in _failed(workers).items()})
         tokens = sum(counts.wasted_tokens.values()) + sum(worker.failed_tokens for worker in workers)
         values = {f"dropped/{reason}": float(count) for reason, count in lost.items()}
         values |= {f"wasted/{reason}_tokens".replace(" ", "_"): float(n) for reason, n in counts.wasted_tokens.items()}
         return values | {"wasted/tokens": tokens, "wasted/seconds": tokens * self._device_s / max(self._drawn, 1)}
+
+
+def _failed(workers: Iterable[WorkerStats]) -> Counter[str]:
+    """Episodes that failed, by reason."""
+    failed: Counter[str] = Counter()
+    for worker in workers:
+        failed.update(worker.failed)
+    return failed
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,11 +17,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Protocol, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar
 
 from monarch.actor import ActorError
 
@@ -93,8 +93,11 @@ class Recovery:
     # -- for the recipe --------------------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def supervising(self) -> AsyncIterator[None]:
+    async def supervising(self, *beside: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
         """Replace lost processes while the block runs.
+
+        Args:
+            beside: what else runs beside the block, and ends it with what it raises.
 
         Raises:
             AllActorsLost: no process of a kind is left.
@@ -104,7 +107,7 @@ class Recovery:
             async with asyncio.TaskGroup() as self._tasks:
                 keeping = [self._keep(self._generators, index) for index in self._generators.handles]
                 keeping += [self._keep(self._workers, index) for index in self._workers.handles]
-                supervisors = [self._tasks.create_task(keep) for keep in keeping]
+                supervisors = [self._tasks.create_task(each) for each in (*keeping, *beside)]
                 yield
                 for supervisor in supervisors:
                     supervisor.cancel()

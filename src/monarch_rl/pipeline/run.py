@@ -32,6 +32,7 @@ from monarch_rl.observe.console import Console
 from monarch_rl.observe.metrics import Metrics
 from monarch_rl.pipeline.actors import Actors, start_actors
 from monarch_rl.pipeline.evaluation import evaluate
+from monarch_rl.pipeline.failures import EpisodesFail, Failures
 from monarch_rl.pipeline.observer import Observer
 from monarch_rl.pipeline.publishing import Publisher
 from monarch_rl.pipeline.recovery import Recovery
@@ -56,6 +57,7 @@ class _Parts:
     publisher: Publisher
     observer: Observer
     recovery: Recovery
+    failures: Failures
     watch: Watch | None
     metrics: Metrics | None
     console: Console | None
@@ -105,6 +107,7 @@ class Run:
         Raises:
             Stalled: the run could not go on; says who waited for whom.
             AllActorsLost: all generators or all rollout workers were lost.
+            EpisodesFail: no episode can be used: all held-out items fail, or all groups are dropped.
             PublishError: a version reached no generator.
         """
         async with AsyncExitStack() as lifetimes:
@@ -166,6 +169,7 @@ class Run:
         rollouts = Path(os.devnull) if folder is None else folder / "rollouts.jsonl"
         observer = Observer(publisher, actors.workers, actors.buffer, rollouts)
         recovery = Recovery(actors.generators, actors.workers, publisher, actors.buffer, s.recovery, folder)
+        failures = Failures(actors.buffer, s.stall_s)
         enter = self._lifetimes.enter_context
         metrics = None if folder is None else enter(Metrics(folder))
         console = None if folder is None else enter(Console(s.steps))
@@ -173,8 +177,9 @@ class Run:
         if self._cluster is not None and folder is not None:
             watching = watched(self._cluster, folder, s.stall_s, recovery.recover)
             watch = await self._lifetimes.enter_async_context(watching)
-        await self._lifetimes.enter_async_context(recovery.supervising())
-        self._begun = _Parts(actors, publisher, observer, recovery, watch, metrics, console)
+        await self._lifetimes.enter_async_context(recovery.supervising(failures.follow()))
+        await self._lifetimes.enter_async_context(failures.summed_up(observer, self._note))
+        self._begun = _Parts(actors, publisher, observer, recovery, failures, watch, metrics, console)
 
     def _check_first_start(self) -> None:
         if self._begun is not None:
@@ -253,7 +258,7 @@ class Run:
         if parts.console is not None:
             parts.console.remember(result.metrics())
         self._note(f"{f'after step {self.version}' if self.version else 'before training'}: {result}")
-        return result
+        return parts.failures.counted(result)
 
     async def save(self) -> None:
         """Write the model to ``model/`` in the run's folder, as a Hugging Face folder."""
@@ -298,7 +303,10 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S) -> None:
         folder.mkdir(parents=True)
         (folder / "settings.json").write_text(json.dumps(asdict(settings), indent=2, default=str))
         print(schedule(settings.groups_per_step, settings.rollout.group_size, settings.buffer), f"Run folder: {folder}")
-        saved = asyncio.run(_train(train, settings, cluster, folder.resolve()))
+        try:
+            saved = asyncio.run(_train(train, settings, cluster, folder.resolve()))
+        except EpisodesFail as error:  # what matters to the author is in its message, not in where it was raised
+            sys.exit(f"error: {error}")
         print(f"metrics, rollouts {'and the model ' if saved else ''}are in {folder.resolve()}")
 
 

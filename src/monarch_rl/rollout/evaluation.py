@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from monarch_rl.episode.episode import Episode
+from monarch_rl.episode.failure import Failure
 from monarch_rl.rollout.play import EpisodeFailed
 
 
@@ -20,13 +21,25 @@ class Evaluation:
     """float32[n]; 0 where the episode failed."""
     failed: dict[str, int]
     """Episodes that failed, by reason."""
+    first: dict[str, Failure] = field(default_factory=dict)
+    """The first of these failures, by reason."""
 
     @classmethod
     def of(cls, played: Sequence[Episode | EpisodeFailed]) -> Evaluation:
         """The result of one episode for each item."""
-        failed = Counter(episode.reason for episode in played if isinstance(episode, EpisodeFailed))
+        failures = [episode for episode in played if isinstance(episode, EpisodeFailed)]
         rewards = [0.0 if isinstance(episode, EpisodeFailed) else episode.reward for episode in played]
-        return cls(np.asarray(rewards, np.float32), dict(failed))
+        first = {failed.reason: failed.failure for failed in reversed(failures)}
+        return cls(np.asarray(rewards, np.float32), dict(Counter(failure.reason for failure in failures)), first)
+
+    @classmethod
+    def joined(cls, parts: Iterable[Evaluation]) -> Evaluation:
+        """The result of items that were played by several workers."""
+        parts, failed, first = list(parts), Counter[str](), dict[str, Failure]()
+        for part in parts:
+            failed.update(part.failed)
+            first = part.first | first
+        return cls(np.concatenate([part.rewards for part in parts]), dict(failed), first)
 
     @property
     def accuracy(self) -> float:

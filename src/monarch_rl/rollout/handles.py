@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from monarch_rl.episode.failure import Failure
 from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.episode.ticket import Ticket
 from monarch_rl.runtime.endpoint import concurrent_endpoint
@@ -39,6 +40,11 @@ class BufferHandle(Protocol):
     @concurrent_endpoint
     async def drop(self, group_id: int, reason: str, tokens: int, attempt: int, /) -> None:
         """End a group that cannot be trained, for which ``tokens`` were drawn."""
+        ...
+
+    @concurrent_endpoint
+    async def note_failure(self, failure: Failure, /) -> None:
+        """Take note of the first failure of a kind."""
         ...
 
 

@@ -1,13 +1,15 @@
 """Scores computed in processes of their own, each with a deadline.
 
 A score function may be slow, may hang in C code and may crash; none of that may touch the event loop that plays
-the episodes. So it runs in a pool of spawned processes (pebble). A process that oversteps its deadline is killed and
-replaced, and the caller gets :class:`ScoringFailed`. A score whose process ended is computed once more: something else
-may have killed the process, such as a kernel that is out of memory.
+the episodes. So it runs in a pool of processes (pebble), which the host's fork server forks; where there is none they
+are spawned. A process that oversteps its deadline is killed and replaced, and the caller gets :class:`ScoringFailed`,
+which has the traceback of what was raised, or the stack of a process that was ended. A score whose process ended is
+computed once more: something else may have killed the process, such as a kernel that is out of memory.
 
 A call of the pool costs some 0.2 ms, most scores a tenth of that. So scores that are asked for in one turn of the event
 loop are one call, as long as the last ones took so little that these together do, too. If the call fails, for whatever
-reason, each of them is computed alone.
+reason, each of them is computed alone. It fails soon (:data:`TOGETHER_DEADLINE_S`), so that a score that hangs costs
+its deadline once and not twice.
 """
 
 from __future__ import annotations
@@ -22,10 +24,14 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
+from monarch_rl.rollout.scorer_output import ScorerOutput, print_into
+from monarch_rl.rollout.tracebacks import describe, of_process, said
+from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import now
 from monarch_rl.runtime.fork_context import ForkContext
 from monarch_rl.runtime.heap import freeze_heap
@@ -34,10 +40,12 @@ from monarch_rl.tasks.task import Score
 
 ScoreFunction = Callable[..., Score | float]
 """Scores one answer; a number is a reward without parts."""
-Outcome = tuple["Score | tuple[str, str]", float]
-"""A score, or type and text of what was raised; and the seconds that it took."""
+Outcome = tuple["Score | Raised", float]
+"""A score, or what was raised; and the seconds that it took."""
 TOGETHER_S = 0.02
 """Seconds that the scores of one call may take, judged by the longest of the last :data:`REMEMBERED`."""
+TOGETHER_DEADLINE_S, TOGETHER_DEADLINE_SHARE = 0.4, 0.1
+"""Deadline of a call of several scores: this, or this share of the deadline of one score if that is more."""
 REMEMBERED = 64
 STUCK_S = 30.0
 """If no score ends for its deadline and this many seconds more, the processes count as stuck: a new process needs
@@ -49,11 +57,14 @@ PRELOAD = "rollout"
 
 
 class ScoringFailed(Exception):
-    """One score could not be computed; ``reason`` is short, without details, so that failures can be counted by it."""
+    """One score could not be computed; ``reason`` is short, without details, so that failures can be counted by it.
 
-    def __init__(self, reason: str, detail: str = "") -> None:
+    ``place`` and ``report`` are as in :class:`~monarch_rl.episode.failure.Failure`.
+    """
+
+    def __init__(self, reason: str, detail: str = "", place: str = "", report: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
-        self.reason = reason
+        self.reason, self.place, self.report = reason, place, report
 
 
 class ScorerBroken(RuntimeError):
@@ -78,16 +89,19 @@ class Scorer:
         """Those calls."""
         self._recent: deque[float] = deque(maxlen=REMEMBERED)
         """Seconds that scores took."""
+        self._output = ScorerOutput()
         self._make_pool = functools.partial(
             ProcessPool,
             max_workers=processes,
             initializer=_start,
-            initargs=(os.getpid(), warm_up),
+            initargs=(os.getpid(), self._output.ends, warm_up),
             context=ForkContext(PRELOAD, "scorer"),
         )
         self._pool = self._make_pool()
         self._works = False
         """The pool has answered."""
+        self._starting: tuple[ProcessPool, asyncio.Task[None]] | None = None
+        """The pool whose processes are being started, or were last."""
         self._replacing = asyncio.Lock()
         self._pending = 0
         """Scores that are waited for."""
@@ -107,8 +121,8 @@ class Scorer:
     def _read(self, outcome: Outcome) -> Score:
         result, seconds = outcome
         self._recent.append(seconds)
-        if isinstance(result, tuple):
-            raise ScoringFailed(f"score raised {result[0]}", result[1])
+        if isinstance(result, Raised):
+            raise ScoringFailed(f"score raised {result.kind}", result.said, result.place, result.report)
         return result
 
     async def _score_alone(self, function: ScoreFunction, args: tuple[Any, ...]) -> Outcome:
@@ -117,14 +131,21 @@ class Scorer:
         for _ in range(2):
             pool = self._pool
             try:
-                outcome: Outcome = await self._try(pool, _run, (function, args))
+                outcome: Outcome = await self._try(pool, _run, (function, args), self.deadline_s)
                 return outcome
+            except TimeoutError:
+                place, stack = of_process(self._output.take_stack())
+                report = f"{stack}\nIf a score may take longer, raise --rollout.score-deadline-s.".lstrip()
+                raise ScoringFailed(f"score took over {self.deadline_s:g} s", "", place, report) from None
             except ProcessExpired as expired:
                 error = expired
             except BrokenProcessPool as broken:
                 await self._replace(pool, broken)
                 error = broken
-        raise ScoringFailed("score ended its process", f"{error}, twice") from error
+        how = _end_of(error.exitcode) if isinstance(error, ProcessExpired) else ("", str(error))
+        place, stack = of_process(self._output.take_stack())
+        report = f"{stack}\nIt was computed twice, each time by another process, and each time: {how[1]}.".lstrip()
+        raise ScoringFailed(f"score ended its process{how[0]}", f"{error}, twice", place, report) from error
 
     def _most_together(self) -> int:
         """Scores that one call may compute."""
@@ -152,23 +173,29 @@ class Scorer:
     async def _score_together(self, asked: list[_Asked]) -> None:
         outcomes: list[Outcome] | list[None] = [None] * len(asked)
         try:
-            outcomes = await self._try(self._pool, _run_all, ([each.call for each in asked],))
+            limit_s = min(self.deadline_s, max(TOGETHER_DEADLINE_S, TOGETHER_DEADLINE_SHARE * self.deadline_s))
+            outcomes = await self._try(self._pool, _run_all, ([each.call for each in asked],), limit_s)
         except Exception:  # one of them caused it and will raise it, when each is computed alone
             self._recent.clear()
+            self._output.take_stack()  # that one leaves another
         finally:
             for each, outcome in zip(asked, outcomes, strict=True):
                 if not each.outcome.done():
                     each.outcome.set_result(outcome)
 
-    async def _try(self, pool: ProcessPool, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    async def _try(
+        self, pool: ProcessPool, function: Callable[..., Any], args: tuple[Any, ...], deadline_s: float
+    ) -> Any:
         """What ``function`` returns in a process of the pool.
 
-        Raises ScoringFailed if it oversteps the deadline, ProcessExpired if the process ended, BrokenProcessPool if
+        Raises TimeoutError if it oversteps the deadline, ProcessExpired if the process ended, BrokenProcessPool if
         the pool does not run.
         """
+        if not self._works:
+            await self._started(pool)
         if not pool.active:
             raise BrokenProcessPool("the pool has ended")
-        future = asyncio.wrap_future(pool.schedule(function, args=args, timeout=self.deadline_s))
+        future = asyncio.wrap_future(pool.schedule(function, args=args, timeout=deadline_s))
         if not self._pending:
             self._progressed = now()
         self._pending += 1
@@ -180,13 +207,24 @@ class Scorer:
                 await asyncio.wait({future}, timeout=remaining_s)
             self._progressed = now()
             result = future.result()
-        except TimeoutError:
-            raise ScoringFailed(f"score took over {self.deadline_s:g} s") from None
         finally:
             self._pending -= 1
             future.cancel()
         self._works = True
         return result
+
+    async def _started(self, pool: ProcessPool) -> None:
+        """Wait until the processes of a pool are started, which pebble does where it is first asked for anything.
+
+        On a thread: it waits for the fork server, which may be at its imports, or stuck for minutes.
+        """
+        if self._starting is None or self._starting[0] is not pool:
+            starting = asyncio.ensure_future(asyncio.to_thread(_start_processes, pool))
+            self._starting = pool, starting
+        if not self._starting[1].done():
+            with presence.waiting("scoring processes to be started by the fork server"):
+                await asyncio.shield(self._starting[1])  # waits: EpisodePlayer has a deadline for a step
+        self._starting[1].result()
 
     async def _replace(self, pool: ProcessPool, error: BrokenProcessPool) -> None:
         """Make another pool if ``pool`` has worked before.
@@ -198,7 +236,9 @@ class Scorer:
             if self._pool is not pool:  # another call has replaced it
                 return
             if not self._works:
-                raise ScorerBroken("the scoring processes do not run; their own errors are on stderr") from error
+                printed = await asyncio.to_thread(self._output.tail)
+                message = f"the scoring processes do not run; the last that they printed:\n{printed}"
+                raise ScorerBroken(message) from error
             # The old pool must end first: its threads may still read from pipes whose numbers a new pool would get.
             await asyncio.to_thread(_end, pool)
             self._pool, self._works, self._progressed = self._make_pool(), False, now()
@@ -206,6 +246,11 @@ class Scorer:
     def close(self) -> None:
         """End the processes. Blocks for a moment; call it off the event loop."""
         _end(self._pool)
+        self._output.close()
+
+
+def _start_processes(pool: ProcessPool) -> None:
+    _ = pool.active  # what asks for it has to find it started; whether it is comes later
 
 
 def _end(pool: ProcessPool) -> None:
@@ -213,8 +258,18 @@ def _end(pool: ProcessPool) -> None:
     pool.join()  # waits: stop() kills what does not end
 
 
-def _start(parent: int, warm_up: Callable[[], object] | None) -> None:
+def _end_of(exit_code: int) -> tuple[str, str]:
+    """How a process ended, for a reason and for a report."""
+    if exit_code >= 0:
+        return "", f"it ended with exit code {exit_code}"
+    names = {number.value: number.name for number in signal.Signals}  # real-time signals have none
+    name = names.get(-exit_code, f"signal {-exit_code}")
+    return f" by {name}", f"it was ended by {name}"
+
+
+def _start(parent: int, output: tuple[Connection, Connection], warm_up: Callable[[], object] | None) -> None:
     die_with_parent(signal.SIGKILL, parent)
+    print_into(output)
     if warm_up is not None:
         warm_up()
     freeze_heap()
@@ -228,18 +283,32 @@ class _Asked:
     outcome: asyncio.Future[Outcome | None]
 
 
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """What a score raised, in words: not every exception can be sent between processes."""
+
+    kind: str
+    """The exception's type."""
+    said: str
+    place: str
+    report: str
+    """Its traceback."""
+
+
 def _run(function: ScoreFunction, args: tuple[Any, ...]) -> Outcome:
-    """The score, or (type, text) of what was raised: not every exception can be sent between processes, and
-    SystemExit must not end the scoring process's event loop."""
+    """The score, or what was raised: SystemExit, too, must not end the scoring process's event loop."""
     started = time.perf_counter()
-    outcome: Score | tuple[str, str]
+    outcome: Score | Raised
     try:
         result = function(*args)
         score = result if isinstance(result, Score) else Score(result)
         # Plain numbers: they go into JSON, and a wrong one must cost this episode only.
         outcome = Score(float(score.reward), {name: float(value) for name, value in score.parts.items()})
+        if not math.isfinite(outcome.reward):
+            raise ValueError(f"the reward is {outcome.reward}, not a finite number")
     except BaseException as error:
-        outcome = type(error).__name__, str(error)
+        place, report = describe(error)
+        outcome = Raised(type(error).__name__, said(error), place, report)
     return outcome, time.perf_counter() - started
 
 

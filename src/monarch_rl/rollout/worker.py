@@ -11,6 +11,7 @@ from typing import Any
 from monarch.actor import current_rank
 
 from monarch_rl.episode.episode import Episode, Group
+from monarch_rl.episode.failure import KINDS, Failure
 from monarch_rl.episode.packed import pack_group
 from monarch_rl.episode.sampling import Sampling
 from monarch_rl.episode.ticket import Ticket
@@ -23,6 +24,7 @@ from monarch_rl.rollout.scoring import Scorer
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.statistics import Statistics, WorkerStats
 from monarch_rl.rollout.tokenizer import Tokenizer
+from monarch_rl.rollout.tracebacks import describe
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.endpoint import concurrent_endpoint
@@ -84,6 +86,8 @@ class RolloutWorker(ResilientActor):
         self._scorer: Scorer | None = None
         self._running: asyncio.Task[None] | None = None
         self._statistics = Statistics(self._name)
+        self._reported: set[tuple[str, str]] = set()
+        """Kinds of failures of which the buffer has the first."""
 
     @concurrent_endpoint
     async def setup(
@@ -138,7 +142,8 @@ class RolloutWorker(ResilientActor):
             async with places:
                 item = await asyncio.to_thread(self._held_out.item, index)
                 episode = await self._play_episode(item, sampling, group=-1 - index)
-                presence.progress("held-out item played")
+                if isinstance(episode, Episode):
+                    presence.progress("held-out item played")
                 return episode
 
         return Evaluation.of(await all_or_none([play(index) for index in indices]))
@@ -235,17 +240,35 @@ class RolloutWorker(ResilientActor):
     async def _drop(self, ticket: Ticket, reason: str, tokens: int) -> None:
         drop = self._buffer.drop.call_one(ticket.group_id, reason, tokens, ticket.attempt)
         await within(BUFFER_DEADLINE_S, drop, f"the buffer to drop group {ticket.group_id}", on="buffer")
-        self._statistics.add_dropped()
-        presence.progress("group dropped")
+        self._statistics.add_dropped()  # it is no progress: a run that only drops groups does not go on
 
     async def _play_episode(self, item: Item, sampling: Sampling, group: int) -> Episode | EpisodeFailed:
         """The episode, or why it failed: failures are values here, so that they do not cancel other episodes."""
         if self._scorer is None:
             raise RuntimeError(f"{self._name} is not set up, or closed")
         try:
-            return await self._player.play(self.make_environment(item, self._scorer), sampling, group)
-        except EpisodeFailed as failure:
-            return failure
+            environment = self._environment(item, self._scorer)
+            return await self._player.play(environment, sampling, group)
+        except EpisodeFailed as failed:
+            failed.item = item
+            await self._report(failed.failure)
+            return failed
+
+    async def _report(self, failure: Failure) -> None:
+        """Have the first failure of a kind shown at once."""
+        if failure.kind in self._reported or len(self._reported) >= KINDS:
+            return
+        self._reported.add(failure.kind)
+        noted = self._buffer.note_failure.call_one(failure)
+        await within(BUFFER_DEADLINE_S, noted, "the buffer to take note of a failure", on="buffer")
+
+    def _environment(self, item: Item, scorer: Scorer) -> Environment:
+        """A new environment. Raises EpisodeFailed if it cannot be made."""
+        try:
+            return self.make_environment(item, scorer)
+        except Exception as error:
+            reason = f"environment raised {type(error).__name__} when it was made"
+            raise EpisodeFailed(reason, *describe(error)) from error
 
     def make_environment(self, item: Item, scorer: Scorer) -> Environment:
         """What one episode is played against. A subclass overrides this to play against something else."""

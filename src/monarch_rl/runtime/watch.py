@@ -9,7 +9,8 @@ process from outside. It acts on
   if other processes still advance: they will miss what the culprit holds;
 - a stall: nothing has advanced for :data:`STUCK_FACTOR` times ``stall_s``, or for three times the longest pause of the
   run so far, and no process that the trainer waits for uses the CPU or waits for something outside the run. Progress
-  is: a step trained, a group put or dropped, a version published, tokens drawn, a held-out item played.
+  is: a step trained, a group put, a version published, tokens drawn, a held-out item played. A dropped group is none
+  (a run that only drops groups, but draws for them, is ended by ``pipeline/failures.py``).
 
 A process that uses the CPU is at work, for however long. What it delays is bounded by the deadlines of those who wait
 for it (:class:`~monarch_rl.runtime.deadlines.Patience`). A GPU at work needs the CPU, too: PyTorch polls it. What is

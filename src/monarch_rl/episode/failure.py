@@ -1,0 +1,37 @@
+"""Why an episode failed, in the words that the author of an environment or of a reward needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+KINDS = 20
+"""Kinds of failures that are shown in full; an error that comes from ever new places must not fill the console."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One failure. Those of the same :attr:`kind` are shown once and counted."""
+
+    reason: str
+    """Short, because failures are counted by it: ``"score raised KeyError"``."""
+    place: str = ""
+    """File and line, ``"reward.py:12"``, if they are known."""
+    report: str = ""
+    """All that is known, in lines: the traceback, what to change, the item."""
+
+    @property
+    def kind(self) -> tuple[str, str]:
+        """Reason and place."""
+        return self.reason, self.place
+
+    def __str__(self) -> str:
+        return f"{self.reason}\n{self.report}" if self.report else self.reason
+
+
+def shortened(text: str, characters: int) -> str:
+    """``text``, of which the middle is left out if it has more than so many characters."""
+    left_out = len(text) - characters
+    if left_out <= 0:
+        return text
+    half = characters // 2
+    return f"{text[:half]} [... {left_out:,} characters ...] {text[-half:]}"

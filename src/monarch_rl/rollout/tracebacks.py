@@ -1,0 +1,82 @@
+"""Where an environment or a score has failed, as text: without the frames of the code that calls it."""
+
+from __future__ import annotations
+
+import re
+import sysconfig
+import traceback
+from collections.abc import Coroutine, Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from monarch_rl.episode.failure import shortened
+
+REPORT_CHARACTERS = 6000
+"""Of one traceback: an exception may quote megabytes."""
+_CALLERS = tuple(str(Path(__file__).parents[1] / room) for room in ("rollout", "runtime"))
+_LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_STACK_LINE = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in ', re.MULTILINE)
+"""Of a stack that faulthandler has written."""
+_FATAL = re.compile(r"^Fatal Python error: .*", re.MULTILINE)
+
+
+def describe(error: BaseException) -> tuple[str, str]:
+    """The last file and line before ``error`` that are no library's, and its traceback without the callers' frames."""
+    start = error.__traceback__
+    while start is not None and start.tb_next is not None and _calls(start):
+        start = start.tb_next
+    text = "".join(traceback.format_exception(type(error), error, start)).rstrip()
+    frames = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(start))
+    return _place(frames), shortened(text, REPORT_CHARACTERS)
+
+
+def said(error: BaseException) -> str:
+    """The exception's own words, without its type."""
+    last = "".join(traceback.format_exception_only(type(error), error)).strip()
+    return shortened(last.partition(": ")[2], REPORT_CHARACTERS)
+
+
+def suspended(coroutine: Coroutine[Any, Any, Any]) -> tuple[str, str]:
+    """The last file and line that are no library's where a coroutine waits, and all calls that led there; empty if it
+    does not wait."""
+    frames = []
+    awaited: Any = coroutine
+    while (frame := getattr(awaited, "cr_frame", None)) is not None:
+        frames.append((frame, frame.f_lineno))
+        awaited = awaited.cr_await
+    if not frames:
+        return "", ""
+    lines = traceback.StackSummary.extract(iter(frames)).format()
+    text = "It waited here (most recent call last):\n" + "".join(lines).rstrip()
+    place = _place((frame.f_code.co_filename, line) for frame, line in frames)
+    return place, shortened(text, REPORT_CHARACTERS)
+
+
+def of_process(stack: str) -> tuple[str, str]:
+    """The last file and line that are no library's where a process was when it ended, and all its calls, most recent
+    first, as faulthandler wrote them.
+
+    Left out are the frames of what called the score. Both are empty if nothing was written.
+    """
+    before, current, calls = stack.rpartition("Current thread ")
+    lines = _FATAL.findall(before)[-1:]
+    for line in (current + calls).strip().splitlines():
+        if any(caller in line for caller in _CALLERS):
+            break
+        lines.append(line)
+    text = "\n".join(lines)
+    frames = [(match["file"], int(match["line"])) for match in _STACK_LINE.finditer(text)]
+    return _place(reversed(frames)), shortened(text, REPORT_CHARACTERS)
+
+
+def _calls(frame: TracebackType) -> bool:
+    return frame.tb_frame.f_code.co_filename.startswith(_CALLERS)
+
+
+def _place(frames: Iterable[tuple[str, int]]) -> str:
+    """The last file and line that are no library's, or else the last ones; the last call comes last."""
+    places = list(frames)
+    own = [place for place in places if not place[0].startswith((*_LIBRARIES, *_CALLERS, "<"))]
+    file, line = (own or places or [("", 0)])[-1]
+    return f"{file}:{line}" if file else ""

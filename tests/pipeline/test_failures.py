@@ -1,0 +1,196 @@
+"""A run whose episodes fail: what is shown, what is counted, and when it ends. Over simulated actors."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from monarch_rl.episode.failure import KINDS
+from monarch_rl.pipeline.failures import EpisodesFail
+from monarch_rl.pipeline.run import Run
+from monarch_rl.rollout.scoring import ScoringFailed
+from monarch_rl.runtime.deadlines import now
+from monarch_rl.simulate.clock import run_virtual
+from monarch_rl.simulate.costs import Costs
+from monarch_rl.simulate.run import SimulatedDispatcher, SimulatedWorker, run_settings, simulated_actors
+from monarch_rl.tasks.task import Score
+from tests.pipeline.test_run import PLAN, virtual
+
+TRACEBACK = """Traceback (most recent call last):
+  File "reward.py", line 3, in score
+KeyError: 'x'"""
+Scoring = Callable[[int], bool]
+"""By the number of the score: whether it raises."""
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, fails: Scoring, reason: str = "score raised KeyError") -> None:
+    """Have scores raise from here on."""
+    score, count = SimulatedWorker.score, 0
+
+    async def scored(self: SimulatedWorker, *args: Any) -> Score:
+        nonlocal count
+        count += 1
+        if fails(count):
+            raise ScoringFailed(reason, "", "reward.py:3", TRACEBACK)
+        return await score(self, *args)
+
+    monkeypatch.setattr(SimulatedWorker, "score", scored)
+
+
+@pytest.fixture
+def patch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    yield lambda fails, **more: failing(monkeypatch, fails, **more)
+
+
+def test_held_out_items_that_all_fail_end_the_run_with_the_first_traceback(patch: Callable[..., None]) -> None:
+    patch(lambda _: True)
+
+    @virtual
+    async def test() -> None:
+        with pytest.raises(EpisodesFail) as ended:
+            async with Run.open(run_settings(PLAN, 1e6)) as run:
+                await run.begin(simulated_actors(PLAN, Costs(), grain=8))
+                await run.evaluate()
+        first, *report = str(ended.value).splitlines()
+        assert first.startswith("score raised KeyError: 200 of 200 held-out items failed")
+        assert report[:3] == TRACEBACK.splitlines() and report[3].startswith("Item 0, prompt: ")
+
+    test()
+
+
+def test_held_out_items_of_which_some_fail_do_not(patch: Callable[..., None]) -> None:
+    patch(lambda count: count > 1)
+
+    @virtual
+    async def test() -> None:
+        async with Run.open(run_settings(PLAN, 1e6)) as run:
+            await run.begin(simulated_actors(PLAN, Costs(), grain=8))
+            assert (await run.evaluate()).failed == {"score raised KeyError": 199}
+
+    test()
+
+
+def test_groups_that_all_fail_from_the_start_on_end_the_run_at_once(patch: Callable[..., None]) -> None:
+    patch(lambda _: True)
+
+    @virtual
+    async def test() -> None:
+        began = now()
+        with pytest.raises(EpisodesFail) as ended:
+            async with Run.open(run_settings(PLAN, 1e6)) as run:
+                await run.begin(simulated_actors(PLAN, Costs(), grain=8))
+                async for _ in run.steps(3):
+                    await run.step()
+        assert str(ended.value).startswith("score raised KeyError: all of the first 8 groups were dropped")
+        assert TRACEBACK in str(ended.value)
+        assert now() - began < 10 * Costs().trainer.step_s + 60
+
+    test()
+
+
+def test_endless_kinds_of_failures_do_not_fill_the_console(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as lines of generated code."""
+    score, count = SimulatedWorker.score, 0
+
+    async def scored(self: SimulatedWorker, *args: Any) -> Score:
+        nonlocal count
+        count += 1
+        if count % 5 == 0:
+            raise ScoringFailed("score raised KeyError", "", f"generated.py:{count}", TRACEBACK)
+        return await score(self, *args)
+
+    monkeypatch.setattr(SimulatedWorker, "score", scored)
+
+    @virtual
+    async def test() -> None:
+        async with Run.open(run_settings(PLAN, 1e6)) as run:
+            await run.begin(simulated_actors(PLAN, Costs(), grain=8))
+            await run.evaluate()
+            async for _ in run.steps(12):
+                await run.step()
+
+    with caplog.at_level(logging.WARNING, "monarch_rl"):
+        test()
+    shown = [record.getMessage() for record in caplog.records if "fail" in record.getMessage()]
+    assert len(shown) == KINDS + 1
+    assert shown[-1] == f"that were {KINDS} kinds of failures: further ones are counted, but not shown"
+
+
+def test_prompts_that_never_fit_end_the_run_at_once_and_say_what_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No token is drawn for them, so that groups are dropped as fast as they are begun."""
+
+    def set_up(worker: SimulatedWorker, buffer: Any, replicas: Any) -> None:
+        worker.connect(buffer, SimulatedDispatcher(replicas), worker._stand_ins, episode_limit=5)
+
+    monkeypatch.setattr(SimulatedWorker, "set_up", set_up)
+
+    @virtual
+    async def test() -> None:
+        with pytest.raises(EpisodesFail) as ended:
+            async with Run.open(run_settings(PLAN, 1e6)) as run:
+                await run.begin(simulated_actors(PLAN, Costs(), grain=8))
+                async for _ in run.steps(3):
+                    await run.step()
+        assert str(ended.value).startswith(
+            "prompt leaves no room within 5 tokens: all of the first 8 groups were dropped"
+        )
+        assert "--trainer.tokens-per-microbatch" in str(ended.value)
+
+    test()
+
+
+def test_groups_that_all_fail_later_end_the_run_after_twice_stall_s(patch: Callable[..., None]) -> None:
+    broken = False
+    patch(lambda _: broken)
+
+    @virtual
+    async def test() -> None:
+        nonlocal broken
+        since = 0.0
+        with pytest.raises(EpisodesFail) as ended:
+            async with Run.open(run_settings(PLAN, 1e6)) as run:
+                await run.begin(simulated_actors(PLAN, Costs(), grain=8))
+                async for step in run.steps(1000):
+                    await run.step()
+                    if step == 2:
+                        broken, since = True, now()
+        assert str(ended.value).startswith("score raised KeyError: for ")
+        assert "s only groups were dropped" in str(ended.value)
+        assert now() - since >= 30
+
+    test()
+
+
+def test_failures_are_shown_once_and_counted(
+    patch: Callable[..., None], tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    patch(lambda count: count % 20 == 0)
+
+    async def test() -> None:
+        async with Run.open(run_settings(PLAN, 1e6), folder=tmp_path) as run:
+            await run.begin(simulated_actors(PLAN, Costs(), grain=8))
+            await run.evaluate()
+            async for _ in run.steps(12):
+                await run.step()
+
+    with caplog.at_level(logging.WARNING, "monarch_rl"):
+        run_virtual(test())
+    shown = [record.getMessage() for record in caplog.records if "an episode failed" in record.getMessage()]
+    assert len(shown) == 1
+    assert "the first one in this way: score raised KeyError" in shown[0] and TRACEBACK in shown[0]
+    last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    counted = last["dropped/episode score raised KeyError"]
+    summary = capsys.readouterr().out.splitlines()[-1]
+    assert counted >= 1 and summary.startswith("failed: ")
+    episodes, held_out = (int(part.split()[0]) for part in summary.removeprefix("failed: ").split("; "))
+    assert episodes >= counted and held_out == 10
+    assert summary == (
+        f"failed: {episodes} episodes: score raised KeyError; {held_out} held-out items: score raised KeyError"
+    )
