@@ -202,6 +202,8 @@ class ShardChecksums:
             row = spec.numel // spec.shape[0] if spec.shape else 1
             self._boxes.append(TensorBox(view.view(spec.dtype).view(-1, row), shard.start // row))
         self._checksums = Checksums(self._boxes) if self._boxes else None
+        blocks = self._checksums.blocks if self._checksums is not None else []
+        self._probe = FiniteProbe([block.data for block in blocks]) if blocks else None
         self._tensors = torch.tensor([shard.tensor for shard in manifest.shards[rank]])
         self._count = len(manifest.tensors)
 
@@ -213,14 +215,12 @@ class ShardChecksums:
                 right after it is summed, while it is in the core's cache.
         """
         sums = torch.zeros(self._count, dtype=torch.int64)
-        if self._checksums is not None:
-            blocks = self._checksums.blocks
-            probe = FiniteProbe(len(blocks), self._boxes[0].data.device)
-            for index, block in enumerate(blocks):
+        if self._checksums is not None and self._probe is not None:
+            for index, block in enumerate(self._checksums.blocks):
                 block.add()
-                probe.look(index, block.data)
+                self._probe.look(index)
             sums.index_add_(0, self._tensors, self._checksums.take().cpu())
-            self._check_finite({blocks[index].box for index in probe.suspects()})
+            self._check_finite({self._checksums.blocks[index].box for index in self._probe.suspects()})
         contributions: list[int] = sums.tolist()
         return contributions
 

@@ -9,7 +9,8 @@ integers, and negative ones from minus infinity on the greatest without a sign.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -20,38 +21,45 @@ class NotFinite(RuntimeError):
 
 
 class FiniteProbe:
-    """A quick look at blocks of tensors, one number for each; nothing is read back before :meth:`suspects`.
+    """A quick look at parts of tensors, one number for each, planned once. Nothing is read back before
+    :meth:`suspects`.
 
     Args:
-        count: of blocks.
-        device: where they lie.
+        parts: ``[rows, columns]`` each, of any dtype, all on one device: the memory that each use looks at.
     """
 
-    def __init__(self, count: int, device: torch.device) -> None:
-        self._sums = torch.zeros(count, device=device)
-        self._of_block = list(self._sums)
+    def __init__(self, parts: Sequence[torch.Tensor]) -> None:
+        self._sums = torch.zeros(len(parts), device=parts[0].device)
+        self._wrong: set[int] = set()
+        self._look = [self._planned(index, part) for index, part in enumerate(parts)]
 
-    def look(self, block: int, data: torch.Tensor) -> None:
-        """Look at block number ``block``, ``[rows, columns]`` of any dtype."""
-        if not data.is_floating_point():
-            return
-        if data.itemsize == 2 and data.device.type == "cpu":
-            self._sums[block] = 0.0 if _finite_bits(data) else math.nan
-        else:
-            torch.sum(data, (0, 1), dtype=torch.float32, out=self._of_block[block])
+    def look(self, index: int) -> None:
+        """Look at the present content of a part."""
+        self._look[index]()
 
     def suspects(self) -> list[int]:
-        """The blocks that may hold values that are not finite: all that do, and those whose sum overflows."""
-        indices: list[int] = (~self._sums.isfinite()).nonzero().flatten().tolist()
-        return indices
+        """The parts that may hold values that are not finite: all that do, and those whose sum overflows."""
+        overflown: list[int] = (~self._sums.isfinite()).nonzero().flatten().tolist()
+        wrong, self._wrong = self._wrong, set()
+        return sorted({*wrong, *overflown})
+
+    def _planned(self, index: int, part: torch.Tensor) -> Callable[[], object]:
+        if not part.is_floating_point():
+            return lambda: None
+        if part.itemsize == 2 and part.device.type == "cpu":
+            return partial(self._compare, index, *_bits(part))
+        return partial(torch.sum, part, (0, 1), dtype=torch.float32, out=self._sums[index])
+
+    def _compare(self, index: int, positive: np.ndarray, above: int, negative: np.ndarray, below: int) -> None:
+        if positive.max() >= above or negative.max() >= below:
+            self._wrong.add(index)
 
 
-def _finite_bits(data: torch.Tensor) -> bool:
-    """Whether 16-bit floats on a CPU are finite."""
-    infinities = torch.tensor([math.inf, -math.inf], dtype=data.dtype).view(torch.int16).numpy()
-    bits = data.view(torch.int16).numpy()
-    negative = np.uint16
-    return bool(bits.max() < infinities[0] and bits.view(negative).max() < infinities.view(negative)[1])
+def _bits(part: torch.Tensor) -> tuple[np.ndarray, int, np.ndarray, int]:
+    """16-bit floats on a CPU as integers with a sign, and without; each with the least that is not finite."""
+    infinities = torch.tensor([math.inf, -math.inf], dtype=part.dtype).view(torch.int16).numpy()
+    bits = part.view(torch.int16).numpy()
+    return bits, int(infinities[0]), bits.view(np.uint16), int(infinities.view(np.uint16)[1])
 
 
 def not_finite(part: torch.Tensor, first: int, shape: Sequence[int]) -> str | None:
