@@ -28,6 +28,7 @@ import tyro
 from monarch_rl.algorithms.mismatch import figures
 from monarch_rl.episode.sampling import Sampling
 from monarch_rl.generator.settings import GeneratorSettings, check_served, resolve_dtype
+from monarch_rl.model.check import check_folder
 from monarch_rl.model.folder import num_experts, read_config, resolve_model, sparse_layers
 from monarch_rl.pipeline.parity import TOP, PromptSet, Reading, SideFailed, compare
 from monarch_rl.rollout.settings import RolloutSettings
@@ -158,12 +159,14 @@ def prepare(s: Settings) -> Job:
     """Raises ValueError for what cannot be compared."""
     folder = resolve_model(s.model, tokenizer=s.prompts == "task")
     config = read_config(folder)
+    check_folder(folder, config)
     check_served(config, s.generator, torch.cuda.is_available())
     check_experts(config, s.trainer)
     other = folder
     if s.trainer_model is not None:
         other = resolve_model(s.trainer_model, tokenizer=False)
-        check_same_shape(config, read_config(other))
+        check_folder(other, other_config := read_config(other))
+        check_same_shape(config, other_config)
     devices = torch.cuda.device_count()
     if devices and max(s.trainer.ranks, s.generator.tp) > devices:
         raise ValueError(f"trainer.ranks {s.trainer.ranks}, generator.tp {s.generator.tp}: there are {devices} GPUs")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from monarch_rl.generator.load_report import LoadSheet, Refusal
-from monarch_rl.generator.load_staged import load, load_part, verify_rest, write_order
+from monarch_rl.generator.load_staged import forget_prefixes, load, load_part, verify_rest, write_order
 from tests.generator.helpers import Staging, checksums_of, manifest_of
 
 
@@ -302,3 +303,36 @@ def test_a_rank_that_never_loaded_is_not_taken_for_success() -> None:
 def test_specs_survive_the_way_to_the_scheduler() -> None:
     sheet = LoadSheet(manifest_of(fused_weights() | {"s": torch.ones((), dtype=torch.bfloat16)}), 3)
     assert LoadSheet.open(sheet.handle).specs == sheet.specs
+
+
+class Allocator:
+    """What SGLang's prefix cache frees tokens with."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.freed: list[int] = []
+
+    def free_segment(self, value: torch.Tensor, start_pos: int) -> None:
+        self.freed += value.tolist()
+
+
+def test_after_a_commit_the_prefix_cache_holds_what_running_requests_hold_and_no_more() -> None:
+    """SGLang's own cache. Else prefixes of hundreds of versions, which nobody asks for again, would fill it."""
+    from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
+    from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+
+    allocator = Allocator()
+    cache = RadixCache.create_simulated(mock_allocator=allocator)
+    keys = [RadixKey(array("q", [1, 2, 3, last]), extra_key=version) for version in ("6", "7") for last in (4, 5)]
+    for place, key in enumerate(keys):
+        cache.insert(InsertParams(key=key, value=torch.arange(10 * place, 10 * place + 4)))
+    running = cache.match_prefix(MatchPrefixParams(key=keys[0])).last_device_node
+    cache.inc_lock_ref(running)
+    forget_prefixes(cache)
+    assert cache.total_size() == cache.protected_size() == 4 and cache.evictable_size() == 0
+    assert cache.match_prefix(MatchPrefixParams(key=keys[0])).device_prefix_len == 4
+    assert sorted(allocator.freed) == [13, 20, 21, 22, 23, 33]
+    cache.dec_lock_ref(running)
+    forget_prefixes(cache)
+    assert cache.total_size() == 0

@@ -185,6 +185,23 @@ def test_a_good_folder_is_accepted_whole_and_in_shards(good: Path, tmp_path: Pat
     check_model(folder)
 
 
+@pytest.mark.parametrize("value", [None, "null"], ids=["absent", "null"])
+def test_a_llama_without_key_value_heads_has_as_many_as_query_heads(tmp_path: Path, value: str | None) -> None:
+    """As in transformers' LlamaConfig."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = {"vocab_size": 40, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
+    LlamaForCausalLM(LlamaConfig(num_attention_heads=4, **shape)).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    config(num_key_value_heads=None)(tmp_path)
+    if value is not None:
+        text = (tmp_path / "config.json").read_text()
+        (tmp_path / "config.json").write_text(text.replace("{", '{"num_key_value_heads": null, ', 1))
+    found = read_config(resolve_model(str(tmp_path)))
+    assert found["num_key_value_heads"] == 4
+    check_folder(tmp_path, found)
+
+
 def test_what_transformers_leaves_out_as_well_may_be_there(good: Path, tmp_path: Path) -> None:
     """A tied model's LM head, which Qwen's folders have, and tables of rotary embeddings."""
     folder = tmp_path / "more"

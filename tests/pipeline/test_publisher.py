@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from monarch.actor import ActorError
 
 from monarch_rl.pipeline.delivery import Delivery
 from monarch_rl.pipeline.meeting import Meeting
@@ -19,6 +20,7 @@ from monarch_rl.pipeline.publishing import Publisher, PublishError
 from monarch_rl.pipeline.replicas import Replicas
 from monarch_rl.weights.checksum import signed
 from monarch_rl.weights.endpoint import StillServing, TransferSettings
+from monarch_rl.weights.finite import NotFinite
 from monarch_rl.weights.manifest import Manifest
 
 
@@ -198,6 +200,35 @@ def test_no_replica_left_is_an_error_that_names_all() -> None:
         PublishError, match=r"version 1 is abandoned: .*generator 0: .*broken 0; generator 1: .*broken 1"
     ):
         asyncio.run(harness.publish(1))
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["as it is", "as it comes from another process"])
+def test_a_version_that_is_not_finite_is_committed_by_nobody_and_no_replica_is_blamed(wrapped: bool) -> None:
+    async def go() -> None:
+        problem = NotFinite("norm.weight holds 1 values that are not finite, the first at [3]")
+        sent = [ActorError(problem) if wrapped else problem]
+
+        async def send(*_: Any) -> list[int]:
+            if len(committed) == 2:
+                raise sent[0]
+            return []
+
+        committed: list[int] = []
+
+        async def commit(version: int, *_: Any) -> Report:
+            committed.append(version)
+            return Report()
+
+        harness = Harness(Replica(commit=commit), Replica(commit=commit), send=send)
+        await harness.publish(1)
+        with pytest.raises(
+            PublishError, match=r"version 2, which step 2 made, is not served: norm\.weight holds 1 values .* at \[3\]"
+        ):
+            await harness.publish(2)
+        assert committed == [1, 1] and not harness.publisher.lost and harness.served == [1]
+        assert [replica.version for replica in harness.publisher.replicas] == [1, 1]
+
+    asyncio.run(go())
 
 
 def test_a_replica_removed_while_it_is_asked_does_not_disturb_the_delivery() -> None:

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from monarch_rl.buffer.ledger import EQUAL_REWARDS, REJECTED
 from monarch_rl.buffer.settings import BufferSettings
@@ -137,6 +139,31 @@ def test_own_functions_evaluations_on_the_way_and_a_stream_that_filters_and_reje
     dropped = {name.removeprefix("dropped/"): count for name, count in last.items() if name.startswith("dropped/")}
     assert dropped and set(dropped) <= {EQUAL_REWARDS, REJECTED}
     assert last["wasted/tokens"] >= sum(dropped.values()) and last["wasted/seconds"] > 0
+
+
+def test_a_version_that_is_not_finite_ends_the_run_and_names_tensor_and_step(
+    start: Start, model: Path, tmp_path: Path
+) -> None:
+    """AdamW takes lr x weight decay of a weight off it: each is multiplied by 1 - 100. The embedding of a character
+    that no word has is large, and overflows at the first step; all else stays finite."""
+    name = "model.embed_tokens.weight"
+    shutil.copytree(model, tmp_path / "model")
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    tensors["lm_head.weight"] = tensors[name].clone()
+    row = json.loads((tmp_path / "model" / "tokenizer.json").read_text())["model"]["vocab"]["~"]
+    tensors[name][row, 3] = 1e37
+    save_file(tensors, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    wild = ["--trainer.lr=1", "--trainer.weight-decay=100", "--trainer.ranks=1", "--generator.replicas=1"]
+    run = start([sys.executable, *recipe(tmp_path / "model", tmp_path / "runs", *wild)])
+    assert run.wait(RUN_S) == 1, run.output()
+    run.assert_gone(GONE_S)
+    said = (
+        rf"version 1, which step 1 made, is not served: {re.escape(name)} holds 1 values .*, the first at \[{row}, 3\]"
+    )
+    assert re.search(rf"^\S*PublishError: {said}", run.output(), re.MULTILINE), run.output()
+    assert "is lost" not in run.output() and "is sent it again" not in run.output(), run.output()
 
 
 def test_torchrun_without_lag_and_with_two_engine_ranks(start: Start, model: Path, tmp_path: Path) -> None:

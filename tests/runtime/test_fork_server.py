@@ -179,6 +179,8 @@ def test_libraries_that_are_loaded_cannot_be_set_up_again(
     with pytest.raises(NoForkServer, match="refused"):
         fork("small", PROGRAM)
     assert differing_when_loaded({"OMP_A": "1", "B": "1"}, {"OMP_A": "1", "B": "2", "PYTHONX": ""}) == ["PYTHONX"]
+    hub = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "SGLANG_RUN_ID": "a"}
+    assert differing_when_loaded({}, hub) == ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"]
 
 
 def test_what_nobody_waits_for_any_more_is_not_forked(

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from monarch_rl.settings.ranges import CheckedSettings, Range, plain
+
+
+@dataclass(frozen=True)
+class Inner:
+    """Settings within settings."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +30,10 @@ class Sample(CheckedSettings, flags="a.b"):
     kind: Literal["x", "y"] = "x"
     free: float = 0.0
     text: str = ""
+    many: tuple[str, ...] = ()
+    switch: bool = False
+    folder: Path = Path()
+    inner: Inner = Inner()
 
 
 @dataclass(frozen=True)
@@ -48,6 +59,21 @@ class Derived(Sample):
         ({"kind": "z"}, "a.b.kind must be one of x, y, got 'z'"),
         ({"free": math.nan}, "a.b.free must be a finite number, got nan"),
         ({"share": -math.inf}, "a.b.share must be a finite number, got -inf: give 0 to 1"),
+        ({"share": np.float32(math.nan)}, "a.b.share must be a finite number, got nan: give 0 to 1"),
+        ({"share": None}, "a.b.share must be a number, got None: give 0 to 1"),
+        ({"share": True}, "a.b.share must be a number, got True: give 0 to 1"),
+        ({"share": [0.5]}, "a.b.share must be a number, got [0.5]: give 0 to 1"),
+        ({"some_count": 2.5}, "a.b.some-count must be a whole number or None, got 2.5: give 1 to 9,000"),
+        ({"pair": (2.5,)}, "a.b.pair must be a tuple of 2 values, each a number, got (2.5,): give 2 to 3"),
+        ({"pair": [2.5, 2.5]}, "a.b.pair must be a tuple of 2 values, each a number, got [2.5, 2.5]: give 2 to 3"),
+        ({"window": None}, "a.b.window must be a whole number or one of auto, greedy, got None: give 0 to 5"),
+        ({"kind": 1}, "a.b.kind must be one of x, y, got 1"),
+        ({"free": "some"}, "a.b.free must be a number, got 'some'"),
+        ({"text": None}, "a.b.text must be a text, got None"),
+        ({"many": ("a", 1)}, "a.b.many must be a tuple of values, each a text, got ('a', 1)"),
+        ({"switch": 1}, "a.b.switch must be true or false, got 1"),
+        ({"folder": "runs"}, "a.b.folder must be a Path, got 'runs'"),
+        ({"inner": None}, "a.b.inner must be an instance of Inner, got None"),
     ],
 )
 def test_the_message_has_flag_value_and_what_to_give(change: dict[str, Any], said: str) -> None:
@@ -56,6 +82,12 @@ def test_the_message_has_flag_value_and_what_to_give(change: dict[str, Any], sai
     assert str(caught.value).startswith(said)
     with pytest.raises(ValueError):
         replace(Sample(), **change)
+
+
+def test_values_of_the_fields_types_are_accepted() -> None:
+    """Whole numbers where there may be others, and numpy's."""
+    kept = Sample(share=1, some_count=np.int64(3), pair=(2, np.float32(2.5)), window="greedy", many=("a", "b"))  # type: ignore[arg-type]
+    assert kept.share == 1 and Sample(window=3, switch=True, folder=Path("a"), inner=Inner()).switch
 
 
 def test_a_field_that_is_declared_anew_keeps_its_range_unless_it_has_another() -> None:

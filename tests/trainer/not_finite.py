@@ -1,32 +1,125 @@
-"""A trainer rank that is given a model with a value that is not finite:  not_finite.py FOLDER
+"""A trainer rank that meets values that are not finite:  not_finite.py FOLDER
 
-Loads each model in the folder, and writes what it says to ``<model>.said``.
+Loads each model in the folder, and writes what it says to ``<model>.said``. Then it puts such values into parameters of
+``good`` and ``experts``, with and without LoRA, and writes to ``said.json`` what snapshots and updates say.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
 from monarch_rl.runtime.network import held_port
+from monarch_rl.trainer.batch import MicroBatch
+from monarch_rl.trainer.objective import Objective, Sums, reinforcement
 from monarch_rl.trainer.policy import Policy
 from monarch_rl.trainer.settings import TrainerSettings
+from monarch_rl.trainer.shards import local_run
+from monarch_rl.trainer.token_logprobs import TokenLogprobs
+from monarch_rl.weights.checksum import ShardChecksums
+from monarch_rl.weights.finite import NotFinite
+from monarch_rl.weights.manifest import make_manifest
+from tests.trainer.batches import batch, shard
+from tests.trainer.ranks import packed
+
+LORA = LoraSettings(rank=2, targets=("q_proj", "gate_proj", "up_proj", "down_proj"))
+PROJECTION, EXPERT = "model.layers.1.self_attn.q_proj.weight", "model.layers.1.mlp.experts.3.up_proj.weight"
+TOKENS = 20
+"""Ids that the tiny models know."""
+
+
+def policy_of(folder: Path, lora: LoraSettings = FULL_TRAINING) -> Policy:
+    return Policy(folder, TrainerSettings(ranks=1, lr=0.0, lora=lora), total_steps=1)
+
+
+def said_by(call: Callable[[], Any]) -> str:
+    """The message of NotFinite; empty if the call succeeds."""
+    try:
+        call()
+    except NotFinite as error:
+        return str(error)
+    return ""
+
+
+def publish(policy: Policy, dtype: torch.dtype) -> str:
+    """What the checksums of a snapshot say."""
+    runs = policy.published.owned_runs()
+    manifest = make_manifest([(name, shape, dtype) for name, shape in policy.published.tensors()], [runs])
+    views = [torch.empty(shard.numel * dtype.itemsize, dtype=torch.uint8) for shard in manifest.shards[0]]
+    policy.published.snapshot(manifest, views)
+    return said_by(ShardChecksums(manifest, 0, views).take)
+
+
+def update(policy: Policy, objective: Objective | None = None) -> str:
+    """What an update says."""
+    groups = batch(0)
+    for episode in (episode for group in groups for episode in group.episodes):
+        episode.turns[0].token_ids[:] %= TOKENS
+    batches = packed(shard(groups, 0, 0, 1, token_budget=500), policy)
+    return said_by(lambda: policy.update(batches, objective or reinforcement(policy.settings.loss)))
+
+
+def spoiled(state: dict[str, torch.Tensor], name: str, place: tuple[int, ...], value: float) -> None:
+    with torch.no_grad():
+        local_run(state[name])[0][place] = value
+
+
+def nan_loss(output: TokenLogprobs, _: MicroBatch) -> tuple[torch.Tensor, Sums]:
+    return output.logprobs.sum() * math.nan, {"tokens": torch.tensor(1.0)}
+
+
+def steep_loss(output: TokenLogprobs, _: MicroBatch) -> tuple[torch.Tensor, Sums]:
+    """Finite, with a derivative that is not."""
+    return (output.logprobs - output.logprobs.detach()).clamp(min=0).sqrt().sum(), {"tokens": torch.tensor(1.0)}
+
+
+def said_later(folder: Path) -> dict[str, str]:
+    """What snapshots and updates say, by what was done."""
+    said = {}
+    good = policy_of(folder / "good")
+    said["good"] = publish(good, torch.float32) + publish(good, torch.bfloat16) + update(good)
+    said["nan loss"], said["steep loss"] = update(good, nan_loss), update(good, steep_loss)
+    spoiled(good.model.hf_state(), PROJECTION, (5, 2), torch.finfo(torch.float32).max)
+    said["float32"], said["bfloat16"] = publish(good, torch.float32), publish(good, torch.bfloat16)
+    spoiled(good.model.hf_state(), PROJECTION, (5, 2), -math.inf)
+    said["infinite"], said["update"] = publish(good, torch.float32), update(good)
+    experts = policy_of(folder / "experts")
+    spoiled(experts.model.hf_state(), EXPERT, (7, 1), math.nan)
+    said["expert"] = publish(experts, torch.bfloat16)
+    adapters = policy_of(folder / "good", LORA)
+    lora = adapters.model.lora_state()
+    name = next(name for name in lora if "1.self_attn.q_proj.lora_B" in name)
+    spoiled(lora, name, (3, 1), math.nan)
+    said["lora"], said["lora name"] = publish(adapters, torch.float32), name
+    merged = policy_of(folder / "experts", LORA)
+    lora = merged.model.lora_state()
+    spoiled(lora, next(name for name in lora if "1.mlp.experts.3.up_proj.lora_B" in name), (4, 0), math.inf)
+    said["merged"] = publish(merged, torch.bfloat16)
+    return said
 
 
 def main(folder: Path) -> None:
+    torch.set_num_threads(1)
     with held_port() as port:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
         for model in [path for path in folder.iterdir() if path.is_dir()]:
             try:
-                Policy(model, TrainerSettings(ranks=1), total_steps=1)
+                policy_of(model)
                 said = ""
             except ValueError as error:
                 said = str(error)
             (folder / f"{model.name}.said").write_text(said)
+        (folder / "said.json").write_text(json.dumps(said_later(folder)))
         dist.destroy_process_group()
 
 

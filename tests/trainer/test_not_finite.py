@@ -1,16 +1,19 @@
-"""Weights that are not finite are refused where they are loaded, by the tensor's name."""
+"""Values that are not finite are refused by the tensor's name: where weights are loaded, published, or trained."""
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.recipe.running import random_model
+from tests.trainer.not_finite import EXPERT, PROJECTION
 from tests.trainer.programs import run_program
 
-NORM, EXPERT = "model.norm.weight", "model.layers.1.mlp.experts.3.up_proj.weight"
+NORM = "model.norm.weight"
 
 
 def spoil(folder: Path, name: str, place: tuple[int, ...], value: float) -> None:
@@ -19,12 +22,40 @@ def spoil(folder: Path, name: str, place: tuple[int, ...], value: float) -> None
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
-def test_the_tensor_and_the_place_are_named(tmp_path: Path) -> None:
-    random_model(tmp_path / "good")
-    spoil(random_model(tmp_path / "nan"), NORM, (7,), math.nan)
-    spoil(random_model(tmp_path / "inf", "moe"), EXPERT, (5, 2), -math.inf)
-    run_program("not_finite.py", tmp_path)
-    said = {name: (tmp_path / f"{name}.said").read_text() for name in ("good", "nan", "inf")}
-    assert said["good"] == ""
-    assert f"{tmp_path / 'nan'}: {NORM} holds 1 values that are not finite, the first at [7]" in said["nan"]
-    assert f"{tmp_path / 'inf'}: {EXPERT} holds 1 values that are not finite, the first at [5, 2]" in said["inf"]
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the program has written what was said."""
+    folder = tmp_path_factory.mktemp("not_finite")
+    random_model(folder / "good")
+    random_model(folder / "experts", "moe")
+    spoil(random_model(folder / "nan"), NORM, (7,), math.nan)
+    spoil(random_model(folder / "inf", "moe"), EXPERT, (5, 2), -math.inf)
+    run_program("not_finite.py", folder)
+    return folder
+
+
+def test_the_tensor_and_the_place_are_named(folder: Path) -> None:
+    said = {name: (folder / f"{name}.said").read_text() for name in ("good", "experts", "nan", "inf")}
+    assert said["good"] == said["experts"] == ""
+    assert f"{folder / 'nan'}: {NORM} holds 1 values that are not finite, the first at [7]" in said["nan"]
+    assert f"{folder / 'inf'}: {EXPERT} holds 1 values that are not finite, the first at [5, 2]" in said["inf"]
+
+
+def test_a_version_that_is_not_finite_in_the_served_dtype_is_named(folder: Path) -> None:
+    said = json.loads((folder / "said.json").read_text())
+    assert said["good"] == said["float32"] == ""
+    # The greatest float32 is above the greatest bfloat16.
+    assert said["bfloat16"] == f"{PROJECTION} holds 1 values that are not finite, the first at [5, 2]"
+    assert said["infinite"] == said["bfloat16"]
+    assert said["expert"] == f"{EXPERT} holds 1 values that are not finite, the first at [7, 1]"
+    assert said["lora"] == f"{said['lora name']} holds 1 values that are not finite, the first at [3, 1]"
+    # A row of B times A: the whole row of the merged weight.
+    assert said["merged"].startswith(f"{EXPERT} holds 64 values that are not finite, the first at [4, 0]")
+
+
+def test_a_gradient_that_is_not_finite_has_a_cause(folder: Path) -> None:
+    said = json.loads((folder / "said.json").read_text())
+    assert "so no update was made" in said["update"]
+    assert f"{PROJECTION} holds 1 values that are not finite, the first at [5, 2]: an earlier update" in said["update"]
+    assert "The weights are finite, and the loss is nan: look at the objective" in said["nan loss"]
+    assert "The weights are finite, and so is the loss (0), but its derivative is not" in said["steep loss"]

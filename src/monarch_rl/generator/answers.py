@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from monarch_rl.episode.sampling import Completion, DrawLost, GenerationError, KeptSets
+from monarch_rl.generator.flag_names import recipe_flags
 from monarch_rl.generator.parts import UNFINISHED
 from monarch_rl.model.folder import num_experts, sparse_layers
 
@@ -105,7 +106,8 @@ def read_reason(reason: dict[str, Any] | None, interrupted: bool = False) -> str
     if reason["type"] in ("stop", "length"):
         return str(reason["type"])
     lost = any(words in str(reason.get("message")) for words in LOST_SETS)
-    raise (DrawLost if lost else GenerationError)(f"the engine ended the request with {reason}")
+    said = recipe_flags(f"the engine ended the request with {reason}")
+    raise (DrawLost if lost else GenerationError)(said)
 
 
 def to_part(output: Any, index: int, side: SideChannel, reason: str = UNFINISHED) -> Completion:

@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 
+from monarch_rl.generator.flag_names import rename_in
 from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD, SchedulerTarget, few_models, quiet_imports
 from monarch_rl.runtime.fork_context import ForkContext
 
@@ -53,7 +54,8 @@ def launch_engine(arguments: dict[str, Any]) -> Any:
     try:
         with _logging_kept():
             return TokenEngine(**arguments)
-    except BaseException:
+    except BaseException as error:
+        rename_in(error)
         for process in multiprocessing.active_children():
             if process not in before:
                 process.kill()

@@ -104,6 +104,19 @@ def continue_if_verified(scheduler: Any, original: Callable[..., None], *args: A
     stood = time.monotonic() - scheduler._pause_started_at if scheduler._pause_started_at is not None else 0.0
     original(scheduler, *args)
     sheet.state[rank, load_report.STOOD_NANOSECONDS] = int(stood * 1e9)
+    forget_prefixes(scheduler.tree_cache)
+
+
+def forget_prefixes(cache: Any) -> None:
+    """Empty SGLang's prefix cache of what no running request holds.
+
+    Entries belong to the version that computed them, and later requests ask for the new one. SGLang itself would keep
+    them until its KV cache is full: hundreds of versions of a small model, a kilobyte of Python objects an entry.
+    """
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+    if cache.evictable_size():
+        cache.evict(EvictParams(num_tokens=cache.evictable_size()))
 
 
 def _load(model: torch.nn.Module, area: bytes, sheet: LoadSheet, rank: int, make_plan: MakePlan, copy: bool) -> None:

@@ -59,9 +59,11 @@ def run_plain_scheduler(*args: Any, **kwargs: Any) -> None:
     from sglang.srt.managers.scheduler_components.output_streamer import _GenerationStreamAccumulator as Outputs
     from tqdm import std
 
+    from monarch_rl.generator.flag_names import rename_in_log
     from monarch_rl.generator.load_lora import remember_managers
     from monarch_rl.generator.load_staged import continue_if_verified
 
+    rename_in_log()
     remember_managers()
     # SGLang reads it when this module is imported: in a forked process before the engine has said what it is.
     output_streamer.DEFAULT_FORCE_STREAM_INTERVAL = envs.SGLANG_FORCE_STREAM_INTERVAL.get()  # waits: reads a variable

@@ -63,10 +63,17 @@ class Architecture:
     """Keys and values are computed from a latent vector (multi-head latent attention)."""
     sizes: tuple[str, ...] = GROUPED_QUERY_SIZES
     """Keys of ``config.json`` without which it cannot be built, each a positive integer."""
+    same_as: Mapping[str, str] = field(default_factory=dict)
+    """Keys that may be absent or null: then each has the value of another key."""
     flags: tuple[str, ...] = ()
     """Further keys without which it cannot be built, each true or false."""
     needs_lm_head: bool = False
     """SGLang fills an LM head of its own from ``lm_head.weight``, even with ``tie_word_embeddings``."""
+
+    def completed(self, config: Config) -> Config:
+        """``config`` with the keys of :attr:`same_as` that it leaves out."""
+        others = {key: config[other] for key, other in self.same_as.items() if other in config}
+        return config | {key: value for key, value in others.items() if config.get(key) is None}
 
 
 def _qwen3_moe_experts(config: Config) -> int:
@@ -93,7 +100,7 @@ QWEN3_MOE = Architecture(
     sizes=(*_QWEN3_SIZES, *EXPERT_SIZES),
     needs_lm_head=True,
 )
-LLAMA = Architecture("LlamaForCausalLM", "Llama")
+LLAMA = Architecture("LlamaForCausalLM", "Llama", same_as={"num_key_value_heads": "num_attention_heads"})
 DEEPSEEK_V3 = Architecture(
     "DeepseekV3ForCausalLM",
     "DeepSeek-V3",

@@ -63,7 +63,7 @@ def _download(name: str) -> Path:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """``config.json`` of a model folder.
+    """``config.json`` of a model folder, with optional keys that it leaves out.
 
     Raises:
         ValueError: the file is missing, is no JSON object, or names an architecture that cannot be trained here.
@@ -73,10 +73,9 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{folder} is not a model folder: it has no config.json")
     config = read_object(path)
     try:
-        architecture_of(config)
+        return architecture_of(config).completed(config)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
-    return config
 
 
 def read_object(path: Path) -> dict[str, Any]:

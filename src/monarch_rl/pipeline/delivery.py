@@ -15,6 +15,7 @@ from monarch_rl.pipeline.meeting import Meeting, snapshot_index
 from monarch_rl.pipeline.replicas import Replica, Replicas, silent
 from monarch_rl.runtime.deadlines import now
 from monarch_rl.weights.endpoint import StillServing
+from monarch_rl.weights.finite import NotFinite
 
 logger = logging.getLogger("monarch_rl")
 
@@ -53,7 +54,7 @@ class Delivery:
         """Return when every replica that is there serves the version, also when none is left.
 
         Raises:
-            PublishError: a trainer rank does not answer.
+            PublishError: a trainer rank does not answer, or the version is not finite.
         """
         while behind := self._replicas.behind(self.version):
             is_last = self._attempts + 1 == self._meeting.settings.attempts
@@ -76,6 +77,7 @@ class Delivery:
                 await self._meeting.connect(replicas)
             checksums, received = await self._meeting.transfer(self.version, replicas)
         except Exception as error:
+            self._check_finite(error)
             await self._blame_trainer(error)
             return failed | {replica: error for replica in replicas}
         self.transfer_s += now() - started
@@ -94,6 +96,16 @@ class Delivery:
         if rank is not None:
             raise PublishError(f"version {self.version} cannot be sent: {rank}")
         return {replica: PublishError(why) for replica, why in absent.items()}
+
+    def _check_finite(self, error: Exception) -> None:
+        """Raise PublishError if a transfer has failed with ``error`` because of the version itself."""
+        cause = getattr(error, "exception", error)  # Monarch wraps it
+        if isinstance(cause, NotFinite):
+            made = f"which step {self.version} made" if self.version else "the model that was loaded"
+            raise PublishError(
+                f"version {self.version}, {made}, is not served: {cause}. Lower trainer.lr, or what scales the update "
+                "in your objective"
+            ) from error
 
     async def _blame_trainer(self, error: Exception) -> None:
         """Raise PublishError if a trainer rank does not answer after a transfer has failed with ``error``."""

@@ -44,8 +44,13 @@ from monarch_rl.runtime.lifetime import die_with_parent, end_quickly, exit_code_
 
 logger = logging.getLogger("monarch_rl")
 
-LOADED = ("OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "LD_", "MALLOC_", "PYTHON", "TORCH_")
-"""Beginnings of the names of variables that libraries read when they are loaded."""
+LOADED = (
+    *("OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "LD_", "MALLOC_", "PYTHON", "TORCH_", "TORCHINDUCTOR_", "TRITON_"),
+    *("HF_", "HUGGINGFACE_", "TRANSFORMERS_", "XDG_CACHE_HOME"),
+)
+"""Beginnings of the names of variables that libraries read when they are loaded. SGLang's are not among them: it sets
+some by itself for its scheduler, whichever way that is started, and reads those later (``scheduler_process.py`` has the
+exception)."""
 MAX_FDS = 250
 """Descriptors of one request; Linux allows 253."""
 

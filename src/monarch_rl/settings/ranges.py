@@ -13,9 +13,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import numbers
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 
@@ -56,8 +58,9 @@ SEED = Range(0, 2**31 - 1)
 class CheckedSettings:
     """Base of the dataclasses of settings. A derived class that has a ``__post_init__`` calls this one first.
 
-    Checked are: every float is finite; numbers are in the :class:`Range` of their field, if it has one; words are among
-    those of their ``Literal``. A class that declares a field anew keeps the range of its base, unless it gives another.
+    Checked are: every value has the type of its field, as Python gives it, too; every float is finite; numbers are in
+    the :class:`Range` of their field, if it has one; words are among those of their ``Literal``. A class that declares
+    a field anew keeps the range of its base, unless it gives another.
     """
 
     _flags: ClassVar[str] = ""
@@ -72,10 +75,11 @@ class CheckedSettings:
         """Raises ValueError with the setting's flag, the value, and what may be given."""
         for name, (allowed, words) in _limits(type(self)).items():
             value = getattr(self, name)
-            for part in value if isinstance(value, tuple) else (value,):
-                problem = _problem(part, allowed, words)
-                if problem:
-                    raise ValueError(f"{self.flag(name)} {problem}")
+            parts = value if isinstance(value, tuple) else (value,)
+            problems = (_problem(part, allowed, words) for part in parts)
+            problem = next(filter(None, problems), None) or _wrong_type(value, _hints(type(self))[name], allowed)
+            if problem:
+                raise ValueError(f"{self.flag(name)} {problem}")
 
     @classmethod
     def flag(cls, name: str) -> str:
@@ -97,6 +101,7 @@ def limits(settings: type) -> dict[str, tuple[Range | None, tuple[str, ...]]]:
 
 
 _limits: Callable[[type], dict[str, tuple[Range | None, tuple[str, ...]]]] = functools.cache(limits)
+_hints: Callable[[type], dict[str, Any]] = functools.cache(get_type_hints)
 
 
 def plain(number: float) -> str:
@@ -125,9 +130,10 @@ def _problem(value: Any, allowed: Range | None, words: tuple[str, ...]) -> str |
         if value in words or not (words or allowed):
             return None
         return f"must be {'one of ' + ', '.join(words) if words else 'a number'}, got {value!r}{give}"
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, int | float | numbers.Real):
         return None
-    number = float(max(-(2**1000), min(value, 2**1000))) if isinstance(value, int) else value
+    real: Any = value
+    number = float(max(-(2**1000), min(int(real), 2**1000)) if isinstance(value, numbers.Integral) else real)
     if not math.isfinite(number):
         problem = "must be a finite number"
     elif allowed is not None and number not in allowed:
@@ -135,3 +141,54 @@ def _problem(value: Any, allowed: Range | None, words: tuple[str, ...]) -> str |
     else:
         return None
     return f"{problem}, got {value}{give}"
+
+
+_KINDS: dict[Any, tuple[type, str]] = {
+    float: (numbers.Real, "a number"),
+    int: (numbers.Integral, "a whole number"),
+    bool: (bool, "true or false"),
+    str: (str, "a text"),
+    Path: (Path, "a Path"),
+    types.NoneType: (types.NoneType, "None"),
+}
+"""The types of fields, what their values may be, and how messages call them."""
+
+
+def _wrong_type(value: Any, hint: Any, allowed: Range | None) -> str | None:
+    """What is wrong with a value that has not the type of its field, and what to give instead."""
+    if _fits(value, hint):
+        return None
+    give = f": give {allowed}" if allowed is not None else ""
+    return f"must be {_name(hint)}, got {value!r}{give}"
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    members = get_args(hint)
+    if get_origin(hint) is Annotated:
+        return _fits(value, members[0])
+    if get_origin(hint) in (Union, types.UnionType):
+        return any(_fits(value, member) for member in members)
+    if get_origin(hint) is Literal:
+        return value in members
+    if get_origin(hint) is tuple:
+        of_any_length = members[-1] is Ellipsis
+        hints = members[:1] * len(value) if of_any_length and isinstance(value, tuple) else members
+        return isinstance(value, tuple) and len(value) == len(hints) and all(map(_fits, value, hints))
+    if hint in _KINDS:
+        return isinstance(value, _KINDS[hint][0]) and (hint is bool or not isinstance(value, bool))
+    return isinstance(value, hint) if isinstance(hint, type) and dataclasses.is_dataclass(hint) else True
+
+
+def _name(hint: Any) -> str:
+    """A type, to be read after "must be"."""
+    members = get_args(hint)
+    if get_origin(hint) is Annotated:
+        return _name(members[0])
+    if get_origin(hint) in (Union, types.UnionType):
+        return " or ".join(map(_name, members))
+    if get_origin(hint) is Literal:
+        return f"one of {', '.join(map(str, members))}"
+    if get_origin(hint) is tuple:
+        count = "" if members[-1] is Ellipsis else f"{len(members)} "
+        return f"a tuple of {count}values, each {_name(members[0])}"
+    return _KINDS[hint][1] if hint in _KINDS else f"an instance of {getattr(hint, '__name__', hint)}"

@@ -26,6 +26,7 @@ from monarch_rl.trainer.batch_metrics import batch_metrics
 from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.trainer.snapshots import Snapshots
 from monarch_rl.weights.endpoint import Sender, TransferSettings
+from monarch_rl.weights.finite import NotFinite
 from monarch_rl.weights.manifest import Manifest
 from monarch_rl.weights.transport import make_sender
 
@@ -129,6 +130,7 @@ class Trainer(ResilientActor):
 
         Raises:
             DeadlineExceeded: no batch came in time; says what is missing.
+            NotFinite: the gradient is not finite; names the step, and why.
         """
         from monarch_rl.trainer.batch import advantages_of, pack_shard
 
@@ -151,7 +153,10 @@ class Trainer(ResilientActor):
             advantages = advantages_of(packed.rewards, advantage)
             batches = pack_shard(packed.unpack(), advantages, aggregation, plan.max_new_tokens, policy.device)
             figures = batch_metrics(packed, [of_group.numpy() for of_group in advantages])
-            return policy.update(batches, objective) | figures
+            try:
+                return policy.update(batches, objective) | figures
+            except NotFinite as error:
+                raise NotFinite(f"step {version + 1}: {error}") from error
 
         metrics = await self._on(self._compute, step)
         return metrics | {"wait_s": taken - started, "step_s": time.perf_counter() - taken}
@@ -234,6 +239,9 @@ class Trainer(ResilientActor):
 
         Returns:
             The checksum of this rank's part of each tensor of the manifest, signed 64-bit.
+
+        Raises:
+            NotFinite: a tensor of the version holds NaN or infinity; names it.
         """
         summing = self._on(self._verify, self.snapshots.checksums(version, snapshot).take)
         checksums, _ = await asyncio.gather(summing, self.sender.send(version, snapshot))

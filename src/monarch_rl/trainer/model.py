@@ -7,7 +7,6 @@ import types
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
@@ -25,6 +24,7 @@ from monarch_rl.trainer.model_config import model_config, parallelism_config
 from monarch_rl.trainer.platform import force_sum_reduction
 from monarch_rl.trainer.settings import TrainerSettings, check_experts
 from monarch_rl.trainer.shards import NamedShape, local_run
+from monarch_rl.weights.finite import not_finite
 
 _LORA = re.compile(r"[._]lora_[ab](\.weight)?$")
 """In the module's names of LoRA's parameters, which no model folder holds: of projections, and of stacked experts."""
@@ -126,11 +126,8 @@ def _check_finite(state: dict[str, torch.Tensor], folder: Path) -> None:
     for name, value in state.items():
         local, first = local_run(value)
         if local.numel() and not all(bound.isfinite() for bound in torch.aminmax(local)):
-            place = int((~local.flatten().isfinite()).nonzero()[0]) + first
-            index = tuple(int(i) for i in np.unravel_index(place, tuple(value.shape)))
-            count = int((~local.isfinite()).sum())
             raise ValueError(
-                f"{folder}: {name} holds {count} values that are not finite, the first at {list(index)}: it cannot be "
+                f"{folder}: {name} {not_finite(local, first, value.shape)}: it cannot be "
                 "trained. Copy or download the weights again, or take an earlier checkpoint"
             )
 

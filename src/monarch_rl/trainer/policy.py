@@ -26,12 +26,14 @@ from monarch_rl.trainer.batch import MicroBatch  # noqa: E402
 from monarch_rl.trainer.model import ShardedModel  # noqa: E402
 from monarch_rl.trainer.model_config import SPMD_BACKEND, parallelism_config  # noqa: E402
 from monarch_rl.trainer.moe import ReplayRouter  # noqa: E402
+from monarch_rl.trainer.not_finite import why_not_finite  # noqa: E402
 from monarch_rl.trainer.objective import Objective, Sums  # noqa: E402
 from monarch_rl.trainer.publishing import PublishedWeights  # noqa: E402
 from monarch_rl.trainer.reduction import reduced_metrics, waste_metrics  # noqa: E402
 from monarch_rl.trainer.saving import save_model  # noqa: E402
 from monarch_rl.trainer.settings import RouterReplay, TrainerSettings  # noqa: E402
 from monarch_rl.trainer.token_logprobs import DrawnTokens, TokenLogprobs  # noqa: E402
+from monarch_rl.weights.finite import NotFinite  # noqa: E402
 
 
 class Policy:
@@ -139,7 +141,7 @@ class Policy:
             make) and the same by layer.
 
         Raises:
-            RuntimeError: the gradient is not finite; nothing was updated.
+            NotFinite: the gradient is not finite; nothing was updated. Says why, if a weight or the loss is the cause.
             ValueError: the objective does not count its tokens.
         """
         self.optimizers.zero_grad()
@@ -159,7 +161,8 @@ class Policy:
             trained, self.settings.max_grad_norm, foreach=True, ep_enabled=self.settings.expert_parallel > 1
         )
         if not torch.isfinite(grad_norm):
-            raise RuntimeError(f"the gradient norm is {float(grad_norm)}: no update was made")
+            cause = why_not_finite(self.model, totals["loss"])
+            raise NotFinite(f"the gradient norm is {float(grad_norm)}, so no update was made. {cause}")
         self.optimizers.step()
         self.schedulers.step()
         metrics = reduced_metrics(totals, self._sparse_layers) | {"grad_norm": float(grad_norm), "lr": float(lr)}

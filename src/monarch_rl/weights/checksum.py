@@ -17,12 +17,13 @@ copied costs little more than the copy (:class:`Checksums`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 
+from monarch_rl.weights.finite import FiniteProbe, NotFinite, not_finite
 from monarch_rl.weights.manifest import Manifest
 
 WORD = 8
@@ -195,22 +196,37 @@ class ShardChecksums:
     """
 
     def __init__(self, manifest: Manifest, rank: int, views: Sequence[torch.Tensor]) -> None:
-        boxes, tensors = [], []
-        for shard, view in zip(manifest.shards[rank], views, strict=True):
-            spec = manifest.tensors[shard.tensor]
+        self._specs = [manifest.tensors[shard.tensor] for shard in manifest.shards[rank]]
+        self._boxes = []
+        for shard, spec, view in zip(manifest.shards[rank], self._specs, views, strict=True):
             row = spec.numel // spec.shape[0] if spec.shape else 1
-            boxes.append(TensorBox(view.view(spec.dtype).view(-1, row), shard.start // row))
-            tensors.append(shard.tensor)
-        self._checksums = Checksums(boxes) if boxes else None
-        self._tensors = torch.tensor(tensors)
+            self._boxes.append(TensorBox(view.view(spec.dtype).view(-1, row), shard.start // row))
+        self._checksums = Checksums(self._boxes) if self._boxes else None
+        blocks = self._checksums.blocks if self._checksums is not None else []
+        self._probe = FiniteProbe([block.data for block in blocks]) if blocks else None
+        self._tensors = torch.tensor([shard.tensor for shard in manifest.shards[rank]])
         self._count = len(manifest.tensors)
 
     def take(self) -> list[int]:
-        """Checksums of the memory's present content: signed 64-bit, one for each tensor of the manifest."""
+        """Checksums of the memory's present content: signed 64-bit, one for each tensor of the manifest.
+
+        Raises:
+            NotFinite: a tensor holds NaN or infinity; names the first one, and the place in it. Each block is looked at
+                right after it is summed, while it is in the core's cache.
+        """
         sums = torch.zeros(self._count, dtype=torch.int64)
-        if self._checksums is not None:
-            for block in self._checksums.blocks:
+        if self._checksums is not None and self._probe is not None:
+            for index, block in enumerate(self._checksums.blocks):
                 block.add()
+                self._probe.look(index)
             sums.index_add_(0, self._tensors, self._checksums.take().cpu())
+            self._check_finite({self._checksums.blocks[index].box for index in self._probe.suspects()})
         contributions: list[int] = sums.tolist()
         return contributions
+
+    def _check_finite(self, suspects: Iterable[int]) -> None:
+        """Raise NotFinite if one of these boxes holds NaN or infinity."""
+        for box, spec in ((self._boxes[index], self._specs[index]) for index in sorted(suspects)):
+            problem = not_finite(box.data, box.first_row * box.data.shape[1], spec.shape)
+            if problem:
+                raise NotFinite(f"{spec.name} {problem}")

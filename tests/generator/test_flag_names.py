@@ -1,0 +1,58 @@
+"""SGLang's advice names the flags of a recipe."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+import pytest
+
+from monarch_rl.episode.sampling import GenerationError
+from monarch_rl.generator.answers import read_reason
+from monarch_rl.generator.flag_names import GPU_FLAGS, recipe_flags, rename_in, rename_in_log
+from monarch_rl.pipeline.settings import RunSettings
+from tests.recipe.test_every_flag import flags
+
+MEMORY = "Not enough memory. Please try to increase --mem-fraction-static. Current value: mem_fraction_static=0.1"
+LONG = "Input length (9 tokens) exceeds the maximum allowed length (5 tokens). Use a shorter input or enable"
+"""As SGLang's pool_configurator.py and managers/utils.py say them."""
+
+
+def test_every_flag_is_one_of_a_recipe_and_of_sglang() -> None:
+    import sglang.srt.server_args as server_args
+
+    of_recipe = {flag for flag, _, _ in flags(RunSettings())}
+    assert {f"generator.{ours}" for ours in GPU_FLAGS.values()} <= of_recipe
+    parser = __import__("argparse").ArgumentParser()
+    server_args.ServerArgs.add_cli_args(parser)
+    of_sglang = {option for action in parser._actions for option in action.option_strings}
+    assert {f"--{theirs}" for theirs in GPU_FLAGS} <= of_sglang
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_what_is_advised_can_be_given(on_gpu: bool) -> None:
+    of_recipe = {flag for flag, _, _ in flags(RunSettings())}
+    for text in (MEMORY, f"{LONG} --allow-auto-truncate.", "1. lower --max-running-requests 2. set --cuda-graph-bs"):
+        said = recipe_flags(text, on_gpu)
+        assert set(re.findall(r"--([a-z][a-z.-]*[a-z])", said)) <= of_recipe, said
+        assert recipe_flags(said, on_gpu) == said
+    assert ("--generator.memory-fraction" in recipe_flags(MEMORY, on_gpu)) == on_gpu
+
+
+def test_errors_answers_and_the_log_are_renamed(caplog: pytest.LogCaptureFixture) -> None:
+    error = RuntimeError(MEMORY.replace("mem-fraction-static", "max-total-tokens"), 3)
+    rename_in(error)
+    assert "increase --generator.max-total-tokens." in str(error) and error.args[1] == 3
+    with pytest.raises(GenerationError, match=r"raise --generator\.context-length or --generator\.max-total-tokens"):
+        read_reason({"type": "abort", "message": f"{LONG} --allow-auto-truncate."})
+    before = logging.getLogRecordFactory()
+    try:
+        rename_in_log()
+        logging.getLogger("sglang.srt.managers.scheduler").error("lower %s", "--context-length")
+        logging.getLogger("other").error("lower %s", "--context-length")
+    finally:
+        logging.setLogRecordFactory(before)
+    assert [record.getMessage() for record in caplog.records] == [
+        "lower --generator.context-length",
+        "lower --context-length",
+    ]
