@@ -74,6 +74,9 @@ CPU_KV_TOKENS = 65_536
 """KV cache of a replica on a CPU: 64 sequences of 1,024 tokens; 1.5 GB for SmolLM2-135M in float32."""
 
 
+CPU_BATCH_S = 3000.0
+"""Seconds for a batch, after which SGLang's scheduler ends itself: ten times its default, as much as deadlines are
+stretched on a machine that has no cores for the run (``runtime/deadline_clock.py``)."""
 CPU_DECODES_PER_PREFILL = 2
 """Steps of decoding between two batches of prompts, on a CPU. Requests trickle in as others end. If each batch of
 prompts is run at once, as SGLang does, most of a small model's steps are nearly empty ones; in the main job's shape 2
@@ -126,6 +129,7 @@ def engine_arguments(
         arguments.update(device="cpu", disable_cuda_graph=True, disable_overlap_schedule=True)
         # max_total_tokens bounds the KV cache; what weights and cache may have at most is no reason to make it smaller.
         arguments["mem_fraction_static"] = 0.9
+        arguments["watchdog_timeout"] = CPU_BATCH_S
         arguments["prefill_decode_interval"] = CPU_DECODES_PER_PREFILL
     return arguments
 
