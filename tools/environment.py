@@ -320,11 +320,19 @@ def check_machine() -> None:
 
 
 def main() -> int:
+    root = Path(__file__).resolve().parent.parent
     try:
         check_machine()
-        Environment(Path(__file__).resolve().parent.parent).bring_up()
+        Environment(root).bring_up()
     except SetupError as error:
         print(f"setup: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:  # a read-only file system, another user's files, a full disk
+        print(
+            f"setup: {error.filename or root} cannot be used ({error.strerror or error}), and .venv and .cache are "
+            f"made in {root}: make that folder writable, or copy it to one that is",
+            file=sys.stderr,
+        )
         return 1
     except KeyboardInterrupt:
         print("\nsetup: interrupted; the next call makes the environment again", file=sys.stderr)

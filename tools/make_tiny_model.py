@@ -13,8 +13,11 @@ import json
 import logging
 import os
 import shutil
+import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -169,6 +172,21 @@ def warm_start(rank: int, folder: Path, target: Path, examples: list[Episode], s
         print(f"cross-entropy of the answers' tokens at the end: {-metrics['logprob']:.3f}")
 
 
+@contextmanager
+def scratch_folder(folder: Path) -> Iterator[str]:
+    """A folder beside ``folder`` while the block runs. Exits with a sentence where none can be made."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        scratch = tempfile.TemporaryDirectory(dir=folder.parent)
+    except OSError as error:  # a read-only file system, another user's folder, a full disk
+        sys.exit(
+            f"the tiny model cannot be made in {folder.parent} ({error.strerror or error}): make that folder writable, "
+            "or make the model elsewhere (tools/make_tiny_model.py --output FOLDER) and give it with --model FOLDER"
+        )
+    with scratch:
+        yield scratch.name
+
+
 def main(settings: Settings) -> None:
     folder = settings.folder
     stamp = folder / "made_with.stamp"
@@ -177,8 +195,7 @@ def main(settings: Settings) -> None:
         print(f"{folder} is there")
         return
     started = time.monotonic()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+    with scratch_folder(folder) as scratch:
         born, trained = Path(scratch) / "born", Path(scratch) / "trained"
         write_random_model(born, settings)
         examples = make_examples(born, settings)

@@ -1,5 +1,7 @@
 """A scheduler that computes every forward twice, as SGLang is shipped and as monarch_rl changes it, and compares them.
 
+Other processes take and give memory meanwhile (:class:`OtherProcesses`), which must make no difference.
+
 What is served is ours. So the engines of these tests check parity in all that they do: prompts with and without cached
 prefixes, sequences that decode, mixtures of experts, LoRA, latent attention, several ranks.
 """
@@ -12,6 +14,7 @@ from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from monarch_rl.generator.scheduler_process import SchedulerTarget, run_scheduler
@@ -33,7 +36,24 @@ class CheckedTarget(SchedulerTarget):
             from sglang.srt.model_executor.model_runner import ModelRunner
 
             ModelRunner._forward_raw = partialmethod(_compare, ModelRunner._forward_raw, Tally())
+            psutil.virtual_memory = OtherProcesses().virtual_memory
         run_scheduler(*args, **kwargs)
+
+
+class OtherProcesses:
+    """They take half of the memory that is free each time that somebody looks, and give all of it back at the end.
+
+    SGLang would refuse to start: after four looks there is less than a tenth of what there was, and ranks see different
+    amounts.
+    """
+
+    def __init__(self) -> None:
+        self._real, self._share = psutil.virtual_memory, 1.0
+
+    def virtual_memory(self) -> Any:
+        seen = self._real()
+        self._share = self._share / 2 if self._share > 0.01 else 1.0
+        return seen._replace(available=int(seen.available * self._share))
 
 
 class Tally:

@@ -22,7 +22,7 @@ from monarch.actor import ActorError
 from monarch_rl.episode.sampling import Completion, GenerationError, Sampling
 from monarch_rl.generator.connection import ReplicaConnection, ReplicaLost
 from monarch_rl.generator.dispatcher import Dispatcher
-from monarch_rl.runtime.cluster import STATE_DEADLINE_S, configure_monarch
+from monarch_rl.runtime.monarch_client import STATE_DEADLINE_S, configure_monarch
 from monarch_rl.weights.collective import CollectiveSender
 from monarch_rl.weights.endpoint import SNAPSHOTS, TransferSettings
 from tests.generator.conftest import SETTINGS

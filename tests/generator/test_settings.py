@@ -11,12 +11,13 @@ from monarch_rl.generator.settings import (
     GeneratorSettings,
     check_attention,
     check_cache,
+    check_memory,
     check_served,
     cores_of_ranks,
     engine_arguments,
     engine_limits,
 )
-from monarch_rl.model.lora import LoraSettings
+from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
 
 
 @pytest.mark.parametrize(
@@ -149,6 +150,22 @@ def test_a_kv_cache_that_does_not_fit_is_refused_with_the_tokens_that_do() -> No
     check_cache(SMALL, settings, memory_bytes=2 * 1000 * token_bytes)
     with pytest.raises(ValueError, match=r"generator\.max-total-tokens 1000 is .* give less than 999"):
         check_cache(SMALL, settings, memory_bytes=2 * 1000 * token_bytes - 1)
+
+
+def test_an_engine_that_has_no_memory_says_what_it_needs_for_what() -> None:
+    """Weights and the versions that arrive: float32, with LoRA no versions; a KV cache of keys and values."""
+    config = {**SMALL, "vocab_size": 100, "hidden_size": 64, "intermediate_size": 128, "tie_word_embeddings": True}
+    layer = 64 + 64 + 64 * (4 * 16) + 2 * 64 * (2 * 16) + (4 * 16) * 64 + 16 + 16 + 3 * 64 * 128
+    weights = 4 * (100 * 64 + 64 + 3 * layer)
+    settings, cache = GeneratorSettings(max_total_tokens=1000), 1000 * 3 * 2 * 2 * 16 * 4
+    check_memory(config, settings, FULL_TRAINING, 2 * weights + cache)
+    with pytest.raises(
+        RuntimeError, match=r"needs 0\.00 GiB .* 1000 tokens \(generator\.max-total-tokens\), .* arrive"
+    ):
+        check_memory(config, settings, FULL_TRAINING, 2 * weights + cache - 1)
+    check_memory(config, settings, LoraSettings(rank=4), weights + cache)
+    with pytest.raises(RuntimeError, match=r"machine are free: end what else"):
+        check_memory(config, settings, LoraSettings(rank=4), weights + cache - 1)
 
 
 def test_a_sequence_has_what_sglang_leaves_of_its_context_and_of_its_cache() -> None:

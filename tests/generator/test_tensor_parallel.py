@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
@@ -148,6 +149,14 @@ def test_a_tp_that_does_not_divide_the_heads_is_refused_before_the_start(
 ) -> None:
     with pytest.raises(ValueError, match="generator.tp 3 does not divide the model: num_attention_heads is 4"):
         run(Engine.start(str(models["qwen3"]), replace(SETTINGS, tp=3)))
+
+
+def test_the_ranks_have_no_named_file_in_shared_memory(engine: Engine) -> None:
+    """It would stay when they are killed, which is how an engine ends."""
+    mapped = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in engine.child_pids)
+    names = re.findall(r"/dev/shm/(sgl\S+)( \(deleted\))?$", mapped, re.MULTILINE)
+    assert names, "the ranks have no queue: there is nothing to see here"
+    assert all(deleted for _, deleted in names), names
 
 
 def test_the_end_of_one_rank_ends_the_engine(engine: Engine, run: LoopThread) -> None:

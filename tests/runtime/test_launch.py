@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -118,6 +119,20 @@ def test_a_signal_under_torchrun_leaves_no_process(
     controller = int(run.wait_for(tmp_path / "ready"))
     os.kill(controller if target == "controller" else run.process.pid, number)
     assert run.wait(GONE_S) != 0, run.output()
+    run.assert_gone(GONE_S)
+
+
+@pytest.mark.parametrize(("command", "mode"), [(python, "wait"), (torchrun, "wait"), (python, "wait-forked")])
+def test_a_lost_host_is_named_and_leaves_no_process(start: Start, tmp_path: Path, command: Any, mode: str) -> None:
+    """Its processes have children that are tied to nobody; all of them were the host's to end."""
+    run = start(command(mode, tmp_path))
+    run.wait_for(tmp_path / "ready")
+    (host,) = [int(line.split()[0]) for line in run.left() if "-m monarch_rl.runtime.host " in line]
+    os.kill(host, signal.SIGKILL)
+    assert run.wait(GONE_S) == 1, run.output()
+    reason = rf"HostLost: the host process {host} of this machine was killed by SIGKILL: the kernel's log"
+    assert re.search(reason, run.output()), run.output()
+    assert (tmp_path / "tidied").exists(), "finally blocks run"
     run.assert_gone(GONE_S)
 
 

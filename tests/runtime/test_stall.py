@@ -100,10 +100,20 @@ def test_a_machine_on_which_nobody_answers() -> None:
         process("trainer rank 1", cpu_share=0.9, silent_s=100.0),
         process("trainer rank 1", cpu_share=0.9, blocked_s=100.0),
         process("trainer rank 1", silent_s=14.0),
+        process("trainer rank 1", cpu_share=0.01, queued_share=0.97, silent_s=100.0),
+        process("trainer rank 1", cpu_share=0.01, queued_share=0.97, blocked_s=100.0),
         process("trainer rank 1", status="stopped", not_running_s=3.0),
         process("trainer rank 1", status="gone", silent_s=30.0, not_running_s=30.0),
     ],
-    ids=["a long call", "a loop at work", "not yet", "stopped just now", "lost, as Monarch will say"],
+    ids=[
+        "a long call",
+        "a loop at work",
+        "not yet",
+        "silent without a core",
+        "blocked without a core",
+        "stopped just now",
+        "lost, as Monarch will say",
+    ],
 )
 def test_who_is_at_work_or_only_late_is_no_culprit(busy: Process) -> None:
     assert picture(CONTROLLER, busy).culprits() == []
@@ -114,6 +124,22 @@ def test_a_loss_that_goes_unnoticed_makes_a_culprit_in_the_end() -> None:
     assert picture(CONTROLLER, lost).culprits() == [lost]
     just = process("trainer rank 1", status="gone", silent_s=5.0, not_running_s=5.0)
     assert picture(CONTROLLER, just).at_work(), "or the run would end as stuck before Monarch has spoken"
+
+
+def test_a_process_without_a_core_is_at_work_whoever_waits_for_it() -> None:
+    """It may be the one that has to pass on a message."""
+    idle = process("generator 1", cpu_share=0.01, queued_share=0.1)
+    assert not picture(RANK_0, BUFFER, idle).at_work() and picture(idle).starved() == []
+    starved = process("generator 1", cpu_share=0.01, queued_share=0.9)
+    worse = process("controller", cpu_share=0.01, queued_share=0.95)
+    assert picture(RANK_0, BUFFER, starved, worse).at_work()
+    assert picture(RANK_0, BUFFER, starved, worse).starved() == [worse, starved]
+    assert "uses 1% of a core and was ready to use one for 90% of the time" in starved.describe(SILENCE_S)
+
+
+def test_a_stopped_process_is_a_culprit_however_long_it_was_without_a_core_before() -> None:
+    stopped = process("generator 1", status="stopped", silent_s=17.0, not_running_s=16.0, queued_share=0.5)
+    assert picture(CONTROLLER, stopped).culprits() == [stopped]
 
 
 def test_who_is_at_work_counts_only_where_the_trainer_waits_for_it() -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +15,7 @@ import pytest
 
 from tools import lock_cpu
 from tools.environment import Environment, SetupError, Stamp, plan, progress
+from tools.make_tiny_model import Settings, main
 
 ROOT = Path(__file__).resolve().parents[2]
 STAMP = Stamp(root="/here", lock="a", project="b", packages=["alpha"])
@@ -101,6 +106,54 @@ def test_a_second_call_of_the_real_set_up_is_fast_and_installs_nothing() -> None
     assert (done.stdout, done.stderr) == ("", "")
     assert environment.stamp.stat().st_mtime_ns == before
     assert elapsed < 5  # 0.2 s on an idle machine; the bound leaves room for a busy one
+
+
+@contextmanager
+def read_only(folder: Path) -> Iterator[None]:
+    """A file system that cannot be written to, also by root, whom permissions do not stop."""
+    for options in (["--bind", str(folder)], ["-o", "remount,ro,bind"]):
+        done = subprocess.run(["mount", *options, str(folder)], capture_output=True, text=True, check=False)
+        if done.returncode:
+            pytest.skip(f"mount {' '.join(options)}: {done.stderr}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def checkout(folder: Path) -> Path:
+    """What `./tools/train` runs before it starts Python code of the project."""
+    (folder / "tools").mkdir(parents=True)
+    for name in ("train", "run.sh", "setup.sh", "environment.py", "cpu.lock"):
+        shutil.copy(ROOT / "tools" / name, folder / "tools" / name)
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    return folder
+
+
+def train(folder: Path) -> str:
+    """What `./tools/train` says where it fails."""
+    done = subprocess.run([folder / "tools" / "train"], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1 and done.stdout == ""
+    return done.stderr
+
+
+def test_a_folder_that_cannot_be_written_to_gets_one_sentence(tmp_path: Path) -> None:
+    root = checkout(tmp_path / "checkout")
+    (root / ".cache").touch()  # a file where the folder should be
+    said = train(root)
+    assert re.fullmatch(rf"setup: {root}/\.cache cannot be used \(.*\), and .* copy it to one that is\n", said), said
+    (root / ".cache").unlink()
+    with read_only(root):
+        said = train(root)
+    assert re.fullmatch(rf"setup: {root}/\.cache cannot be used \(Read-only file system\), and .*\n", said), said
+
+
+@pytest.mark.parametrize("kind", ["read-only", "a file"])
+def test_the_tiny_model_says_where_it_cannot_be_made(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "cache").mkdir() if kind == "read-only" else (tmp_path / "cache").touch()
+    refused = pytest.raises(SystemExit, match=rf"cannot be made in {tmp_path}/cache \(.*--model FOLDER")
+    with read_only(tmp_path) if kind == "read-only" else nullcontext(), refused:
+        main(Settings(output=tmp_path / "cache" / "tiny"))
 
 
 def test_without_a_python_that_fits_set_up_says_what_to_do(tmp_path: Path) -> None:

@@ -26,6 +26,9 @@ pinned memory                          hard-coded for LoRA batches, routed exper
 attention of DeepSeek-V3               to read a prompt SGLang takes keys and values uncompressed, and ``torch_native``
                                        reads the cache, which holds them compressed: here it always takes those
 loading DeepSeek-V3                    on threads, where copies cannot be traced: here on the caller's thread
+free memory                            SGLang compares that of the whole machine before and after loading, and between
+                                       ranks, so it refuses to start because of what other processes take meanwhile:
+                                       here it is the machine's memory less what this process has taken
 waiting while paused                   SGLang's scheduler spins while it is paused; on a CPU other processes need
                                        that core meanwhile: it sleeps until the next message
 ====================================== ===========================================================================
@@ -47,6 +50,8 @@ import torch
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
+
+from monarch_rl.generator.memory import memory_limit, own_memory
 
 IMAGES_UNSUPPORTED = (
     "images, video and audio are not supported on a machine without an accelerator: torchvision, which SGLang's "
@@ -103,6 +108,7 @@ def hooks() -> None:
     register(
         "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch", seeds_of_batch, HookType.AFTER
     )
+    register("sglang.srt.utils.common.get_free_cpu_memory", own_free_memory, HookType.REPLACE)
     deepseek = "sglang.srt.models.deepseek_common."
     handlers = deepseek + "attention_backend_handler.AttentionBackendRegistry."
     register(handlers + "get_handler", _absorb, HookType.AROUND)
@@ -169,6 +175,15 @@ def _without_pinning(create: Callable[..., torch.Tensor]) -> Callable[..., torch
         return create(*args, **kwargs)
 
     return unpinned
+
+
+def own_free_memory() -> int:
+    """Bytes that this process could have if it were alone on the machine, or in its container, less what it has.
+
+    Two readings differ by what this process took in between, and by nothing else. Whether there is that much is asked
+    before the engine starts (``memory.py``).
+    """
+    return memory_limit() - own_memory()
 
 
 # ---- attention -----------------------------------------------------------------------------------------------

@@ -18,11 +18,19 @@ from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.generator.answers import ExpertRouteFormat
 from monarch_rl.generator.clock import BusyClock
 from monarch_rl.generator.commit import CommitReport, Commits
+from monarch_rl.generator.memory import free_memory
 from monarch_rl.generator.parts import OnPart, ignore_part
 from monarch_rl.generator.requests import EngineRequests
-from monarch_rl.generator.settings import GeneratorSettings, check_served, cores_of_ranks, engine_arguments
+from monarch_rl.generator.settings import (
+    GeneratorSettings,
+    check_memory,
+    check_served,
+    cores_of_ranks,
+    engine_arguments,
+)
 from monarch_rl.generator.sglang_engine import SglangEngine, io_structs
 from monarch_rl.generator.version_kind import VersionKind
+from monarch_rl.model.architecture import find_architecture
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings, lora_config
 from monarch_rl.runtime.presence import Wait
 from monarch_rl.weights.manifest import Manifest
@@ -62,12 +70,14 @@ class Engine:
             extra: further SGLang ``ServerArgs``.
 
         Raises ValueError if the model cannot be cut for ``settings.tp`` ranks or has no expert routes, RuntimeError if
-        SGLang does not start.
+        SGLang does not start, or the machine has too little memory free.
         """
         on_gpu = torch.accelerator.is_available()
         config = _read_config(model_path)
         if config is not None:
             check_served(config, settings, on_gpu)
+            if not on_gpu and find_architecture(config) is not None:
+                check_memory(config, settings, lora, free_memory())
         elif expert_routes:
             raise ValueError(f"expert routes need a model folder, with config.json in it; {model_path} is none")
         route_format = ExpertRouteFormat(config) if config is not None and expert_routes else None

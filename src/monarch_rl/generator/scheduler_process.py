@@ -62,8 +62,12 @@ def run_plain_scheduler(*args: Any, **kwargs: Any) -> None:
     from monarch_rl.generator.flag_names import rename_in_log
     from monarch_rl.generator.load_lora import remember_managers
     from monarch_rl.generator.load_staged import continue_if_verified
+    from monarch_rl.generator.scheduler_files import leave_no_files
+    from monarch_rl.runtime.store import serve_own_address_only
 
     rename_in_log()
+    serve_own_address_only()
+    leave_no_files()
     remember_managers()
     # SGLang reads it when this module is imported: in a forked process before the engine has said what it is.
     output_streamer.DEFAULT_FORCE_STREAM_INTERVAL = envs.SGLANG_FORCE_STREAM_INTERVAL.get()  # waits: reads a variable

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Annotated, Any, Literal
 
 from monarch_rl.generator.version_kind import LOADERS
 from monarch_rl.model.architecture import architecture_of, find_architecture
 from monarch_rl.model.folder import rope_parameters
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
+from monarch_rl.model.tensors import expected_tensors
 from monarch_rl.settings.ranges import FOREVER_S, SEED, CheckedSettings, Range
 
 InFlight = Literal["continue", "recompute", "resume", "drain"]
@@ -72,6 +74,9 @@ CPU_KV_TOKENS = 65_536
 """KV cache of a replica on a CPU: 64 sequences of 1,024 tokens; 1.5 GB for SmolLM2-135M in float32."""
 
 
+CPU_BATCH_S = 3000.0
+"""Seconds for a batch, after which SGLang's scheduler ends itself: ten times its default, as much as deadlines are
+stretched on a machine that has no cores for the run (``runtime/deadline_clock.py``)."""
 CPU_DECODES_PER_PREFILL = 2
 """Steps of decoding between two batches of prompts, on a CPU. Requests trickle in as others end. If each batch of
 prompts is run at once, as SGLang does, most of a small model's steps are nearly empty ones; in the main job's shape 2
@@ -122,9 +127,9 @@ def engine_arguments(
     else:
         # The overlapped scheduler hides work behind a device; beside a CPU model it only adds a step of delay.
         arguments.update(device="cpu", disable_cuda_graph=True, disable_overlap_schedule=True)
-        # max_total_tokens bounds the KV cache. SGLang also refuses to start if free memory shrinks by more than this
-        # share while the model loads, and on a CPU every process of the machine takes from it.
+        # max_total_tokens bounds the KV cache; what weights and cache may have at most is no reason to make it smaller.
         arguments["mem_fraction_static"] = 0.9
+        arguments["watchdog_timeout"] = CPU_BATCH_S
         arguments["prefill_decode_interval"] = CPU_DECODES_PER_PREFILL
     return arguments
 
@@ -213,14 +218,7 @@ def check_cache(config: dict[str, Any], settings: GeneratorSettings, memory_byte
     Raises:
         ValueError: says how many tokens fit.
     """
-    if architecture_of(config).latent_attention:
-        width = config["kv_lora_rank"] + config["qk_rope_head_dim"]
-    else:
-        head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-        width = 2 * max(config["num_key_value_heads"], settings.tp) * head
-    item = 2 if resolve_dtype(settings.dtype, on_gpu=False) == "bfloat16" else 4
-    token_bytes = config["num_hidden_layers"] * width * item
-    tokens = settings.max_total_tokens or CPU_KV_TOKENS
+    token_bytes, tokens = _kv_token_bytes(config, settings), settings.max_total_tokens or CPU_KV_TOKENS
     if settings.replicas * tokens * token_bytes > memory_bytes:
         fitting = memory_bytes // (settings.replicas * token_bytes)
         raise ValueError(
@@ -228,6 +226,51 @@ def check_cache(config: dict[str, Any], settings: GeneratorSettings, memory_byte
             f"{settings.replicas} replicas, and this machine has {memory_bytes / 2**30:.1f} GiB: give less "
             f"than {fitting}"
         )
+
+
+def check_memory(config: dict[str, Any], settings: GeneratorSettings, lora: LoraSettings, free_bytes: int) -> None:
+    """Refuse to start an engine that a machine without GPUs has no memory for now.
+
+    Args:
+        config: the model's ``config.json``.
+        settings: of the replicas.
+        lora: with a rank, versions that arrive are small.
+        free_bytes: of the machine, before the engine starts.
+
+    Raises:
+        RuntimeError: says what is needed for what.
+    """
+    item = _item_bytes(settings)
+    weights = sum(prod(shape) for shape in expected_tensors(config).values()) * item
+    tokens = settings.max_total_tokens or CPU_KV_TOKENS
+    needed = {
+        "the weights": weights,
+        f"a KV cache of {tokens} tokens (generator.max-total-tokens)": tokens * _kv_token_bytes(config, settings),
+        "the versions that arrive": 0 if lora.rank else weights,
+    }
+    total = sum(needed.values())
+    if total > free_bytes:
+        parts = ", ".join(f"{nbytes / 2**30:.2f} for {what}" for what, nbytes in needed.items() if nbytes)
+        raise RuntimeError(
+            f"an engine needs {total / 2**30:.2f} GiB of memory ({parts}), and {free_bytes / 2**30:.2f} GiB of this "
+            "machine are free: end what else takes memory here, or use a smaller KV cache, or fewer "
+            "generator.replicas"
+        )
+
+
+def _kv_token_bytes(config: dict[str, Any], settings: GeneratorSettings) -> int:
+    """Bytes of a token in the KV cache of a replica on a CPU."""
+    if architecture_of(config).latent_attention:
+        width = config["kv_lora_rank"] + config["qk_rope_head_dim"]
+    else:
+        head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        width = 2 * max(config["num_key_value_heads"], settings.tp) * head
+    return int(config["num_hidden_layers"] * width * _item_bytes(settings))
+
+
+def _item_bytes(settings: GeneratorSettings) -> int:
+    """Bytes of a weight, key or value on a CPU."""
+    return 2 if resolve_dtype(settings.dtype, on_gpu=False) == "bfloat16" else 4
 
 
 def check_context(config: dict[str, Any], settings: GeneratorSettings) -> None:

@@ -30,9 +30,10 @@ from monarch_rl.runtime.fork_server import Preload
 from monarch_rl.runtime.host import HostProcess
 from monarch_rl.runtime.lifetime import die_with_parent
 from monarch_rl.runtime.meshes import members
+from monarch_rl.runtime.monarch_client import configure_monarch, shut_client_down
 from monarch_rl.runtime.monitor import ProcessMonitor
 from monarch_rl.runtime.network import free_port, host_address
-from monarch_rl.runtime.signals import interrupts
+from monarch_rl.runtime.signals import Interrupts, interrupts
 from monarch_rl.runtime.torchrun import Controller, Follower, Node, Rank, without_torchrun
 
 if TYPE_CHECKING:
@@ -59,14 +60,10 @@ STOP_DEADLINE_S = 15.0
 them."""
 FAULT_DEADLINE_S = 3.5
 """Seconds in which Monarch notices the loss of a process: it checks every two seconds."""
-STATE_DEADLINE_S = 20.0
-"""Seconds of silence after which a host, or a process asked for its state, counts as lost."""
 KILL_DEADLINE_S = 5.0
 """Seconds for a process to end itself on request; a moment is normal."""
 _THREAD_COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 """Variables that say how many threads a process computes with."""
-CLIENT_FLUSH_S = 0.3
-"""Seconds for this process's last messages to leave at its exit; Monarch's own choice."""
 MONITOR = "process_monitor"
 """Name of the :class:`ProcessMonitor` actor in every process."""
 HOST_DEADLINE_S = 8.0
@@ -274,9 +271,9 @@ def launch_cluster(preloads: Sequence[Preload] = ()) -> Iterator[Cluster | None]
     if runtime.MONARCH_CAME_FIRST:
         logger.warning("monarch was imported before monarch_rl: a dead process is noticed after up to 10 s, not 2 s")
     if not launched_by_torchrun():
-        with interrupts():
+        with interrupts() as interrupting:
             host = start_host(None)
-            with _attached(host, [Node(host.address, tuple(visible_devices()))], preloads) as cluster:
+            with _attached(host, [Node(host.address, tuple(visible_devices()))], preloads, interrupting) as cluster:
                 yield cluster
         return
     rank = Rank.from_environment()
@@ -286,7 +283,7 @@ def launch_cluster(preloads: Sequence[Preload] = ()) -> Iterator[Cluster | None]
             _follow(Follower(rank), start_host)
         yield None
         return
-    with interrupts():
+    with interrupts() as interrupting:
         controller = Controller(rank)
         # If the run fails, the followers notice the end of this process, after its traceback was printed.
         atexit.register(controller.close)
@@ -295,7 +292,7 @@ def launch_cluster(preloads: Sequence[Preload] = ()) -> Iterator[Cluster | None]
             from monarch.actor import enable_transport
 
             enable_transport(f"tcp://{ip}:0")
-        with _attached(host, nodes, preloads) as cluster:
+        with _attached(host, nodes, preloads, interrupting) as cluster:
             yield cluster
         controller.report_success()
 
@@ -311,36 +308,31 @@ def _follow(follower: Follower, start_host: Callable[[str | None], HostProcess])
 
 
 @contextmanager
-def _attached(host: HostProcess, nodes: Sequence[Node], preloads: Sequence[Preload]) -> Iterator[Cluster]:
-    """Yield the cluster of running hosts; ``host`` is the one that this process started."""
+def _attached(
+    host: HostProcess, nodes: Sequence[Node], preloads: Sequence[Preload], interrupting: Interrupts
+) -> Iterator[Cluster]:
+    """Yield the cluster of running hosts; ``host`` is the one that this process started. Raises HostLost if that is
+    lost, whatever else fails because of it."""
     try:
+        host.when_lost(interrupting.end)
         cluster = _attach(nodes, preloads)
         try:
             yield cluster
         except Exception:
-            cluster._wait_for_fault()
+            if not host.lost():
+                cluster._wait_for_fault()
             raise
         finally:
-            asyncio.run(cluster._end())
+            if not host.lost():  # else nobody on this machine can be stopped, and other hosts end with the controller
+                host.expect_end()
+                asyncio.run(cluster._end())
+    except Exception:
+        lost = host.lost()
+        if lost is not None:
+            raise lost from None
+        raise
     finally:
         host.end(HOST_DEADLINE_S)
-
-
-def configure_monarch() -> None:
-    """Set Monarch's own time-outs and sizes for this process and those it spawns, before the first actor.
-
-    If a process is killed while Monarch asks it for its state, its loss is noticed only after ``STATE_DEADLINE_S``;
-    otherwise within two seconds.
-    """
-    from monarch.config import configure
-
-    # A machine that swaps or starts many processes may be silent for long; Monarch's defaults are 30 s for an actor
-    # and 60 s for a host. A message that is not acknowledged in time ends the run.
-    silence = f"{STATE_DEADLINE_S:g}s"
-    configure(get_proc_state_max_idle=silence, get_actor_state_max_idle=silence, message_delivery_timeout="120s")
-    # RDMABuffer over TCP (weights/rdma.py). Frames of 4 MiB are four times faster than Monarch's default of 64. One
-    # connection is as fast as several; with several, reads write to memory even after they timed out.
-    configure(rdma_max_chunk_size_mb=4, rdma_tcp_fallback_parallelism=1)
 
 
 def _attach(nodes: Sequence[Node], preloads: Sequence[Preload]) -> Cluster:
@@ -357,19 +349,9 @@ def _attach(nodes: Sequence[Node], preloads: Sequence[Preload]) -> Cluster:
     monarch.actor.unhandled_fault_hook = cluster._on_fault  # the default interrupts the main thread
     asyncio.run(within(START_DEADLINE_S, hosts.initialized, f"the hosts at {workers} to come up", on="Monarch"))
     # Exit handlers run from the last to the first: this one before Monarch's own, which then has nothing to do.
-    atexit.unregister(_shut_client_down)
-    atexit.register(_shut_client_down)
+    atexit.unregister(shut_client_down)
+    atexit.register(shut_client_down)
     return cluster
-
-
-def _shut_client_down() -> None:
-    """Monarch's own exit handler waits one second and then prints a traceback, also after a run that succeeded."""
-    from monarch.actor import shutdown_context
-
-    try:
-        shutdown_context(host_timeout=CLIENT_FLUSH_S).get(timeout=KILL_DEADLINE_S)
-    except TimeoutError:
-        logger.warning("Monarch's client did not shut down within %g s: the process ends without that", KILL_DEADLINE_S)
 
 
 def _start_host(ip: str | None, preloads: Sequence[Preload]) -> HostProcess:

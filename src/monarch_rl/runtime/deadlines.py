@@ -2,6 +2,8 @@
 
 The waits under way can be read at any time (``runtime/presence.py``); stall reports are made from them
 (``runtime/stall.py``). ``tools/lint_waits.py`` finds waits that do not use this module.
+
+A machine that has no cores for the run stretches deadlines (``runtime/deadline_clock.py``).
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from monarch_rl.runtime import presence
+from monarch_rl.runtime.deadline_clock import DeadlineClock
 
 T = TypeVar("T")
 
@@ -42,7 +45,7 @@ def now() -> float:
 
 
 async def within(seconds: float, awaitable: Awaitable[T], what: str, *, on: str = "", flag: str = "") -> T:
-    """Await ``awaitable`` for at most ``seconds``.
+    """Await ``awaitable`` for at most ``seconds``, by a clock that runs slower while the machine has no cores for it.
 
     Args:
         seconds: the deadline.
@@ -58,8 +61,10 @@ async def within(seconds: float, awaitable: Awaitable[T], what: str, *, on: str 
     since = time.time()
     task = asyncio.ensure_future(awaitable)
     number = presence.begin_wait(what, on, seconds)
+    clock = DeadlineClock(seconds, what)
     try:
-        await _done_or_late(task, seconds)
+        while not task.done() and (window_s := clock.next_window_s()) is not None:
+            await _done_or_late(task, window_s)
     except asyncio.CancelledError:
         task.cancel()
         raise
@@ -72,6 +77,8 @@ async def within(seconds: float, awaitable: Awaitable[T], what: str, *, on: str 
     task.add_done_callback(_retrieve)
     began = time.strftime("%H:%M:%S", time.localtime(since))
     message = f"{_waiter()} waited {seconds:g} s, since {began}, for {what}"
+    if clock.passed_s > 1.1 * seconds + presence.PAUSE_S:
+        message += f" ({clock.passed_s:.0f} s by the clock; for the rest the run was stopped or had no cores)"
     if flag:
         message += f" (see --{flag})"
     raise DeadlineExceeded(message, what, seconds)

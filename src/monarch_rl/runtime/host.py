@@ -15,14 +15,15 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from monarch_rl.runtime.fork_client import ADDRESS_VARIABLE
 from monarch_rl.runtime.fork_server import Preload, preloads_from_text, preloads_to_text, start_server
 from monarch_rl.runtime.lifetime import adopt_orphans, end_quickly, exit_code_of
-from monarch_rl.runtime.network import HOST_ADDRESS_VARIABLE, free_port
+from monarch_rl.runtime.network import HOST_ADDRESS_VARIABLE, LOOPBACK, free_port, loopback_interface
+from monarch_rl.runtime.starvation import HOST_PID_VARIABLE
 
 if TYPE_CHECKING:
     import psutil
@@ -31,6 +32,10 @@ logger = logging.getLogger("monarch_rl")
 
 GRACE_S = 2.0
 """Seconds for processes to end by themselves before they are killed."""
+
+
+class HostLost(RuntimeError):
+    """The host process of this machine ended by itself, or was killed, and all that it owned ended with it."""
 
 
 class HostProcess:
@@ -43,7 +48,10 @@ class HostProcess:
         """
         self.address = f"tcp://{ip}:{free_port()}" if ip else f"ipc://@monarch_rl-{uuid.uuid4().hex}"
         """Its Monarch address: an element of ``attach_to_workers(workers=...)``."""
-        variables = {HOST_ADDRESS_VARIABLE: ip or "127.0.0.1"}
+        variables = {HOST_ADDRESS_VARIABLE: ip or LOOPBACK}
+        if ip is None and "GLOO_SOCKET_IFNAME" not in environment:
+            # Else gloo listens at the address that the machine's name resolves to.
+            variables["GLOO_SOCKET_IFNAME"] = loopback_interface()
         if preloads:
             variables[ADDRESS_VARIABLE] = f"monarch_rl-fork-{uuid.uuid4().hex}"
         self._process = subprocess.Popen(
@@ -52,13 +60,40 @@ class HostProcess:
             stdin=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C in a terminal reaches the controller only, which ends the run cleanly
         )
+        self._ending = False
 
-    def lost(self) -> bool:
-        """Whether the process ended without being shut down."""
-        return self._process.poll() not in (None, 0)
+    def lost(self) -> HostLost | None:
+        """Why the process ended before its end was asked for; None if it did not."""
+        code = self._process.poll()
+        if not code or self._ending:
+            return None
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        hint = ": the kernel's log (dmesg) says whether memory ran out" if code == -signal.SIGKILL else ""
+        return HostLost(
+            f"the host process {self._process.pid} of this machine {how}{hint}. It owned every process of the run on "
+            "this machine, so they have ended, too"
+        )
+
+    def when_lost(self, call: Callable[[HostLost], None]) -> None:
+        """Have ``call`` called on another thread as soon as the process is lost."""
+
+        def watch() -> None:
+            with suppress(ChildProcessError):  # another thread has waited for it
+                os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)  # waits: as long as the run
+            lost = self.lost()
+            if lost is not None:
+                call(lost)
+
+        threading.Thread(target=watch, name="host-lost", daemon=True).start()
+
+    def expect_end(self) -> None:
+        """Take whatever end the process comes to from now on for the one that was asked for."""
+        self._ending = True
 
     def end(self, seconds: float) -> None:
         """Close the pipe and wait until the process and its descendants have ended; kill them after ``seconds``."""
+        lost = self.lost()
+        self.expect_end()
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -72,6 +107,17 @@ class HostProcess:
             self._process.wait(seconds)
             for process in descendants:
                 with suppress(psutil.NoSuchProcess):
+                    process.kill()
+        if lost is not None:
+            self._kill_orphans()
+
+    def _kill_orphans(self) -> None:
+        """Kill what a lost host leaves: processes that are not tied to it or to one of its other processes."""
+        import psutil
+
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.environ().get(HOST_PID_VARIABLE) == str(self._process.pid):
                     process.kill()
 
 
@@ -127,6 +173,7 @@ def _end_with_starter() -> None:
 def main() -> None:
     """Serve as a Monarch host at the address on the command line, until it is shut down or its starter ends."""
     adopt_orphans()
+    os.environ[HOST_PID_VARIABLE] = str(os.getpid())
     preloads = preloads_from_text(sys.argv[2])
     if preloads:  # before this process has threads
         global _fork_server

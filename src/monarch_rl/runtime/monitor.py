@@ -21,7 +21,7 @@ from types import FrameType
 import psutil
 from monarch.actor import Actor
 
-from monarch_rl.runtime import presence
+from monarch_rl.runtime import presence, starvation
 from monarch_rl.runtime.endpoint import concurrent_endpoint
 from monarch_rl.runtime.presence import Progress, Wait
 
@@ -60,6 +60,8 @@ class ProcessState:
     """psutil's, such as ``running``, ``sleeping``, ``stopped``, ``zombie``; ``gone`` if there is no such process."""
     cpu_s: float
     """CPU seconds that it has used."""
+    queued_s: float = 0.0
+    """Seconds for which its threads were ready to run and had no core (``runtime/starvation.py``)."""
 
 
 class ProcessMonitor(Actor):
@@ -128,7 +130,8 @@ def state_of(pid: int) -> ProcessState:
     try:
         process = psutil.Process(pid)
         used = process.cpu_times()
-        return ProcessState(str(process.status()), used.user + used.system)
+        queued_s = starvation.core_time(pid).queued_s
+        return ProcessState(str(process.status()), used.user + used.system, queued_s)
     except psutil.NoSuchProcess:
         return ProcessState("gone", 0.0)
 

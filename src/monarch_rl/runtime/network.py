@@ -12,13 +12,25 @@ from contextlib import contextmanager
 HOST_ADDRESS_VARIABLE = "MONARCH_RL_HOST_ADDRESS"
 """Set by ``runtime/host.py`` for all processes of one host. Not for users."""
 
+LOOPBACK = "127.0.0.1"
+"""Where processes meet that are all on one machine."""
 BELOW_EPHEMERAL = range(22_000, 29_000)
 """Ports that neither Linux nor torchrun assigns by default."""
 
 
 def host_address() -> str:
     """The IP address at which the other hosts of this launch reach this one; 127.0.0.1 on a single machine."""
-    return os.environ.get(HOST_ADDRESS_VARIABLE, "127.0.0.1")
+    return os.environ.get(HOST_ADDRESS_VARIABLE, LOOPBACK)
+
+
+def loopback_interface() -> str:
+    """The name of the interface that has :data:`LOOPBACK`."""
+    import psutil
+
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == LOOPBACK for address in addresses):
+            return name
+    raise RuntimeError(f"this machine has no interface with {LOOPBACK}")
 
 
 def free_port() -> int:

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 BEAT_S = 0.25
 """Seconds between two heartbeats of an event loop. Each wakes its process: at 0.1 s that was 0.14 % of a core, in every
 process of a run, also where nothing is to do."""
+PAUSE_S = 1.0
+"""Lag of an event loop from which on it counts as paused: its process was stopped, had no core, or was blocked."""
 WAITS_PER_PROCESS = 16
 """Waits on the same process that are reported: the oldest distinct ones. An actor may have hundreds."""
 
@@ -60,6 +62,7 @@ class Heartbeat:
         """When the loop last ran."""
         self.lags: deque[float] = deque(maxlen=4096)
         """Lags since the last :meth:`take_lags`."""
+        self._paused_s = 0.0
 
     async def run(self) -> None:
         """Beat for as long as the loop runs."""
@@ -67,11 +70,19 @@ class Heartbeat:
             before = time.monotonic()
             await asyncio.sleep(BEAT_S)
             self.last_beat = time.monotonic()
-            self.lags.append(max(0.0, self.last_beat - before - BEAT_S))
+            lag = max(0.0, self.last_beat - before - BEAT_S)
+            self.lags.append(lag)
+            if lag >= PAUSE_S:
+                self._paused_s += lag
 
     def overdue_s(self) -> float:
         """Seconds by which the next beat is overdue: the loop has been blocked for that long."""
         return max(0.0, time.monotonic() - self.last_beat - BEAT_S)
+
+    def paused_s(self) -> float:
+        """Seconds so far in which the loop should have run and did not, in pauses of :data:`PAUSE_S` and more."""
+        overdue_s = self.overdue_s()
+        return self._paused_s + (overdue_s if overdue_s >= PAUSE_S else 0.0)
 
     def take_lags(self) -> list[float]:
         """Remove and return the lags since the last call."""
@@ -123,6 +134,12 @@ def current_name() -> str:
     except RuntimeError:
         name = None
     return name or process_name() or f"process {os.getpid()}"
+
+
+def paused_s() -> float:
+    """Seconds for which the running event loop was paused so far; 0 if no actor is registered on it."""
+    heartbeat = _heartbeats.get(_names.get(asyncio.get_running_loop(), ""))
+    return heartbeat[0].paused_s() if heartbeat is not None else 0.0
 
 
 def process_name() -> str | None:

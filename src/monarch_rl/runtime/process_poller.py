@@ -24,6 +24,7 @@ from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.runtime.deadlines import DeadlineExceeded, within
 from monarch_rl.runtime.monitor import ProcessMonitor, ProcessState
 from monarch_rl.runtime.stall import CONTROLLER, NOT_RUNNING, Process, RunPicture
+from monarch_rl.runtime.starvation import CoreTime
 
 logger = logging.getLogger("monarch_rl")
 
@@ -66,7 +67,9 @@ class LoopLag:
         worst, now = max(lags), time.monotonic()
         if worst >= LAG_ALARM_S and now - self._alarms.get(name, -math.inf) >= ALARM_EVERY_S:
             self._alarms[name] = now
-            logger.warning("the event loop of %s turned %.1f s too late: something blocks it", name, worst)
+            logger.warning(
+                "the event loop of %s turned %.1f s too late: something blocks it, or it had no core", name, worst
+            )
 
     def metrics(self) -> dict[str, float]:
         """Metrics since the last call, by their names in docs/metrics.md."""
@@ -93,8 +96,8 @@ class ProcessPoller:
         self._cluster, self._silence_s, self._interval_s, self._lag = cluster, silence_s, interval_s, lag
         self._polled: dict[tuple[int, int], _PolledProcess] = {}
         """By the index of its mesh in ``Cluster.monitors``, and its rank there."""
-        self._cpu_history: dict[tuple[str, int | None], deque[tuple[float, float]]] = defaultdict(deque)
-        """By machine and pid: times of the inspections during the last ``silence_s``, and the CPU seconds then."""
+        self._cpu_history: dict[tuple[str, int | None], deque[tuple[float, CoreTime]]] = defaultdict(deque)
+        """By machine and pid: times of the inspections during the last ``silence_s``, and what it had had by then."""
         self._not_running_since: dict[tuple[str, int | None], float] = {}
         """By machine and pid: when it was first seen in one of the states NOT_RUNNING, in which it still is."""
         self._polls: set[asyncio.Task[None]] = set()
@@ -190,9 +193,9 @@ class ProcessPoller:
         return await self._ask_on(machine, lambda there: there.states.call_one(pids), "process states", unknown)
 
     def _compare_with_history(self, process: Process, now: float) -> None:
-        """Set what follows from earlier states: the CPU share, and for how long the process has not been running."""
+        """Set what follows from earlier states: shares of a core, and for how long the process has not been running."""
         if process.state is None:
-            process.cpu_share = process.not_running_s = 0.0
+            process.cpu_share = process.queued_share = process.not_running_s = 0.0
             return
         key = process.machine, process.pid
         if process.state.status in NOT_RUNNING:
@@ -202,12 +205,14 @@ class ProcessPoller:
             self._not_running_since.pop(key, None)
         # Over all of silence_s: on a crowded machine a process at work may wait long for a core.
         history = self._cpu_history[key]
-        history.append((now, process.state.cpu_s))
+        history.append((now, CoreTime(process.state.cpu_s, process.state.queued_s)))
         while history[0][0] < now - self._silence_s:
             history.popleft()
-        seconds = now - history[0][0]
+        (begin, before), (_, latest) = history[0], history[-1]
+        seconds = now - begin
         # At its first inspection a process counts as at work.
-        process.cpu_share = (history[-1][1] - history[0][1]) / seconds if seconds > 0 else 1.0
+        process.cpu_share = (latest.ran_s - before.ran_s) / seconds if seconds > 0 else 1.0
+        process.queued_share = latest.queued_share(before, seconds)
 
     async def _ask_on(self, machine: str, ask: Callable[[ProcessMonitor], Awaitable[T]], what: str, otherwise: T) -> T:
         """Ask the monitor on ``machine`` that answered last; ``otherwise`` if it does not answer."""

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end a run cleanly. A second signal, or a timeout, ends it at once."""
+"""Ctrl-C and SIGTERM end a run cleanly. A second signal, or a timeout, ends it at once. So can another thread."""
 
 from __future__ import annotations
 
@@ -20,8 +20,26 @@ CLEAN_EXIT_S = 20.0
 """Seconds from the first signal to the end of the process, even if something still runs."""
 
 
+class Interrupts:
+    """The handling of signals in a block; :func:`interrupts` makes it."""
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        """The first signal."""
+        self.reason: Exception | None = None
+        """Why another thread ends the block."""
+        self.armed = False
+        """Signals are handled: the block is in the main thread, and has not ended."""
+
+    def end(self, reason: Exception) -> None:
+        """End the block from another thread, as a signal would, but have it raise ``reason``."""
+        if self.armed and self.received is None and self.reason is None:  # else it ends already
+            self.reason = reason
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+
+
 @contextmanager
-def interrupts(*, raise_in_main: bool = True) -> Iterator[None]:
+def interrupts(*, raise_in_main: bool = True) -> Iterator[Interrupts]:
     """Within the block the first SIGINT or SIGTERM raises KeyboardInterrupt in the main thread; the second one exits.
 
     A KeyboardInterrupt that leaves the block becomes SystemExit with the shell's code, 128 + the signal's number.
@@ -30,21 +48,22 @@ def interrupts(*, raise_in_main: bool = True) -> Iterator[None]:
     cancels its tasks and their ``finally`` blocks run. With ``raise_in_main=False`` the first signal only starts the
     timeout (:data:`CLEAN_EXIT_S`). In a thread other than the main one this does nothing.
     """
+    state = Interrupts()
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield state
         return
-    received: int | None = None
     watchdog: threading.Timer | None = None
 
     def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal received, watchdog
+        nonlocal watchdog
         name = signal.Signals(number).name
-        if received is not None:
+        if state.received is not None:
             logger.error("%s again: ending at once", name)
             os._exit(128 + number)
-        received = number
-        logger.warning("%s: stopping (once more ends at once)", name)
-        watchdog = threading.Timer(CLEAN_EXIT_S, _exit_at_once, (number,))
+        state.received = number
+        if state.reason is None:
+            logger.warning("%s: stopping (once more ends at once)", name)
+        watchdog = threading.Timer(CLEAN_EXIT_S, _exit_at_once, (number, state.reason))
         watchdog.daemon = True
         watchdog.start()
         if not raise_in_main:
@@ -56,13 +75,17 @@ def interrupts(*, raise_in_main: bool = True) -> Iterator[None]:
         loop.call_soon_threadsafe(_interrupt)
 
     previous: dict[int, Any] = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    state.armed = True
     try:
-        yield
+        yield state
     except KeyboardInterrupt:
-        if received is None:
+        if state.reason is not None:
+            raise state.reason from None
+        if state.received is None:
             raise
-        raise SystemExit(128 + received) from None
+        raise SystemExit(128 + state.received) from None
     finally:
+        state.armed = False
         for number, handler in previous.items():
             signal.signal(number, handler)
         if watchdog is not None:
@@ -73,8 +96,8 @@ def _interrupt() -> None:
     raise KeyboardInterrupt
 
 
-def _exit_at_once(number: int) -> None:
-    name = signal.Signals(number).name
-    logger.error("not stopped %g s after %s: ending at once; the stacks follow", CLEAN_EXIT_S, name)
+def _exit_at_once(number: int, reason: Exception | None) -> None:
+    what = signal.Signals(number).name if reason is None else str(reason)
+    logger.error("not stopped %g s after %s: ending at once; the stacks follow", CLEAN_EXIT_S, what)
     faulthandler.dump_traceback(sys.stderr)
-    os._exit(128 + number)
+    os._exit(128 + number if reason is None else 1)

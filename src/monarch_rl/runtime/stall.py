@@ -17,6 +17,9 @@ from monarch_rl.runtime.presence import Wait
 IDLE_SHARE = 0.05
 """Share of a core below which a process counts as idle. A process in which only the monitor answers uses 0.01 to
 0.03."""
+STARVED_SHARE = 0.3
+"""Share of the time for which a process was ready to run and had no core, from which on it is starved if it used less
+than :data:`IDLE_SHARE` of one. One that has work to do is near 1; less, if two take turns."""
 CONTROLLER = "controller"
 """Name of the recipe's own process in waits. It waits for all others, and only moves messages."""
 OUTSIDE = ("the environment", "the disk", "the start of an engine")
@@ -50,6 +53,8 @@ class Process:
     """Seconds since it was first seen in one of the states :data:`NOT_RUNNING`."""
     cpu_share: float = 0.0
     """Of a core, over the last ``RunPicture.silence_s`` seconds."""
+    queued_share: float = 0.0
+    """Share of these seconds for which it was ready to run and had no core."""
 
     @property
     def waits(self) -> list[Wait]:
@@ -66,23 +71,36 @@ class Process:
         return self.cpu_share >= IDLE_SHARE
 
     @property
+    def starved(self) -> bool:
+        """Whether it wants the CPU and hardly gets it: it waits for the machine, not for another process."""
+        return not self.uses_cpu and self.queued_share >= STARVED_SHARE
+
+    @property
+    def at_work(self) -> bool:
+        """Whether it uses the CPU, or would if it got it."""
+        return self.uses_cpu or self.starved
+
+    @property
     def lost(self) -> bool:
         """Whether it has ended."""
         return self.state is not None and self.state.status in LOST
 
     def hung_s(self) -> float:
-        """Seconds for which it has been stopped or ended, or else silent or blocked without using the CPU.
+        """Seconds for which it has been stopped or ended, or else silent or blocked without being at work.
 
-        A process that uses the CPU is at work, however long that takes, even if it does not answer and its event loops
-        do not run: it may be in a long call.
+        A process that uses the CPU, or is ready to and has no core, is at work, however long that takes, even if it
+        does not answer and its event loops do not run: it may be in a long call.
         """
         if self.state is not None and self.state.status in NOT_RUNNING:
             return max(self.not_running_s, self.silent_s)
-        return 0.0 if self.uses_cpu else max(self.silent_s, self.blocked_s)
+        return 0.0 if self.at_work else max(self.silent_s, self.blocked_s)
 
     def describe(self, silence_s: float) -> str:
         """Its state; completes a sentence that begins with its name. ``silence_s``: seconds that count as no answer."""
         process = f"its process {self.pid}" if self.pid is not None else "its process"
+        cpu = f"uses {self.cpu_share:.0%} of a core"
+        if self.starved:
+            cpu += f" and was ready to use one for {self.queued_share:.0%} of the time"
         status = self.state.status if self.state is not None else None
         if self.report is None and status in NOT_RUNNING:  # helpers are not polled
             return f"has been {_plain(status)} for {self.not_running_s:.0f} s (process {self.pid})"
@@ -91,12 +109,11 @@ class Process:
             if status is None:
                 seen = " and nobody on its machine answers who could inspect it"
             elif status not in NOT_RUNNING:
-                seen += f" and uses {self.cpu_share:.0%} of a core"
+                seen += f" and {cpu}"
             return f"stopped answering {self.silent_s:.0f} s ago{seen}"
-        cpu = f"{process} uses {self.cpu_share:.0%} of a core"
         if self.blocked_s >= silence_s:
-            return f"has blocked its event loop for {self.blocked_s:.0f} s; {cpu}"
-        return f"waits for nobody; {cpu}" if not self.waits else f"answers; {cpu}"
+            return f"has blocked its event loop for {self.blocked_s:.0f} s; {process} {cpu}"
+        return f"waits for nobody; {process} {cpu}" if not self.waits else f"answers; {process} {cpu}"
 
 
 @dataclass(slots=True)
@@ -124,11 +141,16 @@ class RunPicture:
         limits = {True: LOST_FACTOR * self.silence_s, False: self.silence_s}
         return [process for process in reached + rest if process.hung_s() >= limits[process.lost]]
 
+    def starved(self) -> list[Process]:
+        """The processes that want the CPU and hardly get it, worst first."""
+        starved = [process for process in self.processes.values() if process.starved]
+        return sorted(starved, key=lambda process: -process.queued_share)
+
     def chain(self) -> list[WaitLink]:
         """The waits from the trainer, or else the controller, to the first culprit.
 
-        Without a culprit the chain ends at a process that waits for nobody, else at one that uses the CPU, else at the
-        last one it reaches.
+        Without a culprit the chain ends at a process that waits for nobody, else at one at work, else at the last one
+        it reaches.
         """
         reached = self._reached()
         culprits = self.culprits()
@@ -136,7 +158,7 @@ class RunPicture:
         if not to_culprit and culprits:  # nobody waits for it yet
             return [WaitLink(culprits[0], None, None)]
         ends = [link for link in reached if not link.process.waits]
-        ends = ends or [link for link in reached if link.process.uses_cpu]
+        ends = ends or [link for link in reached if link.process.at_work]
         link: WaitLink | None = next(iter(to_culprit or ends or reached[-1:]), None)
         chain: list[WaitLink] = []
         while link is not None:
@@ -145,8 +167,10 @@ class RunPicture:
         return chain
 
     def at_work(self) -> bool:
-        """Whether the trainer waits, directly or not, for a process that uses the CPU, waits for something outside the
-        run, or is lost, which Monarch will report."""
+        """Whether any process is starved, or the trainer waits, directly or not, for one that uses the CPU, waits for
+        something outside the run, or is lost, which Monarch will report."""
+        if self.starved():  # also if nobody waits for it: it may have to pass on a message
+            return True
         reached = [link.process for link in self._reached() if link.process.name != CONTROLLER]
         return any(
             process.uses_cpu or process.lost or any(wait.on in OUTSIDE for wait in process.waits) for process in reached

@@ -21,6 +21,8 @@ from typing import Any
 from monarch_rl.runtime.deadlines import DeadlineExceeded
 from monarch_rl.runtime.devices import visible_devices
 from monarch_rl.runtime.host import HostProcess
+from monarch_rl.runtime.network import LOOPBACK
+from monarch_rl.runtime.store import meeting_store
 
 logger = logging.getLogger("monarch_rl")
 
@@ -130,7 +132,7 @@ class Controller:
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
-        self._server = socket.create_server(("", 0), backlog=rank.world_size)
+        self._server = socket.create_server((LOOPBACK if rank.nodes == 1 else "", 0), backlog=rank.world_size)
         self._peers: dict[int, Peer] = {}
         _store(rank).set(_KEY, str(self._server.getsockname()[1]))
 
@@ -183,7 +185,8 @@ class Follower:
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
         port = int(_store(rank).get(_KEY))
-        connection = socket.create_connection((os.environ["MASTER_ADDR"], port), timeout=MEETING_S)
+        address = LOOPBACK if rank.nodes == 1 else os.environ["MASTER_ADDR"]
+        connection = socket.create_connection((address, port), timeout=MEETING_S)
         self._peer = Peer(connection)
         self._host: HostProcess | None = None
 
@@ -218,13 +221,6 @@ def _store(rank: Rank) -> Any:
     """torchrun's own store, under a prefix for this attempt: torchrun may restart the ranks."""
     import torch.distributed as dist
 
-    agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        rank.world_size,
-        is_master=rank.rank == 0 and not agent_serves,
-        timeout=timedelta(seconds=MEETING_S),
-        wait_for_workers=False,
-    )
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = meeting_store(address, port, rank.rank, rank.world_size, timedelta(seconds=MEETING_S))
     return dist.PrefixStore(f"monarch_rl/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)

@@ -4,17 +4,18 @@ It runs on a thread of its own in the controller, with its own event loop, so it
 blocked. Every ``stall_s / 5`` seconds it polls the monitors of all processes (``runtime/monitor.py``) and inspects each
 process from outside. It acts on
 
-- a culprit: a process that for ``stall_s`` seconds was stopped, or neither answered nor used the CPU, or had an event
-  loop that did not run while it did not use the CPU; or whose loss went unnoticed for 2.5 times as long. It acts even
+- a culprit: a process that for ``stall_s`` seconds was stopped, or neither answered nor was at work, or had an event
+  loop that did not run while it was not at work; or whose loss went unnoticed for 2.5 times as long. It acts even
   if other processes still advance: they will miss what the culprit holds;
 - a stall: nothing has advanced for :data:`STUCK_FACTOR` times ``stall_s``, or for three times the longest pause of the
-  run so far, and no process that the trainer waits for uses the CPU or waits for something outside the run. Progress
-  is: a step trained, a group put, a version published, tokens drawn, a held-out item played. A dropped group is none
-  (a run that only drops groups, but draws for them, is ended by ``pipeline/failures.py``).
+  run so far, no process that the trainer waits for uses the CPU or waits for something outside the run, and none is
+  starved. Progress is: a step trained, a group put, a version published, tokens drawn, a held-out item played. A
+  dropped group is none (a run that only drops groups, but draws for them, is ended by ``pipeline/failures.py``).
 
-A process that uses the CPU is at work, for however long. What it delays is bounded by the deadlines of those who wait
-for it (:class:`~monarch_rl.runtime.deadlines.Patience`). A GPU at work needs the CPU, too: PyTorch polls it. What is
-outside the run, such as an environment's service, has deadlines of its own.
+A process that uses the CPU is at work, for however long, and so is one that is ready to use it and gets no core: a
+machine that starves the run is no stall, and is said in a warning. What it delays is bounded by the deadlines of those
+who wait for it (:class:`~monarch_rl.runtime.deadlines.Patience`). A GPU at work needs the CPU, too: PyTorch polls it.
+What is outside the run, such as an environment's service, has deadlines of its own.
 
 To act, it logs one message that follows the waits from the trainer to the culprit, with the stacks of the processes in
 between, and writes it to ``stall-*.txt`` in the run's folder; then it calls ``recover``. The culprit is killed in any
@@ -48,6 +49,8 @@ STUCK_FACTOR = 2
 """A run that is merely stuck gets this many times ``stall_s``, because nothing is broken."""
 POLLS = 5
 """Polls in ``stall_s``."""
+STARVED_SAID_EVERY_S = 600.0
+"""Seconds between two warnings that the machine starves the run, at least."""
 END_S = 20.0
 """Seconds for the controller to leave its loop cleanly; then its process exits."""
 RECOVER_DEADLINE_S = 5.0
@@ -78,6 +81,7 @@ class Watch:
         self._last_advance = self._last_check = time.monotonic()
         self._pause_reported = False
         """The present pause has been logged."""
+        self._starved_said_at = -math.inf
         self._ended = threading.Event()
         self._exit_timer: threading.Timer | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -133,6 +137,7 @@ class Watch:
             elif not self._ended.is_set():
                 picture = await self._poller.picture()
                 self._note_progress(picture)
+                self._say_if_starved(picture)
                 await self._check(picture)
         self._poller.close()
 
@@ -151,6 +156,20 @@ class Watch:
             if advanced - self._last_advance > 1.0:  # shorter pauses are too many to record
                 self._pauses.record(advanced - self._last_advance)
             self._last_advance, self._pause_reported = advanced, False
+
+    def _say_if_starved(self, picture: RunPicture) -> None:
+        starved, now = picture.starved(), time.monotonic()
+        if starved and now - self._starved_said_at >= STARVED_SAID_EVERY_S:
+            self._starved_said_at = now
+            worst = starved[0]
+            logger.warning(
+                "the machine gives the run too little CPU: %s was ready to run and had no core for %.0f %% of the last "
+                "%g s, and so were %d other processes. This is no stall: the run goes on, with longer deadlines",
+                worst.name,
+                100 * worst.queued_share,
+                self._stall_s,
+                len(starved) - 1,
+            )
 
     async def _check(self, picture: RunPicture) -> None:
         culprits = picture.culprits()

@@ -22,6 +22,7 @@ from torchtitan.distributed import ParallelDims  # noqa: E402
 from torchtitan.distributed import utils as dist_utils  # noqa: E402
 
 from monarch_rl.model.folder import sparse_layers  # noqa: E402
+from monarch_rl.runtime.store import join_world  # noqa: E402
 from monarch_rl.trainer.batch import MicroBatch  # noqa: E402
 from monarch_rl.trainer.model import ShardedModel  # noqa: E402
 from monarch_rl.trainer.model_config import SPMD_BACKEND, parallelism_config  # noqa: E402
@@ -183,7 +184,7 @@ def _join_world(timeout: timedelta) -> torch.device:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     device = torch.device("cuda", torch.cuda.current_device()) if DEVICE.type == "cuda" else DEVICE
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+        join_world("nccl" if device.type == "cuda" else "gloo", timeout)
     # FSDP's hooks keep state per thread: backward must stay on the thread that called it.
     torch.autograd.set_multithreading_enabled(False)
     return device

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from monarch_rl.runtime.store import serve_store
 from monarch_rl.weights.area import Area
 from monarch_rl.weights.endpoint import SNAPSHOTS, TransferError, TransferSettings
 from monarch_rl.weights.manifest import BucketEntry, Manifest, plan_buckets, shard_bytes
@@ -91,8 +92,7 @@ class CollectiveSender:
         return await self._on_thread(self._open)
 
     def _open(self) -> bytes:
-        # With port 0 the operating system chooses a free port, without a race.
-        self._store = dist.TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
+        self._store = serve_store(self._host, timeout=self._timeout)
         return f"{self._host}:{self._store.port}".encode()
 
     async def connect(self, addresses: list[bytes], receivers: int) -> None:

@@ -1,0 +1,122 @@
+"""The clock of a deadline, which runs slower while the machine has no cores for the run.
+
+A deadline bounds how long the awaited processes may take on a machine that has cores for them. Of the time that passes,
+the clock leaves out
+
+- the time for which this event loop was paused: its process was stopped, or had no core itself. So no deadline passes
+  because all processes of a run were stopped and continued;
+- the share of the time for which the most starved process of the run on this machine was ready to run and had no core
+  (``starvation.py``). Which process is awaited is not always known, and others pass on what it answers.
+
+It is read half-way through the deadline, at its end and at the end of each extension. So the waits that end before,
+which are nearly all, pay nothing for it; and the first half counts like the second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+
+from monarch_rl.runtime import presence, starvation
+
+logger = logging.getLogger("monarch_rl")
+
+STRETCH = 10.0
+"""A deadline is stretched to this many times itself at most, so that nothing waits without end. Pauses of the waiting
+process itself come on top: they are over when it notices them."""
+STRETCHED_FROM_S = 1.0
+"""Shorter deadlines are kept to the letter: within less, any process may be without a core for a while."""
+SMALLEST_EXTENSION = 0.05
+"""Of the deadline. Less is not worth another reading."""
+SAID_FROM = 0.5
+"""Share of the time without a core from which on a process warns: on a busy machine every process waits at times."""
+SAID_EVERY_S = 300.0
+"""Seconds between two warnings of the same process, at least."""
+
+_said_at = -math.inf
+
+
+class DeadlineClock:
+    """The clock of one wait for ``what`` that begins now, on the running event loop, and may take ``seconds``."""
+
+    __slots__ = (
+        "_began",
+        "_first_s",
+        "_look",
+        "_lost_s",
+        "_paused_s",
+        "_pauses_before_s",
+        "_read_at",
+        "_seconds",
+        "_unmeasured_s",
+        "_what",
+        "_window_s",
+    )
+
+    def __init__(self, seconds: float, what: str) -> None:
+        self._seconds, self._what = seconds, what
+        self._began = self._read_at = asyncio.get_running_loop().time()
+        # A simulator's event loop has a time of its own, in which nothing is starved.
+        stretchable = seconds >= STRETCHED_FROM_S and abs(self._began - time.monotonic()) < STRETCHED_FROM_S
+        self._first_s = seconds / 2 if stretchable else seconds
+        self._window_s = self._lost_s = self._paused_s = self._unmeasured_s = 0.0
+        self._pauses_before_s = presence.paused_s() if stretchable else 0.0
+        self._look: starvation.Look | None = None
+
+    @property
+    def passed_s(self) -> float:
+        """Seconds since the wait began, by everybody's clock."""
+        return asyncio.get_running_loop().time() - self._began
+
+    def next_window_s(self) -> float | None:
+        """Seconds to wait before the next call; None once the deadline has passed, by this clock."""
+        if not self._window_s:
+            self._window_s = self._first_s
+            return self._window_s
+        if self._first_s == self._seconds:
+            return None
+        self._read()
+        remaining_s = self._seconds - (self.passed_s - self._lost_s)
+        smallest_s = max(SMALLEST_EXTENSION * self._seconds, 2 * starvation.SAME_LOOK_S)
+        if remaining_s < smallest_s or self.passed_s - self._paused_s >= STRETCH * self._seconds:
+            return None
+        self._window_s = remaining_s
+        return self._window_s
+
+    def _read(self) -> None:
+        """Add what was lost since the last reading."""
+        now, look, before = asyncio.get_running_loop().time(), starvation.look(), self._look
+        elapsed_s = now - self._read_at
+        paused_s = self._new_pauses_s(elapsed_s)
+        self._paused_s += paused_s
+        self._read_at, self._look = now, look
+        if before is None:
+            self._lost_s = paused_s
+            self._unmeasured_s = elapsed_s - paused_s
+            return
+        pid, share = look.most_starved(before)
+        self._lost_s += max(paused_s, share * elapsed_s) + share * self._unmeasured_s
+        self._unmeasured_s = 0.0
+        if share >= SAID_FROM:
+            self._warn(f"process {pid} was ready to run and had no core for {share:.0%} of the last {elapsed_s:.0f} s")
+
+    def _new_pauses_s(self, elapsed_s: float) -> float:
+        pauses_s = presence.paused_s()
+        new_s, self._pauses_before_s = pauses_s - self._pauses_before_s, pauses_s
+        late_s = elapsed_s - self._window_s  # the loop may be nobody's, so that its pauses are not counted
+        return min(elapsed_s, max(new_s, late_s if late_s >= presence.PAUSE_S else 0.0))
+
+    def _warn(self, why: str) -> None:
+        global _said_at
+        if time.monotonic() - _said_at >= SAID_EVERY_S:
+            _said_at = time.monotonic()
+            logger.warning(
+                "the machine has too few cores for the run: %s. Deadlines are stretched by that, to %g times at most; "
+                "now that of %s, %g s",
+                why,
+                STRETCH,
+                self._what,
+                self._seconds,
+            )

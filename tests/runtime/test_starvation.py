@@ -1,0 +1,150 @@
+"""A process that has no core is told from one that waits, and the clock of a deadline runs slower for it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from monarch_rl.runtime import deadline_clock, presence, starvation
+from monarch_rl.runtime.deadline_clock import STRETCH, DeadlineClock
+from monarch_rl.runtime.deadlines import DeadlineExceeded, within
+from monarch_rl.runtime.starvation import CoreTime, Look, look, run_processes
+from tests.runtime.hogs import hogs, pin
+
+CORE = min(os.sched_getaffinity(0))
+COMPUTE = "import time; print(flush=True)\nwhile time.process_time() < {}: pass"
+"""Compute for some seconds of a core, after a line that says that Python has started."""
+
+
+@contextmanager
+def program(text: str, *, core: int | None = None) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        if core is not None:
+            pin(process.pid, core)
+        yield process
+        process.kill()
+
+
+def test_a_process_without_a_core_is_told_from_one_that_waits() -> None:
+    waits, computes = "import time; print(flush=True); time.sleep(600)", COMPUTE.format(600)
+    with program(waits, core=CORE) as waiting, program(computes, core=CORE) as starved, hogs(6, CORE):
+        before = look([waiting.pid, starved.pid])
+        time.sleep(2.0)
+        pid, share = look([waiting.pid, starved.pid]).most_starved(before)
+        assert pid == starved.pid and share > 0.6, "it shares its core with six others"
+        (_, idle) = look([waiting.pid]).most_starved(before)
+        assert idle == 0.0
+
+
+def test_an_ended_process_had_nothing() -> None:
+    with program("print(flush=True)") as ended:
+        ended.wait(60)
+        assert starvation.core_time(ended.pid) == CoreTime(0.0, 0.0)
+
+
+def test_the_processes_of_a_run_are_those_below_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    below = "import subprocess, sys\nwith subprocess.Popen(['sleep', '600']) as p: print(flush=True); p.wait()"
+    with program(below) as host, program(COMPUTE.format(600)) as stranger:
+        assert {os.getpid(), host.pid, stranger.pid} <= set(run_processes())
+        monkeypatch.setenv(starvation.HOST_PID_VARIABLE, str(host.pid))
+        found = run_processes()
+        assert stranger.pid not in found and {os.getpid(), host.pid} < set(found), "its sleep is one, too"
+
+
+@given(st.floats(0, 3), st.floats(0, 3), st.floats(0.01, 3))
+def test_the_share_is_what_an_idle_machine_would_have_saved(ran: float, queued: float, seconds: float) -> None:
+    before = CoreTime(5.0, 7.0)
+    share = CoreTime(5.0 + ran, 7.0 + queued).queued_share(before, seconds)
+    assert 0.0 <= share <= 1.0
+    if ran + queued >= seconds:
+        assert share == pytest.approx(queued / (ran + queued))
+    assert CoreTime(0.0, 0.0).queued_share(before, seconds) == 0.0, "its threads have ended"
+
+
+class Machine:
+    """A machine, its time, and the event loop of a process that waits, all of them made up."""
+
+    def __init__(self, share: float) -> None:
+        self.now = time.monotonic()
+        self.paused_s = 0.0
+        self._began, self._share = self.now, share
+
+    def time(self) -> float:
+        return self.now
+
+    def look(self) -> Look:
+        passed_s = self.now - self._began
+        return Look(self.now, {1: CoreTime((1 - self._share) * passed_s, self._share * passed_s)})
+
+    def waits(self, seconds: float, pause_s: float = 0.0) -> float:
+        """The seconds that a wait takes until its deadline has passed; this process pauses in its first half."""
+        began, windows = self.now, 0
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(deadline_clock.asyncio, "get_running_loop", lambda: self)
+            patch.setattr(deadline_clock.time, "monotonic", self.time)
+            patch.setattr(starvation, "look", self.look)
+            patch.setattr(presence, "paused_s", lambda: self.paused_s)
+            clock = DeadlineClock(seconds, "nothing")
+            while (window_s := clock.next_window_s()) is not None:
+                assert window_s > 0 and windows < 200, "it reads all the time"
+                windows += 1
+                self.now += window_s
+                if windows == 1:
+                    self.now, self.paused_s = self.now + pause_s, self.paused_s + pause_s
+        return self.now - began
+
+
+@given(st.floats(0, 1), st.floats(1.0, 3600.0))
+def test_a_deadline_is_as_much_longer_as_the_machine_is_slower(share: float, seconds: float) -> None:
+    waited_s = Machine(share).waits(seconds)
+    slower = min(STRETCH, 1 / (1 - share) if share < 1 else math.inf)
+    smallest_s = max(0.05 * seconds, 0.4)
+    assert waited_s >= seconds * slower - (smallest_s / (1 - share) if slower < STRETCH else smallest_s) - 1e-6
+    assert waited_s <= (STRETCH + 1) * seconds + smallest_s
+    assert waited_s <= seconds * slower + (seconds if slower == STRETCH else smallest_s / (1 - share)) + 1e-6
+
+
+@given(st.floats(2.0, 600.0), st.floats(1.0, 10_000.0))
+def test_a_pause_of_the_waiter_does_not_count_however_long(pause_s: float, seconds: float) -> None:
+    assert Machine(0.0).waits(seconds, pause_s) == pytest.approx(seconds + pause_s)
+
+
+@pytest.mark.parametrize("seconds", [0.01, 0.9])
+def test_a_short_deadline_is_kept_to_the_letter(seconds: float) -> None:
+    assert Machine(0.9).waits(seconds) == pytest.approx(seconds)
+
+
+def test_a_process_that_shares_its_core_has_longer() -> None:
+    """It needs 2 seconds of a core and has 7; three others want the core as well, so it takes 8 at least."""
+
+    async def wait_for(process: subprocess.Popen[str]) -> float:
+        before = time.monotonic()
+        await within(7.0, asyncio.to_thread(process.wait), "a process that computes")
+        return time.monotonic() - before
+
+    with program(COMPUTE.format(2.0), core=CORE) as process, hogs(3, CORE):
+        assert asyncio.run(wait_for(process)) > 7.0
+
+
+def test_a_process_that_waits_does_not_have_longer() -> None:
+    """However busy the machine is: nobody of the run wants to run, but for this process."""
+
+    async def wait() -> float:
+        before = time.monotonic()
+        with pytest.raises(DeadlineExceeded, match="waited 2 s"):
+            await within(2.0, asyncio.Event().wait(), "nothing")
+        return time.monotonic() - before
+
+    assert 2.0 <= asyncio.run(wait()) < (STRETCH + 1) * 2.0
