@@ -102,7 +102,7 @@ def compare(
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         what = f"the engine to draw {sum(len(prompt_set.prompts) for prompt_set in prompt_sets)} sequences"
-        limit_s = generator.start_deadline_s + deadline_s + END_S
+        limit_s = generator.start_limit_s(torch.cuda.is_available()) + deadline_s + END_S
         run_ranks(draw, (folder, engine_model, generator, prompt_sets, experts, deadline_s), 1, limit_s, what)
         what = f"{trainer.ranks} trainer ranks to compute the log-probs"
         with held_port() as port:
@@ -176,7 +176,8 @@ async def _draw(
     from monarch_rl.generator.engine import Engine
 
     starting = Engine.start(str(model), settings, expert_routes=expert_routes)
-    engine = await within(settings.start_deadline_s, starting, "the engine to start", on="the engine")
+    limit_s = settings.start_limit_s(torch.cuda.is_available())
+    engine = await within(limit_s, starting, "the engine to start", on="the engine")
     try:
         what = f"{sum(len(prompt_set.prompts) for prompt_set in prompt_sets)} sequences"
         await within(deadline_s, _draw_all(folder, engine, prompt_sets, expert_routes), what, on="the engine")
