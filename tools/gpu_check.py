@@ -13,7 +13,7 @@ parity     engine and trainer agree on log-probs, with and without the LM head i
 train      the main job, by the recipe; on two GPUs, or on CPUs
 speed      tokens/s against SGLang alone; a trainer's step against torchtitan alone
 
-All but the first two need SGLang.
+All but the first two need SGLang; without it speed measures the trainer alone.
 Models have random weights and are made on the spot. Each part runs in a process of its own, which is killed after
 ``--part-deadline-s``; what a part prints goes to stderr. On stdout there is one line of JSON a part: verdict (passed,
 failed or skipped), problems, figures, device and versions. The exit code is 1 if a part failed.

@@ -10,11 +10,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from monarch_rl.episode.sampling import Completion
 from tools import gpu_check
-from tools.gpu_parts import child, old_torch
+from tools.gpu_parts import child, commits, engines, old_torch
 from tools.gpu_parts.common import Bench, Findings, Skipped
 
 ROOT = Path(__file__).parents[2]
@@ -114,3 +116,34 @@ def test_a_torch_of_today_is_left_as_it_is() -> None:
     before = varlen.varlen_attn, fsdp.DataParallelMeshDims
     old_torch.prepare()
     assert (varlen.varlen_attn, fsdp.DataParallelMeshDims) == before
+
+
+def completion(versions: list[int], flat: list[bool], vocabulary: int = 500) -> Completion:
+    """Tokens that carry ``versions``; where ``flat``, drawn with equal probabilities."""
+    logprobs = np.where(flat, -np.log(vocabulary), -1.5).astype(np.float32)
+    return Completion(np.zeros(len(flat), np.int32), logprobs, np.asarray(versions, np.int32), "length")
+
+
+@pytest.mark.parametrize(
+    "flat, problem",
+    [
+        ([False, True, True, False], None),
+        ([False, False, True, False], "1 tokens carry a version that did not draw them"),
+        ([False, True, True, True], "1 tokens drawn with equal probabilities carry the other version"),
+    ],
+)
+def test_a_token_with_anothers_version_is_found(flat: list[bool], problem: str | None) -> None:
+    """Odd versions draw with equal probabilities."""
+    findings = Findings()
+    commits.judge(findings, [completion([0, 1, 1, 2], flat)], 500)
+    assert findings.figures["tokens"] == 4 and findings.figures["versions"] == 3
+    assert len(findings.problems) == (problem is not None)
+    assert problem is None or problem in findings.problems[0]
+
+
+def test_completions_that_are_none_are_found() -> None:
+    findings = Findings()
+    engines.check_completions(findings, [completion([0] * 4, [False] * 4)], 4, 500)
+    assert findings.problems == []
+    engines.check_completions(findings, [completion([0] * 3, [False] * 3)], 4, 500)
+    assert "4 tokens were asked for, completions have [3]" in findings.problems[0]

@@ -171,7 +171,7 @@ def apart(found: Findings, policy: Policy, groups: list[Group], dtype: str) -> N
     episodes = groups[0].episodes
     with torch.no_grad():
         shared = policy.token_logprobs(pack_groups(groups[:1], 1.0, policy.device)).logprobs
-        alone = torch.cat([policy.token_logprobs(pack_alone(e, policy.device)).logprobs for e in episodes])
+        alone = torch.cat([policy.token_logprobs(pack_separate([e], 1.0, policy.device)).logprobs for e in episodes])
     difference = float((shared - alone).abs().quantile(0.99))
     found.note(shared_prefix_p99=difference)
     found.require(difference < SHARED_BOUND[dtype], f"sharing a prefix changes log-probs by {difference:.2g} nats")
@@ -200,6 +200,6 @@ def pack_groups(groups: list[Group], weight: float, device: torch.device) -> Mic
     return pack(episodes, torch.zeros(len(episodes)), torch.full((len(episodes),), weight), 0, device, numbers)
 
 
-def pack_alone(episode: Episode, device: torch.device) -> MicroBatch:
-    """An episode that shares nothing."""
-    return pack([episode], torch.zeros(1), torch.ones(1), 0, device)
+def pack_separate(episodes: list[Episode], weight: float, device: torch.device) -> MicroBatch:
+    """Episodes that share nothing, as one micro-batch."""
+    return pack(episodes, torch.zeros(len(episodes)), torch.full((len(episodes),), weight), 0, device)
