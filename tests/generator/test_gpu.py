@@ -177,14 +177,15 @@ def test_a_driver_that_is_too_old_is_no_reason_to_run_on_cpus(tmp_path: Path) ->
     old, new = driver(tmp_path, "550.54.15"), tmp_path / "new"
     new.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n")
     with pytest.raises(ValueError, match=r"driver is 550\.54\.15, .*CUDA 13\.0, which needs 580 or newer"):
-        check_driver("13.0", available=False, hidden=False, driver_file=old)
+        check_driver("13.0", available=False, visible=None, driver_file=old)
     with pytest.raises(ValueError, match=r"has an NVIDIA driver \(580\.65\.06\), .* cannot use a GPU"):
-        check_driver("13.0", available=False, hidden=False, driver_file=new)
+        check_driver("13.0", available=False, visible="0,1", driver_file=new)
 
 
 def test_a_machine_without_gpus_or_with_hidden_ones_runs_on_cpus(tmp_path: Path) -> None:
     old = driver(tmp_path, "550.54.15")
-    check_driver("13.0", available=False, hidden=True, driver_file=old)
-    check_driver("13.0", available=True, hidden=False, driver_file=old)
-    check_driver(None, available=False, hidden=False, driver_file=old)
-    check_driver("13.0", available=False, hidden=False, driver_file=tmp_path / "none")
+    for hidden in ("", "-1"):
+        check_driver("13.0", available=False, visible=hidden, driver_file=old)
+    check_driver("13.0", available=True, visible=None, driver_file=old)
+    check_driver(None, available=False, visible=None, driver_file=old)
+    check_driver("13.0", available=False, visible=None, driver_file=tmp_path / "none")

@@ -93,18 +93,19 @@ def find_nvcc(environment: Mapping[str, str]) -> Path:
     return Path(home or "/usr/local/cuda") / "bin" / "nvcc"
 
 
-def check_driver(cuda: str | None, available: bool, hidden: bool, driver_file: Path = DRIVER_FILE) -> None:
+def check_driver(cuda: str | None, available: bool, visible: str | None, driver_file: Path = DRIVER_FILE) -> None:
     """Refuse to run on CPUs only because the driver of a machine's GPUs is too old for this torch.
 
     Args:
         cuda: the CUDA version that torch is built for; None is a torch for CPUs.
         available: torch can use a GPU.
-        hidden: the user has hidden all GPUs from it.
+        visible: CUDA_VISIBLE_DEVICES, by which a user may have hidden all GPUs; None is not set.
         driver_file: which the driver's kernel module writes.
 
     Raises:
         ValueError: names both versions.
     """
+    hidden = visible is not None and visible.strip() in ("", "-1")
     if cuda is None or available or hidden or not driver_file.is_file():
         return
     found = re.search(r"Kernel Module.*?\s(\d+)(\.[.\d]+)", driver_file.read_text())

@@ -94,7 +94,7 @@ def check(s: RunSettings, offered: Devices) -> Path:
     _check_devices(s, offered)
     check_processes(s.rollout, os.cpu_count() or 1)
     check_attention(s.generator, on_gpu := offered.kind == "cuda")
-    check_driver(torch.version.cuda, torch.cuda.is_available(), os.environ.get("CUDA_VISIBLE_DEVICES") == "")
+    check_driver(torch.version.cuda, torch.cuda.is_available(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     if on_gpu:
         check_environment()
     source = TaskSource(s.task)
