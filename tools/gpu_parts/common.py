@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from monarch_rl.episode.episode import Episode, Group, Turn
+from monarch_rl.generator.gpu import DRIVER_FILE
 
 GIB = 2**30
 PACKAGES = ("torch", "torchtitan", "torchmonarch", "sglang", "sglang-kernel", "flashinfer-python", "triton")
@@ -95,6 +96,8 @@ def versions() -> dict[str, str | None]:
     found["torch"] = torch.__version__
     if torch.cuda.is_available():
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        if DRIVER_FILE.is_file():
+            found["driver"] = DRIVER_FILE.read_text().splitlines()[0]
         found["capability"] = ".".join(map(str, torch.cuda.get_device_capability()))
     return found
 
