@@ -27,9 +27,9 @@ def run(bench: Bench, found: Findings) -> None:
     _python("recipes/grpo.py", *flags, "--trainer.ranks", 1, "--generator.replicas", 1)
     (metrics,) = runs.glob("*/metrics.jsonl")
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    steps = [row for row in rows if "time/step_s" in row]
+    steps = [row for row in rows if "trainer/loss" in row]
     found.require(len(steps) == STEPS, f"{len(steps)} of {STEPS} steps were logged")
-    for name in ("time/step_s", "weights/transfer_ms", "weights/swap_ms", "loss"):
+    for name in ("time/step_s", "weights/transfer_ms", "weights/swap_ms", "trainer/loss"):
         values = [row[name] for row in steps if name in row]
         if values:
             found.note(**{name: float(values[-1])})
