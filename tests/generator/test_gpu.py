@@ -46,7 +46,11 @@ JOBS: dict[str, tuple[str, dict[str, Any], GeneratorSettings]] = {
     **{gpu: (gpu, CONFIG, GeneratorSettings()) for gpu in GPUS},
     "experts": ("B200", MOE, GeneratorSettings()),
     "float32": ("H100", CONFIG, GeneratorSettings(dtype="float32")),
+    "experts, SGLang's choice": ("B200", MOE, GeneratorSettings()),
+    "float32, SGLang's choice": ("H100", CONFIG, GeneratorSettings(dtype="float32")),
 }
+OURS = ("moe_runner_backend", "attention_backend")
+"""Arguments that jobs of SGLang's choice leave out."""
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +61,8 @@ def resolved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
         folder = tmp_path_factory.mktemp(name)
         (folder / "config.json").write_text(json.dumps(config))
         arguments = engine_arguments(str(folder), settings, 0, on_gpu=True)
+        if name.endswith("SGLang's choice"):
+            arguments = {key: value for key, value in arguments.items() if key not in OURS}
         jobs.append({"capability": GPUS[gpu][0], "gib": GPUS[gpu][1], "arguments": arguments})
     path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
@@ -84,12 +90,14 @@ def test_an_engine_on_a_gpu_runs_256_sequences_with_logits_in_float32(
 
 def test_experts_on_blackwell_keep_the_layout_that_commits_copy_to(resolved: dict[str, dict[str, Any]]) -> None:
     assert resolved["experts"]["moe_runner_backend"] == "triton"
+    assert resolved["experts, SGLang's choice"]["moe_runner_backend"] == "flashinfer_trtllm"
 
 
 def test_float32_on_a_gpu_takes_a_kind_of_attention_that_can(resolved: dict[str, dict[str, Any]]) -> None:
     found = resolved["float32"]
     assert (found["dtype"], found["attention_backend"]) == ("float32", "torch_native")
     assert found["decode_graphs"] == "disabled" and not found["enable_fp32_lm_head"]
+    assert resolved["float32, SGLang's choice"]["attention_backend"] == "fa3", "whose kernels take half precision only"
 
 
 def test_the_project_sets_what_sglang_would_set_of_nccl() -> None:
