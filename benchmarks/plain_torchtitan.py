@@ -54,7 +54,13 @@ class PlainTorchtitan:
         hf = read_config(folder)
         family = FAMILIES[architecture_of(hf)]
         on_gpu = device.type == "cuda"
-        config: Any = model_config(hf, logprob_chunk=settings.logprob_chunk, on_gpu=on_gpu)
+        dtype = settings.computes_in(on_gpu)
+        config: Any = model_config(
+            hf,
+            logprob_chunk=settings.logprob_chunk,
+            longest=settings.tokens_per_microbatch,
+            half_on_gpu=on_gpu and dtype != "float32",
+        )
         head = config.lm_head
         config.lm_head = Linear.Config(
             in_features=head.in_features, out_features=head.out_features, param_init=head.param_init
@@ -67,14 +73,11 @@ class PlainTorchtitan:
         self._dims.build_mesh()
         with torch.device("meta"):
             module = config.build()
-        dtype = settings.compute_dtype
         checkpointing = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
         self._model: Any = family.parallelize(
             module,
             parallel_dims=self._dims,
-            training=TrainingConfig(
-                mixed_precision_param=dtype if dtype != "auto" else ("bfloat16" if on_gpu else "float32")
-            ),
+            training=TrainingConfig(mixed_precision_param=dtype),
             parallelism=parallelism,
             compile_config=CompileConfig(),
             ac_config=checkpointing[settings.activation_checkpoint],

@@ -27,7 +27,8 @@ import tyro
 
 from monarch_rl.algorithms.mismatch import figures
 from monarch_rl.episode.sampling import Sampling
-from monarch_rl.generator.settings import GeneratorSettings, check_served, resolve_dtype
+from monarch_rl.generator.gpu import check_environment
+from monarch_rl.generator.settings import GeneratorSettings, check_attention, check_served, resolve_dtype
 from monarch_rl.model.check import check_folder
 from monarch_rl.model.folder import num_experts, read_config, resolve_model, sparse_layers
 from monarch_rl.pipeline.parity import TOP, PromptSet, Reading, SideFailed, compare
@@ -160,7 +161,10 @@ def prepare(s: Settings) -> Job:
     folder = resolve_model(s.model, tokenizer=s.prompts == "task")
     config = read_config(folder)
     check_folder(folder, config)
-    check_served(config, s.generator, torch.cuda.is_available())
+    check_served(config, s.generator, on_gpu := torch.cuda.is_available())
+    check_attention(s.generator, on_gpu)
+    if on_gpu:
+        check_environment()
     check_experts(config, s.trainer)
     other = folder
     if s.trainer_model is not None:

@@ -9,6 +9,7 @@ import pytest
 
 from monarch_rl.runtime.cluster import Cluster, Devices, TooFewDevices, init_torch_distributed_env, launch_cluster
 from monarch_rl.runtime.deadlines import within
+from monarch_rl.runtime.network import nccl_environment
 from tests.runtime.members import Member
 
 DEADLINE_S = 60.0
@@ -66,6 +67,33 @@ def test_each_process_sees_its_own_gpus(
     assert [environment["CUDA_VISIBLE_DEVICES"] for environment in environments] == seen
     assert [environment["RANK"] for environment in environments] == [str(rank) for rank in range(processes)]
     assert {environment["LOCAL_RANK"] for environment in environments} == {"0"}, "the only device it sees is number 0"
+
+
+def test_all_meshes_of_gpus_have_the_same_variables_of_nccl(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that SGLang would set in its own processes alone, and those of the user, but for a machine's own."""
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
+    gpus = Cluster(cluster.hosts, Devices("cuda", 1, 4), _device_names=(("4", "5", "6", "7"),))
+
+    async def run() -> list[dict[str, str]]:
+        meshes = [gpus.spawn("trainer", 2, first_device=0), gpus.spawn("generator0", 1, first_device=2)]
+        members = [mesh.spawn("members", Member) for mesh in meshes]
+        found = [await within(DEADLINE_S, each.see.call(), "the environments") for each in members]
+        for mesh in meshes:
+            await within(DEADLINE_S, mesh.stop(), "the mesh to stop")
+        return [environment for values in found for environment in values.values()]
+
+    seen = [{k: v for k, v in found.items() if k.startswith("NCCL_")} for found in asyncio.run(run())]
+    assert len(seen) == 3 and seen[0] == seen[1] == seen[2]
+    assert seen[0].items() >= {"NCCL_DEBUG": "WARN", "NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}.items()
+    assert seen[0].get("NCCL_SOCKET_IFNAME") != "eth7", "each machine has its own"
+
+
+def test_what_the_user_says_of_nccl_holds() -> None:
+    assert nccl_environment({"NCCL_CUMEM_ENABLE": "1", "PATH": "x"}) == {
+        "NCCL_CUMEM_ENABLE": "1",
+        "NCCL_NVLS_ENABLE": "0",
+    }
 
 
 def test_a_mesh_that_does_not_fit_is_refused(cluster: Cluster) -> None:

@@ -48,7 +48,7 @@ CONFIG: dict[str, Any] = {
 
 
 def config_of(change: dict[str, Any]) -> Any:
-    return model_config(CONFIG | change, logprob_chunk=16, on_gpu=False)
+    return model_config(CONFIG | change, logprob_chunk=16, longest=512, half_on_gpu=False)
 
 
 def test_the_first_layers_are_dense_and_rotary_scaling_is_taken_over() -> None:

@@ -113,7 +113,7 @@ class Generator(ResilientActor):
         presence.register(f"generator {replica}")
         started = time.perf_counter()
         self._engine = await within(
-            settings.start_deadline_s,
+            settings.start_limit_s(torch.accelerator.is_available()),
             Engine.start(model_path, settings, replica, lora, expert_routes),
             f"SGLang's engine of generator {replica} to load {model_path}",
             on="the start of an engine",  # its process computes, and is not known before it has

@@ -25,8 +25,8 @@ class EngineRequests:
 
     Args:
         sglang: the engine.
-        places: requests in SGLang at once; others wait here and not in SGLang, where one that waits across a commit
-            would start from the prefix cache of the version at which it came.
+        places: requests in SGLang at once; None is as many as it decodes at once. Others wait here and not in SGLang,
+            where one that waits across a commit would start from the prefix cache of the version at which it came.
         route_format: of the model's expert routes, if the engine reports them.
         seeds: for requests without one; None leaves them without.
     """
@@ -34,12 +34,12 @@ class EngineRequests:
     def __init__(
         self,
         sglang: SglangEngine,
-        places: int,
+        places: int | None,
         route_format: ExpertRouteFormat | None = None,
         seeds: random.Random | None = None,
     ) -> None:
         self._sglang = sglang
-        self._places = asyncio.Semaphore(places)
+        self._places = asyncio.Semaphore(sglang.running_requests if places is None else places)
         self._route_format = route_format
         self._seeds = seeds
         self._scheduler = SchedulerRequests(sglang, route_format, seeds)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Annotated, Any, Literal
 
+from monarch_rl.generator.gpu import check_dtype, gpu_arguments
 from monarch_rl.generator.version_kind import LOADERS
 from monarch_rl.model.architecture import architecture_of, find_architecture
 from monarch_rl.model.folder import rope_parameters
@@ -30,8 +31,9 @@ class GeneratorSettings(CheckedSettings, flags="generator"):
     """Dtype that is served. `auto` is bfloat16 on a GPU and float32 on a CPU, which is slow in bfloat16."""
     context_length: Annotated[int, Range(0, 100_000_000, "0 is the model's own")] = 0
     """Tokens that prompt and answer may have together; 0 takes the model's own limit."""
-    max_running_requests: Annotated[int, Range(1, 65_536)] = 64
-    """Sequences decoded at once per replica; more wait in the engine. More is more tokens/s and more KV cache."""
+    max_running_requests: Annotated[int | None, Range(1, 65_536)] = None
+    """Sequences decoded at once per replica; more wait in the engine. More is more tokens/s and more KV cache. None is
+    256 on a GPU, and 64 on a CPU."""
     max_total_tokens: Annotated[int, Range(0, 10**9, "0 is automatic")] = 0
     """Tokens the KV cache holds per replica. 0 lets SGLang size it from free memory on a GPU, and is 65,536 on a
     CPU; fewer than the running sequences need makes the engine retract and recompute some of them."""
@@ -39,7 +41,8 @@ class GeneratorSettings(CheckedSettings, flags="generator"):
     """Share of a GPU's memory for weights and KV cache; the rest is for activations and staging. No effect on a
     CPU."""
     attention_backend: str = "auto"
-    """SGLang's `--attention-backend`; `auto` lets SGLang choose on a GPU and is `torch_native` on a CPU."""
+    """SGLang's `--attention-backend`; `auto` lets SGLang choose on a GPU and is `torch_native` on a CPU, or in float32,
+    where it is slow on a GPU."""
     in_flight: InFlight = "continue"
     """What becomes of running sequences when new weights are committed. `continue`: they go on with the keys and
     values of older weights, at no cost. `recompute`: these are computed again for prompt and drawn tokens. `resume`:
@@ -56,10 +59,23 @@ class GeneratorSettings(CheckedSettings, flags="generator"):
     deterministic: bool = False
     """SGLang's deterministic mode, on a GPU: a seeded request draws the same tokens whatever runs beside it, at
     SGLang's cost in speed. On a CPU requests with a seed are always honoured, and this has no effect."""
-    start_deadline_s: Annotated[float, Range(5, FOREVER_S)] = 300.0
-    """Seconds an engine may take to start: 10 to 30 on two CPU cores, minutes for a large model on a cold disk."""
+    start_deadline_s: Annotated[float | None, Range(5, FOREVER_S)] = None
+    """Seconds an engine may take to start: 10 to 30 on two CPU cores, minutes for a large model on a cold disk. On a
+    GPU the first start also compiles kernels and captures graphs. None is 1200 on a GPU, and 300 on a CPU."""
+
+    def running_requests(self, on_gpu: bool) -> int:
+        """Sequences decoded at once per replica."""
+        return self.max_running_requests or RUNNING_REQUESTS["cuda" if on_gpu else "cpu"]
+
+    def start_limit_s(self, on_gpu: bool) -> float:
+        """Seconds an engine may take to start."""
+        return self.start_deadline_s or START_DEADLINE_S["cuda" if on_gpu else "cpu"]
 
 
+RUNNING_REQUESTS = {"cuda": 256, "cpu": 64}
+"""On a GPU it is also the largest batch for which SGLang captures a graph; 256 is its own choice for GPUs of 60 to 160
+GB (``arg_groups/memory_hook.py``). It runs fewer where the KV cache is full."""
+START_DEADLINE_S = {"cuda": 1200.0, "cpu": 300.0}
 ATTENTION_BACKENDS = (
     *("aiter", "ascend", "compressed", "cutedsl_mla", "dsa", "dsv4", "fa3", "fa4", "flashinfer", "flashmla"),
     *("flex_attention", "hpc_ops", "intel_amx", "intel_xpu", "llada2_cfg_flashinfer", "minicpm_flashattn"),
@@ -100,7 +116,7 @@ def engine_arguments(
         "model_path": model_path,
         "skip_tokenizer_init": True,
         "dtype": resolve_dtype(settings.dtype, on_gpu),
-        "max_running_requests": settings.max_running_requests,
+        "max_running_requests": settings.running_requests(on_gpu),
         "random_seed": settings.random_seed + replica,
         "weight_version": "0",
         "custom_weight_loader": LOADERS,
@@ -122,6 +138,7 @@ def engine_arguments(
         if not on_gpu:
             arguments["lora_backend"] = "torch_native"
     if on_gpu:
+        arguments.update(gpu_arguments(resolve_dtype(settings.dtype, on_gpu), settings.attention_backend))
         arguments["mem_fraction_static"] = settings.memory_fraction
         arguments["enable_deterministic_inference"] = settings.deterministic
     else:
@@ -206,6 +223,8 @@ def check_attention(settings: GeneratorSettings, on_gpu: bool) -> None:
             f"generator.attention-backend {settings.attention_backend!r} cannot be used: {where} {', '.join(allowed)}. "
             "Give one of these, or auto"
         )
+    if on_gpu:
+        check_dtype(resolve_dtype(settings.dtype, on_gpu), settings.attention_backend)
 
 
 def check_cache(config: dict[str, Any], settings: GeneratorSettings, memory_bytes: int) -> None:

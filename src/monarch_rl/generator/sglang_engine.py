@@ -59,6 +59,11 @@ class SglangEngine:
         return self.engine.tokenizer_manager
 
     @property
+    def running_requests(self) -> int:
+        """Sequences that it decodes at once."""
+        return int(self.engine.server_args.max_running_requests)
+
+    @property
     def name(self) -> str:
         """For messages about waits."""
         return f"the engine of generator {self.replica}"

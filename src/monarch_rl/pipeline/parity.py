@@ -14,7 +14,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -86,6 +86,7 @@ def compare(
     *,
     experts: bool,
     deadline_s: float,
+    engine_arguments: Mapping[str, object] | None = None,
 ) -> dict[str, Reading]:
     """Have an engine continue all prompts and a trainer compute the log-probs of what it drew.
 
@@ -93,6 +94,7 @@ def compare(
         trainer: ``router_replay`` is ignored: with experts both own routes and replay are measured.
         experts: the models have some.
         deadline_s: seconds that each side may take for all sequences together; the engine's start has its own.
+        engine_arguments: SGLang ``ServerArgs`` beside the project's, or in their place.
 
     Raises:
         SideFailed: a side failed; its own error is on stderr.
@@ -102,8 +104,9 @@ def compare(
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         what = f"the engine to draw {sum(len(prompt_set.prompts) for prompt_set in prompt_sets)} sequences"
-        limit_s = generator.start_deadline_s + deadline_s + END_S
-        run_ranks(draw, (folder, engine_model, generator, prompt_sets, experts, deadline_s), 1, limit_s, what)
+        limit_s = generator.start_limit_s(torch.cuda.is_available()) + deadline_s + END_S
+        drawing = (folder, engine_model, generator, prompt_sets, experts, deadline_s, dict(engine_arguments or {}))
+        run_ranks(draw, drawing, 1, limit_s, what)
         what = f"{trainer.ranks} trainer ranks to compute the log-probs"
         with held_port() as port:
             arguments = (folder, trainer_model, trainer, prompt_sets, port)
@@ -160,9 +163,10 @@ def draw(
     prompt_sets: Sequence[PromptSet],
     expert_routes: bool,
     deadline_s: float,
+    arguments: Mapping[str, Any],
 ) -> None:
     """Continue all prompts with one engine, and write each set to ``folder`` as a packed group."""
-    asyncio.run(_draw(folder, model, settings, prompt_sets, expert_routes, deadline_s))
+    asyncio.run(_draw(folder, model, settings, prompt_sets, expert_routes, deadline_s, arguments))
 
 
 async def _draw(
@@ -172,11 +176,13 @@ async def _draw(
     prompt_sets: Sequence[PromptSet],
     expert_routes: bool,
     deadline_s: float,
+    arguments: Mapping[str, Any],
 ) -> None:
     from monarch_rl.generator.engine import Engine
 
-    starting = Engine.start(str(model), settings, expert_routes=expert_routes)
-    engine = await within(settings.start_deadline_s, starting, "the engine to start", on="the engine")
+    starting = Engine.start(str(model), settings, expert_routes=expert_routes, **arguments)
+    limit_s = settings.start_limit_s(torch.cuda.is_available())
+    engine = await within(limit_s, starting, "the engine to start", on="the engine")
     try:
         what = f"{sum(len(prompt_set.prompts) for prompt_set in prompt_sets)} sequences"
         await within(deadline_s, _draw_all(folder, engine, prompt_sets, expert_routes), what, on="the engine")

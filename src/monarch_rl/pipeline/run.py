@@ -36,7 +36,7 @@ from monarch_rl.pipeline.failures import EpisodesFail, Failures
 from monarch_rl.pipeline.observer import Observer
 from monarch_rl.pipeline.publishing import Publisher
 from monarch_rl.pipeline.recovery import Recovery
-from monarch_rl.pipeline.settings import RunSettings, check
+from monarch_rl.pipeline.settings import RunSettings, check, resolve
 from monarch_rl.pipeline.start import PRELOADS, replica_updates, save, schedule, served_dtype, update
 from monarch_rl.rollout.evaluation import Evaluation
 from monarch_rl.runtime.cluster import Cluster, devices, launch_cluster
@@ -92,7 +92,9 @@ class Run:
         """Open while rollout workers play for training."""
         self._rollouts_ended = False
         # A generator may be restarted in the middle of a step.
-        self._patience = Patience(settings.update_deadline_s, floor_s=settings.generator.start_deadline_s + 60)
+        on_gpu = cluster is not None and cluster.devices.kind == "cuda"
+        floor_s = settings.generator.start_limit_s(on_gpu) + 60
+        self._patience = Patience(settings.update_deadline_s, floor_s=floor_s)
 
     @classmethod
     @asynccontextmanager
@@ -295,6 +297,7 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S) -> None:
         check(settings, devices())
     except ValueError as error:
         sys.exit(f"error: {error}")
+    settings = resolve(settings, devices())
     with launch_cluster(PRELOADS) as cluster:
         if cluster is None:  # a torchrun rank other than 0: its part was to host
             return

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import psutil
+import torch
 
 from monarch_rl.buffer.settings import BufferSettings
+from monarch_rl.generator.gpu import check_driver, check_environment
 from monarch_rl.generator.settings import (
     GeneratorSettings,
     check_attention,
@@ -74,6 +76,9 @@ class RunSettings(CheckedSettings, flags=""):
         return self.evaluate_every > 0 and step % self.evaluate_every == 0 and step < self.steps
 
 
+S = TypeVar("S", bound=RunSettings)
+
+
 def check(s: RunSettings, offered: Devices) -> Path:
     """Refuse what cannot work before anything is spawned; returns the model's folder.
 
@@ -89,12 +94,22 @@ def check(s: RunSettings, offered: Devices) -> Path:
     _check_devices(s, offered)
     check_processes(s.rollout, os.cpu_count() or 1)
     check_attention(s.generator, on_gpu := offered.kind == "cuda")
+    check_driver(torch.version.cuda, torch.cuda.is_available(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if on_gpu:
+        check_environment()
     source = TaskSource(s.task)
     source.check()
     model = resolve_model(s.model)
     _check_model(s, model, on_gpu, [source.item(index).prompt for index in range(PROMPTS)])
     _check_output(s.output)
     return model
+
+
+def resolve(s: S, offered: Devices) -> S:
+    """The settings with the values that automatic ones take on these devices."""
+    on_gpu = offered.kind == "cuda"
+    requests, limit_s = s.generator.running_requests(on_gpu), s.generator.start_limit_s(on_gpu)
+    return replace(s, generator=replace(s.generator, max_running_requests=requests, start_deadline_s=limit_s))
 
 
 def _check_model(s: RunSettings, model: Path, on_gpu: bool, prompts: list[str]) -> None:

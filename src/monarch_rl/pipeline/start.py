@@ -107,7 +107,8 @@ async def start_generators(
 
     async def set_up(index: int, generator: Generator) -> None:
         start, name = generator.setup.call_one(str(model), settings, index, lora, expert_routes), f"generator {index}"
-        await within(settings.start_deadline_s + CALL_DEADLINE_S, start, f"{name} to start", on=name)
+        limit_s = settings.start_limit_s(cluster.devices.kind == "cuda") + CALL_DEADLINE_S
+        await within(limit_s, start, f"{name} to start", on=name)
 
     generators = ActorPool("generator", "generator", factory=ActorFactory(cluster, spawn, set_up))
     await generators.start_all(settings.replicas)

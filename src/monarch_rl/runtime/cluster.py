@@ -32,7 +32,7 @@ from monarch_rl.runtime.lifetime import die_with_parent
 from monarch_rl.runtime.meshes import members
 from monarch_rl.runtime.monarch_client import configure_monarch, shut_client_down
 from monarch_rl.runtime.monitor import ProcessMonitor
-from monarch_rl.runtime.network import free_port, host_address
+from monarch_rl.runtime.network import free_port, host_address, nccl_environment
 from monarch_rl.runtime.signals import Interrupts, interrupts
 from monarch_rl.runtime.torchrun import Controller, Follower, Node, Rank, without_torchrun
 
@@ -124,7 +124,8 @@ class Cluster:
         ``first_device`` is the first of the ``processes * devices_per_process`` devices that the mesh takes, counted
         host by host; the mesh lies within one host or fills whole hosts. Each process sees its own devices only
         (CUDA_VISIBLE_DEVICES). Without ``first_device`` the mesh is a CPU role on the first host and sees no device.
-        On a CPU, processes run one OpenMP thread unless OMP_NUM_THREADS says otherwise. ``env`` overrides all this.
+        On a CPU, processes run one OpenMP thread unless OMP_NUM_THREADS says otherwise; on GPUs all meshes have the
+        same NCCL variables. ``env`` overrides all this.
 
         ``preload`` names one of the launch's preloads: the processes have its modules from the start.
 
@@ -134,9 +135,8 @@ class Cluster:
         if first_device is not None:
             first_host, num_hosts = self._hosts_of(name, first_device, processes, devices_per_process)
         per_host = processes // num_hosts
-        common = dict(env or {})
-        if self.devices.kind == "cpu":
-            common = {name: os.environ.get(name, "1") for name in _THREAD_COUNTS} | common
+        threads = {name: os.environ.get(name, "1") for name in _THREAD_COUNTS}
+        common = {**(threads if self.devices.kind == "cpu" else nccl_environment(os.environ)), **(env or {})}
 
         def bootstrap(point: Any) -> Any:
             host = first_host + point.rank // per_host

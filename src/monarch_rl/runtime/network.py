@@ -1,4 +1,4 @@
-"""Addresses and ports of this machine."""
+"""Addresses and ports of this machine, and what NCCL is told of its network."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import errno
 import os
 import random
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 HOST_ADDRESS_VARIABLE = "MONARCH_RL_HOST_ADDRESS"
@@ -16,6 +16,12 @@ LOOPBACK = "127.0.0.1"
 """Where processes meet that are all on one machine."""
 BELOW_EPHEMERAL = range(22_000, 29_000)
 """Ports that neither Linux nor torchrun assigns by default."""
+
+MUST_AGREE = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+"""What SGLang sets in an engine's process where the user has not (``_set_envs_and_config``). Trainer ranks would have
+NCCL's defaults, 1 and automatic, and a group whose members differ in them fails at its first message, or hangs."""
+OF_A_MACHINE = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_TOPO_FILE", "NCCL_HOSTID")
+"""Variables that name the devices of a machine, which each has for itself."""
 
 
 def host_address() -> str:
@@ -57,3 +63,9 @@ def held_port(ports: range = BELOW_EPHEMERAL) -> Iterator[int]:
             yield port
             return
     raise RuntimeError(f"all TCP ports from {ports[0]} to {ports[-1]} of this machine are in use")
+
+
+def nccl_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """NCCL's variables for every process of a run: the controller's, and those that must agree."""
+    own = {name: value for name, value in environment.items() if name.startswith("NCCL_") and name not in OF_A_MACHINE}
+    return MUST_AGREE | own

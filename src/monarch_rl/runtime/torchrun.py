@@ -26,8 +26,9 @@ from monarch_rl.runtime.store import meeting_store
 
 logger = logging.getLogger("monarch_rl")
 
-MEETING_S = 300.0
-"""Seconds for all ranks to connect: the nodes of one job may start minutes apart."""
+MEETING_S = 3600.0
+"""Seconds for all ranks to connect. torchrun starts them together, but each node first downloads the model if it lacks
+it: an hour is 60 GB at 17 MB/s. If a rank fails instead, torchrun ends the others of its machine at once."""
 _CHECK_S = 1.0
 """Seconds between two checks of a follower whether its own host is alive."""
 _KEY = "monarch_rl/controller_port"

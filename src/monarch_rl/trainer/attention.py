@@ -5,17 +5,21 @@ Shapes: B batch (always 1: episodes are packed in one row), L inputs of the row,
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import current_flash_attention_impl
+from torch.nn.attention import activate_flash_attention_impl, current_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
 from torchtitan.models.common.attention import VarlenAttention
 from torchtitan.protocols.module import Module
+from torchtitan.tools import utils
 
 from monarch_rl.trainer.attention_layout import AttentionLayout
+
+logger = logging.getLogger("monarch_rl")
 
 
 def _rows(x_LNH: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -25,7 +29,8 @@ def _rows(x_LNH: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 
 
 class PackedAttention(VarlenAttention):
-    """For CPUs, which lack flash attention's varlen kernel: SDPA calls of padded segments, in the dtype of the input.
+    """SDPA calls of padded segments, in the dtype of the input: for CPUs, which lack flash attention's varlen kernel,
+    and for float32 on GPUs, which that kernel does not take.
 
     The episodes of a small model are so short that each call for one alone would cost more than what it computes.
     """
@@ -68,6 +73,9 @@ class PrefixVarlenAttention(VarlenAttention):
 
     torchtitan's own passes as many keys as queries. This one passes the ends of both, as ``torch.nn.attention.varlen``
     documents: flash attention aligns the causal mask at the bottom right of each segment.
+
+    torchtitan's own ends in its constructor on Hopper and Blackwell GPUs, for which it asks for FlashAttention 3 or 4,
+    unless these are installed; torch does not bring them. This one then computes by FlashAttention 2, which torch has.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -75,8 +83,10 @@ class PrefixVarlenAttention(VarlenAttention):
         pass
 
     def __init__(self, config: Config) -> None:
-        super().__init__(config)
+        Module.__init__(self)
         _check_causal(config)
+        self.window_size = config.window_size
+        _activate_kernels()
 
     def forward(
         self,
@@ -115,11 +125,34 @@ class PrefixVarlenAttention(VarlenAttention):
         return result[..., :value_width].to(q_BLNH.dtype).unsqueeze(0)
 
 
+_lacking: set[str] = set()
+"""Kernels that this process has asked for and does not have."""
+
+
+def _activate_kernels() -> None:
+    """Have torch compute flash attention by the kernels that torchtitan takes for this GPU, if they are there.
+
+    Without them torch computes by its own, FlashAttention 2. FlashAttention 4 is for compute capability 10; torch
+    refuses it at the first call on 12, for which torchtitan would take it as well.
+    """
+    kernels = utils.get_cuda_flash_attention_impl()
+    if kernels is None or kernels in _lacking or current_flash_attention_impl() == kernels:
+        return
+    if kernels == "FA4" and utils.has_cuda_capability(11, 0):
+        return
+    try:
+        activate_flash_attention_impl(kernels)
+    # ImportError: not installed. RuntimeError: without a backward pass. ValueError: this torch knows no such kernels.
+    except (ImportError, RuntimeError, ValueError) as error:
+        _lacking.add(kernels)
+        logger.info("attention is computed by torch's FlashAttention 2; %s is not available: %s", kernels, error)
+
+
 def _check_causal(config: VarlenAttention.Config) -> None:
     if config.window_size != (-1, 0):
         raise ValueError(f"attention is causal over the whole episode here, not window {config.window_size}")
 
 
-def inner_attention(on_gpu: bool) -> VarlenAttention.Config:
-    """The attention of this machine."""
-    return PrefixVarlenAttention.Config() if on_gpu else PackedAttention.Config()
+def inner_attention(half_on_gpu: bool) -> VarlenAttention.Config:
+    """The attention of a model that computes on a GPU in half precision, or of any other."""
+    return PrefixVarlenAttention.Config() if half_on_gpu else PackedAttention.Config()

@@ -43,7 +43,7 @@ class TitanFamily:
 
     model: type[Decoder]
     layers: Callable[..., list[TransformerBlock.Config]]
-    """``(config.json, on_gpu=...) -> blocks``, for a config that ``model/features.py`` has accepted."""
+    """``(config.json, longest=..., half_on_gpu=...) -> blocks``; the config has passed ``model/features.py``."""
     parallelize: Callable[..., Decoder]
     """Shards the model over the ranks."""
     state_dict_adapter: type[StateDictAdapter]

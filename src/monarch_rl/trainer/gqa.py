@@ -15,11 +15,13 @@ from monarch_rl.trainer.moe import moe_config
 
 
 def gqa_layers(
-    hf: dict[str, Any], *, on_gpu: bool, block: type[TransformerBlock], qk_norm: bool
+    hf: dict[str, Any], *, longest: int, half_on_gpu: bool, block: type[TransformerBlock], qk_norm: bool
 ) -> list[TransformerBlock.Config]:
     """The blocks of a model with grouped-query attention, for its ``config.json``.
 
     Args:
+        longest: tokens of the longest episode.
+        half_on_gpu: they compute on a GPU in half precision.
         block: torchtitan's class of them.
         qk_norm: queries and keys are normalised.
     """
@@ -36,8 +38,8 @@ def gqa_layers(
                 head_dim=head_dim,
                 wqkv_param_init=LOADED,
                 wo_param_init=LOADED,
-                inner_attention=inner_attention(on_gpu),
-                rope=_rope(hf, head_dim),
+                inner_attention=inner_attention(half_on_gpu),
+                rope=_rope(hf, head_dim, longest),
                 # Unfused, every Hugging Face tensor is a parameter of its own, sharded by rows.
                 fuse_qkv=False,
                 qk_norm=norm_config(hf, head_dim) if qk_norm else None,
@@ -61,10 +63,11 @@ def _feed_forward(hf: dict[str, Any], layer: int) -> dict[str, Any]:
     return {"feed_forward": dense}
 
 
-def _rope(hf: dict[str, Any], head_dim: int) -> HalfRotaryEmbedding.Config:
+def _rope(hf: dict[str, Any], head_dim: int, longest: int) -> HalfRotaryEmbedding.Config:
     rope = rope_parameters(hf)
     kind, theta = rope["rope_type"], rope["rope_theta"]
-    config = HalfRotaryEmbedding.Config(dim=head_dim, max_seq_len=hf["max_position_embeddings"], theta=theta)
+    length = min(longest, hf["max_position_embeddings"])
+    config = HalfRotaryEmbedding.Config(dim=head_dim, max_seq_len=length, theta=theta)
     if kind == "llama3":
         config.scaling = "llama"
         config.scaling_factor = rope["factor"]

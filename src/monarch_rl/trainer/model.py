@@ -46,7 +46,13 @@ class ShardedModel:
         self.lora = settings.lora
         check_experts(self.hf_config, settings)
         family = FAMILIES[architecture_of(self.hf_config)]
-        config = model_config(self.hf_config, logprob_chunk=settings.logprob_chunk, on_gpu=device.type == "cuda")
+        on_gpu = device.type == "cuda"
+        config = model_config(
+            self.hf_config,
+            logprob_chunk=settings.logprob_chunk,
+            longest=settings.tokens_per_microbatch,
+            half_on_gpu=on_gpu and settings.computes_in(on_gpu) != "float32",
+        )
         if self.lora.rank:
             config = add_lora(config, self.lora)
         self.module = _build(config, family, settings, dims, device)
@@ -138,9 +144,6 @@ def _build(
     """The model sharded and on ``device``, its weights not loaded; ``config`` gets its sharding."""
     parallelism = parallelism_config(settings)
     config.update_from_config(config=types.SimpleNamespace(parallelism=parallelism))
-    compute_dtype = settings.compute_dtype
-    if compute_dtype == "auto":
-        compute_dtype = "bfloat16" if device.type == "cuda" else "float32"
     with torch.device("meta"):
         module = config.build()
         if settings.lora.rank:
@@ -149,7 +152,7 @@ def _build(
     module = family.parallelize(
         module,
         parallel_dims=dims,
-        training=TrainingConfig(mixed_precision_param=compute_dtype),
+        training=TrainingConfig(mixed_precision_param=settings.computes_in(device.type == "cuda")),
         parallelism=parallelism,
         compile_config=CompileConfig(),
         ac_config=checkpointing[settings.activation_checkpoint],

@@ -24,8 +24,13 @@ def parallelism_config(settings: TrainerSettings) -> ParallelismConfig:
     return ParallelismConfig(spmd_backend=SPMD_BACKEND, expert_parallel_degree=settings.expert_parallel)
 
 
-def model_config(hf: dict[str, Any], *, logprob_chunk: int, on_gpu: bool) -> Decoder.Config:
+def model_config(hf: dict[str, Any], *, logprob_chunk: int, longest: int, half_on_gpu: bool) -> Decoder.Config:
     """torchtitan's model config for a Hugging Face ``config.json``.
+
+    Args:
+        logprob_chunk: tokens whose logits exist at one time.
+        longest: tokens of the longest episode, to which rotary embeddings are prepared.
+        half_on_gpu: it computes on a GPU in half precision.
 
     Raises:
         ValueError: the model has a feature that is not supported.
@@ -44,5 +49,5 @@ def model_config(hf: dict[str, Any], *, logprob_chunk: int, on_gpu: bool) -> Dec
             param_init=LOADED,
         ),
         lm_head=LogprobHead.Config(in_features=dim, out_features=vocabulary, param_init=LOADED, chunk=logprob_chunk),
-        layers=family.layers(hf, on_gpu=on_gpu),
+        layers=family.layers(hf, longest=longest, half_on_gpu=half_on_gpu),
     )

@@ -5,19 +5,55 @@ Shapes: B batch (always 1: episodes are packed in one row), L tokens, H head siz
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
-from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Linear
+from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Linear, RoPE
 from torchtitan.models.common.param_init import skip_param_init
+from torchtitan.protocols.module import Module
 
 from monarch_rl.trainer.token_logprobs import DrawnTokens, TokenLogprobs
 
 LOADED = {"weight": skip_param_init}
 """Weights come from the model's folder: nothing is drawn at random."""
+
+
+_rotary_caches: WeakValueDictionary[tuple[object, ...], torch.Tensor] = WeakValueDictionary()
+"""The rotary caches of this process's models, by what they are computed from."""
+
+
+def _shared_cache(rope: RoPE, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """The rotary cache of a layer: one tensor for all layers. torchtitan computes one for each, which for the 32 layers
+    of a Llama-3.1-8B at its full length takes 4 GiB."""
+    device = torch.get_default_device()
+    if device.type == "meta":  # nothing to share, and it takes no memory
+        return compute()
+    values = [getattr(rope.config, field.name) for field in fields(rope.config) if field.name not in _OF_MODULES]
+    key = (type(rope), device, *values)
+    cache = _rotary_caches.get(key)
+    if cache is None:
+        cache = _rotary_caches[key] = compute()
+    return cache
+
+
+_OF_MODULES = {field.name for field in fields(Module.Config)}
+"""Fields of every module's config, on which a rotary cache does not depend."""
+
+
+class PairRotaryEmbedding(ComplexRoPE):
+    """Rotary embedding in DeepSeek's layout (neighbouring elements), YaRN included."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ComplexRoPE.Config):
+        pass
+
+    def _precompute_cache(self) -> torch.Tensor:
+        return _shared_cache(self, super()._precompute_cache)
 
 
 class HalfRotaryEmbedding(CosSinRoPE):
@@ -32,8 +68,9 @@ class HalfRotaryEmbedding(CosSinRoPE):
         pass
 
     def _precompute_cache(self) -> torch.Tensor:
-        if self.config.scaling != "llama":
-            return super()._precompute_cache()
+        return _shared_cache(self, super()._precompute_cache if self.config.scaling != "llama" else self._scaled_cache)
+
+    def _scaled_cache(self) -> torch.Tensor:
         phases = ComplexRoPE._precompute_cache(self)  # complex [L, H/2], scaled
         return torch.cat([phases.real, phases.real, phases.imag, phases.imag], dim=-1)
 

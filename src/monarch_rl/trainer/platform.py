@@ -17,6 +17,8 @@ import importlib.util
 import sys
 import types
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -47,6 +49,23 @@ def prepare() -> torch.device:
 
     utils.device_type, utils.device_module = "cpu", torch.cpu
     return torch.device("cpu")
+
+
+@contextmanager
+def tensor_float32(enabled: bool) -> Iterator[None]:
+    """Have a GPU multiply float32 matrices in TF32 during the block, where ``enabled``.
+
+    TF32 keeps 10 bits behind the leading one. It is meant for operands that are bfloat16 values, which have 7: their
+    products are the same, and are added in float32 too. So it is with the LM head, which is several times faster then,
+    and with routers. Gradients of logits are rounded, but those of the parameters are rounded to bfloat16 next.
+    """
+    before = torch.get_float32_matmul_precision()
+    if enabled:
+        torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def force_sum_reduction(model: nn.Module) -> None:

@@ -59,6 +59,9 @@ class Policy:
         self.settings = settings
         self.temperature = temperature
         self.device = _join_world(timedelta(seconds=collective_timeout_s))
+        on_gpu = self.device.type == "cuda"
+        # On a GPU matrices of float32 then hold values of bfloat16: LoRA's are multiplied in bfloat16, too.
+        self._computes_in_half = on_gpu and settings.computes_in(on_gpu) != "float32"
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         if self.world_size != settings.ranks:
             raise ValueError(f"trainer.ranks is {settings.ranks}, but the world has {self.world_size}")
@@ -94,7 +97,8 @@ class Policy:
             batch.drawn_after, batch.targets, self.temperature, batch.kept_sets, batch.rows
         )
         self._set_expert_routes(batch, router_replay or self.settings.router_replay)
-        return self.module(batch.token_ids, positions=batch.positions, attention_masks=batch.attention)
+        with platform.tensor_float32(self._computes_in_half):
+            return self.module(batch.token_ids, positions=batch.positions, attention_masks=batch.attention)
 
     def _set_expert_routes(self, batch: MicroBatch, router_replay: RouterReplay) -> None:
         """For the forward pass and, where activations are computed again, for the backward pass after it."""
@@ -152,7 +156,8 @@ class Policy:
             if "tokens" not in sums:
                 raise ValueError("the objective returned no sum named 'tokens', the number of tokens summed over")
             sums |= self._expert_route_sums(batch) | {"loss": loss.detach()}
-            loss.backward()
+            with platform.tensor_float32(self._computes_in_half):
+                loss.backward()
             for name, value in sums.items():
                 totals[name] = totals[name] + value if name in totals else value
         lr = self.schedulers.schedulers[0].get_last_lr()[0]

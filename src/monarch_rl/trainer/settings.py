@@ -87,6 +87,10 @@ class TrainerSettings(CheckedSettings, flags="trainer"):
     loss: LossSettings = LossSettings()
     """The policy-gradient loss."""
 
+    def computes_in(self, on_gpu: bool) -> str:
+        """The name of the dtype of forward and backward."""
+        return self.compute_dtype if self.compute_dtype != "auto" else ("bfloat16" if on_gpu else "float32")
+
     @property
     def keeps_expert_routes(self) -> bool:
         """Whether generators return expert routes, which travel with the tokens."""

@@ -1,0 +1,123 @@
+"""What SGLang is started with on a GPU, and what it needs there: compilers, a driver, settings that do no harm."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+FLOAT32_BACKENDS = ("torch_native", "triton", "flex_attention")
+"""Kinds of attention that take float32. FlashAttention's and flashinfer's kernels are made for half precision only."""
+HARMFUL = "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"
+"""With it SGLang permutes the rows of the experts' projections at the end of every session of loading, those too that a
+session has left alone (``quantization/unquant.py``): after the checksums, which cannot see it."""
+_TRUE = ("true", "1", "yes", "y")
+"""What SGLang takes for true in the environment (``environ.py``)."""
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
+OLDEST_DRIVERS = {"12": 525, "13": 580}
+"""By CUDA's major version, the oldest branch of NVIDIA's driver that runs it (CUDA's release notes, table 2)."""
+
+
+def gpu_arguments(dtype: str, attention_backend: str) -> dict[str, object]:
+    """SGLang ``ServerArgs`` for an engine on a GPU.
+
+    Args:
+        dtype: that is served.
+        attention_backend: as set; ``auto`` leaves the choice to SGLang in half precision.
+    """
+    arguments: dict[str, object] = {
+        # What SGLang takes on Hopper. On Blackwell it would take kernels whose weights it unpacks before, and packs
+        # after, every commit, expert by expert. No effect on a model without experts.
+        "moe_runner_backend": "triton",
+    }
+    if dtype == "float32":
+        if attention_backend == "auto":
+            arguments["attention_backend"] = "torch_native"  # exact; Triton multiplies float32 in TF32
+    else:
+        # The products of half-precision values, kept in float32 like the trainer's. Else SGLang rounds logits to
+        # bfloat16: by up to 0.06 where they are 16 to 32.
+        arguments["enable_fp32_lm_head"] = True
+    return arguments
+
+
+def check_dtype(dtype: str, attention_backend: str) -> None:
+    """Refuse float32 with a kind of attention that does not take it. Raises ValueError."""
+    if dtype == "float32" and attention_backend not in ("auto", *FLOAT32_BACKENDS):
+        raise ValueError(
+            f"generator.attention-backend {attention_backend} computes in half precision only, and generator.dtype is "
+            f"float32: give one of {', '.join(FLOAT32_BACKENDS)}, or auto, or generator.dtype bfloat16"
+        )
+
+
+def check_environment(environment: Mapping[str, str] | None = None) -> None:
+    """Refuse a machine with GPUs on which SGLang does not start, or would serve wrong weights.
+
+    SGLang 0.5.23 compiles kernels when it first needs them: rotary embeddings, the KV cache's, norms, activations.
+
+    Args:
+        environment: of the engines; None is this process's, with this Python's folder at the head of PATH, as in the
+            processes of a host.
+
+    Raises:
+        ValueError: says what is missing or must not be set, and what to do.
+    """
+    if environment is None:
+        tools = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+        environment = {**os.environ, "PATH": tools}
+    if environment.get(HARMFUL, "").lower() in _TRUE:
+        raise ValueError(
+            f"{HARMFUL} is set: with it SGLang would silently permute the experts' weights at every new version. "
+            "Unset it"
+        )
+    path = environment.get("PATH")
+    missing = []
+    if not (nvcc := find_nvcc(environment)).is_file():
+        missing.append(f"nvcc (looked for {nvcc}; set CUDA_HOME to a CUDA toolkit, of torch's major version)")
+    if shutil.which("ninja", path=path) is None:
+        missing.append("ninja (pip install ninja)")
+    compiler = environment.get("CXX", "c++")
+    if shutil.which(compiler, path=path) is None:
+        missing.append(f"a C++20 compiler (looked for {compiler}; install g++ 11 or newer, or set CXX)")
+    if missing:
+        raise ValueError(f"SGLang compiles GPU kernels when it starts, and this machine lacks {', and '.join(missing)}")
+
+
+def find_nvcc(environment: Mapping[str, str]) -> Path:
+    """Where SGLang looks for CUDA's compiler (``jit/utils/compile/toolchain.py``)."""
+    home = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
+    if home is None and (found := shutil.which("nvcc", path=environment.get("PATH"))) is not None:
+        return Path(found)
+    return Path(home or "/usr/local/cuda") / "bin" / "nvcc"
+
+
+def check_driver(cuda: str | None, available: bool, visible: str | None, driver_file: Path = DRIVER_FILE) -> None:
+    """Refuse to run on CPUs only because the driver of a machine's GPUs is too old for this torch.
+
+    Args:
+        cuda: the CUDA version that torch is built for; None is a torch for CPUs.
+        available: torch can use a GPU.
+        visible: CUDA_VISIBLE_DEVICES, by which a user may have hidden all GPUs; None is not set.
+        driver_file: which the driver's kernel module writes.
+
+    Raises:
+        ValueError: names both versions.
+    """
+    hidden = visible is not None and visible.strip() in ("", "-1")
+    if cuda is None or available or hidden or not driver_file.is_file():
+        return
+    found = re.search(r"Kernel Module.*?\s(\d+)(\.[.\d]+)", driver_file.read_text())
+    if found is None:
+        return
+    oldest = OLDEST_DRIVERS.get(cuda.split(".")[0])
+    if oldest is not None and int(found[1]) < oldest:
+        raise ValueError(
+            f"this machine's NVIDIA driver is {found[1]}{found[2]}, and torch is built for CUDA {cuda}, which needs "
+            f"{oldest} or newer: update the driver, or set CUDA_VISIBLE_DEVICES to nothing to run on CPUs"
+        )
+    raise ValueError(
+        f"this machine has an NVIDIA driver ({found[1]}{found[2]}), but torch (CUDA {cuda}) cannot use a GPU: see what "
+        "nvidia-smi says, or set CUDA_VISIBLE_DEVICES to nothing to run on CPUs"
+    )

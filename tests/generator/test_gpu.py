@@ -1,0 +1,199 @@
+"""What an engine is started with on GPUs, as SGLang's own ServerArgs resolve it on faked ones, and what is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from monarch_rl.generator.gpu import HARMFUL, check_driver, check_environment
+from monarch_rl.generator.settings import GeneratorSettings, check_attention, engine_arguments
+from monarch_rl.runtime.network import MUST_AGREE, nccl_environment
+
+ROOT = Path(__file__).parents[2]
+CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 500,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 1024,
+    "torch_dtype": "bfloat16",
+}
+MOE = CONFIG | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "decoder_sparse_step": 1,
+}
+GPUS = {"A100": ([8, 0], 80), "H100": ([9, 0], 80), "H200": ([9, 0], 141), "B200": ([10, 0], 180)}
+"""Compute capability and GiB."""
+JOBS: dict[str, tuple[str, dict[str, Any], GeneratorSettings]] = {
+    **{gpu: (gpu, CONFIG, GeneratorSettings()) for gpu in GPUS},
+    "experts": ("B200", MOE, GeneratorSettings()),
+    "float32": ("H100", CONFIG, GeneratorSettings(dtype="float32")),
+    "experts, SGLang's choice": ("B200", MOE, GeneratorSettings()),
+    "float32, SGLang's choice": ("H100", CONFIG, GeneratorSettings(dtype="float32")),
+}
+OURS = ("moe_runner_backend", "attention_backend")
+"""Arguments that jobs of SGLang's choice leave out."""
+
+
+@pytest.fixture(scope="module")
+def resolved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """By job: what SGLang makes of the arguments."""
+    jobs = []
+    for name, (gpu, config, settings) in JOBS.items():
+        folder = tmp_path_factory.mktemp(name)
+        (folder / "config.json").write_text(json.dumps(config))
+        arguments = engine_arguments(str(folder), settings, 0, on_gpu=True)
+        if name.endswith("SGLang's choice"):
+            arguments = {key: value for key, value in arguments.items() if key not in OURS}
+        jobs.append({"capability": GPUS[gpu][0], "gib": GPUS[gpu][1], "arguments": arguments})
+    path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("resolve_on_gpu.py"))],
+        input=json.dumps(jobs),
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return dict(zip(JOBS, json.loads(done.stdout.splitlines()[-1]), strict=True))
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_an_engine_on_a_gpu_runs_256_sequences_with_logits_in_float32(
+    gpu: str, resolved: dict[str, dict[str, Any]]
+) -> None:
+    found = resolved[gpu]
+    assert (found["dtype"], found["enable_fp32_lm_head"]) == ("bfloat16", True)
+    assert found["max_running_requests"] == 256
+    assert (found["decode_graphs"], found["decode_graph_batch"]) == ("full", 256), "each batch has its graph"
+    assert found["attention_backend"] == {"A100": "flashinfer", "H100": "fa3", "H200": "fa3", "B200": "trtllm_mha"}[gpu]
+
+
+def test_experts_on_blackwell_keep_the_layout_that_commits_copy_to(resolved: dict[str, dict[str, Any]]) -> None:
+    assert resolved["experts"]["moe_runner_backend"] == "triton"
+    assert resolved["experts, SGLang's choice"]["moe_runner_backend"] == "flashinfer_trtllm"
+
+
+def test_float32_on_a_gpu_takes_a_kind_of_attention_that_can(resolved: dict[str, dict[str, Any]]) -> None:
+    found = resolved["float32"]
+    assert (found["dtype"], found["attention_backend"]) == ("float32", "torch_native")
+    assert found["decode_graphs"] == "disabled" and not found["enable_fp32_lm_head"]
+    assert resolved["float32, SGLang's choice"]["attention_backend"] == "fa3", "whose kernels take half precision only"
+
+
+def test_the_project_sets_what_sglang_would_set_of_nccl() -> None:
+    """SGLang leaves what is set; of the variable that only decode-context parallelism needs, members need not agree."""
+    spec = importlib.util.find_spec("sglang")
+    assert spec is not None and spec.origin is not None
+    source = (Path(spec.origin).parent / "srt" / "entrypoints" / "engine.py").read_text()
+    source = source[source.index("def _set_envs_and_config") :]
+    assert set(re.findall(r'os\.environ\["(NCCL_\w+)"\] = ', source)) == {*MUST_AGREE, "NCCL_GRAPH_MIXING_SUPPORT"}
+    assert set(nccl_environment({})) == set(MUST_AGREE)
+    assert all(f'"{name}" not in os.environ' in source for name in MUST_AGREE)
+
+
+def test_automatic_values_follow_the_device() -> None:
+    settings = GeneratorSettings()
+    assert (settings.running_requests(on_gpu=True), settings.running_requests(on_gpu=False)) == (256, 64)
+    assert (settings.start_limit_s(on_gpu=True), settings.start_limit_s(on_gpu=False)) == (1200, 300)
+    own = GeneratorSettings(max_running_requests=7, start_deadline_s=77)
+    assert {own.running_requests(gpu) for gpu in (True, False)} == {7}
+    assert {own.start_limit_s(gpu) for gpu in (True, False)} == {77}
+
+
+@pytest.mark.parametrize("backend", ["fa3", "fa4", "flashinfer", "trtllm_mha"])
+def test_float32_is_refused_with_attention_for_half_precision(backend: str) -> None:
+    with pytest.raises(ValueError, match=f"attention-backend {backend} computes in half precision only.*torch_native"):
+        check_attention(GeneratorSettings(attention_backend=backend, dtype="float32"), on_gpu=True)
+    check_attention(GeneratorSettings(attention_backend=backend), on_gpu=True)
+    check_attention(GeneratorSettings(attention_backend="triton", dtype="float32"), on_gpu=True)
+
+
+# ---- the machine ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def toolkit(tmp_path: Path) -> dict[str, str]:
+    """The environment of a machine that has all that SGLang needs."""
+    for name in ("cuda/bin/nvcc", "bin/ninja", "bin/c++"):
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("#!/bin/sh\n")
+        file.chmod(file.stat().st_mode | stat.S_IXUSR)
+    return {"PATH": str(tmp_path / "bin"), "CUDA_HOME": str(tmp_path / "cuda")}
+
+
+def test_a_machine_with_compilers_is_taken(toolkit: dict[str, str]) -> None:
+    check_environment(toolkit)
+    on_path = toolkit["PATH"] + os.pathsep + toolkit["CUDA_HOME"] + "/bin"
+    check_environment({"PATH": on_path})
+
+
+@pytest.mark.parametrize(
+    "change, missing",
+    [
+        ({"CUDA_HOME": "/nowhere"}, "nvcc (looked for /nowhere/bin/nvcc; set CUDA_HOME"),
+        ({"CXX": "clang++-99"}, "a C++20 compiler (looked for clang++-99"),
+        ({"PATH": "/nowhere"}, "ninja (pip install ninja), and a C++20 compiler (looked for c++"),
+    ],
+)
+def test_what_sglang_cannot_compile_without_is_named(toolkit: dict[str, str], change: Any, missing: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(missing)):
+        check_environment(toolkit | change)
+
+
+@pytest.mark.parametrize("value", ["1", "true", "YES"])
+def test_a_setting_of_sglang_that_corrupts_experts_is_refused(toolkit: dict[str, str], value: str) -> None:
+    with pytest.raises(ValueError, match=f"{HARMFUL} is set: .* Unset it"):
+        check_environment(toolkit | {HARMFUL: value})
+    check_environment(toolkit | {HARMFUL: "0"})
+
+
+def test_sglang_still_has_the_setting_that_corrupts() -> None:
+    """If not, the check can go."""
+    from sglang.srt.environ import envs
+
+    assert getattr(envs, HARMFUL).get() is False
+
+
+def driver(tmp_path: Path, version: str) -> Path:
+    file = tmp_path / "version"
+    file.write_text(f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {version}  Wed Apr 17 2024\nGCC version: 12\n")
+    return file
+
+
+def test_a_driver_that_is_too_old_is_no_reason_to_run_on_cpus(tmp_path: Path) -> None:
+    old, new = driver(tmp_path, "550.54.15"), tmp_path / "new"
+    new.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n")
+    with pytest.raises(ValueError, match=r"driver is 550\.54\.15, .*CUDA 13\.0, which needs 580 or newer"):
+        check_driver("13.0", available=False, visible=None, driver_file=old)
+    with pytest.raises(ValueError, match=r"has an NVIDIA driver \(580\.65\.06\), .* cannot use a GPU"):
+        check_driver("13.0", available=False, visible="0,1", driver_file=new)
+
+
+def test_a_machine_without_gpus_or_with_hidden_ones_runs_on_cpus(tmp_path: Path) -> None:
+    old = driver(tmp_path, "550.54.15")
+    for hidden in ("", "-1"):
+        check_driver("13.0", available=False, visible=hidden, driver_file=old)
+    check_driver("13.0", available=True, visible=None, driver_file=old)
+    check_driver(None, available=False, visible=None, driver_file=old)
+    check_driver("13.0", available=False, visible=None, driver_file=tmp_path / "none")

@@ -1,0 +1,44 @@
+"""What a launch makes of settings on the devices that it has: automatic values, and machines that are refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from monarch_rl.generator.gpu import HARMFUL
+from monarch_rl.generator.settings import GeneratorSettings
+from monarch_rl.pipeline.settings import RunSettings, check, resolve
+from monarch_rl.runtime.devices import Devices
+from monarch_rl.trainer.settings import TrainerSettings
+
+GPUS, CPUS = Devices("cuda", 1, 8), Devices("cpu", 1, 8)
+
+
+def test_automatic_values_are_numbers_once_the_devices_are_known() -> None:
+    """A run's settings.json holds them: what is read from it later needs no device."""
+    for devices, requests, limit_s in ((GPUS, 256, 1200), (CPUS, 64, 300)):
+        found = resolve(RunSettings(), devices)
+        assert (found.generator.max_running_requests, found.generator.start_deadline_s) == (requests, limit_s)
+        assert replace(found, generator=GeneratorSettings()) == RunSettings()
+    own = RunSettings(generator=GeneratorSettings(max_running_requests=9, start_deadline_s=99))
+    assert resolve(own, GPUS) == own
+
+
+def test_gpus_without_compilers_are_refused_before_a_model_is_looked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    settings = RunSettings(model="no/such-model", trainer=TrainerSettings(ranks=2), output=tmp_path)
+    with pytest.raises(ValueError, match=r"SGLang compiles GPU kernels when it starts, .* lacks nvcc"):
+        check(settings, GPUS)
+    monkeypatch.setenv(HARMFUL, "1")
+    with pytest.raises(ValueError, match="would silently permute the experts' weights"):
+        check(settings, GPUS)
+
+
+def test_attention_for_half_precision_is_refused_with_float32(tmp_path: Path) -> None:
+    settings = RunSettings(generator=GeneratorSettings(dtype="float32", attention_backend="fa3"), output=tmp_path)
+    with pytest.raises(ValueError, match="generator.attention-backend fa3 computes in half precision only"):
+        check(settings, GPUS)

@@ -1,0 +1,149 @@
+"""tools/gpu_check.py on a CPU: the parts that need no SGLang pass, and what goes wrong in a part is its verdict."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from monarch_rl.episode.sampling import Completion
+from tools import gpu_check
+from tools.gpu_parts import child, commits, engines, old_torch
+from tools.gpu_parts.common import Bench, Findings, Skipped
+
+ROOT = Path(__file__).parents[2]
+RUN_S = 500.0
+"""Seconds on shared cores: some 20 when nothing else runs."""
+
+
+def test_trainer_and_weights_pass_on_a_cpu_without_sglang(tmp_path: Path) -> None:
+    command = [sys.executable, "tools/gpu_check.py", "--parts", "trainer,weights", "--part-deadline-s", str(RUN_S / 2)]
+    done = subprocess.run(
+        [*command, "--output", str(tmp_path / "found.jsonl")],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=RUN_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    assert (tmp_path / "found.jsonl").read_text() == done.stdout
+    trainer, weights = (json.loads(line) for line in done.stdout.splitlines())
+    for name, line in {"trainer": trainer, "weights": weights}.items():
+        assert line["part"] == name and line["verdict"] == "passed" and line["problems"] == []
+        assert line["device"].startswith("CPU") and line["versions"]["torch"] == torch.__version__
+    assert trainer["figures"]["loss_last"] < trainer["figures"]["loss_first"]
+    assert trainer["figures"]["rotary_caches"] == 1
+    assert weights["figures"]["many_tensors"] == 18_867
+
+
+def verdict_of(work: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What a process says of a part that does ``work``."""
+    part: Any = ModuleType("tools.gpu_parts.made_up")
+    part.run = work
+    monkeypatch.setitem(sys.modules, "tools.gpu_parts.made_up", part)
+    return child.look("made_up", "cpu", tmp_path)
+
+
+def test_an_exception_is_a_failed_verdict_with_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(_bench: Bench, found: Findings) -> None:
+        found.note(before=1.23456)
+        raise ZeroDivisionError("so it is")
+
+    said = verdict_of(work, tmp_path, monkeypatch)
+    assert said["verdict"] == "failed" and said["figures"] == {"before": 1.235} and said["versions"]["python"]
+    assert "ZeroDivisionError: so it is" in said["problems"][0] and "in work" in said["problems"][0]
+
+
+def test_a_problem_fails_and_a_reason_skips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_bench: Bench, found: Findings) -> None:
+        found.require(True, "nothing")
+        found.require(False, "it is wrong")
+
+    def skips(*_: Any) -> None:
+        raise Skipped("there is no second GPU")
+
+    said = verdict_of(fails, tmp_path, monkeypatch)
+    assert (said["verdict"], said["problems"]) == ("failed", ["it is wrong"])
+    said = verdict_of(skips, tmp_path, monkeypatch)
+    assert (said["verdict"], said["problems"]) == ("skipped", ["there is no second GPU"])
+
+
+def test_a_part_that_does_not_end_is_killed_and_the_next_one_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = gpu_check.Settings(parts="weights,trainer", device="cpu", part_deadline_s=0.01)
+    assert gpu_check.main(settings) == 1
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["part"] for line in lines] == ["weights", "trainer"]
+    assert all(line["verdict"] == "failed" and "was killed after 0.01 s" in line["problems"][-1] for line in lines)
+
+
+def test_a_part_that_there_is_not_is_refused() -> None:
+    with pytest.raises(ValueError, match="there is no part wieghts; there are trainer, weights, engine"):
+        gpu_check.Settings(parts="trainer,wieghts")
+
+
+def test_an_old_torch_gets_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The arguments that torch 2.11's varlen_attn does not know have no effect there, and are left out."""
+    import torch.distributed.fsdp as fsdp
+    import torch.nn.attention.varlen as varlen
+
+    def varlen_attn(query: int, *, scale: float | None = None) -> tuple[int, float | None]:
+        return query, scale
+
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
+    monkeypatch.delattr(fsdp, "DataParallelMeshDims")
+    old_torch.prepare()
+    monkeypatch.setattr(varlen, "varlen_attn", now := varlen.varlen_attn)
+    now_any: Any = now
+    assert now_any(3, scale=0.5, enable_gqa=True, num_splits=1) == (3, 0.5)
+    from torch.distributed.fsdp import DataParallelMeshDims
+
+    assert isinstance(DataParallelMeshDims, type)
+
+
+def test_a_torch_of_today_is_left_as_it_is() -> None:
+    import torch.distributed.fsdp as fsdp
+    import torch.nn.attention.varlen as varlen
+
+    before = varlen.varlen_attn, fsdp.DataParallelMeshDims
+    old_torch.prepare()
+    assert (varlen.varlen_attn, fsdp.DataParallelMeshDims) == before
+
+
+def completion(versions: list[int], flat: list[bool], vocabulary: int = 500) -> Completion:
+    """Tokens that carry ``versions``; where ``flat``, drawn with equal probabilities."""
+    logprobs = np.where(flat, -np.log(vocabulary), -1.5).astype(np.float32)
+    return Completion(np.zeros(len(flat), np.int32), logprobs, np.asarray(versions, np.int32), "length")
+
+
+@pytest.mark.parametrize(
+    "flat, problem",
+    [
+        ([False, True, True, False], None),
+        ([False, False, True, False], "1 tokens carry a version that did not draw them"),
+        ([False, True, True, True], "1 tokens drawn with equal probabilities carry the other version"),
+    ],
+)
+def test_a_token_with_anothers_version_is_found(flat: list[bool], problem: str | None) -> None:
+    """Odd versions draw with equal probabilities."""
+    findings = Findings()
+    commits.judge(findings, [completion([0, 1, 1, 2], flat)], 500)
+    assert findings.figures["tokens"] == 4 and findings.figures["versions"] == 3
+    assert len(findings.problems) == (problem is not None)
+    assert problem is None or problem in findings.problems[0]
+
+
+def test_completions_that_are_none_are_found() -> None:
+    findings = Findings()
+    engines.check_completions(findings, [completion([0] * 4, [False] * 4)], 4, 500)
+    assert findings.problems == []
+    engines.check_completions(findings, [completion([0] * 3, [False] * 3)], 4, 500)
+    assert "4 tokens were asked for, completions have [3]" in findings.problems[0]

@@ -1,0 +1,107 @@
+"""When a GPU may multiply in TF32: where the operands are values of bfloat16, of which TF32 loses nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from monarch_rl.trainer.platform import prepare, tensor_float32
+
+prepare()
+
+from monarch_rl.trainer.batch import MicroBatch  # noqa: E402
+from monarch_rl.trainer.policy import Policy  # noqa: E402
+
+DROPPED = 13
+"""Bits of float32's 23 that TF32 drops."""
+
+
+def to_tf32(x: torch.Tensor) -> torch.Tensor:
+    """Rounded to the nearest value that TF32 has, half to even."""
+    bits = x.view(torch.int32)
+    even = (bits >> DROPPED) & 1
+    return ((bits + (1 << (DROPPED - 1)) - 1 + even) >> DROPPED << DROPPED).view(torch.float32)
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnormal=False), min_size=1))
+def test_tf32_has_every_value_of_bfloat16(values: list[float]) -> None:
+    halves = torch.tensor(values).bfloat16()
+    halves = halves[halves.isfinite()].float()
+    assert torch.equal(to_tf32(halves), halves)
+
+
+def test_tf32_loses_bits_of_other_values() -> None:
+    assert not torch.equal(to_tf32(x := torch.tensor([1 / 3])), x)
+
+
+@pytest.mark.parametrize("enabled, inside", [(True, "high"), (False, "highest")])
+def test_it_ends_with_the_block_also_by_an_error(enabled: bool, inside: str) -> None:
+    with pytest.raises(KeyError), tensor_float32(enabled):
+        assert torch.get_float32_matmul_precision() == inside
+        raise KeyError
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+class Watched(torch.autograd.Function):
+    """Notes the precision of the forward and of the backward pass."""
+
+    seen: list[str] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        Watched.seen.append(torch.get_float32_matmul_precision())
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        Watched.seen.append(torch.get_float32_matmul_precision())
+        return gradients[0]
+
+
+@pytest.mark.parametrize("half, expected", [(True, "high"), (False, "highest")])
+def test_a_policy_takes_it_in_both_passes_of_half_precision_alone(half: bool, expected: str) -> None:
+    """The merged weights of LoRA, for one, are made of float32 values, outside of both."""
+    weight = torch.ones(3, requires_grad=True)
+
+    class Module(torch.nn.Module):
+        lm_head = torch.nn.Identity()
+
+        def forward(self, *_: Any, **__: Any) -> torch.Tensor:
+            assert self.lm_head.drawn_tokens is not None
+            return Watched.apply(weight)
+
+    policy: Any = object.__new__(Policy)
+    policy.module, policy.temperature, policy._computes_in_half = Module(), 1.0, half
+    policy._set_expert_routes = lambda *_: None
+    policy.settings = type("Settings", (), {"router_replay": "off"})
+    batch: Any = object.__new__(MicroBatch)
+    for name in ("token_ids", "positions", "attention", "drawn_after", "targets", "kept_sets", "rows"):
+        setattr(batch, name, None)
+    Watched.seen.clear()
+
+    class Optimizers:
+        def zero_grad(self) -> None: ...
+
+    policy.optimizers = Optimizers()
+    policy._expert_route_sums = lambda _: {}
+
+    class Stop(Exception): ...
+
+    class Schedulers:
+        @property
+        def schedulers(self) -> Any:
+            raise Stop
+
+    policy.schedulers = Schedulers()
+
+    def objective(output: Any, _: MicroBatch) -> Any:
+        return output.sum(), {"tokens": torch.ones(())}
+
+    with pytest.raises(Stop):
+        policy.update([batch], objective)
+    assert Watched.seen == [expected, expected] and weight.grad is not None
+    assert torch.get_float32_matmul_precision() == "highest"

@@ -1,0 +1,85 @@
+"""What the parts with an engine share."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from monarch_rl.episode.sampling import Completion, Sampling
+from monarch_rl.generator.engine import Engine
+from monarch_rl.generator.scheduler_process import quiet_imports
+from monarch_rl.generator.settings import GeneratorSettings
+from tools.gpu_parts.common import GIB, Bench, Findings
+
+START_S = 240.0
+"""Seconds for an engine to start; the first time it compiles."""
+DRAW_S = 120.0
+"""Seconds for a load of requests."""
+
+
+def engine_settings(bench: Bench) -> GeneratorSettings:
+    """Of an engine that leaves half of the GPU to others."""
+    if bench.on_gpu:
+        return GeneratorSettings(replicas=1, memory_fraction=0.5)
+    return GeneratorSettings(replicas=1, max_running_requests=16, max_total_tokens=8192, part_tokens=16)
+
+
+def free_gib(bench: Bench) -> float:
+    """Free memory of the GPU, of all its processes; 0 on a CPU."""
+    return torch.cuda.mem_get_info(bench.device)[0] / GIB if bench.on_gpu else 0.0
+
+
+@asynccontextmanager
+async def running_engine(bench: Bench, found: Findings, folder: Path) -> AsyncIterator[Engine]:
+    """An engine, whose start and memory are noted."""
+    quiet_imports()
+    before, started = free_gib(bench), time.perf_counter()
+    engine = await asyncio.wait_for(Engine.start(str(folder), engine_settings(bench)), START_S)
+    found.note(start_s=time.perf_counter() - started)
+    arguments = engine._sglang.engine.server_args
+    found.note(
+        attention_backend=str(arguments.attention_backend),
+        fp32_lm_head=bool(arguments.enable_fp32_lm_head),
+        overlap=not arguments.disable_overlap_schedule,
+    )
+    if bench.on_gpu:
+        found.note(engine_gib=before - free_gib(bench), left_gib=free_gib(bench))
+    try:
+        yield engine
+    finally:
+        await asyncio.wait_for(engine.shutdown(), 60.0)
+
+
+def prompts(vocabulary: int, count: int, tokens: int, seed: int = 0) -> list[list[int]]:
+    """Random ones."""
+    drawn: list[list[int]] = np.random.default_rng(seed).integers(3, vocabulary, (count, tokens)).tolist()
+    return drawn
+
+
+async def draw(engine: Engine, asked: list[list[int]], new_tokens: int) -> tuple[list[Completion], float]:
+    """Continue prompts, all at once, up to the length; the completions and the seconds."""
+    started = time.perf_counter()
+    requests = [engine.generate(prompt, Sampling(max_new_tokens=new_tokens)) for prompt in asked]
+    completions = await asyncio.wait_for(asyncio.gather(*requests), DRAW_S)
+    return completions, time.perf_counter() - started
+
+
+def check_completions(found: Findings, completions: list[Completion], new_tokens: int, vocabulary: int) -> None:
+    """All have their length, ids of the vocabulary, and log-probs of a distribution."""
+    lengths = {len(completion.token_ids) for completion in completions}
+    found.require(lengths == {new_tokens}, f"{new_tokens} tokens were asked for, completions have {sorted(lengths)}")
+    ids = np.concatenate([completion.token_ids for completion in completions])
+    logprobs = np.concatenate([completion.logprobs for completion in completions])
+    found.require(bool(((ids >= 0) & (ids < vocabulary)).all()), "ids outside of the vocabulary were drawn")
+    found.require(bool(np.isfinite(logprobs).all() and (logprobs <= 1e-3).all()), "some log-probs are none")
+    mean = float(logprobs.mean())
+    found.note(mean_logprob=mean)
+    # The mean log-prob of drawn tokens is minus the entropy, which is at most that of equal probabilities.
+    found.require(-1.05 * math.log(vocabulary) < mean < 0, f"the mean log-prob is {mean:.3g}")

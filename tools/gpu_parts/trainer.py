@@ -1,0 +1,205 @@
+"""Part ``trainer``: attention, the LM head, updates, and float32 against bfloat16, on one rank. Needs no SGLang."""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from monarch_rl.trainer.platform import prepare
+
+prepare()
+
+from monarch_rl.episode.episode import Episode, Group  # noqa: E402
+from monarch_rl.runtime.network import held_port  # noqa: E402
+from monarch_rl.trainer.attention import PackedAttention, PrefixVarlenAttention  # noqa: E402
+from monarch_rl.trainer.attention_layout import AttentionLayout  # noqa: E402
+from monarch_rl.trainer.batch import MicroBatch, pack  # noqa: E402
+from monarch_rl.trainer.layout import lay_out  # noqa: E402
+from monarch_rl.trainer.objective import supervised  # noqa: E402
+from monarch_rl.trainer.policy import Policy  # noqa: E402
+from monarch_rl.trainer.settings import TrainerSettings  # noqa: E402
+from tools.gpu_parts.common import GIB, Bench, Findings, make_groups, make_model, model_shape  # noqa: E402
+
+STEPS = 5
+LR = 1e-4
+ATTENTION_BOUND = {"bfloat16": 2e-2, "float32": 1e-5}
+"""Of the norm of the reference. bfloat16 rounds to 2e-3 of a value, and probabilities and their gradients are rounded
+too; float32 rounds to 6e-8, and a sum of a thousand products to some 1e-6. A wrong key costs far more."""
+HEAD_BOUND = 1e-3
+"""Of the largest logit. The products are the same; what is left is the order of sums. bfloat16 rounds to 4e-3."""
+SHARED_BOUND = {"bfloat16": 0.2, "float32": 1e-4}
+"""Nats by which log-probs of shared and of separate episodes may differ at p99 (tools/parity.py's limits)."""
+
+
+def run(bench: Bench, found: Findings) -> None:
+    """See the top of this file."""
+    attention(bench, found)
+    head(bench, found)
+    folder = make_model(bench, model_shape(bench))
+    with held_port() as port:
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        updates(bench, found, folder)
+        if bench.on_gpu:
+            precisions(bench, found, folder)
+
+
+# ---- attention -----------------------------------------------------------------------------------------------
+
+
+def attention(bench: Bench, found: Findings) -> None:
+    """Both kinds of attention against a plain one with a mask, of a row in which prefixes are shared."""
+    groups = make_groups(500, groups=3, size=4, prompt=200, answer=150)
+    episodes = [episode for group in groups for episode in group.episodes]
+    layout = lay_out(episodes, [group.group_id for group in groups for _ in group.episodes])
+    segments = AttentionLayout(layout.segments(), bench.device)
+    mask = torch.zeros(layout.width, layout.width, dtype=torch.bool)
+    for segment in segments.segments:
+        for place in range(segment.own):
+            mask[segment.start + place, segment.path[: len(segment.path) - segment.own + place + 1]] = True
+    torch.manual_seed(0)
+    heads, kv_heads, size = 16, 8, 128
+    shapes = [(layout.width, n, size) for n in (heads, kv_heads, kv_heads, heads)]
+    # Values of bfloat16, so that both dtypes compute the same thing.
+    q, k, v, gradient = (torch.randn(s, device=bench.device).bfloat16().float() for s in shapes)
+
+    def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+        k, v = (x.repeat_interleave(heads // kv_heads, 1) for x in (k, v))
+        scores = (q @ k.transpose(-1, -2) / math.sqrt(size)).masked_fill(~mask.to(bench.device), float("-inf"))
+        return (scores.softmax(-1) @ v)[0].transpose(0, 1)
+
+    def ours(module: Any) -> Callable[..., torch.Tensor]:
+        def compute(*qkv: torch.Tensor) -> torch.Tensor:
+            result = module(*(x.unsqueeze(0) for x in qkv), attention_masks=segments, enable_gqa=True)
+            assert isinstance(result, torch.Tensor)
+            return result[0]
+
+        return compute
+
+    expected = _with_gradients(plain, [q, k, v], gradient)
+    modules: dict[str, Any] = {"float32": PackedAttention(PackedAttention.Config())}
+    if bench.on_gpu:
+        modules["bfloat16"] = PrefixVarlenAttention(PrefixVarlenAttention.Config())
+        found.note(attention_kernels=torch.nn.attention.current_flash_attention_impl() or "torch's FlashAttention 2")
+    for dtype, module in modules.items():
+        inputs = [x.to(getattr(torch, dtype)) for x in (q, k, v)]
+        computed = _with_gradients(ours(module), inputs, gradient.to(inputs[0].dtype))
+        for name, value, reference in zip(("output", "q", "k", "v"), computed, expected, strict=True):
+            error = float((value.float() - reference).norm() / reference.norm())
+            found.note(**{f"attention_{dtype}_{name}": error})
+            found.require(error < ATTENTION_BOUND[dtype], f"{name} of attention in {dtype} is off by {error:.2g}")
+
+
+def _with_gradients(
+    compute: Callable[..., torch.Tensor], inputs: list[torch.Tensor], gradient: torch.Tensor
+) -> list[torch.Tensor]:
+    """The output, and the gradients of the inputs."""
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    result = compute(*leaves)
+    return [result.detach(), *torch.autograd.grad(result, leaves, gradient)]
+
+
+# ---- the LM head ---------------------------------------------------------------------------------------------
+
+
+def head(bench: Bench, found: Findings) -> None:
+    """The head's product of bfloat16 values in float32 and in TF32."""
+    if not bench.on_gpu:
+        return
+    torch.manual_seed(0)
+    hidden = torch.randn(1024, 1024, device=bench.device).bfloat16().float()
+    weight = (torch.randn(151_936, 1024, device=bench.device) / 32).bfloat16().float()
+    results, before = {}, torch.get_float32_matmul_precision()
+    for precision, name in (("highest", "fp32"), ("high", "tf32")):
+        torch.set_float32_matmul_precision(precision)
+        found.note(**{f"head_{name}_ms": 1e3 * bench.seconds(lambda: F.linear(hidden, weight))})
+        results[name] = F.linear(hidden, weight)
+    torch.set_float32_matmul_precision(before)
+    error = float((results["tf32"] - results["fp32"]).abs().max() / results["fp32"].abs().max())
+    found.note(head_tf32_difference=error)
+    found.require(error < HEAD_BOUND, f"TF32 changes logits by {error:.2g} of the largest")
+
+
+# ---- the policy ----------------------------------------------------------------------------------------------
+
+
+def updates(bench: Bench, found: Findings, folder: Path) -> None:
+    """Updates on one batch, over and over: its loss falls. Log-probs do not depend on what is shared."""
+    settings = TrainerSettings(ranks=1, lr=LR, tokens_per_microbatch=8192 if bench.on_gpu else 512)
+    policy = Policy(folder, settings, total_steps=STEPS)
+    dtype = settings.computes_in(bench.on_gpu)
+    caches = {x.data_ptr(): x.nbytes for name, x in policy.module.named_buffers() if name.endswith("rope.cache")}
+    found.note(rotary_caches=len(caches), rotary_mib=sum(caches.values()) / 2**20)
+    found.require(len(caches) == 1, f"there are {len(caches)} rotary caches")
+    if bench.on_gpu:
+        found.note(allocated_gib=torch.cuda.memory_allocated() / GIB)
+    vocabulary = model_shape(bench)["vocab_size"]
+    sizes = (
+        dict(groups=8, size=8, prompt=256, answer=768) if bench.on_gpu else dict(groups=3, size=3, prompt=9, answer=9)
+    )
+    groups = make_groups(vocabulary, **sizes)
+    apart(found, policy, groups, dtype)
+    batches = [
+        pack_groups([group], 1 / sum(e.num_trainable for g in groups for e in g.episodes), policy.device)
+        for group in groups
+    ]
+    losses: list[float] = []
+
+    def step() -> None:
+        losses.append(policy.update(batches, supervised)["loss"])
+
+    seconds = bench.seconds(step, STEPS - 1)
+    found.note(dtype=dtype, loss_first=losses[0], loss_last=losses[-1], step_ms=1e3 * seconds)
+    found.note(computed_tokens_per_s=sum(batch.num_tokens for batch in batches) / seconds)
+    found.note(tokens_per_s=sum(batch.separate_tokens for batch in batches) / seconds)
+    if bench.on_gpu:
+        found.note(peak_gib=torch.cuda.max_memory_allocated() / GIB)
+    falls = all(map(math.isfinite, losses)) and losses[-1] < losses[0]
+    found.require(falls, f"the loss of one and the same batch went {losses}")
+
+
+def apart(found: Findings, policy: Policy, groups: list[Group], dtype: str) -> None:
+    """Compare log-probs of a group whose prompt is computed once with those of its episodes by themselves."""
+    episodes = groups[0].episodes
+    with torch.no_grad():
+        shared = policy.token_logprobs(pack_groups(groups[:1], 1.0, policy.device)).logprobs
+        alone = torch.cat([policy.token_logprobs(pack_separate([e], 1.0, policy.device)).logprobs for e in episodes])
+    difference = float((shared - alone).abs().quantile(0.99))
+    found.note(shared_prefix_p99=difference)
+    found.require(difference < SHARED_BOUND[dtype], f"sharing a prefix changes log-probs by {difference:.2g} nats")
+
+
+def precisions(bench: Bench, found: Findings, folder: Path) -> None:
+    """Log-probs in bfloat16 against those in float32, which is another kind of attention, too."""
+    config, computed = model_shape(bench), {}
+    groups = make_groups(config["vocab_size"], groups=1, size=4, prompt=128, answer=256)
+    for dtype in ("float32", "bfloat16"):
+        gc.collect()
+        torch.cuda.empty_cache()
+        policy = Policy(folder, TrainerSettings(ranks=1, compute_dtype=dtype), total_steps=1)  # type: ignore[arg-type]
+        with torch.no_grad():
+            computed[dtype] = policy.token_logprobs(pack_groups(groups, 1.0, policy.device)).logprobs
+        del policy
+    difference = (computed["float32"] - computed["bfloat16"]).abs()
+    found.note(bf16_p99=float(difference.quantile(0.99)), bf16_mean=float(difference.mean()))
+    found.require(float(difference.quantile(0.99)) < SHARED_BOUND["bfloat16"], "bfloat16 is far from float32")
+
+
+def pack_groups(groups: list[Group], weight: float, device: torch.device) -> MicroBatch:
+    """Some groups as one micro-batch; each trainable token weighs ``weight``."""
+    episodes = [episode for group in groups for episode in group.episodes]
+    numbers = [group.group_id for group in groups for _ in group.episodes]
+    return pack(episodes, torch.zeros(len(episodes)), torch.full((len(episodes),), weight), 0, device, numbers)
+
+
+def pack_separate(episodes: list[Episode], weight: float, device: torch.device) -> MicroBatch:
+    """Episodes that share nothing, as one micro-batch."""
+    return pack(episodes, torch.zeros(len(episodes)), torch.full((len(episodes),), weight), 0, device)
