@@ -140,12 +140,11 @@ def test_no_stream_is_shared_with_training(
     threads: dict[str, set[str]] = {}
     for record in device.records:
         threads.setdefault(record.stream, set()).add(record.thread.split("_")[0])
-    assert {"verify", "compute"} <= set().union(*threads.values())
-    for kind, used in {"delta": delta, "weights": transport == "collective"}.items():
-        assert used is (kind in set().union(*threads.values()))
+    kinds = {"compute", "verify", "weights", *(["delta"] if delta else [])}
+    assert kinds <= set().union(*threads.values())
     for stream, users in threads.items():
-        if users & {"weights", "verify", "delta", "compute"}:
-            assert len(users) == 1, f"{stream} is used by {users}"
+        # The event loop marks an area as being written on the stream of the thread that marks it as written.
+        assert len(users & kinds) <= 1, f"{stream} is used by {users}"
     broadcasts = {record.thread.split("_")[0] for record in device.records if record.op == "broadcast"}
     assert broadcasts == ({"weights"} if transport == "collective" else set())
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from monarch_rl.runtime.streams import SideStream
+from monarch_rl.runtime.streams import SideThread
 from monarch_rl.weights.area import Area, attach
 from monarch_rl.weights.endpoint import SNAPSHOTS, TransferError, TransferSettings
 from monarch_rl.weights.manifest import Manifest, shard_bytes
@@ -62,20 +62,19 @@ class SharedMemorySender:
         self._device = device
         self._own_areas: list[Area] = []
         self._areas: _Areas | None = None
-        self._stream = SideStream(device)
+        self._thread = SideThread("weights", device)
 
     async def open(self) -> bytes:
         """Rank 0's address holds the handles of the areas, which stay the same for all later calls."""
         if self._rank == 0 and not self._own_areas:
-            self._own_areas = await asyncio.to_thread(self._make_areas)
+            self._own_areas = await self._thread.run(self._make_areas)
         return pickle.dumps((this_host(), [area.handle for area in self._own_areas]))
 
     def _make_areas(self) -> list[Area]:
         headers = HEADER_BYTES * len(self._manifest.shards)
-        with self._stream.use():
-            areas = [Area(self._manifest.nbytes + headers, self._device) for _ in range(SNAPSHOTS)]
-            for area in areas:
-                area.buffer[-headers:].view(torch.int64).fill_(BEING_WRITTEN)
+        areas = [Area(self._manifest.nbytes + headers, self._device) for _ in range(SNAPSHOTS)]
+        for area in areas:
+            area.buffer[-headers:].view(torch.int64).fill_(BEING_WRITTEN)
         return areas
 
     async def connect(self, addresses: list[bytes], receivers: int) -> None:
@@ -84,7 +83,8 @@ class SharedMemorySender:
 
     def views(self, snapshot: int) -> list[torch.Tensor]:
         areas = self._connected()
-        self._mark(areas.versions[snapshot], BEING_WRITTEN)
+        with self._thread.stream.use():  # before anything else is written
+            areas.versions[snapshot][self._rank] = BEING_WRITTEN
         views = []
         for shard in self._manifest.shards[self._rank]:
             spec = self._manifest.tensors[shard.tensor]
@@ -94,17 +94,18 @@ class SharedMemorySender:
 
     async def send(self, version: int, snapshot: int, nbytes: int | None = None) -> None:
         areas = self._connected()
-        self._mark(areas.sizes[snapshot], shard_bytes(self._manifest, self._rank) if nbytes is None else nbytes)
-        self._mark(areas.versions[snapshot], version)
+        size = shard_bytes(self._manifest, self._rank) if nbytes is None else nbytes
+        await self._thread.run(self._mark, areas.sizes[snapshot], areas.versions[snapshot], size, version)
 
-    def _mark(self, numbers: torch.Tensor, value: int) -> None:
-        with self._stream.use():
-            numbers[self._rank] = value
+    def _mark(self, sizes: torch.Tensor, versions: torch.Tensor, size: int, version: int) -> None:
+        sizes[self._rank] = size
+        versions[self._rank] = version
 
     def abort(self, why: str) -> None:
         """Nothing to do: this end waits for nobody."""
 
     async def close(self) -> None:
+        self._thread.close()
         self._areas = None
 
     def _connected(self) -> _Areas:
@@ -119,7 +120,7 @@ class SharedMemoryReceiver:
     def __init__(self, manifest: Manifest, settings: TransferSettings, device: torch.device) -> None:
         self._deadline_s = settings.deadline_s
         self._areas: _Areas | None = None
-        self._stream = SideStream(device)
+        self._thread = SideThread("weights", device)
 
     async def connect(self, addresses: list[bytes], position: int, receivers: int) -> None:
         self._areas = _Areas(addresses[0], len(addresses))
@@ -131,24 +132,23 @@ class SharedMemoryReceiver:
         """Wait until every trainer rank has marked its part as ``version``."""
         areas = self._connected()
         deadline = asyncio.get_running_loop().time() + self._deadline_s
-        while late := {r: held for r, held in enumerate(self._read(areas.versions[snapshot])) if held != version}:
+        while late := {r: v for r, v in enumerate(await self._read(areas.versions[snapshot])) if v != version}:
             if asyncio.get_running_loop().time() > deadline:
                 raise TransferError(
                     f"version {version} is not whole after {self._deadline_s:g} s: the parts of trainer ranks "
                     f"{list(late)} are of versions {list(late.values())}"
                 )
             await asyncio.sleep(POLL_S)
-        return self._read(areas.sizes[snapshot])
+        return await self._read(areas.sizes[snapshot])
 
-    def _read(self, numbers: torch.Tensor) -> list[int]:
-        with self._stream.use():
-            values: list[int] = numbers.tolist()
-        return values
+    async def _read(self, numbers: torch.Tensor) -> list[int]:
+        return await self._thread.run(numbers.tolist)
 
     def abort(self, why: str) -> None:
         """Nothing to do: only trainer ranks are waited for, and the run ends with them."""
 
     async def close(self) -> None:
+        self._thread.close()
         self._areas = None
 
     def _connected(self) -> _Areas:
