@@ -39,7 +39,8 @@ class Network:
         self.device = device
         self.sent: queue.Queue[torch.Tensor] = queue.Queue()
         self.hanging, self.release = threading.Event(), threading.Event()
-        """A broadcast is enqueued that does not end; an abort may go on."""
+        """A broadcast is enqueued that does not end; aborts may go on."""
+        self.release.set()
         self.aborts: list[tuple[str, str]] = []
         """``begun`` and ``ended``, each with the thread."""
 
@@ -192,6 +193,7 @@ def test_a_broadcast_that_never_ends_fails_by_our_own_clock_and_the_next_one_wai
         await pair.meet()
         await pair.transfer(1)
         device.hangs.set()
+        network.release.clear()
         pair.set_deadline(0.5)
         late = await asyncio.gather(failure(pair.sender.send(2, 0)), failure(pair.receiver.receive(2, 0)))
         assert "trainer rank 0 could not send version 2" in late[0]
@@ -220,7 +222,6 @@ def test_a_transfer_is_aborted_at_once_when_a_member_is_lost(device: RecordedDev
     """Not at the deadline, which is ten minutes; and what was received by then does not count."""
 
     async def go() -> None:
-        network.release.set()
         pair = Pair(deadline_s=600)
         await pair.meet()
         device.hangs.set()
@@ -237,6 +238,42 @@ def test_a_transfer_is_aborted_at_once_when_a_member_is_lost(device: RecordedDev
         assert pair.held() == 2
         pair.sender.abort("nothing is under way")
         await pair.transfer(3)
+        await pair.close()
+
+    asyncio.run(go())
+
+
+def test_a_meeting_that_hangs_is_left_with_its_thread_and_the_next_one_has_another(
+    device: RecordedDevice, network: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the hung call makes in the end is in nobody's way."""
+
+    async def go() -> None:
+        entered, released, hung = threading.Event(), threading.Event(), list[threading.Thread]()
+
+        def hang(*arguments: Any) -> Any:
+            hung.append(threading.current_thread())
+            entered.set()
+            assert released.wait(60)
+            return network.make_group(*arguments)
+
+        pair = Pair(deadline_s=60)
+        address = await pair.sender.open()
+        with monkeypatch.context() as patch:
+            patch.setattr(broadcast_group, "make_group", hang)
+            connecting = asyncio.ensure_future(failure(pair.sender.connect([address], 1)))
+            assert await asyncio.to_thread(entered.wait, 60)
+            pair.sender.abort("generator 0 is lost")
+            assert "generator 0 is lost" in await asyncio.wait_for(connecting, 30)
+        await pair.meet()
+        pair.set_deadline(0.1)  # the late group waits for members
+        released.set()
+        await asyncio.to_thread(hung[0].join, 60)
+        assert not hung[0].is_alive()
+        pair.set_deadline(60)
+        await pair.transfer(1)
+        await pair.transfer(2)
+        assert pair.held() == 2
         await pair.close()
 
     asyncio.run(go())

@@ -61,9 +61,9 @@ class CollectiveSender:
 
     def _join(self, receivers: int) -> None:
         assert self._store is not None, "open() must come first"
-        name, stream = f"weights/{self._rank}", self._transfers.stream
+        name, stream, groups = f"weights/{self._rank}", self._transfers.stream, self._transfers.groups
         group = BroadcastGroup(self._store, name, 0, receivers + 1, self._device, stream, self._timeout)
-        self._transfers.groups.append(group)
+        groups.append(group)
         # NCCL connects at the first broadcast: not in a transfer's time.
         _send(group, self._transfers.until(), torch.zeros(_HEADER, dtype=torch.int64, device=self._device))
 
@@ -138,13 +138,13 @@ class CollectiveReceiver:
         await self._transfers.run(self._join, receivers, what=what)
 
     def _join(self, receivers: int) -> None:
-        stream, until = self._transfers.stream, self._transfers.until()
+        stream, groups, until = self._transfers.stream, self._transfers.groups, self._transfers.until()
         for rank, address in enumerate(self._addresses):
             host, port = address.rsplit(":", 1)
             store = dist.TCPStore(host, int(port), is_master=False, timeout=self._timeout)
             name, member = f"weights/{rank}", 1 + self._position
             group = BroadcastGroup(store, name, member, receivers + 1, self._device, stream, self._timeout)
-            self._transfers.groups.append(group)
+            groups.append(group)
             self._receive_header(group, until)
         if not self._plans:
             ranks, size = range(len(self._addresses)), self._settings.bucket_bytes

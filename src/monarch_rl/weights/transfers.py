@@ -64,20 +64,23 @@ class Transfers:
             self._deadline_s, self._thread.run(call, *arguments), what, on=self._peers, flag="weights.deadline-s"
         )
         self._running, self._why = asyncio.ensure_future(calling), ""
+        hangs = True
         try:
             return await self._running  # waits: deadline_s at most
-        except (RuntimeError, DeadlineExceeded) as error:
+        except DeadlineExceeded as error:
             failure = str(error)
+        except RuntimeError as error:
+            failure, hangs = str(error), False
             # Its frames hold the groups, whose connections are to close: that informs the others.
             error.__traceback__ = None
         except asyncio.CancelledError:
             if not self._why:  # not by abort()
-                self.leave()
+                self.leave(hangs)
                 raise
             failure = self._why
         finally:
             self._running = None
-        self.leave()
+        self.leave(hangs)
         raise TransferError(failure)
 
     def abort(self, why: str) -> None:
@@ -86,18 +89,21 @@ class Transfers:
             self._why = f"the transfer was aborted: {why}"
             self._running.cancel()
 
-    def leave(self) -> None:
+    def leave(self, hangs: bool = False) -> None:
         """Leave the groups, so that gloo's other members fail at once instead of at their deadline.
 
-        A call that hangs in a group is left behind with its thread.
+        Args:
+            hangs: a call is under way, and is left behind with its thread. The list of groups is another one from here
+                on: what the call may add to the old one is never used.
         """
         groups, self.groups = self.groups, []
-        if not groups:
-            return
         for group in groups:
             group.leave()
-        self._thread.close()
-        self._thread = SideThread("weights", self._device)
+        if groups or hangs:
+            self._thread.close()
+            self._thread = SideThread("weights", self._device)
+        if not groups:
+            return
         self._aborted.append(done := threading.Event())
         # NCCL's abort may block for seconds. Nobody joins a thread that may never end.
         threading.Thread(target=_abort, args=(groups, done), name="abort", daemon=True).start()
