@@ -104,12 +104,13 @@ class Transfers:
             self._thread = SideThread("weights", self._device)
         if not groups:
             return
+        self._aborted = [event for event in self._aborted if not event.is_set()]
         self._aborted.append(done := threading.Event())
         # NCCL's abort may block for seconds. Nobody joins a thread that may never end.
         threading.Thread(target=_abort, args=(groups, done), name="abort", daemon=True).start()
 
-    async def begin(self) -> None:
-        """Leave the groups, and wait until nothing of theirs can touch the memory of the next transfer.
+    async def leave_memory(self) -> None:
+        """Leave the groups, and wait until no broadcast of theirs can write to the memory of the next transfer.
 
         Raises:
             TransferError: a broadcast could not be aborted.
