@@ -22,10 +22,16 @@ def request(prompt: list[int], salt: str = "0", drawn: list[int] | None = None) 
     return SimpleNamespace(origin_input_ids=ids, extra_key=None, cache_salt=salt, output_ids=array("q", drawn or []))
 
 
-def scheduler(waiting: list[Any], parameters: int, chunked: Any = None, shares: bool = True) -> Any:
+def scheduler(
+    waiting: list[Any], parameters: int, chunked: Any = None, shares: bool = True, overlap: bool = False
+) -> Any:
     cache = SimpleNamespace(supports_prefix_sharing=lambda: shares)
     return SimpleNamespace(
-        waiting_queue=waiting, chunked_req=chunked, tree_cache=cache, _monarch_rl_parameters=parameters
+        enable_overlap=overlap,
+        waiting_queue=waiting,
+        chunked_req=chunked,
+        tree_cache=cache,
+        _monarch_rl_parameters=parameters,
     )
 
 
@@ -43,6 +49,7 @@ def test_a_group_waits_for_its_first_if_the_prompt_is_worth_a_batch() -> None:
     assert held(scheduler(group, LARGE), cached=29) == []
     assert held(scheduler(group, SMALL), cached=20) == []
     assert held(scheduler(group, LARGE, shares=False)) == []
+    assert held(scheduler(group, LARGE, overlap=True)) == []
 
 
 def test_only_what_the_first_computes_is_waited_for() -> None:

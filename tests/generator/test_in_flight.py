@@ -1,6 +1,6 @@
 """What becomes of running sequences at a commit, under each policy, against transformers under each version.
 
-Versions are of all weights, or of an adapter; what sequences do under ``continue`` then is in test_load_lora.
+Versions are of all weights, or of an adapter. SGLang's overlap scheduler is off, as on CPUs, or on, as on GPUs.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from tests.generator.helpers import (
     adapter,
     check_parts,
     checksums_of,
+    merged,
     next_version,
     reference_in_turn,
     reference_logprobs,
@@ -40,19 +41,38 @@ LAST = f"model.layers.{LAYERS - 1}."
 KEYS_AND_VALUES = (f"{LAST}self_attn.k_proj.weight", f"{LAST}self_attn.v_proj.weight")
 """Their change makes a past that older weights have read another past; nothing but the last layer's depends on them."""
 LORA = LoraSettings(rank=3, alpha=6.0)
-CASES = {policy: (policy, FULL_TRAINING) for policy in get_args(InFlight)}
-CASES |= {f"{policy}-adapter": (policy, LORA) for policy in ("recompute", "resume", "drain")}
 
 
-@pytest.fixture(scope="module", params=list(CASES.values()), ids=list(CASES))
-def case(request: pytest.FixtureRequest) -> tuple[InFlight, LoraSettings]:
-    found: tuple[InFlight, LoraSettings] = request.param
+@dataclass(frozen=True)
+class Case:
+    """How an engine commits, and what."""
+
+    policy: InFlight
+    lora: LoraSettings = FULL_TRAINING
+    overlap: bool = False
+
+    def __str__(self) -> str:
+        return "-".join([self.policy, *["adapter"] * (self.lora.rank > 0), *["overlap"] * self.overlap])
+
+
+ALONE: tuple[InFlight, ...] = ("recompute", "resume", "drain")
+"""The policies under which a version's tokens are what it alone gives. Adapters under ``continue`` are in
+test_load_lora, and here with the overlap scheduler."""
+# Cases that share an engine are neighbours.
+CASES = [Case(policy, overlap=overlap) for overlap in (False, True) for policy in get_args(InFlight)]
+CASES += [Case(policy, LORA) for policy in ALONE]
+CASES += [Case(policy, LORA, overlap=True) for policy in get_args(InFlight)]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=str)
+def case(request: pytest.FixtureRequest) -> Case:
+    found: Case = request.param
     return found
 
 
 @pytest.fixture(scope="module")
-def policy(case: tuple[InFlight, LoraSettings]) -> InFlight:
-    return case[0]
+def policy(case: Case) -> InFlight:
+    return case.policy
 
 
 @dataclass(frozen=True)
@@ -76,10 +96,18 @@ class Versions:
     ) -> list[np.ndarray]:
         return reference_logprobs(self.folder, asked, weights, self.lora)
 
+    def in_turn(
+        self, asked: list[tuple[list[int], Completion]], weights: dict[int, dict[str, torch.Tensor]]
+    ) -> list[np.ndarray]:
+        """Each token under the version that it carries, over the past that the versions before it have read."""
+        if self.lora.rank:
+            weights = {version: merged(self.folder, self.lora, tensors) for version, tensors in weights.items()}
+        return reference_in_turn(self.folder, asked, weights)
+
 
 @pytest.fixture(scope="module")
-def versions(case: tuple[InFlight, LoraSettings], models: dict[str, Path]) -> Versions:
-    return Versions(models["qwen3"], case[1])
+def versions(case: Case, models: dict[str, Path]) -> Versions:
+    return Versions(models["qwen3"], case.lora)
 
 
 @pytest.fixture(scope="module")
@@ -89,15 +117,16 @@ def staging(versions: Versions) -> Staging:
 
 @pytest.fixture(scope="module")
 def engine(
-    case: tuple[InFlight, LoraSettings],
+    case: Case,
     engines: EngineKeeper,
     versions: Versions,
     staging: Staging,
     run: LoopThread,
 ) -> Engine:
     """An engine that holds what it started with."""
-    settings = replace(SETTINGS, in_flight=case[0], drain_deadline_s=60)
-    engine, weights = engines.under(settings, versions.folder, lora=case[1]), versions.first()
+    settings = replace(SETTINGS, in_flight=case.policy, drain_deadline_s=60)
+    options = {"lora": case.lora, "disable_overlap_schedule": not case.overlap}
+    engine, weights = engines.under(settings, versions.folder, **options), versions.first()
     version = engine.version + 1
     staging.fill(version, weights)
     run(staging.commit(engine, version, checksums_of(weights)))
@@ -181,7 +210,7 @@ def test_each_token_is_drawn_by_the_version_that_it_carries(
         assert max(differences) < LOGPROB_BOUND
         return
     assert max(differences) > 1e-3  # what follows is more than that
-    in_turn = reference_in_turn(versions.folder, asked, weights)
+    in_turn = versions.in_turn(asked, weights)
     differences = [np.abs(c.logprobs - reference).max() for (_, c), reference in zip(asked, in_turn, strict=True)]
     print(f"continue: within {max(differences):.1e} of what they give over the past that older versions have read")
     assert max(differences) < LOGPROB_BOUND
@@ -212,8 +241,8 @@ def test_under_continue_a_version_that_leaves_keys_and_values_gives_what_it_alon
     engine: Engine, run: LoopThread, versions: Versions, staging: Staging, policy: str, past_changes: bool
 ) -> None:
     """Bit for bit the same past: then nothing is left of the version before. With other keys and values much is."""
-    if policy != "continue":
-        pytest.skip("the policy is another")
+    if policy != "continue" or versions.lora.rank:
+        pytest.skip("the policy is another, or the adapter's is in test_load_lora")
     first = engine.version + 1
     old = versions.later(first)
     names = KEYS_AND_VALUES if past_changes else tuple(filter(feeds_no_key_or_value, old))
@@ -243,7 +272,7 @@ def test_under_continue_a_version_that_leaves_keys_and_values_gives_what_it_alon
         assert largest < LOGPROB_BOUND
         return
     assert largest > 100 * LOGPROB_BOUND
-    in_turn = np.concatenate(reference_in_turn(versions.folder, asked, weights))
+    in_turn = np.concatenate(versions.in_turn(asked, weights))
     assert np.abs(drawn - in_turn).max() < LOGPROB_BOUND
 
 

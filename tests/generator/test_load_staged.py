@@ -13,6 +13,7 @@ from torch import nn
 from monarch_rl.generator.load_report import LoadSheet, Refusal
 from monarch_rl.generator.load_staged import forget_prefixes, load, load_part, verify_rest, write_order
 from tests.generator.helpers import Staging, checksums_of, manifest_of
+from tests.recorded_streams import RecordedDevice
 
 
 class Fused(nn.Module):
@@ -69,6 +70,25 @@ def error_of(model: nn.Module, weights: dict[str, torch.Tensor]) -> str:
     assert refusal is not None
     assert not refusal.differs
     return refusal.message
+
+
+def test_nothing_is_overwritten_before_the_steps_that_read_it_are_done() -> None:
+    """Each load begins with a wait for the device: neither the first one, by SGLang's loader, nor a later one copies
+    before that, and what a load has copied is there when it answers."""
+    device, rank = RecordedDevice(), Rank(Fused(), fused_weights())
+    rank.load(0, fused_weights())  # checksums and handles of the test's own are made
+    rank.model.qk = nn.Parameter(rank.model.qk.clone(), requires_grad=False)  # the plan is void: it is made again
+    for version in (1, 2):
+        weights = fused_weights(version)
+        rank.staging.fill(version, weights)
+        rank.sheet.ask(checksums_of(weights))
+        order = write_order(0, rank.staging.area(version).handle, rank.sheet.handle)
+        device.records.clear()
+        with device.in_place_of_cuda(), device.recording():
+            load(rank.model, [(order, torch.empty(0))])
+        assert rank.sheet.judge() is None and rank.model.loads == 2
+        done = [record.op for record in device.records if record.op in ("copy_", "synchronize")]
+        assert done[0] == "synchronize" and "copy_" in done
 
 
 def test_first_load_goes_through_the_model_and_later_ones_by_the_plan_whatever_the_area() -> None:

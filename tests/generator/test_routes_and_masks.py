@@ -38,17 +38,27 @@ from tests.generator.helpers import (
 
 PROMPT = [5, 6, 7, 8]
 POLICIES: list[InFlight] = ["continue", "recompute", "resume"]
+CASES = [(policy, False) for policy in POLICIES] + [(policy, True) for policy in POLICIES]
 
 
-@pytest.fixture(scope="module", params=POLICIES)
-def policy(request: pytest.FixtureRequest) -> InFlight:
-    found: InFlight = request.param
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: case[0] + "-overlap-tp2" * case[1])
+def case(request: pytest.FixtureRequest) -> tuple[InFlight, bool]:
+    """What a commit does with running sequences; and whether SGLang's overlap scheduler is on, as on GPUs, in an engine
+    of two ranks."""
+    found: tuple[InFlight, bool] = request.param
     return found
 
 
 @pytest.fixture(scope="module")
-def engine(policy: InFlight, engines: EngineKeeper, models: dict[str, Path]) -> Engine:
-    return engines.under(replace(SETTINGS, in_flight=policy), models["moe"], expert_routes=True)
+def policy(case: tuple[InFlight, bool]) -> InFlight:
+    return case[0]
+
+
+@pytest.fixture(scope="module")
+def engine(case: tuple[InFlight, bool], engines: EngineKeeper, models: dict[str, Path]) -> Engine:
+    policy, overlap = case
+    settings = replace(SETTINGS, in_flight=policy, tp=2 if overlap else 1)
+    return engines.under(settings, models["moe"], expert_routes=True, disable_overlap_schedule=not overlap)
 
 
 @pytest.fixture(scope="module")

@@ -101,6 +101,7 @@ class Replica(Handle):
             "ready": says(),
             "weights_setup": says(0.0),
             "weights_connect": says(),
+            "weights_abort": says(),
             "receive": receive,
             "commit": says(Report()),
         }
@@ -108,11 +109,13 @@ class Replica(Handle):
 
 
 class Harness:
-    """A publisher of one trainer rank, whose ``send`` is given."""
+    """A publisher of one trainer rank, whose endpoints may be given."""
 
-    def __init__(self, *replicas: Handle, send: Callable[..., Any] | None = None, attempts: int = 3) -> None:
-        rank: Any = Handle(ready=says(), send=send or says([]))
-        trainer: Any = Handle(weights_open=says({0: (0, b"")}), weights_connect=says(), snapshot=says({0: 0.01}))
+    def __init__(self, *replicas: Handle, attempts: int = 3, **endpoints: Callable[..., Any]) -> None:
+        usual: dict[str, Callable[..., Any]] = {"ready": says(), "send": says([]), "weights_abort": says()}
+        rank: Any = Handle(**usual | endpoints)
+        connect = endpoints.get("weights_connect", says())
+        trainer: Any = Handle(weights_open=says({0: (0, b"")}), weights_connect=connect, snapshot=says({0: 0.01}))
         self.served: list[int] = []
         self.dispatch: list[tuple[list[int], list[int]]] = []
 
@@ -347,5 +350,97 @@ def test_a_replica_is_not_blamed_for_the_silence_of_the_one_before() -> None:
         silent.set_exception(RuntimeError("Killed(sig=9)"))
         await asyncio.gather(publishing, adding)
         assert new.received and harness.publisher.generators[1] is new and not harness.publisher.lost
+
+    asyncio.run(go())
+
+
+# -- members that are lost while they are in a transfer --------------------------------------------------------------
+
+
+def in_a_transfer(answer: Any) -> tuple[Callable[..., Any], Callable[..., Any], asyncio.Event, list[str]]:
+    """An endpoint that waits for other members, the one that aborts it, when it is called first, and the aborts.
+
+    ``answer`` is that of the next transfer.
+    """
+    entered, aborted, reasons = asyncio.Event(), asyncio.Event(), list[str]()
+
+    async def take_part(*_: Any) -> Any:
+        if reasons:  # the next transfer
+            return answer
+        entered.set()
+        await aborted.wait()
+        raise RuntimeError(f"the transfer was aborted: {reasons[0]}")
+
+    async def abort(why: str) -> None:
+        reasons.append(why)
+        aborted.set()
+
+    return take_part, abort, entered, reasons
+
+
+def test_a_replica_lost_in_a_transfer_ends_it_at_once_and_the_others_are_sent_the_version_again() -> None:
+    """The replica hangs and never answers; the trainer rank waits for it, and NCCL would tell it nothing."""
+
+    async def go() -> None:
+        send, abort, sending, reasons = in_a_transfer([])
+        never = asyncio.get_running_loop().create_future()
+
+        async def receive(*_: Any) -> int:
+            return await never
+
+        harness = Harness(Replica(), Replica(receive=receive), send=send, weights_abort=abort)
+        publishing = asyncio.create_task(harness.publish(1))
+        await sending.wait()
+        await harness.publisher.remove_replica(1, "it is stopped")
+        await asyncio.wait_for(publishing, 30)  # of a deadline of three minutes
+        assert reasons == ["generator 1 is lost: it is stopped"]
+        assert harness.served == [1] and list(harness.publisher.generators) == [0]
+        assert list(harness.publisher.lost) == [1]
+
+    asyncio.run(go())
+
+
+def test_a_member_that_fails_has_all_others_leave_the_transfer() -> None:
+    """A trainer rank and a replica that wait for one whose process has ended, which is found to be gone and removed."""
+
+    async def go() -> None:
+        send, abort_send, _, of_rank = in_a_transfer([])
+        receive, abort_receive, receiving, of_replica = in_a_transfer(1)
+        answers = iter([None])
+
+        async def killed(*_: Any) -> int:
+            await receiving.wait()
+            raise RuntimeError("Killed(sig=9)")
+
+        async def ready() -> None:
+            if next(answers, "gone") == "gone":
+                raise RuntimeError("Killed(sig=9)")
+
+        gone = Replica(ready=ready, receive=killed)
+        there = Replica(receive=receive, weights_abort=abort_receive)
+        harness = Harness(there, gone, send=send, weights_abort=abort_send)
+        await asyncio.wait_for(harness.publish(1), 30)
+        assert of_rank == of_replica == ["Killed(sig=9)"]
+        assert harness.served == [1] and list(harness.publisher.lost) == [1]
+
+    asyncio.run(go())
+
+
+def test_a_meeting_that_a_replica_is_lost_in_is_left_by_all() -> None:
+    """While members connect, which takes NCCL seconds."""
+
+    async def go() -> None:
+        connect, abort, connecting, reasons = in_a_transfer(None)
+        never = asyncio.get_running_loop().create_future()
+
+        async def meet(*_: Any) -> None:
+            await never
+
+        harness = Harness(Replica(), Replica(weights_connect=meet), weights_abort=abort, weights_connect=connect)
+        publishing = asyncio.create_task(harness.publish(1))
+        await connecting.wait()
+        await harness.publisher.remove_replica(1, "it is stopped")
+        await asyncio.wait_for(publishing, 30)
+        assert reasons == ["generator 1 is lost: it is stopped"] and harness.served == [1]
 
     asyncio.run(go())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -24,12 +25,13 @@ class Memory:
 
 def test_a_snapshot_of_another_version_is_refused() -> None:
     memory: Any = Memory()
-    snapshots = Snapshots(memory, make_manifest([("a", (4, 2), torch.float32)], [[("a", 0, 8)]]), rank=0)
+    manifest = make_manifest([("a", (4, 2), torch.float32)], [[("a", 0, 8)]])
+    snapshots = Snapshots(memory, manifest, 0, torch.device("cpu"))
     weights = torch.arange(8.0).view(4, 2)
     (view,) = snapshots.prepare(3, 1)
     view.view(torch.float32).view(4, 2).copy_(weights)
-    assert snapshots.checksums(3, 1).take() == [int(tensor_checksum(weights))]
+    assert asyncio.run(snapshots.checksums(3, 1)) == [int(tensor_checksum(weights))]
     with pytest.raises(RuntimeError, match="trainer rank 0 has version 3 in snapshot 1, not 2"):
-        snapshots.checksums(2, 1)
+        asyncio.run(snapshots.checksums(2, 1))
     with pytest.raises(RuntimeError, match="has version None in snapshot 0, not 3"):
-        snapshots.checksums(3, 0)
+        asyncio.run(snapshots.checksums(3, 0))

@@ -190,6 +190,12 @@ class Generator(ResilientActor):
             return nbytes
 
     @concurrent_endpoint
+    async def weights_abort(self, why: str) -> None:
+        """End a transfer under way, because a member is lost: ``receive`` or ``weights_connect`` fails at once."""
+        if self._weights is not None:
+            self._weights.receiver.abort(why)
+
+    @concurrent_endpoint
     async def commit(self, version: int, snapshot: int, checksums: dict[str, int]) -> CommitReport:
         """Serve the version that was received from ``snapshot``; see :meth:`Engine.commit`."""
         return await self._commit(version, snapshot, checksums)

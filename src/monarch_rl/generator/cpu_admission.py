@@ -5,7 +5,8 @@ waits a moment for the others.
 
 Prompts that share a prefix are computed once. The episodes of a group would be read in one batch, each with the whole
 prompt. If that computes more than another batch costs, only the first of them is read. The others wait for the next
-batch and find the prompt in the prefix cache.
+batch and find the prompt in the prefix cache. With the overlap scheduler they would not: a batch is chosen before the
+results of the one before are read, and published. There nobody waits.
 """
 
 from __future__ import annotations
@@ -62,6 +63,8 @@ def gather_after_idle(scheduler: Any, original: Callable[..., Any]) -> None:
 
 def _held_back(scheduler: Any) -> list[Any]:
     """The waiting requests that should wait for another one, in order."""
+    if scheduler.enable_overlap:
+        return []
     waiting = [req for req in scheduler.waiting_queue if not req.output_ids]
     first = [] if scheduler.chunked_req is None else [scheduler.chunked_req]
     if len(first + waiting) < 2 or not scheduler.tree_cache.supports_prefix_sharing():

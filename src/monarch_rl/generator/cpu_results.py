@@ -2,6 +2,7 @@
 
 SGLang looks at every token of every request for what only few requests have: grammars, beams, stop strings, sessions,
 state of Mamba. Here a request that has none of it, and goes on, costs two appends; one that ends is handled by SGLang.
+So is every request under the overlap scheduler, whose results may be of requests that have ended in the meantime.
 """
 
 from __future__ import annotations

@@ -19,6 +19,9 @@ environment variables                  read from the environment some sixty time
 process groups                         share one device of gloo, whose thread polls (``cpu_gloo.py``)
 load snapshots                         made for a router that is not there
 ====================================== ===========================================================================
+
+The overlap scheduler is off on such a machine. Tests turn it on, to see there what GPUs do: then tokens of a step and
+prompts that share a prefix are left to SGLang, and all else is as above.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from monarch_rl.generator import load_report
 from monarch_rl.generator.copy_plan import CopyPlan, UnsupportedModel
 from monarch_rl.generator.load_report import LoadSheet
 from monarch_rl.generator.trace_copies import RestOfModel, load_and_plan
+from monarch_rl.runtime.streams import finish_device
 from monarch_rl.weights.area import attach
 from monarch_rl.weights.manifest import TensorSpec
 
@@ -121,6 +122,8 @@ def forget_prefixes(cache: Any) -> None:
 
 def _load(model: torch.nn.Module, area: bytes, sheet: LoadSheet, rank: int, make_plan: MakePlan, copy: bool) -> None:
     started = time.perf_counter_ns()
+    # Enqueued steps read the parameters that are overwritten next.
+    finish_device(next(model.parameters()).device)
     plan = _plans.get(model)
     planned = plan is not None and plan.fits(model, sheet.specs)
     if plan is None or not planned:
@@ -137,7 +140,7 @@ def _load(model: torch.nn.Module, area: bytes, sheet: LoadSheet, rank: int, make
                 block.data.copy_(source)
             if plan.derive is not None:
                 plan.derive()
-            _synchronize(device)
+            finish_device(device)  # the copy is timed, and its end is reported to another process
         between = time.perf_counter_ns()
         for block in blocks[group]:
             block.add()
@@ -147,9 +150,3 @@ def _load(model: torch.nn.Module, area: bytes, sheet: LoadSheet, rank: int, make
     sheet.state[rank, load_report.COPY_NANOSECONDS] = copied
     sheet.state[rank, load_report.CHECKSUM_NANOSECONDS] = summed + time.perf_counter_ns() - before
     sheet.state[rank, load_report.BYTES] = plan.nbytes
-
-
-def _synchronize(device: torch.device) -> None:
-    """Another process reads the results: they must be there, not only enqueued."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Iterable
 from typing import TypeVar
 
 from monarch_rl.generator.actor import Generator
+from monarch_rl.pipeline.joint_calls import JointCall, JointCalls
 from monarch_rl.pipeline.replicas import Replica, silence_of
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, now, within
 from monarch_rl.trainer.actor import Trainer
@@ -44,6 +45,7 @@ class Meeting:
         self.connected: list[Replica] | None = None
         """The replicas that the trainer ranks are connected with; None if they must be connected again."""
         self._trainer, self._ranks = trainer, ranks
+        self._joint = JointCalls()
 
     async def set_up_trainer(self) -> None:
         """Make room for snapshots on every trainer rank."""
@@ -64,13 +66,13 @@ class Meeting:
         opened = await within(CALL_DEADLINE_S, call, "trainer ranks to open a meeting", on="trainer ranks")
         addresses = [address for _, address in sorted(opened.values())]
         count = len(replicas)
-        calls: list[tuple[str, str, Awaitable[object]]] = [
-            ("trainer ranks", "to meet the generators", self._trainer.weights_connect.call(addresses, count))
-        ]
+        meeting = self._trainer.weights_connect.call(addresses, count)
+        calls = [JointCall("trainer ranks", "to meet the generators", meeting, self._ranks)]
+        what = "to meet the trainer ranks"
         for position, replica in enumerate(replicas):
             connecting = replica.handle.weights_connect.call_one(addresses, position, count)
-            calls.append((replica.name, "to meet the trainer ranks", connecting))
-        for answer in await self.answers(calls):
+            calls.append(JointCall(replica.name, what, connecting, [replica.handle], replica))
+        for answer in await self._joint.run(calls, self._deadline_s):
             if isinstance(answer, BaseException):
                 raise answer
         self.connected = list(replicas)
@@ -92,20 +94,34 @@ class Meeting:
 
         Raises whatever a trainer rank raised.
         """
-        snapshot, ranks = snapshot_index(version), enumerate(self._ranks)
-        what = f"to send version {version}"
-        sending = [(f"trainer rank {r}", what, rank.send.call_one(version, snapshot)) for r, rank in ranks]
+        snapshot, what = snapshot_index(version), f"to send version {version}"
+        calls = [
+            JointCall(f"trainer rank {r}", what, rank.send.call_one(version, snapshot), [rank])
+            for r, rank in enumerate(self._ranks)
+        ]
         what = f"to receive version {version}"
-        receiving = [(replica.name, what, replica.handle.receive.call_one(version, snapshot)) for replica in replicas]
-        sent, received = await asyncio.gather(self.answers(sending), self.answers(receiving))
+        for replica in replicas:
+            receiving = replica.handle.receive.call_one(version, snapshot)
+            calls.append(JointCall(replica.name, what, receiving, [replica.handle], replica))
+        answers = await self._joint.run(calls, self._deadline_s)
+        received = answers[len(self._ranks) :]
         sums: list[list[int]] = []
-        for answer in sent:
+        for answer in answers[: len(self._ranks)]:
             if isinstance(answer, BaseException):
                 raise answer
             sums.append(answer)
         totals = [signed(sum(parts)) for parts in zip(*sums, strict=True)]
         checksums = dict(zip(self.manifest.names, totals, strict=True))
         return checksums, dict(zip(replicas, received, strict=True))
+
+    def lose(self, replica: Replica, why: str) -> None:
+        """Do not wait for a replica any more; a transfer that it takes part in is aborted at once."""
+        self._joint.lose(replica, why)
+
+    @property
+    def _deadline_s(self) -> float:
+        """Seconds for a call that takes part in a transfer, which has its own deadline."""
+        return self.settings.deadline_s + CALL_DEADLINE_S
 
     async def rehearse(self, replicas: list[Replica]) -> float:
         """Seconds of a snapshot and its transfer; the better of two, because the first one warms up."""
@@ -132,7 +148,7 @@ class Meeting:
         Returns:
             The answer to each call, or what it raised.
         """
-        deadline = self.settings.deadline_s + CALL_DEADLINE_S + hold_s
+        deadline = self._deadline_s + hold_s
         waits = [within(deadline, call, f"{who} {what}", on=who) for who, what, call in calls]
         return await asyncio.gather(*waits, return_exceptions=True)
 

@@ -207,7 +207,9 @@ class Publisher:
 
     async def remove_replica(self, index: int, why: str) -> None:
         """Do without a replica from now on."""
-        self.replicas.remove(index, why)
+        removed = self.replicas.remove(index, why)
+        if removed is not None:
+            self.meeting.lose(removed, why)
         await self.update_dispatch()
 
     async def update_dispatch(self) -> None:

@@ -77,15 +77,17 @@ class Replicas:
         """Add a replica; it takes the place of another one with its index."""
         self._present[replica.index] = replica
 
-    def remove(self, index: int, why: str) -> None:
-        """Take a replica as lost. Does nothing if it was removed already."""
-        if self._present.pop(index, None) is None:
-            return
+    def remove(self, index: int, why: str) -> Replica | None:
+        """Take a replica as lost and return it. None if it was removed already."""
+        removed = self._present.pop(index, None)
+        if removed is None:
+            return None
         self.lost[index] = why
         others = ", ".join(map(str, self._present)) or "none"
         logger.error("generator %d is lost (%s); generators left: %s", index, why, others)
         if self.on_lost is not None:
             self.on_lost(index, why)
+        return removed
 
     async def update_dispatch(self) -> None:
         """Tell the rollout workers which replicas to ask.

@@ -78,7 +78,6 @@ class Trainer(ResilientActor):
         self._buffer = buffer
         # One thread for all of torch: FSDP and autograd keep state per thread.
         self._compute = ThreadPoolExecutor(1, "compute")
-        self._verify = ThreadPoolExecutor(1, "verify")
         self._policy: Policy | None = None
         self._snapshots: Snapshots | None = None
 
@@ -206,9 +205,9 @@ class Trainer(ResilientActor):
         """Make the sending end, with room for snapshots."""
         policy = self.policy
         if self._snapshots is not None:
-            await self.sender.close()
+            await self._snapshots.close()
         sender = await asyncio.to_thread(make_sender, manifest, policy.rank, settings, host_address(), policy.device)
-        self._snapshots = Snapshots(sender, manifest, policy.rank)
+        self._snapshots = Snapshots(sender, manifest, policy.rank, policy.device)
 
     @concurrent_endpoint
     async def weights_open(self) -> tuple[int, bytes]:
@@ -243,9 +242,15 @@ class Trainer(ResilientActor):
         Raises:
             NotFinite: a tensor of the version holds NaN or infinity; names it.
         """
-        summing = self._on(self._verify, self.snapshots.checksums(version, snapshot).take)
+        summing = self.snapshots.checksums(version, snapshot)
         checksums, _ = await asyncio.gather(summing, self.sender.send(version, snapshot))
         return checksums
+
+    @concurrent_endpoint
+    async def weights_abort(self, why: str) -> None:
+        """End a transfer under way, because a member is lost: ``send`` or ``weights_connect`` fails at once."""
+        if self._snapshots is not None:
+            self.sender.abort(why)
 
     @concurrent_endpoint
     async def save(self, folder: str) -> None:
@@ -256,6 +261,6 @@ class Trainer(ResilientActor):
     async def close(self) -> None:
         """Leave the worlds that this rank is in."""
         if self._snapshots is not None:
-            await self.sender.close()
+            await self._snapshots.close()
         if self._policy is not None:
             await self._on(self._compute, self._policy.close)

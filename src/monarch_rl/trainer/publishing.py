@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from monarch_rl.model.folder import sparse_layers
 from monarch_rl.model.lora import lora_names
+from monarch_rl.runtime.streams import finish_current
 from monarch_rl.trainer.lora import merged_shards
 from monarch_rl.trainer.model import EXPERT, ShardedModel
 from monarch_rl.trainer.shards import NamedShape, Run, local_run
@@ -75,8 +76,7 @@ class PublishedWeights:
             for name, local in self._values():
                 if name in destinations:  # small models have fewer rows than there are ranks
                     destinations[name].view(local.shape).copy_(local)
-        if self._device.type != "cpu":  # others read the copy, and the next step changes its source
-            torch.accelerator.synchronize(self._device)
+        finish_current(self._device)  # others read the copy, and the next step changes its source
 
     def _values(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What this rank sends of a version, fp32. All ranks iterate together."""

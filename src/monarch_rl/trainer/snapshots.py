@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from monarch_rl.runtime.streams import SideThread
 from monarch_rl.weights.checksum import ShardChecksums
 from monarch_rl.weights.endpoint import Sender
 from monarch_rl.weights.manifest import Manifest
@@ -14,25 +15,26 @@ class Snapshots:
 
     Args:
         rank: of the trainer.
+        device: of the snapshots.
     """
 
-    def __init__(self, sender: Sender, manifest: Manifest, rank: int) -> None:
+    def __init__(self, sender: Sender, manifest: Manifest, rank: int, device: torch.device) -> None:
         self.sender = sender
         self.manifest = manifest
         self._rank = rank
+        self._thread = SideThread("verify", device)
+        self._views: dict[int, list[torch.Tensor]] = {}
         self._versions: dict[int, int] = {}
         self._checksums: dict[int, ShardChecksums] = {}
 
     def prepare(self, version: int, index: int) -> list[torch.Tensor]:
         """Note that a snapshot is about to hold ``version``; returns where to copy this rank's shards to."""
         views = self.sender.views(index)
-        self._versions[index] = version
-        if index not in self._checksums:
-            self._checksums[index] = ShardChecksums(self.manifest, self._rank, views)
+        self._versions[index], self._views[index] = version, views
         return views
 
-    def checksums(self, version: int, index: int) -> ShardChecksums:
-        """Of this rank's part of each tensor of ``version``, to be taken.
+    async def checksums(self, version: int, index: int) -> list[int]:
+        """Of this rank's part of each tensor of ``version``, signed 64-bit, as the snapshot holds it.
 
         Raises:
             RuntimeError: the snapshot holds another version.
@@ -40,4 +42,14 @@ class Snapshots:
         held = self._versions.get(index)
         if held != version:
             raise RuntimeError(f"trainer rank {self._rank} has version {held} in snapshot {index}, not {version}")
-        return self._checksums[index]
+        return await self._thread.run(self._take, index)
+
+    def _take(self, index: int) -> list[int]:
+        if index not in self._checksums:
+            self._checksums[index] = ShardChecksums(self.manifest, self._rank, self._views[index])
+        return self._checksums[index].take()
+
+    async def close(self) -> None:
+        """Close the sending end too."""
+        self._thread.close()
+        await self.sender.close()

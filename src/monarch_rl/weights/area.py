@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import pickle
 import uuid
+from functools import cached_property
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -30,16 +31,28 @@ class Area:
             os.ftruncate(self._descriptor, nbytes)
             path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
             self.buffer = _map(path, nbytes)
-            description: Any = (path, nbytes)
+            self._file = path, nbytes
+        else:
+            self.buffer = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+
+    @cached_property
+    def handle(self) -> bytes:
+        """What another process of this machine needs to :func:`attach`.
+
+        It contains a unique id: file descriptors and memory addresses are reused, and processes cache their mappings by
+        handle. Device memory is shared when this is first read: torch keeps what it has shared, even after the area is
+        gone, until another process has attached to it and let it go.
+        """
+        description: Any
+        if self._descriptor is not None:
+            description = self._file
         else:
             from torch.multiprocessing.reductions import reduce_tensor
 
-            self.buffer = torch.zeros(nbytes, dtype=torch.uint8, device=device)
             description = reduce_tensor(self.buffer)
-        self.handle = pickle.dumps((description, uuid.uuid4().hex))
-        """What another process of this machine needs to :func:`attach`. It contains a unique id: file descriptors and
-        memory addresses are reused, and processes cache their mappings by handle."""
-        _made[self.handle] = self
+        handle = pickle.dumps((description, uuid.uuid4().hex))
+        _made[handle] = self
+        return handle
 
     def __del__(self) -> None:
         if self._descriptor is not None:

@@ -7,10 +7,9 @@ zeros, so the first version is sent whole.
 
 from __future__ import annotations
 
-import asyncio
-
 import torch
 
+from monarch_rl.runtime.streams import SideThread
 from monarch_rl.weights import delta
 from monarch_rl.weights.area import Area, attach
 from monarch_rl.weights.endpoint import SNAPSHOTS, Receiver, Sender, TransferError
@@ -42,9 +41,10 @@ class ChangesSender:
         """The version that all receivers hold. Not a snapshot: the trainer may write the next one there meanwhile."""
         self._offered: set[int] = set()
         """Snapshots of the transport that hold an update."""
+        self._thread = SideThread("delta", device)
 
     async def open(self) -> bytes:
-        self._known.zero_()
+        await self._thread.run(self._known.zero_)
         for snapshot in range(SNAPSHOTS):
             self._withdraw(snapshot)
         return await self._transport.open()
@@ -69,12 +69,16 @@ class ChangesSender:
             raise ValueError("an update covers a whole snapshot: nbytes is not supported")
         (update,) = self._transport.views(snapshot)
         current = self._snapshots[snapshot]
-        used = await asyncio.to_thread(delta.encode, self._known, current, self._itemsize, BUCKET_BYTES, update)
+        used = await self._thread.run(delta.encode, self._known, current, self._itemsize, BUCKET_BYTES, update)
         self._offered.add(snapshot)
         await self._transport.send(version, snapshot, used)
-        await asyncio.to_thread(self._known.copy_, current)
+        await self._thread.run(self._known.copy_, current)
+
+    def abort(self, why: str) -> None:
+        self._transport.abort(why)
 
     async def close(self) -> None:
+        self._thread.close()
         await self._transport.close()
 
 
@@ -90,10 +94,11 @@ class ChangesReceiver:
         # One bucket holds all of a rank's shards: its entries say where each shard belongs in the area.
         self._plans = [plan_buckets(manifest, rank, max(1, size), size + 1) for rank, size in enumerate(sizes)]
         self._area = Area(manifest.nbytes, device)
+        self._thread = SideThread("delta", device)
 
     async def connect(self, addresses: list[bytes], position: int, receivers: int) -> None:
         for known in self._known:
-            known.zero_()
+            await self._thread.run(known.zero_)
         await self._transport.connect(addresses, position, receivers)
 
     def area(self, snapshot: int) -> bytes:
@@ -103,7 +108,7 @@ class ChangesReceiver:
         received = await self._transport.receive(version, snapshot)
         arrived = attach(self._transport.area(snapshot))
         try:
-            await asyncio.to_thread(self._apply, arrived, received)
+            await self._thread.run(self._apply, arrived, received)
         except delta.DeltaError as error:
             raise TransferError(f"the update to version {version} is damaged: {error}") from error
         return received
@@ -114,8 +119,10 @@ class ChangesReceiver:
             for entry in (entry for bucket in buckets for entry in bucket):
                 run = known[entry.bucket : entry.bucket + entry.nbytes]
                 self._area.buffer[entry.staging : entry.staging + entry.nbytes].copy_(run)
-        if arrived.device.type != "cpu":  # the engine's processes read it next
-            torch.accelerator.synchronize(arrived.device)
+
+    def abort(self, why: str) -> None:
+        self._transport.abort(why)
 
     async def close(self) -> None:
+        self._thread.close()
         await self._transport.close()

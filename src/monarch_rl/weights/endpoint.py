@@ -10,8 +10,9 @@ replica, however many engine ranks the replica has. ``weights/transport.py`` fin
 
 A sender has two snapshots (0 and 1) and uses them in turn: the trainer can write one version while the previous one
 is still being sent. No end enters a transfer before all have said that they are ready. A transfer that does not end
-within the deadline raises where it is awaited. When a member is lost or returns, ``open`` and ``connect`` are called
-again; the rest of the run is not touched. Decoding goes on during a transfer: a received version is not yet served.
+within the deadline raises where it is awaited. Once a member is lost the others are told to ``abort`` it. When a member
+is lost or returns, ``open`` and ``connect`` are called again; the rest of the run is not touched. Decoding goes on
+during a transfer: a received version is not yet served.
 """
 
 from __future__ import annotations
@@ -78,7 +79,16 @@ class Sender(Protocol):
         """
 
     async def send(self, version: int, snapshot: int, nbytes: int | None = None) -> None:
-        """Send a snapshot as this rank's part of ``version``; with ``nbytes``, only its first bytes."""
+        """Send a snapshot as this rank's part of ``version``; with ``nbytes``, only its first bytes.
+
+        Raises TransferError.
+        """
+
+    def abort(self, why: str) -> None:
+        """End a ``connect`` or ``send`` that other members could hold up: it raises TransferError at once.
+
+        After it, ``open`` and ``connect`` must come again.
+        """
 
     async def close(self) -> None: ...
 
@@ -99,6 +109,9 @@ class Receiver(Protocol):
 
         Raises TransferError; then the area holds nothing of use.
         """
+
+    def abort(self, why: str) -> None:
+        """As the sender's, for ``connect`` and ``receive``."""
 
     async def close(self) -> None: ...
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from monarch_rl.runtime.deadlines import within
+from monarch_rl.runtime.streams import SideThread
 from monarch_rl.weights.area import Area
 from monarch_rl.weights.endpoint import SNAPSHOTS, TransferError, TransferSettings
 from monarch_rl.weights.manifest import ALIGNMENT, Manifest
@@ -196,6 +197,9 @@ class RdmaSender:
         header[0], header[1] = version, self._plan.nbytes if nbytes is None else nbytes
         header[2] = _READY
 
+    def abort(self, why: str) -> None:
+        """Nothing to do: this end waits for nobody."""
+
     async def close(self) -> None:
         """Unregister the memory. Later reads fail."""
         registered, self._registered, self._snapshots = self._registered, [], []
@@ -219,6 +223,7 @@ class RdmaReceiver:
         ]
         self._headers = [torch.zeros(3, dtype=torch.int64) for _ in self._plans]
         self._owners: list[list[_SnapshotBuffers]] = []
+        self._thread = SideThread("weights", device)
 
     async def connect(self, addresses: list[bytes], position: int, receivers: int) -> None:
         owners: list[list[_SnapshotBuffers]] = [pickle.loads(address) for address in addresses]
@@ -294,7 +299,7 @@ class RdmaReceiver:
                     await _read(buffer, area[start : start + ranges[0].nbytes], deadline, what)
                 else:
                     await _read(buffer, landing[: buffer.size()], deadline, what)
-                    await asyncio.to_thread(_unpack, ranges, landing, area)
+                    await self._thread.run(_unpack, ranges, landing, area)
         except TransferError:
             for _ in queue:  # empty the queue: the other lanes finish their reads and start no more
                 pass
@@ -314,7 +319,11 @@ class RdmaReceiver:
         await _read(self._owners[rank][snapshot].header, header.view(torch.uint8), deadline, what)
         return header.tolist()
 
+    def abort(self, why: str) -> None:
+        """Nothing to do: no other replica can hold up a read, and of an owner that is gone it ends by itself."""
+
     async def close(self) -> None:
+        self._thread.close()
         self._owners, self._areas, self._landing = [], [], []
 
 
@@ -322,8 +331,6 @@ def _unpack(ranges: tuple[ByteRange, ...], landing: torch.Tensor, area: torch.Te
     for part in ranges:
         start = part.snapshot_offset - ranges[0].snapshot_offset
         area[part.area_offset : part.area_offset + part.nbytes].copy_(landing[start : start + part.nbytes])
-    if area.is_cuda:
-        torch.cuda.current_stream(area.device).synchronize()
 
 
 async def _read(buffer: RDMABuffer, into: torch.Tensor, deadline: float, what: str) -> None:

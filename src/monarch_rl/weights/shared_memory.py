@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from monarch_rl.runtime.streams import SideThread
 from monarch_rl.weights.area import Area, attach
 from monarch_rl.weights.endpoint import SNAPSHOTS, TransferError, TransferSettings
 from monarch_rl.weights.manifest import Manifest, shard_bytes
@@ -61,15 +62,20 @@ class SharedMemorySender:
         self._device = device
         self._own_areas: list[Area] = []
         self._areas: _Areas | None = None
+        self._thread = SideThread("weights", device)
 
     async def open(self) -> bytes:
         """Rank 0's address holds the handles of the areas, which stay the same for all later calls."""
         if self._rank == 0 and not self._own_areas:
-            size = self._manifest.nbytes + HEADER_BYTES * len(self._manifest.shards)
-            self._own_areas = [await asyncio.to_thread(Area, size, self._device) for _ in range(SNAPSHOTS)]
-            for area in self._own_areas:
-                area.buffer[-HEADER_BYTES * len(self._manifest.shards) :].view(torch.int64).fill_(BEING_WRITTEN)
+            self._own_areas = await self._thread.run(self._make_areas)
         return pickle.dumps((this_host(), [area.handle for area in self._own_areas]))
+
+    def _make_areas(self) -> list[Area]:
+        headers = HEADER_BYTES * len(self._manifest.shards)
+        areas = [Area(self._manifest.nbytes + headers, self._device) for _ in range(SNAPSHOTS)]
+        for area in areas:
+            area.buffer[-headers:].view(torch.int64).fill_(BEING_WRITTEN)
+        return areas
 
     async def connect(self, addresses: list[bytes], receivers: int) -> None:
         if self._areas is None:
@@ -77,7 +83,8 @@ class SharedMemorySender:
 
     def views(self, snapshot: int) -> list[torch.Tensor]:
         areas = self._connected()
-        areas.versions[snapshot][self._rank] = BEING_WRITTEN
+        with self._thread.stream.use():  # before anything else is written
+            areas.versions[snapshot][self._rank] = BEING_WRITTEN
         views = []
         for shard in self._manifest.shards[self._rank]:
             spec = self._manifest.tensors[shard.tensor]
@@ -86,13 +93,19 @@ class SharedMemorySender:
         return views
 
     async def send(self, version: int, snapshot: int, nbytes: int | None = None) -> None:
-        if self._device.type != "cpu":
-            await asyncio.to_thread(torch.accelerator.synchronize, self._device)
         areas = self._connected()
-        areas.sizes[snapshot][self._rank] = shard_bytes(self._manifest, self._rank) if nbytes is None else nbytes
-        areas.versions[snapshot][self._rank] = version
+        size = shard_bytes(self._manifest, self._rank) if nbytes is None else nbytes
+        await self._thread.run(self._mark, areas.sizes[snapshot], areas.versions[snapshot], size, version)
+
+    def _mark(self, sizes: torch.Tensor, versions: torch.Tensor, size: int, version: int) -> None:
+        sizes[self._rank] = size
+        versions[self._rank] = version
+
+    def abort(self, why: str) -> None:
+        """Nothing to do: this end waits for nobody."""
 
     async def close(self) -> None:
+        self._thread.close()
         self._areas = None
 
     def _connected(self) -> _Areas:
@@ -107,6 +120,7 @@ class SharedMemoryReceiver:
     def __init__(self, manifest: Manifest, settings: TransferSettings, device: torch.device) -> None:
         self._deadline_s = settings.deadline_s
         self._areas: _Areas | None = None
+        self._thread = SideThread("weights", device)
 
     async def connect(self, addresses: list[bytes], position: int, receivers: int) -> None:
         self._areas = _Areas(addresses[0], len(addresses))
@@ -116,18 +130,25 @@ class SharedMemoryReceiver:
 
     async def receive(self, version: int, snapshot: int) -> list[int]:
         """Wait until every trainer rank has marked its part as ``version``."""
-        versions = self._connected().versions[snapshot]
+        areas = self._connected()
         deadline = asyncio.get_running_loop().time() + self._deadline_s
-        while late := [rank for rank, written in enumerate(versions.tolist()) if written != version]:
+        while late := {r: v for r, v in enumerate(await self._read(areas.versions[snapshot])) if v != version}:
             if asyncio.get_running_loop().time() > deadline:
                 raise TransferError(
-                    f"version {version} is not whole after {self._deadline_s:g} s: the parts of trainer ranks {late} "
-                    f"are of versions {[int(versions[rank]) for rank in late]}"
+                    f"version {version} is not whole after {self._deadline_s:g} s: the parts of trainer ranks "
+                    f"{list(late)} are of versions {list(late.values())}"
                 )
             await asyncio.sleep(POLL_S)
-        return self._connected().sizes[snapshot].tolist()
+        return await self._read(areas.sizes[snapshot])
+
+    async def _read(self, numbers: torch.Tensor) -> list[int]:
+        return await self._thread.run(numbers.tolist)
+
+    def abort(self, why: str) -> None:
+        """Nothing to do: only trainer ranks are waited for, and the run ends with them."""
 
     async def close(self) -> None:
+        self._thread.close()
         self._areas = None
 
     def _connected(self) -> _Areas:

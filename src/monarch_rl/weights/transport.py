@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from monarch_rl.runtime.streams import SideStream
 from monarch_rl.weights.changes import ChangesReceiver, ChangesSender, updates_manifest
 from monarch_rl.weights.endpoint import Receiver, Sender, TransferSettings, TransportName
 from monarch_rl.weights.manifest import Manifest
@@ -26,19 +27,21 @@ TRANSPORTS: dict[TransportName, tuple[str, str, str]] = {
 def make_sender(manifest: Manifest, rank: int, settings: TransferSettings, host: str, device: torch.device) -> Sender:
     """Make the trainer rank's end of the transport in ``settings``. ``host``: where others reach this process."""
     make: type[Sender] = _find(settings.transport, 1)
-    if not settings.delta:
-        return make(manifest, rank, settings, host, device)
-    transport = make(updates_manifest(manifest), rank, _in_small_buckets(settings), host, device)
-    return ChangesSender(transport, manifest, rank, device)
+    with SideStream(device).use():  # memory is filled with zeros before anything else is done with it
+        if not settings.delta:
+            return make(manifest, rank, settings, host, device)
+        transport = make(updates_manifest(manifest), rank, _in_small_buckets(settings), host, device)
+        return ChangesSender(transport, manifest, rank, device)
 
 
 def make_receiver(manifest: Manifest, settings: TransferSettings, device: torch.device) -> Receiver:
     """Make the replica's end of the transport in ``settings``."""
     make: type[Receiver] = _find(settings.transport, 2)
-    if not settings.delta:
-        return make(manifest, settings, device)
-    transport = make(updates_manifest(manifest), _in_small_buckets(settings), device)
-    return ChangesReceiver(transport, manifest, device)
+    with SideStream(device).use():  # as in make_sender
+        if not settings.delta:
+            return make(manifest, settings, device)
+        transport = make(updates_manifest(manifest), _in_small_buckets(settings), device)
+        return ChangesReceiver(transport, manifest, device)
 
 
 def _find(name: TransportName, side: int) -> Any:

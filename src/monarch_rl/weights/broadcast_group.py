@@ -1,0 +1,172 @@
+"""A process group outside torch.distributed's world, in which one trainer rank broadcasts to the replicas.
+
+gloo waits in the calling thread, hears at once of a member whose connections close, and gives up at its timeout. NCCL
+waits in a kernel on the device, hears of nobody, and its watchdog would end the process. So on a device it is this
+module that keeps the deadline and aborts, and no member enqueues anything before all have come to the same transfer.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from monarch_rl.runtime.streams import SideStream, device_module
+from monarch_rl.weights.endpoint import TransferError
+
+NEVER = timedelta(days=365)
+"""NCCL's own timeout, by which its watchdog would end the process."""
+MAX_CTAS = 8
+"""Thread blocks that NCCL may take for a broadcast: each has buffers in the memory of an engine's GPU, and a processor
+that training or decoding would use. From NCCL's documentation; its effect here has not been measured."""
+_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_making = threading.Lock()
+
+
+def make_group(store: dist.Store, rank: int, size: int, device: torch.device, timeout: timedelta) -> Any:
+    """torch's process group for a device: gloo on a CPU, else NCCL."""
+    if device.type == "cpu":
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = NEVER
+    options.config.max_ctas = MAX_CTAS
+    with _without_watchdog():
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+@contextmanager
+def _without_watchdog() -> Iterator[None]:
+    """NCCL's watchdog of a group that is made in the block reports errors and ends nothing.
+
+    The trainer's world keeps its own watchdog, which ends a rank whose peers are gone.
+    """
+    with _making:
+        before = os.environ.get(_ERROR_HANDLING)
+        os.environ[_ERROR_HANDLING] = "0"
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[_ERROR_HANDLING]
+            else:
+                os.environ[_ERROR_HANDLING] = before
+
+
+class BroadcastGroup:
+    """Rank 0 broadcasts, the others receive; all use it from one thread each.
+
+    Args:
+        store: of rank 0's process.
+        name: of the group in the store.
+        rank: 0 for the sender.
+        size: members.
+        device: of the tensors that are sent.
+        stream: of the thread; broadcasts are enqueued on it.
+        timeout: of the store, and of gloo.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        name: str,
+        rank: int,
+        size: int,
+        device: torch.device,
+        stream: SideStream,
+        timeout: timedelta,
+    ) -> None:
+        self._store = dist.PrefixStore(name, store)
+        self._rank, self._others, self._stream = rank, range(1, size), stream
+        self._on_device = device_module(device) is not None
+        self._group = make_group(self._store, rank, size, device, timeout)
+        self._options = dist.BroadcastOptions()
+        self._options.rootRank = 0
+        self._options.rootTensor = 0
+        # NCCL then runs on the stream of the calling thread, and neither waits for the other.
+        self._options.asyncOp = False
+        self._transfers = 0
+        self._aborted = threading.Event()
+
+    def meet(self, until: float) -> None:
+        """Return when all members have come here for the same transfer.
+
+        On a device only. A broadcast that waits for a member is a kernel that spins; behind it, kernels of training may
+        be held up, and the member may be waiting for those.
+
+        Args:
+            until: when to raise, by ``time.monotonic()``.
+        """
+        if not self._on_device:
+            return
+        self._transfers += 1
+        arrivals = [f"{self._transfers} {rank}" for rank in self._others]
+        if self._rank:
+            self._store.set(arrivals[self._rank - 1], "")
+            self._store.wait([f"{self._transfers} all"], _left(until))
+        else:
+            self._store.wait(arrivals, _left(until))
+            self._store.set(f"{self._transfers} all", "")
+            self._forget(self._transfers - 1)
+        self._check()
+
+    def _forget(self, transfer: int) -> None:
+        """Delete the keys of a transfer that all members have left."""
+        for key in ["all", *self._others] if transfer else []:
+            self._store.delete_key(f"{transfer} {key}")
+
+    def broadcast(self, tensor: torch.Tensor) -> Callable[[], None]:
+        """Start a broadcast of ``tensor`` or into it.
+
+        Returns:
+            A function that waits until what the thread enqueues next finds the tensor received. On a device that is no
+            wait, because the broadcast is enqueued on the same stream.
+        """
+        self._check()
+        work = self._group.broadcast([tensor], self._options)
+
+        def arrived() -> None:
+            if work is not None:  # None is NCCL's answer: the broadcast is enqueued
+                work.wait()  # waits: until gloo's timeout; NCCL has the stream wait, not the thread
+            self._check()
+
+        return arrived
+
+    def finish(self, until: float) -> None:
+        """Wait until all broadcasts on the stream are done.
+
+        Raises:
+            TransferError: not by ``until`` (``time.monotonic()``), or the group was aborted.
+        """
+        if not self._stream.wait(until, self._aborted):
+            self._check()
+            raise TransferError("the deadline has passed, and a broadcast is not done")
+        self._check()
+
+    def leave(self) -> None:
+        """Do no more: whoever waits here raises, and what has been received does not count."""
+        self._aborted.set()
+
+    def abort(self) -> None:
+        """Abort what is on the device; may block for seconds.
+
+        Gloo cannot: there a broadcast ends when a peer closes its connections, or at the timeout.
+        """
+        self.leave()
+        if self._on_device:
+            self._group.abort()
+
+    def _check(self) -> None:
+        # An aborted broadcast ends like one that is done.
+        if self._aborted.is_set():
+            raise TransferError("the transfer was aborted")
+
+
+def _left(until: float) -> timedelta:
+    return timedelta(seconds=max(0.001, until - time.monotonic()))

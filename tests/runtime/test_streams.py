@@ -1,0 +1,88 @@
+"""Streams beside the default one, on a device that records."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from monarch_rl.runtime.streams import SideStream, SideThread, finish_current, finish_device
+from tests.recorded_streams import DEFAULT, Record, RecordedDevice
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def device() -> Iterator[RecordedDevice]:
+    recorded = RecordedDevice()
+    with recorded.in_place_of_cuda():
+        yield recorded
+
+
+def test_a_block_is_on_its_stream_and_waits_for_that_alone(device: RecordedDevice) -> None:
+    x, stream = torch.zeros(4), SideStream(CPU)
+    with device.recording():
+        x.add_(1)
+        with stream.use():
+            x.add_(1)
+        x.add_(1)
+    assert [(r.stream, r.op, r.waits_for) for r in device.records] == [
+        (DEFAULT, "add_", ""),
+        ("stream 1", "add_", ""),
+        ("stream 1", "synchronize", "stream 1"),
+        (DEFAULT, "add_", ""),
+    ]
+
+
+def test_a_block_that_raises_does_not_wait_for_work_that_may_never_end(device: RecordedDevice) -> None:
+    with pytest.raises(RuntimeError, match="aborted"), SideStream(CPU).use():
+        raise RuntimeError("aborted")
+    assert not device.records and device.current == DEFAULT
+
+
+def test_threads_have_streams_of_their_own(device: RecordedDevice) -> None:
+    async def go() -> None:
+        threads = [SideThread(name, CPU) for name in ("one", "two")]
+        with device.recording():
+            for side in threads * 2:
+                await side.run(torch.zeros(3).add_, 1)
+        for side in threads:
+            side.close()
+
+    asyncio.run(go())
+    added = [(r.thread, r.stream) for r in device.records if r.op == "add_"]
+    assert added == [("one_0", "stream 1"), ("two_0", "stream 2")] * 2
+
+
+def test_a_wait_ends_at_its_deadline_or_when_it_is_told_to(device: RecordedDevice) -> None:
+    stream, stop = SideStream(CPU), threading.Event()
+    assert stream.wait(time.monotonic(), stop)
+    device.hangs.set()
+    assert not stream.wait(time.monotonic() + 0.01, stop)
+    threading.Timer(0.01, stop.set).start()
+    assert not stream.wait(time.monotonic() + 600, stop)
+    threading.Timer(0.01, device.hangs.clear).start()
+    assert stream.wait(time.monotonic() + 600, threading.Event())
+
+
+def test_to_finish_the_current_stream_is_not_to_finish_the_device(device: RecordedDevice) -> None:
+    finish_current(CPU)
+    finish_device(CPU)
+    name = threading.current_thread().name
+    assert device.records == [
+        Record(name, DEFAULT, "synchronize", DEFAULT),
+        Record(name, DEFAULT, "synchronize", "the device"),
+    ]
+
+
+def test_on_a_cpu_there_is_nothing_to_wait_for() -> None:
+    stream = SideStream(CPU)
+    with stream.use():
+        pass
+    assert stream.wait(time.monotonic(), threading.Event())
+    finish_current(CPU)
+    finish_device(CPU)

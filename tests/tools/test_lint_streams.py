@@ -1,0 +1,55 @@
+"""The lint of streams: what it must find, what it must leave alone, and that this project has none."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools.lint_streams import lint
+
+BAD = {
+    "the current stream": "def f():\n    torch.cuda.current_stream()",
+    "a device": "def f():\n    torch.accelerator.synchronize()",
+    "a stream": "def f(s):\n    s.synchronize()",
+    "a bare name": "def f():\n    synchronize()",
+    "a function in a block": "with torch.cuda.stream(s):\n    def f():\n        s.synchronize()",
+    "what opens a block": "with a(torch.cuda.current_stream()):\n    pass",
+    "another block": "def f(s):\n    with lock:\n        s.synchronize()",
+    "a stream that waits, in a block": "with torch.cuda.stream(s):\n    s.wait_stream(t)",
+    "an event": "def f(s, e):\n    s.wait_event(e)",
+    "work of NCCL": "def f(work):\n    work.block_current_stream()",
+    "no reason": "def f(s):\n    s.synchronize()  # streams:",
+    "a reason of another line": "def f(s):\n    # streams: because\n    a = 1\n    s.synchronize()",
+}
+GOOD = {
+    "a block of torch": "def f(s):\n    with torch.cuda.stream(s):\n        g()\n        s.synchronize()",
+    "a block of ours": "def f(self):\n    with self._stream.use():\n        torch.cuda.current_stream()",
+    "an inner block": "def f(s):\n    with a.stream(s):\n        with lock:\n            s.synchronize()",
+    "no call": "def f(s):\n    return s.synchronize",
+    "a reason": "def f(s):\n    s.synchronize()  # streams: its own",
+    "a reason above": "def f(s):\n    # streams: its own\n    s.synchronize()",
+}
+
+
+@pytest.mark.parametrize("snippet", BAD.values(), ids=BAD.keys())
+def test_work_on_a_stream_of_others_is_found_once(snippet: str) -> None:
+    (finding,) = lint("a.py", snippet)
+    assert finding.path == "a.py" and 1 <= finding.line <= len(snippet.splitlines())
+
+
+@pytest.mark.parametrize("snippet", GOOD.values(), ids=GOOD.keys())
+def test_work_on_an_own_stream_is_left_alone(snippet: str) -> None:
+    assert lint("a.py", snippet) == []
+
+
+def test_the_project_has_none_and_the_exit_code_says_so(tmp_path: Path) -> None:
+    command = [sys.executable, str(Path(__file__).parents[2] / "tools" / "lint_streams.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout
+    (tmp_path / "shared.py").write_text(BAD["a device"])
+    done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert f"{tmp_path / 'shared.py'}:2: `synchronize` outside a `with` block" in done.stdout

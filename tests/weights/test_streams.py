@@ -1,0 +1,340 @@
+"""Transfers, checksums and compression stay off the stream of training; a lost member ends no process.
+
+A recording device stands in for CUDA and :class:`Network` for NCCL: broadcasts are enqueued, and hang if a member does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from monarch_rl.runtime.streams import finish_current
+from monarch_rl.trainer.snapshots import Snapshots
+from monarch_rl.weights import broadcast_group
+from monarch_rl.weights.area import Area, attach
+from monarch_rl.weights.checksum import tensor_checksum
+from monarch_rl.weights.collective import CollectiveReceiver, CollectiveSender
+from monarch_rl.weights.endpoint import SNAPSHOTS, TransferError, TransferSettings, TransportName
+from monarch_rl.weights.manifest import Manifest, make_manifest
+from monarch_rl.weights.transport import make_receiver, make_sender
+from tests.recorded_streams import DEFAULT, RecordedDevice
+
+CPU = torch.device("cpu")
+ROWS = 600_000
+
+
+class Network:
+    """Carries broadcasts of one sender to one receiver, as NCCL does: what it returns says nothing of their end."""
+
+    def __init__(self, device: RecordedDevice) -> None:
+        self.device = device
+        self.sent: queue.Queue[torch.Tensor] = queue.Queue()
+        self.hanging, self.release = threading.Event(), threading.Event()
+        """A broadcast is enqueued that does not end; aborts may go on."""
+        self.release.set()
+        self.aborts: list[tuple[str, str]] = []
+        """``begun`` and ``ended``, each with the thread."""
+
+    def make_group(self, store: Any, rank: int, *_: Any) -> Network.Group:
+        return Network.Group(self, rank)
+
+    class Group:
+        def __init__(self, network: Network, rank: int) -> None:
+            self._network, self._rank = network, rank
+
+        def broadcast(self, tensors: list[torch.Tensor], options: Any) -> None:
+            assert not options.asyncOp, "NCCL would use a stream of its own, and have this one wait for it"
+            network = self._network
+            network.device.record("broadcast")
+            if network.device.hangs.is_set():
+                network.hanging.set()
+            elif self._rank == 0:
+                network.sent.put(tensors[0].clone())
+            else:
+                tensors[0].copy_(network.sent.get(timeout=60))
+
+        def abort(self) -> None:
+            network, name = self._network, threading.current_thread().name
+            network.aborts.append(("begun", name))
+            assert network.release.wait(60)
+            network.aborts.append(("ended", name))
+
+
+@pytest.fixture
+def device() -> Iterator[RecordedDevice]:
+    recorded = RecordedDevice()
+    with recorded.in_place_of_cuda():
+        yield recorded
+
+
+@pytest.fixture
+def network(device: RecordedDevice, monkeypatch: pytest.MonkeyPatch) -> Network:
+    made = Network(device)
+    monkeypatch.setattr(broadcast_group, "make_group", made.make_group)
+    return made
+
+
+def manifest() -> Manifest:
+    return make_manifest(
+        [("large", (ROWS,), torch.float32), ("a", (5,), torch.float32), ("b", (3, 2), torch.float32)],
+        [[("large", 0, ROWS), ("a", 0, 5), ("b", 0, 6)]],
+    )
+
+
+def train(views: list[torch.Tensor], version: int) -> None:
+    """A snapshot, as the thread that trains takes it."""
+    for view in views:
+        view.view(torch.float32).fill_(version)
+    finish_current(CPU)
+
+
+async def publish(transport: TransportName, delta: bool, device: RecordedDevice) -> list[tuple[list[int], list[float]]]:
+    """Three versions from a trainer rank to a replica: the rank's checksums, and what arrived of each tensor."""
+    settings = TransferSettings(transport, bucket_mib=1, deadline_s=60, delta=delta)
+    compute = ThreadPoolExecutor(1, "compute")
+    plan, arrived = manifest(), list[tuple[list[int], list[float]]]()
+    with device.recording():
+        sender = make_sender(plan, 0, settings, "127.0.0.1", CPU)
+        receiver = make_receiver(plan, settings, CPU)
+        snapshots = Snapshots(sender, plan, 0, CPU)
+        address = await sender.open()
+        await asyncio.gather(sender.connect([address], 1), receiver.connect([address], 0, 1))
+        for version in (1, 2, 3):
+            index = version % SNAPSHOTS
+            views = snapshots.prepare(version, index)
+            await asyncio.get_running_loop().run_in_executor(compute, train, views, version)
+            sums, _, _ = await asyncio.gather(
+                snapshots.checksums(version, index), sender.send(version, index), receiver.receive(version, index)
+            )
+            with _disable_current_modes():  # the test's own reading
+                held = attach(receiver.area(index))
+                arrived.append((sums, [float(spec.view(held).flatten()[-1]) for spec in plan.tensors]))
+        await snapshots.close()
+        await receiver.close()
+    compute.shutdown()
+    return arrived
+
+
+@pytest.mark.parametrize("delta", [False, True], ids=["whole", "delta"])
+@pytest.mark.parametrize("transport", ["collective", "shared_memory"])
+def test_no_stream_is_shared_with_training(
+    transport: TransportName, delta: bool, device: RecordedDevice, network: Network
+) -> None:
+    """Only the thread that trains uses the default stream; every other thread has its own, and waits for that alone."""
+    plan = manifest()
+    for version, (sums, values) in enumerate(asyncio.run(publish(transport, delta, device)), 1):
+        assert values == [version] * 3
+        whole = [torch.full(spec.shape, float(version)) for spec in plan.tensors]
+        assert sums == [int(tensor_checksum(tensor)) for tensor in whole]
+    assert {r.thread for r in device.records if r.stream == DEFAULT} == {"compute_0"}
+    assert {r.stream for r in device.records if r.thread == "compute_0"} == {DEFAULT}
+    assert [r for r in device.records if r.waits_for not in ("", r.stream)] == []
+    threads: dict[str, set[str]] = {}
+    for record in device.records:
+        threads.setdefault(record.stream, set()).add(record.thread.split("_")[0])
+    kinds = {"compute", "verify", "weights", *(["delta"] if delta else [])}
+    assert kinds <= set().union(*threads.values())
+    for stream, users in threads.items():
+        # The event loop marks an area as being written on the stream of the thread that marks it as written.
+        assert len(users & kinds) <= 1, f"{stream} is used by {users}"
+    broadcasts = {record.thread.split("_")[0] for record in device.records if record.op == "broadcast"}
+    assert broadcasts == ({"weights"} if transport == "collective" else set())
+
+
+class Pair:
+    """A sender and a receiver that have met, and transferred version 1."""
+
+    def __init__(self, deadline_s: float) -> None:
+        settings = TransferSettings("collective", bucket_mib=1, deadline_s=deadline_s)
+        self.sender = CollectiveSender(manifest(), 0, settings, "127.0.0.1", CPU)
+        self.receiver = CollectiveReceiver(manifest(), settings, CPU)
+
+    async def meet(self) -> None:
+        address = await self.sender.open()
+        await asyncio.gather(self.sender.connect([address], 1), self.receiver.connect([address], 0, 1))
+
+    async def transfer(self, version: int) -> None:
+        train(self.sender.views(version % SNAPSHOTS), version)
+        index = version % SNAPSHOTS
+        await asyncio.gather(self.sender.send(version, index), self.receiver.receive(version, index))
+
+    def set_deadline(self, seconds: float) -> None:
+        self.sender._transfers._deadline_s = self.receiver._transfers._deadline_s = seconds
+
+    def held(self) -> float:
+        return float(manifest().tensors[0].view(attach(self.receiver.area(0)))[-1])
+
+    async def close(self) -> None:
+        await asyncio.gather(self.sender.close(), self.receiver.close())
+
+
+async def failure(awaitable: Any) -> str:
+    with pytest.raises(TransferError) as caught:
+        await awaitable
+    return str(caught.value)
+
+
+def test_a_broadcast_that_never_ends_fails_by_our_own_clock_and_the_next_one_waits_for_its_abort(
+    device: RecordedDevice, network: Network
+) -> None:
+    """The abort blocks, as NCCL's may. The event loop goes on; nothing is received into its memory before its end."""
+
+    async def go() -> None:
+        pair = Pair(deadline_s=60)
+        await pair.meet()
+        await pair.transfer(1)
+        device.hangs.set()
+        network.release.clear()
+        pair.set_deadline(0.5)
+        late = await asyncio.gather(failure(pair.sender.send(2, 0)), failure(pair.receiver.receive(2, 0)))
+        assert "trainer rank 0 could not send version 2" in late[0]
+        assert "could not receive version 2 from trainer rank 0 (127.0.0.1:" in late[1]
+        begun = time.monotonic()
+        while [what for what, _ in network.aborts] != ["begun"] * 2:
+            assert time.monotonic() < begun + 60
+            await asyncio.sleep(0.001)
+        assert {name for _, name in network.aborts} == {"abort"}
+        pair.set_deadline(60)
+        device.hangs.clear()
+        meeting = asyncio.ensure_future(pair.meet())
+        while pair.sender._transfers._running is None:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.05)
+        assert pair.receiver._transfers._running is None, "a broadcast may still write to the receiver's memory"
+        network.release.set()
+        await meeting
+        await pair.transfer(3)
+        assert pair.held() == 3
+        await pair.close()
+
+    asyncio.run(go())
+
+
+def test_a_transfer_is_aborted_at_once_when_a_member_is_lost(device: RecordedDevice, network: Network) -> None:
+    """Not at the deadline, which is ten minutes; and what was received by then does not count."""
+
+    async def go() -> None:
+        pair = Pair(deadline_s=600)
+        await pair.meet()
+        device.hangs.set()
+        sending = asyncio.ensure_future(failure(pair.sender.send(1, 1)))
+        receiving = asyncio.ensure_future(failure(pair.receiver.receive(1, 1)))
+        assert await asyncio.to_thread(network.hanging.wait, 60)
+        pair.sender.abort("generator 1 is lost")
+        pair.receiver.abort("generator 1 is lost")
+        for message in await asyncio.wait_for(asyncio.gather(sending, receiving), 30):
+            assert message.endswith("the transfer was aborted: generator 1 is lost")
+        device.hangs.clear()
+        await pair.meet()
+        await pair.transfer(2)
+        assert pair.held() == 2
+        pair.sender.abort("nothing is under way")
+        await pair.transfer(3)
+        await pair.close()
+
+    asyncio.run(go())
+
+
+def test_a_meeting_that_hangs_is_left_with_its_thread_and_the_next_one_has_another(
+    device: RecordedDevice, network: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the hung call makes in the end is in nobody's way."""
+
+    async def go() -> None:
+        entered, released, hung = threading.Event(), threading.Event(), list[threading.Thread]()
+
+        def hang(*arguments: Any) -> Any:
+            hung.append(threading.current_thread())
+            entered.set()
+            assert released.wait(60)
+            return network.make_group(*arguments)
+
+        pair = Pair(deadline_s=60)
+        address = await pair.sender.open()
+        with monkeypatch.context() as patch:
+            patch.setattr(broadcast_group, "make_group", hang)
+            connecting = asyncio.ensure_future(failure(pair.sender.connect([address], 1)))
+            assert await asyncio.to_thread(entered.wait, 60)
+            pair.sender.abort("generator 0 is lost")
+            assert "generator 0 is lost" in await asyncio.wait_for(connecting, 30)
+        await pair.meet()
+        pair.set_deadline(0.1)  # the late group waits for members
+        released.set()
+        await asyncio.to_thread(hung[0].join, 60)
+        assert not hung[0].is_alive()
+        pair.set_deadline(60)
+        await pair.transfer(1)
+        await pair.transfer(2)
+        assert pair.held() == 2
+        await pair.close()
+
+    asyncio.run(go())
+
+
+def test_a_sender_enqueues_nothing_before_all_receivers_have_come(device: RecordedDevice, network: Network) -> None:
+    """A broadcast that waits for a receiver would be a kernel that spins, and hold up others on its device."""
+
+    async def go() -> None:
+        pair = Pair(deadline_s=60)
+        await pair.meet()
+        enqueued = len([record for record in device.records if record.op == "broadcast"])
+        train(pair.sender.views(1), 1)
+        sending = asyncio.ensure_future(pair.sender.send(1, 1))
+        await asyncio.sleep(0.05)
+        assert len([record for record in device.records if record.op == "broadcast"]) == enqueued
+        await asyncio.gather(sending, pair.receiver.receive(1, 1))
+        assert pair.held() == 1
+        await pair.close()
+
+    asyncio.run(go())
+
+
+def test_nccl_judges_no_transfer_and_ends_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its timeout is out of reach, its watchdog is off for this group and as it was for all others."""
+    seen: dict[str, Any] = {}
+
+    class Options:
+        def __init__(self) -> None:
+            self.config = type("Config", (), {})()
+
+    def make(store: Any, rank: int, size: int, options: Any) -> None:
+        seen.update(timeout=options._timeout, ctas=options.config.max_ctas, handling=handling())
+
+    def handling() -> str | None:
+        return broadcast_group.os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING")
+
+    make.Options = Options  # type: ignore[attr-defined]
+    monkeypatch.setattr(broadcast_group.dist, "ProcessGroupNCCL", make, raising=False)
+    for before in (None, "1"):
+        if before is not None:
+            monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", before)
+        store: Any = None
+        broadcast_group.make_group(store, 0, 2, torch.device("cuda", 0), broadcast_group.timedelta(seconds=1))
+        assert seen["timeout"].days > 30 and seen["handling"] == "0" and handling() == before
+        assert 1 <= seen["ctas"] <= 8
+
+
+def test_device_memory_is_shared_only_when_somebody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch keeps memory that was shared and never attached."""
+    from torch.multiprocessing import reductions
+
+    shared: list[int] = []
+
+    def share(tensor: torch.Tensor) -> tuple[int, int]:
+        shared.append(tensor.numel())
+        return 0, 0
+
+    monkeypatch.setattr(reductions, "reduce_tensor", share)
+    area = Area(64, torch.device("meta"))
+    assert not shared
+    assert area.handle == area.handle and shared == [64]
+    assert attach(area.handle) is area.buffer

@@ -1,0 +1,108 @@
+"""Finds work and waits on a stream that may be another thread's: run by ./tools/test over src/ and recipes/.
+
+    python tools/lint_streams.py [FILE OR FOLDER ...]
+
+Transfers and checksums must neither wait for training nor hold it up (docs/weights.md, "Streams"). Reported are calls
+- of ``current_stream``, ``default_stream``, ``synchronize`` or ``set_stream`` outside a ``with`` block that chooses a
+  stream, such as ``with side_stream.use():`` or ``with torch.cuda.stream(...):``. A block around the function does not
+  count;
+- of ``wait_stream``, ``wait_event`` or ``block_current_stream`` anywhere: with these one stream waits for another.
+
+An exception says why, beside its statement or above it: ``# streams: as long as it computes nothing else``.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tokenize
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("src", "recipes")
+OF_A_STREAM = {"current_stream", "default_stream", "set_stream", "synchronize"}
+BETWEEN_STREAMS = {"block_current_stream", "wait_event", "wait_stream"}
+CHOOSES = re.compile(r"stream", re.IGNORECASE)
+REASON = re.compile(r"#\s*streams:\s*\S")
+
+
+@dataclass(frozen=True, order=True)
+class Finding:
+    """One such call."""
+
+    path: str
+    line: int
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.message}"
+
+
+def lint(path: str, text: str) -> list[Finding]:
+    """The findings in a file. Raises SyntaxError."""
+    tree = ast.parse(text, path)
+    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    excused = {
+        token.start[0]
+        for token in tokenize.generate_tokens(StringIO(text).readline)
+        if token.type == tokenize.COMMENT and REASON.match(token.string)
+    }
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    found = [(node, message) for node in calls if (message := _message(node, parents))]
+    lines = text.splitlines()
+    return sorted(
+        Finding(path, node.lineno, message) for node, message in found if not _is_excused(node, parents, excused, lines)
+    )
+
+
+def _message(node: ast.Call, parents: dict[ast.AST, ast.AST]) -> str | None:
+    name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    if name in BETWEEN_STREAMS:
+        return f"`{name}` makes a stream wait for another one: wait in a thread, by runtime/streams.py"
+    if name in OF_A_STREAM and not any(_chooses(block) for block in _blocks(node, parents)):
+        return f"`{name}` outside a `with` block that chooses a stream: use runtime/streams.py, or say why"
+    return None
+
+
+def _blocks(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> Iterator[ast.With | ast.AsyncWith]:
+    """The ``with`` statements around a node, within its function."""
+    child, parent = node, parents.get(node)
+    while parent is not None and not isinstance(parent, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        if isinstance(parent, ast.With | ast.AsyncWith) and child in parent.body:
+            yield parent
+        child, parent = parent, parents.get(parent)
+
+
+def _chooses(block: ast.With | ast.AsyncWith) -> bool:
+    return any(CHOOSES.search(ast.unparse(item.context_expr)) for item in block.items)
+
+
+def _is_excused(node: ast.AST, parents: dict[ast.AST, ast.AST], excused: set[int], lines: list[str]) -> bool:
+    while not isinstance(node, ast.stmt):
+        node = parents[node]
+    above = node.lineno - 1
+    first = above if lines[above - 1].lstrip().startswith("#") else node.lineno
+    return bool(excused & set(range(first, (node.end_lineno or node.lineno) + 1)))
+
+
+def read(paths: Iterable[Path]) -> dict[str, str]:
+    """All Python files at or below ``paths``, by their path from the repository's root."""
+    files = [file for path in paths for file in ([path] if path.is_file() else sorted(path.rglob("*.py")))]
+    return {str(file.relative_to(ROOT) if file.is_relative_to(ROOT) else file): file.read_text() for file in files}
+
+
+def main(arguments: list[str]) -> int:
+    sources = read(Path(argument).resolve() for argument in arguments) or read(ROOT / folder for folder in FOLDERS)
+    findings = [finding for path, text in sources.items() for finding in lint(path, text)]
+    for finding in findings:
+        print(finding)
+    print(f"{len(findings)} calls on a stream of others in {len(sources)} files")
+    return 1 if findings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
