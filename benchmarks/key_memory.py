@@ -115,7 +115,8 @@ def layouts(s: Settings) -> dict[str, AttentionLayout]:
 def kept_bytes(hf: dict[str, Any], layout: AttentionLayout, tokens: int) -> int:
     """Bytes that one layer keeps for its backward pass, parameters left out; each storage once."""
     with torch.device("meta"):
-        layer = model_config(hf, logprob_chunk=16, on_gpu=True).layers[0].build().to(torch.bfloat16)
+        config = model_config(hf, logprob_chunk=16, longest=tokens, half_on_gpu=True)
+        layer = config.layers[0].build().to(torch.bfloat16)
     parameters = {parameter.untyped_storage()._cdata for parameter in layer.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}
 

@@ -91,10 +91,7 @@ class Run:
         self._rollouts: AsyncExitStack | None = None
         """Open while rollout workers play for training."""
         self._rollouts_ended = False
-        # A generator may be restarted in the middle of a step.
-        on_gpu = cluster is not None and cluster.devices.kind == "cuda"
-        floor_s = settings.generator.start_limit_s(on_gpu) + 60
-        self._patience = Patience(settings.update_deadline_s, floor_s=floor_s)
+        self._patience = _patience(settings, on_gpu=cluster is not None and cluster.devices.kind == "cuda")
 
     @classmethod
     @asynccontextmanager
@@ -285,6 +282,11 @@ class Run:
         await self.publisher.settled()
         # waits: for the buffer, within a deadline, then for the workers, which end with it
         await self._rollouts.aclose()
+
+
+def _patience(settings: RunSettings, on_gpu: bool) -> Patience:
+    # A generator may be restarted in the middle of a step.
+    return Patience(settings.update_deadline_s, floor_s=settings.generator.start_limit_s(on_gpu) + 60)
 
 
 def launch(train: Callable[[Run, S], Awaitable[None]], settings: S) -> None:
