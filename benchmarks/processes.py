@@ -98,11 +98,13 @@ class ProcessTree:
                 seen.running = False  # what it had used at the last look counts
 
     def _there(self) -> set[psutil.Process]:
-        found = set()
+        found: set[psutil.Process] = set()
         for known in [known for known, seen in self._seen.items() if seen.running]:
-            if known.is_running() and known not in found:
+            if known in found:
+                continue
+            try:
                 found |= {known, *known.children(recursive=True)}
-            elif known not in found:
+            except psutil.NoSuchProcess:
                 self._seen[known].running = False
         return found
 

@@ -111,9 +111,11 @@ async def measure_parts(cluster: Cluster, s: Settings, model: Path) -> dict[str,
     started = time.perf_counter()
     quiet_imports()
     async with AsyncExitStack() as stack:
-        bare = None
+        bare = []
         if "generator" in s.parts:
-            bare = await stack.enter_async_context(speed_generator.bare_engine(model, s.generator))
+            for shipped in (True, False):
+                engine = speed_generator.bare_engine(model, s.generator, shipped)
+                bare.append(await stack.enter_async_context(engine))
         training, generator = await asyncio.gather(
             speed_trainer.Training.start(cluster, plan, groups, steps),
             speed_generator.start(cluster, model, s.generator, s.trainer.ranks),
@@ -121,8 +123,8 @@ async def measure_parts(cluster: Cluster, s: Settings, model: Path) -> dict[str,
         print(f"all is up after {time.perf_counter() - started:.0f} s", flush=True)
         if "trainer" in s.parts:
             await part("trainer", speed_trainer.measure(training, s.rounds, s.deadline_s))
-        if bare is not None:
-            await part("generator", speed_generator.measure(generator, bare, load, s.generator_rounds))
+        if bare:
+            await part("generator", speed_generator.measure(generator, *bare, load, s.generator_rounds))
     if "swap" in s.parts:
         dtype = served_dtype(s.generator, cluster)
         await part("swap", speed_swap.measure(training, generator, load, s.swaps, dtype, s.deadline_s))

@@ -1,7 +1,10 @@
-"""Tokens per second through the Generator actor and the Dispatcher against the bare SGLang engine, in turn.
+"""Tokens per second through the Generator actor and the Dispatcher against bare engines, in turn.
 
-The yardstick is ``sglang.Engine`` as SGLang ships it, with the same flags, in its own process. Both engines get the
-same number of requests, because an engine slows down as its prefix cache fills.
+There are two yardsticks, each in a process of its own, with the same flags. ``sglang.Engine`` as SGLang ships it: on a
+CPU it computes more than ours does (``generator/cpu_speed.py``), so a ratio to it says what a user gains, and may be
+above 1. And the same engine that the actor holds (``generator/engine.py``), asked directly: a ratio to it says what
+the actor, its messages and the dispatcher cost, and is at most about 1. All engines get the same number of requests,
+because an engine slows down as its prefix cache fills.
 """
 
 from __future__ import annotations
@@ -11,9 +14,10 @@ import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -25,6 +29,7 @@ import torch
 from monarch_rl.episode.sampling import Sampling
 from monarch_rl.generator.actor import Generator
 from monarch_rl.generator.dispatcher import Dispatcher
+from monarch_rl.generator.parts import ignore_part
 from monarch_rl.generator.scheduler_process import quiet_imports
 from monarch_rl.generator.settings import GeneratorSettings, engine_arguments
 from monarch_rl.runtime.cluster import Cluster
@@ -136,7 +141,7 @@ class GeneratorBeside(Generator):
 
 @dataclass
 class BareEngine:
-    """``sglang.Engine`` in a process of its own."""
+    """An engine in a process of its own, which is asked directly."""
 
     process: Any
     pipe: Connection = field(repr=False)
@@ -144,7 +149,11 @@ class BareEngine:
     async def play(self, load: Load, turn: int) -> tuple[float, int]:
         """One round; returns seconds and tokens drawn."""
         self.pipe.send((load.prompts(turn), load.sampling))
-        return await self.answer(ROUND_DEADLINE_S, "a round of the bare engine")
+        return await self.answer(ROUND_DEADLINE_S, "a round of a bare engine")
+
+    def pids(self) -> set[int]:
+        """Of its process and of those that it has started."""
+        return {self.process.pid, *(child.pid for child in psutil.Process(self.process.pid).children(recursive=True))}
 
     async def answer(self, seconds: float, what: str) -> Any:
         if not await asyncio.to_thread(self.pipe.poll, seconds):
@@ -156,16 +165,17 @@ class BareEngine:
 
 
 @asynccontextmanager
-async def bare_engine(model: Path, settings: GeneratorSettings) -> AsyncIterator[BareEngine]:
-    """Start the bare engine; it ends with the block, or with this process."""
+async def bare_engine(model: Path, settings: GeneratorSettings, shipped: bool) -> AsyncIterator[BareEngine]:
+    """Start a bare engine, as SGLang ships it or the one that the actor holds; it ends with the block, or with this
+    process."""
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
-    arguments = engine_arguments(str(model), settings, 0, torch.accelerator.is_available())
-    process = multiprocessing.get_context("spawn").Process(target=_serve_bare, args=(theirs, arguments))
+    serve = _serve_shipped if shipped else _serve_own
+    process = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs, str(model), settings))
     process.start()
     theirs.close()
     try:
         bare = BareEngine(process, ours)
-        await bare.answer(START_DEADLINE_S, "the bare engine to start")
+        await bare.answer(START_DEADLINE_S, "a bare engine to start")
         yield bare
     finally:
         ours.close()  # which ends it
@@ -174,13 +184,35 @@ async def bare_engine(model: Path, settings: GeneratorSettings) -> AsyncIterator
             process.kill()
 
 
-def _serve_bare(pipe: Connection, arguments: dict[str, Any]) -> None:
-    """The bare engine's process: one answer for each message, until the pipe is closed."""
+def _serve_own(pipe: Connection, model: str, settings: GeneratorSettings) -> None:
+    """The process of the engine that the actor holds: one answer for each message, until the pipe is closed."""
+    asyncio.run(_answer(pipe, model, settings))
+
+
+async def _answer(pipe: Connection, model: str, settings: GeneratorSettings) -> None:
+    from monarch_rl.generator.engine import Engine
+
+    engine = await Engine.start(model, settings)
+    try:
+        pipe.send("ready")
+        while True:
+            prompts, sampling = await asyncio.to_thread(pipe.recv)
+            started = time.perf_counter()
+            answers = await asyncio.gather(*(engine.generate(ids, sampling, ignore_part) for ids in prompts))
+            pipe.send((time.perf_counter() - started, sum(len(answer.token_ids) for answer in answers)))
+    except (EOFError, KeyboardInterrupt):
+        pass  # the benchmark is over
+    finally:
+        await engine.shutdown()
+
+
+def _serve_shipped(pipe: Connection, model: str, settings: GeneratorSettings) -> None:
+    """The process of SGLang's engine: one answer for each message, until the pipe is closed."""
     quiet_imports()
     os.environ["PYTHONWARNINGS"] = "ignore::UserWarning"  # for the scheduler that it starts
     import sglang
 
-    engine = sglang.Engine(**arguments)
+    engine = sglang.Engine(**engine_arguments(model, settings, 0, torch.accelerator.is_available()))
     try:
         pipe.send("ready")
         while True:
@@ -200,10 +232,10 @@ async def start(cluster: Cluster, model: Path, settings: GeneratorSettings, firs
     return generator
 
 
-async def measure(generator: Any, bare: BareEngine, load: Load, rounds: int) -> dict[str, Any]:
+async def measure(generator: Any, shipped: BareEngine, own: BareEngine, load: Load, rounds: int) -> dict[str, Any]:
     """Rounds of equal load on each side in turn; the first round warms up.
 
-    A ratio is the median over rounds of seconds of the yardstick / seconds of the actor.
+    A ratio is the median over rounds of seconds of a yardstick / seconds of the actor.
     """
     dispatcher = Dispatcher([generator], ROUND_DEADLINE_S)
 
@@ -218,18 +250,16 @@ async def measure(generator: Any, bare: BareEngine, load: Load, rounds: int) -> 
         )
         return time.perf_counter() - started, sum(len(completion.token_ids) for completion in completions)
 
-    async def outside(turn: int) -> tuple[float, int]:
-        return await bare.play(load, turn)
-
-    sides = {
+    sides: dict[str, tuple[Callable[[int], Awaitable[tuple[float, int]]], set[int]]] = {
         "actor": (ours, {os.getpid(), *replica}),
-        "bare": (outside, {bare.process.pid, *_children(bare.process.pid)}),
+        "shipped": (partial(shipped.play, load), shipped.pids()),
+        "own": (partial(own.play, load), own.pids()),
     }
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     cpu: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(rounds + 1):
         order = list(sides.items())
-        for name, (side, pids) in order if turn % 2 else reversed(order):  # neither side is always the first
+        for name, (side, pids) in order if turn % 2 else reversed(order):  # no side is always the first
             before = _cpu_seconds(pids)
             taken, tokens = await side(turn)
             if tokens != load.tokens:
@@ -238,26 +268,25 @@ async def measure(generator: Any, bare: BareEngine, load: Load, rounds: int) -> 
                 seconds[name].append(taken)
                 cpu[name].append(_cpu_seconds(pids) - before)
 
-    def ratio(values: dict[str, list[float]]) -> float:
-        pairs = zip(values["bare"], values["actor"], strict=True)
+    def ratio(values: dict[str, list[float]], yardstick: str) -> float:
+        pairs = zip(values[yardstick], values["actor"], strict=True)
         return statistics.median(there / here for there, here in pairs)
 
     def rate(name: str) -> float:
         return load.tokens / statistics.median(seconds[name])
 
     return {
-        "generator_tokens_ratio": ratio(seconds),
-        "generator_cpu_ratio": ratio(cpu),
+        "generator_tokens_ratio": ratio(seconds, "shipped"),
+        "generator_cpu_ratio": ratio(cpu, "shipped"),
+        "generator_actor_tokens_ratio": ratio(seconds, "own"),
+        "generator_actor_cpu_ratio": ratio(cpu, "own"),
         "generator_tokens_per_s": rate("actor"),
-        "bare_engine_tokens_per_s": rate("bare"),
+        "shipped_engine_tokens_per_s": rate("shipped"),
+        "own_engine_tokens_per_s": rate("own"),
         "generator_requests": load.requests,
         "generator_new_tokens": load.new_tokens,
         "generator_rounds": rounds,
     }
-
-
-def _children(pid: int) -> set[int]:
-    return {child.pid for child in psutil.Process(pid).children(recursive=True)}
 
 
 def _cpu_seconds(pids: set[int]) -> float:

@@ -45,7 +45,7 @@ def test_processes_are_told_apart(processes: Any, title: str, command: list[str]
 
 PARENT = """
 import subprocess, sys, time
-subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()", "monarch_rl.runtime.host"])
+subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()", "monarch_rl::scorer"])
 print("started", flush=True)
 sys.stdin.readline()
 """
@@ -58,18 +58,18 @@ def test_what_has_ended_counts_and_what_goes_on_is_still_seen(processes: Any) ->
     tree = processes.ProcessTree(parent.pid)
     assert parent.stdout.readline() == "started\n"
     tree.look()
-    _, host = sorted(tree.running(), key=lambda found: found[1])
-    assert host[1] in ("host", "other")  # it may not have called exec yet
+    _, scorer = sorted(tree.running(), key=lambda found: found[1])
+    assert scorer[1] in ("scorer", "other")  # it may not have called exec yet
     used = tree.cpu_s()["controller"]
     assert used > 0
     assert tree.memory()["controller"] > 1e6
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()
     tree.look()
-    assert [found for found, _ in tree.running()] == [host[0]]
+    assert [found for found, _ in tree.running()] == [scorer[0]]
     assert tree.cpu_s()["controller"] >= used
     parent.stdin.close()  # the child's, too, ends with it
-    host[0].wait(60)
+    scorer[0].wait(60)
     tree.look()
     assert list(tree.running()) == []
 
