@@ -92,7 +92,7 @@ async def take_snapshot(run: Run, names: dict[int, str]) -> Snapshot:
     seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
     me = psutil.Process()
     for process in [me, *me.children(recursive=True)]:
-        name = names.get(process.pid) or _name(process, names)
+        name = names.get(process.pid) or name_of(process, names)
         for task in Path(f"/proc/{process.pid}/task").iterdir():
             fields = (task / "stat").read_text()
             thread, rest = fields[fields.index("(") + 1 : fields.rindex(")")], fields[fields.rindex(")") + 2 :].split()
@@ -106,7 +106,7 @@ async def take_snapshot(run: Run, names: dict[int, str]) -> Snapshot:
     return Snapshot(seconds, sum(stats.episodes for stats in played), requests)
 
 
-def _name(process: psutil.Process, names: dict[int, str]) -> str:
+def name_of(process: psutil.Process, names: dict[int, str]) -> str:
     """A name for a process without a monitor: the host, a scoring process, a tracker of resources."""
     command = " ".join(process.cmdline()).strip()
     if "monarch_rl.runtime.host" in command:
