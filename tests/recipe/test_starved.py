@@ -1,0 +1,161 @@
+"""A run that is stopped as a whole, or gets nearly no core, goes on; one that loses its host ends at once, and says so.
+
+All tests share a run, under torchrun on one machine; the last one ends it.
+
+By hand, 100 steps beside more hogs:
+
+    STARVED_STEPS=100 STARVED_HOGS=4 python -m pytest tests/recipe/test_starved.py
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from ipaddress import ip_address
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.recipe.running import (
+    GONE_S,
+    STOP_S,
+    keep_environment,
+    process_named,
+    random_model,
+    recipe,
+    steps_logged,
+    wait_for_line,
+)
+from tests.runtime.hogs import hogs
+from tests.runtime.launched import TORCHRUN, Launched, launching
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
+
+STEPS = int(os.environ.get("STARVED_STEPS", "5"))
+"""Steps that the run makes without cores."""
+HOGS = int(os.environ.get("STARVED_HOGS", "2"))
+"""Processes for each core that compute all the time, at the test's own priority."""
+SESSION_NICE = 12
+"""Of each session of the run, of which there are two: 7 % of a core beside one session at nice 0. The run's monitors
+alone take 3 %."""
+STALL_S = 5.0
+"""A third of the default: so the run is stopped for a third of a minute."""
+STOPPED_S = 4 * STALL_S
+STARVED_STEP_S = 60.0
+"""Seconds for a step of a CPU-second: a run at nice 19 gets 1.4 % of two cores beside two hogs on each."""
+
+
+def latest_step(run: Launched) -> int:
+    return int(re.findall(r"^step (\d+)/", run.output(), re.MULTILINE)[-1])
+
+
+def wait_for_steps(run: Launched, more: int) -> None:
+    """Wait for so many steps more than the run has shown now, however long it takes a machine that has no cores."""
+    step, deadline = latest_step(run) + more, time.monotonic() + more * STARVED_STEP_S * 10
+    while latest_step(run) < step:
+        assert run.process.poll() is None, f"ended with {run.process.poll()}\n{run.output()}"
+        assert time.monotonic() < deadline, f"no step {step}\n{run.output()}"
+        time.sleep(0.5)
+
+
+def pids(run: Launched) -> list[int]:
+    return [int(line.split()[0]) for line in run.left()]
+
+
+def signal_all(run: Launched, number: signal.Signals) -> None:
+    for pid in pids(run):
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def give_way(run: Launched) -> None:
+    """Set every thread of a run to nice 19. Where the kernel shares cores between sessions first, its sessions give
+    way to that of the test, too."""
+    for pid in pids(run):
+        with suppress(OSError):
+            Path(f"/proc/{pid}/autogroup").write_text(str(SESSION_NICE))
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(ProcessLookupError):
+                os.setpriority(os.PRIO_PROCESS, int(task.name), 19)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path) -> Iterator[Launched]:
+    """Of the deadlines that a machine could make it miss, those of the watch are the nearest. Nothing is replaced."""
+    model = random_model(folder / "tiny")
+    settings = ["--steps=50000", f"--stall-s={STALL_S}", "--recovery.restarts=0", "--generator.replicas=1"]
+    settings += ["--weights.transport=collective", "--groups-per-step=2"]
+    with pytest.MonkeyPatch.context() as patch, launching(folder) as start:
+        keep_environment(patch)
+        run = start([*TORCHRUN, "--nproc-per-node=4", *recipe(model, folder / "runs", *settings)])
+        wait_for_line(run, r"^step 1/")
+        yield run
+
+
+def host_of(run: Launched) -> psutil.Process:
+    """The host process of the only machine."""
+    hosts = [psutil.Process(pid) for pid in pids(run)]
+    (host,) = [process for process in hosts if "monarch_rl.runtime.host" in process.cmdline()]
+    return host
+
+
+def goes_on_undisturbed(run: Launched, folder: Path, steps: int) -> None:
+    """It makes these steps, and neither the watch nor anybody else has seen a fault."""
+    wait_for_steps(run, steps)
+    said = run.output()
+    assert not list(folder.glob("runs/*/stall-*.txt")), said
+    assert not re.search(r"the run does not go on|is not started again|mesh \S+ failed", said), said
+    assert steps_logged(folder / "runs")[-1].get("recovery/lost", 0) == 0
+
+
+def test_on_one_machine_everything_listens_on_loopback(run: Launched) -> None:
+    """But for torchrun itself, whose store is not ours."""
+    open_to_all = []
+    for process in map(psutil.Process, pids(run)):
+        for connection in process.net_connections("inet"):
+            loopback = ip_address(connection.laddr.ip).is_loopback
+            if connection.status == psutil.CONN_LISTEN and not loopback and process.pid != run.process.pid:
+                open_to_all.append((process.pid, process.cmdline(), connection.laddr))
+    assert not open_to_all
+
+
+def test_no_process_has_a_named_file_of_sglang_in_shared_memory(run: Launched) -> None:
+    """It would be left behind by a kill, and every engine ends by one."""
+    mapped = {pid: Path(f"/proc/{pid}/maps").read_text() for pid in pids(run)}
+    assert any(process_named(run, "sglang::scheduler").pid == pid for pid in mapped)
+    names = [re.findall(r"/dev/shm/(sgl\S+)( \(deleted\))?$", text, re.MULTILINE) for text in mapped.values()]
+    assert all(deleted for found in names for _, deleted in found), names
+
+
+def test_it_goes_on_after_a_stop_of_all_its_processes(run: Launched, folder: Path) -> None:
+    signal_all(run, signal.SIGSTOP)
+    time.sleep(STOPPED_S)
+    signal_all(run, signal.SIGCONT)
+    goes_on_undisturbed(run, folder, 5)
+
+
+def test_it_goes_on_beside_hogs(run: Launched, folder: Path) -> None:
+    give_way(run)
+    with hogs(HOGS * (os.cpu_count() or 1)):
+        goes_on_undisturbed(run, folder, STEPS)
+
+
+def test_a_lost_host_is_named_at_once(run: Launched) -> None:
+    wait_for_steps(run, 1)
+    host = host_of(run)
+    host.kill()
+    assert run.wait(STOP_S) == 1, run.output()
+    named = rf"HostLost: the host process {host.pid} of this machine was killed by SIGKILL"
+    assert re.search(named, run.output()), run.output()
+    assert "Stalled" not in run.output(), run.output()
+    run.assert_gone(GONE_S)
