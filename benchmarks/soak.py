@@ -24,10 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import tyro
-from cpu_by_process import name_of, names_of_processes
 from monarch.actor import Actor
+from processes import ProcessTree
 from reporting import short
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
@@ -107,11 +106,10 @@ class Soak:
 
     Args:
         cluster: its processes are measured, and all that descends from this one.
-        names: of processes, by pid.
     """
 
-    def __init__(self, cluster: Cluster, names: dict[int, str]) -> None:
-        self._names = names
+    def __init__(self, cluster: Cluster) -> None:
+        self._tree = ProcessTree(os.getpid())
         spawned = [mesh.mesh.spawn("counter", Counter) for mesh in cluster._meshes]
         self._counters: list[Counter] = [counter for counters in spawned for counter in members(counters)]
         self.looks: dict[tuple[str, int], list[Look]] = {}
@@ -125,12 +123,12 @@ class Soak:
         calls = [counter.counts.call_one() for counter in self._counters]
         counted = [await within(CALL_DEADLINE_S, call, "the counts of a process", on="Monarch") for call in calls]
         counts = dict([own_counts(), *counted])
-        me = psutil.Process()
-        for process in [me, *me.children(recursive=True)]:
+        self._tree.look()
+        for process, name in self._tree.running():
             looked = _look(process.pid, step)
             if looked is not None:
                 looked = replace(looked, **counts.get(process.pid, {}))
-                self.looks.setdefault((name_of(process, self._names), process.pid), []).append(looked)
+                self.looks.setdefault((name, process.pid), []).append(looked)
         self.shared_files.append(len({path.name for path in SHARED_MEMORY.iterdir()} - FILES_BEFORE))
         self.seconds.append(time.monotonic())
 
@@ -169,7 +167,7 @@ async def train(run: Run, s: Settings) -> None:
     loss = s.trainer.loss
     await run.start(s.task, advantage=ADVANTAGES[loss.advantage], objective=reinforcement(loss))
     assert run._cluster is not None
-    soak = Soak(run._cluster, await names_of_processes(run))
+    soak = Soak(run._cluster)
     every = max(1, s.steps // s.looks)
     async for step in run.steps(s.steps):
         await run.step()
