@@ -45,7 +45,7 @@ async def generator(bench: Bench, found: Findings, folder: Path) -> None:
     # Two engines: the second one finds what the first has left.
     beside = replace(engine_settings(bench), memory_fraction=0.3)
     seconds: dict[str, list[float]] = {"ours": [], "bare": []}
-    async with running_engine(bench, found, folder) as engine, bare_engine(folder, beside) as bare:
+    async with running_engine(bench, found, folder) as engine, bare_engine(folder, beside, shipped=True) as bare:
         for turn in range(ROUNDS + 1):
             _, ours_s = await draw(engine, load.prompts(turn), load.new_tokens)
             bare_s, _ = await bare.play(load, turn)
