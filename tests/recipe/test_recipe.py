@@ -50,6 +50,8 @@ def test_python(start: Start, model: Path, tmp_path: Path) -> None:
     run = start([sys.executable, *recipe(model, tmp_path / "runs")])
     finished(run)
     check_run(run.output(), model, max_policy_lag=2)
+    refused = re.findall(r"started without the fork server: .* differ", run.output())
+    assert not refused, "each process of a run would be started as slowly as before"
 
 
 def test_adapters(start: Start, model: Path, tmp_path: Path) -> None:

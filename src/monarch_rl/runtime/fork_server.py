@@ -51,6 +51,8 @@ LOADED = (
 """Beginnings of the names of variables that libraries read when they are loaded. SGLang's are not among them: it sets
 some by itself for its scheduler, whichever way that is started, and reads those later (``scheduler_process.py`` has the
 exception)."""
+SET_WHEN_LOADED = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+"""Those of them that the libraries set themselves when they are loaded, and read for each compilation."""
 MAX_FDS = 250
 """Descriptors of one request; Linux allows 253."""
 
@@ -242,7 +244,8 @@ class Stage:
 
 def differing_when_loaded(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
     """Names of variables that are read when libraries are loaded, and differ."""
-    return sorted(name for name in {*ours, *theirs} if name.startswith(LOADED) and ours.get(name) != theirs.get(name))
+    names = {name for name in {*ours, *theirs} if name.startswith(LOADED)}.difference(SET_WHEN_LOADED)
+    return sorted(name for name in names if ours.get(name) != theirs.get(name))
 
 
 def _same_user(connection: socket.socket) -> bool:

@@ -34,6 +34,7 @@ def configure_monarch() -> None:
     configure(get_proc_state_max_idle=silence, get_actor_state_max_idle=silence, message_delivery_timeout=start)
     configure(mesh_proc_spawn_max_idle=start, actor_spawn_max_idle=start, host_spawn_ready_timeout=start)
     configure(mesh_attach_config_timeout=start, mesh_orphan_timeout=start, supervision_watchdog_timeout=start)
+    configure(pending_actor_delivery_timeout=start)  # of a message to an actor whose process still starts
     # RDMABuffer over TCP (weights/rdma.py). Frames of 4 MiB are four times faster than Monarch's default of 64. One
     # connection is as fast as several; with several, reads write to memory even after they timed out.
     configure(rdma_max_chunk_size_mb=4, rdma_tcp_fallback_parallelism=1)
