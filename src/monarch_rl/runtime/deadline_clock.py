@@ -61,7 +61,8 @@ class DeadlineClock:
         # A simulator's event loop has a time of its own, in which nothing is starved.
         stretchable = seconds >= STRETCHED_FROM_S and abs(self._began - time.monotonic()) < STRETCHED_FROM_S
         self._first_s = seconds / 2 if stretchable else seconds
-        self._window_s = self._lost_s = self._paused_s = self._unmeasured_s = 0.0
+        self._window_s = -1.0  # none yet
+        self._lost_s = self._paused_s = self._unmeasured_s = 0.0
         self._pauses_before_s = presence.paused_s() if stretchable else 0.0
         self._look: starvation.Look | None = None
 
@@ -72,8 +73,8 @@ class DeadlineClock:
 
     def next_window_s(self) -> float | None:
         """Seconds to wait before the next call; None once the deadline has passed, by this clock."""
-        if not self._window_s:
-            self._window_s = self._first_s
+        if self._window_s < 0:
+            self._window_s = max(0.0, self._first_s)
             return self._window_s
         if self._first_s == self._seconds:
             return None
