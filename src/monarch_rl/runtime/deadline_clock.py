@@ -86,6 +86,14 @@ class DeadlineClock:
         self._window_s = remaining_s
         return self._window_s
 
+    def lost_share(self) -> float:
+        """Read the clock: the share of the time so far that it leaves out, between 0 and 1. Starvation shows from the
+        second reading on."""
+        if self._first_s == self._seconds:
+            return 0.0
+        self._read()
+        return min(1.0, self._lost_s / self.passed_s) if self.passed_s > 0 else 0.0
+
     def _read(self) -> None:
         """Add what was lost since the last reading."""
         now, look, before = asyncio.get_running_loop().time(), starvation.look(), self._look
@@ -106,7 +114,8 @@ class DeadlineClock:
     def _new_pauses_s(self, elapsed_s: float) -> float:
         pauses_s = presence.paused_s()
         new_s, self._pauses_before_s = pauses_s - self._pauses_before_s, pauses_s
-        late_s = elapsed_s - self._window_s  # the loop may be nobody's, so that its pauses are not counted
+        # The loop may be nobody's, so that its pauses are not counted.
+        late_s = elapsed_s - self._window_s if self._window_s >= 0 else 0.0
         return min(elapsed_s, max(new_s, late_s if late_s >= presence.PAUSE_S else 0.0))
 
     def _warn(self, why: str) -> None:
