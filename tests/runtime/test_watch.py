@@ -187,7 +187,7 @@ def test_what_is_replaced_is_ended_even_if_it_does_not_answer(
         os.kill(pid, signal.SIGSTOP)
         before = len(cluster.monitors)
         await cluster.kill(mesh)
-        assert len(cluster.monitors) == before - 1, "nobody polls it from now on"
+        assert len(cluster.monitors) == before - 1, "a watch that begins now does not look for it"
         await asyncio.to_thread(wait_until_dead, pid, 10)
 
     run(test)

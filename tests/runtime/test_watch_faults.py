@@ -19,6 +19,7 @@ import pytest
 
 from monarch_rl.runtime import monitor
 from monarch_rl.runtime.cluster import Cluster
+from monarch_rl.runtime.presence import Progress
 from monarch_rl.runtime.process_poller import LoopLag, ProcessPoller
 from monarch_rl.runtime.stall import CONTROLLER, Process, RunPicture
 from monarch_rl.runtime.watch import FAILED_POLLS, Stalled, watched
@@ -81,8 +82,11 @@ def test_a_stop_while_a_picture_is_taken_makes_no_culprit(watch_sees: Any, tmp_p
         if number < 2:
             time.sleep(STALL_S)
             return idle(10 * STALL_S)
-        await asyncio.sleep(0)
-        return idle()
+        advances = idle()
+        own = monitor.own_report()
+        progress = {"step trained": Progress(number, time.monotonic())}
+        advances.processes[CONTROLLER].report = dataclasses.replace(own, progress=progress)
+        return advances
 
     polls = watch_sees(take)
 
