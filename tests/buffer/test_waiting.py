@@ -1,11 +1,16 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable
 from functools import partial
 
 import pytest
 
 from monarch_rl.buffer.waiting import Line
+from monarch_rl.runtime import starvation
+from monarch_rl.runtime.starvation import CoreTime, Look
+from monarch_rl.simulate.clock import run_virtual
 
 WAIT_S = 20.0
 
@@ -96,3 +101,53 @@ def test_what_goes_wrong_is_the_waiters() -> None:
             await wait
 
     asyncio.run(test())
+
+
+def starved_look() -> Look:
+    """A process that has been ready to run since the machine started, and never had a core."""
+    return Look(time.monotonic(), {1: CoreTime(0.0, time.monotonic())})
+
+
+def never() -> bool:
+    return False
+
+
+def test_a_machine_without_cores_stretches_the_deadline_and_the_place_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(starvation, "look", starved_look)
+
+    async def test() -> None:
+        line, free, order = Line(alike=True), False, list[int]()
+
+        def served(who: int) -> bool:
+            if free:
+                order.append(who)
+            return free
+
+        waits = [asyncio.ensure_future(line.wait(partial(served, who), 2.0)) for who in range(3)]
+        await asyncio.sleep(3.0)  # by everybody's clock, the deadline is over; by its own it passes after 20 s
+        assert not any(wait.done() for wait in waits)
+        free = True
+        line.serve()
+        assert await asyncio.gather(*waits) == [True] * 3 and order == [0, 1, 2]
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.01, 1.5])
+def test_a_deadline_passes_on_a_machine_with_cores(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(starvation, "look", lambda: Look(time.monotonic(), {1: CoreTime(0.0, 0.0)}))
+    assert not asyncio.run(asyncio.wait_for(Line().wait(never, seconds), WAIT_S))
+
+
+def test_virtual_time_knows_no_starvation(monkeypatch: pytest.MonkeyPatch) -> None:
+    def look() -> Look:
+        raise AssertionError("nobody looks at real processes in virtual time")
+
+    monkeypatch.setattr(starvation, "look", look)
+
+    async def seconds(served: Callable[[], bool]) -> float:
+        began = asyncio.get_running_loop().time()
+        assert not await Line().wait(served, 600.0)
+        return asyncio.get_running_loop().time() - began
+
+    assert run_virtual(seconds(never)) == pytest.approx(600.0)

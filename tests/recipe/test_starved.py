@@ -21,6 +21,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from monarch_rl.runtime.starvation import look
 from tests.recipe.running import (
     RUN_S,
     keep_environment,
@@ -41,7 +42,9 @@ HOGS = int(os.environ.get("STARVED_HOGS", "2"))
 """Processes for each core that compute all the time, at the test's own priority."""
 SESSION_NICE = 12
 """Of each session of the run, of which there are two: 7 % of a core beside one session at nice 0. The run's monitors
-alone take 3 %."""
+alone take 3 %. Where the kernel shares cores between sessions first (``sched_autogroup_enabled``), the nice value of a
+process counts within its session only: beside hogs in another session, the run would have a fair share of the cores
+at nice 19, too. So its sessions, which have a nice value of their own, get this one."""
 STALL_S = 5.0
 """A third of the default: so the run is stopped for a third of a minute."""
 STOPPED_S = 4 * STALL_S
@@ -146,7 +149,16 @@ def test_it_goes_on_after_a_stop_of_all_its_processes(run: Launched, folder: Pat
 def test_it_goes_on_beside_hogs(run: Launched, folder: Path) -> None:
     give_way(run)
     with hogs(HOGS * (os.cpu_count() or 1)):
+        before = look(pids(run))
         goes_on_undisturbed(run, folder, STEPS)
+        after = look(before.processes)
+    # Threads that have ended take their times with them, and their processes what they had.
+    pairs = [(before.processes[pid], after.processes[pid]) for pid in before.processes]
+    ran_s = sum(max(0.0, now.ran_s - then.ran_s) for then, now in pairs)
+    queued_s = sum(max(0.0, now.queued_s - then.queued_s) for then, now in pairs)
+    assert queued_s > ran_s, (
+        f"it was not starved: it ran for {ran_s:.1f} s, and wanted a core for {queued_s:.1f} s more"
+    )
 
 
 def test_a_lost_host_is_named_at_once(run: Launched) -> None:

@@ -18,11 +18,18 @@ import pytest
 
 from monarch_rl.rollout.scorer_output import SHOWN_BYTES
 from monarch_rl.rollout.scoring import Scorer, ScorerBroken, ScoringFailed
-from monarch_rl.runtime import presence
+from monarch_rl.runtime import presence, starvation
 from monarch_rl.runtime.fork_context import ForkedProcess
+from monarch_rl.runtime.starvation import CoreTime, Look
 from monarch_rl.tasks.reasoning_gym import TaskSettings, TaskSource, load_data_set, score
 from monarch_rl.tasks.task import Score
 from tests.rollout import helpers
+
+
+@pytest.fixture(autouse=True)
+def cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of how busy the machine is depends how often a score is computed: here it has cores for all."""
+    monkeypatch.setattr(starvation, "look", lambda: Look(time.monotonic(), {1: CoreTime(0.0, 0.0)}))
 
 
 async def reason(scorer: Scorer, text: str) -> str:
@@ -345,3 +352,72 @@ def test_sigkill_of_the_parent_leaves_no_scorer(tmp_path: Path) -> None:
         finally:
             parent.send_signal(signal.SIGKILL)
     wait_until_dead(scorer, 5)
+
+
+STOPPED_WORKER = """
+import asyncio, sys
+from monarch_rl.rollout.scoring import Scorer
+from monarch_rl.runtime import presence
+from tests.rollout import helpers
+
+async def main():
+    presence.register("rollout worker 0")
+    scorer = Scorer(1, deadline_s=4.0)
+    try:
+        print((await scorer.score(helpers.in_small_steps, sys.argv[1])).reward, flush=True)
+    finally:
+        await asyncio.to_thread(scorer.close)
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+def test_a_stop_of_the_worker_is_not_the_scores_fault(tmp_path: Path) -> None:
+    """A stop that is longer than the deadline; the score is computed once more."""
+    script, begun = tmp_path / "worker.py", tmp_path / "begun"
+    script.write_text(STOPPED_WORKER)
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(root / "src")])}
+    command = [sys.executable, str(script), str(begun)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
+    ) as worker:
+        try:
+            assert worker.stdout is not None
+            deadline = time.monotonic() + 120
+            while not begun.exists():
+                assert worker.poll() is None and time.monotonic() < deadline
+                time.sleep(0.02)
+            os.killpg(worker.pid, signal.SIGSTOP)
+            time.sleep(6.0)
+            os.killpg(worker.pid, signal.SIGCONT)
+            assert worker.stdout.readline() == "5.0\n"
+            assert len(begun.read_text().splitlines()) in (1, 2), "once, if it ended before it was looked at"
+            assert worker.wait(60) == 0
+        finally:
+            if worker.poll() is None:
+                os.killpg(worker.pid, signal.SIGKILL)
+
+
+def test_a_late_score_of_a_machine_without_cores_is_computed_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(starvation, "look", lambda: Look(time.monotonic(), {1: CoreTime(0.0, time.monotonic())}))
+
+    async def test() -> None:
+        scorer = Scorer(1, deadline_s=2.0)
+        timeouts = list[float]()
+        try:
+            await scorer.score(helpers.touchy_score, "9")
+            schedule = scorer._pool.schedule
+
+            def note(function: Any, args: Any, timeout: float) -> Any:
+                timeouts.append(timeout)
+                return schedule(function, args=args, timeout=min(timeout, 2.0))
+
+            monkeypatch.setattr(scorer._pool, "schedule", note)
+            assert await reason(scorer, "1") == "score took over 2 s"
+        finally:
+            await asyncio.to_thread(scorer.close)
+        assert timeouts == [2.0, 17.0]
+
+    asyncio.run(test())

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,13 +23,18 @@ from monarch_rl.runtime.starvation import CoreTime, Look, look, run_processes
 from tests.runtime.hogs import hogs, pin
 
 CORE = min(os.sched_getaffinity(0))
-COMPUTE = "import time; print(flush=True)\nwhile time.process_time() < {}: pass"
-"""Compute for some seconds of a core, after a line that says that Python has started."""
+COMPUTE = (
+    "import time; print(flush=True); {}\nbegun = time.process_time()\nwhile time.process_time() < begun + {}: pass"
+)
+"""Compute for some seconds of a core, after a line that says that Python has started, and after another statement."""
+SENT = "input()"
+"""The statement that waits for a line."""
 
 
 @contextmanager
 def program(text: str, *, core: int | None = None) -> Iterator[subprocess.Popen[str]]:
-    with subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True) as process:
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", text], stdin=pipe, stdout=pipe, text=True) as process:
         assert process.stdout is not None
         process.stdout.readline()
         if core is not None:
@@ -38,8 +44,9 @@ def program(text: str, *, core: int | None = None) -> Iterator[subprocess.Popen[
 
 
 def test_a_process_without_a_core_is_told_from_one_that_waits() -> None:
-    waits, computes = "import time; print(flush=True); time.sleep(600)", COMPUTE.format(600)
+    waits, computes = "import time; print(flush=True); time.sleep(600)", COMPUTE.format("", 600)
     with program(waits, core=CORE) as waiting, program(computes, core=CORE) as starved, hogs(6, CORE):
+        wait_until_asleep(waiting.pid)
         before = look([waiting.pid, starved.pid])
         time.sleep(2.0)
         pid, share = look([waiting.pid, starved.pid]).most_starved(before)
@@ -48,15 +55,33 @@ def test_a_process_without_a_core_is_told_from_one_that_waits() -> None:
         assert idle == 0.0
 
 
+def wait_until_asleep(pid: int) -> None:
+    """It may have to wait for a core after its line, before it sleeps."""
+    deadline = time.monotonic() + 60
+    while psutil.Process(pid).status() != psutil.STATUS_SLEEPING:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_an_ended_process_had_nothing() -> None:
     with program("print(flush=True)") as ended:
         ended.wait(60)
         assert starvation.core_time(ended.pid) == CoreTime(0.0, 0.0)
 
 
+def test_a_system_that_does_not_count_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    starvation.warn_if_not_counted()
+    assert not caplog.text
+    monkeypatch.setattr("os.path.exists", lambda path: path != "/proc/self/schedstat")
+    starvation.warn_if_not_counted()
+    assert caplog.text.count("does not count for how long") == 1
+
+
 def test_the_processes_of_a_run_are_those_below_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
     below = "import subprocess, sys\nwith subprocess.Popen(['sleep', '600']) as p: print(flush=True); p.wait()"
-    with program(below) as host, program(COMPUTE.format(600)) as stranger:
+    with program(below) as host, program(COMPUTE.format("", 600)) as stranger:
         assert {os.getpid(), host.pid, stranger.pid} <= set(run_processes())
         monkeypatch.setenv(starvation.HOST_PID_VARIABLE, str(host.pid))
         found = run_processes()
@@ -129,21 +154,30 @@ def test_a_process_that_shares_its_core_has_longer() -> None:
     """It needs 2 seconds of a core and has 7; three others want the core as well, so it takes 8 at least."""
 
     async def wait_for(process: subprocess.Popen[str]) -> float:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
         before = time.monotonic()
         await within(7.0, asyncio.to_thread(process.wait), "a process that computes")
         return time.monotonic() - before
 
-    with program(COMPUTE.format(2.0), core=CORE) as process, hogs(3, CORE):
+    with program(COMPUTE.format(SENT, 2.0), core=CORE) as process, hogs(3, CORE):
         assert asyncio.run(wait_for(process)) > 7.0
 
 
-def test_a_process_that_waits_does_not_have_longer() -> None:
-    """However busy the machine is: nobody of the run wants to run, but for this process."""
+def test_a_process_that_waits_does_not_have_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the machine is, and whoever else of the run computes: only this process is looked at, and waits."""
+    monkeypatch.setattr(starvation, "run_processes", lambda: [os.getpid()])
 
-    async def wait() -> float:
-        before = time.monotonic()
+    async def wait() -> tuple[float, float]:
+        """Seconds, and the most of them that this process can have lost: it was late, or ready without a core."""
+        queued_before_s, before = starvation.core_time(os.getpid()).queued_s, time.monotonic()
         with pytest.raises(DeadlineExceeded, match="waited 2 s"):
             await within(2.0, asyncio.Event().wait(), "nothing")
-        return time.monotonic() - before
+        seconds = time.monotonic() - before
+        return seconds, starvation.core_time(os.getpid()).queued_s - queued_before_s
 
-    assert 2.0 <= asyncio.run(wait()) < (STRETCH + 1) * 2.0
+    with hogs(2 * (os.cpu_count() or 1)):
+        seconds, queued_s = asyncio.run(wait())
+    # The share of one half may be taken for the other half, and every late end counts as queued.
+    assert 2.0 <= seconds <= 2.0 + 2 * queued_s + 0.5

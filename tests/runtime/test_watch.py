@@ -185,7 +185,9 @@ def test_what_is_replaced_is_ended_even_if_it_does_not_answer(
         pid = await within(PATIENCE_S, mesh.spawn("player", Player, "generator").pid.call_one(), "it", on="Monarch")
         await cluster.locate(mesh)
         os.kill(pid, signal.SIGSTOP)
+        before = len(cluster.monitors)
         await cluster.kill(mesh)
+        assert len(cluster.monitors) == before - 1, "a watch that begins now does not look for it"
         await asyncio.to_thread(wait_until_dead, pid, 10)
 
     run(test)

@@ -238,7 +238,7 @@ class Buffer(FailureReports):
         self, line: Line, served: Callable[[], bool], timeout_s: float, who: str, what: str, flag: str
     ) -> None:
         """Wait in ``line``; at the deadline, which ``flag`` sets, say what was waited for and what is here."""
-        if not await line.wait(served, timeout_s):  # waits: timeout_s at most
+        if not await line.wait(served, timeout_s, what):  # waits: timeout_s, stretched where there are no cores
             message = f"{who} waited {timeout_s:g} s for {what} (see --{flag}); {self._report()}"
             raise DeadlineExceeded(message, what, timeout_s)
 

@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
+from monarch_rl.runtime.deadline_clock import DeadlineClock
 from monarch_rl.runtime.deadlines import now
 
 
@@ -23,11 +24,12 @@ class Line:
         self._alike = alike
         self._waiting: deque[tuple[Callable[[], bool], asyncio.Future[None]]] = deque()
 
-    async def wait(self, served: Callable[[], bool], timeout_s: float | None) -> bool:
+    async def wait(self, served: Callable[[], bool], timeout_s: float | None, what: str = "a place in line") -> bool:
         """Wait until ``served`` returns True, at most ``timeout_s`` seconds; return False if it did not.
 
         ``served`` may have effects: it returns True once, and what it took belongs to its caller. Raises what it
-        raises.
+        raises. The deadline is stretched on a machine that has no cores for the run, which keeps the place in line;
+        ``what`` is waited for, and named in a warning then.
         """
         if served():
             return True
@@ -35,7 +37,12 @@ class Line:
         self._waiting.append(place)
         try:
             # Not asyncio.timeout: a caller that is cancelled at the moment it is served would lose what it was given.
-            await asyncio.wait({place[1]}, timeout=timeout_s)
+            if timeout_s is None:
+                await asyncio.wait({place[1]})  # waits: the caller's end cancels it
+            else:
+                clock = DeadlineClock(timeout_s, what)
+                while not place[1].done() and (window_s := clock.next_window_s()) is not None:
+                    await asyncio.wait({place[1]}, timeout=window_s)
             if place[1].done():
                 place[1].result()
             return place[1].done()

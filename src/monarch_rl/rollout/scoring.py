@@ -4,7 +4,9 @@ A score function may be slow, may hang in C code and may crash; none of that may
 the episodes. So it runs in a pool of processes (pebble), which the host's fork server forks; where there is none they
 are spawned. A process that oversteps its deadline is killed and replaced, and the caller gets :class:`ScoringFailed`,
 which has the traceback of what was raised, or the stack of a process that was ended. A score whose process ended is
-computed once more: something else may have killed the process, such as a kernel that is out of memory.
+computed once more: something else may have killed the process, such as a kernel that is out of memory. So is one that
+overstepped its deadline while this process was stopped or the machine had no cores for the run: then with a deadline
+that is longer by as much, up to half of :data:`STUCK_S` (``runtime/deadline_clock.py``).
 
 A call of the pool costs some 0.2 ms, most scores a tenth of that. So scores that are asked for in one turn of the event
 loop are one call, as long as the last ones took so little that these together do, too. If the call fails, for whatever
@@ -32,6 +34,7 @@ from pebble import ProcessExpired, ProcessPool
 from monarch_rl.rollout.scorer_output import ScorerOutput, print_into
 from monarch_rl.rollout.tracebacks import describe, of_process, said
 from monarch_rl.runtime import presence
+from monarch_rl.runtime.deadline_clock import DeadlineClock
 from monarch_rl.runtime.deadlines import now
 from monarch_rl.runtime.fork_context import ForkContext
 from monarch_rl.runtime.heap import freeze_heap
@@ -50,7 +53,9 @@ REMEMBERED = 64
 STUCK_S = 30.0
 """If no score ends for its deadline and this many seconds more, the processes count as stuck: a new process needs
 seconds for its imports and its data."""
-
+LOST_SHARE = 0.5
+"""Share of the time that the machine, or a stop, must take from a score that is late for it to be computed once more:
+on a busy machine every process waits at times."""
 
 PRELOAD = "rollout"
 """Name of the fork server's preload for scoring processes."""
@@ -65,6 +70,14 @@ class ScoringFailed(Exception):
     def __init__(self, reason: str, detail: str = "", place: str = "", report: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
         self.reason, self.place, self.report = reason, place, report
+
+
+class _Overstepped(TimeoutError):
+    """A score overstepped its deadline; for ``lost_share`` of the time this process was stopped or had no core."""
+
+    def __init__(self, lost_share: float) -> None:
+        super().__init__()
+        self.lost_share = lost_share
 
 
 class ScorerBroken(RuntimeError):
@@ -103,10 +116,8 @@ class Scorer:
         self._starting: tuple[ProcessPool, asyncio.Task[None]] | None = None
         """The pool whose processes are being started, or were last."""
         self._replacing = asyncio.Lock()
-        self._pending = 0
-        """Scores that are waited for."""
         self._progressed = 0.0
-        """When the last of them ended, or the first one was asked for; seconds of the event loop's clock."""
+        """When the last score ended; seconds of the event loop's clock."""
 
     async def score(self, function: ScoreFunction, *args: Any) -> Score:
         """Run ``function(*args)`` in the pool; both are pickled.
@@ -128,12 +139,18 @@ class Scorer:
     async def _score_alone(self, function: ScoreFunction, args: tuple[Any, ...]) -> Outcome:
         """See :meth:`score`."""
         error: Exception | None = None
-        for _ in range(2):
+        deadline_s = self.deadline_s
+        for attempt in range(2):
             pool = self._pool
             try:
-                outcome: Outcome = await self._try(pool, _run, (function, args), self.deadline_s)
+                outcome: Outcome = await self._try(pool, _run, (function, args), deadline_s)
                 return outcome
-            except TimeoutError:
+            except _Overstepped as late:
+                if attempt == 0 and late.lost_share >= LOST_SHARE:
+                    self._output.take_stack()  # it may leave another
+                    longest_s = deadline_s + STUCK_S / 2  # those that wait for its process must not take it for stuck
+                    deadline_s = min(deadline_s / max(1 - late.lost_share, 0.01), longest_s)
+                    continue
                 place, stack = of_process(self._output.take_stack())
                 report = f"{stack}\nIf a score may take longer, raise --rollout.score-deadline-s.".lstrip()
                 raise ScoringFailed(f"score took over {self.deadline_s:g} s", "", place, report) from None
@@ -188,7 +205,7 @@ class Scorer:
     ) -> Any:
         """What ``function`` returns in a process of the pool.
 
-        Raises TimeoutError if it oversteps the deadline, ProcessExpired if the process ended, BrokenProcessPool if
+        Raises _Overstepped if it oversteps the deadline, ProcessExpired if the process ended, BrokenProcessPool if
         the pool does not run.
         """
         if not self._works:
@@ -196,22 +213,33 @@ class Scorer:
         if not pool.active:
             raise BrokenProcessPool("the pool has ended")
         future = asyncio.wrap_future(pool.schedule(function, args=args, timeout=deadline_s))
-        if not self._pending:
-            self._progressed = now()
-        self._pending += 1
+        clock = DeadlineClock(deadline_s, "a score")
         try:
-            while not future.done():
-                remaining_s = self._progressed + self.deadline_s + STUCK_S - now()
-                if remaining_s <= 0:
-                    raise BrokenProcessPool(f"no score was computed for {self.deadline_s + STUCK_S:g} s")
-                await asyncio.wait({future}, timeout=remaining_s)
-            self._progressed = now()
+            await self._ends(future, clock)
             result = future.result()
+        except TimeoutError as error:
+            raise _Overstepped(clock.lost_share()) from error
         finally:
-            self._pending -= 1
             future.cancel()
         self._works = True
         return result
+
+    async def _ends(self, future: asyncio.Future[Any], clock: DeadlineClock) -> None:
+        """Wait until a score ends, and have ``clock`` read half-way through the deadline. Raises BrokenProcessPool if
+        no score ends for ``deadline_s`` and :data:`STUCK_S` seconds of a machine that has cores for the run."""
+        limit_s, half_s, began = self.deadline_s + STUCK_S, self.deadline_s / 2, now()
+        await asyncio.wait({future}, timeout=half_s)
+        if not future.done():
+            clock.lost_share()
+            stuck = DeadlineClock(limit_s - half_s, "any score")
+        while not future.done():
+            if self._progressed > began:
+                began, stuck = now(), DeadlineClock(limit_s, "any score")
+            window_s = stuck.next_window_s()
+            if window_s is None:
+                raise BrokenProcessPool(f"no score was computed for {limit_s:g} s")
+            await asyncio.wait({future}, timeout=window_s)
+        self._progressed = now()
 
     async def _started(self, pool: ProcessPool) -> None:
         """Wait until the processes of a pool are started, which pebble does where it is first asked for anything.

@@ -91,7 +91,8 @@ class Cluster:
     faults: list[MeshFailure] = field(default_factory=list)
     """Failures of actors or processes that no supervisor handled, oldest first."""
     monitors: list[tuple[str, list[ProcessMonitor]]] = field(default_factory=list)
-    """Of every mesh spawned: its name, and the monitors of its processes, by rank."""
+    """Of every mesh spawned, but for those that were killed: its name, and the monitors of its processes, by rank.
+    Read on the watch's thread, so it is replaced and never shortened."""
     _device_names: tuple[tuple[str, ...], ...] = ()
     _preloads: frozenset[str] = frozenset()
     """Names of the preloads of every host's fork server."""
@@ -187,6 +188,7 @@ class Cluster:
         for (machine, pid), answer in zip(ended.processes, answers, strict=False):
             if isinstance(answer, DeadlineExceeded):
                 await self._kill_from_outside(machine, pid)
+        self.monitors = [entry for entry in self.monitors if entry[1] is not ended.monitors]
 
     async def _kill_from_outside(self, machine: str, pid: int) -> None:
         """Have another process on the same machine kill a process that does not answer."""

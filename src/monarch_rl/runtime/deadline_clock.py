@@ -61,7 +61,8 @@ class DeadlineClock:
         # A simulator's event loop has a time of its own, in which nothing is starved.
         stretchable = seconds >= STRETCHED_FROM_S and abs(self._began - time.monotonic()) < STRETCHED_FROM_S
         self._first_s = seconds / 2 if stretchable else seconds
-        self._window_s = self._lost_s = self._paused_s = self._unmeasured_s = 0.0
+        self._window_s = -1.0  # none yet
+        self._lost_s = self._paused_s = self._unmeasured_s = 0.0
         self._pauses_before_s = presence.paused_s() if stretchable else 0.0
         self._look: starvation.Look | None = None
 
@@ -72,8 +73,8 @@ class DeadlineClock:
 
     def next_window_s(self) -> float | None:
         """Seconds to wait before the next call; None once the deadline has passed, by this clock."""
-        if not self._window_s:
-            self._window_s = self._first_s
+        if self._window_s < 0:
+            self._window_s = max(0.0, self._first_s)
             return self._window_s
         if self._first_s == self._seconds:
             return None
@@ -84,6 +85,14 @@ class DeadlineClock:
             return None
         self._window_s = remaining_s
         return self._window_s
+
+    def lost_share(self) -> float:
+        """Read the clock: the share of the time so far that it leaves out, between 0 and 1. Starvation shows from the
+        second reading on."""
+        if self._first_s == self._seconds:
+            return 0.0
+        self._read()
+        return min(1.0, self._lost_s / self.passed_s) if self.passed_s > 0 else 0.0
 
     def _read(self) -> None:
         """Add what was lost since the last reading."""
@@ -105,7 +114,8 @@ class DeadlineClock:
     def _new_pauses_s(self, elapsed_s: float) -> float:
         pauses_s = presence.paused_s()
         new_s, self._pauses_before_s = pauses_s - self._pauses_before_s, pauses_s
-        late_s = elapsed_s - self._window_s  # the loop may be nobody's, so that its pauses are not counted
+        # The loop may be nobody's, so that its pauses are not counted.
+        late_s = elapsed_s - self._window_s if self._window_s >= 0 else 0.0
         return min(elapsed_s, max(new_s, late_s if late_s >= presence.PAUSE_S else 0.0))
 
     def _warn(self, why: str) -> None:

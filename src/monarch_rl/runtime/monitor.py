@@ -57,7 +57,8 @@ class ProcessState:
     """What the operating system says about a process."""
 
     status: str
-    """psutil's, such as ``running``, ``sleeping``, ``stopped``, ``zombie``; ``gone`` if there is no such process."""
+    """psutil's, such as ``running``, ``sleeping``, ``stopped``, ``zombie``; ``gone`` if there is no such process,
+    ``unknown`` if the system does not tell."""
     cpu_s: float
     """CPU seconds that it has used."""
     queued_s: float = 0.0
@@ -134,6 +135,8 @@ def state_of(pid: int) -> ProcessState:
         return ProcessState(str(process.status()), used.user + used.system, queued_s)
     except psutil.NoSuchProcess:
         return ProcessState("gone", 0.0)
+    except psutil.AccessDenied:
+        return ProcessState("unknown", 0.0)
 
 
 def kill(pid: int) -> None:
@@ -173,7 +176,7 @@ def stacks_of(pid: int) -> str:
     installed = Path(sys.executable).with_name("py-spy")  # in a virtual environment that is not activated
     command = [str(installed) if installed.is_file() else "py-spy", "dump", "--nonblocking", "--pid", str(pid)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=STACKS_DEADLINE_S)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=STACKS_DEADLINE_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"py-spy could not read process {pid}: {error}\n"
     if done.returncode:

@@ -94,8 +94,8 @@ class ProcessPoller:
 
     def __init__(self, cluster: Cluster, silence_s: float, interval_s: float, lag: LoopLag) -> None:
         self._cluster, self._silence_s, self._interval_s, self._lag = cluster, silence_s, interval_s, lag
-        self._polled: dict[tuple[int, int], _PolledProcess] = {}
-        """By the index of its mesh in ``Cluster.monitors``, and its rank there."""
+        self._polled: dict[int, _PolledProcess] = {}
+        """By the ``id`` of its handle, which it keeps alive."""
         self._cpu_history: dict[tuple[str, int | None], deque[tuple[float, CoreTime]]] = defaultdict(deque)
         """By machine and pid: times of the inspections during the last ``silence_s``, and what it had had by then."""
         self._not_running_since: dict[tuple[str, int | None], float] = {}
@@ -104,11 +104,11 @@ class ProcessPoller:
 
     def add_new(self) -> None:
         """Start to poll the processes that were spawned since the last call."""
-        for index, (mesh, monitors) in enumerate(self._cluster.monitors):
+        for mesh, monitors in self._cluster.monitors:
             for rank, handle in enumerate(monitors):
-                if (index, rank) not in self._polled:
+                if id(handle) not in self._polled:
                     polled = _PolledProcess(handle, Process(f"{mesh} {rank}"))
-                    self._polled[index, rank] = polled
+                    self._polled[id(handle)] = polled
                     poll = asyncio.create_task(self._poll(polled, mesh.rstrip("0123456789")))
                     self._polls.add(poll)
                     poll.add_done_callback(self._polls.discard)
@@ -169,7 +169,20 @@ class ProcessPoller:
             shown = picture.processes.get(polled.process.name) is polled.process
             if shown and polled.failed and (state is None or polled.process.lost):
                 del picture.processes[polled.process.name]
+        self._forget_ended(picture)
         return picture
+
+    def _forget_ended(self, picture: RunPicture) -> None:
+        """Forget processes that have ended and were replaced: a long run replaces many."""
+        shown = {(process.machine, process.pid) for process in picture.processes.values()}
+        for history in (self._cpu_history, self._not_running_since):
+            for key in history.keys() - shown:
+                del history[key]
+        in_cluster = {id(handle) for _, monitors in self._cluster.monitors for handle in monitors}
+        for number, polled in list(self._polled.items()):
+            is_shown = picture.processes.get(polled.process.name) is polled.process
+            if polled.failed and not is_shown and number not in in_cluster:
+                del self._polled[number]
 
     async def _inspect(self, picture: RunPicture) -> None:
         """Set the state of all processes, as the operating system of their machine gives it."""

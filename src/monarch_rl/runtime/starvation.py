@@ -7,11 +7,14 @@ nothing, is not ready to run, so its time does not grow.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+
+logger = logging.getLogger("monarch_rl")
 
 HOST_PID_VARIABLE = "MONARCH_RL_HOST_PID"
 """Set by ``runtime/host.py`` for all processes of one host: those below it are the run's. Not for users."""
@@ -105,6 +108,15 @@ def look(pids: Iterable[int] | None = None) -> Look:
     if time.monotonic() - _last_look.at > SAME_LOOK_S:
         _last_look = look(run_processes())
     return _last_look
+
+
+def warn_if_not_counted() -> None:
+    """Log a warning if no starvation can be seen on this machine."""
+    if not os.path.exists("/proc/self/schedstat"):
+        logger.warning(
+            "this system does not count for how long threads wait for a core (/proc/PID/schedstat): deadlines are not "
+            "stretched where it has too few cores, and a process that gets none counts as idle"
+        )
 
 
 def _read(path: str) -> bytes:

@@ -34,7 +34,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from monarch_rl.runtime import presence
+from monarch_rl.runtime import presence, starvation
 from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.runtime.deadlines import DeadlineExceeded, Patience, within
 from monarch_rl.runtime.process_poller import ASK_DEADLINE_S, LoopLag, ProcessPoller
@@ -49,6 +49,8 @@ STUCK_FACTOR = 2
 """A run that is merely stuck gets this many times ``stall_s``, because nothing is broken."""
 POLLS = 5
 """Polls in ``stall_s``."""
+FAILED_POLLS = 5
+"""Polls that may fail one after another before the watch gives up: a single one may meet a process that just ends."""
 STARVED_SAID_EVERY_S = 600.0
 """Seconds between two warnings that the machine starves the run, at least."""
 END_S = 20.0
@@ -78,7 +80,9 @@ class Watch:
         self._poller = ProcessPoller(cluster, stall_s, self._interval_s, self._lag)
         self._pauses = Patience(math.inf, floor_s=STUCK_FACTOR * stall_s, factor=3.0)
         self._pauses.record(0.0)  # compilation and warm-up use the CPU, so the first step needs no longer limit
-        self._last_advance = self._last_check = time.monotonic()
+        self._last_advance = time.monotonic()
+        self._heartbeat = presence.Heartbeat()
+        """Of the watch's own loop."""
         self._pause_reported = False
         """The present pause has been logged."""
         self._starved_said_at = -math.inf
@@ -95,6 +99,7 @@ class Watch:
         return self._lag.metrics()
 
     def start(self) -> None:
+        starvation.warn_if_not_counted()
         self._thread.start()
 
     def stop(self) -> None:
@@ -127,22 +132,45 @@ class Watch:
 
     async def _watch(self) -> None:
         self._loop = asyncio.get_running_loop()
+        beating = self._loop.create_task(self._heartbeat.run())
+        failed = 0
+        self._poller.add_new()
         while not self._ended.is_set():
-            self._poller.add_new()
             await asyncio.to_thread(self._ended.wait, self._interval_s)
-            late = time.monotonic() - self._last_check > self._interval_s + self._stall_s / 2
-            self._last_check = time.monotonic()
-            if late:  # this process itself was stopped or starved, so it does not know what the others did meanwhile
-                self._reset_timers()
-            elif not self._ended.is_set():
-                picture = await self._poller.picture()
-                self._note_progress(picture)
-                self._say_if_starved(picture)
-                await self._check(picture)
+            try:
+                await self._poll()
+                self._poller.add_new()
+                failed = 0
+            except Exception as error:
+                failed += 1
+                if failed == FAILED_POLLS or self.stalled is not None:  # never end a run twice
+                    raise
+                logger.warning("a poll of the watch over the run has failed; it goes on", exc_info=error)
+        beating.cancel()
         self._poller.close()
 
+    async def _poll(self) -> None:
+        # Asked before and after the picture: one whose times include a stop of this process is wrong.
+        if self._did_not_run() or self._ended.is_set():
+            return
+        picture = await self._poller.picture()
+        if self._did_not_run() or self._ended.is_set():
+            return
+        self._note_progress(picture)
+        self._say_if_starved(picture)
+        await self._check(picture)
+
+    def _did_not_run(self) -> bool:
+        """Whether this process was stopped or starved since the last call, so that it does not know what the others
+        did meanwhile; then all times start again. A picture or a report that takes long is none: the loop runs."""
+        lost_s = sum(self._heartbeat.take_lags()) + self._heartbeat.overdue_s()
+        if lost_s <= self._stall_s / 2:
+            return False
+        self._reset_timers()
+        return True
+
     def _reset_timers(self) -> None:
-        self._last_advance = self._last_check = time.monotonic()
+        self._last_advance = time.monotonic()
         self._poller.reset_silence()
 
     def _note_progress(self, picture: RunPicture) -> None:
@@ -164,11 +192,11 @@ class Watch:
             worst = starved[0]
             logger.warning(
                 "the machine gives the run too little CPU: %s was ready to run and had no core for %.0f %% of the last "
-                "%g s, and so were %d other processes. This is no stall: the run goes on, with longer deadlines",
+                "%g s. Starved processes in all: %d. This is no stall: the run goes on, with longer deadlines",
                 worst.name,
                 100 * worst.queued_share,
                 self._stall_s,
-                len(starved) - 1,
+                len(starved),
             )
 
     async def _check(self, picture: RunPicture) -> None:
@@ -196,13 +224,18 @@ class Watch:
         message = f"{describe_chain(chain, self._stall_s)}. Nothing has advanced for {paused_s:.0f} s."
         involved = {link.process.name: link.process for link in chain}
         involved |= {process.name: process for process in picture.culprits()}
-        texts = await asyncio.gather(*[self._poller.stacks(process) for process in involved.values()])
+        reading = [self._poller.stacks(process) for process in involved.values()]
+        texts = await asyncio.gather(*reading, return_exceptions=True)  # without them there is still a culprit
         stacks = "\n".join(f"--- {name}\n{text}" for name, text in zip(involved, texts, strict=True))
-        path = self._folder / f"stall-{time.strftime('%H%M%S')}.txt"
         everybody = list_processes(picture.processes.values(), self._stall_s)
-        path.write_text(f"{message}\n\nAll processes and what they wait for:\n{everybody}\n\nStacks:\n{stacks}\n")
-        shown = "the run does not go on: %s\nEvery process and its waits are in %s. Stacks:\n%s"
-        logger.error(shown, message, path, stacks)
+        path = self._folder / f"stall-{time.strftime('%H%M%S')}.txt"
+        text = f"{message}\n\nAll processes and what they wait for:\n{everybody}\n\nStacks:\n{stacks}\n"
+        try:
+            path.write_text(text, encoding="utf-8", errors="backslashreplace")
+            where = f"Every process and its waits are in {path}."
+        except OSError as error:  # the disk is full, or the folder is gone: the run must end all the same
+            where = f"The report could not be written to {path} ({error}):\n{everybody}\n"
+        logger.error("the run does not go on: %s\n%s Stacks:\n%s", message, where, stacks)
         return message
 
     async def _try_recover(self, culprit: str) -> bool:

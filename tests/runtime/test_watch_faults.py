@@ -1,0 +1,206 @@
+"""The watch over made-up pictures: what goes wrong in the watch itself, and what it forgets. No process is started
+but for small ones."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import subprocess
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import psutil
+import pytest
+
+from monarch_rl.runtime import monitor
+from monarch_rl.runtime.cluster import Cluster
+from monarch_rl.runtime.presence import Progress
+from monarch_rl.runtime.process_poller import LoopLag, ProcessPoller
+from monarch_rl.runtime.stall import CONTROLLER, Process, RunPicture
+from monarch_rl.runtime.watch import FAILED_POLLS, Stalled, watched
+
+STALL_S = 2.0
+PATIENCE_S = 120.0
+"""Seconds for whatever must happen."""
+TakePicture = Callable[[int], Awaitable[RunPicture]]
+"""Takes the number of pictures before."""
+
+
+def cluster(*monitors: tuple[str, list[Any]]) -> Cluster:
+    return cast(Cluster, SimpleNamespace(monitors=list(monitors)))
+
+
+def idle(culprit_silent_s: float = 0.0) -> RunPicture:
+    """Of a run that waits for nothing and does nothing; a generator has been silent."""
+    own = monitor.own_report()
+    processes = [Process(CONTROLLER, own.pid, own.machine, own), Process("generator 0", silent_s=culprit_silent_s)]
+    return RunPicture({process.name: process for process in processes}, STALL_S)
+
+
+@pytest.fixture
+def watch_sees(monkeypatch: pytest.MonkeyPatch) -> Callable[[TakePicture], list[float]]:
+    """Takes the pictures of watches; returns the times of the polls, as they happen."""
+
+    def see(take: TakePicture) -> list[float]:
+        polls = list[float]()
+
+        async def picture(_: ProcessPoller) -> RunPicture:
+            polls.append(time.monotonic())
+            return await take(len(polls) - 1)
+
+        monkeypatch.setattr(ProcessPoller, "picture", picture)
+        return polls
+
+    return see
+
+
+async def stalled(folder: Path) -> None:
+    with pytest.raises(Stalled, match="Nothing has advanced for"):
+        async with watched(cluster(), folder, STALL_S):
+            await asyncio.sleep(PATIENCE_S)
+
+
+def test_a_picture_that_takes_long_does_not_hide_a_stall(watch_sees: Any, tmp_path: Path) -> None:
+    async def take(_: int) -> RunPicture:
+        await asyncio.sleep(0.75 * STALL_S)
+        return idle()
+
+    watch_sees(take)
+    asyncio.run(stalled(tmp_path))
+    assert list(tmp_path.glob("stall-*.txt"))
+
+
+def test_a_stop_while_a_picture_is_taken_makes_no_culprit(watch_sees: Any, tmp_path: Path) -> None:
+    """It blocks the watch's loop, as a stop of the process does; what was silent meanwhile was stopped, too."""
+
+    async def take(number: int) -> RunPicture:
+        if number < 2:
+            time.sleep(STALL_S)
+            return idle(10 * STALL_S)
+        advances = idle()
+        own = monitor.own_report()
+        progress = {"step trained": Progress(number, time.monotonic())}
+        advances.processes[CONTROLLER].report = dataclasses.replace(own, progress=progress)
+        return advances
+
+    polls = watch_sees(take)
+
+    async def test() -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        async with watched(cluster(), tmp_path, STALL_S):
+            while len(polls) < 4:
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.05)
+
+    asyncio.run(test())
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_report_that_cannot_be_written_does_not_keep_the_run(
+    watch_sees: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def take(_: int) -> RunPicture:
+        return idle()
+
+    watch_sees(take)
+    asyncio.run(stalled(tmp_path / "deleted"))
+    assert "The report could not be written" in caplog.text and "generator 0" in caplog.text
+
+
+def test_an_error_of_one_poll_does_not_end_the_watch(
+    watch_sees: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def take(number: int) -> RunPicture:
+        if number % FAILED_POLLS < FAILED_POLLS - 1:
+            raise psutil.AccessDenied(1)
+        return idle()
+
+    watch_sees(take)
+    asyncio.run(stalled(tmp_path))
+    assert "a poll of the watch over the run has failed" in caplog.text and "AccessDenied" in caplog.text
+
+
+def test_a_watch_whose_polls_all_fail_gives_up_and_says_so(
+    watch_sees: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def take(_: int) -> RunPicture:
+        raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "made up")
+
+    polls = watch_sees(take)
+
+    async def test() -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        async with watched(cluster(), tmp_path, STALL_S) as watch:
+            while watch._thread.is_alive():
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.05)
+
+    asyncio.run(test())
+    assert len(polls) == FAILED_POLLS
+    (said,) = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert "the watch over the run has failed" in said.getMessage()
+
+
+def test_a_process_that_may_not_be_inspected_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: psutil.Process) -> str:
+        raise psutil.AccessDenied(1)
+
+    monkeypatch.setattr(psutil.Process, "status", refuse)
+    assert monitor.state_of(1) == monitor.ProcessState("unknown", 0.0)
+
+
+class MadeUpMonitor:
+    """The monitor of a real process that does nothing."""
+
+    def __init__(self, name: str) -> None:
+        self._program = subprocess.Popen(["sleep", "600"])
+        self.pid = self._program.pid
+        self._report = dataclasses.replace(monitor.own_report(), name=name, pid=self.pid)
+        self.report = SimpleNamespace(call_one=self._answer)
+
+    async def _answer(self) -> monitor.ProcessReport:
+        if self._program.poll() is not None:
+            raise RuntimeError("it has ended")
+        return self._report
+
+    def end(self) -> None:
+        self._program.kill()
+        self._program.wait()
+
+
+def shows(pid: int, picture: RunPicture) -> bool:
+    return pid in {process.pid for process in picture.processes.values()}
+
+
+def test_what_has_ended_and_was_replaced_is_forgotten() -> None:
+    async def test() -> None:
+        lives = MadeUpMonitor("buffer")
+        seen = cluster(("buffer", [lives]))
+        poller = ProcessPoller(seen, STALL_S, 0.01, LoopLag())
+
+        async def until(shown: Callable[[RunPicture], bool]) -> None:
+            deadline = time.monotonic() + PATIENCE_S
+            while not shown(await poller.picture()):
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.01)
+
+        for _ in range(4):
+            replaced = MadeUpMonitor("generator 0")
+            seen.monitors = [("buffer", [cast(Any, lives)]), ("generator", [cast(Any, replaced)])]
+            poller.add_new()
+            pid = replaced.pid
+            await until(partial(shows, pid))
+            replaced.end()
+            seen.monitors = seen.monitors[:1]
+        await until(lambda picture: picture.processes.keys() == {CONTROLLER, "buffer"})
+        await until(lambda picture: len(poller._polled) == 1)
+        assert len(poller._cpu_history) <= 2 and not poller._not_running_since, "the controller's and the buffer's"
+        poller.close()
+        lives.end()
+
+    asyncio.run(test())
