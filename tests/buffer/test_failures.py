@@ -7,37 +7,70 @@ import asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
+from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.failures import MIN_GROUPS, FailureLog, FailureReports
+from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.episode.failure import KINDS, Failure, shortened
 from monarch_rl.simulate.handles import LocalMesh
 
 PATIENCE_S = 30.0
 
 
+class Groups:
+    """Groups as the buffer sees them: admitted in order, put or dropped in any order."""
+
+    def __init__(self, groups_per_step: int) -> None:
+        self.log = FailureLog(groups_per_step)
+        self.admitted = 0
+        self.playing: list[int] = []
+
+    def admit(self, count: int = 1) -> None:
+        self.playing += range(self.admitted, self.admitted + count)
+        self.admitted += count
+
+    def put(self, group_id: int) -> None:
+        self.playing.remove(group_id)
+        self.log.note_put()
+
+    def drop(self, group_id: int, reason: str, moment: float = 0.0) -> None:
+        self.playing.remove(group_id)
+        self.log.note_dropped(group_id, reason, moment, self.admitted)
+
+    def fail(self, reason: str, moment: float = 0.0) -> None:
+        """Admit a group that is dropped before anything else happens."""
+        self.admit()
+        self.drop(self.playing[-1], reason, moment)
+
+    def verdict(self, moment: float = 0.0, known: int = 0) -> Failure | None:
+        return self.log.news(known, moment, PATIENCE_S, self.playing[0] if self.playing else None).verdict
+
+
 def test_the_first_batch_all_for_one_reason_is_the_end_and_the_reason_comes_first() -> None:
-    log = FailureLog(32)
-    log.note(Failure("score raised KeyError", "reward.py:3", "Traceback ..."))
+    groups = Groups(32)
+    groups.log.note(Failure("score raised KeyError", "reward.py:3", "Traceback ..."))
     for _ in range(31):
-        log.note_dropped("score raised KeyError", 1.0)
-    assert log.news(1, 1.0, PATIENCE_S).verdict is None
-    log.note_dropped("score raised KeyError", 1.0)
-    verdict = log.news(1, 1.0, PATIENCE_S).verdict
+        groups.fail("score raised KeyError", 1.0)
+    assert groups.verdict(1.0, known=1) is None
+    groups.fail("score raised KeyError", 1.0)
+    verdict = groups.verdict(1.0, known=1)
     assert verdict is not None and verdict.report == "Traceback ..."
     assert str(verdict).startswith("score raised KeyError: all of the first 32 groups were dropped")
 
 
 def test_several_reasons_and_failures_after_a_success_are_given_time() -> None:
-    mixed, later = FailureLog(8), FailureLog(8)
-    later.note_put()
+    mixed, later = Groups(8), Groups(8)
+    later.admit()
+    later.put(0)
     for number in range(100):
-        mixed.note_dropped(f"score raised {('KeyError', 'ValueError')[number % 3 == 0]}", 5.0)
-        later.note_dropped("score took over 10 s", 5.0)
-    for log, reason in ((mixed, "score raised KeyError"), (later, "score took over 10 s")):
-        assert log.news(0, 5.0 + PATIENCE_S - 0.1, PATIENCE_S).verdict is None
-        verdict = log.news(0, 5.0 + PATIENCE_S, PATIENCE_S).verdict
+        mixed.fail(f"score raised {('KeyError', 'ValueError')[number % 3 == 0]}", 5.0)
+        later.fail("score took over 10 s", 5.0)
+    for groups, reason in ((mixed, "score raised KeyError"), (later, "score took over 10 s")):
+        assert groups.verdict(5.0 + PATIENCE_S - 0.1) is None
+        verdict = groups.verdict(5.0 + PATIENCE_S)
         assert verdict is not None and verdict.reason.startswith(f"{reason}: for 30 s only groups were dropped")
-    later.note_put()
-    assert later.news(0, 1e6, PATIENCE_S).verdict is None
+    later.admit()
+    later.put(later.playing[-1])
+    assert later.verdict(1e6) is None
 
 
 EVENTS = st.lists(st.sampled_from(["put", "a", "b"]), max_size=80)
@@ -47,32 +80,127 @@ EVENTS = st.lists(st.sampled_from(["put", "a", "b"]), max_size=80)
 def test_it_is_the_end_only_if_a_batchs_worth_failed_since_a_group_was_put(
     events: list[str], groups_per_step: int, long_ago: bool
 ) -> None:
-    log = FailureLog(groups_per_step)
+    """Of groups that are played one after another."""
+    groups = Groups(groups_per_step)
     for event in events:
         if event == "put":
-            log.note_put()
+            groups.admit()
+            groups.put(groups.playing[-1])
         else:
-            log.note_dropped(event, 0.0)
+            groups.fail(event)
+    needed = max(groups_per_step, MIN_GROUPS)
     since = events[len(events) - events[::-1].index("put") :] if "put" in events else events
-    enough = len(since) >= max(groups_per_step, MIN_GROUPS)
-    at_once = "put" not in events and len(set(since)) == 1
-    moment = PATIENCE_S if long_ago else 0.0
-    assert (log.news(0, moment, PATIENCE_S).verdict is not None) == (enough and (at_once or long_ago))
+    enough = len(since) >= needed
+    at_once = "put" not in events and len(set(since[:needed])) == 1
+    assert (groups.verdict(PATIENCE_S if long_ago else 0.0) is not None) == (enough and (at_once or long_ago))
+
+
+def test_groups_that_fail_fast_are_no_verdict_while_good_ones_are_drawn() -> None:
+    """In the first step, and whenever all groups that were put have just been trained."""
+    groups = Groups(8)
+    groups.admit(16)
+    for moment in range(1000):  # good ones take far longer than the patience
+        while len(groups.playing) < 16:
+            groups.admit()
+        for group_id in [one for one in groups.playing if one % 2]:
+            groups.drop(group_id, "prompt leaves no room within 5 tokens", float(moment))
+        assert groups.verdict(float(moment)) is None
+    groups.put(0)
+    for moment in range(1000, 2000):
+        groups.fail("prompt leaves no room within 5 tokens", float(moment))
+        assert groups.verdict(float(moment)) is None
+
+
+def test_groups_that_were_played_when_the_first_was_dropped_are_waited_for() -> None:
+    """Although those admitted before them have failed, in more than one way, for longer than the patience."""
+    groups = Groups(8)
+    groups.admit(10)
+    for number in range(8):
+        groups.drop(number, "ab"[number % 2], 10.0 * number)
+        assert groups.verdict(10.0 * number) is None
+    groups.drop(8, "a", 80.0)
+    assert groups.verdict(80.0) is None
+    groups.drop(9, "a", 90.0)
+    assert groups.verdict(90.0) is not None
+
+
+def test_a_group_admitted_among_failing_ones_is_waited_for() -> None:
+    """Also if enough have failed before it."""
+    groups = Groups(8)
+    for number in range(8):
+        groups.fail("ab"[number % 2])
+    groups.admit()
+    for moment in range(1000):
+        groups.fail("a", float(moment))
+        assert groups.verdict(float(moment)) is None
+    groups.drop(8, "b", 1000.0)
+    assert groups.verdict(1000.0) is not None
+
+
+def test_a_run_of_slow_groups_that_all_fail_ends_although_some_are_always_played() -> None:
+    groups, moment = Groups(8), 0.0
+    groups.admit()
+    groups.put(0)
+    groups.admit(16)
+    while groups.verdict(moment) is None:
+        moment += 10.0
+        assert moment <= 200.0, "16 groups of 100 s each have ended"
+        groups.drop(groups.playing[0], "score raised KeyError", moment)
+        groups.admit()
+
+
+@st.composite
+def first_groups(draw: st.DrawFn) -> tuple[int, int, list[tuple[bool, int]]]:
+    """Groups of a step, slots, and of each group whether it is good and how long it is played."""
+    groups_per_step = draw(st.integers(1, 12))
+    count = max(groups_per_step, MIN_GROUPS)
+    total = 3 * count
+    turns = draw(st.lists(st.sampled_from([0, 1, 5, 40]), min_size=total, max_size=total))
+    good = draw(st.sets(st.integers(0, total - 1), max_size=2))  # with many, one is soon put
+    return groups_per_step, draw(st.integers(1, 24)), [(number in good, turn) for number, turn in enumerate(turns)]
+
+
+@given(first_groups(), st.booleans())
+def test_the_first_groups_end_the_run_at_once_exactly_if_none_of_them_is_good(
+    run: tuple[int, int, list[tuple[bool, int]]], all_fail: bool
+) -> None:
+    groups_per_step, slots, plays = run
+    count = max(groups_per_step, MIN_GROUPS)
+    if all_fail:
+        plays[:count] = [(False, turns) for _, turns in plays[:count]]
+    groups, ends, turn, any_put = Groups(groups_per_step), dict[int, int](), 0, False
+    verdict = None
+    while verdict is None and (groups.playing or groups.admitted < len(plays)):
+        while len(groups.playing) < slots and groups.admitted < len(plays):
+            ends[groups.admitted] = turn + plays[groups.admitted][1]
+            groups.admit()
+        for group_id in [one for one in groups.playing if ends[one] <= turn]:
+            if plays[group_id][0]:
+                groups.put(group_id)
+                any_put = True
+            else:
+                groups.drop(group_id, "score raised KeyError")
+            verdict = verdict or groups.verdict()
+        turn += 1
+    if any(good for good, _ in plays[:count]):
+        assert verdict is None
+    else:
+        assert verdict is not None or any_put, "a later group was good, and put before the first ones had failed"
 
 
 def test_each_kind_is_told_once_up_to_a_bound() -> None:
     log = FailureLog(8)
     for number in range(3 * KINDS):
         log.note(Failure("score raised KeyError", f"reward.py:{number // 2}", f"number {number}"))
-    told = log.news(0, 0.0, PATIENCE_S).failures
+    told = log.news(0, 0.0, PATIENCE_S, None).failures
     assert [failure.report for failure in told] == [f"number {2 * kind}" for kind in range(KINDS)]
-    assert log.news(KINDS - 1, 0.0, PATIENCE_S).failures == told[-1:]
-    assert log.news(KINDS, 0.0, PATIENCE_S).failures == []
+    assert log.news(KINDS - 1, 0.0, PATIENCE_S, None).failures == told[-1:]
+    assert log.news(KINDS, 0.0, PATIENCE_S, None).failures == []
 
 
 def test_who_asks_waits_for_news() -> None:
     async def test() -> None:
-        reports = LocalMesh([FailureReports(1)])
+        reports = LocalMesh([FailureReports(1, lambda: None)])
         asking = asyncio.ensure_future(reports.failures.call_one(0, PATIENCE_S))
         await asyncio.sleep(0)
         assert not asking.done()
@@ -82,6 +210,45 @@ def test_who_asks_waits_for_news() -> None:
         asking = asyncio.ensure_future(reports.failures.call_one(1, PATIENCE_S))
         await asyncio.sleep(0)
         assert not asking.done()
+
+    asyncio.run(test())
+
+
+def test_the_buffer_knows_which_groups_are_still_played() -> None:
+    async def test() -> None:
+        buffer = LocalMesh([Buffer(1, BufferSettings(max_policy_lag=8))])
+        slow, *fast = await buffer.admit_many.call_one("worker", 2, 1.0)
+        asking = asyncio.ensure_future(buffer.failures.call_one(0, PATIENCE_S))
+        for _ in range(2 * MIN_GROUPS):
+            await buffer.drop.call_one(fast[0].group_id, "score raised KeyError")
+            fast = await buffer.admit_many.call_one("worker", 1, 1.0)
+        await buffer.release.call_one("worker")
+        # It is another worker's now, or will be.
+        await buffer.drop.call_one(slow.group_id, "score raised KeyError", 0, slow.attempt)
+        await asyncio.sleep(0)
+        assert not asking.done()
+        again = await buffer.admit.call_one("another", 1.0)
+        assert again is not None and again.group_id == slow.group_id
+        await buffer.drop.call_one(again.group_id, "score raised KeyError", 0, again.attempt)
+        verdict = (await asking).verdict
+        assert verdict is not None
+        assert verdict.reason.startswith(f"score raised KeyError: all of the first {MIN_GROUPS} groups were dropped")
+
+    asyncio.run(test())
+
+
+def test_what_is_reported_at_the_end_of_a_run_is_no_verdict() -> None:
+    async def test() -> None:
+        buffer = LocalMesh([Buffer(1, BufferSettings(max_policy_lag=8))])
+        _, *fast = await buffer.admit_many.call_one("worker", 2, 1.0)
+        for _ in range(2 * MIN_GROUPS):
+            await buffer.drop.call_one(fast[0].group_id, "score raised KeyError")
+            fast = await buffer.admit_many.call_one("worker", 1, 1.0)
+        await buffer.close.call_one()
+        failure = Failure("score raised KeyError")
+        await buffer.note_failure.call_one(failure)
+        news = await buffer.failures.call_one(0, PATIENCE_S)
+        assert (news.failures, news.verdict) == ([failure], None)
 
     asyncio.run(test())
 

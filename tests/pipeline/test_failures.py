@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from monarch_rl.episode.failure import KINDS
-from monarch_rl.pipeline.failures import EpisodesFail
+from monarch_rl.pipeline.failures import MIN_ITEMS, EpisodesFail
 from monarch_rl.pipeline.run import Run
 from monarch_rl.rollout.scoring import ScoringFailed
 from monarch_rl.runtime.deadlines import now
@@ -75,6 +76,48 @@ def test_held_out_items_of_which_some_fail_do_not(patch: Callable[..., None]) ->
     test()
 
 
+@pytest.mark.parametrize("items", [MIN_ITEMS - 1, MIN_ITEMS])
+def test_few_held_out_items_that_fail_after_a_step_are_a_warning(
+    patch: Callable[..., None], caplog: pytest.LogCaptureFixture, items: int
+) -> None:
+    """Before training any number ends the run."""
+    broken = False
+    patch(lambda _: broken)
+
+    @virtual
+    async def test() -> None:
+        nonlocal broken
+        async with Run.open(replace(run_settings(PLAN, 1e6), held_out=items)) as run:
+            await run.begin(simulated_actors(PLAN, Costs(), grain=8))
+            await run.evaluate()
+            async for _ in run.steps(1):
+                await run.step()
+            broken = True
+            if items == MIN_ITEMS:
+                with pytest.raises(EpisodesFail, match=f"{items} of {items} held-out items failed"):
+                    await run.evaluate()
+            else:
+                assert (await run.evaluate()).failed == {"score raised KeyError": items}
+                (warning,) = [record.getMessage() for record in caplog.records if "too few" in record.getMessage()]
+                assert f"{items} of {items} held-out items failed" in warning and TRACEBACK in warning
+
+    with caplog.at_level(logging.WARNING, "monarch_rl"):
+        test()
+
+
+def test_one_held_out_item_that_fails_before_training_ends_the_run(patch: Callable[..., None]) -> None:
+    patch(lambda _: True)
+
+    @virtual
+    async def test() -> None:
+        with pytest.raises(EpisodesFail, match="1 of 1 held-out items failed"):
+            async with Run.open(replace(run_settings(PLAN, 1e6), held_out=1)) as run:
+                await run.begin(simulated_actors(PLAN, Costs(), grain=8))
+                await run.evaluate()
+
+    test()
+
+
 def test_groups_that_all_fail_from_the_start_on_end_the_run_at_once(patch: Callable[..., None]) -> None:
     patch(lambda _: True)
 
@@ -120,7 +163,7 @@ def test_endless_kinds_of_failures_do_not_fill_the_console(
         test()
     shown = [record.getMessage() for record in caplog.records if "fail" in record.getMessage()]
     assert len(shown) == KINDS + 1
-    assert shown[-1] == f"that were {KINDS} kinds of failures: further ones are counted, but not shown"
+    assert shown[-1] == f"these were {KINDS} kinds of failures: further ones are counted, but not shown"
 
 
 def test_prompts_that_never_fit_end_the_run_at_once_and_say_what_to_change(monkeypatch: pytest.MonkeyPatch) -> None:

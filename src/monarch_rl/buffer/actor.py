@@ -45,7 +45,7 @@ class Buffer(FailureReports):
     """
 
     def __init__(self, groups_per_step: int, settings: BufferSettings, version: int = 0, task_cursor: int = 0) -> None:
-        super().__init__(groups_per_step)
+        super().__init__(groups_per_step, lambda: self._core.first_playing)
         self._core = BufferCore(groups_per_step, settings, version, task_cursor)
         self._leases: dict[int, Lease] = {}
         self._plan: tuple[tuple[int, int, int], list[PackedShard]] | None = None
@@ -134,9 +134,9 @@ class Buffer(FailureReports):
     @concurrent_endpoint
     async def drop(self, group_id: int, reason: str, tokens: int = 0, attempt: int = 0) -> None:
         """Drop a group for which ``tokens`` were drawn. Raises ValueError if it is not here."""
-        self._core.drop(group_id, reason, tokens, attempt)
+        if self._core.drop(group_id, reason, tokens, attempt):
+            self.note_dropped(group_id, reason, self._core.groups.admitted)
         self._end_lease(group_id, attempt)
-        self.note_dropped(reason)
         self._serve()
 
     @concurrent_endpoint

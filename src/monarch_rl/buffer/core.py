@@ -91,6 +91,12 @@ class BufferCore:
         """Groups in the batch that is being trained."""
         return len(self._batch[1]) if self._batch is not None else 0
 
+    @property
+    def first_playing(self) -> int | None:
+        """The group admitted first of those that are not complete; None if there is none. After ``close`` it is 0:
+        nothing is known of the groups that were being played."""
+        return 0 if self.closed else next((live.group_id for live in self.groups if live.group is None), None)
+
     # -- workers ----------------------------------------------------------------------------------------------
 
     def admit(self) -> Ticket | None:
@@ -144,21 +150,22 @@ class BufferCore:
             self.drop(group.group_id, reason, attempt=group.attempt)
         return reason is None
 
-    def drop(self, group_id: int, reason: str, tokens: int = 0, attempt: int = 0) -> None:
+    def drop(self, group_id: int, reason: str, tokens: int = 0, attempt: int = 0) -> bool:
         """Drop a group, played or complete; its slot is free again.
 
-        Changes nothing after ``close``, or if the group was given to another worker.
+        Changes nothing, and returns False, after ``close``, or if the group was given to another worker.
 
         Args:
             tokens: that were drawn for it, if it was not put.
         """
         if self._is_unexpected(group_id, attempt):
-            return
+            return False
         if self.groups.get(group_id) is None:
             raise ValueError(f"group {group_id} cannot be dropped ({reason}): it is {self._state_of(group_id)}")
         live = self.groups.remove(group_id)
         self.budget.free(live)
         self._ledger.note_dropped(reason, live.group.trainable if live.group else tokens)
+        return True
 
     def release(self, group_ids: Iterable[int]) -> list[int]:
         """The worker that played these groups is lost: others start them again, in the same slots and places.

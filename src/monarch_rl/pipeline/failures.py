@@ -16,6 +16,9 @@ from monarch_rl.runtime.watch import STUCK_FACTOR
 
 logger = logging.getLogger("monarch_rl")
 
+MIN_ITEMS = 8
+"""Held-out items that show that nothing works any more, at least; that one of fewer fails may be chance."""
+
 
 class EpisodesFail(RuntimeError):
     """No episode can be used. The message begins with the reason and ends with the first traceback."""
@@ -52,12 +55,19 @@ class Failures:
             for failure in news.failures:
                 logger.warning("an episode failed, the first one in this way: %s", failure)
             if news.failures and known == KINDS:
-                logger.warning("that were %d kinds of failures: further ones are counted, but not shown", KINDS)
+                logger.warning("these were %d kinds of failures: further ones are counted, but not shown", KINDS)
             if news.verdict is not None:
                 raise EpisodesFail(str(news.verdict))
 
-    def counted(self, result: Evaluation) -> Evaluation:
-        """``result``, once the held-out items that failed are counted. Raises EpisodesFail if all did."""
+    def counted(self, result: Evaluation, steps: int) -> Evaluation:
+        """``result``, once the held-out items that failed are counted.
+
+        Args:
+            steps: optimiser steps made so far.
+
+        Raises:
+            EpisodesFail: all failed, and that is no chance: no step has been made, or there are many items.
+        """
         self._held_out.update(result.failed)
         if result.failed and sum(result.failed.values()) == len(result.rewards):
             reason, count = Counter(result.failed).most_common(1)[0]
@@ -65,7 +75,10 @@ class Failures:
             said = (
                 f"{count} of {len(result.rewards)} held-out items failed for this reason, and none was played through"
             )
-            raise EpisodesFail(str(Failure(f"{reason}: {said}", first.place, first.report)))
+            failure = Failure(f"{reason}: {said}", first.place, first.report)
+            if steps == 0 or len(result.rewards) >= MIN_ITEMS:
+                raise EpisodesFail(str(failure))
+            logger.warning("too few to end the run for it: %s", failure)
         return result
 
     @asynccontextmanager

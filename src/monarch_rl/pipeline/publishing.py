@@ -114,7 +114,7 @@ class Publisher:
             generators: by index.
             settings: with the transport ``auto``, every transport is measured and the fastest is taken.
             dtype: what generators serve.
-            tell_workers: called when rollout workers should ask other replicas than before.
+            update_workers: called when rollout workers should ask other replicas than before.
         """
         meeting = Meeting(trainer, members(trainer), await _plan(trainer, dtype), settings)
         replicas, frozen = Replicas(update_workers), await _frozen_weights(trainer, dtype)

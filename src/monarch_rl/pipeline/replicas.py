@@ -42,7 +42,7 @@ class Replicas:
     """The replicas that are there, by index, and the ones that are lost.
 
     Args:
-        tell_workers: called whenever the dispatch of requests should change; None calls nothing.
+        update_workers: called whenever the dispatch of requests should change; None calls nothing.
     """
 
     def __init__(self, update_workers: UpdateDispatch | None = None) -> None:

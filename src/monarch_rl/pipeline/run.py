@@ -106,7 +106,7 @@ class Run:
         Raises:
             Stalled: the run could not go on; says who waited for whom.
             AllActorsLost: all generators or all rollout workers were lost.
-            EpisodesFail: no episode can be used: all held-out items fail, or all groups are dropped.
+            EpisodesFail: no episode can be used: all held-out items fail, or all groups are dropped (docs/failures.md).
             PublishError: a version reached no generator.
         """
         async with AsyncExitStack() as lifetimes:
@@ -257,7 +257,7 @@ class Run:
         if parts.console is not None:
             parts.console.remember(result.metrics())
         self._note(f"{f'after step {self.version}' if self.version else 'before training'}: {result}")
-        return parts.failures.counted(result)
+        return parts.failures.counted(result, self.version)
 
     async def save(self) -> None:
         """Write the model to ``model/`` in the run's folder, as a Hugging Face folder."""

@@ -45,7 +45,11 @@ class ScorerOutput:
         self._thread.start()
 
     def take_stack(self) -> str:
-        """What the processes wrote since the last call when they were killed or crashed: their stacks. May be empty."""
+        """What the processes wrote since the last call when they were killed or crashed: their stacks. May be empty.
+
+        Of several that end at the same time, all stacks may be in one call's answer, and none in the next one's: pebble
+        does not say which process computed a score that took too long.
+        """
         stacks = self.ends[1].fileno()
         text = os.pread(stacks, 2**20, 0).decode(errors="replace")
         # All processes write at one offset, which belongs to the file that they share.

@@ -38,7 +38,7 @@ from monarch_rl.runtime.deadline_clock import DeadlineClock
 from monarch_rl.runtime.deadlines import now
 from monarch_rl.runtime.fork_context import ForkContext
 from monarch_rl.runtime.heap import freeze_heap
-from monarch_rl.runtime.lifetime import die_with_parent
+from monarch_rl.runtime.lifetime import die_with_parent, signal_name
 from monarch_rl.tasks.task import Score
 
 ScoreFunction = Callable[..., Score | float]
@@ -290,8 +290,7 @@ def _end_of(exit_code: int) -> tuple[str, str]:
     """How a process ended, for a reason and for a report."""
     if exit_code >= 0:
         return "", f"it ended with exit code {exit_code}"
-    names = {number.value: number.name for number in signal.Signals}  # real-time signals have none
-    name = names.get(-exit_code, f"signal {-exit_code}")
+    name = signal_name(-exit_code)
     return f" by {name}", f"it was ended by {name}"
 
 

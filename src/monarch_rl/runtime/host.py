@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from monarch_rl.runtime.fork_client import ADDRESS_VARIABLE
 from monarch_rl.runtime.fork_server import Preload, preloads_from_text, preloads_to_text, start_server
-from monarch_rl.runtime.lifetime import adopt_orphans, end_quickly, exit_code_of
+from monarch_rl.runtime.lifetime import adopt_orphans, end_quickly, exit_code_of, signal_name
 from monarch_rl.runtime.network import HOST_ADDRESS_VARIABLE, LOOPBACK, free_port, loopback_interface
 from monarch_rl.runtime.starvation import HOST_PID_VARIABLE
 
@@ -67,7 +67,7 @@ class HostProcess:
         code = self._process.poll()
         if not code or self._ending:
             return None
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
         hint = ": the kernel's log (dmesg) says whether memory ran out" if code == -signal.SIGKILL else ""
         return HostLost(
             f"the host process {self._process.pid} of this machine {how}{hint}. It owned every process of the run on "

@@ -40,6 +40,14 @@ def die_with_parent(number: signal.Signals, parent: int | None = None) -> None:
         os._exit(1)
 
 
+def signal_name(number: int) -> str:
+    """Such as SIGKILL; `signal 40` for one of the real-time signals, most of which have no name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 def adopt_orphans() -> None:
     """Become the parent of every descendant whose own parent ends."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)

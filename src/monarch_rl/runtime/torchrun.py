@@ -205,8 +205,9 @@ class Follower:
             try:
                 return self._peer.receive(_CHECK_S, "the end of the run")["end"] == "done"
             except DeadlineExceeded:
-                if self._host is not None and self._host.lost():
-                    logger.error("the Monarch host of node %d was lost", self._rank.node)
+                lost = self._host.lost() if self._host is not None else None
+                if lost is not None:
+                    logger.error("rank %d stops: %s", self._rank.rank, lost)
                     return False
             except ConnectionError as error:
                 logger.error("rank %d stops: the controller (rank 0) failed or was lost: %s", self._rank.rank, error)

@@ -1,0 +1,58 @@
+"""What the rank that started a host process says of its end. The host is killed before it serves."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from monarch_rl.runtime.host import HostProcess
+from monarch_rl.runtime.lifetime import signal_name
+from monarch_rl.runtime.torchrun import Follower, Peer, Rank
+
+
+@pytest.fixture
+def host() -> Iterator[HostProcess]:
+    process = HostProcess(None, os.environ)
+    yield process
+    process.end(60.0)
+
+
+def kill(host: HostProcess, number: int) -> None:
+    os.kill(host._process.pid, number)
+    host._process.wait(60.0)
+
+
+def test_every_signal_has_a_name() -> None:
+    names = [signal_name(number) for number in range(1, signal.SIGRTMAX + 1)]
+    assert names[signal.SIGKILL - 1] == "SIGKILL"
+    assert len(set(names)) == len(names) and all(names)
+
+
+def test_a_host_that_a_real_time_signal_ends_is_named(host: HostProcess) -> None:
+    assert host.lost() is None
+    kill(host, signal.SIGRTMIN + 6)
+    assert f"was killed by signal {signal.SIGRTMIN + 6}. It owned" in str(host.lost())
+
+
+def test_a_rank_on_another_machine_says_how_its_host_was_lost(
+    host: HostProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    controller, connection = socket.socketpair()
+    follower = object.__new__(Follower)  # without a rendezvous
+    follower._rank, follower._peer, follower._host = Rank(1, 0, 2, 1, 1), _Connected(connection), host
+    kill(host, signal.SIGKILL)
+    with controller, connection, caplog.at_level(logging.ERROR, "monarch_rl"):
+        assert not follower.wait()
+    (said,) = caplog.messages
+    pid = host._process.pid
+    assert said.startswith(f"rank 1 stops: the host process {pid} of this machine was killed by SIGKILL: the kernel's")
+
+
+class _Connected(Peer):
+    def __post_init__(self) -> None:
+        """Not over TCP, which alone has these options."""
