@@ -24,8 +24,13 @@ class FolderTokenizer:
         vocabulary: int = config["vocab_size"]
         self._tokenizer = _load(folder / "tokenizer.json")
         settings = _object(folder / "tokenizer_config.json")
-        added = settings.get("added_tokens_decoder")
-        tokens = {str(entry): int(key) for key, entry in added.items() if key.isdecimal()} if added else {}
+        added = settings.get("added_tokens_decoder") or {}
+        if not isinstance(added, dict):
+            raise ValueError(
+                f"{folder / 'tokenizer_config.json'} has added_tokens_decoder {str(added)[:60]!r}, which must be an "
+                "object: copy or download it again"
+            )
+        tokens = {str(entry): int(key) for key, entry in added.items() if key.isdecimal() and len(key) < 20}
         if self._tokenizer is not None:
             tokens |= self._tokenizer.get_vocab(with_added_tokens=True)
         token, highest = max(tokens.items(), key=lambda item: item[1], default=("", -1))
