@@ -59,7 +59,7 @@ class GeneratorSettings(CheckedSettings, flags="generator"):
     deterministic: bool = False
     """SGLang's deterministic mode, on a GPU: a seeded request draws the same tokens whatever runs beside it, at
     SGLang's cost in speed. On a CPU requests with a seed are always honoured, and this has no effect."""
-    start_deadline_s: Annotated[float | None, Range(5, FOREVER_S)] = None
+    start_deadline_s: Annotated[float | None, Range(30, FOREVER_S)] = None
     """Seconds an engine may take to start: 10 to 30 on two CPU cores, minutes for a large model on a cold disk. On a
     GPU the first start also compiles kernels and captures graphs. None is 1200 on a GPU, and 300 on a CPU."""
 

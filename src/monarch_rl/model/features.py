@@ -5,7 +5,7 @@ No torch in it: the same words refuse a model before anything is spawned, and wh
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 from monarch_rl.model.architecture import Architecture, Config, architecture_of
 from monarch_rl.model.folder import num_experts, rope_parameters, sparse_layers
@@ -115,7 +115,7 @@ def _check_dense_layers(config: Config) -> None:
         raise ValueError(f"has moe_layer_freq {frequency!r}; only 1 is supported")
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[int | float]:
     """Whether a value of JSON is a number; NaN and Infinity are."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
