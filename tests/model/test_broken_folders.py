@@ -309,7 +309,7 @@ def test_what_transformers_leaves_out_as_well_may_be_there(good: Path, tmp_path:
 
 
 NULL = "null"
-VALUES = [
+VALUES: list[Any] = [
     None,
     NULL,
     0,
