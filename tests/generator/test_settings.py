@@ -166,6 +166,9 @@ def test_an_engine_that_has_no_memory_says_what_it_needs_for_what() -> None:
     check_memory(config, settings, LoraSettings(rank=4), weights + cache)
     with pytest.raises(RuntimeError, match=r"machine are free: end what else"):
         check_memory(config, settings, LoraSettings(rank=4), weights + cache - 1)
+    check_memory(config, settings, FULL_TRAINING, 3 * (2 * weights + cache), engines=3)
+    with pytest.raises(RuntimeError, match=r"arrive\), 3 of them 0\.\d\d GiB, and"):
+        check_memory(config, settings, FULL_TRAINING, 3 * (2 * weights + cache) - 1, engines=3)
 
 
 def test_a_sequence_has_what_sglang_leaves_of_its_context_and_of_its_cache() -> None:

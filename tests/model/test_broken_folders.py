@@ -2,24 +2,57 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
+import re
 import shutil
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from monarch_rl.generator.settings import (
+    GeneratorSettings,
+    check_cache,
+    check_context,
+    check_memory,
+    check_served,
+    engine_limits,
+)
 from monarch_rl.model.check import check_folder
-from monarch_rl.model.folder import read_config, resolve_model
+from monarch_rl.model.folder import find_config, read_config, resolve_model
+from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
 from monarch_rl.model.tokens import FolderTokenizer
+from monarch_rl.trainer.settings import TrainerSettings, check_experts, check_lora
+from tests.model.test_tensors import MODELS, SIZES
 from tools.make_tiny_model import Settings as TinyModel
 from tools.make_tiny_model import write_random_model
 
 WEIGHTS = "model.safetensors"
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def families(good: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A tiny random model of every family, by the name that transformers has for it."""
+    root, made = tmp_path_factory.mktemp("families"), {}
+    for kind, change in MODELS:
+        made[kind] = root / kind
+        shutil.rmtree(made[kind], ignore_errors=True)
+        yarn = {"rope_parameters": YARN} if kind == "deepseek_v3" else {}
+        shape = SIZES | change | yarn | {"vocab_size": 98}
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shape)).save_pretrained(made[kind])
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(good / name, made[kind] / name)
+    needed = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    config(**needed)(made["deepseek_v3"])
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +67,18 @@ def check_model(folder: Path) -> None:
     config = read_config(resolve_model(str(folder)))
     check_folder(folder, config)
     FolderTokenizer(folder, config)
+
+
+def check_use(values: dict[str, Any]) -> None:
+    """What a run checks of a model whose folder is good."""
+    settings = GeneratorSettings()
+    check_served(values, settings, on_gpu=False)
+    check_cache(values, settings, memory_bytes=2**60)
+    check_memory(values, settings, FULL_TRAINING, free_bytes=2**60)
+    check_context(values, settings)
+    engine_limits(values, settings, on_gpu=False)
+    check_experts(values, TrainerSettings(ranks=1))
+    check_lora(values, LoraSettings(rank=1))
 
 
 def edited(file: str, **change: Any) -> Callable[[Path], object]:
@@ -102,6 +147,25 @@ def both_whole_and_sharded(folder: Path) -> None:
     (folder / WEIGHTS).write_bytes(whole)
 
 
+def header(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    """Change the entries of the weights' file, by their tensors' names."""
+
+    def edit(folder: Path) -> None:
+        data = (folder / WEIGHTS).read_bytes()
+        (length,) = struct.unpack("<Q", data[:8])
+        entries = json.loads(data[8 : 8 + length])
+        change(entries)
+        text = json.dumps(entries).replace("Infinity", "1e400").encode()
+        (folder / WEIGHTS).write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+
+    return edit
+
+
+def over_the_same_bytes(entries: dict[str, Any]) -> None:
+    """Two tensors of one shape, the second where the first is; the file is as long as before."""
+    entries[K_PROJ]["data_offsets"] = entries[K_PROJ.replace("layers.1", "layers.0")]["data_offsets"]
+
+
 def larger_vocabulary(folder: Path) -> None:
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     tokenizer["model"]["vocab"]["é"] = len(tokenizer["model"]["vocab"])
@@ -113,6 +177,10 @@ def without_tokenizer(folder: Path) -> None:
         (folder / name).unlink()
 
 
+YARN: dict[str, Any] = {
+    **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16},
+    **{"mscale": 1.0, "mscale_all_dim": 1.0},
+}
 ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 FAULTS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "config is a list": (written("config.json", "[]"), ["config.json", "list", "not a JSON object"]),
@@ -156,11 +224,32 @@ FAULTS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         tensors(lambda found: found.update({K_PROJ: torch.zeros(64, 64, dtype=torch.int8)})),
         [WEIGHTS, K_PROJ, "saved as I8"],
     ),
+    "offset beyond all numbers": (
+        header(lambda entries: entries[K_PROJ].update(data_offsets=[0, math.inf])),
+        [WEIGHTS, "is no safetensors file", "inf is no size or offset"],
+    ),
+    "negative shape": (
+        header(lambda entries: entries[K_PROJ].update(shape=[-64, -64])),
+        [WEIGHTS, "is no safetensors file", "-64 is no size or offset"],
+    ),
+    "tensors over the same bytes": (header(over_the_same_bytes), [WEIGHTS, " overlaps ", K_PROJ]),
     "no tokenizer": (without_tokenizer, ["no tokenizer in"]),
     "tokenizer is {}": (written("tokenizer.json", "{}"), ["tokenizer.json is no tokenizer"]),
     "tokenizer is a list": (written("tokenizer.json", "[1]"), ["tokenizer.json is no tokenizer"]),
     "tokenizer without embeddings": (larger_vocabulary, ["1 ids for which", "up to 98 ('é')", "vocab_size 98"]),
     "tokenizer's settings": (written("tokenizer_config.json", "{"), ["tokenizer_config.json is not JSON"]),
+    "added tokens in a list": (
+        edited("tokenizer_config.json", added_tokens_decoder=["x"]),
+        ["tokenizer_config.json has added_tokens_decoder", "must be an object"],
+    ),
+    "added tokens are a word": (
+        edited("tokenizer_config.json", added_tokens_decoder="x"),
+        ["added_tokens_decoder 'x', which"],
+    ),
+    "added tokens are a number": (
+        edited("tokenizer_config.json", added_tokens_decoder=5),
+        ["added_tokens_decoder '5', which"],
+    ),
     "end token": (edited("generation_config.json", eos_token_id=98), ["generation_config.json", "eos_token_id 98"]),
 }
 
@@ -200,6 +289,14 @@ def test_a_llama_without_key_value_heads_has_as_many_as_query_heads(tmp_path: Pa
     found = read_config(resolve_model(str(tmp_path)))
     assert found["num_key_value_heads"] == 4
     check_folder(tmp_path, found)
+    assert (served := find_config(str(tmp_path))) == found  # what an engine reads
+    check_memory(served, GeneratorSettings(), FULL_TRAINING, free_bytes=2**60)
+
+
+def test_a_config_is_found_of_any_architecture_in_a_folder(tmp_path: Path) -> None:
+    assert find_config("some/hub-name") is None and find_config(str(tmp_path)) is None
+    (tmp_path / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
+    assert find_config(str(tmp_path)) == {"architectures": ["GPT2LMHeadModel"]}
 
 
 def test_what_transformers_leaves_out_as_well_may_be_there(good: Path, tmp_path: Path) -> None:
@@ -211,19 +308,109 @@ def test_what_transformers_leaves_out_as_well_may_be_there(good: Path, tmp_path:
     check_model(folder)
 
 
-@pytest.mark.parametrize("value", [None, 0, -1, 10**20, 0.5, True, "nonsense", [], {}, {"a": {}}], ids=repr)
-def test_any_value_of_any_key_is_refused_by_name_or_accepted(good: Path, tmp_path: Path, value: object) -> None:
-    """Generated from the config that transformers writes; None takes the key away. Nothing else may be raised."""
+NULL = "null"
+VALUES: list[Any] = [
+    None,
+    NULL,
+    0,
+    -1,
+    10**20,
+    10**400,
+    0.5,
+    True,
+    "nonsense",
+    [],
+    {},
+    {"a": {}},
+    [1, "x"],
+    [[1]],
+    math.inf,
+    math.nan,
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: repr(value)[:20])
+def test_any_value_of_any_key_is_refused_by_name_or_accepted(
+    families: dict[str, Path], tmp_path: Path, value: object
+) -> None:
+    """Generated from the configs that transformers writes; None takes the key away. Nothing else may be raised."""
+    for family, model in families.items():
+        folder = tmp_path / family
+        shutil.copytree(model, folder)
+        refused = 0
+        for changed in with_each_key(json.loads((model / "config.json").read_text()), value):
+            (folder / "config.json").write_text(json.dumps(changed))
+            try:
+                check_model(folder)
+            except ValueError as error:
+                refused += 1
+                assert str(folder) in str(error), error
+                continue
+            with contextlib.suppress(ValueError):
+                check_use(read_config(folder))
+        assert refused >= 8, family
+
+
+def with_each_key(values: dict[str, Any], value: object) -> Iterator[dict[str, Any]]:
+    """A config with one of its keys changed, or one of its rotary embeddings'."""
+    for key, inner in values.items():
+        others = {name: other for name, other in values.items() if name != key}
+        yield others if value is None else {**others, key: None if value is NULL else value}
+        if key == "rope_parameters":
+            yield from ({**others, key: rope} for rope in with_each_key(inner, value))
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "said"),
+    [
+        (
+            "qwen3",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": math.inf}},
+            "positive rope_theta, got inf",
+        ),
+        ("llama", {"rope_parameters": {**ROPE, "factor": math.inf}}, "positive factor, got inf"),
+        ("deepseek_v3", {"rope_parameters": {**YARN, "rope_theta": math.inf}}, "positive rope_theta, got inf"),
+        ("deepseek_v3", {"rope_parameters": {**YARN, "factor": math.inf}}, "positive factor, got inf"),
+        (
+            "deepseek_v3",
+            {"rope_parameters": {**YARN, "original_max_position_embeddings": math.inf}},
+            "positive original_max_position_embeddings, got inf",
+        ),
+        ("deepseek_v3", {"rope_parameters": {**YARN, "beta_fast": "x"}}, "positive beta_fast, got 'x'"),
+        ("deepseek_v3", {"rope_parameters": {**YARN, "mscale": "x", "mscale_all_dim": "x"}}, "positive mscale"),
+        ("deepseek_v3", {"routed_scaling_factor": "nonsense"}, "routed_scaling_factor 'nonsense'"),
+        ("deepseek_v3", {"routed_scaling_factor": math.nan}, "routed_scaling_factor nan"),
+        ("deepseek_v3", {"routed_scaling_factor": []}, "routed_scaling_factor []"),
+        ("deepseek_v3", {"norm_topk_prob": "false"}, "norm_topk_prob 'false', which must be true or false"),
+        ("deepseek_v3", {"first_k_dense_replace": 0.5}, "first_k_dense_replace 0.5"),
+        ("deepseek_v3", {"first_k_dense_replace": -1}, "first_k_dense_replace -1"),
+        ("deepseek_v3", {"first_k_dense_replace": math.inf}, "first_k_dense_replace inf"),
+        ("deepseek_v3", {"num_key_value_heads": {"a": {}}}, "num_key_value_heads {'a': {}}"),
+        ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq 2"),
+        ("qwen3_moe", {"norm_topk_prob": "false"}, "norm_topk_prob 'false', which must be true or false"),
+        ("llama", {"tie_word_embeddings": "false"}, "tie_word_embeddings 'false', which must be true or false"),
+        ("llama", {"dtype": "nonsense"}, "dtype 'nonsense'"),
+        ("llama", {"torch_dtype": "int8"}, "torch_dtype 'int8'"),
+        ("qwen3", {"layer_types": [["full_attention"]]}, "layer_types [['full_attention']]"),
+    ],
+)
+def test_a_value_of_which_another_model_would_be_made_is_refused(
+    families: dict[str, Path], tmp_path: Path, family: str, change: dict[str, Any], said: str
+) -> None:
     folder = tmp_path / "broken"
-    shutil.copytree(good, folder)
-    text = (folder / "config.json").read_text()
-    refused = 0
-    for key in json.loads(text):
-        (folder / "config.json").write_text(text)
-        config(**{key: value})(folder)
-        try:
-            check_model(folder)
-        except ValueError as error:
-            refused += 1
-            assert str(folder) in str(error), error
-    assert refused >= 8
+    shutil.copytree(families[family], folder)
+    check_model(folder)
+    config(**change)(folder)
+    with pytest.raises(ValueError, match=re.escape(said)) as refused:
+        check_model(folder)
+    assert str(folder) in str(refused.value)
+
+
+def test_a_qwen3_moe_may_have_null_for_the_distance_of_its_sparse_layers(
+    families: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "null"
+    shutil.copytree(families["qwen3_moe"], folder)
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**values, "decoder_sparse_step": None}))
+    check_model(folder)

@@ -1,14 +1,19 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.pipeline import start
 from monarch_rl.pipeline.actor_pool import ActorPool
-from monarch_rl.pipeline.start import replica_updates
+from monarch_rl.pipeline.start import replica_updates, start_generators
 from monarch_rl.runtime.deadlines import DeadlineExceeded
+from monarch_rl.runtime.devices import Devices
+from tests.recipe.running import random_model
 
 
 class Worker:
@@ -62,3 +67,27 @@ def test_workers_are_told_what_they_do_not_know() -> None:
         assert third.told == [([1], [2])]
 
     asyncio.run(test())
+
+
+def test_replicas_that_have_no_memory_together_are_refused_before_any_is_spawned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each for itself would find enough, because all ask before any has taken its own."""
+    model, settings = random_model(tmp_path / "model"), GeneratorSettings(replicas=4, max_total_tokens=1000)
+    free: list[int] = []
+    monkeypatch.setattr(start, "free_memory", lambda: free[-1])
+
+    def spawn(*_: Any, **__: Any) -> None:
+        raise InterruptedError("spawned")
+
+    def started(free_bytes: int, devices: Devices) -> str:
+        free.append(free_bytes)
+        cluster = SimpleNamespace(devices=devices, num_hosts=devices.num_hosts, spawn=spawn)
+        with pytest.raises((RuntimeError, InterruptedError)) as ended:
+            asyncio.run(start_generators(cast(Any, cluster), model, settings, first_device=1))
+        return str(ended.value)
+
+    host = Devices("cpu", 1, 8)
+    needed = next(nbytes for nbytes in range(0, 2**30, 2**18) if started(nbytes, host) == "spawned")
+    assert "an engine needs" in (said := started(needed // 2, host)) and "4 of them" in said
+    assert started(needed // 2, Devices("cpu", 2, 8)) == started(0, Devices("cuda", 1, 8)) == "spawned"

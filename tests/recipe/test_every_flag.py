@@ -131,6 +131,23 @@ def refusal(settings: RunSettings, flag: str, value: Any, hint: Any, wrong: str)
     return None
 
 
+def names(words: str, flag: str) -> bool:
+    """Whether a message names a flag as a whole: ``steps`` is not in ``lr-warmup-steps``, ``model`` not in `model's`.
+
+    A flag of one word is any sentence's: such a message begins with it, or has its dashes.
+    """
+    before = r"(?<![\w.-])" if re.search("[.-]", flag) else r"^(?:.*Error parsing \w+: )?(?:no such )?"
+    return re.search(rf"(?:{before}|(?<![\w-])--){re.escape(flag)}(?![\w-]|'s|\.\w)", words) is not None
+
+
+def test_a_flag_is_named_as_a_whole() -> None:
+    assert names("steps must be positive", "steps") and names(" Error parsing '--steps': invalid", "steps")
+    assert names(" Error parsing Settings: steps must be", "steps") and names("no such model: x is", "model")
+    assert not names("lr-warmup-steps must be", "steps") and not names("the steps of it", "steps")
+    assert names("give less rollout.top-k, or", "rollout.top-k") and not names("rollout.top-ks is", "rollout.top-k")
+    assert not names("trainer.lora.rank", "trainer.lora") and not names("x.trainer.lr", "trainer.lr")
+
+
 @pytest.mark.parametrize("settings", RECIPES, indirect=True)
 def test_the_defaults_are_accepted(settings: RunSettings) -> None:
     """Or the tests below would show nothing."""
@@ -150,9 +167,12 @@ def test_a_wrong_value_is_refused_by_the_flags_name(
         if hint is not bool and (wrong or is_number(hint) or words_of(hint))
     }
     said = {flag: words for flag, words in refused.items() if words is not None}
-    assert {flag: words for flag, words in said.items() if flag not in words} == {}
-    numbers = {flag for flag, _, hint in flags(settings) if is_number(hint)}
-    assert wrong == "0" or numbers - set(said) == set(), "numbers that pass"
+    assert {flag: words for flag, words in said.items() if not names(words, flag)} == {}
+    numbers, allowed = {flag for flag, _, hint in flags(settings) if is_number(hint)}, dict(ranges(settings))
+    passed = {
+        flag for flag in numbers - set(said) if wrong != "0" or (given := allowed[flag]) is None or 0 not in given
+    }
+    assert passed == set(), "numbers that pass, and zeros that are in no range"
     fixed = {flag for flag, _, hint in flags(settings) if words_of(hint)}
     assert len(fixed) >= 10
     assert wrong == "0" or fixed - set(said) == set(), "words that pass although there is a list of them"
@@ -166,6 +186,13 @@ def test_a_wrong_value_is_refused_by_the_flags_name(
         ("generator.context-length", "20"),
         ("generator.attention-backend", "flash"),
         ("generator.start-deadline-s", "0.1"),
+        ("generator.start-deadline-s", "5"),
+        ("update-deadline-s", "1"),
+        ("rollout.slot-deadline-s", "0.1"),
+        ("rollout.generate-deadline-s", "0.1"),
+        ("rollout.concurrent-groups", "1000000"),
+        ("trainer.max-grad-norm", "1e-300"),
+        ("trainer.lora.alpha", "1e-300"),
         ("generator.random-seed", "1" + "0" * 20),
         ("trainer.lora.rank", "1000"),
         ("trainer.tokens-per-microbatch", "12"),
@@ -176,6 +203,9 @@ def test_a_wrong_value_is_refused_by_the_flags_name(
         ("task.template", ""),
         ("task.template", "no field"),
         ("task.template", "{word.length}"),
+        ("task.template", "{word.__class__}"),
+        ("task.template", "{word:100000000}"),
+        ("task.template", "{word:10000}" * 100),
         ("task.config", '{"min_word_len": 90, "max_word_len": 99}'),
         ("task.config", '{"data_file": "no such file"}'),
         ("output", "/dev/null/runs"),
@@ -187,7 +217,17 @@ def test_a_wrong_value_is_refused_by_the_flags_name(
 def test_what_cannot_work_is_refused_by_name(settings: RunSettings, flag: str, wrong: str) -> None:
     value, hint = next((value, hint) for name, value, hint in flags(settings) if name == flag)
     said = refusal(settings, flag, value, hint, wrong)
-    assert said is not None and flag in said
+    assert said is not None and names(said, flag), said
+
+
+@pytest.mark.parametrize("settings", ["grpo"], indirect=True)
+def test_a_step_of_too_many_episodes_is_refused(settings: RunSettings) -> None:
+    for changes in (("groups-per-step", 1_000_000), ("rollout.group-size", 1_000_000)), (("groups-per-step", 200_000),):
+        made = settings
+        for flag, value in changes:
+            made = with_flag(made, flag, value)
+        with pytest.raises(ValueError, match=r"^groups-per-step [\d,]+ x rollout\.group-size [\d,]+ = "):
+            check(made, OFFERED)
 
 
 def test_every_number_has_a_range() -> None:
@@ -250,6 +290,8 @@ KEPT = re.compile(r"model|output|steps|held-out|task\..*|.*-s|.*\.ranks|.*-proce
 """Flags that a sample does not change: they would make another task of it, give deadlines that a crowded machine cannot
 keep, or start more processes."""
 CHANGED_SHARE = 0.4
+ZEROS = 4
+"""Flags of a sample that are 0, of those that are not by default."""
 
 
 def ranges(settings: Any, prefix: str = "") -> Iterator[tuple[str, Range | None]]:
@@ -278,14 +320,32 @@ def another(value: Any, hint: Any, allowed: Range | None, chance: random.Random)
     return round(number) if int in members(hint) else round(number, 6)
 
 
+def zeros(settings: RunSettings) -> dict[str, Any]:
+    """Flags that pass with 0 and have another value, with their zeros: among the wrong values, those that may mean off
+    or automatic."""
+    passed = {}
+    for flag, value, hint in flags(settings):
+        zero = (typed(hint, "0"),) * len(value) if isinstance(value, tuple) else typed(hint, "0")
+        if is_number(hint) and value != zero and not KEPT.fullmatch(flag) and flag not in SMALL:
+            with contextlib.suppress(ValueError):
+                check(with_flag(settings, flag, zero), OFFERED)
+                passed[flag] = zero
+    return passed
+
+
 def sample(settings: RunSettings, seed: int) -> dict[str, Any]:
     """Random settings that pass: flags are changed one after the other, and what is refused is left as it was."""
     chance, made = random.Random(seed), settings
     for flag, value in SMALL.items():
         made = with_flag(made, flag, value)
     check(made, OFFERED)
-    changed, allowed = dict(SMALL), dict(ranges(made))
-    candidates = [(flag, value, hint) for flag, value, hint in flags(made) if flag not in SMALL]
+    changed, allowed, passed = dict(SMALL), dict(ranges(made)), zeros(made)
+    for flag in chance.sample(sorted(passed), min(ZEROS, len(passed))):
+        with contextlib.suppress(ValueError):
+            check(candidate := with_flag(made, flag, passed[flag]), OFFERED)
+            made, changed[flag] = candidate, passed[flag]
+    assert any(changed[flag] == zero for flag, zero in passed.items() if flag in changed), passed
+    candidates = [(flag, value, hint) for flag, value, hint in flags(made) if flag not in changed]
     for flag, value, hint in chance.sample(candidates, len(candidates)):
         new = another(value, hint, allowed[flag], chance)
         if KEPT.fullmatch(flag) or new == value or chance.random() > CHANGED_SHARE:
@@ -313,10 +373,12 @@ def as_arguments(changed: dict[str, Any]) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", RECIPES, indirect=True)
 def test_a_sample_of_what_passes_starts_and_makes_steps(settings: RunSettings, start: Start, tmp_path: Path) -> None:
-    changed = sample(settings, seed=RECIPES.index(type(settings).__module__))
-    assert len(changed) > len(SMALL) + 10, changed
+    seed = RECIPES.index(type(settings).__module__)
+    changed = sample(settings, seed)
+    print(f"sample of seed {seed}: {changed}")  # pytest shows it if the test fails, wherever it does
+    assert len(changed) > len(SMALL) + 10, f"seed {seed}: {changed}"
     script = ROOT / "recipes" / f"{type(settings).__module__}.py"
     arguments = [f"--model={settings.model}", f"--output={tmp_path / 'runs'}", *as_arguments(changed)]
     run = start([sys.executable, str(script), *arguments])
     finished(run)
-    assert re.search(r"^step 2/2 ", run.output(), re.MULTILINE), run.output()
+    assert re.search(r"^step 2/2 ", run.output(), re.MULTILINE), f"seed {seed}: {changed}\n{run.output()}"

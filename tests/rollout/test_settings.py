@@ -4,7 +4,14 @@ from typing import Any
 
 import pytest
 
-from monarch_rl.rollout.settings import RolloutSettings, check_lengths, check_processes, check_prompts, check_rollout
+from monarch_rl.rollout.settings import (
+    RolloutSettings,
+    check_characters,
+    check_lengths,
+    check_processes,
+    check_prompts,
+    check_rollout,
+)
 
 
 @pytest.mark.parametrize("field", ["workers", "group_size", "concurrent_groups", "max_turns", "score_deadline_s"])
@@ -40,6 +47,15 @@ def test_truncation_without_a_mask_or_that_the_engine_lacks_is_refused(settings:
         (RolloutSettings(group_size=1), "rollout.group-size must be at least 2: advantages compare the episodes"),
         (RolloutSettings(temperature=0.0), "rollout.temperature must be above 0: greedy episodes of a group are all"),
         (
+            RolloutSettings(group_size=1_000_000),
+            r"groups-per-step 5 x rollout.group-size 1,000,000 = 5,000,000 episodes, which is more than 1,000,000: ask",
+        ),
+        (
+            RolloutSettings(concurrent_groups=1_000_000),
+            "rollout.concurrent-groups 1,000,000 x rollout.group-size 8 = 8,000,000 episodes, which is more than 65,5",
+        ),
+        (RolloutSettings(generate_deadline_s=0.1), "rollout.generate-deadline-s must be at least 5, got 0.1"),
+        (
             RolloutSettings(group_size=3),
             "5 groups x 3 episodes = 15 episodes a step cannot be shared equally by 2 trainer ranks: change groups",
         ),
@@ -60,6 +76,12 @@ def test_episodes_without_room_for_a_prompt_are_refused() -> None:
     )
     with pytest.raises(ValueError, match=message):
         check_lengths(settings, {"trainer.tokens-per-microbatch": 31, "generator.context-length": 30})
+
+
+def test_a_prompt_of_more_characters_than_there_is_room_for_is_refused() -> None:
+    check_characters(["a" * 21, "a" * 20], most=20)
+    with pytest.raises(ValueError, match=r"shortest of 2 prompts has 21 characters, .* 20 at most, .*task\.template"):
+        check_characters(["a" * 21, "a" * 22], most=20)
 
 
 def test_prompts_without_room_are_refused_or_warned_of(caplog: pytest.LogCaptureFixture) -> None:

@@ -78,6 +78,9 @@ def test_splits_do_not_meet() -> None:
         (TaskSettings(template="{question.x}"), "task.template .* does not fit chain_sum"),
         (TaskSettings(template="{question[x]}"), "task.template .* does not fit chain_sum"),
         (TaskSettings(template="{question:d}"), "task.template .* does not fit chain_sum"),
+        (TaskSettings(template="{question:100000000}"), "task.template .* gives question the width '100000000'"),
+        (TaskSettings(template="{question:{answer}}"), "task.template .* gives question the width"),
+        (TaskSettings(template="{question.__class__}"), "task.template .* makes the same prompt of 16 items, .*class"),
         (TaskSettings(template="{}"), "task.template '{}' has no field"),
         (TaskSettings(template="{sum} ="), r"does not fit chain_sum .* its fields are .*expression"),
         (TaskSettings(name="products", config='{"max_digits": 1}', held_out_size=500), "are held out: hold out less"),
@@ -86,6 +89,12 @@ def test_splits_do_not_meet() -> None:
 def test_bad_settings_say_what_to_do(task: TaskSettings, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TaskSource(task).check()
+
+
+def test_a_check_returns_the_first_prompts_which_are_the_same_only_of_the_same_question() -> None:
+    prompts = TaskSource(TaskSettings(template="{question:200}")).check()
+    assert len(set(prompts)) > 1 and all(len(prompt) >= 200 for prompt in prompts)
+    assert len(set(TaskSource(TaskSettings(train_size=1)).check())) == 1
 
 
 @pytest.mark.parametrize(("field", "value"), [("train_size", 0), ("held_out_size", 0), ("seed", -1)])

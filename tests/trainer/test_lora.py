@@ -101,7 +101,7 @@ def test_the_adapters_folder_names_its_base(folder: Path) -> None:
     ("wrong", "words"),
     [
         ({"rank": -1}, "lora.rank must not be negative"),
-        ({"rank": 2, "alpha": 0.0}, "lora.alpha must be positive"),
+        ({"rank": 2, "alpha": 0.0}, "lora.alpha must be at least 0.001"),
         ({"rank": 2, "targets": ()}, "lora.targets must be some of q_proj"),
         ({"rank": 2, "targets": ("q_proj", "q_proj")}, "each once"),
         ({"rank": 2, "targets": ("lm_head",)}, "targets must be one of q_proj, .*, got 'lm_head'"),

@@ -6,10 +6,8 @@ event loop.
 
 from __future__ import annotations
 
-import json
 import os
 import random
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -31,6 +29,7 @@ from monarch_rl.generator.settings import (
 from monarch_rl.generator.sglang_engine import SglangEngine, io_structs
 from monarch_rl.generator.version_kind import VersionKind
 from monarch_rl.model.architecture import find_architecture
+from monarch_rl.model.folder import find_config
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings, lora_config
 from monarch_rl.runtime.presence import Wait
 from monarch_rl.weights.manifest import Manifest
@@ -73,7 +72,7 @@ class Engine:
         SGLang does not start, or the machine has too little memory free.
         """
         on_gpu = torch.accelerator.is_available()
-        config = _read_config(model_path)
+        config = find_config(model_path)
         if config is not None:
             check_served(config, settings, on_gpu)
             if not on_gpu and find_architecture(config) is not None:
@@ -215,12 +214,6 @@ class Engine:
             return
         Engine._in_this_process = None
         await self._sglang.shutdown()
-
-
-def _read_config(model_path: str) -> dict[str, Any] | None:
-    """The model's ``config.json``; None if the model is not in a folder."""
-    file = Path(model_path) / "config.json"
-    return json.loads(file.read_text()) if file.is_file() else None
 
 
 def _set_environment(settings: GeneratorSettings, replica: int, on_gpu: bool) -> None:

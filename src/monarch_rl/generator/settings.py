@@ -59,7 +59,7 @@ class GeneratorSettings(CheckedSettings, flags="generator"):
     deterministic: bool = False
     """SGLang's deterministic mode, on a GPU: a seeded request draws the same tokens whatever runs beside it, at
     SGLang's cost in speed. On a CPU requests with a seed are always honoured, and this has no effect."""
-    start_deadline_s: Annotated[float | None, Range(5, FOREVER_S)] = None
+    start_deadline_s: Annotated[float | None, Range(30, FOREVER_S)] = None
     """Seconds an engine may take to start: 10 to 30 on two CPU cores, minutes for a large model on a cold disk. On a
     GPU the first start also compiles kernels and captures graphs. None is 1200 on a GPU, and 300 on a CPU."""
 
@@ -247,14 +247,17 @@ def check_cache(config: dict[str, Any], settings: GeneratorSettings, memory_byte
         )
 
 
-def check_memory(config: dict[str, Any], settings: GeneratorSettings, lora: LoraSettings, free_bytes: int) -> None:
-    """Refuse to start an engine that a machine without GPUs has no memory for now.
+def check_memory(
+    config: dict[str, Any], settings: GeneratorSettings, lora: LoraSettings, free_bytes: int, engines: int = 1
+) -> None:
+    """Refuse to start engines that a machine without GPUs has no memory for now.
 
     Args:
         config: the model's ``config.json``.
         settings: of the replicas.
         lora: with a rank, versions that arrive are small.
-        free_bytes: of the machine, before the engine starts.
+        free_bytes: of the machine, before the engines start.
+        engines: that start on this machine at once. Each for itself would find the same memory free.
 
     Raises:
         RuntimeError: says what is needed for what.
@@ -268,11 +271,12 @@ def check_memory(config: dict[str, Any], settings: GeneratorSettings, lora: Lora
         "the versions that arrive": 0 if lora.rank else weights,
     }
     total = sum(needed.values())
-    if total > free_bytes:
+    if engines * total > free_bytes:
         parts = ", ".join(f"{nbytes / 2**30:.2f} for {what}" for what, nbytes in needed.items() if nbytes)
+        together = f", {engines} of them {engines * total / 2**30:.2f} GiB" if engines > 1 else ""
         raise RuntimeError(
-            f"an engine needs {total / 2**30:.2f} GiB of memory ({parts}), and {free_bytes / 2**30:.2f} GiB of this "
-            "machine are free: end what else takes memory here, or use a smaller KV cache, or fewer "
+            f"an engine needs {total / 2**30:.2f} GiB of memory ({parts}){together}, and {free_bytes / 2**30:.2f} GiB "
+            "of this machine are free: end what else takes memory here, or use a smaller KV cache, or fewer "
             "generator.replicas"
         )
 

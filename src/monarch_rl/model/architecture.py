@@ -84,7 +84,7 @@ def _qwen3_moe_experts(config: Config) -> int:
 
 
 def _qwen3_moe_is_sparse(config: Config, layer: int) -> bool:
-    dense, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step", 1)
+    dense, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step") or 1
     return layer not in dense and (layer + 1) % step == 0
 
 

@@ -5,7 +5,7 @@ No torch in it: the same words refuse a model before anything is spawned, and wh
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 from monarch_rl.model.architecture import Architecture, Config, architecture_of
 from monarch_rl.model.folder import num_experts, rope_parameters, sparse_layers
@@ -15,10 +15,21 @@ NORM_EPS = 1e-6
 ``rms_norm_eps``."""
 LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 """Keys that rotary embeddings of the kind `llama3` need."""
+OPTIONAL_SIZES = (
+    *("head_dim", "num_key_value_heads", "moe_intermediate_size", "num_experts_per_tok"),
+    *("q_lora_rank", "decoder_sparse_step"),
+)
+"""Keys that may be absent or null even where they mean something, or that another family's config may have."""
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 MAX_COUNT, MAX_SIZE = 2000, 2**31 - 1
 """Layers or experts, and elements, beyond which a config is not a model's: the tensors of all of them are listed."""
+MAX_NUMBER = 1e12
+"""Beyond which a number is none of rotary embeddings or routers: theirs are below 1e9."""
 YARN_ROPE = ("factor", "original_max_position_embeddings")
+YARN_OPTIONAL = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+FLAGS = ("tie_word_embeddings", "norm_topk_prob", "rope_interleave", "use_sliding_window", "attention_bias", "mlp_bias")
+DTYPES = ("float64", "float32", "float16", "bfloat16")
+"""In which weights may be saved."""
 
 
 def check_features(config: Config) -> None:
@@ -55,24 +66,58 @@ def check_keys(config: Config) -> None:
         raise ValueError(f"lacks {', '.join(lacking)}, without which a {architecture.label} cannot be built")
     for key in architecture.sizes:
         _check_size(key, config[key])
-    for key in ("head_dim", "q_lora_rank", "decoder_sparse_step", *EXPERT_COUNTS):
+    for key in (*OPTIONAL_SIZES, *EXPERT_COUNTS):
         if config.get(key) is not None:
             _check_size(key, config[key])
     eps = config["rms_norm_eps"]
-    if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 < eps < 1:
+    if not _is_number(eps) or not 0 < eps < 1:
         raise ValueError(f"has rms_norm_eps {eps!r}, which must be a number above 0 and below 1")
     for key in ("rope_scaling", "rope_parameters"):
         if not isinstance(config.get(key) or {}, dict):
             raise ValueError(f"has {key} {config[key]!r}, which must be an object or null")
-    for key in ("layer_types", "mlp_only_layers"):
-        if not isinstance(config.get(key) or [], list):
-            raise ValueError(f"has {key} {config[key]!r}, which must be a list or null")
+    _check_flags(architecture, config)
+    for key, kind, items in (("layer_types", str, "words"), ("mlp_only_layers", int, "whole numbers")):
+        values = config.get(key) or []
+        if not isinstance(values, list) or not all(type(value) is kind for value in values):
+            raise ValueError(f"has {key} {config[key]!r}, which must be a list of {items} or null")
+    if architecture.latent_attention:
+        _check_dense_layers(config)
     _check_divisions(architecture, config)
 
 
 def _needed(architecture: Architecture) -> tuple[str, ...]:
     latent = ("first_k_dense_replace", "routed_scaling_factor") if architecture.latent_attention else ()
     return (*architecture.sizes, *architecture.flags, *latent, "rms_norm_eps")
+
+
+def _check_flags(architecture: Architecture, config: Config) -> None:
+    """Refuse a word or a number for true or false, and a dtype that weights cannot have."""
+    for key in FLAGS:
+        value = config.get(key)
+        if not isinstance(value, bool) and (value is not None or key in architecture.flags):
+            raise ValueError(f"has {key} {value!r}, which must be true or false")
+    for key in ("dtype", "torch_dtype"):
+        value = config.get(key)
+        if value is not None and (not isinstance(value, str) or value.removeprefix("torch.") not in DTYPES):
+            raise ValueError(f"has {key} {value!r}, which must be one of {', '.join(DTYPES)}, or null")
+
+
+def _check_dense_layers(config: Config) -> None:
+    """Refuse a DeepSeek-V3 of which it is not clear which layers have experts, or how much those count."""
+    dense, scale = config["first_k_dense_replace"], config["routed_scaling_factor"]
+    if type(dense) is not int or not 0 <= dense <= MAX_COUNT:
+        raise ValueError(f"has first_k_dense_replace {dense!r}, which must be a whole number from 0 to {MAX_COUNT}")
+    if not _is_number(scale) or not 0 < scale <= MAX_NUMBER:
+        raise ValueError(f"has routed_scaling_factor {scale!r}, which must be a positive number")
+    # SGLang gives experts to every moe_layer_freq-th layer, Hugging Face's model to all.
+    frequency = config.get("moe_layer_freq", 1)
+    if type(frequency) is not int or frequency != 1:
+        raise ValueError(f"has moe_layer_freq {frequency!r}; only 1 is supported")
+
+
+def _is_number(value: Any) -> TypeGuard[int | float]:
+    """Whether a value of JSON is a number; NaN and Infinity are."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _check_size(key: str, value: Any) -> None:
@@ -108,7 +153,7 @@ def _check_projections(config: Config) -> None:
 def _check_rope(config: Config) -> None:
     rope = rope_parameters(config)
     kind = rope["rope_type"]
-    _check_rope_numbers(rope, LLAMA3_ROPE if kind == "llama3" else ())
+    _check_rope_numbers(rope, ("rope_theta", *(LLAMA3_ROPE if kind == "llama3" else ())))
     if kind not in ("default", "llama3"):
         raise ValueError(f"rotary scaling {kind!r} is not supported, only 'default' and 'llama3'")
     if (config.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1.0) != 1.0:
@@ -120,10 +165,13 @@ def _check_rope_numbers(rope: dict[str, Any], keys: tuple[str, ...]) -> None:
         raise ValueError(
             f"rotary embeddings of their own for {', '.join(by_layer)} are not supported, only one for all"
         )
-    for key in ("rope_theta", *keys):
+    for key in keys:
         value = rope.get(key)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise ValueError(f"rotary embeddings of the kind {rope['rope_type']} need a positive {key}, got {value!r}")
+        if not _is_number(value) or not 0 < value <= MAX_NUMBER:
+            raise ValueError(
+                f"rotary embeddings of the kind {rope['rope_type']} need a positive {key}, got {value!r}: give at most "
+                f"{MAX_NUMBER:g}"
+            )
 
 
 def _check_router(config: Config) -> None:
@@ -141,7 +189,8 @@ def _check_latent_rope(config: Config) -> None:
     kind = rope["rope_type"]
     if not config.get("rope_interleave", True):
         raise ValueError("rope_interleave must be true: torchtitan's DeepSeek-V3 turns neighbouring pairs")
-    _check_rope_numbers(rope, YARN_ROPE if kind == "yarn" else ())
+    optional = [key for key in YARN_OPTIONAL if rope.get(key)]
+    _check_rope_numbers(rope, ("rope_theta", *((*YARN_ROPE, *optional) if kind == "yarn" else ())))
     # Otherwise cosines and sines would be scaled, too; torchtitan's are not.
     one_scale = rope.get("mscale") and rope.get("mscale") == rope.get("mscale_all_dim")
     if kind != "default" and (kind != "yarn" or not one_scale or rope.get("attention_factor") is not None):

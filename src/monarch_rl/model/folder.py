@@ -78,6 +78,21 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{folder}: {error}") from None
 
 
+def find_config(model: str) -> dict[str, Any] | None:
+    """The config of a model folder of any architecture, completed if it can be trained here; None if ``model`` is no
+    folder with ``config.json``.
+
+    Raises:
+        ValueError: the file is no JSON object.
+    """
+    path = Path(model) / "config.json"
+    if not path.is_file():
+        return None
+    config = read_object(path)
+    architecture = find_architecture(config)
+    return config if architecture is None else architecture.completed(config)
+
+
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises ValueError if there is none."""
     try:

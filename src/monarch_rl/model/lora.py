@@ -27,7 +27,7 @@ class LoraSettings(CheckedSettings, flags="trainer.lora"):
     """Rank of the adapters; 0 is full training. 1 to 32 were enough for reinforcement learning in `LoRA Without
     Regret` (Schulman et al., Thinking Machines 2025), which recommends about 10 times the learning rate of full
     training (on the tiny model 5 times worked, and 10 times was worse: see recipes/grpo_lora.py)."""
-    alpha: Annotated[float, Range(0, 1_000_000, above=True)] = 32.0
+    alpha: Annotated[float, Range(0.001, 1_000_000)] = 32.0
     """Adapters are scaled by alpha / rank. 32 for every rank is that paper's value: the best learning rate then hardly
     depends on the rank."""
     targets: tuple[Target, ...] = TARGETS

@@ -145,14 +145,14 @@ def read_header(path: Path) -> Shapes:
                 raise ValueError("its header is longer than the file")
             header = json.loads(file.read(length))
         tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        shapes = {name: tuple(int(size) for size in entry["shape"]) for name, entry in tensors.items()}
-        end = max((int(entry["data_offsets"][1]) for entry in tensors.values()), default=0)
+        shapes = {name: tuple(map(_count, entry["shape"])) for name, entry in tensors.items()}
+        places = {name: (_count(e["data_offsets"][0]), _count(e["data_offsets"][1])) for name, e in tensors.items()}
         dtypes = {name: str(entry["dtype"]) for name, entry in tensors.items()}
-        spans = {name: entry["data_offsets"][1] - entry["data_offsets"][0] for name, entry in tensors.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise ValueError(f"{path} is no safetensors file ({error!r}): copy or download it again") from error
+    end = max((place[1] for place in places.values()), default=0)
     if size != 8 + length + end:
-        last = max(tensors, key=lambda name: tensors[name]["data_offsets"][1], default="nothing")
+        last = max(places, key=lambda name: places[name][1], default="nothing")
         kind = "truncated" if size < 8 + length + end else "damaged"
         raise ValueError(
             f"{path} is {kind}: it has {size} bytes, and {8 + length + end} by its header, which ends with {last}. "
@@ -161,9 +161,28 @@ def read_header(path: Path) -> Shapes:
     for name, dtype in dtypes.items():
         if dtype not in ITEM_BYTES:
             raise ValueError(f"{path}: {name} is saved as {dtype}; only {', '.join(ITEM_BYTES)} are supported")
-        if spans[name] != math.prod(shapes[name]) * ITEM_BYTES[dtype]:
-            raise ValueError(f"{path}: {name} has {spans[name]} bytes, too few or too many for {list(shapes[name])}")
+        span = places[name][1] - places[name][0]
+        if span != math.prod(shapes[name]) * ITEM_BYTES[dtype]:
+            raise ValueError(f"{path}: {name} has {span} bytes, too few or too many for {list(shapes[name])}")
+    _check_places(path, places)
     return shapes
+
+
+def _count(value: object) -> int:
+    """A size or an offset of a header. Raises ValueError if it is none."""
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"{value!r} is no size or offset")
+    return value
+
+
+def _check_places(path: Path, places: dict[str, tuple[int, int]]) -> None:
+    """Refuse tensors that overlap or have a gap between them, as safetensors does (its README, "Format")."""
+    before, position = "the header", 0
+    for name, (start, end) in sorted(places.items(), key=lambda item: item[1]):
+        if start != position:
+            between = "overlaps" if start < position else "leaves a gap after"
+            raise ValueError(f"{path}: {name} {between} {before}: copy or download it again")
+        before, position = name, end
 
 
 def _check_shards(folder: Path) -> None:

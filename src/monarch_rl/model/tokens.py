@@ -9,6 +9,9 @@ from typing import Any
 from monarch_rl.model.architecture import Config
 from monarch_rl.model.folder import read_object
 
+UNKNOWN_LENGTH = 1024
+"""Characters that no token is longer than, where the tokens are not known."""
+
 
 class FolderTokenizer:
     """The tokenizer of a model folder, checked.
@@ -24,10 +27,17 @@ class FolderTokenizer:
         vocabulary: int = config["vocab_size"]
         self._tokenizer = _load(folder / "tokenizer.json")
         settings = _object(folder / "tokenizer_config.json")
-        added = settings.get("added_tokens_decoder")
-        tokens = {str(entry): int(key) for key, entry in added.items() if key.isdecimal()} if added else {}
+        added = settings.get("added_tokens_decoder") or {}
+        if not isinstance(added, dict):
+            raise ValueError(
+                f"{folder / 'tokenizer_config.json'} has added_tokens_decoder {str(added)[:60]!r}, which must be an "
+                "object: copy or download it again"
+            )
+        tokens = {str(entry): int(key) for key, entry in added.items() if key.isdecimal() and len(key) < 20}
         if self._tokenizer is not None:
             tokens |= self._tokenizer.get_vocab(with_added_tokens=True)
+        self.longest_token = max(map(len, tokens), default=0) if self._tokenizer is not None else UNKNOWN_LENGTH
+        """Characters of the longest token, or more."""
         token, highest = max(tokens.items(), key=lambda item: item[1], default=("", -1))
         if highest >= vocabulary:
             count = sum(index >= vocabulary for index in tokens.values())

@@ -24,16 +24,20 @@ from monarch_rl.model.check import check_folder
 from monarch_rl.model.folder import read_config, resolve_model
 from monarch_rl.model.tokens import FolderTokenizer
 from monarch_rl.pipeline.recovery import RecoverySettings
-from monarch_rl.rollout.settings import RolloutSettings, check_lengths, check_processes, check_prompts, check_rollout
+from monarch_rl.rollout.settings import (
+    RolloutSettings,
+    check_characters,
+    check_lengths,
+    check_processes,
+    check_prompts,
+    check_rollout,
+)
 from monarch_rl.runtime.devices import Devices
 from monarch_rl.runtime.watch import STALL_S
 from monarch_rl.settings.ranges import FOREVER_S, CheckedSettings, Range
 from monarch_rl.tasks.reasoning_gym import TaskSettings, TaskSource
 from monarch_rl.trainer.settings import TrainerSettings, check_experts, check_hosts, check_lora
 from monarch_rl.weights.endpoint import TransferSettings
-
-PROMPTS = 16
-"""Prompts of the task that are read before a run, to see whether they fit."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ class RunSettings(CheckedSettings, flags=""):
     play the held-out items beside the training rollouts, and the next update waits for the evaluation."""
     output: Path = Path("runs")
     """Folder in which the run's own folder is made."""
-    update_deadline_s: Annotated[float, Range(1, FOREVER_S)] = 600.0
+    update_deadline_s: Annotated[float, Range(30, FOREVER_S)] = 600.0
     """Seconds that a step may take, its batch and its update, before the run fails. After the first one it is 10 times
     the longest recent one, if that is less, but at least as long as a generator may take to start + 60."""
     stall_s: Annotated[float, Range(2, FOREVER_S)] = STALL_S
@@ -97,10 +101,9 @@ def check(s: RunSettings, offered: Devices) -> Path:
     check_driver(torch.version.cuda, torch.cuda.is_available(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     if on_gpu:
         check_environment()
-    source = TaskSource(s.task)
-    source.check()
+    prompts = TaskSource(s.task).check()
     model = resolve_model(s.model)
-    _check_model(s, model, on_gpu, [source.item(index).prompt for index in range(PROMPTS)])
+    _check_model(s, model, on_gpu, prompts)
     _check_output(s.output)
     return model
 
@@ -124,7 +127,10 @@ def _check_model(s: RunSettings, model: Path, on_gpu: bool, prompts: list[str]) 
     check_context(config, s.generator)
     limits = episode_limits(s, config, on_gpu)
     check_lengths(s.rollout, limits)
-    tokens = FolderTokenizer(model, config).count(prompts)
+    tokenizer = FolderTokenizer(model, config)
+    characters = max(limits.values()) * tokenizer.longest_token
+    check_characters(prompts, characters)
+    tokens = tokenizer.count([prompt[: characters + 1] for prompt in prompts])
     if tokens is not None:
         check_prompts(s.rollout, limits, tokens)
 

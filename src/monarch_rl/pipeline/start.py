@@ -18,8 +18,10 @@ from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.generator.actor import Generator
 from monarch_rl.generator.dispatcher import Dispatcher
+from monarch_rl.generator.memory import free_memory
 from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD
-from monarch_rl.generator.settings import GeneratorSettings, resolve_dtype
+from monarch_rl.generator.settings import GeneratorSettings, check_memory, resolve_dtype
+from monarch_rl.model.folder import read_config
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
 from monarch_rl.pipeline.actor_pool import ActorFactory, ActorPool
 from monarch_rl.pipeline.replicas import UpdateDispatch
@@ -96,7 +98,11 @@ async def start_generators(
         first_device: of replica 0; those of the others follow.
         lora: the trainer's; with adapters, a version is the adapter, or the weights that it is merged into.
         expert_routes: requests may ask which experts read each token.
+
+    Raises RuntimeError if the one host of a run without GPUs has too little memory free for all of them.
     """
+    if cluster.devices.kind == "cpu" and cluster.num_hosts == 1:
+        check_memory(read_config(model), settings, lora, free_memory(), engines=settings.replicas)
 
     def spawn(index: int) -> tuple[ProcMesh, Generator]:
         device = first_device + index * settings.tp

@@ -15,6 +15,11 @@ MIN_TEMPERATURE = 0.01
 """Below, nearly all draws are the most likely token; below 1e-6 SGLang makes them greedy."""
 PROCESSES_PER_CORE = 16
 """Worker and scoring processes that a core may run. Not a resource: it bounds what a typing error can start."""
+MAX_EPISODES = {"groups-per-step": 1_000_000, "rollout.concurrent-groups": 65_536}
+"""Episodes of a step, and of a worker at one time, which is one process with a task for each. Not a resource: it bounds
+what a typing error can ask for."""
+MIN_GENERATE_S = 5.0
+"""A turn may wait for a commit of new weights, which takes seconds: a shorter deadline ends every run."""
 MAX_TOP_K = 2048
 """Half the ids of a kept set that SGLang returns (``sampling_mask_max_tokens``): ties at the edge make sets larger."""
 
@@ -57,7 +62,7 @@ class RolloutSettings(CheckedSettings, flags="rollout"):
     """Seconds of one step of an environment, with its wait for a scoring process; a longer one costs its episode."""
     generate_deadline_s: Annotated[float, Range(0.1, FOREVER_S)] = 600.0
     """Seconds of one turn of the policy; a longer one ends the run."""
-    slot_deadline_s: Annotated[float, Range(0.1, FOREVER_S)] = 3600.0
+    slot_deadline_s: Annotated[float, Range(30, FOREVER_S)] = 3600.0
     """Seconds that a worker may wait for a free slot of the buffer, or for room, that is, for the trainer; a longer
     wait ends the run."""
 
@@ -104,6 +109,17 @@ def check_rollout(settings: RolloutSettings, groups_per_step: int, trainer_ranks
             f"rollout.temperature must be above 0: greedy episodes of a group are all the same. Give at least "
             f"{MIN_TEMPERATURE}, got {settings.temperature}"
         )
+    if settings.generate_deadline_s < MIN_GENERATE_S:
+        raise ValueError(
+            f"rollout.generate-deadline-s must be at least {MIN_GENERATE_S:g}, got {settings.generate_deadline_s:g}: a "
+            "turn may wait for a commit of new weights"
+        )
+    for flag, groups in zip(MAX_EPISODES, (groups_per_step, settings.concurrent_groups), strict=True):
+        if (episodes := groups * settings.group_size) > MAX_EPISODES[flag]:
+            raise ValueError(
+                f"{flag} {groups:,} x rollout.group-size {settings.group_size:,} = {episodes:,} episodes, which is "
+                f"more than {MAX_EPISODES[flag]:,}: ask for fewer"
+            )
     episodes = groups_per_step * settings.group_size
     if episodes % trainer_ranks:
         raise ValueError(
@@ -125,6 +141,22 @@ def check_lengths(settings: RolloutSettings, limits: dict[str, int]) -> None:
     for name, tokens in limits.items():
         if drawn >= tokens:
             raise ValueError(f"{asked} leaves no room for a prompt within {name}, which is {tokens}")
+
+
+def check_characters(prompts: Sequence[str], most: int) -> None:
+    """Refuse prompts that are too long whatever their tokens are, before these are counted.
+
+    Args:
+        most: characters for which there is room within the largest limit.
+
+    Raises ValueError saying how long they are.
+    """
+    shortest = min(map(len, prompts))
+    if shortest > most:
+        raise ValueError(
+            f"the shortest of {len(prompts)} prompts has {shortest:,} characters, and there is room for {most:,} at "
+            "most, even if all tokens were the tokenizer's longest: make them shorter (task.template, task.config)"
+        )
 
 
 def check_prompts(settings: RolloutSettings, limits: dict[str, int], prompts: Sequence[int]) -> None:

@@ -34,6 +34,10 @@ MAX_SKIPS = 64
 """How often a training index may move on because its question is held out."""
 MAX_HELD_OUT_SHARE = 0.5
 """Share of training questions that may be held out; even at a half, 64 skips in a row do not happen (5e-20)."""
+SAMPLED = 16
+"""Prompts of the task that are made before a run, to see whether they differ and fit."""
+MAX_WIDTH = 10_000
+"""Characters to which a template may pad a field: one of more is a typing error, and takes memory for every prompt."""
 UNRELIABLE = frozenset({"boxnet", "graph_color", "list_functions", "propositional_logic", "rubiks_cube", "rush_hour"})
 """Data sets of reasoning-gym 0.1.25 that do not score their own answer as 1, or do not repeat under a seed."""
 
@@ -86,16 +90,12 @@ class TaskSource:
                 return self._item(index, entry)
         raise ValueError(f"task {self.settings.name} has too few different questions: {self._advice()}")
 
-    def check(self) -> None:
-        """Try the settings before anything is spawned.
+    def check(self) -> list[str]:
+        """Try the settings before anything is spawned; returns the first prompts.
 
         Raises ValueError if the template does not fit or most questions are held out. May take some seconds.
         """
-        if not any(field for _, field, _, _ in _fields_of(self.settings.template)):
-            raise ValueError(
-                f"task.template {self.settings.template!r} has no field, so that all prompts would be the same: give "
-                "one with {question}"
-            )
+        _check_template(self.settings.template)
         held_out = _held_out_questions(self.settings)
         data_set = load_data_set(self.settings, "train")
         questions = [_entry(self.settings, data_set, i)["question"] for i in range(min(100, len(self)))]
@@ -104,12 +104,22 @@ class TaskSource:
             raise ValueError(
                 f"{share:.0%} of the training questions of {self.settings.name} are held out: {self._advice()}"
             )
-        self.item(0)
         if self.settings.name in UNRELIABLE:
             logger.warning(
                 "reasoning-gym's %s does not always score its own answer as right, or does not repeat under a seed",
                 self.settings.name,
             )
+        return self._first_prompts()
+
+    def _first_prompts(self) -> list[str]:
+        items = [self.item(index) for index in range(SAMPLED)]
+        prompts = [item.prompt for item in items]
+        if len(set(prompts)) == 1 and len({item.entry["question"] for item in items}) > 1:
+            raise ValueError(
+                f"task.template {self.settings.template!r} makes the same prompt of {SAMPLED} items, "
+                f"{prompts[0][:60]!r}: give one with {{question}}"
+            )
+        return prompts
 
     def _item(self, index: int, entry: dict[str, Any]) -> Item:
         fields = {**entry.get("metadata", {}), "question": entry["question"]}
@@ -195,6 +205,21 @@ def _entry(settings: TaskSettings, data_set: Any, index: int) -> dict[str, Any]:
             f"task.config {settings.config}: {settings.name} of reasoning-gym cannot make item {index} ({error!r})"
         ) from error
     return entry
+
+
+def _check_template(template: str) -> None:
+    """Refuse a template without fields, or with fields of a width that no prompt has. Raises ValueError."""
+    fields = [(field, form or "") for _, field, form, _ in _fields_of(template) if field]
+    if not fields:
+        raise ValueError(
+            f"task.template {template!r} has no field, so that all prompts would be the same: give one with "
+            "{question}"
+        )
+    for field, form in fields:
+        if "{" in form or any(float(width) > MAX_WIDTH for width in re.findall(r"\d+", form)):
+            raise ValueError(
+                f"task.template {template!r} gives {field} the width {form!r}: give a number of at most {MAX_WIDTH:,}"
+            )
 
 
 def _fields_of(template: str) -> list[tuple[str, str | None, str | None, str | None]]:

@@ -71,7 +71,7 @@ class TrainerSettings(CheckedSettings, flags="trainer"):
     """Shape of the decay."""
     lr_min_factor: Annotated[float, Range(0, 1, "1 keeps the rate constant")] = 1.0
     """Final rate as a share of lr; 1 keeps it constant."""
-    max_grad_norm: Annotated[float, Range(0, 1e12, above=True)] = 1.0
+    max_grad_norm: Annotated[float, Range(1e-6, 1e12)] = 1.0
     """Gradients are scaled down to this global norm."""
     tokens_per_microbatch: Annotated[int, Range(1, 100_000_000)] = 8192
     """Tokens of one forward pass of one rank, which counts what episodes of a group share once, and the longest episode
