@@ -16,7 +16,7 @@ import pytest
 
 from monarch_rl.generator.gpu import HARMFUL, check_driver, check_environment
 from monarch_rl.generator.settings import GeneratorSettings, check_attention, engine_arguments
-from monarch_rl.runtime.network import MUST_AGREE, nccl_environment
+from monarch_rl.runtime.network import MUST_AGREE, NO_DUMP, nccl_environment
 
 ROOT = Path(__file__).parents[2]
 CONFIG: dict[str, Any] = {
@@ -107,7 +107,7 @@ def test_the_project_sets_what_sglang_would_set_of_nccl() -> None:
     source = (Path(spec.origin).parent / "srt" / "entrypoints" / "engine.py").read_text()
     source = source[source.index("def _set_envs_and_config") :]
     assert set(re.findall(r'os\.environ\["(NCCL_\w+)"\] = ', source)) == {*MUST_AGREE, "NCCL_GRAPH_MIXING_SUPPORT"}
-    assert set(nccl_environment({})) == set(MUST_AGREE)
+    assert set(nccl_environment({})) == {*MUST_AGREE, *NO_DUMP}
     assert all(f'"{name}" not in os.environ' in source for name in MUST_AGREE)
 
 
