@@ -66,7 +66,9 @@ def run_part(name: str, device: str, deadline_s: float) -> dict[str, Any]:
     """Run one part in a process of its own; what it found, and how long it took."""
     started = time.monotonic()
     path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
-    environment = os.environ | {"PYTHONPATH": path}
+    # As for a host's processes: the tools of a virtual environment that is not activated (ninja) are found.
+    tools = os.pathsep.join(filter(None, [str(Path(sys.executable).parent), os.environ.get("PATH")]))
+    environment = os.environ | {"PYTHONPATH": path, "PATH": tools}
     if device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     with tempfile.TemporaryDirectory(prefix=f"gpu_check_{name}_") as scratch:

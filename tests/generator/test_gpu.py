@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from monarch_rl.generator.gpu import HARMFUL, check_driver, check_environment
 from monarch_rl.generator.settings import GeneratorSettings, check_attention, engine_arguments
@@ -137,7 +138,7 @@ def toolkit(tmp_path: Path) -> dict[str, str]:
     for name in ("cuda/bin/nvcc", "bin/ninja", "bin/c++"):
         file = tmp_path / name
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("#!/bin/sh\n")
+        file.write_text(f"#!/bin/sh\necho release {torch.version.cuda or '13.0'},\n")
         file.chmod(file.stat().st_mode | stat.S_IXUSR)
     return {"PATH": str(tmp_path / "bin"), "CUDA_HOME": str(tmp_path / "cuda")}
 
@@ -153,12 +154,35 @@ def test_a_machine_with_compilers_is_taken(toolkit: dict[str, str]) -> None:
     [
         ({"CUDA_HOME": "/nowhere"}, "nvcc (looked for /nowhere/bin/nvcc; set CUDA_HOME"),
         ({"CXX": "clang++-99"}, "a C++20 compiler (looked for clang++-99"),
+        (
+            {"CXX": "c++ -m64"},
+            "a C++20 compiler (looked for c++ -m64; install g++ 11 or newer, or set CXX, without flags",
+        ),
         ({"PATH": "/nowhere"}, "ninja (pip install ninja), and a C++20 compiler (looked for c++"),
     ],
 )
 def test_what_sglang_cannot_compile_without_is_named(toolkit: dict[str, str], change: Any, missing: str) -> None:
     with pytest.raises(ValueError, match=re.escape(missing)):
         check_environment(toolkit | change)
+
+
+@pytest.mark.parametrize(
+    "script, problem",
+    [
+        ("echo 'Cuda compilation tools, release 12.8, V12.8.93'", r"nvcc of CUDA 13\.0, torch's \(\S+ is of 12\.8;"),
+        ("echo 'nothing that is known'", r"nvcc is of no known version; set CUDA_HOME"),
+        ("exit 3", r"nvcc is of no known version: .* exit status 3"),
+        ("echo 'Cuda compilation tools, release 13.2, V13.2.1'", None),
+    ],
+)
+def test_an_nvcc_of_another_cuda_is_refused(toolkit: dict[str, str], script: str, problem: str | None) -> None:
+    """The major version decides: kernels are loaded by torch's runtime."""
+    Path(toolkit["CUDA_HOME"], "bin", "nvcc").write_text(f"#!/bin/sh\n{script}\n")
+    if problem is None:
+        check_environment(toolkit, "13.0")
+        return
+    with pytest.raises(ValueError, match=problem):
+        check_environment(toolkit, "13.0")
 
 
 @pytest.mark.parametrize("value", ["1", "true", "YES"])
