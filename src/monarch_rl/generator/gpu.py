@@ -10,8 +10,6 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-FLOAT32_BACKENDS = ("torch_native", "triton", "flex_attention")
-"""Kinds of attention that take float32. FlashAttention's and flashinfer's kernels are made for half precision only."""
 HARMFUL = "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"
 """With it SGLang permutes the rows of the experts' projections at the end of every session of loading, those too that a
 session has left alone (``quantization/unquant.py``): after the checksums, which cannot see it."""
@@ -24,34 +22,25 @@ OLDEST_DRIVERS = {"12": 525, "13": 580}
 """By CUDA's major version, the oldest branch of NVIDIA's driver that runs it (CUDA's release notes, table 2)."""
 
 
-def gpu_arguments(dtype: str, attention_backend: str) -> dict[str, object]:
-    """SGLang ``ServerArgs`` for an engine on a GPU.
-
-    Args:
-        dtype: that is served.
-        attention_backend: as set; ``auto`` leaves the choice to SGLang in half precision.
-    """
-    arguments: dict[str, object] = {
+def gpu_arguments() -> dict[str, object]:
+    """SGLang ``ServerArgs`` for an engine on a GPU, which serves half precision."""
+    return {
         # What SGLang takes on Hopper. On Blackwell it would take kernels whose weights it unpacks before, and packs
         # after, every commit, expert by expert. No effect on a model without experts.
         "moe_runner_backend": "triton",
-    }
-    if dtype == "float32":
-        if attention_backend == "auto":
-            arguments["attention_backend"] = "torch_native"  # exact; Triton multiplies float32 in TF32
-    else:
         # The products of half-precision values, kept in float32 like the trainer's. Else SGLang rounds logits to
         # bfloat16: by up to 0.06 where they are 16 to 32.
-        arguments["enable_fp32_lm_head"] = True
-    return arguments
+        "enable_fp32_lm_head": True,
+    }
 
 
-def check_dtype(dtype: str, attention_backend: str) -> None:
-    """Refuse float32 with a kind of attention that does not take it. Raises ValueError."""
-    if dtype == "float32" and attention_backend not in ("auto", *FLOAT32_BACKENDS):
+def check_dtype(dtype: str) -> None:
+    """Refuse to serve float32 on a GPU: ``RMSNorm.forward_cuda`` (``layers/layernorm.py``) calls a kernel that is made
+    for half precision only. Raises ValueError."""
+    if dtype == "float32":
         raise ValueError(
-            f"generator.attention-backend {attention_backend} computes in half precision only, and generator.dtype is "
-            f"float32: give one of {', '.join(FLOAT32_BACKENDS)}, or auto, or generator.dtype bfloat16"
+            "generator.dtype float32 cannot be served on a GPU: SGLang's norms are computed there in half precision "
+            "only. Give bfloat16 or auto; trainer.compute-dtype may be float32"
         )
 
 
