@@ -16,8 +16,8 @@ speed      tokens/s against SGLang alone; a trainer's step against torchtitan al
 All but the first two need SGLang; without it speed measures the trainer alone.
 Models have random weights and are made on the spot. Each part runs in a process of its own, which is killed after
 ``--part-deadline-s``, and 1200 s more if it starts engines: the first start on a machine compiles, and takes minutes.
-What a part prints goes to stderr. On stdout there is one line of JSON a part: verdict (passed,
-failed or skipped), problems, figures, device and versions. The exit code is 1 if a part failed.
+What a part prints goes to stderr. On stdout there is one line of JSON a part: verdict (passed, failed or skipped),
+problems, figures, device and versions. The exit code is 1 if a part failed.
 """
 
 from __future__ import annotations

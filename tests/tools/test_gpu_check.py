@@ -22,6 +22,8 @@ from tools.gpu_parts import child, commits, engines, old_torch
 from tools.gpu_parts.common import Bench, Findings, Skipped
 
 ROOT = Path(__file__).parents[2]
+ENGINES_S = 3100.0
+"""More than both parts may take, which end what they have started."""
 RUN_S = 500.0
 """Seconds on shared cores: some 20 when nothing else runs."""
 
@@ -45,6 +47,28 @@ def test_trainer_and_weights_pass_on_a_cpu_without_sglang(tmp_path: Path) -> Non
     assert trainer["figures"]["loss_last"] < trainer["figures"]["loss_first"]
     assert trainer["figures"]["rotary_caches"] == 1
     assert weights["figures"]["many_tensors"] == 18_867
+
+
+@pytest.mark.heavy
+@pytest.mark.slow
+@pytest.mark.timeout(ENGINES_S + 60)
+def test_engines_draw_and_tokens_have_their_versions_on_a_cpu() -> None:
+    """Two of the parts that need SGLang, as on a GPU: the real engine, and commits under load."""
+    done = subprocess.run(
+        [sys.executable, "tools/gpu_check.py", "--parts", "engine,commits", "--device", "cpu"],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=ENGINES_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    engine, under_load = (json.loads(line) for line in done.stdout.splitlines())
+    assert (engine["part"], engine["verdict"], engine["problems"]) == ("engine", "passed", [])
+    assert (under_load["part"], under_load["verdict"], under_load["problems"]) == ("commits", "passed", [])
+    assert engine["figures"]["sequences"] == 16 and engine["figures"]["start_s"] > 0
+    assert under_load["figures"]["commits"] == 12 and under_load["figures"]["versions"] > 2
+    assert under_load["figures"]["labelled_equal_by_version"] == {}
 
 
 def verdict_of(work: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from monarch_rl.weights.manifest import Manifest, make_manifest
 from tools.gpu_parts.common import Bench, Findings, make_model, model_shape, random_weights
 from tools.gpu_parts.engines import DRAW_S, prompts, running_engine
 
-COMMIT_S = 60.0
+COMMIT_S = 120.0
 COMMITS = 12
 EQUAL = 1e-4
 """Nats around the log-prob of equal probabilities."""

@@ -18,8 +18,8 @@ from monarch_rl.generator.scheduler_process import quiet_imports
 from monarch_rl.generator.settings import GeneratorSettings
 from tools.gpu_parts.common import GIB, Bench, Findings
 
-DRAW_S = 120.0
-"""Seconds for a load of requests."""
+DRAW_S = 480.0
+"""Seconds for a load of requests, on shared cores too."""
 
 
 def engine_settings(bench: Bench) -> GeneratorSettings:
