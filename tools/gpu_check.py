@@ -15,8 +15,9 @@ speed      tokens/s against SGLang alone; a trainer's step against torchtitan al
 
 All but the first two need SGLang; without it speed measures the trainer alone.
 Models have random weights and are made on the spot. Each part runs in a process of its own, which is killed after
-``--part-deadline-s``; what a part prints goes to stderr. On stdout there is one line of JSON a part: verdict (passed,
-failed or skipped), problems, figures, device and versions. The exit code is 1 if a part failed.
+``--part-deadline-s``, and 1200 s more if it starts engines: the first start on a machine compiles, and takes minutes.
+What a part prints goes to stderr. On stdout there is one line of JSON a part: verdict (passed, failed or skipped),
+problems, figures, device and versions. The exit code is 1 if a part failed.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ from typing import Any, Literal
 import tyro
 
 ROOT = Path(__file__).parents[1]
-PARTS = ("trainer", "weights", "engine", "commits", "parity", "train", "speed")
+WITHOUT_ENGINES = ("trainer", "weights")
+PARTS = (*WITHOUT_ENGINES, "engine", "commits", "parity", "train", "speed")
+FIRST_START_S = 1200.0
+"""Seconds for SGLang to compile its kernels and start: the engines' own limit on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,8 @@ class Settings:
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """`auto` is the GPU if there is one."""
     part_deadline_s: float = 300.0
-    """Seconds after which a part is killed, and counts as failed."""
+    """Seconds after which a part is killed, and counts as failed; one with engines has 1200 more to start them, because
+    any may be the first one on this machine."""
     output: Path | None = None
     """A file to which the lines are added, too."""
 
@@ -56,6 +61,10 @@ class Settings:
             raise ValueError(f"there is no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
         if self.part_deadline_s <= 0:
             raise ValueError(f"part-deadline-s must be positive, got {self.part_deadline_s}")
+
+    def deadline_s(self, name: str) -> float:
+        """Seconds that a part may take."""
+        return self.part_deadline_s + (0 if name in WITHOUT_ENGINES else FIRST_START_S)
 
     @property
     def names(self) -> list[str]:
@@ -66,7 +75,9 @@ def run_part(name: str, device: str, deadline_s: float) -> dict[str, Any]:
     """Run one part in a process of its own; what it found, and how long it took."""
     started = time.monotonic()
     path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
-    environment = os.environ | {"PYTHONPATH": path}
+    # As for a host's processes: the tools of a virtual environment that is not activated (ninja) are found.
+    tools = os.pathsep.join(filter(None, [str(Path(sys.executable).parent), os.environ.get("PATH")]))
+    environment = os.environ | {"PYTHONPATH": path, "PATH": tools}
     if device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     with tempfile.TemporaryDirectory(prefix=f"gpu_check_{name}_") as scratch:
@@ -109,7 +120,7 @@ def main(s: Settings) -> int:
     """The exit code."""
     failed = False
     for name in s.names:
-        found = run_part(name, s.device, s.part_deadline_s)
+        found = run_part(name, s.device, s.deadline_s(name))
         line = json.dumps(found)
         print(line, flush=True)
         if s.output is not None:

@@ -53,6 +53,8 @@ class Settings:
     """The task of the supervised run, which takes questions of the warm-up split: none of them is held out."""
     hidden_size: int = 128
     """Width of the model."""
+    head_size: int = 32
+    """Width of a head."""
     layers: int = 3
     """Blocks of the model."""
     steps: int = 40
@@ -98,7 +100,7 @@ def write_random_model(folder: Path, settings: Settings) -> None:
         "num_hidden_layers": settings.layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 32,
+        "head_dim": settings.head_size,
         "max_position_embeddings": 1024,
         "tie_word_embeddings": settings.kind == "dense",  # SGLang does not tie a Qwen3-MoE's
         "eos_token_id": vocabulary[END],

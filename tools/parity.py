@@ -396,6 +396,8 @@ def main(s: Settings) -> int:
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # As for a host's processes: the tools of a virtual environment that is not activated (ninja) are found.
+    os.environ["PATH"] = os.pathsep.join(filter(None, [str(Path(sys.executable).parent), os.environ.get("PATH")]))
     try:
         sys.exit(main(tyro.cli(Settings, description=__doc__)))
     except (ValueError, SideFailed) as error:

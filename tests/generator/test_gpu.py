@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from monarch_rl.generator.gpu import HARMFUL, check_driver, check_environment
 from monarch_rl.generator.settings import GeneratorSettings, check_attention, engine_arguments
-from monarch_rl.runtime.network import MUST_AGREE, nccl_environment
+from monarch_rl.runtime.network import MUST_AGREE, NO_DUMP, nccl_environment
 
 ROOT = Path(__file__).parents[2]
 CONFIG: dict[str, Any] = {
@@ -45,11 +46,9 @@ GPUS = {"A100": ([8, 0], 80), "H100": ([9, 0], 80), "H200": ([9, 0], 141), "B200
 JOBS: dict[str, tuple[str, dict[str, Any], GeneratorSettings]] = {
     **{gpu: (gpu, CONFIG, GeneratorSettings()) for gpu in GPUS},
     "experts": ("B200", MOE, GeneratorSettings()),
-    "float32": ("H100", CONFIG, GeneratorSettings(dtype="float32")),
     "experts, SGLang's choice": ("B200", MOE, GeneratorSettings()),
-    "float32, SGLang's choice": ("H100", CONFIG, GeneratorSettings(dtype="float32")),
 }
-OURS = ("moe_runner_backend", "attention_backend")
+OURS = ("moe_runner_backend",)
 """Arguments that jobs of SGLang's choice leave out."""
 
 
@@ -93,21 +92,18 @@ def test_experts_on_blackwell_keep_the_layout_that_commits_copy_to(resolved: dic
     assert resolved["experts, SGLang's choice"]["moe_runner_backend"] == "flashinfer_trtllm"
 
 
-def test_float32_on_a_gpu_takes_a_kind_of_attention_that_can(resolved: dict[str, dict[str, Any]]) -> None:
-    found = resolved["float32"]
-    assert (found["dtype"], found["attention_backend"]) == ("float32", "torch_native")
-    assert found["decode_graphs"] == "disabled" and not found["enable_fp32_lm_head"]
-    assert resolved["float32, SGLang's choice"]["attention_backend"] == "fa3", "whose kernels take half precision only"
+def sglang_source(*path: str) -> str:
+    spec = importlib.util.find_spec("sglang")
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent.joinpath(*path).read_text()
 
 
 def test_the_project_sets_what_sglang_would_set_of_nccl() -> None:
     """SGLang leaves what is set; of the variable that only decode-context parallelism needs, members need not agree."""
-    spec = importlib.util.find_spec("sglang")
-    assert spec is not None and spec.origin is not None
-    source = (Path(spec.origin).parent / "srt" / "entrypoints" / "engine.py").read_text()
+    source = sglang_source("srt", "entrypoints", "engine.py")
     source = source[source.index("def _set_envs_and_config") :]
     assert set(re.findall(r'os\.environ\["(NCCL_\w+)"\] = ', source)) == {*MUST_AGREE, "NCCL_GRAPH_MIXING_SUPPORT"}
-    assert set(nccl_environment({})) == set(MUST_AGREE)
+    assert set(nccl_environment({})) == {*MUST_AGREE, *NO_DUMP}
     assert all(f'"{name}" not in os.environ' in source for name in MUST_AGREE)
 
 
@@ -120,12 +116,25 @@ def test_automatic_values_follow_the_device() -> None:
     assert {own.start_limit_s(gpu) for gpu in (True, False)} == {77}
 
 
-@pytest.mark.parametrize("backend", ["fa3", "fa4", "flashinfer", "trtllm_mha"])
-def test_float32_is_refused_with_attention_for_half_precision(backend: str) -> None:
-    with pytest.raises(ValueError, match=f"attention-backend {backend} computes in half precision only.*torch_native"):
-        check_attention(GeneratorSettings(attention_backend=backend, dtype="float32"), on_gpu=True)
-    check_attention(GeneratorSettings(attention_backend=backend), on_gpu=True)
-    check_attention(GeneratorSettings(attention_backend="triton", dtype="float32"), on_gpu=True)
+@pytest.mark.parametrize("backend", ["auto", "fa3", "fa4", "flashinfer", "torch_native", "triton", "trtllm_mha"])
+def test_float32_is_refused_on_a_gpu(backend: str) -> None:
+    own: Any = {"attention_backend": backend}
+    with pytest.raises(ValueError, match="generator.dtype float32 cannot be served on a GPU: .* Give bfloat16 or auto"):
+        check_attention(GeneratorSettings(dtype="float32", **own), on_gpu=True)
+    check_attention(GeneratorSettings(**own), on_gpu=True)
+    check_attention(GeneratorSettings(dtype="float32"), on_gpu=False)
+
+
+def test_sglang_still_calls_kernels_for_half_precision_in_its_norms() -> None:
+    """Whatever the dtype is. If not, float32 may be served."""
+    source = sglang_source("srt", "layers", "layernorm.py")
+    plain = source[source.index("class RMSNorm(") :]
+    plain = plain[plain.index("def forward_cuda") : plain.index("def forward_npu")]
+    assert "        else:\n            result = rmsnorm(x, self.weight.data, self.variance_epsilon)\n" in plain
+    assert (
+        "fused_add_rmsnorm,\n        gemma_fused_add_rmsnorm,\n        gemma_rmsnorm,\n        rmsnorm,\n    )"
+        in source
+    )
 
 
 # ---- the machine ---------------------------------------------------------------------------------------------
@@ -137,7 +146,7 @@ def toolkit(tmp_path: Path) -> dict[str, str]:
     for name in ("cuda/bin/nvcc", "bin/ninja", "bin/c++"):
         file = tmp_path / name
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("#!/bin/sh\n")
+        file.write_text(f"#!/bin/sh\necho release {torch.version.cuda or '13.0'},\n")
         file.chmod(file.stat().st_mode | stat.S_IXUSR)
     return {"PATH": str(tmp_path / "bin"), "CUDA_HOME": str(tmp_path / "cuda")}
 
@@ -153,12 +162,35 @@ def test_a_machine_with_compilers_is_taken(toolkit: dict[str, str]) -> None:
     [
         ({"CUDA_HOME": "/nowhere"}, "nvcc (looked for /nowhere/bin/nvcc; set CUDA_HOME"),
         ({"CXX": "clang++-99"}, "a C++20 compiler (looked for clang++-99"),
+        (
+            {"CXX": "c++ -m64"},
+            "a C++20 compiler (looked for c++ -m64; install g++ 11 or newer, or set CXX, without flags",
+        ),
         ({"PATH": "/nowhere"}, "ninja (pip install ninja), and a C++20 compiler (looked for c++"),
     ],
 )
 def test_what_sglang_cannot_compile_without_is_named(toolkit: dict[str, str], change: Any, missing: str) -> None:
     with pytest.raises(ValueError, match=re.escape(missing)):
         check_environment(toolkit | change)
+
+
+@pytest.mark.parametrize(
+    "script, problem",
+    [
+        ("echo 'Cuda compilation tools, release 12.8, V12.8.93'", r"nvcc of CUDA 13\.0, torch's \(\S+ is of 12\.8;"),
+        ("echo 'nothing that is known'", r"nvcc is of no known version; set CUDA_HOME"),
+        ("exit 3", r"nvcc is of no known version: .* exit status 3"),
+        ("echo 'Cuda compilation tools, release 13.2, V13.2.1'", None),
+    ],
+)
+def test_an_nvcc_of_another_cuda_is_refused(toolkit: dict[str, str], script: str, problem: str | None) -> None:
+    """The major version decides: kernels are loaded by torch's runtime."""
+    Path(toolkit["CUDA_HOME"], "bin", "nvcc").write_text(f"#!/bin/sh\n{script}\n")
+    if problem is None:
+        check_environment(toolkit, "13.0")
+        return
+    with pytest.raises(ValueError, match=problem):
+        check_environment(toolkit, "13.0")
 
 
 @pytest.mark.parametrize("value", ["1", "true", "YES"])

@@ -110,9 +110,11 @@ def test_a_deepseek_that_sglang_does_not_serve_is_refused() -> None:
     config: dict[str, Any] = {"architectures": ["DeepseekV3ForCausalLM"], "num_attention_heads": 4}
     yarn = config | {"rope_scaling": {"type": "yarn", "factor": 4.0}}
     check_served(yarn, GeneratorSettings(), on_gpu=False)
-    check_served(config, GeneratorSettings(dtype="float32"), on_gpu=True)
     with pytest.raises(ValueError, match="served in float32 only"):
-        check_served(yarn, GeneratorSettings(), on_gpu=True)
+        check_served(yarn, GeneratorSettings(dtype="bfloat16"), on_gpu=False)
+    for dtype in ("auto", "float32"):
+        with pytest.raises(ValueError, match="a DeepSeek-V3 cannot be served on a GPU: .* Run it on CPUs"):
+            check_served(yarn, GeneratorSettings(dtype=dtype), on_gpu=True)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="only with YaRN"):
         check_served(config, GeneratorSettings(), on_gpu=False)
 

@@ -38,7 +38,7 @@ def test_gpus_without_compilers_are_refused_before_a_model_is_looked_for(
         check(settings, GPUS)
 
 
-def test_attention_for_half_precision_is_refused_with_float32(tmp_path: Path) -> None:
-    settings = RunSettings(generator=GeneratorSettings(dtype="float32", attention_backend="fa3"), output=tmp_path)
-    with pytest.raises(ValueError, match="generator.attention-backend fa3 computes in half precision only"):
+def test_engines_on_gpus_are_refused_in_float32(tmp_path: Path) -> None:
+    settings = RunSettings(generator=GeneratorSettings(dtype="float32"), output=tmp_path)
+    with pytest.raises(ValueError, match="generator.dtype float32 cannot be served on a GPU"):
         check(settings, GPUS)

@@ -83,7 +83,9 @@ def test_all_meshes_of_gpus_have_the_same_variables_of_nccl(cluster: Cluster, mo
             await within(DEADLINE_S, mesh.stop(), "the mesh to stop")
         return [environment for values in found for environment in values.values()]
 
-    seen = [{k: v for k, v in found.items() if k.startswith("NCCL_")} for found in asyncio.run(run())]
+    environments = asyncio.run(run())
+    assert {found.get("TORCH_NCCL_DUMP_ON_TIMEOUT") for found in environments} == {"0"}, "an error ends no process"
+    seen = [{k: v for k, v in found.items() if k.startswith("NCCL_")} for found in environments]
     assert len(seen) == 3 and seen[0] == seen[1] == seen[2]
     assert seen[0].items() >= {"NCCL_DEBUG": "WARN", "NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}.items()
     assert seen[0].get("NCCL_SOCKET_IFNAME") != "eth7", "each machine has its own"
@@ -93,6 +95,7 @@ def test_what_the_user_says_of_nccl_holds() -> None:
     assert nccl_environment({"NCCL_CUMEM_ENABLE": "1", "PATH": "x"}) == {
         "NCCL_CUMEM_ENABLE": "1",
         "NCCL_NVLS_ENABLE": "0",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -15,11 +16,14 @@ import pytest
 import torch
 
 from monarch_rl.episode.sampling import Completion
+from monarch_rl.generator.settings import GeneratorSettings
 from tools import gpu_check
 from tools.gpu_parts import child, commits, engines, old_torch
 from tools.gpu_parts.common import Bench, Findings, Skipped
 
 ROOT = Path(__file__).parents[2]
+ENGINES_S = 3100.0
+"""More than both parts may take, which end what they have started."""
 RUN_S = 500.0
 """Seconds on shared cores: some 20 when nothing else runs."""
 
@@ -43,6 +47,28 @@ def test_trainer_and_weights_pass_on_a_cpu_without_sglang(tmp_path: Path) -> Non
     assert trainer["figures"]["loss_last"] < trainer["figures"]["loss_first"]
     assert trainer["figures"]["rotary_caches"] == 1
     assert weights["figures"]["many_tensors"] == 18_867
+
+
+@pytest.mark.heavy
+@pytest.mark.slow
+@pytest.mark.timeout(ENGINES_S + 60)
+def test_engines_draw_and_tokens_have_their_versions_on_a_cpu() -> None:
+    """Two of the parts that need SGLang, as on a GPU: the real engine, and commits under load."""
+    done = subprocess.run(
+        [sys.executable, "tools/gpu_check.py", "--parts", "engine,commits", "--device", "cpu"],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=ENGINES_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    engine, under_load = (json.loads(line) for line in done.stdout.splitlines())
+    assert (engine["part"], engine["verdict"], engine["problems"]) == ("engine", "passed", [])
+    assert (under_load["part"], under_load["verdict"], under_load["problems"]) == ("commits", "passed", [])
+    assert engine["figures"]["sequences"] == 16 and engine["figures"]["start_s"] > 0
+    assert under_load["figures"]["commits"] == 12 and under_load["figures"]["versions"] > 2
+    assert under_load["figures"]["labelled_equal_by_version"] == {}
 
 
 def verdict_of(work: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
@@ -127,18 +153,50 @@ def completion(versions: list[int], flat: list[bool], vocabulary: int = 500) -> 
 @pytest.mark.parametrize(
     "flat, problem",
     [
-        ([False, True, True, False], None),
-        ([False, False, True, False], "1 tokens carry a version that did not draw them"),
-        ([False, True, True, True], "1 tokens drawn with equal probabilities carry the other version"),
+        ([0, 2, 0], None),
+        ([0, 1, 0], "1 tokens carry a version that did not draw them"),
+        ([3, 2, 0], None),  # by chance
+        ([1, 2, 3], "4 tokens drawn with equal probabilities carry the other version"),
+        ([0, 2, 9], "9 tokens drawn with equal probabilities carry the other version"),
     ],
 )
-def test_a_token_with_anothers_version_is_found(flat: list[bool], problem: str | None) -> None:
-    """Odd versions draw with equal probabilities."""
-    findings = Findings()
-    commits.judge(findings, [completion([0, 1, 1, 2], flat)], 500)
-    assert findings.figures["tokens"] == 4 and findings.figures["versions"] == 3
+def test_a_token_with_anothers_version_is_found(flat: list[int], problem: str | None) -> None:
+    """Odd versions draw with equal probabilities: here 2 tokens of version 1, between 20,000 and 9 of the model's."""
+    findings, sizes = Findings(), [20_000, 2, 9]
+    equal = [i < many for many, size in zip(flat, sizes, strict=True) for i in range(size)]
+    commits.judge(findings, [completion(np.repeat([0, 1, 2], sizes).tolist(), equal)], 500)
+    assert findings.figures["tokens"] == 20_011 and findings.figures["versions"] == 3
+    wrong = {version: flat[version] for version in (0, 2) if flat[version]}
+    assert findings.figures["labelled_own_by_version"] == wrong
+    assert findings.figures["labelled_equal_by_version"] == ({} if flat[1] == 2 else {1: 1})
     assert len(findings.problems) == (problem is not None)
     assert problem is None or problem in findings.problems[0]
+
+
+def test_a_request_that_failed_is_the_error_of_the_part() -> None:
+    async def fails(error: Exception | None) -> Completion:
+        await asyncio.sleep(0)
+        if error is not None:
+            raise error
+        return completion([0], [False])
+
+    async def run(error: Exception | None) -> None:
+        drawing = [asyncio.ensure_future(fails(None)), asyncio.ensure_future(fails(error))]
+        commits.raise_failed(drawing)  # none has ended
+        await asyncio.wait(drawing)
+        commits.raise_failed(drawing)
+
+    asyncio.run(run(None))
+    with pytest.raises(ConnectionError, match="the engine is gone"):
+        asyncio.run(run(ConnectionError("the engine is gone")))
+
+
+def test_a_part_with_engines_has_the_time_of_a_first_start() -> None:
+    settings = gpu_check.Settings(part_deadline_s=100)
+    assert GeneratorSettings().start_limit_s(on_gpu=True) == gpu_check.FIRST_START_S
+    assert {name: settings.deadline_s(name) for name in gpu_check.PARTS} == {
+        name: 100 if name in child.WITHOUT_SGLANG else 1300 for name in gpu_check.PARTS
+    }
 
 
 def test_completions_that_are_none_are_found() -> None:

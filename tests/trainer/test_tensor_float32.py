@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monarch_rl.trainer.platform import prepare, tensor_float32
+from monarch_rl.trainer.platform import TF32_OVERRIDE, prepare, tensor_float32
 
 prepare()
 
@@ -44,6 +45,29 @@ def test_it_ends_with_the_block_also_by_an_error(enabled: bool, inside: str) -> 
         assert torch.get_float32_matmul_precision() == inside
         raise KeyError
     assert torch.get_float32_matmul_precision() == "highest"
+
+
+@pytest.mark.parametrize("enabled, inside", [(True, "high"), (False, "highest")])
+def test_it_decides_also_where_torch_begins_with_it(enabled: bool, inside: str) -> None:
+    torch.set_float32_matmul_precision("high")
+    try:
+        with tensor_float32(enabled):
+            assert torch.get_float32_matmul_precision() == inside
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_an_environment_that_turns_it_on_everywhere_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setenv(TF32_OVERRIDE, "1")
+    with pytest.warns(UserWarning, match=f"{TF32_OVERRIDE} is set"):
+        assert prepare() == torch.device("cuda", 0)
+    monkeypatch.setenv(TF32_OVERRIDE, "0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        prepare()
 
 
 class Watched(torch.autograd.Function):

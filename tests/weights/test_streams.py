@@ -307,19 +307,30 @@ def test_nccl_judges_no_transfer_and_ends_no_process(monkeypatch: pytest.MonkeyP
             self.config = type("Config", (), {})()
 
     def make(store: Any, rank: int, size: int, options: Any) -> None:
-        seen.update(timeout=options._timeout, ctas=options.config.max_ctas, handling=handling())
+        seen.update(timeout=options._timeout, ctas=options.config.max_ctas, variables=variables())
 
-    def handling() -> str | None:
-        return broadcast_group.os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING")
+    off = {
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+        "TORCH_NCCL_ENABLE_MONITORING": "0",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
+    }
+
+    def variables() -> dict[str, str | None]:
+        return {name: broadcast_group.os.environ.get(name) for name in off}
 
     make.Options = Options  # type: ignore[attr-defined]
     monkeypatch.setattr(broadcast_group.dist, "ProcessGroupNCCL", make, raising=False)
-    for before in (None, "1"):
-        if before is not None:
-            monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", before)
+    for before in (None, "7"):
+        for name in off:
+            if before is None:
+                monkeypatch.delenv(name, raising=False)
+            else:
+                monkeypatch.setenv(name, before)
         store: Any = None
         broadcast_group.make_group(store, 0, 2, torch.device("cuda", 0), broadcast_group.timedelta(seconds=1))
-        assert seen["timeout"].days > 30 and seen["handling"] == "0" and handling() == before
+        assert seen["timeout"].days > 30 and seen["variables"] == off
+        assert set(variables().values()) == {before}
         assert 1 <= seen["ctas"] <= 8
 
 

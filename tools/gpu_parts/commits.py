@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import statistics
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -21,12 +22,13 @@ from monarch_rl.weights.manifest import Manifest, make_manifest
 from tools.gpu_parts.common import Bench, Findings, make_model, model_shape, random_weights
 from tools.gpu_parts.engines import DRAW_S, prompts, running_engine
 
-COMMIT_S = 60.0
+COMMIT_S = 120.0
 COMMITS = 12
 EQUAL = 1e-4
 """Nats around the log-prob of equal probabilities."""
-CHANCE = 1e-3
-"""Share of the model's own tokens that may come as near by chance: their log-probs spread over several nats."""
+CHANCE, FEW = 1e-5, 3
+"""Share and number of the model's own tokens that may come as near by chance. Their log-probs spread over 3 nats or so,
+and equal probabilities are half as much again from the middle: 0.04 of the tokens a nat, 1e-5 within ``EQUAL``."""
 
 
 class Versions:
@@ -78,6 +80,7 @@ async def _run(bench: Bench, found: Findings) -> None:
             for commit in range(1, COMMITS + 1):
                 # Evenly over the load: by what has been drawn, not by time.
                 while arrived < commit * count * new_tokens / (COMMITS + 2):
+                    raise_failed(drawing)
                     await asyncio.sleep(0.005)
                 reports.append(await versions.commit(engine))
             completions = await asyncio.gather(*drawing)
@@ -87,6 +90,13 @@ async def _run(bench: Bench, found: Findings) -> None:
     for name in ("paused_seconds", "copy_seconds", "checksum_seconds", "messages_seconds"):
         median = statistics.median(getattr(report, name) for report in later)
         found.note(**{name.replace("_seconds", "_ms"): 1e3 * median})
+
+
+def raise_failed(drawing: Sequence[asyncio.Future[Completion]]) -> None:
+    """Raise what the first request failed with, if any has: no more tokens come then, and that is why."""
+    for request in drawing:
+        if request.done():
+            request.result()
 
 
 def judge(found: Findings, completions: list[Completion], vocabulary: int) -> None:
@@ -99,5 +109,8 @@ def judge(found: Findings, completions: list[Completion], vocabulary: int) -> No
     found.note(tokens=len(flat), versions=len(np.unique(of_versions)), labelled_own=as_own, labelled_equal=as_flat)
     found.require(len(np.unique(of_versions)) > 2, "too few versions drew tokens")
     found.require(as_flat == 0, f"{as_flat} tokens carry a version that did not draw them: their weights are others'")
-    by_chance = CHANCE * int((~said_flat).sum())
+    for name, wrong in (("own", flat & ~said_flat), ("equal", ~flat & said_flat)):
+        numbers, counts = np.unique(of_versions[wrong], return_counts=True)
+        found.note(**{f"labelled_{name}_by_version": dict(zip(numbers.tolist(), counts.tolist(), strict=True))})
+    by_chance = max(FEW, CHANCE * int((~said_flat).sum()))
     found.require(as_own <= by_chance, f"{as_own} tokens drawn with equal probabilities carry the other version")

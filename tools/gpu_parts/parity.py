@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from monarch_rl.algorithms.mismatch import figures
 from monarch_rl.episode.sampling import Sampling
 from monarch_rl.generator.settings import resolve_dtype
 from monarch_rl.pipeline.parity import PromptSet, compare
 from monarch_rl.trainer.settings import TrainerSettings
 from tools.gpu_parts.common import Bench, Findings, make_model, model_shape
-from tools.gpu_parts.engines import START_S, engine_settings, prompts
+from tools.gpu_parts.engines import engine_settings, prompts
 from tools.parity import DEFAULTS
 
 DEADLINE_S = 120.0
@@ -22,7 +20,6 @@ def run(bench: Bench, found: Findings) -> None:
     folder = make_model(bench, config)
     count, new_tokens = (64, 256) if bench.on_gpu else (8, 32)
     asked = [PromptSet("sampled", prompts(config["vocab_size"], count, 64), Sampling(max_new_tokens=new_tokens))]
-    settings = replace(engine_settings(bench), start_deadline_s=START_S)
     limits = DEFAULTS[resolve_dtype("auto", bench.on_gpu)]
     cases: dict[str, dict[str, object]] = {"": {}}
     if bench.on_gpu:
@@ -31,7 +28,7 @@ def run(bench: Bench, found: Findings) -> None:
         readings = compare(
             folder,
             folder,
-            settings,
+            engine_settings(bench),
             TrainerSettings(ranks=1),
             asked,
             experts=False,

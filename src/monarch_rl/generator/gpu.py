@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-FLOAT32_BACKENDS = ("torch_native", "triton", "flex_attention")
-"""Kinds of attention that take float32. FlashAttention's and flashinfer's kernels are made for half precision only."""
 HARMFUL = "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"
 """With it SGLang permutes the rows of the experts' projections at the end of every session of loading, those too that a
 session has left alone (``quantization/unquant.py``): after the checksums, which cannot see it."""
+NVCC_S = 60.0
+"""Seconds for nvcc to say its version, on a cold disk too."""
 _TRUE = ("true", "1", "yes", "y")
 """What SGLang takes for true in the environment (``environ.py``)."""
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
@@ -21,45 +22,38 @@ OLDEST_DRIVERS = {"12": 525, "13": 580}
 """By CUDA's major version, the oldest branch of NVIDIA's driver that runs it (CUDA's release notes, table 2)."""
 
 
-def gpu_arguments(dtype: str, attention_backend: str) -> dict[str, object]:
-    """SGLang ``ServerArgs`` for an engine on a GPU.
-
-    Args:
-        dtype: that is served.
-        attention_backend: as set; ``auto`` leaves the choice to SGLang in half precision.
-    """
-    arguments: dict[str, object] = {
+def gpu_arguments() -> dict[str, object]:
+    """SGLang ``ServerArgs`` for an engine on a GPU, which serves half precision."""
+    return {
         # What SGLang takes on Hopper. On Blackwell it would take kernels whose weights it unpacks before, and packs
         # after, every commit, expert by expert. No effect on a model without experts.
         "moe_runner_backend": "triton",
-    }
-    if dtype == "float32":
-        if attention_backend == "auto":
-            arguments["attention_backend"] = "torch_native"  # exact; Triton multiplies float32 in TF32
-    else:
         # The products of half-precision values, kept in float32 like the trainer's. Else SGLang rounds logits to
         # bfloat16: by up to 0.06 where they are 16 to 32.
-        arguments["enable_fp32_lm_head"] = True
-    return arguments
+        "enable_fp32_lm_head": True,
+    }
 
 
-def check_dtype(dtype: str, attention_backend: str) -> None:
-    """Refuse float32 with a kind of attention that does not take it. Raises ValueError."""
-    if dtype == "float32" and attention_backend not in ("auto", *FLOAT32_BACKENDS):
+def check_dtype(dtype: str) -> None:
+    """Refuse to serve float32 on a GPU: ``RMSNorm.forward_cuda`` (``layers/layernorm.py``) calls a kernel that is made
+    for half precision only. Raises ValueError."""
+    if dtype == "float32":
         raise ValueError(
-            f"generator.attention-backend {attention_backend} computes in half precision only, and generator.dtype is "
-            f"float32: give one of {', '.join(FLOAT32_BACKENDS)}, or auto, or generator.dtype bfloat16"
+            "generator.dtype float32 cannot be served on a GPU: SGLang's norms are computed there in half precision "
+            "only. Give bfloat16 or auto; trainer.compute-dtype may be float32"
         )
 
 
-def check_environment(environment: Mapping[str, str] | None = None) -> None:
+def check_environment(environment: Mapping[str, str] | None = None, cuda: str | None = None) -> None:
     """Refuse a machine with GPUs on which SGLang does not start, or would serve wrong weights.
 
-    SGLang 0.5.23 compiles kernels when it first needs them: rotary embeddings, the KV cache's, norms, activations.
+    SGLang 0.5.23 compiles kernels when it first needs them: rotary embeddings, the KV cache's, norms, activations. Only
+    this machine is looked at: one that differs from it fails when its engines start.
 
     Args:
         environment: of the engines; None is this process's, with this Python's folder at the head of PATH, as in the
             processes of a host.
+        cuda: the CUDA version that torch is built for; None asks torch. With a torch for CPUs any nvcc will do.
 
     Raises:
         ValueError: says what is missing or must not be set, and what to do.
@@ -72,15 +66,22 @@ def check_environment(environment: Mapping[str, str] | None = None) -> None:
             f"{HARMFUL} is set: with it SGLang would silently permute the experts' weights at every new version. "
             "Unset it"
         )
+    if cuda is None:
+        import torch  # here: settings are also read where no torch is needed
+
+        cuda = torch.version.cuda
     path = environment.get("PATH")
     missing = []
     if not (nvcc := find_nvcc(environment)).is_file():
         missing.append(f"nvcc (looked for {nvcc}; set CUDA_HOME to a CUDA toolkit, of torch's major version)")
+    elif cuda is not None and (found := nvcc_release(nvcc)).split(".")[0] != cuda.split(".")[0]:
+        missing.append(f"nvcc of CUDA {cuda}, torch's ({nvcc} is of {found}; set CUDA_HOME to such a toolkit)")
     if shutil.which("ninja", path=path) is None:
         missing.append("ninja (pip install ninja)")
     compiler = environment.get("CXX", "c++")
     if shutil.which(compiler, path=path) is None:
-        missing.append(f"a C++20 compiler (looked for {compiler}; install g++ 11 or newer, or set CXX)")
+        flags = "without flags: SGLang takes it for one word"  # jit/utils/compile/ninja.py quotes it
+        missing.append(f"a C++20 compiler (looked for {compiler}; install g++ 11 or newer, or set CXX, {flags})")
     if missing:
         raise ValueError(f"SGLang compiles GPU kernels when it starts, and this machine lacks {', and '.join(missing)}")
 
@@ -91,6 +92,16 @@ def find_nvcc(environment: Mapping[str, str]) -> Path:
     if home is None and (found := shutil.which("nvcc", path=environment.get("PATH"))) is not None:
         return Path(found)
     return Path(home or "/usr/local/cuda") / "bin" / "nvcc"
+
+
+def nvcc_release(nvcc: Path) -> str:
+    """The release that CUDA's compiler says it is of, as in 13.0; else what is wrong with it."""
+    try:
+        said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=NVCC_S, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"no known version: {error}"
+    found = re.search(r"release (\d+\.\d+)", said)
+    return found[1] if found else "no known version"
 
 
 def check_driver(cuda: str | None, available: bool, visible: str | None, driver_file: Path = DRIVER_FILE) -> None:

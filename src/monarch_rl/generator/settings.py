@@ -28,7 +28,8 @@ class GeneratorSettings(CheckedSettings, flags="generator"):
     """Engine ranks of a replica (tensor parallel), each with a device of its own and a part of every layer. More fit a
     larger model and decode a sequence faster, at the cost of messages between them in each layer. It divides heads."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Dtype that is served. `auto` is bfloat16 on a GPU and float32 on a CPU, which is slow in bfloat16."""
+    """Dtype that is served. `auto` is bfloat16 on a GPU, which has no other, and float32 on a CPU, which is slow in
+    bfloat16."""
     context_length: Annotated[int, Range(0, 100_000_000, "0 is the model's own")] = 0
     """Tokens that prompt and answer may have together; 0 takes the model's own limit."""
     max_running_requests: Annotated[int | None, Range(1, 65_536)] = None
@@ -41,8 +42,7 @@ class GeneratorSettings(CheckedSettings, flags="generator"):
     """Share of a GPU's memory for weights and KV cache; the rest is for activations and staging. No effect on a
     CPU."""
     attention_backend: str = "auto"
-    """SGLang's `--attention-backend`; `auto` lets SGLang choose on a GPU and is `torch_native` on a CPU, or in float32,
-    where it is slow on a GPU."""
+    """SGLang's `--attention-backend`; `auto` lets SGLang choose on a GPU and is `torch_native` on a CPU."""
     in_flight: InFlight = "continue"
     """What becomes of running sequences when new weights are committed. `continue`: they go on with the keys and
     values of older weights, at no cost. `recompute`: these are computed again for prompt and drawn tokens. `resume`:
@@ -138,7 +138,7 @@ def engine_arguments(
         if not on_gpu:
             arguments["lora_backend"] = "torch_native"
     if on_gpu:
-        arguments.update(gpu_arguments(resolve_dtype(settings.dtype, on_gpu), settings.attention_backend))
+        arguments.update(gpu_arguments())
         arguments["mem_fraction_static"] = settings.memory_fraction
         arguments["enable_deterministic_inference"] = settings.deterministic
     else:
@@ -170,6 +170,11 @@ def check_served(config: dict[str, Any], settings: GeneratorSettings, on_gpu: bo
     """
     tp = settings.tp
     family = find_architecture(config)
+    if family is not None and family.float32_only and on_gpu:
+        raise ValueError(
+            f"a {family.label} cannot be served on a GPU: only float32 would do, because {family.float32_only}, and "
+            "SGLang's norms take half precision only there. Run it on CPUs"
+        )
     if family is not None and family.float32_only and resolve_dtype(settings.dtype, on_gpu) != "float32":
         raise ValueError(
             f"a {family.label} is served in float32 only: {family.float32_only}. Set generator.dtype float32"
@@ -215,7 +220,8 @@ def engine_limits(config: dict[str, Any], settings: GeneratorSettings, on_gpu: b
 
 
 def check_attention(settings: GeneratorSettings, on_gpu: bool) -> None:
-    """Refuse an attention backend that SGLang does not know, or that needs a GPU. Raises ValueError."""
+    """Refuse an attention backend that SGLang does not know, or that needs a GPU, and float32 on a GPU. Raises
+    ValueError."""
     allowed = ATTENTION_BACKENDS if on_gpu else ("torch_native",)
     if settings.attention_backend not in ("auto", *allowed):
         where = "SGLang has" if on_gpu else "on a CPU there is only"
@@ -224,7 +230,7 @@ def check_attention(settings: GeneratorSettings, on_gpu: bool) -> None:
             "Give one of these, or auto"
         )
     if on_gpu:
-        check_dtype(resolve_dtype(settings.dtype, on_gpu), settings.attention_backend)
+        check_dtype(resolve_dtype(settings.dtype, on_gpu))
 
 
 def check_cache(config: dict[str, Any], settings: GeneratorSettings, memory_bytes: int) -> None:

@@ -20,6 +20,9 @@ BELOW_EPHEMERAL = range(22_000, 29_000)
 MUST_AGREE = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 """What SGLang sets in an engine's process where the user has not (``_set_envs_and_config``). Trainer ranks would have
 NCCL's defaults, 1 and automatic, and a group whose members differ in them fails at its first message, or hangs."""
+NO_DUMP = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+"""Else an error in any NCCL group of a process, also in one for weights whose loss the run survives, asks the monitor
+of the process's first group for a dump of all, after which that ends the process (torch's ``ProcessGroupNCCL.cpp``)."""
 OF_A_MACHINE = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_TOPO_FILE", "NCCL_HOSTID")
 """Variables that name the devices of a machine, which each has for itself."""
 
@@ -66,6 +69,6 @@ def held_port(ports: range = BELOW_EPHEMERAL) -> Iterator[int]:
 
 
 def nccl_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """NCCL's variables for every process of a run: the controller's, and those that must agree."""
+    """NCCL's variables for every process of a run: the controller's, those that must agree, and :data:`NO_DUMP`."""
     own = {name: value for name, value in environment.items() if name.startswith("NCCL_") and name not in OF_A_MACHINE}
-    return MUST_AGREE | own
+    return MUST_AGREE | own | NO_DUMP

@@ -10,6 +10,7 @@ import importlib
 import inspect
 import os
 import socket
+import warnings
 from datetime import timedelta
 from typing import Any
 
@@ -58,17 +59,27 @@ def join_world(backend: str, timeout: timedelta) -> None:
 def serve_own_address_only() -> None:
     """Have all stores that torch makes in this process for a URL or the environment be of :func:`serve_store`.
 
-    For libraries that join a world by themselves. Raises RuntimeError if this torch makes them in another way.
+    For libraries that join a world by themselves. Warns, and leaves torch's own stores, if this torch calls for them in
+    another way than torch 2.13 does.
     """
-    rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")  # torch has a function of this name, too
-    expected = ["hostname", "port", "rank", "world_size", "timeout", "use_libuv"]
-    if list(inspect.signature(rendezvous._create_c10d_store).parameters) != expected:
-        raise RuntimeError(
-            "torch.distributed.rendezvous._create_c10d_store is not that of torch 2.13, for which runtime/store.py is "
-            "written: install the torch of tools/cpu.lock"
-        )
+    import torch
 
-    def meet(hostname: str, port: int, rank: int, world_size: int, timeout: timedelta, use_libuv: bool = True) -> Any:
+    rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")  # torch has a function of this name, too
+    names = ["hostname", "port", "rank", "world_size", "timeout"]
+    own = getattr(rendezvous, "_create_c10d_store", None)
+    try:
+        taken = list(inspect.signature(own).bind(*names, True).arguments) if own is not None else []
+    except TypeError:  # it takes other arguments
+        taken = []
+    if taken[: len(names)] != names:
+        warnings.warn(
+            f"torch {torch.__version__} makes the stores of its process groups in a way that is not known here: "
+            "those of this process listen on all of the machine's addresses, not on one. Keep it in a private network",
+            stacklevel=2,
+        )
+        return
+
+    def meet(hostname: str, port: int, rank: int, world_size: int, timeout: timedelta, *_: Any, **_more: Any) -> Any:
         return meeting_store(hostname, port, rank, world_size, timeout)
 
     rendezvous._create_c10d_store = meet

@@ -14,6 +14,7 @@ gloo does not have.
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 import types
 import warnings
@@ -23,6 +24,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+TF32_OVERRIDE = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
+"""With it torch begins with TF32 on (``aten/src/ATen/Context.h``); some images set it."""
 _KERNELS = "torchtitan.distributed.minimal_async_ep.kernels"
 
 
@@ -40,6 +43,12 @@ class _NoKernels(types.ModuleType):
 def prepare() -> torch.device:
     """Make torchtitan importable; returns the device of this process."""
     if torch.cuda.is_available():
+        if os.environ.get(TF32_OVERRIDE) == "1":
+            warnings.warn(
+                f"{TF32_OVERRIDE} is set: what is to be multiplied in float32 outside of this project's own passes is "
+                "multiplied in TF32, with 10 bits. Unset it",
+                stacklevel=2,
+            )
         return torch.device("cuda", torch.cuda.current_device())
     # The router asks for fp32 by autocast, which CPUs have only for half precision: there it uses the compute dtype.
     warnings.filterwarnings("ignore", message="In CPU autocast, but the target dtype is not supported")
@@ -53,15 +62,14 @@ def prepare() -> torch.device:
 
 @contextmanager
 def tensor_float32(enabled: bool) -> Iterator[None]:
-    """Have a GPU multiply float32 matrices in TF32 during the block, where ``enabled``.
+    """Have a GPU multiply float32 matrices in TF32 during the block, where ``enabled``, and else in float32.
 
     TF32 keeps 10 bits behind the leading one. It is meant for operands that are bfloat16 values, which have 7: their
     products are the same, and are added in float32 too. So it is with the LM head, which is several times faster then,
     and with routers. Gradients of logits are rounded, but those of the parameters are rounded to bfloat16 next.
     """
     before = torch.get_float32_matmul_precision()
-    if enabled:
-        torch.set_float32_matmul_precision("high")
+    torch.set_float32_matmul_precision("high" if enabled else "highest")
     try:
         yield
     finally:

@@ -26,7 +26,15 @@ NEVER = timedelta(days=365)
 MAX_CTAS = 8
 """Thread blocks that NCCL may take for a broadcast: each has buffers in the memory of an engine's GPU, and a processor
 that training or decoding would use. From NCCL's documentation; its effect here has not been measured."""
-_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+NO_WATCHDOG = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
+}
+"""What torch reads when it makes a group (``ProcessGroupNCCL.cpp``): its watchdog raises nothing, no monitor watches
+the watchdog, and an error, which an abort is too, is followed by no dump and no wait for one. A dump is asked for in
+the whole process, and has the monitor of the process's first group end it: that one hears of ``nccl_environment``."""
 _making = threading.Lock()
 
 
@@ -48,15 +56,16 @@ def _without_watchdog() -> Iterator[None]:
     The trainer's world keeps its own watchdog, which ends a rank whose peers are gone.
     """
     with _making:
-        before = os.environ.get(_ERROR_HANDLING)
-        os.environ[_ERROR_HANDLING] = "0"
+        before = {name: os.environ.get(name) for name in NO_WATCHDOG}
+        os.environ.update(NO_WATCHDOG)
         try:
             yield
         finally:
-            if before is None:
-                del os.environ[_ERROR_HANDLING]
-            else:
-                os.environ[_ERROR_HANDLING] = before
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
 
 
 class BroadcastGroup:
