@@ -13,6 +13,8 @@ from monarch_rl.generator.engine import Engine
 from tests.generator.conftest import SETTINGS
 from tests.generator.helpers import LoopThread, check_kept, reference_reading, watched, weights_in
 
+pytestmark = pytest.mark.usefixtures("spawned")  # SGLang reads its switch when it is imported
+
 
 def test_routes_and_kept_sets_are_those_of_transformers(
     models: dict[str, Path], run: LoopThread, monkeypatch: pytest.MonkeyPatch
