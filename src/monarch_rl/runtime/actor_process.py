@@ -10,9 +10,8 @@ import runpy
 import sys
 from collections.abc import Sequence
 
-import setproctitle
-
 from monarch_rl.runtime.lifetime import end_quickly, exit_code_of
+from monarch_rl.runtime.titles import show_title
 
 _PROGRAM = "monarch._src.actor.bootstrap_main"
 
@@ -24,5 +23,5 @@ def forked(_: Sequence[int] = ()) -> int:
 
 
 if __name__ == "__main__":
-    setproctitle.setproctitle(f"monarch_rl::{os.environ.get('HYPERACTOR_PROCESS_NAME', _PROGRAM)}")  # as a forked one's
+    show_title(os.environ.get("HYPERACTOR_PROCESS_NAME", _PROGRAM))  # as a forked one's
     end_quickly(forked())

@@ -11,9 +11,8 @@ from multiprocessing import context, forkserver, popen_forkserver, reduction, re
 from multiprocessing.popen_spawn_posix import Popen as SpawnPopen
 from typing import Any
 
-import setproctitle
-
 from monarch_rl.runtime.fork_client import NoForkServer, fork, in_memory
+from monarch_rl.runtime.titles import show_title
 
 logger = logging.getLogger("monarch_rl")
 
@@ -46,7 +45,7 @@ class ForkedProcess(context.SpawnProcess):
         self.preload, self.title = preload, title
 
     def run(self) -> None:
-        setproctitle.setproctitle(f"monarch_rl::{self.title}")  # a forked one has it already
+        show_title(self.title)  # a forked one has it already
         super().run()
 
     @staticmethod

@@ -36,11 +36,10 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
-import setproctitle
-
 from monarch_rl.runtime.fork_client import FIXED_FDS, NUMBER, REFUSED, close_all, take_claim
 from monarch_rl.runtime.lazy_compile import compiled_on_first_call
 from monarch_rl.runtime.lifetime import die_with_parent, end_quickly, exit_code_of, set_owner
+from monarch_rl.runtime.titles import prepare_titles, show_title
 
 logger = logging.getLogger("monarch_rl")
 
@@ -266,7 +265,7 @@ def main() -> NoReturn:
     preloads = preloads_from_text(sys.argv[1])
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the host ends its children so; the server goes after them
     die_with_parent(signal.SIGKILL)
-    _prepare_titles()
+    prepare_titles()
     alive = os.dup(0)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -308,7 +307,7 @@ def _run_stage(
     for name, other in listeners.items():
         if name != preload.name and name not in above:
             other.close()
-    _show_title(f"fork server, {preload.name}")
+    show_title(f"fork server, {preload.name}")
     try:
         gc.disable()  # nothing of what is imported becomes garbage
         with compiled_on_first_call():
@@ -352,24 +351,10 @@ def _wait_for(pids: Sequence[int]) -> None:
         os.waitpid(pid, 0)  # waits: as long as the host lives
 
 
-def _prepare_titles() -> None:
-    """Have ``setproctitle`` find this process's command line, before the environment is changed: later it cannot."""
-    before = os.environ.get("SPT_NOENV")
-    os.environ["SPT_NOENV"] = "1"  # a title does not overwrite the environment that others read
-    setproctitle.getproctitle()
-    del os.environ["SPT_NOENV"]
-    if before is not None:
-        os.environ["SPT_NOENV"] = before
-
-
-def _show_title(title: str) -> None:
-    setproctitle.setproctitle(f"monarch_rl::{title}")
-
-
 def become(request: Request) -> NoReturn:
     """Go on as the process that was asked for, in a process just forked."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    _show_title(request.title)
+    show_title(request.title)
     with suppress(PermissionError):  # the owner is in a session of its own
         os.setpgid(0, request.group)
     with suppress(ProcessLookupError):  # the owner has ended, so this process is about to be killed
