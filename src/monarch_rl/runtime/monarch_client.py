@@ -9,8 +9,11 @@ logger = logging.getLogger("monarch_rl")
 STATE_DEADLINE_S = 20.0
 """Seconds of silence after which a host, or a process asked for its state, counts as lost."""
 START_DEADLINE_S = 600.0
-"""Seconds for a process to introduce itself, for an actor to start, for a message to be acknowledged. Monarch's own
+"""Seconds for an actor to start, for a message to be acknowledged. Monarch's own
 defaults are 30 s; a process takes two CPU-seconds, for which a machine that gives it 1 % of a core needs 200."""
+SPAWN_DEADLINE_S = 60.0
+"""Seconds for a host to answer that a process has started. A lost host never does, and the run waits for it. (A process
+that introduces itself after more than 30 s is not noticed, whatever is set here.)"""
 CLIENT_FLUSH_S = 0.3
 """Seconds for this process's last messages to leave at its exit; Monarch's own choice."""
 END_S = 5.0
@@ -32,7 +35,8 @@ def configure_monarch() -> None:
     # and 60 s for a host. A message that is not acknowledged in time ends the run.
     silence, start = f"{STATE_DEADLINE_S:g}s", f"{START_DEADLINE_S:g}s"
     configure(get_proc_state_max_idle=silence, get_actor_state_max_idle=silence, message_delivery_timeout=start)
-    configure(mesh_proc_spawn_max_idle=start, actor_spawn_max_idle=start, host_spawn_ready_timeout=start)
+    configure(mesh_proc_spawn_max_idle=f"{SPAWN_DEADLINE_S:g}s", actor_spawn_max_idle=start)
+    configure(host_spawn_ready_timeout=start)
     configure(mesh_attach_config_timeout=start, mesh_orphan_timeout=start, supervision_watchdog_timeout=start)
     configure(pending_actor_delivery_timeout=start)  # of a message to an actor whose process still starts
     # RDMABuffer over TCP (weights/rdma.py). Frames of 4 MiB are four times faster than Monarch's default of 64. One
