@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Iterator
 
+import psutil
 import pytest
 
 from monarch_rl.runtime.cluster import Cluster, Devices, TooFewDevices, init_torch_distributed_env, launch_cluster
@@ -13,6 +14,7 @@ from monarch_rl.runtime.network import nccl_environment
 from tests.runtime.members import Member
 
 DEADLINE_S = 60.0
+PAUSE_S = 25.0
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +125,27 @@ def test_a_lost_process_is_a_fault_and_the_controller_lives(cluster: Cluster) ->
     while len(cluster.faults) == before:
         assert time.monotonic() < deadline, "the fault hook was not called"
         time.sleep(0.05)
+
+
+def test_a_host_that_was_paused_is_not_lost(cluster: Cluster) -> None:
+    """As when the machine is suspended, or a virtual machine moves: longer than Monarch's defaults would allow."""
+
+    async def run() -> None:
+        members = cluster.spawn("patient", 1).spawn("members", Member)
+        await within(DEADLINE_S, members.see.call_one(), "the process")
+        processes = psutil.Process().children(recursive=True)
+        (host,) = [process for process in processes if "monarch_rl.runtime.host" in process.cmdline()]
+        host.suspend()
+        try:
+            asked = asyncio.ensure_future(members.see.call_one())
+            await asyncio.sleep(PAUSE_S)  # what is tested
+        finally:
+            host.resume()
+        await within(DEADLINE_S, asked, "the answer to a call made during the pause")
+
+    before = len(cluster.faults)
+    asyncio.run(run())
+    assert len(cluster.faults) == before
 
 
 def test_launch_is_refused_in_an_event_loop() -> None:

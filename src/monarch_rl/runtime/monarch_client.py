@@ -6,11 +6,13 @@ import logging
 
 logger = logging.getLogger("monarch_rl")
 
-STATE_DEADLINE_S = 20.0
-"""Seconds of silence after which a host, or a process asked for its state, counts as lost."""
+STATE_DEADLINE_S = 120.0
+"""Seconds of silence after which Monarch counts a host, or a process asked for its state, as lost. Its timer also runs
+while the whole machine is paused (a virtual machine that moves to another host takes a minute), and is the first thing
+that it looks at afterwards. The watch notices a stopped process earlier, and does not count pauses (``watch.py``)."""
 START_DEADLINE_S = 600.0
-"""Seconds for an actor to start, for a message to be acknowledged. Monarch's own
-defaults are 30 s; a process takes two CPU-seconds, for which a machine that gives it 1 % of a core needs 200."""
+"""Seconds for an actor to start, for a message to be acknowledged. Monarch's own defaults are 30 s; a process takes two
+CPU-seconds, for which a machine that gives it 1 % of a core needs 200."""
 SPAWN_DEADLINE_S = 60.0
 """Seconds for a host to answer that a process has started. A lost host never does, and the run waits for it. (A process
 that introduces itself after more than 30 s is not noticed, whatever is set here.)"""
@@ -36,9 +38,9 @@ def configure_monarch() -> None:
     silence, start = f"{STATE_DEADLINE_S:g}s", f"{START_DEADLINE_S:g}s"
     configure(get_proc_state_max_idle=silence, get_actor_state_max_idle=silence, message_delivery_timeout=start)
     configure(mesh_proc_spawn_max_idle=f"{SPAWN_DEADLINE_S:g}s", actor_spawn_max_idle=start)
-    configure(host_spawn_ready_timeout=start)
-    configure(mesh_attach_config_timeout=start, mesh_orphan_timeout=start, supervision_watchdog_timeout=start)
-    configure(pending_actor_delivery_timeout=start)  # of a message to an actor whose process still starts
+    configure(host_spawn_ready_timeout=start, mesh_attach_config_timeout=start, mesh_orphan_timeout=start)
+    # The last is that of a message to an actor whose process still starts.
+    configure(supervision_watchdog_timeout=start, pending_actor_delivery_timeout=start)
     # RDMABuffer over TCP (weights/rdma.py). Frames of 4 MiB are four times faster than Monarch's default of 64. One
     # connection is as fast as several; with several, reads write to memory even after they timed out.
     configure(rdma_max_chunk_size_mb=4, rdma_tcp_fallback_parallelism=1)

@@ -29,8 +29,8 @@ LOST = ("zombie", "dead", "gone")
 NOT_RUNNING = ("stopped", "tracing-stop", *LOST)
 """States that a process does not leave on its own."""
 LOST_FACTOR = 2.5
-"""Monarch reports a lost process: within 3 s, or some 30 s on a crowded machine. A lost generator costs nothing but
-itself. So a loss is a stall only if it goes unnoticed for this many times ``silence_s``."""
+"""Monarch reports a lost process: within 3 s, or two minutes if it was just asking for its state. A lost generator
+costs nothing but itself. So a loss is a stall only if it goes unnoticed for this many times ``silence_s``."""
 
 GROUP = re.compile(r"\bgroup \d+\b")
 """How waits name a group."""
