@@ -20,11 +20,11 @@ import ast
 import sys
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-PACKAGE = ROOT / "src" / "monarch_rl"
+from linting import Finding, report
+
+PACKAGE = Path(__file__).parents[1] / "src" / "monarch_rl"
 FLOORS = (
     {"recipes"},
     {"simulate"},
@@ -39,18 +39,6 @@ OUTSIDE = {"recipes"}
 """Rooms that are packages or folders beside this one."""
 Graph = dict[str, dict[str, int]]
 """By file: the files that it imports, and in which line first."""
-
-
-@dataclass(frozen=True, order=True)
-class Finding:
-    """One forbidden import, or one circle."""
-
-    path: str
-    line: int
-    message: str
-
-    def __str__(self) -> str:
-        return f"{self.path}:{self.line}: {self.message}" if self.line else f"{self.path}: {self.message}"
 
 
 def lint(package: Path) -> list[Finding]:
@@ -178,11 +166,7 @@ def _shortest_circle(graph: Graph, start: str) -> list[str]:
 
 def main(arguments: list[str]) -> int:
     package = Path(arguments[0]).resolve() if arguments else PACKAGE
-    findings = lint(package)
-    for finding in findings:
-        print(finding)
-    print(f"{len(findings)} imports against the floors in {package.name}")
-    return 1 if findings else 0
+    return report(lint(package), f"imports against the floors in {package.name}")
 
 
 if __name__ == "__main__":

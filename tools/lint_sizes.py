@@ -12,18 +12,18 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from linting import ROOT, Finding, read, report
+
 FILE, CLASS, FUNCTION = 400, 220, 55
 REASON = re.compile(r"\s*# size: \S")
 
 
-def lint(path: str, text: str) -> Iterator[str]:
-    """A line for everything in a file that is too long."""
+def lint(path: str, text: str) -> Iterator[Finding]:
+    """A finding for everything in a file that is too long."""
     lines = text.splitlines()
     if len(lines) > FILE and not any(REASON.match(line) for line in lines[:40]):
-        yield f"{path}: {len(lines)} lines, more than {FILE}"
+        yield Finding(path, 0, f"{len(lines)} lines, more than {FILE}")
     for node in ast.walk(ast.parse(text, path)):
         if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
@@ -31,18 +31,14 @@ def lint(path: str, text: str) -> Iterator[str]:
         limit = CLASS if isinstance(node, ast.ClassDef) else FUNCTION
         length = (node.end_lineno or node.lineno) - node.lineno + 1
         if length > limit and not (first > 1 and REASON.match(lines[first - 2])):
-            yield f"{path}:{node.lineno}: {node.name} has {length} lines, more than {limit}"
+            yield Finding(path, node.lineno, f"{node.name} has {length} lines, more than {limit}")
 
 
 def main(arguments: list[str]) -> int:
-    places = [Path(argument).resolve() for argument in arguments] or [ROOT / "src"]
-    files = [file for place in places for file in ([place] if place.is_file() else sorted(place.rglob("*.py")))]
-    findings: list[str] = []
-    for file in files:
-        name = str(file.relative_to(ROOT) if file.is_relative_to(ROOT) else file)
-        findings += lint(name, file.read_text())
-    print(*findings, f"{len(findings)} too long in {len(files)} files", sep="\n")
-    return 1 if findings else 0
+    sources = read(arguments or [str(ROOT / "src")])
+    return report(
+        (found for path, text in sources.items() for found in lint(path, text)), f"too long in {len(sources)} files"
+    )
 
 
 if __name__ == "__main__":

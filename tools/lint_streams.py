@@ -16,47 +16,23 @@ from __future__ import annotations
 import ast
 import re
 import sys
-import tokenize
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from io import StringIO
-from pathlib import Path
+from collections.abc import Iterator
 
-ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("src", "recipes")
+from linting import Excuses, Finding, parents_of, read, report
+
 OF_A_STREAM = {"current_stream", "default_stream", "set_stream", "synchronize"}
 BETWEEN_STREAMS = {"block_current_stream", "wait_event", "wait_stream"}
 CHOOSES = re.compile(r"stream", re.IGNORECASE)
 REASON = re.compile(r"#\s*streams:\s*\S")
 
 
-@dataclass(frozen=True, order=True)
-class Finding:
-    """One such call."""
-
-    path: str
-    line: int
-    message: str
-
-    def __str__(self) -> str:
-        return f"{self.path}:{self.line}: {self.message}"
-
-
 def lint(path: str, text: str) -> list[Finding]:
     """The findings in a file. Raises SyntaxError."""
     tree = ast.parse(text, path)
-    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-    excused = {
-        token.start[0]
-        for token in tokenize.generate_tokens(StringIO(text).readline)
-        if token.type == tokenize.COMMENT and REASON.match(token.string)
-    }
+    parents, excuses = parents_of(tree), Excuses(text, REASON)
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     found = [(node, message) for node in calls if (message := _message(node, parents))]
-    lines = text.splitlines()
-    return sorted(
-        Finding(path, node.lineno, message) for node, message in found if not _is_excused(node, parents, excused, lines)
-    )
+    return sorted(Finding(path, node.lineno, message) for node, message in found if not excuses.covers(node, parents))
 
 
 def _message(node: ast.Call, parents: dict[ast.AST, ast.AST]) -> str | None:
@@ -81,27 +57,10 @@ def _chooses(block: ast.With | ast.AsyncWith) -> bool:
     return any(CHOOSES.search(ast.unparse(item.context_expr)) for item in block.items)
 
 
-def _is_excused(node: ast.AST, parents: dict[ast.AST, ast.AST], excused: set[int], lines: list[str]) -> bool:
-    while not isinstance(node, ast.stmt):
-        node = parents[node]
-    above = node.lineno - 1
-    first = above if lines[above - 1].lstrip().startswith("#") else node.lineno
-    return bool(excused & set(range(first, (node.end_lineno or node.lineno) + 1)))
-
-
-def read(paths: Iterable[Path]) -> dict[str, str]:
-    """All Python files at or below ``paths``, by their path from the repository's root."""
-    files = [file for path in paths for file in ([path] if path.is_file() else sorted(path.rglob("*.py")))]
-    return {str(file.relative_to(ROOT) if file.is_relative_to(ROOT) else file): file.read_text() for file in files}
-
-
 def main(arguments: list[str]) -> int:
-    sources = read(Path(argument).resolve() for argument in arguments) or read(ROOT / folder for folder in FOLDERS)
+    sources = read(arguments)
     findings = [finding for path, text in sources.items() for finding in lint(path, text)]
-    for finding in findings:
-        print(finding)
-    print(f"{len(findings)} calls on a stream of others in {len(sources)} files")
-    return 1 if findings else 0
+    return report(findings, f"calls on a stream of others in {len(sources)} files")
 
 
 if __name__ == "__main__":

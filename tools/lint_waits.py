@@ -23,14 +23,10 @@ from __future__ import annotations
 import ast
 import re
 import sys
-import tokenize
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from io import StringIO
-from pathlib import Path
+from collections.abc import Iterator
 
-ROOT = Path(__file__).parents[1]
-FOLDERS = ("src", "recipes")
+from linting import Excuses, Finding, parents_of, read, report
+
 BOUNDED = {"within", "sleep", "to_thread", "run_in_executor"}
 """Calls that end by themselves, by their last name."""
 TIMEOUTS = {"timeout", "timeout_at"}
@@ -45,18 +41,6 @@ REASON = re.compile(r"#\s*waits:\s*\S")
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 
-@dataclass(frozen=True, order=True)
-class Finding:
-    """One bare wait."""
-
-    path: str
-    line: int
-    message: str
-
-    def __str__(self) -> str:
-        return f"{self.path}:{self.line}: {self.message}"
-
-
 def lint(sources: dict[str, str]) -> list[Finding]:
     """The bare waits in these files, given as text by path. Raises SyntaxError."""
     trees = {path: ast.parse(text, path) for path, text in sources.items()}
@@ -69,13 +53,8 @@ def lint(sources: dict[str, str]) -> list[Finding]:
 class _File:
     def __init__(self, path: str, text: str, tree: ast.Module, known: set[str]) -> None:
         self._path, self._tree, self._known = path, tree, known
-        self._lines = text.splitlines()
-        self._parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-        self._excused = {
-            token.start[0]
-            for token in tokenize.generate_tokens(StringIO(text).readline)
-            if token.type == tokenize.COMMENT and REASON.match(token.string)
-        }
+        self._parents = parents_of(tree)
+        self._excuses = Excuses(text, REASON)
 
     def find(self) -> Iterator[Finding]:
         for node in ast.walk(self._tree):
@@ -84,7 +63,7 @@ class _File:
                 message = self._awaited(node)
             elif isinstance(node, ast.Call):
                 message = self._called(node)
-            if message and not self._is_excused(node):
+            if message and not self._excuses.covers(node, self._parents):
                 yield Finding(self._path, getattr(node, "lineno", 0), message)
 
     def _awaited(self, node: ast.Await) -> str | None:
@@ -177,16 +156,6 @@ class _File:
             parent = self._parents.get(parent)
         return False
 
-    def _is_excused(self, node: ast.AST) -> bool:
-        statement: ast.AST = node
-        while not isinstance(statement, ast.stmt):
-            statement = self._parents[statement]
-        last = statement.end_lineno or statement.lineno
-        if isinstance(statement, ast.For | ast.AsyncFor | ast.While | ast.If | ast.With | ast.AsyncWith):
-            last = statement.body[0].lineno - 1
-        first = statement.lineno - 1 if self._lines[statement.lineno - 2].lstrip().startswith("#") else statement.lineno
-        return bool(self._excused & set(range(first, max(last, statement.lineno) + 1)))
-
 
 def _last_name(function: ast.expr) -> str:
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
@@ -203,19 +172,9 @@ def _short(node: ast.expr) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def read(paths: Iterable[Path]) -> dict[str, str]:
-    """All Python files at or below ``paths``, by their path from the repository's root."""
-    files = [file for path in paths for file in ([path] if path.is_file() else sorted(path.rglob("*.py")))]
-    return {str(file.relative_to(ROOT) if file.is_relative_to(ROOT) else file): file.read_text() for file in files}
-
-
 def main(arguments: list[str]) -> int:
-    sources = read(Path(argument).resolve() for argument in arguments) or read(ROOT / folder for folder in FOLDERS)
-    findings = lint(sources)
-    for finding in findings:
-        print(finding)
-    print(f"{len(findings)} bare waits in {len(sources)} files")
-    return 1 if findings else 0
+    sources = read(arguments)
+    return report(lint(sources), f"bare waits in {len(sources)} files")
 
 
 if __name__ == "__main__":

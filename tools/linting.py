@@ -1,0 +1,72 @@
+"""What the linters of this folder share: a finding, comments that excuse a statement, the files to read, the report."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tokenize
+from collections.abc import Iterable
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("src", "recipes")
+
+
+@dataclass(frozen=True, order=True)
+class Finding:
+    """What is wrong in one place."""
+
+    path: str
+    line: int
+    """0: the file as a whole."""
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.message}" if self.line else f"{self.path}: {self.message}"
+
+
+class Excuses:
+    """The statements of a file that a comment excuses: one that matches ``reason``, beside a statement or above it."""
+
+    def __init__(self, text: str, reason: re.Pattern[str]) -> None:
+        self._text_lines = text.splitlines()
+        self._lines = {
+            token.start[0]
+            for token in tokenize.generate_tokens(StringIO(text).readline)
+            if token.type == tokenize.COMMENT and reason.match(token.string)
+        }
+
+    def covers(self, node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
+        """Whether the statement that ``node`` is part of is excused; of a block, its first line is the statement."""
+        statement = node
+        while not isinstance(statement, ast.stmt):
+            statement = parents[statement]
+        last = statement.end_lineno or statement.lineno
+        if isinstance(statement, ast.For | ast.AsyncFor | ast.While | ast.If | ast.With | ast.AsyncWith):
+            last = max(statement.lineno, statement.body[0].lineno - 1)
+        above = statement.lineno - 1
+        is_comment = above > 0 and self._text_lines[above - 1].lstrip().startswith("#")
+        first = above if is_comment else statement.lineno
+        return not self._lines.isdisjoint(range(first, last + 1))
+
+
+def parents_of(tree: ast.AST) -> dict[ast.AST, ast.AST]:
+    """The parent of each node below ``tree``."""
+    return {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+
+
+def read(arguments: Iterable[str]) -> dict[str, str]:
+    """All Python files at or below the paths, by their path from the repository's root; without a path, those of
+    ``FOLDERS``."""
+    places = [Path(argument).resolve() for argument in arguments] or [ROOT / folder for folder in FOLDERS]
+    files = [file for place in places for file in ([place] if place.is_file() else sorted(place.rglob("*.py")))]
+    return {str(file.relative_to(ROOT) if file.is_relative_to(ROOT) else file): file.read_text() for file in files}
+
+
+def report(findings: Iterable[Finding], summary: str) -> int:
+    """Print the findings and, with their number before it, the summary; the exit code."""
+    findings = list(findings)
+    print(*findings, f"{len(findings)} {summary}", sep="\n")
+    return 1 if findings else 0
