@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from processes import name_of
 from reporting import run_benchmark
 
 ROOT = Path(__file__).parents[1]
@@ -62,6 +63,8 @@ class Fault:
         return f"{self.kind}: {self.what}"
 
 
+OWNERS = {"generator": "generator actor", "engine": "generator actor", "scorer": "rollout worker"}
+"""The actor to which a process of a kind belongs, as ``processes.name_of`` calls it."""
 SIGNALLED = ("generator", "engine", "rollout worker", "scorer")
 FAULTS = [Fault(kind, what) for kind in SIGNALLED for what in ("SIGKILL", "SIGSTOP")]
 FAULTS += [Fault("rollout worker", what) for what in ("exception", "os._exit")]
@@ -100,14 +103,13 @@ class Run:
 
     def victim(self, kind: str, index: int) -> psutil.Process:
         """The process of this kind and index; among a worker's scoring processes, the first."""
-        mesh = "generator" if kind in ("generator", "engine") else "rollout"
         processes = self.processes()
-        (actor,) = [found for found in processes if _title(found).startswith(f"monarch_rl::{mesh}{index}-")]
-        titles = {"engine": "sglang::scheduler", "scorer": "monarch_rl::scorer"}
-        if kind not in titles:
+        owner = f"{OWNERS.get(kind, kind)} {index}"
+        (actor,) = [process for process in processes if _name(process) == owner]
+        if kind not in ("engine", "scorer"):
             return actor
         group = os.getpgid(actor.pid)  # what an actor starts is in its process group
-        return next(p for p in processes if _title(p).startswith(titles[kind]) and os.getpgid(p.pid) == group)
+        return next(p for p in processes if _name(p) == kind and os.getpgid(p.pid) == group)
 
     def rows(self, name: str) -> list[dict[str, Any]]:
         """The lines of a file of the run's folder."""
@@ -142,10 +144,10 @@ class Run:
             process.kill()
 
 
-def _title(process: psutil.Process) -> str:
+def _name(process: psutil.Process) -> str:
     try:
-        return process.cmdline()[0]
-    except (psutil.NoSuchProcess, IndexError):
+        return name_of(process.name(), process.cmdline(), process.environ())
+    except psutil.NoSuchProcess:
         return ""
 
 

@@ -162,6 +162,7 @@ class Buffer(FailureReports):
         All ranks must ask with the same ``version``, ``dp_size`` and ``token_budget``; asking again is harmless.
 
         Args:
+            version: the version being updated.
             dp_rank: which share.
             dp_size: how many shares.
             token_budget: tokens of one micro-batch.

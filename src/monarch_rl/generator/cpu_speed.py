@@ -17,7 +17,6 @@ draws without a seed                   by one number a request, not one for ever
 inputs                                 not copied to buffers of fixed addresses, which only graphs of a GPU need
 environment variables                  read from the environment some sixty times a step: once each
 process groups                         share one device of gloo, whose thread polls (``cpu_gloo.py``)
-load snapshots                         made for a router that is not there
 ====================================== ===========================================================================
 
 The overlap scheduler is off on such a machine. Tests turn it on, to see there what GPUs do: then tokens of a step and
@@ -58,7 +57,6 @@ def install() -> None:
     replace_method(Scheduler, "get_new_batch_prefill", cpu_admission.get_new_batch_prefill, "running_batch")
     replace_method(Scheduler, "_arm_prefill_decode_interval", cpu_admission.arm_interval, "batch")
     replace_method(Scheduler, "maybe_sleep_on_idle", cpu_admission.gather_after_idle, "")
-    replace_method(Scheduler, "publish_load_snapshot", _no_snapshot, "force")
     replace_method(
         SchedulerBatchResultProcessor, "process_batch_result_decode", cpu_results.process_decode, "batch result"
     )
@@ -68,10 +66,6 @@ def install() -> None:
     cpu_gloo.install()
     replace_method(EnvField, "get", _read_variable, "")
     os.environ["SGLANG_EAGER_INPUT_NO_COPY"] = "1"
-
-
-def _no_snapshot(_scheduler: Any, _original: Any, force: bool = False) -> None:
-    return None
 
 
 def _read_variable(field: Any, original: Callable[..., Any]) -> Any:

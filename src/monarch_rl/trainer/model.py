@@ -46,12 +46,11 @@ class ShardedModel:
         self.lora = settings.lora
         check_experts(self.hf_config, settings)
         family = FAMILIES[architecture_of(self.hf_config)]
-        on_gpu = device.type == "cuda"
         config = model_config(
             self.hf_config,
             logprob_chunk=settings.logprob_chunk,
             longest=settings.tokens_per_microbatch,
-            half_on_gpu=on_gpu and settings.computes_in(on_gpu) != "float32",
+            half_on_gpu=settings.in_half_on_gpu(device.type == "cuda"),
         )
         if self.lora.rank:
             config = add_lora(config, self.lora)

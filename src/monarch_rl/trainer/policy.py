@@ -59,9 +59,7 @@ class Policy:
         self.settings = settings
         self.temperature = temperature
         self.device = _join_world(timedelta(seconds=collective_timeout_s))
-        on_gpu = self.device.type == "cuda"
-        # On a GPU matrices of float32 then hold values of bfloat16: LoRA's are multiplied in bfloat16, too.
-        self._computes_in_half = on_gpu and settings.computes_in(on_gpu) != "float32"
+        self._computes_in_half = settings.in_half_on_gpu(self.device.type == "cuda")  # LoRA's matrices, too
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         if self.world_size != settings.ranks:
             raise ValueError(f"trainer.ranks is {settings.ranks}, but the world has {self.world_size}")

@@ -91,6 +91,10 @@ class TrainerSettings(CheckedSettings, flags="trainer"):
         """The name of the dtype of forward and backward."""
         return self.compute_dtype if self.compute_dtype != "auto" else ("bfloat16" if on_gpu else "float32")
 
+    def in_half_on_gpu(self, on_gpu: bool) -> bool:
+        """Whether matrices of float32 hold values of bfloat16, whose products a GPU has exactly in shorter formats."""
+        return on_gpu and self.computes_in(on_gpu) != "float32"
+
     @property
     def keeps_expert_routes(self) -> bool:
         """Whether generators return expert routes, which travel with the tokens."""
