@@ -163,8 +163,7 @@ class Buffer(FailureReports):
 
         Args:
             version: the version being updated.
-            dp_rank: which share.
-            dp_size: how many shares.
+            dp_rank, dp_size: which share, of how many.
             token_budget: tokens of one micro-batch.
             timeout_s: seconds to wait for the batch.
 
