@@ -3,13 +3,14 @@ from __future__ import annotations
 import asyncio
 import pickle
 import time
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from monarch_rl.runtime import presence
-from monarch_rl.runtime.deadlines import DeadlineExceeded, Patience, within
+from monarch_rl.runtime.deadlines import DeadlineExceeded, Patience, ProcessLost, lose, within
 
 
 async def never() -> None:
@@ -52,6 +53,28 @@ def test_the_error_crosses_processes() -> None:
     error = DeadlineExceeded("a waited 1 s for b", "b", 1.0)
     copy = pickle.loads(pickle.dumps(error))
     assert (str(copy), copy.what, copy.seconds) == ("a waited 1 s for b", "b", 1.0)
+
+
+def test_a_lost_process_ends_the_waits_on_it_at_once_and_no_others() -> None:
+    async def run() -> list[object]:
+        stats = "the stats of generator 1"
+        waits: list[Any] = [within(60.0, never(), stats, on="generator 1") for _ in range(2)]
+        waits += [within(0.2, never(), "generator 10", on="generator 10"), within(0.2, never(), "generator 1")]
+        waits += [within(60.0, answer(), "an answer", on="generator 1")]
+        tasks = [asyncio.ensure_future(wait) for wait in waits]
+        await asyncio.sleep(0)  # they have begun
+        lose("generator 1", "killed by signal 9")
+        later = within(0.2, never(), "its successor", on="generator 1")
+        return await asyncio.gather(*tasks, later, return_exceptions=True)
+
+    *lost, other, nameless, answered, successor = asyncio.run(run())
+    for error in lost:
+        assert isinstance(error, ProcessLost)
+        assert str(error).endswith("for the stats of generator 1: generator 1 is lost, killed by signal 9")
+        assert isinstance(pickle.loads(pickle.dumps(error)), ProcessLost)
+    assert answered == 42 or isinstance(answered, ProcessLost)  # it had begun to compute its answer, or not
+    for error in (other, nameless, successor):
+        assert type(error) is DeadlineExceeded
 
 
 def test_an_awaitable_that_ignores_its_cancellation_cannot_hold_the_waiter() -> None:

@@ -31,7 +31,7 @@ from monarch_rl.pipeline.actor_pool import ActorPool, last_line
 from monarch_rl.pipeline.lost_processes import LostProcesses
 from monarch_rl.pipeline.publishing import Publisher
 from monarch_rl.rollout.worker import RolloutWorker
-from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, DeadlineExceeded, now, within
+from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, DeadlineExceeded, lose, now, within
 from monarch_rl.runtime.endpoint import concurrent_endpoint
 from monarch_rl.settings.ranges import FOREVER_S, CheckedSettings, Range
 
@@ -161,6 +161,7 @@ class Recovery:
             cause = await self._loss_of(pool, index)
             lost = now()
             self._losses.note_lost(name, cause)
+            lose(name, last_line(cause))
             pool.handles.pop(index)
             if pool is self._generators:
                 await self._publisher.remove_replica(index, last_line(cause))

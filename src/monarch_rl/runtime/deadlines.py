@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadline_clock import DeadlineClock
@@ -39,6 +39,26 @@ class DeadlineExceeded(TimeoutError):
         return type(self), (str(self), self.what, self.seconds)  # so that it can be pickled inside Monarch's errors
 
 
+class ProcessLost(DeadlineExceeded):
+    """The process that was waited for is lost, so that its answer cannot come within the deadline."""
+
+
+_waits_on: dict[int, tuple[str, asyncio.Future[Any]]] = {}
+"""By number: the waits of this process that are under way and name whom they are on; with what they await."""
+_lost: dict[int, str] = {}
+"""By number: why the process is lost that a wait is on."""
+
+
+def lose(name: str, why: str) -> None:
+    """End all waits of this event loop on the process ``name`` with :class:`ProcessLost`: nobody else may notice for
+    minutes that it is lost. Waits that begin later are on the process that takes its place."""
+    loop = asyncio.get_running_loop()
+    for number, (on, awaited) in list(_waits_on.items()):
+        if on == name and awaited.get_loop() is loop and not awaited.done():
+            _lost[number] = why
+            awaited.cancel()
+
+
 def now() -> float:
     """Seconds of the running event loop's clock: ``time.monotonic()``, or virtual time (``simulate/clock.py``)."""
     return asyncio.get_running_loop().time()
@@ -56,12 +76,14 @@ async def within(seconds: float, awaitable: Awaitable[T], what: str, *, on: str 
             or the name of something outside the run. The stall report follows these names to the cause.
         flag: the setting that the deadline comes from, as on the command line, for the message.
 
-    Raises :class:`DeadlineExceeded`, and whatever the awaitable raises.
+    Raises :class:`DeadlineExceeded`, :class:`ProcessLost`, and whatever the awaitable raises.
     """
     since = time.time()
     task = asyncio.ensure_future(awaitable)
     number = presence.begin_wait(what, on, seconds)
     clock = DeadlineClock(seconds, what)
+    if on:
+        _waits_on[number] = on, task
     try:
         while not task.done() and (window_s := clock.next_window_s()) is not None:
             await _done_or_late(task, window_s)
@@ -70,6 +92,11 @@ async def within(seconds: float, awaitable: Awaitable[T], what: str, *, on: str 
         raise
     finally:
         presence.end_wait(number)
+        _waits_on.pop(number, None)
+        why_lost = _lost.pop(number, None)
+    if why_lost is not None and task.cancelled():
+        passed_s = clock.passed_s
+        raise ProcessLost(f"{_waiter()} waited {passed_s:.0f} s for {what}: {on} is lost, {why_lost}", what, passed_s)
     if task.done():
         return task.result()
     # Not awaited, because an awaitable that ignores its cancellation would turn the deadline into a hang.
