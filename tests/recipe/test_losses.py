@@ -95,8 +95,8 @@ def test_what_cannot_be_replaced_ends_the_run_though_others_may_be_restarted(
     run = start([sys.executable, *recipe(model, tmp_path / "runs", *more)])
     wait_for_line(run, r"^step \d+/.*\| lag \d\.\d+/[12] ")
     assert engines(run) == ranks
+    assert "is lost" not in run.output(), run.output()  # afterwards a worker may be, whose call to the buffer failed
     ends_and_names(run, process)
-    assert "is lost" not in run.output(), run.output()
     assert 1 <= max(step["lag/max"] for step in steps_logged(tmp_path / "runs")) <= 2
 
 
