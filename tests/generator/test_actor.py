@@ -198,6 +198,8 @@ def test_a_refused_request_costs_no_other(replicas: Replicas, run: LoopThread) -
 
 LONG = Sampling(max_new_tokens=1000, seed=17)
 BEGINNING = replace(LONG, max_new_tokens=200)
+NOTICED_S = STATE_DEADLINE_S + 30
+"""Seconds in which a killed process is noticed, also if Monarch has just asked for its state."""
 """Asked for in one message with ``LONG``: when it is answered, as many tokens of that have arrived, in parts."""
 
 
@@ -269,18 +271,18 @@ def test_a_killed_replica_takes_its_engine_along_and_another_one_goes_on(replica
 
     async def lose() -> tuple[Completion, Completion, int]:
         alone = await ask(replicas.actors[1], [5], LONG)
-        before, dispatcher = await tokens(), Dispatcher(replicas.actors, 60)
-        request = ReplicaConnection(replicas.actors[0], 60, "generator 0").ask([5], LONG)
+        before, dispatcher = await tokens(), Dispatcher(replicas.actors, NOTICED_S)
+        request = ReplicaConnection(replicas.actors[0], NOTICED_S, "generator 0").ask([5], LONG)
         playing = asyncio.ensure_future(dispatcher.generate([5], LONG, 0))
         await dispatcher.generate([5], BEGINNING, 0)
         os.kill(actor, signal.SIGKILL)
         # A process killed while Monarch asks it for its state is noticed later, and in other words.
         lost = r"(?s)generator\.generate\(\) failed.*(sig=9|process likely crashed)"
         with pytest.raises(ReplicaLost, match=lost):
-            await asyncio.wait_for(request, STATE_DEADLINE_S + 10)
+            await asyncio.wait_for(request, NOTICED_S)
         return alone, await playing, await tokens() - before
 
-    alone, across, again = run(lose())
+    alone, across, again = run(lose(), NOTICED_S + 300)
     assert across.token_ids.tolist() == alone.token_ids.tolist()
     assert np.abs(across.logprobs - alone.logprobs).max() < LOGPROB_BOUND
     assert across.policy_versions.tolist() == alone.policy_versions.tolist()
