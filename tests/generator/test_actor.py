@@ -198,9 +198,9 @@ def test_a_refused_request_costs_no_other(replicas: Replicas, run: LoopThread) -
 
 LONG = Sampling(max_new_tokens=1000, seed=17)
 BEGINNING = replace(LONG, max_new_tokens=200)
+"""Asked for in one message with ``LONG``: when it is answered, as many tokens of that have arrived, in parts."""
 NOTICED_S = STATE_DEADLINE_S + 30
 """Seconds in which a killed process is noticed, also if Monarch has just asked for its state."""
-"""Asked for in one message with ``LONG``: when it is answered, as many tokens of that have arrived, in parts."""
 
 
 def test_cancelled_requests_leave_the_replica_as_it_was(replicas: Replicas, run: LoopThread) -> None:
