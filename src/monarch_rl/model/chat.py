@@ -10,7 +10,7 @@ from typing import Any
 
 from monarch_rl.model.chat_shape import DRAWN, Row, Shape, calls_row, find_shape, user_row
 from monarch_rl.model.messages import ChatError, Message, Reply, Role
-from monarch_rl.model.reply_text import ReplyText
+from monarch_rl.model.reply_text import PARSERS_KEPT, ReplyText
 from monarch_rl.model.tools import ToolSet
 
 OPENINGS_KEPT = 16
@@ -45,6 +45,8 @@ class ChatTemplate:
         self.system, self.tool_parser = system, tool_parser
         self._openings: dict[str, list[int]] = {}
         """The last few."""
+        self._tools_checked: set[str] = set()
+        """By their keys."""
         self._shapes: dict[str, Shape] = {}
         """By the template's source."""
         self._variables = dict(self.tokenizer.special_tokens_map) | self.options
@@ -66,11 +68,18 @@ class ChatTemplate:
                     f"this model's chat template cannot be used with {role} messages: {shape.refusals[role]}. Write "
                     "them as user messages, or give the tokenizer another chat template"
                 )
-        if tools is not None and not self._writes(tools):
+        if tools is None or tools.key in self._tools_checked:
+            return
+        rows = [user_row()]
+        if self._render(rows, True, tools) == self._render(rows, True, None, self._source(tools)):
             raise ChatError(
                 "this model's chat template has no place for tools: describe them in the system prompt, or give the "
                 "tokenizer another chat template"
             )
+        self._reply_text.parser(tools)
+        if len(self._tools_checked) >= PARSERS_KEPT:
+            self._tools_checked.clear()
+        self._tools_checked.add(tools.key)
 
     def shape(self, tools: ToolSet | None = None) -> Shape:
         """What the template writes around a turn."""
@@ -86,7 +95,7 @@ class ChatTemplate:
 
     def opening(self, messages: Sequence[Message], tools: ToolSet | None) -> list[int]:
         """The ids that open a conversation, up to and with the prompt for the policy's first turn."""
-        key = repr((messages, tools and tools.schemas))
+        key = repr((messages, tools and tools.key))
         ids = self._openings.pop(key, None)
         if ids is None:
             self.require(*_roles(messages), tools=tools)
@@ -130,6 +139,11 @@ class ChatTemplate:
         """
         return self._reply_text.read(token_ids, self.shape(tools), tools, stop)
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of some ids, special tokens included."""
+        text: str = self.tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
+        return text
+
     def cut_while_thinking(self, token_ids: Sequence[int], tools: ToolSet | None = None) -> bool:
         """Whether a turn that was cut was cut inside a thought."""
         shape = self.shape(tools)
@@ -150,10 +164,6 @@ class ChatTemplate:
         if not text.startswith(before):
             raise ChatError("the chat template writes a call in another way once it is answered")
         return text[len(before) - len(shape.closing) if before.endswith(shape.closing) else len(before) :]
-
-    def _writes(self, tools: ToolSet) -> bool:
-        rows = [user_row()]
-        return self._render(rows, True, tools) != self._render(rows, True, None, self._source(tools))
 
     def _source(self, tools: ToolSet | None = None) -> str:
         """The template's text. A tokenizer may have one for conversations with tools."""

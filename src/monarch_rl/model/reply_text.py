@@ -13,6 +13,9 @@ from monarch_rl.model.stop_strings import cut_at_stop
 from monarch_rl.model.tool_calls import CallParser
 from monarch_rl.model.tools import ToolSet
 
+PARSERS_KEPT = 64
+"""Sets of tools whose parsers are remembered; a run has a few."""
+
 
 class ReplyText:
     """Reads turns.
@@ -31,8 +34,8 @@ class ReplyText:
         self._stop_token_ids = stop_token_ids
         self._tool_parser = tool_parser
         self._source = source
-        self._parsers: dict[int, tuple[ToolSet, CallParser]] = {}
-        """By the identity of a set of tools, which is held here so that the identity stays its own."""
+        self._parsers: dict[str, CallParser] = {}
+        """By the key of a set of tools."""
 
     def read(self, token_ids: Sequence[int], shape: Shape, tools: ToolSet | None, stop: Sequence[str]) -> Reply:
         """What a turn says; see :meth:`ChatTemplate.read`."""
@@ -43,7 +46,7 @@ class ReplyText:
             thinking, text = self._split(text, shape)
         calls: tuple[ToolCall, ...] = ()
         if tools is not None:
-            text, calls = self._parser(tools).parse(text)
+            text, calls = self.parser(tools).parse(text)
         return Reply(raw, self._special.sub("", text), thinking, calls)
 
     def raw(self, token_ids: Sequence[int]) -> str:
@@ -71,12 +74,15 @@ class ReplyText:
             return "", raw
         return thought.partition(opens)[2].strip("\n") if opens in thought else thought.strip("\n"), text.lstrip("\n")
 
-    def _parser(self, tools: ToolSet) -> CallParser:
-        if id(tools) not in self._parsers:
-            if len(self._parsers) >= 64:
+    def parser(self, tools: ToolSet) -> CallParser:
+        """What reads calls of these tools. Raises ChatError if SGLang does not know how they are written."""
+        parser = self._parsers.get(tools.key)
+        if parser is None:
+            if len(self._parsers) >= PARSERS_KEPT:
                 self._parsers.clear()
-            self._parsers[id(tools)] = tools, CallParser(tools, self._tool_parser, self._source(tools), self._tokenizer)
-        return self._parsers[id(tools)][1]
+            parser = CallParser(tools, self._tool_parser, self._source(tools), self._tokenizer)
+            self._parsers[tools.key] = parser
+        return parser
 
     @cached_property
     def _special(self) -> re.Pattern[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,7 +29,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 class ToolSet:
     """Some tools. Two sets are equal if their schemas are.
 
-    Make one with :func:`as_tools`, once for all conversations that have the same.
+    Made by :func:`as_tools`.
     """
 
     schemas: tuple[dict[str, Any], ...]
@@ -41,10 +42,16 @@ class ToolSet:
         """The JSON schema of each tool's arguments, by its name."""
         return {schema["function"]["name"]: schema["function"].get("parameters") or {} for schema in self.schemas}
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ToolSet) and self.schemas == other.schemas
+    @cached_property
+    def key(self) -> str:
+        """The same for sets that are equal."""
+        return json.dumps(self.schemas)
 
-    __hash__ = None  # type: ignore[assignment]
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ToolSet) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
 
     def problem(self, name: str, arguments: Any) -> str:
         """Why a call cannot be carried out, in words for the model; "" if it can be."""
