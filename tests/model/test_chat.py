@@ -10,7 +10,7 @@ import pytest
 
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.model.conversation import Conversation
-from monarch_rl.model.messages import ChatError, Message, assistant, system, tool, user
+from monarch_rl.model.messages import ChatError, Message, ToolCall, assistant, system, tool, user
 from tests.model.chat_helpers import TAGGED, write_model
 
 
@@ -182,6 +182,51 @@ def test_a_role_that_ends_the_turn_is_not_written_twice(tmp_path: Path) -> None:
         conversation.add(user("1+2?"))
         conversation.replied(template._plain("3" + end), how)
         assert template.decode(conversation.add(user("2+2?"))) == next_message + "<|assistant|>"
+
+
+AFTER_CALLS = (
+    "{% for m in messages %}{% if m.role == 'tool' %}"
+    "{% set called = messages[loop.index0 - 1].tool_calls %}"
+    "{% if not called %}{{ raise_exception('no call before this answer') }}{% endif %}"
+    "{{ '<|start|>' + called[0].function.name + '\n' + m.content + '<|end|>\n' }}"
+    "{% else %}{{ '<|start|>' + m.role + '\n' + m.content }}"
+    "{% for call in m.tool_calls %}{{ '{' + call.function.name + '}' }}{% endfor %}{{ '<|end|>\n' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
+)
+"""Writes a tool's answer only after a call of it, whose name it takes."""
+
+
+def test_answers_that_a_template_writes_only_after_a_call_are_written(tmp_path: Path) -> None:
+    template = ChatTemplate(write_model(tmp_path, "tagged", AFTER_CALLS))
+    for drawn, how, closes in ("{add}<|end|>", "stop", "\n"), ("{add}", "length", "<|end|>\n"):
+        conversation = Conversation(template)
+        conversation.add(user("1+2?"))
+        conversation.replied(template._plain(drawn), how)
+        with pytest.raises(ChatError, match="needs the name of the tool"):
+            conversation.add(tool("3"))
+        context = conversation.add(ToolCall("add", id="call00000").answer("3"))
+        assert template.decode(context) == closes + "<|start|>add\n3<|end|>\n<|start|>assistant\n"
+
+
+GOES_ON = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ '[' + m.content + ']' }}{% else %}"
+    "{{ '<|start|>' + m.role + '\n' + m.content + ('(call)' if m.tool_calls else '<|end|>\n') }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt and messages[-1].role != 'tool' %}{{ '<|start|>assistant\n' }}{% endif %}"
+)
+"""A tool's answer stands inside the turn that called it, which goes on after it."""
+
+
+def test_an_answer_inside_the_turn_that_called_it_is_written_there(tmp_path: Path) -> None:
+    template = ChatTemplate(write_model(tmp_path, "tagged", GOES_ON))
+    conversation = Conversation(template)
+    conversation.add(user("1+2?"))
+    conversation.replied(template._plain("(call)"), "length")
+    rows = [{"role": "user", "content": "1+2?"}, {"role": "assistant", "content": "", "tool_calls": [1]}]
+    whole = template.tokenizer.apply_chat_template(
+        [*rows, {"role": "tool", "content": "3"}], tokenize=False, add_generation_prompt=True
+    )
+    conversation.add(ToolCall("add").answer("3"))
+    assert text(conversation) == whole
 
 
 def test_messages_can_be_read_without_asking_for_a_turn(tmp_path: Path) -> None:

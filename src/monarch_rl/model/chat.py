@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from monarch_rl.model.chat_shape import DRAWN, Row, Shape, calls_row, find_shape, user_row
+from monarch_rl.model.chat_shape import DRAWN, Row, Shape, after_calls, find_shape, user_row
 from monarch_rl.model.messages import ChatError, Message, Reply, Role
 from monarch_rl.model.reply_text import PARSERS_KEPT, ReplyText
 from monarch_rl.model.tools import ToolSet
@@ -139,6 +139,11 @@ class ChatTemplate:
         """
         return self._reply_text.read(token_ids, self.shape(tools), tools, stop)
 
+    def stop_tokens(self, stop: Sequence[str]) -> tuple[int, ...]:
+        """The ids of stop strings that are one token, for an engine to stop at; the others, and such a string where the
+        policy draws it in pieces, are found by :class:`~monarch_rl.model.stop_strings.StopStrings`."""
+        return tuple(ids[0] for ids in map(self._plain, stop) if len(ids) == 1)
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of some ids, special tokens included."""
         text: str = self.tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
@@ -155,15 +160,13 @@ class ChatTemplate:
 
     def _after_calls(self, rows: list[Row], tools: ToolSet | None, shape: Shape) -> str:
         """The text between a turn and the next one, for a template that writes tool messages only after calls."""
-        answers = [row for row in rows if row["role"] == "tool"]
-        if any("name" not in row for row in answers):
+        if any(row["role"] == "tool" and "name" not in row for row in rows):
             raise ChatError("this model's chat template needs the name of the tool that answers: use call.answer(...)")
-        answers = [{"tool_call_id": "call00000", **row} for row in answers]
-        base = [user_row(), calls_row(answers)]
-        before, text = self._render(base, False, tools), self._render([*base, *rows], True, tools)
-        if not text.startswith(before):
+        rows = [{"tool_call_id": "call00000", **row} if row["role"] == "tool" else row for row in rows]
+        text = after_calls(lambda said, prompt: self._render(said, prompt, tools), rows, shape.closing)
+        if text is None:
             raise ChatError("the chat template writes a call in another way once it is answered")
-        return text[len(before) - len(shape.closing) if before.endswith(shape.closing) else len(before) :]
+        return text
 
     def _source(self, tools: ToolSet | None = None) -> str:
         """The template's text. A tokenizer may have one for conversations with tools."""

@@ -49,10 +49,10 @@ class Shape:
         """What is left of the text after a turn.
 
         Args:
-            text: what the template writes there; begins with :attr:`closing`.
+            text: what the template writes there: :attr:`closing` and more, or, after calls, what goes on with the turn.
             end: the end token that was drawn, which stands in for the template's own; "" for a turn that was cut.
         """
-        if end and self.end:
+        if end and self.end and text.startswith(self.closing):
             return text[self.closing.index(self.end) + len(self.end) :]
         return text.removeprefix(end)
 
@@ -82,7 +82,7 @@ def find_shape(render: Render, source: str, end_tokens: Sequence[str], special: 
     ends = [token for token in end_tokens if token in closing] or [token for token in special if token in closing]
     thinking = next((tags for tags in THINKING_TAGS if tags[1] in source), None)
     system = _refusal(render, [{"role": "system", "content": SENTINEL}, user_row(DRAWN)], SENTINEL, DRAWN)
-    tool, calls_first = _tool_refusal(render)
+    tool, calls_first = _tool_refusal(render, closing)
     return Shape(
         closing,
         min(ends, key=closing.index, default=""),
@@ -113,18 +113,29 @@ def _closing(render: Render, special: Sequence[str]) -> str:
     return closing
 
 
-def _tool_refusal(render: Render) -> tuple[str, bool]:
-    """Why tool messages cannot be rendered, "" if they can; and whether only after a turn that is given as calls."""
+def _tool_refusal(render: Render, closing: str) -> tuple[str, bool]:
+    """Why tool messages cannot be rendered, "" if they can; and whether they must follow a turn that is given as calls,
+    because the template writes them in another way, or not at all, after one that is given as text."""
     answer: Row = {"role": "tool", "content": SENTINEL, "name": "tool", "tool_call_id": "call00000"}
-    drawn = [user_row(), {"role": "assistant", "content": DRAWN}]
-    refusal = _refusal(render, [*drawn, answer], DRAWN, SENTINEL)
-    if not refusal:
-        return "", False
-    called = [user_row(DRAWN), calls_row([answer])]
-    if _refusal(render, [*called, answer], DRAWN, SENTINEL):
+    drawn = [user_row(), {"role": "assistant", "content": DRAWN}, answer]
+    refusal = _refusal(render, drawn, DRAWN, SENTINEL)
+    if _refusal(render, [user_row(DRAWN), calls_row([answer]), answer], DRAWN, SENTINEL):
         return refusal, False
-    grows = render([*called, answer], True).startswith(render(called, False))
-    return ("", True) if grows else ("it writes a call in another way once it is answered", False)
+    text = after_calls(render, [answer], closing)
+    if text is None:
+        return refusal and "it writes a call in another way once it is answered", False
+    return "", bool(refusal) or render(drawn, True).partition(DRAWN)[2] != text
+
+
+def after_calls(render: Render, rows: Sequence[Row], closing: str) -> str | None:
+    """The text between a turn and the next one where the turn is given as calls; None if what the template writes for
+    the calls changes once they are answered."""
+    answers = [row for row in rows if row["role"] == "tool"]
+    base = [user_row(), calls_row(answers)]
+    before, text = render(base, False), render([*base, *rows], True)
+    if not text.startswith(before):
+        return None
+    return text[len(before) - len(closing) if before.endswith(closing) else len(before) :]
 
 
 def calls_row(answers: Sequence[Row]) -> Row:

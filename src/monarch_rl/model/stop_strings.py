@@ -1,8 +1,9 @@
 """Stop strings: where the first one ends among the tokens drawn.
 
-SGLang finds stop strings only in an engine with a tokenizer of its own, and the engines here are handed ids. They end a
-turn by ``stop_token_ids``; a stop string is found on this side, token by token, and what the engine drew after it is
-left out. So the ids of a turn do not depend on when the engine was told to stop.
+SGLang's own ``stop`` needs an engine with a tokenizer, and looks back only as many tokens as the tokenizer makes of the
+string, so that one drawn in smaller pieces is missed. The engines here are handed ids, and end a turn by
+``stop_token_ids``. A stop string is found on this side, token by token, and what the engine drew after it is left out:
+the ids of a turn do not depend on when the engine was told to stop.
 """
 
 from __future__ import annotations
