@@ -110,7 +110,7 @@ def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ChatError, match="roles are system, user, assistant, tool"):
         conversation.add([{"role": "human", "content": "?"}])
     with pytest.raises(ChatError, match="is no message: use user"):
-        conversation.add("?")  # type: ignore[arg-type]
+        conversation.add(3)  # type: ignore[arg-type]
     with pytest.raises(ChatError, match="it needs role and content"):
         conversation.add([{"content": "?"}])
     conversation.add(

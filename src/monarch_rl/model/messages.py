@@ -59,8 +59,9 @@ class Reply:
     """In order. Check ``error`` before carrying one out."""
 
 
-Messages: TypeAlias = Message | Mapping[str, Any] | Iterable[Message | Mapping[str, Any]]
-"""A message or several; each a :class:`Message` or a mapping with ``role`` and ``content``, as data sets hold them."""
+Messages: TypeAlias = str | Message | Mapping[str, Any] | Iterable[Message | Mapping[str, Any]]
+"""Text, which is a user's message, a message, or several; each a :class:`Message` or a mapping with ``role`` and
+``content``, as data sets hold them."""
 
 
 def system(content: str) -> Message:
@@ -89,8 +90,10 @@ def as_messages(messages: Messages) -> list[Message]:
     Raises:
         ChatError: something is no message, has an unknown role, or holds an image or anything else that is not text.
     """
+    if isinstance(messages, str):
+        return [user(messages)]
     several: Any = [messages] if isinstance(messages, Message | Mapping) else messages
-    if isinstance(several, str) or not isinstance(several, Iterable):
+    if not isinstance(several, Iterable):
         raise ChatError(f"{messages!r:.80} is no message: use user(...), system(...) or tool(...)")
     return [_checked(message if isinstance(message, Message) else _from_mapping(message)) for message in several]
 
