@@ -28,7 +28,7 @@ def describe(error: BaseException) -> tuple[str, str]:
         start = start.tb_next
     text = "".join(traceback.format_exception(type(error), error, start)).rstrip()
     frames = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(start))
-    return _place(frames), shortened(text, REPORT_CHARACTERS)
+    return place_of(frames), shortened(text, REPORT_CHARACTERS)
 
 
 def said(error: BaseException) -> str:
@@ -49,7 +49,7 @@ def suspended(coroutine: Coroutine[Any, Any, Any]) -> tuple[str, str]:
         return "", ""
     lines = traceback.StackSummary.extract(iter(frames)).format()
     text = "It waited here (most recent call last):\n" + "".join(lines).rstrip()
-    place = _place((frame.f_code.co_filename, line) for frame, line in frames)
+    place = place_of((frame.f_code.co_filename, line) for frame, line in frames)
     return place, shortened(text, REPORT_CHARACTERS)
 
 
@@ -67,14 +67,14 @@ def of_process(stack: str) -> tuple[str, str]:
         lines.append(line)
     text = "\n".join(lines)
     frames = [(match["file"], int(match["line"])) for match in _STACK_LINE.finditer(text)]
-    return _place(reversed(frames)), shortened(text, REPORT_CHARACTERS)
+    return place_of(reversed(frames)), shortened(text, REPORT_CHARACTERS)
 
 
 def _calls(frame: TracebackType) -> bool:
     return frame.tb_frame.f_code.co_filename.startswith(_CALLERS)
 
 
-def _place(frames: Iterable[tuple[str, int]]) -> str:
+def place_of(frames: Iterable[tuple[str, int]]) -> str:
     """The last file and line that are no library's, or else the last ones; the last call comes last."""
     places = list(frames)
     own = [place for place in places if not place[0].startswith((*_LIBRARIES, *_CALLERS, "<"))]

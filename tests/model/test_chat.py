@@ -1,0 +1,292 @@
+"""What a template cannot do is said at once; a turn is read and closed as the template would."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from monarch_rl.model.chat import ChatTemplate
+from monarch_rl.model.conversation import Conversation
+from monarch_rl.model.messages import ChatError, Message, ToolCall, assistant, system, tool, user
+from tests.model.chat_helpers import TAGGED, write_model
+
+
+def chat(folder: Path, name: str, options: Mapping[str, Any] | None = None, **more: Any) -> ChatTemplate:
+    return ChatTemplate(write_model(folder, name), options, **more)
+
+
+def text(conversation: Conversation) -> str:
+    return conversation.template.decode(conversation.ids)
+
+
+def test_without_a_template_contents_are_joined(tmp_path: Path) -> None:
+    conversation = Conversation(chat(tmp_path, ""))
+    conversation.add([system("Add. "), user("1 + 2 =")])
+    drawn = conversation.template._plain("3</s>")
+    assert conversation.replied(drawn, "stop").text == "3"
+    conversation.add(user(" next"))
+    assert text(conversation) == "Add. 1 + 2 =3</s> next"
+    assert conversation.template.stop_token_ids == (drawn[-1],)
+
+
+def test_options_reach_the_template_and_unknown_ones_are_refused(tmp_path: Path) -> None:
+    conversation = Conversation(chat(tmp_path, "qwen3", {"enable_thinking": False}))
+    conversation.add(user("1+2?"))
+    assert text(conversation).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    with pytest.raises(ChatError, match="no option enable_thinkin; it reads .*enable_thinking,"):
+        chat(tmp_path, "qwen3", {"enable_thinkin": False})
+    with pytest.raises(ChatError, match="no option enable_thinking; it reads bos_token"):
+        chat(tmp_path, "llama3", {"enable_thinking": False})
+
+
+def test_a_system_prompt_opens_conversations_that_have_none(tmp_path: Path) -> None:
+    template = chat(tmp_path, "tagged", system="Be brief.")
+    for opening, said in ([user("?")], "Be brief."), ([system("Be long."), user("?")], "Be long."):
+        conversation = Conversation(template)
+        conversation.add(opening)
+        assert text(conversation).startswith(f"<|start|>system\n{said}<|end|>\n<|start|>user\n?")
+        assert conversation.messages[0] == system(said)
+
+
+def test_a_system_message_that_the_template_rejects_is_refused_at_start(tmp_path: Path) -> None:
+    source = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + TAGGED
+    )
+    write_model(tmp_path, "tagged", source)
+    ChatTemplate(str(tmp_path))
+    with pytest.raises(ChatError, match=r"cannot be used with system messages: .*System role not supported"):
+        ChatTemplate(str(tmp_path), system="Be brief.")
+
+
+SKIPS_TOOLS = TAGGED.replace("messages %}", "messages if m['role'] != 'tool' %}", 1)
+"""Loses what tools say without a word."""
+
+
+def test_tool_messages_that_the_template_drops_are_refused(tmp_path: Path) -> None:
+    template = ChatTemplate(write_model(tmp_path, "tagged", SKIPS_TOOLS))
+    with pytest.raises(ChatError, match="cannot be used with tool messages: it drops such a message without an error"):
+        template.require("user", "tool")
+    template.require("user", "system", "assistant")
+    conversation = Conversation(template)
+    conversation.add(user("?"))
+    conversation.replied(template._plain("!<|end|>"), "stop")
+    ids = list(conversation.ids)
+    with pytest.raises(ChatError, match="drops such a message"):
+        conversation.add(tool("42"))
+    assert conversation.ids == ids
+    conversation.add(user("so?"))
+
+
+LAST_ONLY = "{{ '<|start|>' + messages[-1]['content'] + '<|end|>' }}"
+FOR_IMAGES = "{% for m in messages %}{% for part in m['content'] %}{{ part['text'] }}{% endfor %}{% endfor %}"
+ENDS_DIFFERENTLY = (
+    "{% for m in messages %}{% set last = loop.last and m.role == 'assistant' %}"
+    "{{ m.content + ('</s>' if last else '<|end|>') }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        (LAST_ONLY, "loses the turns before the last"),
+        (FOR_IMAGES, "loses what the user says; it may be made for images"),
+        (ENDS_DIFFERENTLY, "ends the last turn with '</s>' and an earlier one with '<|end|>"),
+    ],
+)
+def test_templates_that_cannot_hold_a_conversation_are_refused(tmp_path: Path, source: str, sentence: str) -> None:
+    with pytest.raises(ChatError) as caught:
+        ChatTemplate(write_model(tmp_path, "tagged", source))
+    assert sentence in str(caught.value)
+
+
+def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
+    conversation = Conversation(chat(tmp_path, "tagged"))
+    image = {"role": "user", "content": [{"type": "image", "url": "cat.png"}, {"type": "text", "text": "What is it?"}]}
+    with pytest.raises(ChatError, match="Images, audio and video are not supported"):
+        conversation.add([image])
+    with pytest.raises(ChatError, match="roles are system, user, assistant, tool"):
+        conversation.add([{"role": "human", "content": "?"}])
+    with pytest.raises(ChatError, match="is no message: use user"):
+        conversation.add(3)  # type: ignore[arg-type]
+    with pytest.raises(ChatError, match="it needs role and content"):
+        conversation.add([{"content": "?"}])
+    conversation.add(
+        [{"role": "user", "content": [{"type": "text", "text": "What"}, {"type": "text", "text": " is?"}]}]
+    )
+    assert conversation.messages == [user("What is?")]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "tagged"])
+def test_a_turn_cut_inside_a_thought_is_closed_before_the_reply_ends(tmp_path: Path, name: str) -> None:
+    """And only where the template knows thoughts."""
+    conversation = Conversation(chat(tmp_path, name))
+    conversation.add(user("1+2?"))
+    drawn = conversation.template._plain("<think>\nWell, 1")
+    reply = conversation.replied(drawn, "length")
+    context = conversation.template.decode(conversation.add(user("Go on.")))
+    if name == "qwen3":
+        assert (reply.thinking, reply.text) == ("Well, 1", "")
+        assert context.startswith("\n</think>\n\n<|im_end|>\n<|im_start|>user\nGo on.")
+    else:
+        assert (reply.thinking, reply.text) == ("", "<think>\nWell, 1")
+        assert context.startswith("<|end|>\n<|start|>user\nGo on.")
+
+
+OPEN_THOUGHT = TAGGED.replace("assistant\n'", "assistant\n<think>\n'").replace(
+    "m['content']", "m['content'].split('</think>')[-1]"
+)
+"""The prompt opens a thought, and thoughts of earlier turns are dropped."""
+
+
+def test_a_thought_that_the_prompt_opens_is_closed_and_read(tmp_path: Path) -> None:
+    template = ChatTemplate(write_model(tmp_path, "tagged", OPEN_THOUGHT))
+    for drawn, how, thinking, says, closes in (
+        ("hm\n</think>\n\n3<|end|>", "stop", "hm", "3", "\n"),
+        ("hm\n</think>\n\n3", "length", "hm", "3", "<|end|>\n"),
+        ("hm", "length", "hm", "", "\n</think>\n\n<|end|>\n"),
+    ):
+        conversation = Conversation(template)
+        conversation.add(user("1+2?"))
+        reply = conversation.replied(template._plain(drawn), how)
+        assert (reply.thinking, reply.text) == (thinking, says)
+        assert template.decode(conversation.add(user("So?"))).startswith(closes + "<|start|>user\nSo?")
+
+
+def test_whatever_end_token_was_drawn_stands_in_for_the_templates(tmp_path: Path) -> None:
+    template = chat(tmp_path, "qwen3")
+    assert template.decode(template.stop_token_ids) in ("<|endoftext|><|im_end|>", "<|im_end|><|endoftext|>")
+    for end in "<|im_end|>", "<|endoftext|>":
+        conversation = Conversation(template)
+        conversation.add(user("1+2?"))
+        assert conversation.replied(template._plain("3" + end), "stop").text == "3"
+        conversation.add(user("2+2?"))
+        assert text(conversation).endswith(f"3{end}\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n")
+
+
+ROLE_ENDS = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}"
+    "{{ '<|assistant|>' if add_generation_prompt }}"
+)
+
+
+def test_a_role_that_ends_the_turn_is_not_written_twice(tmp_path: Path) -> None:
+    """As with GLM, whose turns end with the token that opens the next message."""
+    special = {"role_ends": ["</s>", "<|user|>", "<|assistant|>", "<|tool|>"]}
+    folder = write_model(tmp_path, "role_ends", ROLE_ENDS, end="<|user|>", special=special["role_ends"])
+    template = ChatTemplate(folder)
+    for end, how, next_message in ("<|user|>", "stop", "2+2?"), ("", "length", "<|user|>2+2?"):
+        conversation = Conversation(template)
+        conversation.add(user("1+2?"))
+        conversation.replied(template._plain("3" + end), how)
+        assert template.decode(conversation.add(user("2+2?"))) == next_message + "<|assistant|>"
+
+
+AFTER_CALLS = (
+    "{% for m in messages %}{% if m.role == 'tool' %}"
+    "{% set called = messages[loop.index0 - 1].tool_calls %}"
+    "{% if not called %}{{ raise_exception('no call before this answer') }}{% endif %}"
+    "{{ '<|start|>' + called[0].function.name + '\n' + m.content + '<|end|>\n' }}"
+    "{% else %}{{ '<|start|>' + m.role + '\n' + m.content }}"
+    "{% for call in m.tool_calls %}{{ '{' + call.function.name + '}' }}{% endfor %}{{ '<|end|>\n' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
+)
+"""Writes a tool's answer only after a call of it, whose name it takes."""
+
+
+def test_answers_that_a_template_writes_only_after_a_call_are_written(tmp_path: Path) -> None:
+    template = ChatTemplate(write_model(tmp_path, "tagged", AFTER_CALLS))
+    for drawn, how, closes in ("{add}<|end|>", "stop", "\n"), ("{add}", "length", "<|end|>\n"):
+        conversation = Conversation(template)
+        conversation.add(user("1+2?"))
+        conversation.replied(template._plain(drawn), how)
+        with pytest.raises(ChatError, match="needs the name of the tool"):
+            conversation.add(tool("3"))
+        context = conversation.add(ToolCall("add", id="call00000").answer("3"))
+        assert template.decode(context) == closes + "<|start|>add\n3<|end|>\n<|start|>assistant\n"
+
+
+GOES_ON = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ '[' + m.content + ']' }}{% else %}"
+    "{{ '<|start|>' + m.role + '\n' + m.content + ('(call)' if m.tool_calls else '<|end|>\n') }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt and messages[-1].role != 'tool' %}{{ '<|start|>assistant\n' }}{% endif %}"
+)
+"""A tool's answer stands inside the turn that called it, which goes on after it."""
+
+
+def test_an_answer_inside_the_turn_that_called_it_is_written_there(tmp_path: Path) -> None:
+    template = ChatTemplate(write_model(tmp_path, "tagged", GOES_ON))
+    conversation = Conversation(template)
+    conversation.add(user("1+2?"))
+    conversation.replied(template._plain("(call)"), "length")
+    rows = [{"role": "user", "content": "1+2?"}, {"role": "assistant", "content": "", "tool_calls": [1]}]
+    whole = template.tokenizer.apply_chat_template(
+        [*rows, {"role": "tool", "content": "3"}], tokenize=False, add_generation_prompt=True
+    )
+    conversation.add(ToolCall("add").answer("3"))
+    assert text(conversation) == whole
+
+
+def test_messages_can_be_read_without_asking_for_a_turn(tmp_path: Path) -> None:
+    conversation = Conversation(chat(tmp_path, "tagged"))
+    conversation.read(system("Add."))
+    conversation.read([user("1+2?"), assistant("3")])
+    conversation.add(user("2+2?"))
+    assert text(conversation) == (
+        "<|start|>system\nAdd.<|end|>\n<|start|>user\n1+2?<|end|>\n<|start|>assistant\n3<|end|>\n"
+        "<|start|>user\n2+2?<|end|>\n<|start|>assistant\n"
+    )
+
+
+def test_a_turn_that_was_cut_can_be_asked_to_go_on_with_nothing_said(tmp_path: Path) -> None:
+    conversation = Conversation(chat(tmp_path, "tagged"))
+    conversation.add(user("1+2?"))
+    conversation.replied(conversation.template._plain("It is"), "length")
+    assert conversation.template.decode(conversation.add()) == "<|end|>\n<|start|>assistant\n"
+
+
+def test_turns_come_one_by_one(tmp_path: Path) -> None:
+    conversation = Conversation(chat(tmp_path, "tagged"))
+    with pytest.raises(ChatError, match="no turn was asked for"):
+        conversation.replied([1], "stop")
+    conversation.add(user("1+2?"))
+    with pytest.raises(ChatError, match="turn is open"):
+        conversation.add(user("2+2?"))
+
+
+def test_a_fork_shares_what_was_and_goes_its_own_way(tmp_path: Path) -> None:
+    template = chat(tmp_path, "tagged")
+    conversation = Conversation(template)
+    conversation.add(user("1+2?"))
+    fork, before = conversation.fork(), list(conversation.ids)
+    conversation.replied(template._plain("3<|end|>"), "stop")
+    fork.replied(template._plain("4"), "length")
+    conversation.add(user("Sure?"))
+    fork.add(user("Sure?"))
+    assert conversation.ids[: len(before)] == fork.ids[: len(before)] == before
+    assert (
+        text(fork).removeprefix(template.decode(before))
+        == "4<|end|>\n<|start|>user\nSure?<|end|>\n<|start|>assistant\n"
+    )
+    assert [message.content for message in conversation.messages] == ["1+2?", "3", "Sure?"]
+    assert [message.content for message in fork.messages] == ["1+2?", "4", "Sure?"]
+
+
+def test_openings_that_are_remembered_are_not_shared(tmp_path: Path) -> None:
+    template = chat(tmp_path, "tagged")
+    first, second = Conversation(template), Conversation(template)
+    ids = first.add(user("1+2?"))
+    ids.append(0)
+    assert second.add(user("1+2?")) == ids[:-1]
+
+
+def test_text_ends_before_a_stop_string_and_has_no_special_tokens(tmp_path: Path) -> None:
+    conversation = Conversation(chat(tmp_path, "tagged"))
+    conversation.add(user("1+2?"))
+    drawn = conversation.template._plain("It<|start|> is 3. Next: 4")
+    reply = conversation.replied(drawn, "stop", stop=[" Next:"])
+    assert (reply.text, reply.raw) == ("It is 3.", "It<|start|> is 3. Next: 4")
+    assert conversation.ids[-len(drawn) :] == drawn
+    assert conversation.messages[-1] == Message("assistant", reply.raw)

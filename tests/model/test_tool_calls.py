@@ -1,0 +1,206 @@
+"""Calls in a turn: those that fit, and for each that does not, a sentence for the model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from monarch_rl.model.chat import ChatTemplate
+from monarch_rl.model.conversation import Conversation
+from monarch_rl.model.messages import ChatError, Reply, user
+from monarch_rl.model.tools import ToolSet, as_tools
+from tests.model.chat_helpers import TAGGED, write_model
+
+
+def add(a: int, b: int = 0, how: Literal["exact", "rough"] = "exact", more: list[float] | None = None) -> int:
+    """Add numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+        how: How exactly.
+        more: Others.
+    """
+    return a + b
+
+
+SEARCH = {
+    "type": "function",
+    "function": {
+        "name": "search",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "query": {"type": "string"},
+                "where": {"type": "object", "properties": {"site": {"type": "string"}}},
+            },
+            "required": ["query"],
+        },
+    },
+}
+TOOLS = as_tools([add, SEARCH])
+
+
+def reply_to(template: ChatTemplate, text: str, tools: ToolSet = TOOLS) -> Reply:
+    conversation = Conversation(template)
+    conversation.add(user("1+2?"), tools=tools)
+    return conversation.replied(template._plain(text), "length")
+
+
+def call(name: str, arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> ChatTemplate:
+    return ChatTemplate(write_model(tmp_path_factory.mktemp("qwen3"), "qwen3"))
+
+
+def test_calls_are_read_and_the_raw_text_is_kept(qwen3: ChatTemplate) -> None:
+    text = (
+        f"<think>\nTools!\n</think>\n\nLet me see.\n{call('add', {'a': 1, 'b': 2})}\n{call('search', {'query': 'x'})}"
+    )
+    reply = reply_to(qwen3, text)
+    assert (reply.raw, reply.thinking, reply.text) == (text, "Tools!", "Let me see.")
+    assert [(c.name, c.arguments, c.id, c.error) for c in reply.tool_calls] == [
+        ("add", {"a": 1, "b": 2}, "call00000", ""),
+        ("search", {"query": "x"}, "call00001", ""),
+    ]
+
+
+def test_ids_of_calls_are_unique_within_a_conversation(qwen3: ChatTemplate) -> None:
+    conversation, ids = Conversation(qwen3), []
+    messages = [user("1+2?")]
+    for turn in range(3):
+        conversation.add(messages, tools=TOOLS if turn == 0 else None)
+        reply = conversation.replied(qwen3._plain(call("add", {"a": turn}) + call("add", {"a": turn})), "length")
+        ids += [call.id for call in reply.tool_calls]
+        messages = [call.answer("1") for call in reply.tool_calls]
+    assert len(set(ids)) == len(ids) == 6
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "error"),
+    [
+        ("subtract", {"a": 1}, "There is no tool 'subtract'. The tools are: add, search."),
+        ("add", {}, "The call of add does not fit: a is missing."),
+        ("add", {"a": "1"}, "The call of add does not fit: a must be integer, not '1'."),
+        ("add", {"a": True}, "The call of add does not fit: a must be integer, not True."),
+        ("add", {"a": 1.5}, "The call of add does not fit: a must be integer, not 1.5."),
+        ("add", {"a": 1, "c": 2}, "The call of add does not fit: there is no argument 'c'; it takes a, b, how, more."),
+        (
+            "add",
+            {"a": 1, "how": "odd"},
+            "The call of add does not fit: how must be one of 'exact', 'rough', not 'odd'.",
+        ),
+        ("add", {"a": 1, "more": [1, "2"]}, "The call of add does not fit: more[1] must be number, not '2'."),
+        ("add", {"a": 1, "more": [1, 2.5]}, ""),
+        ("add", {"a": 1, "more": None}, ""),
+        ("add", [1, 2], "The arguments of add are not a JSON object."),
+        (
+            "search",
+            {"query": "x", "where": {"site": 3}},
+            "The call of search does not fit: where.site must be string, not 3.",
+        ),
+        ("search", {"query": "x", "where": {"site": "a", "lang": "b"}}, ""),
+    ],
+)
+def test_names_and_types_are_checked(qwen3: ChatTemplate, name: str, arguments: Any, error: str) -> None:
+    (found,) = reply_to(qwen3, call(name, arguments)).tool_calls
+    assert found.error == error
+    assert found.answer(found.error).content == error
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>\n{"name": "add", "arguments": {"a": 1}}',
+        '<tool_call>\n{"name": "add", "arguments": {"a": 1}\n</tool_call>',
+        "<tool_call>\nadd(1)\n</tool_call>",
+        '<tool_call>\n["add"]\n</tool_call>',
+        "<tool_call>\n7\n</tool_call>",
+        "<tool_call>",
+    ],
+)
+def test_a_call_that_cannot_be_read_is_not_silence(qwen3: ChatTemplate, text: str) -> None:
+    reply = reply_to(qwen3, f"So: {call('add', {'a': 1})}{text}")
+    good, *bad = reply.tool_calls
+    if bad:
+        assert (good.name, good.error) == ("add", "")
+    else:  # the parser gave up on all of them
+        bad = [good]
+    assert [found.name for found in bad] == [""]
+    assert "cannot be read" in bad[0].error
+    assert reply.text.strip() == "So:"
+    assert reply.raw.endswith(text)
+
+
+def test_without_tools_nothing_is_a_call(qwen3: ChatTemplate) -> None:
+    conversation = Conversation(qwen3)
+    conversation.add(user("1+2?"))
+    reply = conversation.replied(qwen3._plain(call("add", {"a": 1})), "length")
+    assert (reply.tool_calls, reply.text) == ((), call("add", {"a": 1}))
+
+
+def test_a_template_without_a_place_for_tools_is_refused(tmp_path: Path) -> None:
+    conversation = Conversation(ChatTemplate(write_model(tmp_path, "tagged")))
+    with pytest.raises(ChatError, match="has no place for tools"):
+        conversation.add(user("1+2?"), tools=TOOLS)
+
+
+WITH_TOOLS = "{% if tools %}{{ '<|start|>system\n' + (tools | tojson) + '<|end|>\n' }}{% endif %}" + TAGGED
+
+
+def test_the_format_of_calls_is_set_where_it_cannot_be_told(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, "tagged", WITH_TOOLS)
+    with pytest.raises(ChatError, match=r"SGLang cannot tell .*: set the tool parser to one of .*hermes"):
+        ChatTemplate(folder).require(tools=TOOLS)
+    with pytest.raises(ChatError, match=r"SGLang has no parser 'mine': set the tool parser"):
+        Conversation(ChatTemplate(folder, tool_parser="mine")).add(user("1+2?"), tools=TOOLS)
+    for parser, text in (
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'),
+        ("llama3", '{"name": "add", "parameters": {"a": 1}}'),
+        ("pythonic", "[add(a=1)]"),
+        ("mistral", '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]'),
+        ("qwen3_coder", "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"),
+    ):
+        (found,) = reply_to(ChatTemplate(folder, tool_parser=parser), text).tool_calls
+        assert (found.name, found.arguments, found.error) == ("add", {"a": 1}, ""), parser
+
+
+def test_tools_stand_in_the_opening_alone(qwen3: ChatTemplate) -> None:
+    conversation = Conversation(qwen3)
+    conversation.add(user("1+2?"), tools=[add])
+    conversation.replied(qwen3._plain("3"), "length")
+    with pytest.raises(ChatError, match="give them with the first message"):
+        conversation.add(user("2+2?"), tools=[add, SEARCH])
+    conversation.add(user("2+2?"), tools=[add])
+    assert qwen3.decode(conversation.ids).count('"description": "Add numbers."') == 1
+
+
+def test_what_cannot_be_described_to_a_model_is_refused() -> None:
+    def untold(a: int) -> int:
+        """Add."""
+        return a
+
+    def untyped(a):  # type: ignore[no-untyped-def]
+        """Add.
+
+        Args:
+            a: The first.
+        """
+
+    for broken in untold, untyped:
+        with pytest.raises(
+            ChatError, match=rf"the tool {broken.__name__}\(.*cannot be described .* It needs a type hint"
+        ):
+            as_tools([broken])
+    with pytest.raises(ChatError, match="its function has no name"):
+        as_tools([{"type": "function", "function": {}}])
+    with pytest.raises(ChatError, match="3 is no tool"):
+        as_tools([3])  # type: ignore[list-item]
+    with pytest.raises(ChatError, match="two tools have the same name: add, add"):
+        as_tools([add, add])

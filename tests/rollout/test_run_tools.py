@@ -1,0 +1,160 @@
+"""A call that raises, hangs or ends itself costs that call; its author sees where, and the policy reads it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import sys
+import threading
+from typing import Any
+
+import pytest
+
+from monarch_rl.episode.failure import Failure
+from monarch_rl.model.messages import ToolCall
+from monarch_rl.model.tools import as_tools
+from monarch_rl.rollout import run_tools as module
+from monarch_rl.rollout.run_tools import run_tools
+
+SEED: contextvars.ContextVar[int] = contextvars.ContextVar("seed", default=0)
+RELEASE = threading.Event()
+
+
+def multiply(a: int, b: int) -> int:
+    """Multiply.
+
+    Args:
+        a: One.
+        b: Another.
+    """
+    return a * b
+
+
+async def look_up(word: str) -> dict[str, str]:
+    """Look up.
+
+    Args:
+        word: What.
+    """
+    await asyncio.sleep(0)
+    return {"word": word}
+
+
+def divide(a: int, b: int) -> float:
+    """Divide.
+
+    Args:
+        a: One.
+        b: Another.
+    """
+    return a / b
+
+
+def leave() -> None:
+    """End the process, or try to."""
+    sys.exit(3)
+
+
+async def leave_too() -> None:
+    """End the process, or try to."""
+    sys.exit(3)
+
+
+def hang() -> None:
+    """Wait for what never comes, until the test is over."""
+    RELEASE.wait(600)
+
+
+async def hang_too() -> None:
+    """Wait for what never comes."""
+    await asyncio.Event().wait()
+
+
+def long_page() -> str:
+    """Read a page."""
+    return "a" * 50 + "b" * 50
+
+
+def seed() -> int:
+    """Read the seed."""
+    return SEED.get()
+
+
+TOOLS = as_tools([multiply, look_up, divide, leave, leave_too, hang, hang_too, long_page, seed])
+
+
+def run(*calls: ToolCall, **more: Any) -> tuple[list[str], list[Failure]]:
+    failures: list[Failure] = []
+    messages = asyncio.run(run_tools(calls, TOOLS, failed=failures.append, **more))
+    assert [(m.role, m.name, m.tool_call_id) for m in messages] == [("tool", c.name or None, c.id) for c in calls]
+    return [message.content for message in messages], failures
+
+
+def call(name: str, error: str = "", **arguments: Any) -> ToolCall:
+    return ToolCall(name, arguments, f"call-{name}", error)
+
+
+def test_calls_are_answered_in_their_order() -> None:
+    SEED.set(7)
+    answers, failures = run(
+        call("multiply", a=17, b=23), call("look_up", word="é"), call("", "not readable"), call("seed")
+    )
+    assert answers == ["391", '{"word": "é"}', "not readable", "7"]
+    assert failures == []
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason", "answer", "line"),
+    [
+        (
+            call("divide", a=1, b=0),
+            "tool divide raised ZeroDivisionError",
+            "ZeroDivisionError: division by zero",
+            "a / b",
+        ),
+        (call("leave"), "tool leave raised ToolExit", "ToolExit: SystemExit: 3", "sys.exit(3)"),
+        (call("leave_too"), "tool leave_too raised ToolExit", "ToolExit: SystemExit: 3", "sys.exit(3)"),
+    ],
+)
+def test_a_tool_that_raises_costs_its_call(bad: ToolCall, reason: str, answer: str, line: str) -> None:
+    answers, (failure,) = run(bad, call("multiply", a=2, b=3))
+    assert answers == [f"The tool {bad.name} failed: {answer}", "6"]
+    assert failure.reason == reason
+    assert failure.place.startswith(__file__)
+    assert line in failure.report
+
+
+@pytest.mark.parametrize(
+    ("name", "line"), [("hang", "RELEASE.wait(600)"), ("hang_too", "await asyncio.Event().wait()")]
+)
+def test_a_tool_that_hangs_is_named_with_its_line(name: str, line: str) -> None:
+    try:
+        answers, (failure,) = run(call(name), deadline_s=1.0)
+    finally:
+        RELEASE.set()
+    RELEASE.clear()
+    assert answers == [f"The tool {name} gave no answer within 1 seconds."]
+    assert failure.reason == f"tool {name} took over 1 s"
+    assert failure.place.startswith(__file__)
+    assert line in failure.report
+
+
+def test_a_long_answer_loses_its_middle() -> None:
+    (answer,), _ = run(call("long_page"), characters=20)
+    assert answer == "aaaaaaaaaa [... 80 characters ...] bbbbbbbbbb"
+
+
+def test_the_first_failure_of_a_kind_is_shown(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_shown", set())
+    for _ in range(3):
+        asyncio.run(run_tools([call("divide", a=1, b=0)], TOOLS))
+    (record,) = [record for record in caplog.records if "tool divide" in record.getMessage()]
+    assert "return a / b" in record.getMessage()
+
+
+def test_a_tool_that_is_a_schema_is_not_ours_to_run() -> None:
+    schema = {"type": "function", "function": {"name": "search", "parameters": {}}}
+    with pytest.raises(LookupError, match="given as a schema"):
+        asyncio.run(run_tools([call("search")], [schema]))
