@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -445,6 +446,20 @@ def test_a_mistral_may_hold_its_weights_once_more_under_names_of_its_own(
     shutil.copy(folder / WEIGHTS, folder / "consolidated.safetensors")
     with pytest.raises(ValueError, match=r"is in .*consolidated\.safetensors and in .*move others away"):
         check_model(folder)
+
+
+def test_what_mistral_adds_to_a_repository_is_not_downloaded(monkeypatch: pytest.MonkeyPatch, good: Path) -> None:
+    """By the Hub's own rule of what its patterns take."""
+    taken: list[str] = []
+    files = ["config.json", "model-00001-of-00002.safetensors", "consolidated.safetensors", "tokenizer.model.v3"]
+
+    def snapshot(name: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        taken.extend(filter_repo_objects(files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns))
+        return str(good)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    assert resolve_model("mistralai/Mistral-7B-Instruct-v0.3") == good
+    assert taken == files[:2]
 
 
 def test_a_qwen3_moe_may_have_null_for_the_distance_of_its_sparse_layers(
