@@ -1,7 +1,7 @@
 """One record for each family of models: what ``config.json`` says of it, and what SGLang and the trainer ask of it.
 
-To add a family, add a record here, and the one of what torchtitan builds it from in ``trainer/families.py``. No torch
-in it: it is read before anything is spawned.
+To add a family, add a record here, the one of what torchtitan builds it from in ``trainer/families.py``, and SGLang's
+class in ``generator/sglang_models/trained.py``. No torch in it: it is read before anything is spawned.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Architecture:
     biased_heads: bool = False
     """The projections to queries, keys and values have biases, whatever ``attention_bias`` says."""
     windowed: bool = False
-    """A token attends to the ``sliding_window`` tokens before it, or to all if that is null."""
+    """A token attends to the last ``sliding_window`` tokens, itself included, or to all if that is null."""
     latent_attention: bool = False
     """Keys and values are computed from a latent vector (multi-head latent attention)."""
     sizes: tuple[str, ...] = GROUPED_QUERY_SIZES
