@@ -39,7 +39,7 @@ class Settings(RunSettings):
     # The tiny model of tools/make_tiny_model.py. What these settings give is in benchmarks/results/main_job_cpu.txt; a
     # larger model wants a far smaller learning rate (TRL's and verl's is 1e-6).
     model: str = ".cache/tiny-qwen3"
-    """Hugging Face folder or Hub name of the model to train (Qwen3, Qwen3-MoE, Llama, DeepSeek-V3)."""
+    """Hugging Face folder or Hub name of the model to train (Qwen3, Qwen3-MoE, Qwen2, Llama, Mistral, DeepSeek-V3)."""
     task: TaskSettings = field(default_factory=lambda: TASK)
     trainer: TrainerSettings = field(default_factory=lambda: TrainerSettings(lr=3e-4, lr_warmup_steps=5))
     rollout: RolloutSettings = field(default_factory=lambda: RolloutSettings(max_new_tokens=8, concurrent_groups=64))

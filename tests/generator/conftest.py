@@ -43,9 +43,9 @@ def parity(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders of tiny models with random weights: qwen3, moe, llama (tied)."""
+    """Folders of tiny models with random weights: qwen3, moe, llama and qwen2 (tied)."""
     root = tmp_path_factory.mktemp("models")
-    return {kind: make_model(root / kind, kind) for kind in ("qwen3", "moe", "llama")}
+    return {kind: make_model(root / kind, kind) for kind in ("qwen3", "moe", "llama", "qwen2")}
 
 
 @pytest.fixture(scope="session")

@@ -37,6 +37,8 @@ VOCABULARY, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 500, 64, 4, 2, 16, 2
 """500 is no multiple of 64, to which SGLang pads the vocabulary."""
 EXPERTS, EXPERT_WIDTH = 4, 48
 """48 is no multiple of 32, to which SGLang pads each rank's share of an expert on a CPU."""
+TIED = ("qwen2", "llama")
+"""Kinds of models whose embeddings are the LM head as well."""
 Q_RANK, KV_RANK, NOPE, ROPE, VALUE = 24, 32, 16, 8, 20
 """Of a DeepSeek's latent attention: ranks, and widths of a head."""
 LOGPROB_BOUND = 2e-5
@@ -50,8 +52,8 @@ SETTLE_S = 20.0
 
 
 def make_model(folder: Path, kind: str) -> Path:
-    """Write a Hugging Face folder by hand: no transformers in the tests' own process. ``kind``: qwen3, moe, llama,
-    deepseek."""
+    """Write a Hugging Face folder by hand: no transformers in the tests' own process. ``kind``: qwen3, moe, qwen2,
+    llama, mistral, deepseek."""
     folder.mkdir(parents=True)
     config: dict[str, Any] = {
         "vocab_size": VOCABULARY,
@@ -69,12 +71,14 @@ def make_model(folder: Path, kind: str) -> Path:
         "torch_dtype": "float32",
         "bos_token_id": 1,
         "eos_token_id": 2,
-        "tie_word_embeddings": kind == "llama",
+        "tie_word_embeddings": kind in TIED,
     }
     architecture, model_type = {
         "qwen3": ("Qwen3ForCausalLM", "qwen3"),
         "moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
+        "qwen2": ("Qwen2ForCausalLM", "qwen2"),
         "llama": ("LlamaForCausalLM", "llama"),
+        "mistral": ("MistralForCausalLM", "mistral"),
         "deepseek": ("DeepseekV3ForCausalLM", "deepseek_v3"),
     }[kind]
     config |= {"architectures": [architecture], "model_type": model_type}
@@ -87,6 +91,11 @@ def make_model(folder: Path, kind: str) -> Path:
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
         }
+    if kind == "qwen2":  # as Qwen writes it: biases, and how wide heads are, go without saying
+        config |= {"use_sliding_window": False, "sliding_window": 512, "max_window_layers": 1}
+        del config["head_dim"], config["attention_bias"]
+    if kind == "mistral":
+        config |= {"sliding_window": None}
     if kind == "deepseek":
         config |= {
             "num_key_value_heads": HEADS,
@@ -138,8 +147,11 @@ def random_weights(kind: str, seed: int = 0) -> Weights:
             block + "input_layernorm.weight": (HIDDEN,),
             block + "post_attention_layernorm.weight": (HIDDEN,),
         }
-        if kind != "llama":
+        if kind in ("qwen3", "moe"):
             shapes |= {block + f"self_attn.{x}_norm.weight": (HEAD_DIM,) for x in "qk"}
+        if kind == "qwen2":
+            heads = {"q": HEADS, "k": KV_HEADS, "v": KV_HEADS}
+            shapes |= {block + f"self_attn.{x}_proj.bias": (count * HEAD_DIM,) for x, count in heads.items()}
         prefixes, width = [block + "mlp."], 2 * HIDDEN
         if kind == "moe":
             shapes[block + "mlp.gate.weight"] = (EXPERTS, HIDDEN)
@@ -148,7 +160,7 @@ def random_weights(kind: str, seed: int = 0) -> Weights:
             shapes |= {prefix + f"{x}_proj.weight": (width, HIDDEN) for x in ("gate", "up")}
             shapes[prefix + "down_proj.weight"] = (HIDDEN, width)
     shapes["model.norm.weight"] = (HIDDEN,)
-    if kind != "llama":
+    if kind not in TIED:
         shapes["lm_head.weight"] = (VOCABULARY, HIDDEN)
     generator = torch.Generator().manual_seed(seed)
     return {
@@ -317,7 +329,7 @@ def adapter(folder: Path, lora: LoraSettings, seed: int) -> Weights:
     generator = torch.Generator().manual_seed(seed)
     made = {}
     for name, weight in weights_in(folder).items():
-        if name.split(".")[-2] in lora.targets:
+        if name.split(".")[-2] in lora.targets and name.endswith(".weight"):
             name_a, name_b = lora_names(name)
             made[name_a] = torch.randn(lora.rank, weight.shape[1], generator=generator) * 0.2
             made[name_b] = torch.randn(weight.shape[0], lora.rank, generator=generator) * 0.05

@@ -33,6 +33,10 @@ CONFIG: dict[str, Any] = {
     "max_position_embeddings": 1024,
     "torch_dtype": "bfloat16",
 }
+OTHERS = {
+    "Qwen2": CONFIG | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": False},
+    "Mistral": CONFIG | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None},
+}
 MOE = CONFIG | {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -45,6 +49,7 @@ GPUS = {"A100": ([8, 0], 80), "H100": ([9, 0], 80), "H200": ([9, 0], 141), "B200
 """Compute capability and GiB."""
 JOBS: dict[str, tuple[str, dict[str, Any], GeneratorSettings]] = {
     **{gpu: (gpu, CONFIG, GeneratorSettings()) for gpu in GPUS},
+    **{name: ("H100", config, GeneratorSettings()) for name, config in OTHERS.items()},
     "experts": ("B200", MOE, GeneratorSettings()),
     "experts, SGLang's choice": ("B200", MOE, GeneratorSettings()),
 }
@@ -85,6 +90,11 @@ def test_an_engine_on_a_gpu_runs_256_sequences_with_logits_in_float32(
     assert found["max_running_requests"] == 256
     assert (found["decode_graphs"], found["decode_graph_batch"]) == ("full", 256), "each batch has its graph"
     assert found["attention_backend"] == {"A100": "flashinfer", "H100": "fa3", "H200": "fa3", "B200": "trtllm_mha"}[gpu]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_dense_models_are_served_like_a_qwen3(name: str, resolved: dict[str, dict[str, Any]]) -> None:
+    assert resolved[name] == resolved["H100"]
 
 
 def test_experts_on_blackwell_keep_the_layout_that_commits_copy_to(resolved: dict[str, dict[str, Any]]) -> None:

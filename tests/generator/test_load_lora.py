@@ -218,19 +218,27 @@ def test_an_adapter_of_another_rank_is_refused(
     run(refused())
 
 
-@pytest.mark.parametrize("targets", [("q_proj", "v_proj"), ("k_proj", "up_proj", "down_proj")])
-def test_some_projections_of_a_tied_llama(
-    models: dict[str, Path], run: LoopThread, adapted: Engine, targets: tuple[Target, ...]
+@pytest.mark.parametrize(
+    ("kind", "targets"),
+    [
+        ("llama", ("q_proj", "v_proj")),
+        ("llama", ("k_proj", "up_proj", "down_proj")),
+        ("qwen2", ("k_proj", "v_proj", "o_proj")),
+    ],
+)
+def test_some_projections_of_a_tied_model(
+    models: dict[str, Path], run: LoopThread, adapted: Engine, kind: str, targets: tuple[Target, ...]
 ) -> None:
     """From here on each test has an engine of its own: a process holds one."""
     run(adapted.shutdown())
-    folder, lora = models["llama"], LoraSettings(rank=2, alpha=8.0, targets=targets)
+    folder, lora = models[kind], LoraSettings(rank=2, alpha=8.0, targets=targets)
     tensors = adapter(folder, lora, 3)
     assert len(tensors) == 2 * 2 * len(targets)
 
     async def play() -> list[Completion]:
         engine = await Engine.start(str(folder), SETTINGS, lora=lora)
         try:
+            await engine.verify_frozen(manifest_of(weights_in(folder)), checksums_of(weights_in(folder)))
             await commit(engine, Staging(tensors), tensors)
             return await draw(engine, 4, 20)
         finally:

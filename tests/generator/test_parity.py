@@ -30,7 +30,7 @@ LENGTHS = [1, 3, 17, 40, 40, 150, 300]
 """Of the prompts."""
 
 
-@pytest.fixture(scope="module", params=["llama", "deepseek"])
+@pytest.fixture(scope="module", params=["llama", "qwen2", "mistral", "deepseek"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("models") / request.param, request.param)
 
@@ -57,10 +57,10 @@ def test_every_forward_equals_sglangs_own(engine: Engine, run: LoopThread, model
 
     completions = [*run(play(prompts)), *run(play(longer))]
     asked = list(zip(prompts + longer, completions, strict=True))
-    llama = model.name == "llama"
-    for (_, drawn), reference in zip(asked, reference_logprobs(model, asked) if llama else (), strict=llama):
+    dense = model.name != "deepseek"
+    for (_, drawn), reference in zip(asked, reference_logprobs(model, asked) if dense else (), strict=dense):
         assert np.abs(drawn.logprobs - reference).max() < LOGPROB_BOUND
     compared: dict[str, Any] = json.loads((parity / f"{engine.child_pids[0]}.json").read_text())
-    assert compared["plain_layers"] == llama
+    assert compared["plain_layers"] == dense
     assert compared["forwards"].keys() == {"prompt", "prefix", "decode"}
     assert all(count > 0 and largest <= PARITY for count, largest in compared["forwards"].values())

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -392,6 +393,20 @@ def with_each_key(values: dict[str, Any], value: object) -> Iterator[dict[str, A
         ("llama", {"dtype": "nonsense"}, "dtype 'nonsense'"),
         ("llama", {"torch_dtype": "int8"}, "torch_dtype 'int8'"),
         ("qwen3", {"layer_types": [["full_attention"]]}, "layer_types [['full_attention']]"),
+        ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types sliding_attention"),
+        ("qwen2", {"use_sliding_window": True}, "use_sliding_window must be false"),
+        ("qwen2", {"mlp_bias": True}, "mlp_bias is true, and biases in attention or MLP projections are not supported"),
+        ("qwen2", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported, only 'silu': take a model that has it"),
+        ("qwen2", {"dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config is not supported"),
+        ("mistral", {"attention_bias": True}, "attention_bias is true, and biases in attention"),
+        ("mistral", {"num_key_value_heads": None}, "lacks num_key_value_heads"),
+        ("mistral", {"sliding_window": "4096"}, "sliding_window '4096', which must be a positive integer"),
+        ("mistral", {"sliding_window": 63}, "sliding_window 63 is below max_position_embeddings 64"),
+        (
+            "mistral",
+            {"sliding_window": None, "max_position_embeddings": 4097},
+            "sliding_window 4096, which transformers takes where it is absent, is below max_position_embeddings 4097",
+        ),
     ],
 )
 def test_a_value_of_which_another_model_would_be_made_is_refused(
@@ -404,6 +419,47 @@ def test_a_value_of_which_another_model_would_be_made_is_refused(
     with pytest.raises(ValueError, match=re.escape(said)) as refused:
         check_model(folder)
     assert str(folder) in str(refused.value)
+
+
+def test_a_mistral_may_have_a_window_that_no_sequence_leaves(families: dict[str, Path], tmp_path: Path) -> None:
+    """As the refusal says: within it, attention is to all tokens. Another family's key is nothing to a Llama."""
+    for family, change in (
+        ("mistral", {"sliding_window": 64}),
+        ("mistral", {"max_position_embeddings": 4096}),
+        ("llama", {"sliding_window": 8}),
+    ):
+        folder = tmp_path / "window"
+        shutil.copytree(families[family], folder)
+        config(**change)(folder)
+        check_model(folder)
+        shutil.rmtree(folder)
+
+
+def test_a_mistral_may_hold_its_weights_once_more_under_names_of_its_own(
+    families: dict[str, Path], tmp_path: Path
+) -> None:
+    """As the Hub's folders of Mistral-7B-v0.3 and others do. Under Hugging Face's names they would be read."""
+    folder = tmp_path / "twice"
+    shutil.copytree(families["mistral"], folder)
+    save_file({"layers.0.attention.wq.weight": torch.zeros(48, 32)}, folder / "consolidated.safetensors")
+    check_model(folder)
+    shutil.copy(folder / WEIGHTS, folder / "consolidated.safetensors")
+    with pytest.raises(ValueError, match=r"is in .*consolidated\.safetensors and in .*move others away"):
+        check_model(folder)
+
+
+def test_what_mistral_adds_to_a_repository_is_not_downloaded(monkeypatch: pytest.MonkeyPatch, good: Path) -> None:
+    """By the Hub's own rule of what its patterns take."""
+    taken: list[str] = []
+    files = ["config.json", "model-00001-of-00002.safetensors", "consolidated.safetensors", "tokenizer.model.v3"]
+
+    def snapshot(name: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        taken.extend(filter_repo_objects(files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns))
+        return str(good)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    assert resolve_model("mistralai/Mistral-7B-Instruct-v0.3") == good
+    assert taken == files[:2]
 
 
 def test_a_qwen3_moe_may_have_null_for_the_distance_of_its_sparse_layers(

@@ -46,8 +46,11 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {"head_dim": 12}),
     ("qwen3", {"head_dim": 8, "tie_word_embeddings": True}),
     ("qwen3_moe", {**EXPERTS, "head_dim": 8, "mlp_only_layers": [1]}),
+    ("qwen2", {}),
+    ("qwen2", {"tie_word_embeddings": True}),
     ("llama", {}),
     ("llama", {"head_dim": 16, "num_key_value_heads": 4, "tie_word_embeddings": True}),
+    ("mistral", {"head_dim": 12, "sliding_window": None}),
     ("deepseek_v3", {**LATENT, "q_lora_rank": 20}),
     ("deepseek_v3", {**LATENT, "q_lora_rank": None, "num_key_value_heads": 4}),
 ]

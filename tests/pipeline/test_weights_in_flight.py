@@ -168,6 +168,31 @@ def test_any_ratio_of_trainer_and_generator_ranks_gets_the_same_bits_by_every_tr
     asyncio.run(go())
 
 
+@pytest.mark.parametrize(("kind", "tp"), [("qwen2", 2), ("mistral", 1)])
+def test_other_dense_models_are_served_bit_for_bit_and_agree(
+    cluster: Cluster, tmp_path: Path, kind: str, tp: int
+) -> None:
+    """A Qwen2 has biases, which an engine fuses and cuts among its ranks, and a tied head; by every transport."""
+    model = make_model(tmp_path / "model", kind)
+
+    async def go() -> None:
+        (generator,) = await start_inspected(cluster, model, 1, 6, kind, tp=tp)
+        system = await System.start(cluster, model, [generator], lr=3e-3)
+        assert await system.mismatch(seed=0) < LOGPROB_BOUND
+        before = await held_by_all(system, tmp_path)
+        for transfer in (*(replace(TRANSFER, transport=name) for name in TRANSPORTS), replace(TRANSFER, delta=True)):
+            await system.publish_by(transfer)
+            await system.step(seed=system.version)
+            assert await system.mismatch(seed=100 + system.version) < LOGPROB_BOUND
+            after = await held_by_all(system, tmp_path)
+            assert not [name for name in after if same_bits(before[name], after[name])]
+            before = after
+        await system.trainer.close.call()
+        await generator.shutdown.call_one()
+
+    asyncio.run(go())
+
+
 async def received_shares(system: System[InspectedGenerator]) -> list[list[float]]:
     """By replica: what came since the last call, each as a share of a version's bytes."""
     received = [await generator.take_received.call_one() for generator in system.generators]

@@ -11,6 +11,8 @@ CASES: dict[str, tuple[str, LoraSettings]] = {
     "lora_tied": ("llama_tied", LoraSettings(rank=1, alpha=4.0)),
     # peft's default targets: one of the two projections that torchtitan builds from one config.
     "lora_some": ("qwen3", LoraSettings(rank=4, alpha=8.0, targets=("q_proj", "v_proj"), seed=7)),
+    # Their biases stay as they are; k has no adapter, but a bias.
+    "lora_biased": ("qwen2", LoraSettings(rank=2, alpha=4.0, targets=("q_proj", "v_proj", "o_proj"))),
     # Experts stay as they are, each whole on one rank.
     "lora_moe": ("qwen3_moe", LoraSettings(rank=3, alpha=6.0, targets=("q_proj", "k_proj", "v_proj", "o_proj"))),
 }

@@ -136,7 +136,7 @@ def check_merged(before: Weights, merged: Weights, adapters: Weights, lora: Lora
     left = dict(adapters)
     for tensor, weight in before.items():
         module = f"base_model.model.{tensor.removesuffix('.weight')}"
-        if tensor.split(".")[-2] in lora.targets:
+        if tensor.split(".")[-2] in lora.targets and tensor.endswith(".weight"):
             a, b = left.pop(f"{module}.lora_A.weight"), left.pop(f"{module}.lora_B.weight")
             weight = weight + lora.alpha / lora.rank * torch.einsum("or,ri->oi", b, a)
             assert torch.allclose(merged[tensor], weight, rtol=0, atol=1e-7), tensor

@@ -51,9 +51,9 @@ def packed(part: BatchShard, policy: Policy) -> list[MicroBatch]:
     )
 
 
-def train(folder: Path, name: str, settings: TrainerSettings) -> Policy:
+def train(folder: Path, name: str, settings: TrainerSettings, kind: str = "qwen3") -> Policy:
     """Train on the made-up batches; in micro-batches of at most 50 tokens, so that there are several."""
-    policy = Policy(folder / "qwen3", settings, total_steps=STEPS)
+    policy = Policy(folder / kind, settings, total_steps=STEPS)
     for step in range(STEPS):
         part = shard(batch(step), step, policy.rank, policy.world_size, token_budget=50)
         assert len(part.microbatches) > 1
@@ -93,13 +93,12 @@ def main(folder: Path) -> None:
         round_trip(folder, name, TrainerSettings(), name)
     train(folder, "still", TrainerSettings(lr=0.0, weight_decay=WEIGHT_DECAY))
     settings = TrainerSettings(lr=LR, weight_decay=WEIGHT_DECAY)
-    policy = train(folder, "trained", settings)
-    check_snapshot(policy, folder / "trained")
+    for name, kind in (("trained", "qwen3"), ("biased", "qwen2")):
+        check_snapshot(train(folder, name, settings, kind), folder / name)
     for aggregation in CLIPPED:
         loss = LossSettings(advantage="grpo", ratio_to="behaviour", aggregation=aggregation)
         train(folder, f"clipped_{aggregation}", TrainerSettings(lr=LR, weight_decay=WEIGHT_DECAY, loss=loss))
-    train(folder, "recomputed", TrainerSettings(lr=LR, weight_decay=WEIGHT_DECAY, activation_checkpoint="full"))
-    policy.close()
+    train(folder, "recomputed", TrainerSettings(lr=LR, weight_decay=WEIGHT_DECAY, activation_checkpoint="full")).close()
 
 
 if __name__ == "__main__":

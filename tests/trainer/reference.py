@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from monarch_rl.episode.episode import Episode, Group
 from tests.trainer.batches import LR, MAX_NEW_TOKENS, STEPS, VOCABULARY, WEIGHT_DECAY, batch
 
+TOKENS = 50
+"""Of each sequence of which logits are compared."""
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "num_hidden_layers": 2,
@@ -53,6 +55,10 @@ CONFIGS = {
     "llama3_rope": LlamaConfig(**LLAMA, tie_word_embeddings=False, rope_parameters=SCALED),
     "qwen3_bf16": Qwen3Config(**QWEN3, head_dim=16, tie_word_embeddings=False),
     "qwen3_moe": Qwen3MoeConfig(**MOE),
+    "qwen2": Qwen2Config(**LLAMA, tie_word_embeddings=False),
+    "qwen2_tied": Qwen2Config(**QWEN3, tie_word_embeddings=True),
+    # Its heads are as wide as it says, and its window as long as the tokens, all of which it then sees.
+    "mistral": MistralConfig(**QWEN3 | {"head_dim": 16, "max_position_embeddings": TOKENS, "sliding_window": TOKENS}),
 }
 BF16 = "qwen3_bf16"
 """Saved in bfloat16, computed with in float32."""
@@ -70,14 +76,14 @@ def make(folder: Path) -> None:
             model.to(torch.bfloat16)
         model.save_pretrained(folder / name)
         model = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32).eval()
-        tokens = torch.randint(0, VOCABULARY, (3, 50))
+        tokens = torch.randint(0, VOCABULARY, (3, TOKENS))
         with torch.no_grad():
             save_file({"tokens": tokens, "logits": model(tokens).logits}, folder / f"{name}.logits")
 
 
-def train(folder: Path, name: str, loss: Callable[[Any, list[Group]], torch.Tensor]) -> None:
-    """Train plainly on the made-up batches: one episode at a time, no packing, no sharding."""
-    model = AutoModelForCausalLM.from_pretrained(folder / "qwen3", dtype=torch.float32)
+def train(folder: Path, name: str, loss: Callable[[Any, list[Group]], torch.Tensor], kind: str = "qwen3") -> None:
+    """Train a model plainly on the made-up batches: one episode at a time, no packing, no sharding."""
+    model = AutoModelForCausalLM.from_pretrained(folder / kind, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=WEIGHT_DECAY)
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -130,5 +136,6 @@ if __name__ == "__main__":
     target = Path(sys.argv[1])
     make(target)
     train(target, "trained", dr_grpo)
+    train(target, "biased", dr_grpo, "qwen2")
     train(target, "clipped_sequence_mean", partial(clipped_grpo, by_episode=True))
     train(target, "clipped_token_mean", partial(clipped_grpo, by_episode=False))

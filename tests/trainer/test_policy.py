@@ -10,7 +10,17 @@ from safetensors.torch import load_file
 
 from tests.trainer.programs import run_program, saved
 
-KINDS = ("qwen3", "qwen3_tied", "llama_tied", "llama3_rope", "qwen3_bf16", "qwen3_moe")
+KINDS = (
+    "qwen3",
+    "qwen3_tied",
+    "llama_tied",
+    "llama3_rope",
+    "qwen3_bf16",
+    "qwen3_moe",
+    "qwen2",
+    "qwen2_tied",
+    "mistral",
+)
 
 
 @pytest.fixture(scope="module")
@@ -39,11 +49,11 @@ def test_what_is_loaded_is_saved_bit_for_bit(folder: Path, kind: str) -> None:
     assert (folder / f"{kind}.saved" / "config.json").is_file()
 
 
-@pytest.mark.parametrize("loss", ["trained", "clipped_sequence_mean", "clipped_token_mean"])
-def test_updates_equal_plain_training(folder: Path, loss: str) -> None:
+@pytest.mark.parametrize("run", ["trained", "clipped_sequence_mean", "clipped_token_mean", "biased"])
+def test_updates_equal_plain_training(folder: Path, run: str) -> None:
     """Packed, in micro-batches and on two ranks, or one episode after the other: the same weights."""
-    expected, found = load_file(folder / f"{loss}.safetensors"), saved(folder / loss)
-    start = saved(folder / "qwen3")
+    expected, found = load_file(folder / f"{run}.safetensors"), saved(folder / run)
+    start = saved(folder / ("qwen2" if run == "biased" else "qwen3"))
     assert expected.keys() == found.keys()
     for name in expected:
         # In the norm: AdamW's first steps turn a gradient of nearly zero into a whole step of either sign.

@@ -49,6 +49,7 @@ SHAPE: dict[str, Any] = {
 }
 CONFIGS: dict[str, dict[str, Any]] = {
     "dense": QWEN3 | SHAPE | {"architectures": ["Qwen3ForCausalLM"]},
+    "biased": QWEN3 | SHAPE | {"architectures": ["Qwen2ForCausalLM"]},
     "moe": MOE | SHAPE | {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": EXPERTS, "num_experts_per_tok": K},
     "mla": DEEPSEEK | {"vocab_size": VOCABULARY, "n_routed_experts": 2 * EXPERTS, "num_experts_per_tok": K},
 }
@@ -123,6 +124,12 @@ def groups_of(**parts: Any) -> st.SearchStrategy[list[list[Episode]]]:
 @given(groups=st.booleans().flatmap(lambda kept: groups_of(kept=kept)))
 def test_dense(groups: list[list[Episode]]) -> None:
     check_equal_to_separate(model("dense"), groups)
+
+
+@settings(max_examples=20)
+@given(groups=groups_of(kept=True))
+def test_biases(groups: list[list[Episode]]) -> None:
+    check_equal_to_separate(model("biased"), groups)
 
 
 @settings(max_examples=30)

@@ -1,4 +1,4 @@
-"""The layers of a dense Qwen3 or Llama in plain PyTorch, on a machine without an accelerator.
+"""The layers of a dense Qwen, Llama or Mistral in plain PyTorch, on a machine without an accelerator.
 
 A layer of SGLang 0.5.23 goes through some sixty Python calls that choose kernels, quantisation, communication and
 layouts which a CPU, float32 and one rank do not have. On a small model that is most of a step. Here a layer is its two
@@ -26,7 +26,7 @@ def forward_model(
     input_embeds: torch.Tensor | None = None,
     pp_proxy_tensors: Any = None,
 ) -> Any:
-    """Replaces ``Qwen3Model.forward`` and ``LlamaModel.forward``: float32[tokens, hidden], after the last norm."""
+    """Replaces ``forward`` of SGLang's dense models: float32[tokens, hidden], after the last norm."""
     from sglang.srt.model_executor.forward_context import get_attn_backend
 
     backend = get_attn_backend()

@@ -42,6 +42,7 @@ def install() -> None:
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.managers.scheduler_components.batch_result_processor import SchedulerBatchResultProcessor
     from sglang.srt.models.llama import LlamaModel
+    from sglang.srt.models.qwen2 import Qwen2Model
     from sglang.srt.models.qwen3 import Qwen3Model
 
     from monarch_rl.generator.cpu_attention import BatchedAttention
@@ -50,7 +51,7 @@ def install() -> None:
     check_parameters(BatchedAttention.forward_extend, "q k v layer forward_batch save_kv_cache")
     check_parameters(BatchedAttention.forward_decode, "q k v layer forward_batch save_kv_cache")
     attention_registry.ATTENTION_BACKENDS["torch_native"] = BatchedAttention
-    for model in (Qwen3Model, LlamaModel):
+    for model in (Qwen2Model, Qwen3Model, LlamaModel):
         replace_method(
             model, "forward", forward_model, "input_ids positions forward_batch input_embeds pp_proxy_tensors"
         )

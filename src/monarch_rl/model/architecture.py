@@ -1,7 +1,7 @@
 """One record for each family of models: what ``config.json`` says of it, and what SGLang and the trainer ask of it.
 
-To add a family, add a record here, and the one of what torchtitan builds it from in ``trainer/families.py``. No torch
-in it: it is read before anything is spawned.
+To add a family, add a record here, the one of what torchtitan builds it from in ``trainer/families.py``, and SGLang's
+class in ``generator/sglang_models/trained.py``. No torch in it: it is read before anything is spawned.
 """
 
 from __future__ import annotations
@@ -59,6 +59,10 @@ class Architecture:
     """On a CPU SGLang serves it only with scaled rotary embeddings."""
     normed_heads: bool = False
     """Queries and keys are normalised head by head."""
+    biased_heads: bool = False
+    """The projections to queries, keys and values have biases, whatever ``attention_bias`` says."""
+    windowed: bool = False
+    """A token attends to the last ``sliding_window`` tokens, itself included, or to all if that is null."""
     latent_attention: bool = False
     """Keys and values are computed from a latent vector (multi-head latent attention)."""
     sizes: tuple[str, ...] = GROUPED_QUERY_SIZES
@@ -100,7 +104,9 @@ QWEN3_MOE = Architecture(
     sizes=(*_QWEN3_SIZES, *EXPERT_SIZES),
     needs_lm_head=True,
 )
+QWEN2 = Architecture("Qwen2ForCausalLM", "Qwen2", biased_heads=True)
 LLAMA = Architecture("LlamaForCausalLM", "Llama", same_as={"num_key_value_heads": "num_attention_heads"})
+MISTRAL = Architecture("MistralForCausalLM", "Mistral", windowed=True)
 DEEPSEEK_V3 = Architecture(
     "DeepseekV3ForCausalLM",
     "DeepSeek-V3",
@@ -119,7 +125,7 @@ DEEPSEEK_V3 = Architecture(
     cpu_needs_scaled_rope=True,
 )
 
-ARCHITECTURES = {family.name: family for family in (QWEN3, QWEN3_MOE, LLAMA, DEEPSEEK_V3)}
+ARCHITECTURES = {family.name: family for family in (QWEN3, QWEN3_MOE, QWEN2, LLAMA, MISTRAL, DEEPSEEK_V3)}
 """Families that can be trained, by their name in ``config.json``."""
 
 

@@ -20,6 +20,8 @@ OPTIONAL_SIZES = (
     *("q_lora_rank", "decoder_sparse_step"),
 )
 """Keys that may be absent or null even where they mean something, or that another family's config may have."""
+UNSET_WINDOW = 4096
+"""``sliding_window`` of a Mistral whose config leaves it out, as in transformers' MistralConfig."""
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 MAX_COUNT, MAX_SIZE = 2000, 2**31 - 1
 """Layers or experts, and elements, beyond which a config is not a model's: the tensors of all of them are listed."""
@@ -39,7 +41,8 @@ def check_features(config: Config) -> None:
         ValueError: names the key of ``config.json``.
     """
     architecture = architecture_of(config)
-    _check_projections(config)
+    _check_projections(architecture, config)
+    _check_window(architecture, config)
     if config.get("quantization_config"):
         raise ValueError("quantised weights are not supported: convert the folder to bfloat16 or float32 first")
     if config.get("shared_expert_intermediate_size") or (
@@ -69,6 +72,8 @@ def check_keys(config: Config) -> None:
     for key in (*OPTIONAL_SIZES, *EXPERT_COUNTS):
         if config.get(key) is not None:
             _check_size(key, config[key])
+    if architecture.windowed and config.get("sliding_window") is not None:
+        _check_size("sliding_window", config["sliding_window"])
     eps = config["rms_norm_eps"]
     if not _is_number(eps) or not 0 < eps < 1:
         raise ValueError(f"has rms_norm_eps {eps!r}, which must be a number above 0 and below 1")
@@ -139,15 +144,37 @@ def _check_divisions(architecture: Architecture, config: Config) -> None:
         raise ValueError(f"has num_experts_per_tok {config['num_experts_per_tok']}, but {experts} experts")
 
 
-def _check_projections(config: Config) -> None:
-    if config.get("attention_bias") or config.get("mlp_bias"):
-        raise ValueError("models with biases in attention or MLP projections are not supported")
+def _check_projections(architecture: Architecture, config: Config) -> None:
+    # A Qwen2's are not chosen by attention_bias: neither transformers nor SGLang reads it there.
+    if config.get("mlp_bias") or (config.get("attention_bias") and not architecture.biased_heads):
+        key = "mlp_bias" if config.get("mlp_bias") else "attention_bias"
+        raise ValueError(
+            f"{key} is true, and biases in attention or MLP projections are not supported, except a Qwen2's of "
+            "queries, keys and values: take a model without"
+        )
     if config.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"hidden_act {config['hidden_act']!r} is not supported, only 'silu'")
+        raise ValueError(f"hidden_act {config['hidden_act']!r} is not supported, only 'silu': take a model that has it")
+
+
+def _check_window(architecture: Architecture, config: Config) -> None:
+    """Refuse attention to some of the tokens before one: the trainer's and SGLang's is to all of them."""
     if config.get("use_sliding_window"):
         raise ValueError("sliding-window attention is not supported: use_sliding_window must be false")
     if other := set(config.get("layer_types") or ()) - {"full_attention"}:
         raise ValueError(f"layer_types {', '.join(sorted(map(str, other)))} are not supported, only full_attention")
+    if config.get("dual_chunk_attention_config"):
+        raise ValueError(
+            "dual_chunk_attention_config is not supported: SGLang would attend by it, and the trainer, like "
+            "transformers, to all tokens. Take it out of config.json"
+        )
+    window, length = config.get("sliding_window", UNSET_WINDOW), config["max_position_embeddings"]
+    if architecture.windowed and window is not None and window < length:
+        said = window if "sliding_window" in config else f"{window}, which transformers takes where it is absent,"
+        raise ValueError(
+            f"sliding_window {said} is below max_position_embeddings {length}: sliding-window attention is not "
+            f"supported. Set max_position_embeddings to {window}, within which it attends to all tokens, or take a "
+            "model whose sliding_window is null"
+        )
 
 
 def _check_rope(config: Config) -> None:

@@ -10,6 +10,9 @@ from monarch_rl.model.architecture import architecture_of, find_architecture
 
 TEXT_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
 """Files of a model folder beside the weights: config and tokenizer."""
+MISTRALS_OWN = "consolidated"
+"""Begin of the names of files in which a Mistral's folder holds the weights once more, under names that are not Hugging
+Face's. They are not read."""
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
@@ -52,7 +55,8 @@ def _download(name: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.safetensors", *TEXT_FILES]))
+        patterns = ["*.safetensors", *TEXT_FILES]
+        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=[f"{MISTRALS_OWN}*"]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from monarch_rl.model.architecture import Config, architecture_of
-from monarch_rl.model.folder import num_experts, read_object, sparse_layers
+from monarch_rl.model.folder import MISTRALS_OWN, num_experts, read_object, sparse_layers
 
 Shape = tuple[int, ...]
 Shapes = dict[str, Shape]
@@ -37,7 +37,10 @@ def check_weights(folder: Path, config: Config) -> None:
     _check_shards(folder)
     found: dict[str, tuple[Path, Shape]] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        for name, shape in read_header(path).items():
+        header = read_header(path)
+        if path.name.startswith(MISTRALS_OWN) and not header.keys() & expected.keys():
+            continue
+        for name, shape in header.items():
             if name in found:
                 raise ValueError(
                     f"{name} is in {found[name][0]} and in {path}: keep the files of {INDEX}, and move others away"
@@ -77,6 +80,9 @@ def expected_tensors(config: Config) -> Shapes:
         tensors |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in parts.items()}
         if latent and layer in sparse:
             tensors[f"model.layers.{layer}.mlp.gate.e_score_correction_bias"] = (num_experts(config),)
+        if architecture_of(config).biased_heads:
+            biased = ((name, parts[f"self_attn.{name}"][0]) for name in ("q_proj", "k_proj", "v_proj"))
+            tensors |= {f"model.layers.{layer}.self_attn.{name}.bias": (rows,) for name, rows in biased}
     return tensors
 
 

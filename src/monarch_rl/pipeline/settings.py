@@ -45,7 +45,7 @@ class RunSettings(CheckedSettings, flags=""):
     """The settings of every run. A recipe derives its own from it: other defaults, further fields."""
 
     model: str = "Qwen/Qwen3-0.6B"
-    """Hugging Face folder or Hub name of the model to train (Qwen3, Qwen3-MoE, Llama, DeepSeek-V3)."""
+    """Hugging Face folder or Hub name of the model to train (Qwen3, Qwen3-MoE, Qwen2, Llama, Mistral, DeepSeek-V3)."""
     steps: Annotated[int, Range(1, 10**9)] = 250
     """Optimiser steps."""
     groups_per_step: Annotated[int, Range(1, 1_000_000)] = 32

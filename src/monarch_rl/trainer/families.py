@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -18,7 +18,7 @@ from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
 from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
-from monarch_rl.model.architecture import DEEPSEEK_V3, LLAMA, QWEN3, QWEN3_MOE, Architecture
+from monarch_rl.model.architecture import DEEPSEEK_V3, LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, Architecture
 from monarch_rl.trainer.gqa import gqa_layers
 from monarch_rl.trainer.mla import deepseek_layers
 from monarch_rl.trainer.modules import HalfRotaryEmbedding
@@ -37,6 +37,16 @@ class LlamaStateDictAdapter(Llama3StateDictAdapter):
         super()._validate_hf_rope_config(HalfRotaryEmbedding.Config)
 
 
+class Qwen2StateDictAdapter(LlamaStateDictAdapter):
+    """A Llama's names, and those of the biases of queries, keys and values."""
+
+    def __init__(self, model_config: Llama3Model.Config, hf_assets_path: str | None) -> None:
+        super().__init__(model_config, hf_assets_path)
+        for letter in "qkv":
+            name = f"model.layers.{{}}.self_attn.{letter}_proj.bias"
+            self.from_hf_map[name] = f"layers.{{}}.attention.qkv_linear.w{letter}.bias"
+
+
 @dataclass(frozen=True)
 class TitanFamily:
     """torchtitan's classes and functions for a family."""
@@ -52,19 +62,22 @@ class TitanFamily:
 
 _QWEN3 = TitanFamily(
     Qwen3Model,
-    partial(gqa_layers, block=Qwen3TransformerBlock, qk_norm=True),
+    partial(gqa_layers, block=Qwen3TransformerBlock),
     parallelize_qwen3,
     Qwen3StateDictAdapter,
+)
+_LLAMA = TitanFamily(
+    Llama3Model,
+    partial(gqa_layers, block=Llama3TransformerBlock),
+    parallelize_llama,
+    LlamaStateDictAdapter,
 )
 FAMILIES: dict[Architecture, TitanFamily] = {
     QWEN3: _QWEN3,
     QWEN3_MOE: _QWEN3,
-    LLAMA: TitanFamily(
-        Llama3Model,
-        partial(gqa_layers, block=Llama3TransformerBlock, qk_norm=False),
-        parallelize_llama,
-        LlamaStateDictAdapter,
-    ),
+    QWEN2: replace(_LLAMA, state_dict_adapter=Qwen2StateDictAdapter),
+    LLAMA: _LLAMA,
+    MISTRAL: _LLAMA,
     DEEPSEEK_V3: TitanFamily(
         DeepSeekV3Model,
         deepseek_layers,

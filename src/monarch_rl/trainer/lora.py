@@ -74,6 +74,7 @@ def remove_untargeted_lora(module: Decoder, lora: LoraSettings) -> None:
             config = Linear.Config(
                 in_features=projection.in_features,
                 out_features=projection.out_features,
+                bias=projection.bias is not None,
                 param_init=projection._param_init,
                 sharding_config=projection._sharding_config,
             )
