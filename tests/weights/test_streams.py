@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from monarch_rl.runtime.streams import finish_current
 from monarch_rl.trainer.snapshots import Snapshots
-from monarch_rl.weights import broadcast_group, transfers
+from monarch_rl.weights import area, broadcast_group, transfers
 from monarch_rl.weights.area import Area, attach
 from monarch_rl.weights.broadcast_group import BroadcastGroup
 from monarch_rl.weights.checksum import tensor_checksum
@@ -417,18 +417,35 @@ def test_nccl_judges_no_transfer_and_ends_no_process(monkeypatch: pytest.MonkeyP
         assert 1 <= seen["ctas"] <= 8
 
 
-def test_device_memory_is_shared_only_when_somebody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch keeps memory that was shared and never attached."""
+def map_shared(size: int) -> torch.Tensor:
+    """What another process does to attach."""
+    return torch.ones(size)
+
+
+def test_device_memory_is_shared_only_when_somebody_asks_and_not_on_a_stream_of_training(
+    device: RecordedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch keeps memory that was shared and never attached; both ends wait for their current stream."""
     from torch.multiprocessing import reductions
 
     shared: list[int] = []
 
-    def share(tensor: torch.Tensor) -> tuple[int, int]:
+    def share(tensor: torch.Tensor) -> tuple[Any, tuple[int]]:
         shared.append(tensor.numel())
-        return 0, 0
+        device.record("share")
+        return map_shared, (tensor.numel(),)
 
     monkeypatch.setattr(reductions, "reduce_tensor", share)
-    area = Area(64, torch.device("meta"))
+    held = Area(64, torch.device("meta"))
     assert not shared
-    assert area.handle == area.handle and shared == [64]
-    assert attach(area.handle) is area.buffer
+    assert held.handle == held.handle and shared == [64]
+    assert attach(held.handle) is held.buffer
+    monkeypatch.setattr(area, "_made", {})  # as in another process
+    with device.recording():
+        assert attach(held.handle).sum() == 64
+    assert [(r.stream, r.op) for r in device.records[:4]] == [
+        ("stream 1", "share"),
+        ("stream 1", "synchronize"),
+        ("stream 1", "ones"),
+        ("stream 1", "synchronize"),
+    ]
