@@ -101,7 +101,7 @@ async def _obey(pipe: Connection, device: torch.device) -> None:
                 area = attach(receiver.area(arguments[1]))
                 answer = int(area.min()), int(area.max())
             else:
-                BroadcastGroup.broadcast = _die  # type: ignore[method-assign]
+                BroadcastGroup.broadcast = _die  # type: ignore[method-assign, assignment]
         except TransferError as error:
             answer = error
         pipe.send(answer)
