@@ -102,6 +102,9 @@ class _Stream:
     def synchronize(self) -> None:
         self.device.record("synchronize", self.name)
 
+    def query(self) -> bool:
+        return not self.device.hangs.is_set()
+
 
 class _Event:
     def __init__(self, device: RecordedDevice) -> None:

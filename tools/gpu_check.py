@@ -7,13 +7,15 @@
 trainer    attention against a plain one, forward and backward; the LM head in TF32; updates; float32 and bfloat16
 weights    checksums and updates like a CPU's; memory shared between processes; a transfer beside training; what a
            commit of 18,867 tensors does in the engine
+members    a trainer rank and replicas, each with a GPU of its own (two at least): transfers beside training; a replica
+           that is killed in a transfer
 engine     SGLang starts with the project's arguments, draws, and leaves memory
 commits    each token fits the version that it carries, while versions change under load
 parity     engine and trainer agree on log-probs, with and without the LM head in float32
 train      the main job, by the recipe; on two GPUs, or on CPUs
 speed      tokens/s against SGLang alone; a trainer's step against torchtitan alone
 
-All but the first two need SGLang; without it speed measures the trainer alone.
+All but the first three need SGLang; without it speed measures the trainer alone.
 Models have random weights and are made on the spot. Each part runs in a process of its own, which is killed after
 ``--part-deadline-s``, and 1200 s more if it starts engines: the first start on a machine compiles, and takes minutes.
 What a part prints goes to stderr. On stdout there is one line of JSON a part: verdict (passed, failed or skipped),
@@ -36,7 +38,7 @@ from typing import Any, Literal
 import tyro
 
 ROOT = Path(__file__).parents[1]
-WITHOUT_ENGINES = ("trainer", "weights")
+WITHOUT_ENGINES = ("trainer", "weights", "members")
 PARTS = (*WITHOUT_ENGINES, "engine", "commits", "parity", "train", "speed")
 FIRST_START_S = 1200.0
 """Seconds for SGLang to compile its kernels and start: the engines' own limit on a GPU."""

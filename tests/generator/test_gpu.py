@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import os
 import re
+import socket
 import stat
 import subprocess
 import sys
@@ -15,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from monarch_rl.generator.engine import Engine
 from monarch_rl.generator.gpu import HARMFUL, check_driver, check_environment
 from monarch_rl.generator.settings import GeneratorSettings, check_attention, engine_arguments
 from monarch_rl.runtime.network import MUST_AGREE, NO_DUMP, nccl_environment
@@ -182,6 +185,17 @@ def test_a_machine_with_compilers_is_taken(toolkit: dict[str, str]) -> None:
 def test_what_sglang_cannot_compile_without_is_named(toolkit: dict[str, str], change: Any, missing: str) -> None:
     with pytest.raises(ValueError, match=re.escape(missing)):
         check_environment(toolkit | change)
+
+
+def test_an_engine_is_refused_on_a_machine_that_lacks_compilers(
+    toolkit: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each machine is looked at when an engine starts there: the first one's check says nothing of the others."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setenv("CUDA_HOME", "/nowhere")
+    problem = rf"this machine \({re.escape(socket.gethostname())}\) lacks nvcc"
+    with pytest.raises(ValueError, match=problem):
+        asyncio.run(Engine.start("no model", GeneratorSettings()))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from monarch_rl.runtime.device_work import Piece
 from monarch_rl.runtime.monitor import ProcessReport, ProcessState
 from monarch_rl.runtime.presence import Wait
 from monarch_rl.runtime.stall import Process, RunPicture, describe_chain, list_processes
@@ -22,7 +23,16 @@ def process(name: str, *waits: tuple[str, str, float], status: str = "sleeping",
     blocked = known.pop("blocked_s", 0.0)
     report = ProcessReport(name, 100, "m", NOW, owed, {}, blocked, [], {})
     asked = None if name.startswith("the engine") else report
-    return Process(name, 100, "m", asked, state=ProcessState(status, 0.0), **known)
+    made = Process(name, 100, "m", asked, state=ProcessState(status, 0.0))
+    for what, value in known.items():
+        setattr(made, what, value)
+    return made
+
+
+def at_piece(made: Process, what: str, seconds: float, limit_s: float) -> Process:
+    """The process, whose device has been at a piece of work for some seconds."""
+    made.piece, made.piece_s = Piece(what, NOW - seconds, limit_s), seconds
+    return made
 
 
 def picture(*processes: Process) -> RunPicture:
@@ -204,3 +214,52 @@ def test_the_chain_is_a_path_of_waits_that_ends_at_the_culprit(waits: dict[str, 
         assert chain[0].process.name in NAMES[:2]
     else:
         assert len(chain) == 1
+
+
+@given(st.floats(0, 500), st.floats(20, 400), st.floats(0, 1), st.floats(0, 1), st.booleans())
+def test_a_device_that_does_not_end_its_work_is_a_culprit_however_much_cpu_is_used(
+    seconds: float, limit_s: float, cpu: float, queued: float, waited_for: bool
+) -> None:
+    """A thread that waits for a GPU spins. Within the limit the process is judged like any other."""
+    spins = at_piece(
+        process("trainer rank 1", cpu_share=cpu, queued_share=queued), "a micro-batch of 8192 tokens", seconds, limit_s
+    )
+    seen = picture(*([CONTROLLER] if waited_for else []), spins)
+    assert seen.culprits() == ([spins] if seconds >= limit_s else [])
+    if seconds >= limit_s:
+        assert not spins.at_work and not (seen.at_work() and not spins.starved)
+        assert sentence(seen).endswith(
+            f"trainer rank 1 has waited {seconds:.0f} s for its device to end a micro-batch of 8192 tokens, and "
+            f"{limit_s:.0f} s are the limit; its process 100 {_cpu(spins)}"
+        )
+
+
+def _cpu(made: Process) -> str:
+    used = f"uses {made.cpu_share:.0%} of a core"
+    return used + f" and was ready to use one for {made.queued_share:.0%} of the time" * made.starved
+
+
+def test_of_devices_that_wait_for_each_other_the_first_to_hang_is_named() -> None:
+    """In NCCL all ranks hang with it, from their own collective on. What does not answer at all is to blame first."""
+    ranks = [
+        at_piece(process(f"trainer rank {rank}", cpu_share=1.0), "an optimizer step of 8192 tokens", seconds, 60.0)
+        for rank, seconds in enumerate((70.0, 75.0, 68.0))
+    ]
+    seen = picture(CONTROLLER, *ranks)
+    assert seen.culprits() == [ranks[1], ranks[0], ranks[2]]
+    assert "; trainer rank 1 has waited 75 s for its device" in sentence(seen)
+    stopped = process("trainer rank 3", status="stopped", not_running_s=16.0)
+    assert picture(CONTROLLER, *ranks, stopped).culprits()[0] is stopped
+
+
+def test_an_engine_whose_gpu_hangs_is_named_at_the_end_of_the_chain() -> None:
+    engine = at_piece(
+        process("the engine of generator 1", cpu_share=1.0), "a step of decoding of 64 tokens", 61.0, 60.0
+    )
+    seen = picture(RANK_0, BUFFER, WORKER_2, GENERATOR_1, engine)
+    assert seen.culprits() == [engine]
+    assert sentence(seen).endswith(
+        "the engine of generator 1 has waited 61 s for its device to end a step of decoding of 64 tokens, and 60 s are "
+        "the limit; its process 100 uses 100% of a core"
+    )
+    assert "has waited 61 s for its device" in list_processes([engine], SILENCE_S)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from monarch_rl.runtime.streams import SideStream, SideThread, finish_current, finish_device
+from monarch_rl.runtime.streams import SideStream, SideThread, finish_current, finish_device, on_side_stream
 from tests.recorded_streams import DEFAULT, Record, RecordedDevice
 
 CPU = torch.device("cpu")
@@ -56,6 +56,45 @@ def test_threads_have_streams_of_their_own(device: RecordedDevice) -> None:
     asyncio.run(go())
     added = [(r.thread, r.stream) for r in device.records if r.op == "add_"]
     assert added == [("one_0", "stream 1"), ("two_0", "stream 2")] * 2
+
+
+def test_streams_are_used_again_but_not_while_something_is_on_them(device: RecordedDevice) -> None:
+    """However often threads come and go, torch is asked for few streams: after 32 it would give one to two threads."""
+    used: list[str] = []
+
+    async def go() -> None:
+        for number in range(100):
+            side = SideThread("side", CPU)
+            await side.run(lambda: used.append(device.current))
+            side.close()
+            side.close()
+            side._executor.shutdown()
+            if number == 50:
+                device.hangs.set()
+                with on_side_stream(CPU):
+                    used.append(device.current)
+                device.hangs.clear()
+        held, released = threading.Event(), threading.Event()
+        late, last = SideThread("late", CPU), SideThread("last", CPU)
+
+        def hold() -> None:
+            used.append(device.current)
+            held.set()
+            assert released.wait(60)
+
+        running = asyncio.ensure_future(late.run(hold))
+        assert await asyncio.to_thread(held.wait, 60)
+        late.close()
+        other = SideThread("other", CPU)
+        assert other.stream._stream.name != used[-1], "the call under way still uses it"
+        released.set()
+        await running
+        for side in (last, other):
+            side.close()
+
+    asyncio.run(go())
+    assert set(used[:51]) == {"stream 1"} and used[51] == "stream 2"
+    assert set(used[52:]) <= {"stream 1", "stream 2"}
 
 
 def test_a_wait_ends_at_its_deadline_or_when_it_is_told_to(device: RecordedDevice) -> None:

@@ -19,7 +19,7 @@ import psutil
 import pytest
 from monarch.actor import Actor, current_rank
 
-from monarch_rl.runtime import presence
+from monarch_rl.runtime import device_work, presence
 from monarch_rl.runtime.cluster import Cluster, launch_cluster
 from monarch_rl.runtime.deadlines import DeadlineExceeded, within
 from monarch_rl.runtime.endpoint import concurrent_endpoint
@@ -32,6 +32,8 @@ from tests.runtime.launched import Start
 
 STALL_S = 3.0
 """A fifth of the default. Much less, and the polls themselves would keep an idle process at work."""
+PIECE_S = 8.0
+"""What a device may take for a piece of work, in these tests."""
 PATIENCE_S = 60.0
 """Seconds for whatever must happen."""
 
@@ -59,6 +61,25 @@ class Player(Actor):
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             sum(range(1000))
+
+    @concurrent_endpoint
+    async def compute(self, device: str, each_s: float) -> None:
+        """Micro-batch after micro-batch, on a thread that spins as one that waits for a GPU does."""
+
+        def spin() -> None:
+            deadline = time.monotonic() + each_s
+            while time.monotonic() < deadline:
+                sum(range(1000))
+
+        def compute() -> None:
+            device_work.FIRST_S = device_work.FLOOR_S = PIECE_S
+            device_work.use_device(device)
+            ends = time.monotonic() + PATIENCE_S
+            while time.monotonic() < ends:
+                with device_work.piece("a micro-batch", 8192):
+                    spin()
+
+        await asyncio.to_thread(compute)
 
     @concurrent_endpoint
     async def advance(self, seconds: float) -> None:
@@ -399,3 +420,36 @@ with launch_cluster() as cluster:
     run.process.send_signal(signal.SIGCONT)
     assert run.wait() == 0, run.output()
     assert not list(tmp_path.glob("stall-*")), "a report was written"
+
+
+def test_a_process_that_spins_at_what_its_device_does_not_end_is_named_and_one_whose_device_goes_on_is_not(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """All use a whole core. One rank's device never ends a micro-batch, the other's ends many; and a worker has no
+    device, so it may compute for as long as it likes."""
+
+    async def test() -> None:
+        ranks, pids = await players(cluster, "trainer rank")
+        workers, _ = await players(cluster, "rollout worker")
+
+        async def work() -> None:
+            computing = asyncio.gather(
+                ranks[0].compute.call_one("cuda", 0.05),
+                ranks[1].compute.call_one("cuda", 10 * PATIENCE_S),
+                workers[0].compute.call_one("cpu", 10 * PATIENCE_S),
+            )
+            await within(PATIENCE_S, computing, "trainer ranks to make step 1", on="trainer ranks")
+
+        message, _ = await stalled(cluster, tmp_path, work)
+        assert re.match(
+            r"controller has waited \d+ s for trainer ranks to make step 1; trainer rank 1 has waited \d+ s for its "
+            rf"device to end a micro-batch of 8192 tokens, and 8 s are the limit; its process {pids[1]} uses \d+% of a "
+            r"core",
+            message,
+        ), message
+        (report,) = tmp_path.glob("stall-*.txt")
+        text = report.read_text()
+        assert "in spin" in text, "the stacks show where it waits"
+        assert len(re.findall("for its device to end", text)) == 2, "in the message and in the list: of rank 1 alone"
+
+    run(test)

@@ -16,11 +16,14 @@ from typing import Any, cast
 
 import psutil
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from monarch_rl.runtime import monitor
+from monarch_rl.runtime import device_work, monitor, presence
 from monarch_rl.runtime.cluster import Cluster
+from monarch_rl.runtime.device_work import Piece
 from monarch_rl.runtime.presence import Progress
-from monarch_rl.runtime.process_poller import LoopLag, ProcessPoller
+from monarch_rl.runtime.process_poller import LoopLag, ProcessPoller, _PolledProcess
 from monarch_rl.runtime.stall import CONTROLLER, Process, RunPicture
 from monarch_rl.runtime.watch import FAILED_POLLS, Stalled, watched
 
@@ -204,3 +207,74 @@ def test_what_has_ended_and_was_replaced_is_forgotten() -> None:
         lives.end()
 
     asyncio.run(test())
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.1, 10), st.floats(0, 1), st.booleans()), min_size=1, max_size=30), st.floats(0, 50)
+)
+def test_time_without_a_core_does_not_count_against_a_device_and_neither_does_time_that_nobody_watched(
+    looks: list[tuple[float, float, bool]], watched_after_s: float
+) -> None:
+    """Looks: seconds since the last one, the share of them without a core, whether a new piece of work began then."""
+    poller = ProcessPoller(cluster(), 15.0, 3.0, LoopLag())
+    start = poller._watched_since = watched_after_s
+    now, queued_s, since, without_core_s = 0.0, 1000.0, 0.0, 0.0
+    for number, (seconds, share, begins) in enumerate(looks):
+        now, queued_s = now + seconds, queued_s + share * seconds
+        without_core_s += share * seconds
+        if begins or number == 0:
+            since, without_core_s = now, 0.0
+        process = Process("trainer rank 0", 100, "m", state=monitor.ProcessState("running", 0.0, queued_s))
+        process.piece, process.piece_s = Piece("a micro-batch", since, 60.0), now - since
+        poller._leave_out_queued(process, now)
+        assert process.piece_s == pytest.approx(max(0.0, min(now - since, now - start) - without_core_s), abs=1e-6)
+    process.piece = None
+    poller._leave_out_queued(process, now)
+    assert not poller._pieces
+
+
+def test_a_report_brings_what_the_devices_of_a_process_and_of_its_helpers_have_not_ended() -> None:
+    """From the process itself to the picture. One that does not answer begins nothing new; of its helpers nothing is
+    known meanwhile."""
+
+    async def test() -> None:
+        own, now = monitor.own_report(), time.monotonic()
+        report = dataclasses.replace(
+            own,
+            name="generator 0",
+            now=now,
+            helpers={own.pid: "the engine of generator 0"},
+            piece=Piece("a micro-batch", now - 100, 60.0),
+            helpers_pieces={own.pid: Piece("a step of decoding", now - 50, 60.0)},
+        )
+        poller = ProcessPoller(cluster(("generator0", [object()])), STALL_S, 0.0, LoopLag())
+        poller._watched_since = now - 1000
+        handle: Any = object()
+        polled = _PolledProcess(handle, Process("generator 0", own.pid, own.machine, report), now - 30)
+        poller._polled[id(handle)] = polled
+        seen = (await poller.picture()).processes
+        assert seen["generator 0"].piece == report.piece and seen["generator 0"].piece_s == pytest.approx(130, abs=20)
+        assert seen["generator 0"].device_hangs
+        engine = seen["the engine of generator 0"]
+        assert engine.piece == report.helpers_pieces[own.pid] and engine.piece_s == pytest.approx(50, abs=1)
+        assert not engine.device_hangs
+        poller.reset_silence()
+        seen = (await poller.picture()).processes
+        assert not seen["generator 0"].device_hangs, "the watch itself did not run meanwhile"
+
+    asyncio.run(test())
+
+
+def test_a_process_reports_what_its_device_has_not_ended() -> None:
+    device_work.use_device("cuda")
+    try:
+        with device_work.piece("a micro-batch", 10):
+            presence.helper(1, "the engine of generator 0", device_work.piece_under_way)
+            report = monitor.own_report()
+            assert report.piece is not None and report.piece.what == "a micro-batch of 10 tokens"
+            assert report.helpers_pieces == {1: report.piece}
+        assert monitor.own_report().piece is None and monitor.own_report().helpers_pieces == {}
+    finally:
+        presence.no_helper(1)
+        device_work.use_device("cpu")
+    assert presence.helpers_pieces() == {}

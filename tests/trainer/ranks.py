@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save_file
 from monarch_rl.algorithms.advantages import ADVANTAGES
 from monarch_rl.algorithms.aggregation import Aggregation
 from monarch_rl.episode.episode import BatchShard
+from monarch_rl.runtime import device_work
+from monarch_rl.runtime.device_work import Piece
 from monarch_rl.trainer.attention_layout import separate_layout
 from monarch_rl.trainer.batch import MicroBatch, advantages_of, pack_shard
 from monarch_rl.trainer.objective import reinforcement
@@ -57,7 +59,14 @@ def train(folder: Path, name: str, settings: TrainerSettings, kind: str = "qwen3
     for step in range(STEPS):
         part = shard(batch(step), step, policy.rank, policy.world_size, token_budget=50)
         assert len(part.microbatches) > 1
-        metrics = policy.update(packed(part, policy), reinforcement(settings.loss))
+        batches, changes = packed(part, policy), list[Piece | None]()
+        device_work.use_device("cuda", changes.append)
+        metrics = policy.update(batches, reinforcement(settings.loss))
+        device_work.use_device("cpu")
+        # What a GPU that hangs would be found by: each micro-batch, then what waits for them all.
+        sizes = [each.token_ids.numel() for each in batches]
+        pieces = [f"a micro-batch of {size} tokens" for size in sizes] + [f"an optimizer step of {sum(sizes)} tokens"]
+        assert [None if change is None else change.what for change in changes] == [x for p in pieces for x in (p, None)]
         assert metrics["tokens"] == part.trainable_tokens
         assert 0 <= metrics["imbalance"] < 0.5
         computed = sum(distinct_inputs(group.episodes) for group in batch(step))

@@ -19,14 +19,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from monarch_rl.runtime.streams import finish_current
 from monarch_rl.trainer.snapshots import Snapshots
-from monarch_rl.weights import broadcast_group
+from monarch_rl.weights import area, broadcast_group, transfers
 from monarch_rl.weights.area import Area, attach
+from monarch_rl.weights.broadcast_group import BroadcastGroup
 from monarch_rl.weights.checksum import tensor_checksum
 from monarch_rl.weights.collective import CollectiveReceiver, CollectiveSender
 from monarch_rl.weights.endpoint import SNAPSHOTS, TransferError, TransferSettings, TransportName
 from monarch_rl.weights.manifest import Manifest, make_manifest
 from monarch_rl.weights.transport import make_receiver, make_sender
-from tests.recorded_streams import DEFAULT, RecordedDevice
+from tests.recorded_streams import DEFAULT, Record, RecordedDevice
 
 CPU = torch.device("cpu")
 ROWS = 600_000
@@ -177,6 +178,27 @@ class Pair:
         await asyncio.gather(self.sender.close(), self.receiver.close())
 
 
+def broadcasts(device: RecordedDevice) -> list[Record]:
+    return [record for record in device.records if record.op == "broadcast"]
+
+
+def watch_questions(group: BroadcastGroup) -> threading.Semaphore:
+    """Is released whenever a member asks whether the others have come."""
+    asked, store = threading.Semaphore(0), group._store
+
+    class Store:
+        def check(self, keys: list[str]) -> bool:
+            come = store.check(keys)
+            asked.release()
+            return come
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(store, name)
+
+    group._store = Store()  # type: ignore[assignment]
+    return asked
+
+
 async def failure(awaitable: Any) -> str:
     with pytest.raises(TransferError) as caught:
         await awaitable
@@ -184,7 +206,7 @@ async def failure(awaitable: Any) -> str:
 
 
 def test_a_broadcast_that_never_ends_fails_by_our_own_clock_and_the_next_one_waits_for_its_abort(
-    device: RecordedDevice, network: Network
+    device: RecordedDevice, network: Network, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The abort blocks, as NCCL's may. The event loop goes on; nothing is received into its memory before its end."""
 
@@ -205,10 +227,16 @@ def test_a_broadcast_that_never_ends_fails_by_our_own_clock_and_the_next_one_wai
         assert {name for _, name in network.aborts} == {"abort"}
         pair.set_deadline(60)
         device.hangs.clear()
+        (left,) = pair.receiver._transfers._aborted
+        waits, wait = threading.Event(), left.wait
+
+        def seen_wait(timeout: float) -> bool:
+            waits.set()
+            return wait(timeout)
+
+        monkeypatch.setattr(left, "wait", seen_wait)
         meeting = asyncio.ensure_future(pair.meet())
-        while pair.sender._transfers._running is None:
-            await asyncio.sleep(0.001)
-        await asyncio.sleep(0.05)
+        assert await asyncio.to_thread(waits.wait, 60)
         assert pair.receiver._transfers._running is None, "a broadcast may still write to the receiver's memory"
         network.release.set()
         await meeting
@@ -237,8 +265,60 @@ def test_a_transfer_is_aborted_at_once_when_a_member_is_lost(device: RecordedDev
         await pair.meet()
         await pair.transfer(2)
         assert pair.held() == 2
-        pair.sender.abort("nothing is under way")
-        await pair.transfer(3)
+        await pair.close()
+
+    asyncio.run(go())
+
+
+def test_an_abort_that_comes_before_its_transfer_is_not_lost(device: RecordedDevice, network: Network) -> None:
+    """An end prepares what it sends before it sends it. A meeting begins anew: what came before it is over."""
+
+    async def go() -> None:
+        pair = Pair(deadline_s=600)
+        await pair.meet()
+        pair.sender.abort("generator 1 is lost")
+        begun = len(broadcasts(device))
+        assert (await failure(pair.sender.send(1, 1))).endswith("the transfer was aborted: generator 1 is lost")
+        assert len(broadcasts(device)) == begun
+        assert "before connect()" in await failure(pair.sender.send(1, 1))
+        pair.sender.abort("it was lost, as was said")
+        await pair.meet()
+        await pair.transfer(2)
+        pair.receiver.abort("generator 1 is lost")
+        assert "generator 1 is lost" in await failure(pair.receiver.receive(3, 1))
+        await pair.meet()
+        await pair.transfer(4)
+        assert pair.held() == 4
+        await pair.close()
+
+    asyncio.run(go())
+
+
+def test_a_member_that_has_not_come_is_named_and_a_thread_that_waits_for_it_ends(
+    device: RecordedDevice, network: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the deadline, by the thread itself; and once the group is left, at once."""
+
+    async def go() -> None:
+        pair = Pair(deadline_s=60)
+        for end, alone in (("sender", "generator 0 of 1"), ("receiver", "the trainer rank")):
+            await pair.meet()
+            with monkeypatch.context() as patch:
+                patch.setattr(transfers, "_GIVES_UP", 0.01)
+                call = pair.sender.send(1, 1) if end == "sender" else pair.receiver.receive(1, 1)
+                assert (await failure(call)).endswith(f"{alone} has not come to the transfer")
+        pair.set_deadline(600)
+        await pair.meet()
+        (group,) = pair.sender._transfers.groups
+        asked = watch_questions(group)
+        thread = pair.sender._transfers._thread
+        sending = asyncio.ensure_future(failure(pair.sender.send(2, 0)))
+        assert await asyncio.to_thread(asked.acquire, timeout=60)
+        pair.sender.abort("generator 0 is lost")
+        assert "generator 0 is lost" in await sending
+        begun = time.monotonic()
+        await asyncio.to_thread(thread._executor.shutdown)  # waits for the call
+        assert time.monotonic() - begun < 300, "the thread waited for the deadline"
         await pair.close()
 
     asyncio.run(go())
@@ -286,11 +366,14 @@ def test_a_sender_enqueues_nothing_before_all_receivers_have_come(device: Record
     async def go() -> None:
         pair = Pair(deadline_s=60)
         await pair.meet()
-        enqueued = len([record for record in device.records if record.op == "broadcast"])
+        enqueued = len(broadcasts(device))
         train(pair.sender.views(1), 1)
+        (group,) = pair.sender._transfers.groups
+        asked = watch_questions(group)
         sending = asyncio.ensure_future(pair.sender.send(1, 1))
-        await asyncio.sleep(0.05)
-        assert len([record for record in device.records if record.op == "broadcast"]) == enqueued
+        for _ in range(3):
+            assert await asyncio.to_thread(asked.acquire, timeout=60)
+            assert len(broadcasts(device)) == enqueued
         await asyncio.gather(sending, pair.receiver.receive(1, 1))
         assert pair.held() == 1
         await pair.close()
@@ -334,18 +417,35 @@ def test_nccl_judges_no_transfer_and_ends_no_process(monkeypatch: pytest.MonkeyP
         assert 1 <= seen["ctas"] <= 8
 
 
-def test_device_memory_is_shared_only_when_somebody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch keeps memory that was shared and never attached."""
+def map_shared(size: int) -> torch.Tensor:
+    """What another process does to attach."""
+    return torch.ones(size)
+
+
+def test_device_memory_is_shared_only_when_somebody_asks_and_not_on_a_stream_of_training(
+    device: RecordedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch keeps memory that was shared and never attached; both ends wait for their current stream."""
     from torch.multiprocessing import reductions
 
     shared: list[int] = []
 
-    def share(tensor: torch.Tensor) -> tuple[int, int]:
+    def share(tensor: torch.Tensor) -> tuple[Any, tuple[int]]:
         shared.append(tensor.numel())
-        return 0, 0
+        device.record("share")
+        return map_shared, (tensor.numel(),)
 
     monkeypatch.setattr(reductions, "reduce_tensor", share)
-    area = Area(64, torch.device("meta"))
+    held = Area(64, torch.device("meta"))
     assert not shared
-    assert area.handle == area.handle and shared == [64]
-    assert attach(area.handle) is area.buffer
+    assert held.handle == held.handle and shared == [64]
+    assert attach(held.handle) is held.buffer
+    monkeypatch.setattr(area, "_made", {})  # as in another process
+    with device.recording():
+        assert attach(held.handle).sum() == 64
+    assert [(r.stream, r.op) for r in device.records[:4]] == [
+        ("stream 1", "share"),
+        ("stream 1", "synchronize"),
+        ("stream 1", "ones"),
+        ("stream 1", "synchronize"),
+    ]

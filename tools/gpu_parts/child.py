@@ -16,7 +16,7 @@ from monarch_rl.runtime.lifetime import end_quickly
 from tools.gpu_parts import old_torch
 from tools.gpu_parts.common import Bench, Findings, Skipped, versions
 
-WITHOUT_SGLANG = ("trainer", "weights")
+WITHOUT_SGLANG = ("trainer", "weights", "members")
 """Parts that must run where SGLang is not installed."""
 
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-from monarch_rl.generator.gpu import check_environment
 from tools.gpu_parts.common import Bench, Findings, make_model, model_shape
 from tools.gpu_parts.engines import check_completions, draw, prompts, running_engine
 
 
 def run(bench: Bench, found: Findings) -> None:
     """See the top of this file."""
-    if bench.on_gpu:
-        check_environment()
     asyncio.run(_run(bench, found))
 
 

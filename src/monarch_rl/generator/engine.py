@@ -6,6 +6,7 @@ event loop.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 from typing import Any, ClassVar
@@ -16,6 +17,7 @@ from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.generator.answers import ExpertRouteFormat
 from monarch_rl.generator.clock import BusyClock
 from monarch_rl.generator.commit import CommitReport, Commits
+from monarch_rl.generator.gpu import check_environment
 from monarch_rl.generator.memory import free_memory
 from monarch_rl.generator.parts import OnPart, ignore_part
 from monarch_rl.generator.requests import EngineRequests
@@ -68,10 +70,12 @@ class Engine:
                 every token of its KV cache: 4 bytes a layer and expert.
             extra: further SGLang ``ServerArgs``.
 
-        Raises ValueError if the model cannot be cut for ``settings.tp`` ranks or has no expert routes, RuntimeError if
-        SGLang does not start, or the machine has too little memory free.
+        Raises ValueError if the model cannot be cut for ``settings.tp`` ranks or has no expert routes, or if a machine
+        with GPUs lacks compilers; RuntimeError if SGLang does not start, or the machine has too little memory free.
         """
         on_gpu = torch.accelerator.is_available()
+        if on_gpu:
+            await asyncio.to_thread(check_environment)
         config = find_config(model_path)
         if config is not None:
             check_served(config, settings, on_gpu)

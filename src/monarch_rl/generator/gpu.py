@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -47,8 +48,8 @@ def check_dtype(dtype: str) -> None:
 def check_environment(environment: Mapping[str, str] | None = None, cuda: str | None = None) -> None:
     """Refuse a machine with GPUs on which SGLang does not start, or would serve wrong weights.
 
-    SGLang 0.5.23 compiles kernels when it first needs them: rotary embeddings, the KV cache's, norms, activations. Only
-    this machine is looked at: one that differs from it fails when its engines start.
+    SGLang 0.5.23 compiles kernels when it first needs them: rotary embeddings, the KV cache's, norms, activations.
+    Looks at this machine: a run's first one before anything is spawned, each one before an engine starts there.
 
     Args:
         environment: of the engines; None is this process's, with this Python's folder at the head of PATH, as in the
@@ -83,7 +84,10 @@ def check_environment(environment: Mapping[str, str] | None = None, cuda: str | 
         flags = "without flags: SGLang takes it for one word"  # jit/utils/compile/ninja.py quotes it
         missing.append(f"a C++20 compiler (looked for {compiler}; install g++ 11 or newer, or set CXX, {flags})")
     if missing:
-        raise ValueError(f"SGLang compiles GPU kernels when it starts, and this machine lacks {', and '.join(missing)}")
+        raise ValueError(
+            f"SGLang compiles GPU kernels when it starts, and this machine ({socket.gethostname()}) lacks "
+            f"{', and '.join(missing)}"
+        )
 
 
 def find_nvcc(environment: Mapping[str, str]) -> Path:

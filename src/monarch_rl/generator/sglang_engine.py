@@ -10,7 +10,10 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import torch
+
 from monarch_rl.generator.launching import close_sockets, end_processes, launch_engine, take_over_watch
+from monarch_rl.generator.scheduler_pieces import SchedulerPieces
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.network import held_port
 
@@ -22,7 +25,9 @@ class EngineStopped(RuntimeError):
 class SglangEngine:
     """A running ``sglang.Engine``. Build with :meth:`launch`; end with :meth:`shutdown`. Use from one event loop."""
 
-    def __init__(self, engine: Any, launcher: ThreadPoolExecutor, replica: int, ranks: int) -> None:
+    def __init__(
+        self, engine: Any, launcher: ThreadPoolExecutor, replica: int, ranks: int, pieces: SchedulerPieces | None
+    ) -> None:
         self.engine = engine
         self.replica = replica
         self.ranks = ranks
@@ -33,7 +38,7 @@ class SglangEngine:
         self._processes = take_over_watch(engine)
         for rank, process in enumerate(self._processes):
             name = self.name if ranks == 1 else f"{self.name} (rank {rank})"
-            presence.helper(process.pid, name)
+            presence.helper(process.pid, name, None if pieces is None else pieces.reader(rank))
             asyncio.get_running_loop().add_reader(process.sentinel, self._process_ended, process)
 
     @classmethod
@@ -48,10 +53,11 @@ class SglangEngine:
         Raises RuntimeError if SGLang does not start.
         """
         launcher = ThreadPoolExecutor(1, thread_name_prefix="sglang-launch")
+        pieces = SchedulerPieces(ranks) if torch.accelerator.is_available() else None
         with held_port() as port:  # SGLang's processes meet there, seconds from now; engines start side by side
             arguments = arguments | {"nccl_port": port}
             engine = await asyncio.get_running_loop().run_in_executor(launcher, launch_engine, arguments)
-        return cls(engine, launcher, replica, ranks)
+        return cls(engine, launcher, replica, ranks, pieces)
 
     @property
     def manager(self) -> Any:

@@ -69,12 +69,8 @@ class JointCalls:
             # waits: until each call's own deadline
             await asyncio.wait(waits, return_when=asyncio.FIRST_EXCEPTION)
             failed = [error for wait in waits if wait.done() and (error := wait.exception())]
-            aborts = [
-                within(CALL_DEADLINE_S, member.weights_abort.call_one(last_line(failed[0])), what, on=call.name)
-                for call, wait in zip(calls, waits, strict=True)
-                if not wait.done()
-                for member, what in ((member, f"{call.name} to abort a transfer") for member in call.members)
-            ]
+            late = [call for call, wait in zip(calls, waits, strict=True) if not wait.done()]
+            aborts = [abort for call in late for abort in _aborts(call, last_line(failed[0]))]
             # waits: until each call's own deadline
             answers = await asyncio.gather(*waits, *aborts, return_exceptions=True)
             return answers[: len(waits)]
@@ -82,6 +78,12 @@ class JointCalls:
             self._under_way = []
             for wait in waits:
                 wait.cancel()
+
+
+def _aborts(call: JointCall, why: str) -> list[Awaitable[None]]:
+    """Tell all that are called to end what they do."""
+    what = f"{call.name} to abort a transfer"
+    return [within(CALL_DEADLINE_S, member.weights_abort.call_one(why), what, on=call.name) for member in call.members]
 
 
 async def _answer_or_loss(call: JointCall, deadline_s: float) -> Any:

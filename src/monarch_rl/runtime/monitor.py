@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
@@ -22,6 +22,7 @@ import psutil
 from monarch.actor import Actor
 
 from monarch_rl.runtime import presence, starvation
+from monarch_rl.runtime.device_work import Piece, piece_under_way
 from monarch_rl.runtime.endpoint import concurrent_endpoint
 from monarch_rl.runtime.presence import Progress, Wait
 
@@ -50,6 +51,10 @@ class ProcessReport:
     """Event-loop lags since the previous report, in seconds."""
     helpers: dict[int, str]
     """Names of the processes that work for it, by pid."""
+    piece: Piece | None = None
+    """What its device has not ended."""
+    helpers_pieces: dict[int, Piece] = field(default_factory=dict)
+    """And those of the processes that work for it, by pid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +108,7 @@ def own_report() -> ProcessReport:
     """Report on this process."""
     # Read before the clock, so that no wait is younger than ``now``.
     waits, progress = presence.waits(), presence.progress_by_kind()
+    piece, helpers_pieces = piece_under_way(), presence.helpers_pieces()
     heartbeats = [heartbeat for heartbeat, _ in presence.heartbeats().values()]
     return ProcessReport(
         presence.process_name(),
@@ -114,6 +120,8 @@ def own_report() -> ProcessReport:
         max((heartbeat.overdue_s() for heartbeat in heartbeats), default=0.0),
         [lag for heartbeat in heartbeats for lag in heartbeat.take_lags()],
         presence.helpers(),
+        piece,
+        helpers_pieces,
     )
 
 

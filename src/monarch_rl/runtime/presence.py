@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from monarch_rl.runtime.device_work import Piece
+
 BEAT_S = 0.25
 """Seconds between two heartbeats of an event loop. Each wakes its process: at 0.1 s that was 0.14 % of a core, in every
 process of a run, also where nothing is to do."""
@@ -97,6 +99,7 @@ _heartbeats: dict[str, tuple[Heartbeat, asyncio.Task[None], int]] = {}
 """By name: the heartbeat, its task, and the thread of the loop."""
 _more_waits: dict[str, Callable[[], Sequence[Wait]]] = {}
 _helpers: dict[int, str] = {}
+_helpers_pieces: dict[int, Callable[[], Piece | None]] = {}
 _waits: dict[int, Wait] = {}
 _progress: dict[str, Progress] = {}
 _numbers = itertools.count()
@@ -210,14 +213,26 @@ def name_of(loop: asyncio.AbstractEventLoop) -> str:
     return _names.get(loop, "an unregistered actor")
 
 
-def helper(pid: int, name: str) -> None:
-    """Record that process ``pid`` of this machine works for this one, as ``name``. It is inspected from outside."""
+def helper(pid: int, name: str, piece: Callable[[], Piece | None] | None = None) -> None:
+    """Record that process ``pid`` of this machine works for this one, as ``name``. It is inspected from outside.
+
+    Args:
+        piece: returns what its device has not ended. Called on another thread, at any time.
+    """
     _helpers[pid] = name
+    if piece is not None:
+        _helpers_pieces[pid] = piece
 
 
 def no_helper(pid: int) -> None:
     """Undo :func:`helper`."""
     _helpers.pop(pid, None)
+    _helpers_pieces.pop(pid, None)
+
+
+def helpers_pieces() -> dict[int, Piece]:
+    """What the devices of helpers have not ended, by pid."""
+    return {pid: piece for pid, read in _helpers_pieces.copy().items() if (piece := read()) is not None}
 
 
 def helpers() -> dict[int, str]:

@@ -100,7 +100,11 @@ class ProcessPoller:
         """By machine and pid: times of the inspections during the last ``silence_s``, and what it had had by then."""
         self._not_running_since: dict[tuple[str, int | None], float] = {}
         """By machine and pid: when it was first seen in one of the states NOT_RUNNING, in which it still is."""
+        self._pieces: dict[tuple[str, int | None], tuple[float, float]] = {}
+        """By machine and pid: since when the piece of work is under way that was last seen there, and for how many
+        seconds the process had been without a core by then."""
         self._polls: set[asyncio.Task[None]] = set()
+        self._watched_since = time.monotonic()
 
     def add_new(self) -> None:
         """Start to poll the processes that were spawned since the last call."""
@@ -146,6 +150,7 @@ class ProcessPoller:
         """Count silences from now on, because this process itself could not receive answers until now."""
         self._cpu_history.clear()
         self._not_running_since.clear()
+        self._watched_since = time.monotonic()
         for polled in self._polled.values():
             polled.last_answer = time.monotonic() if polled.last_answer is not None else None
 
@@ -161,8 +166,14 @@ class ProcessPoller:
             process.silent_s = max(0.0, now - last_answer - self._interval_s)
             picture.processes[process.name] = process
             if process.report is not None and not polled.failed:  # helpers end with the process they work for
+                process.piece = process.report.piece
+                if process.piece is not None:  # nobody begins another one while the process does not answer
+                    process.piece_s = process.report.now - process.piece.since + process.silent_s
                 for pid, name in process.report.helpers.items():
-                    picture.processes[name] = Process(name, pid, process.machine)
+                    helper = picture.processes[name] = Process(name, pid, process.machine)
+                    helper.piece = process.report.helpers_pieces.get(pid)
+                    if helper.piece is not None:
+                        helper.piece_s = process.report.now - helper.piece.since
         await self._inspect(picture)
         for polled in self._polled.values():  # Monarch reports those it lost, unless they are only stopped
             state = polled.process.state
@@ -175,7 +186,7 @@ class ProcessPoller:
     def _forget_ended(self, picture: RunPicture) -> None:
         """Forget processes that have ended and were replaced: a long run replaces many."""
         shown = {(process.machine, process.pid) for process in picture.processes.values()}
-        for history in (self._cpu_history, self._not_running_since):
+        for history in (self._cpu_history, self._not_running_since, self._pieces):
             for key in history.keys() - shown:
                 del history[key]
         in_cluster = {id(handle) for _, monitors in self._cluster.monitors for handle in monitors}
@@ -196,6 +207,22 @@ class ProcessPoller:
             for process in processes:
                 process.state = None if process.pid is None else states.get(process.pid)
                 self._compare_with_history(process, now)
+                self._leave_out_queued(process, now)
+
+    def _leave_out_queued(self, process: Process, now: float) -> None:
+        """Of the seconds of its piece of work, those for which it had no core, and those before this watch looked."""
+        key = process.machine, process.pid
+        if process.piece is None:
+            self._pieces.pop(key, None)
+            return
+        process.piece_s = max(0.0, min(process.piece_s, now - self._watched_since))
+        if process.state is None:
+            return
+        since, queued_before_s = self._pieces.get(key, (None, 0.0))
+        if since == process.piece.since:
+            process.piece_s = max(0.0, process.piece_s - max(0.0, process.state.queued_s - queued_before_s))
+        else:
+            self._pieces[key] = process.piece.since, process.state.queued_s
 
     async def _states(self, machine: str, processes: list[Process]) -> dict[int, ProcessState]:
         """States of processes of one machine, by pid; empty if no monitor there answers."""

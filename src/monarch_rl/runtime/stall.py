@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from monarch_rl.runtime.device_work import Piece
 from monarch_rl.runtime.monitor import ProcessReport, ProcessState
 from monarch_rl.runtime.presence import Wait
 
@@ -55,6 +56,10 @@ class Process:
     """Of a core, over the last ``RunPicture.silence_s`` seconds."""
     queued_share: float = 0.0
     """Share of these seconds for which it was ready to run and had no core."""
+    piece: Piece | None = None
+    """What its device had not ended when it was reported."""
+    piece_s: float = 0.0
+    """Seconds for which it had not, without those for which the process was ready to run and had no core."""
 
     @property
     def waits(self) -> list[Wait]:
@@ -76,9 +81,15 @@ class Process:
         return not self.uses_cpu and self.queued_share >= STARVED_SHARE
 
     @property
+    def device_hangs(self) -> bool:
+        """Whether its device has not ended a piece of work in the time for it. A thread that waits for it uses a core
+        all the same."""
+        return self.piece is not None and self.piece_s >= self.piece.limit_s
+
+    @property
     def at_work(self) -> bool:
-        """Whether it uses the CPU, or would if it got it."""
-        return self.uses_cpu or self.starved
+        """Whether it uses the CPU, or would if it got it, and its device does not hang."""
+        return (self.uses_cpu or self.starved) and not self.device_hangs
 
     @property
     def lost(self) -> bool:
@@ -86,13 +97,17 @@ class Process:
         return self.state is not None and self.state.status in LOST
 
     def hung_s(self) -> float:
-        """Seconds for which it has been stopped or ended, or else silent or blocked without being at work.
+        """Seconds for which it has been stopped or ended, or its device has hung, or else silent or blocked without
+        being at work.
 
         A process that uses the CPU, or is ready to and has no core, is at work, however long that takes, even if it
-        does not answer and its event loops do not run: it may be in a long call.
+        does not answer and its event loops do not run: it may be in a long call. But not if it has a device do
+        something that should have ended.
         """
         if self.state is not None and self.state.status in NOT_RUNNING:
             return max(self.not_running_s, self.silent_s)
+        if self.device_hangs:
+            return self.piece_s
         return 0.0 if self.at_work else max(self.silent_s, self.blocked_s)
 
     def describe(self, silence_s: float) -> str:
@@ -102,6 +117,9 @@ class Process:
         if self.starved:
             cpu += f" and was ready to use one for {self.queued_share:.0%} of the time"
         status = self.state.status if self.state is not None else None
+        if self.device_hangs and self.piece is not None and status not in NOT_RUNNING:
+            late = f"has waited {self.piece_s:.0f} s for its device to end {self.piece.what}"
+            return f"{late}, and {self.piece.limit_s:.0f} s are the limit; {process} {cpu}"
         if self.report is None and status in NOT_RUNNING:  # helpers are not polled
             return f"has been {_plain(status)} for {self.not_running_s:.0f} s (process {self.pid})"
         if self.silent_s >= silence_s or status in NOT_RUNNING:
@@ -135,11 +153,16 @@ class RunPicture:
         return [process for name, process in self.processes.items() if wait.on and name.startswith(kinds)]
 
     def culprits(self) -> list[Process]:
-        """The processes that cannot go on. First comes the one that the waits of the trainer reach first."""
+        """The processes that cannot go on. First comes the one that the waits of the trainer reach first.
+
+        Where devices hang, those of others wait for the first one in NCCL: it has hung for longest. They come after
+        whatever else cannot go on, which may be what the devices wait for.
+        """
         reached = [link.process for link in self._reached()]
         rest = [process for process in self.processes.values() if process not in reached]
         limits = {True: LOST_FACTOR * self.silence_s, False: self.silence_s}
-        return [process for process in reached + rest if process.hung_s() >= limits[process.lost]]
+        found = [process for process in reached + rest if process.hung_s() >= limits[process.lost]]
+        return sorted(found, key=lambda process: (process.device_hangs, -process.piece_s * process.device_hangs))
 
     def starved(self) -> list[Process]:
         """The processes that want the CPU and hardly get it, worst first."""
@@ -173,7 +196,10 @@ class RunPicture:
             return True
         reached = [link.process for link in self._reached() if link.process.name != CONTROLLER]
         return any(
-            process.uses_cpu or process.lost or any(wait.on in OUTSIDE for wait in process.waits) for process in reached
+            (process.uses_cpu and not process.device_hangs)
+            or process.lost
+            or any(wait.on in OUTSIDE for wait in process.waits)
+            for process in reached
         )
 
     def _order(self, before: Wait | None, wait: Wait) -> tuple[bool, bool]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -45,12 +46,32 @@ def finish_device(device: torch.device) -> None:
         module.synchronize(device)  # streams: of a process that only decodes
 
 
+_free: dict[tuple[Any, torch.device], list[Any]] = defaultdict(list)
+"""By a device and its module: streams that were given back. torch makes no more than 32 that differ, and then gives the
+same one to two threads, so these are used again."""
+_freeing = threading.Lock()
+
+
 class SideStream:
-    """A stream beside the default one."""
+    """A stream beside the default one. It is nobody else's until :meth:`give_back`."""
 
     def __init__(self, device: torch.device) -> None:
-        self._module = device_module(device)
-        self._stream: Any = None if self._module is None else self._module.Stream(device)
+        self._module, self._device = device_module(device), device
+        self._stream: Any = None if self._module is None else self._take()
+
+    def _take(self) -> Any:
+        with _freeing:
+            free = _free[self._module, self._device]
+            for index, stream in enumerate(free):
+                if stream.query():  # one may still have a broadcast on it that nobody could abort
+                    return free.pop(index)
+        return self._module.Stream(self._device)
+
+    def give_back(self) -> None:
+        """Let others have it once all that is enqueued on it is done. Not to be used after that."""
+        if self._module is not None:
+            with _freeing:
+                _free[self._module, self._device].append(self._stream)
 
     @contextmanager
     def use(self) -> Iterator[None]:
@@ -80,6 +101,17 @@ class SideStream:
         return True
 
 
+@contextmanager
+def on_side_stream(device: torch.device) -> Iterator[None]:
+    """Enqueue what the block does on a stream beside the default one; when the block ends, all of it is done."""
+    stream = SideStream(device)
+    try:
+        with stream.use():
+            yield
+    finally:
+        stream.give_back()
+
+
 class SideThread:
     """A thread with a stream of its own; it does one call after the other.
 
@@ -91,6 +123,7 @@ class SideThread:
     def __init__(self, name: str, device: torch.device) -> None:
         self.stream = SideStream(device)
         self._executor = ThreadPoolExecutor(1, name)
+        self._closed = False
 
     async def run(self, call: Callable[..., T], *arguments: Any) -> T:
         """Call on the thread, under its stream; returns when all that the call has enqueued is done."""
@@ -101,5 +134,8 @@ class SideThread:
             return call(*arguments)
 
     def close(self) -> None:
-        """Take no more calls. The one under way goes on, and nobody waits for it."""
-        self._executor.shutdown(wait=False)
+        """Take no more calls. The one under way goes on, and nobody waits for it. May be called again."""
+        if not self._closed:
+            self._closed = True
+            self._executor.submit(self.stream.give_back)  # after the call under way, which uses it
+            self._executor.shutdown(wait=False)

@@ -5,8 +5,9 @@ blocked. Every ``stall_s / 5`` seconds it polls the monitors of all processes (`
 process from outside. It acts on
 
 - a culprit: a process that for ``stall_s`` seconds was stopped, or neither answered nor was at work, or had an event
-  loop that did not run while it was not at work; or whose loss went unnoticed for 2.5 times as long. It acts even
-  if other processes still advance: they will miss what the culprit holds;
+  loop that did not run while it was not at work; or whose device did not end a piece of work in its time
+  (``runtime/device_work.py``); or whose loss went unnoticed for 2.5 times as long. It acts even if other processes
+  still advance: they will miss what the culprit holds;
 - a stall: nothing has advanced for :data:`STUCK_FACTOR` times ``stall_s``, or for three times the longest pause of the
   run so far, no process that the trainer waits for uses the CPU or waits for something outside the run, and none is
   starved. Progress is: a step trained, a group put, a version published, tokens drawn, a held-out item played. A
@@ -14,7 +15,8 @@ process from outside. It acts on
 
 A process that uses the CPU is at work, for however long, and so is one that is ready to use it and gets no core: a
 machine that starves the run is no stall, and is said in a warning. What it delays is bounded by the deadlines of those
-who wait for it (:class:`~monarch_rl.runtime.deadlines.Patience`). A GPU at work needs the CPU, too: PyTorch polls it.
+who wait for it (:class:`~monarch_rl.runtime.deadlines.Patience`). A GPU at work needs the CPU, too: PyTorch polls it,
+also one that hangs. So a process with a device says what it waits for, and how long that may take.
 What is outside the run, such as an environment's service, has deadlines of its own.
 
 To act, it logs one message that follows the waits from the trainer to the culprit, with the stacks of the processes in

@@ -16,7 +16,7 @@ from monarch.actor import current_rank
 from monarch_rl.algorithms.advantages import ADVANTAGES
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.episode.packed import unpack_group
-from monarch_rl.runtime import presence
+from monarch_rl.runtime import device_work, presence
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.endpoint import concurrent_endpoint
 from monarch_rl.runtime.heap import freeze_heap
@@ -108,7 +108,9 @@ class Trainer(ResilientActor):
             from monarch_rl.trainer.policy import Policy
 
             plan = self._plan
-            return Policy(plan.model, plan.settings, total_steps=plan.total_steps, temperature=plan.temperature)
+            policy = Policy(plan.model, plan.settings, total_steps=plan.total_steps, temperature=plan.temperature)
+            device_work.use_device(policy.device.type)
+            return policy
 
         self._policy = await self._on(self._compute, build)
         freeze_heap()
@@ -177,7 +179,8 @@ class Trainer(ResilientActor):
         with torch.no_grad():
             for episode in (episode for data in groups for episode in unpack_group(data).episodes):
                 batch = pack([episode], torch.zeros(1), torch.zeros(1), version, self.policy.device)
-                logprobs.append(self.policy.token_logprobs(batch).logprobs.cpu().numpy())
+                with device_work.piece("a pass for log-probs", batch.token_ids.numel()):
+                    logprobs.append(self.policy.token_logprobs(batch).logprobs.cpu().numpy())
         return logprobs
 
     # -- publishing: see weights/endpoint.py for the order of calls ------------------------------------------
@@ -229,7 +232,12 @@ class Trainer(ResilientActor):
         took."""
         started = time.perf_counter()
         views = self.snapshots.prepare(version, index)
-        await self._on(self._compute, self.policy.published.snapshot, self.snapshots.manifest, views)
+
+        def copy() -> None:
+            with device_work.piece("a copy of the weights"):
+                self.policy.published.snapshot(self.snapshots.manifest, views)
+
+        await self._on(self._compute, copy)
         return time.perf_counter() - started
 
     @concurrent_endpoint
@@ -242,9 +250,7 @@ class Trainer(ResilientActor):
         Raises:
             NotFinite: a tensor of the version holds NaN or infinity; names it.
         """
-        summing = self.snapshots.checksums(version, snapshot)
-        checksums, _ = await asyncio.gather(summing, self.sender.send(version, snapshot))
-        return checksums
+        return await self.snapshots.send(version, snapshot)
 
     @concurrent_endpoint
     async def weights_abort(self, why: str) -> None:

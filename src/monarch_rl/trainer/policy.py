@@ -22,6 +22,7 @@ from torchtitan.distributed import ParallelDims  # noqa: E402
 from torchtitan.distributed import utils as dist_utils  # noqa: E402
 
 from monarch_rl.model.folder import sparse_layers  # noqa: E402
+from monarch_rl.runtime import device_work  # noqa: E402
 from monarch_rl.runtime.store import join_world  # noqa: E402
 from monarch_rl.trainer.batch import MicroBatch  # noqa: E402
 from monarch_rl.trainer.model import ShardedModel  # noqa: E402
@@ -150,14 +151,26 @@ class Policy:
         self.optimizers.zero_grad()
         totals: Sums = {}
         for batch in microbatches:
-            loss, sums = objective(self.token_logprobs(batch), batch)
-            if "tokens" not in sums:
-                raise ValueError("the objective returned no sum named 'tokens', the number of tokens summed over")
-            sums |= self._expert_route_sums(batch) | {"loss": loss.detach()}
-            with platform.tensor_float32(self._computes_in_half):
-                loss.backward()
+            with device_work.piece("a micro-batch", batch.token_ids.numel()):
+                sums = self._add_gradient(batch, objective)
             for name, value in sums.items():
                 totals[name] = totals[name] + value if name in totals else value
+        # It waits for what has been enqueued above.
+        with device_work.piece("an optimizer step", sum(batch.token_ids.numel() for batch in microbatches)):
+            return self._step(totals) | waste_metrics(microbatches, self.device)
+
+    def _add_gradient(self, batch: MicroBatch, objective: Objective) -> Sums:
+        """Forward and backward pass of a micro-batch; its sums."""
+        loss, sums = objective(self.token_logprobs(batch), batch)
+        if "tokens" not in sums:
+            raise ValueError("the objective returned no sum named 'tokens', the number of tokens summed over")
+        sums |= self._expert_route_sums(batch) | {"loss": loss.detach()}
+        with platform.tensor_float32(self._computes_in_half):
+            loss.backward()
+        return sums
+
+    def _step(self, totals: Sums) -> dict[str, float]:
+        """Clip the gradient and apply it; metrics from the sums of the batch."""
         lr = self.schedulers.schedulers[0].get_last_lr()[0]
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         # Experts and the rest may lie on different meshes: torchtitan adds up their norms.
@@ -169,8 +182,7 @@ class Policy:
             raise NotFinite(f"the gradient norm is {float(grad_norm)}, so no update was made. {cause}")
         self.optimizers.step()
         self.schedulers.step()
-        metrics = reduced_metrics(totals, self._sparse_layers) | {"grad_norm": float(grad_norm), "lr": float(lr)}
-        return metrics | waste_metrics(microbatches, self.device)
+        return reduced_metrics(totals, self._sparse_layers) | {"grad_norm": float(grad_norm), "lr": float(lr)}
 
     def save(self, folder: Path) -> None:
         """Write the model as a Hugging Face folder that all ranks see: see :func:`save_model`."""

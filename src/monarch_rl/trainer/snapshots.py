@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import torch
 
 from monarch_rl.runtime.streams import SideThread
@@ -32,6 +34,29 @@ class Snapshots:
         views = self.sender.views(index)
         self._versions[index], self._views[index] = version, views
         return views
+
+    async def send(self, version: int, index: int) -> list[int]:
+        """Send a snapshot as this rank's part of ``version``; returns its checksums, taken meanwhile.
+
+        Both have ended when this returns or raises; if the checksums fail, the transfer is aborted.
+        """
+        sending = asyncio.ensure_future(self.sender.send(version, index))
+
+        async def sum_or_abort() -> list[int]:
+            try:
+                return await self.checksums(version, index)
+            except Exception as error:
+                if not sending.done():
+                    self.sender.abort(f"trainer rank {self._rank} could not take the checksums: {error}")
+                raise
+
+        # waits: until the transfer's deadline
+        sums, sent = await asyncio.gather(sum_or_abort(), sending, return_exceptions=True)
+        for outcome in (sums, sent):
+            if isinstance(outcome, BaseException):
+                raise outcome
+        assert isinstance(sums, list)
+        return sums
 
     async def checksums(self, version: int, index: int) -> list[int]:
         """Of this rank's part of each tensor of ``version``, signed 64-bit, as the snapshot holds it.

@@ -15,6 +15,8 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from monarch_rl.runtime.streams import on_side_stream
+
 _made: WeakValueDictionary[bytes, Area] = WeakValueDictionary()
 """The areas of this process, by handle."""
 
@@ -49,8 +51,9 @@ class Area:
         else:
             from torch.multiprocessing.reductions import reduce_tensor
 
-            description = reduce_tensor(self.buffer)
-        handle = pickle.dumps((description, uuid.uuid4().hex))
+            with on_side_stream(self.buffer.device):
+                description = reduce_tensor(self.buffer)
+        handle = pickle.dumps((description, str(self.buffer.device), uuid.uuid4().hex))
         _made[handle] = self
         return handle
 
@@ -63,12 +66,19 @@ def attach(handle: bytes) -> torch.Tensor:
     """Map an area: uint8[nbytes], shared with all processes that hold it.
 
     Raises RuntimeError if the process that made the area has ended.
+
+    CUDA has the current stream wait for what the maker's stream held when the area was shared. Neither is a default
+    one, on which a process may train.
     """
     own = _made.get(handle)
     if own is not None:  # CUDA cannot open a handle in the process that made it
         return own.buffer
-    (first, second), _ = pickle.loads(handle)
-    return _map(first, second) if isinstance(first, str) else first(*second)
+    (first, second), device, _ = pickle.loads(handle)
+    if isinstance(first, str):
+        return _map(first, second)
+    with on_side_stream(torch.device(device)):
+        mapped: torch.Tensor = first(*second)
+    return mapped
 
 
 def _map(path: str, nbytes: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -21,6 +21,8 @@ import torch.distributed as dist
 from monarch_rl.runtime.streams import SideStream, device_module
 from monarch_rl.weights.endpoint import TransferError
 
+_ALL = "all"
+"""In place of a member."""
 NEVER = timedelta(days=365)
 """NCCL's own timeout, by which its watchdog would end the process."""
 MAX_CTAS = 8
@@ -35,6 +37,8 @@ NO_WATCHDOG = {
 """What torch reads when it makes a group (``ProcessGroupNCCL.cpp``): its watchdog raises nothing, no monitor watches
 the watchdog, and an error, which an abort is too, is followed by no dump and no wait for one. A dump is asked for in
 the whole process, and has the monitor of the process's first group end it: that one hears of ``nccl_environment``."""
+_SHORTEST_POLL_S, _LONGEST_POLL_S = 1e-4, 5e-3
+"""Between two questions whether all members have come. Each is a message to rank 0's process."""
 _making = threading.Lock()
 
 
@@ -111,24 +115,43 @@ class BroadcastGroup:
 
         Args:
             until: when to raise, by ``time.monotonic()``.
+
+        Raises:
+            TransferError: a member has not come by ``until``; names it. Or the group was left, by whichever thread.
         """
         if not self._on_device:
             return
         self._transfers += 1
-        arrivals = [f"{self._transfers} {rank}" for rank in self._others]
         if self._rank:
-            self._store.set(arrivals[self._rank - 1], "")
-            self._store.wait([f"{self._transfers} all"], _left(until))
+            self._store.set(self._key(self._rank), "")
+            self._await([_ALL], until)
         else:
-            self._store.wait(arrivals, _left(until))
-            self._store.set(f"{self._transfers} all", "")
-            self._forget(self._transfers - 1)
+            self._await(self._others, until)
+            self._store.set(self._key(_ALL), "")
+            if self._transfers > 1:  # all members have left the one before
+                for member in (_ALL, *self._others):
+                    self._store.delete_key(self._key(member, self._transfers - 1))
         self._check()
 
-    def _forget(self, transfer: int) -> None:
-        """Delete the keys of a transfer that all members have left."""
-        for key in ["all", *self._others] if transfer else []:
-            self._store.delete_key(f"{transfer} {key}")
+    def _key(self, member: int | str, transfer: int | None = None) -> str:
+        """Is set once a member, by rank, has come to a transfer, by default this one; or once all have."""
+        return f"{transfer or self._transfers} {member}"
+
+    def _await(self, members: Sequence[int | str], until: float) -> None:
+        """Wait until all of these have come. Asks again and again: a wait of the store could not be ended."""
+        pause = _SHORTEST_POLL_S
+        while not self._store.check([self._key(member) for member in members]):
+            self._check()
+            if time.monotonic() > until:
+                raise TransferError(f"{self._missing()} has not come to the transfer")
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_POLL_S)
+
+    def _missing(self) -> str:
+        """Who has not come."""
+        missing = [rank for rank in self._others if not self._store.check([self._key(rank)])]
+        places = ", ".join(str(rank - 1) for rank in missing)  # as ``Receiver.connect`` counts them
+        return f"generator {places} of {len(self._others)}" if missing else "the trainer rank"
 
     def broadcast(self, tensor: torch.Tensor) -> Callable[[], None]:
         """Start a broadcast of ``tensor`` or into it.
@@ -175,7 +198,3 @@ class BroadcastGroup:
         # An aborted broadcast ends like one that is done.
         if self._aborted.is_set():
             raise TransferError("the transfer was aborted")
-
-
-def _left(until: float) -> timedelta:
-    return timedelta(seconds=max(0.001, until - time.monotonic()))

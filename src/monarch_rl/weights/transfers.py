@@ -21,6 +21,9 @@ from monarch_rl.weights.endpoint import TransferError
 
 T = TypeVar("T")
 
+_GIVES_UP = 0.95
+"""Share of its deadline after which a call on the thread gives up."""
+
 
 class Transfers:
     """The thread, the stream and the groups of one end.
@@ -40,7 +43,7 @@ class Transfers:
         """Of groups that were left; each is set when the group's broadcasts are gone from the device."""
         self._running: asyncio.Future[Any] | None = None
         self._why = ""
-        """Why the running transfer was aborted."""
+        """Why the running transfer, or the next one of these groups, was aborted."""
 
     @property
     def stream(self) -> SideStream:
@@ -48,8 +51,9 @@ class Transfers:
         return self._thread.stream
 
     def until(self) -> float:
-        """When a transfer that begins now must have ended, by ``time.monotonic()``."""
-        return time.monotonic() + self._deadline_s
+        """When a call that begins now must give up, by ``time.monotonic()``: so much before its deadline that it can
+        say why."""
+        return time.monotonic() + _GIVES_UP * self._deadline_s
 
     async def run(self, call: Callable[..., T], *arguments: Any, what: str) -> T:
         """Call on the thread.
@@ -58,12 +62,14 @@ class Transfers:
             what: is waited for, as in ``within``.
 
         Raises:
-            TransferError: the call raised a RuntimeError, exceeded the deadline or was aborted. The groups are left.
+            TransferError: the call raised a RuntimeError, exceeded the deadline or was aborted, or it was to come when
+                its groups were. The groups are left.
         """
+        self._raise_if_aborted()
         calling = within(
             self._deadline_s, self._thread.run(call, *arguments), what, on=self._peers, flag="weights.deadline-s"
         )
-        self._running, self._why = asyncio.ensure_future(calling), ""
+        self._running = asyncio.ensure_future(calling)
         hangs = True
         try:
             return await self._running  # waits: deadline_s at most
@@ -83,10 +89,18 @@ class Transfers:
         self.leave(hangs)
         raise TransferError(failure)
 
+    def _raise_if_aborted(self) -> None:
+        if why := self._why:
+            self.leave()
+            raise TransferError(why)
+
     def abort(self, why: str) -> None:
-        """End the call under way, if there is one: it raises TransferError at once."""
+        """End the call under way, or the next one before the groups are left: it raises TransferError at once.
+
+        An end prepares what it sends before it calls, so that an abort may come first.
+        """
+        self._why = f"the transfer was aborted: {why}"
         if self._running is not None:
-            self._why = f"the transfer was aborted: {why}"
             self._running.cancel()
 
     def leave(self, hangs: bool = False) -> None:
@@ -97,6 +111,7 @@ class Transfers:
                 on: what the call may add to the old one is never used.
         """
         groups, self.groups = self.groups, []
+        self._why = ""
         for group in groups:
             group.leave()
         if groups or hangs:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from monarch_rl.runtime.streams import SideStream
+from monarch_rl.runtime.streams import on_side_stream
 from monarch_rl.weights.changes import ChangesReceiver, ChangesSender, updates_manifest
 from monarch_rl.weights.endpoint import Receiver, Sender, TransferSettings, TransportName
 from monarch_rl.weights.manifest import Manifest
@@ -27,7 +27,7 @@ TRANSPORTS: dict[TransportName, tuple[str, str, str]] = {
 def make_sender(manifest: Manifest, rank: int, settings: TransferSettings, host: str, device: torch.device) -> Sender:
     """Make the trainer rank's end of the transport in ``settings``. ``host``: where others reach this process."""
     make: type[Sender] = _find(settings.transport, 1)
-    with SideStream(device).use():  # memory is filled with zeros before anything else is done with it
+    with on_side_stream(device):  # memory is filled with zeros before anything else is done with it
         if not settings.delta:
             return make(manifest, rank, settings, host, device)
         transport = make(updates_manifest(manifest), rank, _in_small_buckets(settings), host, device)
@@ -37,7 +37,7 @@ def make_sender(manifest: Manifest, rank: int, settings: TransferSettings, host:
 def make_receiver(manifest: Manifest, settings: TransferSettings, device: torch.device) -> Receiver:
     """Make the replica's end of the transport in ``settings``."""
     make: type[Receiver] = _find(settings.transport, 2)
-    with SideStream(device).use():  # as in make_sender
+    with on_side_stream(device):  # as in make_sender
         if not settings.delta:
             return make(manifest, settings, device)
         transport = make(updates_manifest(manifest), _in_small_buckets(settings), device)

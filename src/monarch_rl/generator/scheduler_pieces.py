@@ -1,0 +1,114 @@
+"""What a scheduler's GPU has not ended yet, told to the generator's process by shared memory: see ``device_work.py``.
+
+SGLang's schedulers have no monitor. Each writes, for every batch that it decodes or extends, what is under way and
+since when; the generator's monitor reads it at any time. Nothing of this is done on a CPU.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable
+from functools import partial, partialmethod
+from typing import Any
+
+from monarch_rl.runtime import device_work
+from monarch_rl.runtime.device_work import Piece
+from monarch_rl.weights.area import Area, attach
+
+VARIABLE = "MONARCH_RL_SCHEDULER_PIECES"
+"""Handle of the shared memory, in hexadecimal digits, for the engine's schedulers. Not for users."""
+_FORMAT = struct.Struct("<dd112s")
+"""Since when, limit, what; all 0 where nothing is under way."""
+
+
+class SchedulerPieces:
+    """The generator's end. Makes the memory, and sets the environment that schedulers are started with.
+
+    Args:
+        ranks: engine ranks, each with a scheduler.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._area = Area(ranks * _FORMAT.size)
+        self._memory = self._area.buffer.numpy().data
+        os.environ[VARIABLE] = self._area.handle.hex()
+
+    def reader(self, rank: int) -> Callable[[], Piece | None]:
+        """A function that returns what the GPU of ``rank`` has not ended. It keeps the memory."""
+        return partial(self._read, rank)
+
+    def _read(self, rank: int) -> Piece | None:
+        since, limit_s, what = _FORMAT.unpack_from(self._memory, rank * _FORMAT.size)
+        if not since or _FORMAT.unpack_from(self._memory, rank * _FORMAT.size)[0] != since:
+            return None  # it is being written, so the scheduler goes on
+        return Piece(what.rstrip(b"\0").decode(errors="replace"), since, limit_s)
+
+
+def _write(memory: memoryview, rank: int, piece: Piece | None) -> None:
+    since, limit_s, what = (piece.since, piece.limit_s, piece.what) if piece is not None else (0.0, 0.0, "")
+    struct.pack_into("<d", memory, rank * _FORMAT.size, 0.0)
+    struct.pack_into("<d112s", memory, rank * _FORMAT.size + 8, limit_s, what.encode()[:112])
+    struct.pack_into("<d", memory, rank * _FORMAT.size, since)
+
+
+def install(scheduler_class: Any) -> None:
+    """Have SGLang's ``Scheduler`` in this process write its pieces, if its engine's process has asked for it."""
+    handle = os.environ.get(VARIABLE)
+    if handle is None:
+        return
+    memory = attach(bytes.fromhex(handle)).numpy().data
+    for name, told in (("run_batch", run_batch), ("process_batch_result", process_batch_result), ("on_idle", on_idle)):
+        setattr(scheduler_class, name, partialmethod(told, getattr(scheduler_class, name)))
+    init = scheduler_class.__init__
+
+    def made(scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        init(scheduler, *args, **kwargs)
+        device_work.use_device("accelerator", partial(_write, memory, _rank()))
+
+    scheduler_class.__init__ = made
+
+
+def _rank() -> int:
+    from sglang.srt.runtime_context import get_parallel
+
+    return int(get_parallel().tp_rank)
+
+
+def run_batch(scheduler: Any, original: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replaces ``Scheduler.run_batch``, which launches a batch and, with overlap, returns before its end."""
+    work = device_work.work()
+    if work is not None and work.piece is None:
+        _begin(work, batch)
+    return original(scheduler, batch, *args, **kwargs)
+
+
+def process_batch_result(scheduler: Any, original: Callable[..., None], batch: Any, result: Any) -> None:
+    """Replaces ``Scheduler.process_batch_result``, which waits for a batch. Another one may be launched by then."""
+    original(scheduler, batch, result)
+    work = device_work.work()
+    if work is None:
+        return
+    launched = getattr(scheduler, "result_queue", None)
+    if launched:
+        _begin(work, launched[0][0])
+    else:
+        work.end()
+
+
+def on_idle(scheduler: Any, original: Callable[..., None]) -> None:
+    """Replaces ``Scheduler.on_idle``: nothing is under way, whatever became of the last batch."""
+    work = device_work.work()
+    if work is not None and work.piece is not None:
+        work.cancel()
+    original(scheduler)
+
+
+def _begin(work: device_work.DeviceWork, batch: Any) -> None:
+    mode = getattr(batch, "forward_mode", None)
+    if mode is None:  # results that a pause has read
+        work.end()
+    elif mode.is_decode():
+        work.begin("a step of decoding", len(batch.reqs))
+    else:
+        work.begin("a prefill", int(batch.extend_num_tokens or 0))

@@ -1,0 +1,193 @@
+"""What a process has its device do, piece by piece, and how long a piece may take: how a GPU that hangs is found.
+
+A thread that waits for a GPU, or for others in NCCL, spins: its process uses a whole core, whether the GPU computes or
+hangs. So a process with a device says what it waits for. A piece of work, such as a micro-batch or a step of decoding,
+must end within :data:`FACTOR` times the longest so far for each of its tokens, and may always take :data:`FLOOR_S`.
+What takes long for reasons of its own has a limit of its own: the first piece of a kind, which loads kernels and
+connects NCCL; one in which kernels are compiled or a CUDA graph is captured; saving.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+FACTOR = 3.0
+"""Of the longest piece so far: pieces of equal tokens differ by their lengths of sequences, and by what else the device
+does. Not measured on a GPU yet."""
+FLOOR_S = 60.0
+"""Seconds that any piece may take: hundreds of times what one takes, less than NCCL's own 300 s."""
+FIRST_S = 600.0
+"""Seconds for the first piece of a kind."""
+COMPILATION_S = 1200.0
+"""Seconds for a piece in which kernels are compiled, as for the start of an engine that compiles."""
+CAPTURE_S = 600.0
+"""Seconds for a piece in which CUDA graphs are captured."""
+FEWEST_TOKENS = 256
+"""A piece counts as at least this many tokens, because a small one takes as long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A piece of work that a device has not ended."""
+
+    what: str
+    """``"a micro-batch of 8192 tokens"``."""
+    since: float
+    """``time.monotonic()`` of this machine when it began, or of the last sign of life in it."""
+    limit_s: float
+    """Seconds from then on after which the device counts as hung."""
+
+
+class DeviceWork:
+    """The work of one process on its device; one piece at a time.
+
+    Args:
+        on_change: is told of every change.
+        clock: seconds; tests have their own.
+    """
+
+    def __init__(
+        self, on_change: Callable[[Piece | None], None] | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._on_change, self._clock = on_change, clock
+        self._lock = threading.Lock()
+        self._longest: dict[str, float] = {}
+        """By kind, seconds a token; 0 once the first piece, which does not count, has ended."""
+        self._piece: Piece | None = None
+        self._kind, self._tokens, self._counts = "", 0, False
+        self._thread = 0
+        """Which began the piece."""
+
+    @property
+    def piece(self) -> Piece | None:
+        """What is under way."""
+        return self._piece
+
+    def begin(self, kind: str, tokens: int | None = None, limit_s: float | None = None) -> None:
+        """A piece begins; the one before is over.
+
+        Args:
+            kind: pieces of one kind are compared, such as ``"a micro-batch"``.
+            tokens: of the piece; None where its time does not grow with tokens.
+            limit_s: replaces what follows from earlier pieces.
+        """
+        with self._lock:
+            self._close()
+            self._kind, self._tokens = kind, max(tokens or 0, FEWEST_TOKENS)
+            self._counts, self._thread = limit_s is None, threading.get_ident()
+            if limit_s is None:
+                known = self._longest.get(kind)
+                limit_s = FIRST_S if known is None else max(FLOOR_S, FACTOR * known * self._tokens)
+            what = kind if tokens is None else f"{kind} of {tokens} tokens"
+            self._set(Piece(what, self._clock(), limit_s))
+
+    def end(self) -> None:
+        """The piece under way is over, if there is one."""
+        with self._lock:
+            self._close()
+            if self._piece is not None:
+                self._set(None)
+
+    def cancel(self) -> None:
+        """Nothing is under way: what was has failed, and says nothing about the next one."""
+        with self._lock:
+            self._set(None)
+
+    def extend(self, why: str, limit_s: float) -> None:
+        """The piece under way takes longer for a reason of its own, from now on ``limit_s`` seconds."""
+        with self._lock:
+            if self._piece is None:
+                return
+            self._counts = False
+            what, limit_s = self._piece.what.split(", with ")[0], max(limit_s, self._piece.limit_s)
+            self._set(Piece(f"{what}, with {why}", self._clock(), limit_s))
+
+    def is_by_this_thread(self) -> bool:
+        """Whether the calling thread began the piece."""
+        return threading.get_ident() == self._thread
+
+    def _close(self) -> None:
+        if self._piece is None or not self._counts:
+            return
+        a_token = (self._clock() - self._piece.since) / self._tokens
+        known = self._longest.get(self._kind)
+        self._longest[self._kind] = 0.0 if known is None else max(known, a_token)
+
+    def _set(self, piece: Piece | None) -> None:
+        self._piece = piece
+        if self._on_change is not None:
+            self._on_change(piece)
+
+
+_work: DeviceWork | None = None
+"""Of this process; None where its device is a CPU, whose work shows in the CPU's use."""
+
+
+def use_device(kind: str, on_change: Callable[[Piece | None], None] | None = None) -> None:
+    """This process has work done by a device of this kind, and says so from now on; nothing is said of a CPU."""
+    global _work
+    _work = None if kind == "cpu" else DeviceWork(on_change)
+    if _work is not None:
+        _notice_compilation()
+
+
+def work() -> DeviceWork | None:
+    """This process's work on its device."""
+    return _work
+
+
+def piece_under_way() -> Piece | None:
+    """What this process's device has not ended."""
+    return None if _work is None else _work.piece
+
+
+@contextmanager
+def piece(kind: str, tokens: int | None = None, limit_s: float | None = None) -> Iterator[None]:
+    """The block is a piece of work of this process's device: see :meth:`DeviceWork.begin`."""
+    if _work is None:
+        yield
+        return
+    _work.begin(kind, tokens, limit_s)
+    try:
+        yield
+    except BaseException:
+        _work.cancel()
+        raise
+    _work.end()
+
+
+def _notice_compilation() -> None:
+    """Have pieces in which kernels are compiled say so.
+
+    Triton, SGLang and flashinfer start compilers as processes, in the thread that needs the kernel; nothing else
+    starts any in a piece. What ``torch.compile`` does is told by its callbacks, where it is imported.
+    """
+    if not getattr(subprocess.Popen, "_noticed", False):
+        original = subprocess.Popen.__init__
+
+        def start(self: Any, *args: Any, **kwargs: Any) -> None:
+            if _work is not None and _work.is_by_this_thread():
+                _work.extend("compilation", COMPILATION_S)
+            original(self, *args, **kwargs)
+
+        subprocess.Popen.__init__ = start  # type: ignore[method-assign]
+        subprocess.Popen._noticed = True  # type: ignore[attr-defined]
+    callback: Any = sys.modules.get("torch._dynamo.callback")
+    if callback is not None and _on_compile_start not in callback.callback_handler.start_callbacks:
+        callback.on_compile_start(_on_compile_start)
+
+
+def _on_compile_start(arguments: Any) -> None:
+    if _work is None:
+        return
+    if arguments.callback_trigger.name == "CUDAGRAPH_RECORDING":
+        _work.extend("CUDA graph capture", CAPTURE_S)
+    else:
+        _work.extend("compilation", COMPILATION_S)

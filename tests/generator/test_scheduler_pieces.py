@@ -1,0 +1,133 @@
+"""What a scheduler says of its batches: the wrappers in SGLang's two loops, and the memory between processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from monarch_rl.generator import pending_step, scheduler_pieces
+from monarch_rl.generator.scheduler_pieces import VARIABLE, SchedulerPieces
+from monarch_rl.runtime import device_work
+from monarch_rl.runtime.device_work import Piece
+
+DECODE, EXTEND = (SimpleNamespace(is_decode=lambda decodes=decodes: decodes) for decodes in (True, False))
+
+
+def batch(mode: Any, tokens: int) -> Any:
+    return SimpleNamespace(
+        forward_mode=mode, reqs=[None] * tokens, extend_num_tokens=None if mode is DECODE else tokens
+    )
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, list[str]]]:
+    """A scheduler that does what SGLang's loops call, and notes what is said to be under way meanwhile."""
+    monkeypatch.delenv(VARIABLE, raising=False)
+    read = SchedulerPieces(2).reader(1)
+    monkeypatch.setattr(scheduler_pieces, "_rank", lambda: 1)
+    seen: list[str] = []
+
+    def look(where: str) -> None:
+        piece = read()
+        assert read() == device_work.piece_under_way() == piece
+        seen.append(f"{where}: {piece.what if piece is not None else 'nothing'}")
+
+    class Scheduler:
+        def run_batch(self, batch: Any) -> str:
+            look("launch")
+            return "result"
+
+        def process_batch_result(self, batch: Any, result: Any) -> None:
+            look("wait")
+
+        def on_idle(self) -> None:
+            look("idle")
+
+        def pause_generation(self, request: Any) -> None:
+            look("pause")
+
+    scheduler_pieces.install(Scheduler)
+    pending_step_patch(Scheduler)
+    yield Scheduler(), seen
+    device_work.use_device("cpu")
+    monkeypatch.delenv(VARIABLE)
+
+
+def pending_step_patch(scheduler: Any) -> None:
+    """As ``scheduler_process.py`` does."""
+    from functools import partialmethod
+
+    for name in ("pause_generation", "process_batch_result"):
+        setattr(scheduler, name, partialmethod(getattr(pending_step, name), getattr(scheduler, name)))
+
+
+def test_each_batch_of_the_plain_loop_is_a_piece(engine: tuple[Any, list[str]]) -> None:
+    scheduler, seen = engine
+    for each in (batch(EXTEND, 300), batch(DECODE, 7)):
+        scheduler.process_batch_result(each, scheduler.run_batch(each))
+        assert device_work.piece_under_way() is None
+    scheduler.on_idle()
+    assert seen == [
+        "launch: a prefill of 300 tokens",
+        "wait: a prefill of 300 tokens",
+        "launch: a step of decoding of 7 tokens",
+        "wait: a step of decoding of 7 tokens",
+        "idle: nothing",
+    ]
+
+
+def test_with_overlap_a_piece_begins_when_the_one_before_has_ended(engine: tuple[Any, list[str]]) -> None:
+    scheduler, seen = engine
+    first, second = batch(DECODE, 7), batch(DECODE, 8)
+    scheduler.result_queue = deque([(first, scheduler.run_batch(first))])
+    scheduler.result_queue.append((second, scheduler.run_batch(second)))
+    scheduler.process_batch_result(*scheduler.result_queue.popleft())
+    under_way = device_work.piece_under_way()
+    assert under_way is not None and under_way.what == "a step of decoding of 8 tokens"
+    scheduler.pause_generation(SimpleNamespace(mode="in_place"))
+    scheduler.process_batch_result(*scheduler.result_queue.popleft())  # has been read
+    assert seen == [
+        "launch: a step of decoding of 7 tokens",
+        "launch: a step of decoding of 7 tokens",
+        "wait: a step of decoding of 7 tokens",
+        "wait: a step of decoding of 8 tokens",
+        "pause: nothing",
+    ]
+
+
+def test_a_scheduler_that_idles_waits_for_nothing_whatever_became_of_its_last_batch(
+    engine: tuple[Any, list[str]],
+) -> None:
+    scheduler, seen = engine
+    scheduler.run_batch(batch(DECODE, 7))
+    scheduler.on_idle()
+    assert seen[-1] == "idle: nothing" and device_work.piece_under_way() is None
+
+
+def test_another_process_reads_what_a_scheduler_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "")
+    pieces = SchedulerPieces(2)
+    code = (
+        "import os\n"
+        "from monarch_rl.generator import scheduler_pieces as s\n"
+        "from monarch_rl.runtime.device_work import Piece\n"
+        f"memory = s.attach(bytes.fromhex(os.environ[{VARIABLE!r}])).numpy().data\n"
+        "s._write(memory, 1, Piece('a prefill of 5 tokens', 12.5, 60.0))\n"
+    )
+    subprocess.run([sys.executable, "-c", code], env=os.environ.copy(), check=True, timeout=120)
+    assert pieces.reader(0)() is None
+    assert pieces.reader(1)() == Piece("a prefill of 5 tokens", 12.5, 60.0)
+
+
+def test_nothing_is_installed_where_nobody_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    scheduler: Any = type("Scheduler", (), {})
+    scheduler_pieces.install(scheduler)
+    assert not hasattr(scheduler, "run_batch")

@@ -1,0 +1,159 @@
+"""How long a piece of work on a device may take: against a plain reference, and what has a limit of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from monarch_rl.runtime import device_work
+from monarch_rl.runtime.device_work import (
+    CAPTURE_S,
+    COMPILATION_S,
+    FACTOR,
+    FEWEST_TOKENS,
+    FIRST_S,
+    FLOOR_S,
+    DeviceWork,
+    Piece,
+)
+
+Pieces = list[tuple[str, int, float, bool]]
+"""Kind, tokens, seconds, and whether something was compiled in it."""
+pieces = st.lists(
+    st.tuples(
+        st.sampled_from(["a micro-batch", "an optimizer step"]),
+        st.integers(0, 100_000),
+        st.floats(0.0, 10_000.0),
+        st.booleans(),
+    ),
+    max_size=20,
+)
+
+
+class Clock:
+    """Seconds as the test says."""
+
+    now = 1.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@given(pieces)
+def test_a_piece_may_take_three_times_the_longest_for_each_token_and_never_less_than_the_floor(done: Pieces) -> None:
+    clock, before = Clock(), list[tuple[str, float, bool]]()
+    work = DeviceWork(clock=clock)
+    for kind, tokens, seconds, compiled in done:
+        work.begin(kind, tokens)
+        assert work.piece is not None
+        own = [(a_token, special) for other, a_token, special in before if other == kind]
+        # The first one of a kind that compiled nothing loads kernels, and is compared with by none.
+        usual = [a_token for a_token, special in own if not special]
+        counted = max(tokens, FEWEST_TOKENS)
+        expected = max(FLOOR_S, FACTOR * max(usual[1:], default=0.0) * counted) if usual else FIRST_S
+        assert (work.piece.what, work.piece.since) == (f"{kind} of {tokens} tokens", clock.now)
+        assert limit_of(work) == pytest.approx(expected)
+        if compiled:
+            work.extend("compilation", COMPILATION_S)
+            assert limit_of(work) >= COMPILATION_S
+        clock.now += seconds
+        work.end()
+        before.append((kind, seconds / counted, compiled))
+
+
+def test_what_takes_long_for_reasons_of_its_own_has_a_limit_of_its_own_and_says_so() -> None:
+    changes: list[Piece | None] = []
+    clock = Clock()
+    work = DeviceWork(changes.append, clock)
+    work.extend("compilation", COMPILATION_S)  # nothing is under way
+    assert changes == []
+    work.begin("a copy of the weights")
+    clock.now = 5.0
+    work.extend("compilation", COMPILATION_S)
+    clock.now = 7.0
+    work.extend("CUDA graph capture", CAPTURE_S)
+    work.begin("a save", limit_s=4000.0)
+    work.cancel()
+    assert changes == [
+        Piece("a copy of the weights", 1.0, FIRST_S),
+        Piece("a copy of the weights, with compilation", 5.0, COMPILATION_S),
+        Piece("a copy of the weights, with CUDA graph capture", 7.0, COMPILATION_S),
+        Piece("a save", 7.0, 4000.0),
+        None,
+    ]
+
+
+def test_a_piece_that_failed_says_nothing_about_the_next_one() -> None:
+    clock = Clock()
+    work = DeviceWork(clock=clock)
+    for _ in range(2):
+        work.begin("a micro-batch", 1000)
+        work.end()
+    work.begin("a micro-batch", 1000)
+    clock.now += 1e6
+    work.cancel()
+    work.begin("a micro-batch", 1000)
+    assert work.piece is not None and work.piece.limit_s == FLOOR_S
+
+
+@pytest.fixture
+def device() -> Iterator[DeviceWork]:
+    device_work.use_device("cuda")
+    work = device_work.work()
+    assert work is not None
+    yield work
+    device_work.use_device("cpu")
+
+
+def limit_of(work: DeviceWork) -> float:
+    assert work.piece is not None
+    return work.piece.limit_s
+
+
+def test_a_compiler_that_the_thread_starts_lengthens_its_piece(device: DeviceWork) -> None:
+    with device_work.piece("a micro-batch", 10):
+        other = threading.Thread(target=lambda: subprocess.run(["true"], check=True))
+        other.start()
+        other.join(60)
+        assert limit_of(device) == FIRST_S, "what another thread starts compiles nothing for this piece"
+        subprocess.run(["true"], check=True)
+        assert limit_of(device) == COMPILATION_S
+    assert device_work.piece_under_way() is None
+
+
+def test_what_torch_compiles_and_captures_lengthens_a_piece(device: DeviceWork) -> None:
+    """By the callbacks that torch has for it: they are there, and take what these give them."""
+    import torch._dynamo.callback as callback
+
+    device_work.use_device("cuda")
+    work = device_work.work()
+    assert work is not None
+    for trigger, what in (("CUDAGRAPH_RECORDING", "CUDA graph capture"), ("DYNAMO", "compilation")):
+        compiling = callback.callback_handler.install_callbacks(callback.CallbackTrigger[trigger], "0/0")
+        with device_work.piece("a micro-batch", 10), compiling:
+            assert work.piece is not None and work.piece.what == f"a micro-batch of 10 tokens, with {what}"
+    assert callback.callback_handler.start_callbacks.count(device_work._on_compile_start) == 1
+
+
+def test_a_piece_that_raises_is_over(device: DeviceWork) -> None:
+    with pytest.raises(ZeroDivisionError), device_work.piece("a micro-batch", 10):
+        raise ZeroDivisionError
+    assert device.piece is None
+
+
+def test_nothing_is_said_of_a_cpu() -> None:
+    device_work.use_device("cpu")
+    with device_work.piece("a micro-batch", 10):
+        assert device_work.work() is None and device_work.piece_under_way() is None
+
+
+def test_device_work_needs_no_torch() -> None:
+    """Every process of a run imports it."""
+    code = "import sys, monarch_rl.runtime.device_work; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
