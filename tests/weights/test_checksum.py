@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monarch_rl.weights.checksum import Checksums, TensorBox, tensor_checksum
+from monarch_rl.weights.blocks import TensorBox
+from monarch_rl.weights.checksum import Checksums, tensor_checksum
 
 MODULUS = 1 << 64
 SEEDS = st.integers(0, 2**31)

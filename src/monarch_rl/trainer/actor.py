@@ -193,7 +193,7 @@ class Trainer(ResilientActor):
         return self.policy.rank, *await self._on(self._compute, runs)
 
     @concurrent_endpoint
-    async def frozen_checksums(self, dtype: str) -> tuple[list[NamedShape], list[int]]:
+    async def frozen_checksums(self, dtype: str) -> tuple[list[NamedShape], np.ndarray]:
         """The weights that are not trained and this rank's part of their checksums: see
         :meth:`PublishedWeights.frozen_checksums`."""
         import torch
@@ -233,11 +233,11 @@ class Trainer(ResilientActor):
         return time.perf_counter() - started
 
     @concurrent_endpoint
-    async def send(self, version: int, snapshot: int) -> list[int]:
+    async def send(self, version: int, snapshot: int) -> np.ndarray:
         """Send a snapshot, by its index, as part of ``version``; the next update may go on meanwhile.
 
         Returns:
-            The checksum of this rank's part of each tensor of the manifest, signed 64-bit.
+            The checksum of this rank's part of each tensor of the manifest: int64[tensors].
 
         Raises:
             NotFinite: a tensor of the version holds NaN or infinity; names it.

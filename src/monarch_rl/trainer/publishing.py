@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
@@ -43,15 +44,15 @@ class PublishedWeights:
         """This rank's part of each tensor of which it has one."""
         return [(name, start, local.numel()) for name, (local, start) in self._local_runs.items()]
 
-    def frozen_checksums(self, dtype: torch.dtype) -> tuple[list[NamedShape], list[int]]:
-        """The weights that no version holds, and of each, as served in ``dtype``, this rank's part of the checksum,
-        signed 64-bit.
+    def frozen_checksums(self, dtype: torch.dtype) -> tuple[list[NamedShape], np.ndarray]:
+        """The weights that no version holds, and of each, as served in ``dtype``, this rank's part of the checksum:
+        int64[tensors].
 
         With LoRA these are all of the model's own, or, where weights with LoRA are sent merged, the others. None
         without LoRA: then all weights are sent and verified.
         """
         if not self._model.lora.rank:
-            return [], []
+            return [], np.zeros(0, np.int64)
         sent = dict(self.tensors())
         tensors = [(name, shape) for name, shape in self._model.hf_tensors() if name not in sent]
         sums = dict.fromkeys((name for name, _ in tensors), 0)
@@ -62,7 +63,7 @@ class PublishedWeights:
             first_row = start // (value.numel() // value.shape[0])
             if local.numel():  # small models have fewer rows than there are ranks
                 sums[name] = int(tensor_checksum(local.detach().to(dtype), first_row))
-        return tensors, list(sums.values())
+        return tensors, np.array(list(sums.values()), np.int64)
 
     def snapshot(self, manifest: Manifest, views: Sequence[torch.Tensor]) -> None:
         """Copy this rank's shards, in the served dtype, to where they are sent from.

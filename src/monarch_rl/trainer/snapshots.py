@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from monarch_rl.runtime.streams import SideThread
@@ -33,8 +34,8 @@ class Snapshots:
         self._versions[index], self._views[index] = version, views
         return views
 
-    async def checksums(self, version: int, index: int) -> list[int]:
-        """Of this rank's part of each tensor of ``version``, signed 64-bit, as the snapshot holds it.
+    async def checksums(self, version: int, index: int) -> np.ndarray:
+        """Of this rank's part of each tensor of ``version``, int64[tensors], as the snapshot holds it.
 
         Raises:
             RuntimeError: the snapshot holds another version.
@@ -44,7 +45,7 @@ class Snapshots:
             raise RuntimeError(f"trainer rank {self._rank} has version {held} in snapshot {index}, not {version}")
         return await self._thread.run(self._take, index)
 
-    def _take(self, index: int) -> list[int]:
+    def _take(self, index: int) -> np.ndarray:
         if index not in self._checksums:
             self._checksums[index] = ShardChecksums(self.manifest, self._rank, self._views[index])
         return self._checksums[index].take()

@@ -16,6 +16,9 @@ import torch
 ALIGNMENT = 16
 """Bytes to which each tensor is aligned in staging: the widest vector load of a copy kernel."""
 
+INT_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers that have as many bytes as an element: what compares or moves bits takes elements for them."""
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
