@@ -222,10 +222,10 @@ def trainer_side(s: Settings, folder: Path) -> dict[str, Any]:
     manifest = make_manifest(tensors, [published.owned_runs()])
     memory = torch.zeros(shard_bytes(manifest, 0), dtype=torch.uint8)
     views = list(memory.split([4 * shard.numel for shard in manifest.shards[0]]))
-    sums = ShardChecksums(manifest, 0, views)
+    plan, sums = published.plan_snapshot(manifest, views), ShardChecksums(manifest, 0, views)
     buckets = plan_buckets(manifest, 0, TransferSettings().bucket_bytes, ALONE_BYTES)
     figures = {
-        "snapshot": cost(lambda: published.snapshot(manifest, views), s.versions),
+        "snapshot": cost(lambda: published.snapshot(plan), s.versions) | {"copies": len(plan.copies)},
         "trainer_checksums": cost(sums.take, s.versions),
         # Each transfer begins with a header.
         "collective": {"broadcasts": 1 + len(buckets), "copies_at_arrival": sum(len(b) for b in buckets if len(b) > 1)},

@@ -31,9 +31,12 @@ from monarch_rl.weights.manifest import Manifest
 from monarch_rl.weights.transport import make_sender
 
 if TYPE_CHECKING:
+    import torch
+
     from monarch_rl.algorithms.advantages import Advantage
     from monarch_rl.trainer.objective import Objective
     from monarch_rl.trainer.policy import Policy
+    from monarch_rl.trainer.publishing import SnapshotPlan
     from monarch_rl.trainer.shards import NamedShape, Run
 
 T = TypeVar("T")
@@ -80,6 +83,8 @@ class Trainer(ResilientActor):
         self._compute = ThreadPoolExecutor(1, "compute")
         self._policy: Policy | None = None
         self._snapshots: Snapshots | None = None
+        self._snapshot_plans: dict[int, SnapshotPlan] = {}
+        """By the snapshot's index."""
 
     @property
     def policy(self) -> Policy:
@@ -206,6 +211,7 @@ class Trainer(ResilientActor):
         policy = self.policy
         if self._snapshots is not None:
             await self._snapshots.close()
+        self._snapshot_plans = {}
         sender = await asyncio.to_thread(make_sender, manifest, policy.rank, settings, host_address(), policy.device)
         self._snapshots = Snapshots(sender, manifest, policy.rank, policy.device)
 
@@ -229,8 +235,14 @@ class Trainer(ResilientActor):
         took."""
         started = time.perf_counter()
         views = self.snapshots.prepare(version, index)
-        await self._on(self._compute, self.policy.published.snapshot, self.snapshots.manifest, views)
+        await self._on(self._compute, self._copy, index, views)
         return time.perf_counter() - started
+
+    def _copy(self, index: int, views: list[torch.Tensor]) -> None:
+        published = self.policy.published
+        if index not in self._snapshot_plans:
+            self._snapshot_plans[index] = published.plan_snapshot(self.snapshots.manifest, views)
+        published.snapshot(self._snapshot_plans[index])
 
     @concurrent_endpoint
     async def send(self, version: int, snapshot: int) -> np.ndarray:
