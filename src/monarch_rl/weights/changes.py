@@ -34,9 +34,10 @@ class ChangesSender:
 
     def __init__(self, transport: Sender, manifest: Manifest, rank: int, device: torch.device) -> None:
         self._transport = transport
-        self._sizes = [shard.numel * manifest.tensors[shard.tensor].dtype.itemsize for shard in manifest.shards[rank]]
+        sizes = [shard.numel * manifest.tensors[shard.tensor].dtype.itemsize for shard in manifest.shards[rank]]
         self._itemsize = manifest.tensors[0].dtype.itemsize
-        self._snapshots = [torch.zeros(sum(self._sizes), dtype=torch.uint8, device=device) for _ in range(SNAPSHOTS)]
+        self._snapshots = [torch.zeros(sum(sizes), dtype=torch.uint8, device=device) for _ in range(SNAPSHOTS)]
+        self._views = [list(snapshot.split(sizes)) for snapshot in self._snapshots]
         self._known = torch.zeros_like(self._snapshots[0])
         """The version that all receivers hold. Not a snapshot: the trainer may write the next one there meanwhile."""
         self._offered: set[int] = set()
@@ -62,7 +63,7 @@ class ChangesSender:
 
     def views(self, snapshot: int) -> list[torch.Tensor]:
         self._withdraw(snapshot)
-        return list(self._snapshots[snapshot].split(self._sizes))
+        return self._views[snapshot]
 
     async def send(self, version: int, snapshot: int, nbytes: int | None = None) -> None:
         if nbytes is not None:
@@ -116,9 +117,11 @@ class ChangesReceiver:
     def _apply(self, arrived: torch.Tensor, received: list[int]) -> None:
         for update, nbytes, known, buckets in zip(self._updates, received, self._known, self._plans, strict=True):
             delta.apply(arrived[update.offset : update.offset + nbytes], known)
-            for entry in (entry for bucket in buckets for entry in bucket):
-                run = known[entry.bucket : entry.bucket + entry.nbytes]
-                self._area.buffer[entry.staging : entry.staging + entry.nbytes].copy_(run)
+            entries = [entry for bucket in buckets for entry in bucket]
+            runs = [known[entry.bucket : entry.bucket + entry.nbytes] for entry in entries]
+            places = [self._area.buffer[entry.staging : entry.staging + entry.nbytes] for entry in entries]
+            if runs:  # a rank may own nothing
+                torch._foreach_copy_(places, runs)
 
     def abort(self, why: str) -> None:
         self._transport.abort(why)
