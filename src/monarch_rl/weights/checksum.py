@@ -187,8 +187,14 @@ class _Weighted:
 
     def totals(self) -> torch.Tensor:
         """int64[vectors of all boxes]."""
-        totals = [(vectors * factors).sum(1) for vectors, factors in self._kinds]
+        totals = [_weighted_sums(vectors, factors) for vectors, factors in self._kinds]
         return torch.cat(totals).index_select(0, self._order) if totals else self._order
+
+
+def _weighted_sums(vectors: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    if vectors.device.type == "cpu":
+        return torch.mv(vectors, factors)
+    return (vectors * factors).sum(1)  # CUDA multiplies no matrices of integers
 
 
 def tensor_checksum(rows: torch.Tensor, first_row: int = 0, first_column: int = 0) -> torch.Tensor:
