@@ -99,10 +99,12 @@ class Checksums:
         counts = [len(boxes[i].tensors) for i in large]
         row_factors = [_row_factors(shapes[i].first_row, shapes[i].rows, self._device) for i in large]
         column_factors = [_column_factors(shapes[i].first_word, shapes[i].words, self._device) for i in large]
-        self._rows, self._columns = _Weighted(counts, row_factors), _Weighted(counts, column_factors)
+        self._rows = _Weighted(counts, row_factors, self._device)
+        self._columns = _Weighted(counts, column_factors, self._device)
         gathered = [i for alike in small.values() for i in alike]
         counts = [len(boxes[i].tensors) for i in gathered]
-        self._gathered = _Weighted(counts, [_word_factors(shapes[i], self._device) for i in gathered])
+        word_factors = [_word_factors(shapes[i], self._device) for i in gathered]
+        self._gathered = _Weighted(counts, word_factors, self._device)
         self.blocks: list[Block] = []
         for index, row_sums, column_sums in zip(large, self._rows.sums, self._columns.sums, strict=True):
             self.blocks += self._cut(index, boxes[index], shapes[index], row_sums, column_sums)
@@ -151,7 +153,7 @@ class _Weighted:
     """Several vectors for each box, one a tensor, which are weighted and summed. Boxes with the same factors share
     memory, so that a few kernels do it."""
 
-    def __init__(self, counts: list[int], factors: list[torch.Tensor]) -> None:
+    def __init__(self, counts: list[int], factors: list[torch.Tensor], device: torch.device) -> None:
         """
         Args:
             counts: vectors of each box.
@@ -175,7 +177,7 @@ class _Weighted:
                 places.append(np.arange(firsts[index], firsts[index + 1]))
             self._kinds.append((vectors, factor))
         order = np.argsort(np.concatenate([np.zeros(0, np.int64), *places]))
-        self._order = torch.from_numpy(order).to(factors[0].device if factors else "cpu")
+        self._order = torch.from_numpy(order).to(device)
 
     def of(self, box: int) -> torch.Tensor:
         """The vectors of all boxes that share memory with a box."""
