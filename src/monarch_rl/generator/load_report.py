@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -90,9 +91,13 @@ class LoadSheet:
         sheet = cls.__new__(cls)
         sheet.handle = handle
         sheet._map(attach(handle))
-        specs = sheet._specs.tobytes()
-        sheet.specs, sheet.layout = decode_specs(specs), _digest(specs)
+        sheet.layout = _digest(sheet._specs.tobytes())
         return sheet
+
+    @cached_property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """Of the tensors. Read when they are needed: a replayed commit needs the layout's hash only."""
+        return decode_specs(self._specs.tobytes())
 
     def _map(self, buffer: torch.Tensor) -> None:
         self._buffer = buffer
