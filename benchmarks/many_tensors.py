@@ -195,6 +195,32 @@ def whole_manifest(layers: int) -> Manifest:
     )
 
 
+def messages(layers: int) -> dict[str, int]:
+    """Of a version from two trainer ranks, each with half of the experts and half of the rows of all else."""
+    from monarch_rl.weights.collective import ALONE_BYTES
+    from monarch_rl.weights.endpoint import TransferSettings
+    from monarch_rl.weights.manifest import plan_buckets
+    from monarch_rl.weights.rdma import plan_snapshot
+
+    shapes, owned = shapes_of(layers), list[list[tuple[str, int, int]]]([[], []])
+    for name, shape in shapes.items():
+        numel = torch.Size(shape).numel()
+        if ".experts." in name:
+            owned[int(name.split(".")[5]) >= EXPERTS // 2].append((name, 0, numel))
+        else:
+            for rank in range(2):
+                owned[rank].append((name, rank * numel // 2, numel // 2))
+    manifest = make_manifest([(name, shape, torch.float32) for name, shape in shapes.items()], owned)
+    size = TransferSettings().bucket_bytes
+    plans = [plan_buckets(manifest, rank, size, ALONE_BYTES) for rank in range(2)]
+    return {
+        "broadcasts": sum(1 + len(plan) for plan in plans),  # each rank begins with a header
+        "copies_at_arrival": sum(len(bucket) for plan in plans for bucket in plan if len(bucket) > 1),
+        # The header before the data and after it.
+        "reads": sum(2 + len(plan_snapshot(manifest, rank, size).reads) for rank in range(2)),
+    }
+
+
 def counts(s: Settings) -> dict[str, Any]:
     """Figures of the parts of a version, each by itself on one thread."""
     manifest = whole_manifest(s.layers)
@@ -202,7 +228,7 @@ def counts(s: Settings) -> dict[str, Any]:
     figures: dict[str, Any] = {"tensors": len(manifest.tensors), "bytes": manifest.nbytes}
     figures["local_copy"] = cost(lambda: target.copy_(flat), s.versions)
     figures |= trainer_side(s, make_model(s.layers, s.cache))
-    figures |= engine_side(s, manifest)
+    figures |= engine_side(s, manifest) | {"two_ranks": messages(s.layers)}
     return figures
 
 
