@@ -36,7 +36,7 @@ from monarch_rl.runtime.cluster import Cluster, launch_cluster
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.meshes import members
 from monarch_rl.trainer.settings import TrainerSettings
-from monarch_rl.weights.checksum import signed
+from monarch_rl.weights.checksum import add_checksums
 from monarch_rl.weights.endpoint import SNAPSHOTS, TransferSettings, TransportName
 
 
@@ -71,7 +71,7 @@ class Stopwatch:
         self.taken[name].append(seconds * 1e3)
 
 
-async def one_version(watch: Stopwatch, training: Training, generator: GeneratorBeside, publisher: Publisher) -> None:
+async def one_version(watch: Stopwatch, training: Training, generator: GeneratorBeside) -> None:
     """A step, and the calls of its publication."""
     await training.step(DEADLINE_S)
     trainer, ranks, version = training.trainer, members(training.trainer), training.version
@@ -82,9 +82,7 @@ async def one_version(watch: Stopwatch, training: Training, generator: Generator
     await watch.time("ready_ms", *(actor.ready.call_one() for actor in (*ranks, generator)))
     sends = [rank.send.call_one(version, slot) for rank in ranks]
     *sums, _ = await watch.time("transfer_ms", *sends, generator.receive.call_one(version, slot))
-    totals = [signed(sum(column)) for column in zip(*sums, strict=True)]
-    checksums = dict(zip(publisher.manifest.names, totals, strict=True))
-    (report,) = await watch.time("commit_ms", generator.commit.call_one(version, slot, checksums))
+    (report,) = await watch.time("commit_ms", generator.commit.call_one(version, slot, add_checksums(sums)))
     watch.note("commit_in_actor_ms", report.seconds)
     watch.note("commit_pause_ms", report.paused_seconds)
     await watch.time("published_ms", training.buffer.published.call_one(version))
@@ -106,7 +104,7 @@ async def measure(cluster: Cluster, s: Settings, model: Path) -> dict[str, Any]:
         publisher = await Publisher.connect(training.trainer, {0: generator}, training.buffer, transfer, dtype)
         watch = Stopwatch()
         for _ in range(2 + s.versions):
-            await one_version(watch, training, generator, publisher)
+            await one_version(watch, training, generator)
         figures[name] = {called: statistics.median(taken[2:]) for called, taken in watch.taken.items()}
     nbytes = publisher.manifest.nbytes
     await within(DEADLINE_S, generator.shutdown.call_one(), "the generator to end its engine")

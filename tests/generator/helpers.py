@@ -207,6 +207,17 @@ def checksums_of(weights: Weights) -> dict[str, int]:
     return {name: int(tensor_checksum(x)) for name, x in weights.items()}
 
 
+def expected_of(weights: Weights) -> np.ndarray:
+    """Checksums in the order of :func:`manifest_of`, as the trainer gives them."""
+    return np.array(list(checksums_of(weights).values()), np.int64)
+
+
+def in_order(manifest: Manifest, checksums: dict[str, int]) -> np.ndarray:
+    """The same of checksums by name; those of tensors that it does not have come last."""
+    named = [checksums[name] for name in manifest.names if name in checksums]
+    return np.array(named + [x for name, x in checksums.items() if name not in manifest.names], np.int64)
+
+
 class Staging:
     """The areas in which versions arrive in turn, filled as a transport does."""
 
@@ -227,7 +238,7 @@ class Staging:
         return self.area(version).buffer[spec.offset + offset : spec.offset + offset + 1]
 
     async def commit(self, engine: Engine, version: int, expected: dict[str, int]) -> CommitReport:
-        return await engine.commit(version, self.manifest, self.area(version).handle, expected)
+        return await engine.commit(version, self.manifest, self.area(version).handle, in_order(self.manifest, expected))
 
 
 def watched(engine: Engine, field: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:

@@ -29,7 +29,7 @@ from tests.generator.conftest import SETTINGS
 from tests.generator.helpers import (
     LOGPROB_BOUND,
     LoopThread,
-    checksums_of,
+    expected_of,
     gone,
     manifest_of,
     next_version,
@@ -57,7 +57,7 @@ class Replicas:
     async def publish(self, version: int, weights: dict[str, torch.Tensor]) -> list[Any]:
         """Transfer while decoding goes on, then commit; returns the reports."""
         await self.transfer(version, weights)
-        slot, checksums = version % SNAPSHOTS, checksums_of(weights)
+        slot, checksums = version % SNAPSHOTS, expected_of(weights)
         return await asyncio.gather(*[wait(actor.commit.call_one(version, slot, checksums)) for actor in self.actors])
 
     async def transfer(self, version: int, weights: dict[str, torch.Tensor]) -> None:
@@ -160,20 +160,20 @@ def test_two_replicas_draw_while_they_take_new_weights(
 
 def test_only_what_was_received_is_committed(replicas: Replicas, run: LoopThread) -> None:
     with pytest.raises(Exception, match="what it received is version 3"):
-        run(wait(replicas.actors[0].commit.call_one(9, 1, {})))
+        run(wait(replicas.actors[0].commit.call_one(9, 1, np.zeros(0, np.int64))))
 
 
 def test_a_wrong_checksum_stops_that_replica_alone(replicas: Replicas, run: LoopThread) -> None:
     """The last commit of these tests but one: replica 0 is right, replica 1 is given another checksum."""
     weights = next_version(replicas.base, 4)
-    checksums = checksums_of(weights)
-    name = "model.layers.0.mlp.up_proj.weight"
+    checksums, name = expected_of(weights), "model.layers.0.mlp.up_proj.weight"
+    wrong = np.where(np.array(list(weights)) == name, 1, checksums)
 
     async def publish() -> None:
         await replicas.transfer(4, weights)
         await replicas.actors[0].commit.call_one(4, 0, checksums)
         with pytest.raises(Exception, match="WeightMismatch.*") as caught:
-            await replicas.actors[1].commit.call_one(4, 0, checksums | {name: 1})
+            await replicas.actors[1].commit.call_one(4, 0, wrong)
         assert name in str(caught.value)
         assert set((await ask(replicas.actors[0], [1], Sampling())).policy_versions.tolist()) == {4}
         await replicas.actors[1].commit.call_one(4, 0, checksums)

@@ -31,6 +31,7 @@ from tests.generator.helpers import (
     Weights,
     adapter,
     checksums_of,
+    expected_of,
     manifest_of,
     merged,
     reference_logprobs,
@@ -107,14 +108,14 @@ def test_the_model_itself_is_compared_where_it_lies_and_left_as_it_is(
 ) -> None:
     """A model that differs in one bit is refused and nothing is drawn; then the right one is verified."""
     weights = weights_in(folder)
-    manifest, right = manifest_of(weights), checksums_of(weights)
+    manifest, right = manifest_of(weights), expected_of(weights)
     name = "model.layers.1.self_attn.k_proj.weight"
     weights[name].view(torch.int32)[3, 5] ^= 1
 
     async def play() -> str:
         await adapted.verify_frozen(manifest, right)
         with pytest.raises(WeightMismatch) as caught:
-            await adapted.verify_frozen(manifest, checksums_of(weights))
+            await adapted.verify_frozen(manifest, expected_of(weights))
         waiting = asyncio.ensure_future(adapted.generate(prompt(0), sampling(3)))
         await asyncio.wait({waiting}, timeout=0.3)
         assert not waiting.done()
@@ -238,7 +239,7 @@ def test_some_projections_of_a_tied_model(
     async def play() -> list[Completion]:
         engine = await Engine.start(str(folder), SETTINGS, lora=lora)
         try:
-            await engine.verify_frozen(manifest_of(weights_in(folder)), checksums_of(weights_in(folder)))
+            await engine.verify_frozen(manifest_of(weights_in(folder)), expected_of(weights_in(folder)))
             await commit(engine, Staging(tensors), tensors)
             return await draw(engine, 4, 20)
         finally:
@@ -262,7 +263,7 @@ def test_a_replica_of_two_ranks_holds_the_adapter_in_parts(
     async def play() -> tuple[list[Completion], list[Completion], str]:
         engine = await Engine.start(str(folder), replace(SETTINGS, tp=2), lora=LORA)
         try:
-            await engine.verify_frozen(manifest_of(weights_in(folder)), checksums_of(weights_in(folder)))
+            await engine.verify_frozen(manifest_of(weights_in(folder)), expected_of(weights_in(folder)))
             drawing = start(engine, 4, 400)
             await drawing.goes_on()
             await commit(engine, staging, tensors[1])
@@ -290,6 +291,6 @@ def test_an_engine_without_adapters_says_so() -> None:
     tensors: dict[str, Any] = {"a": torch.zeros(2, 2)}
     staging = Staging(tensors)
     sheet = LoadSheet(staging.manifest, 1)
-    sheet.ask(checksums_of(tensors))
+    sheet.ask(expected_of(tensors))
     load(nn.Linear(2, 2), [(write_order(0, staging.area(0).handle, sheet.handle), torch.empty(0))])
     assert "the engine was not started for one" in str(sheet.judge())

@@ -22,6 +22,7 @@ from tests.generator.helpers import (
     Weights,
     adapter,
     checksums_of,
+    expected_of,
     manifest_of,
     merged,
     reference_logprobs,
@@ -61,10 +62,10 @@ def test_versions_are_merged_and_in_part_once_the_rest_is_verified(
             await commit(1, sent)
         wrong = rest | {"model.norm.weight": rest["model.norm.weight"] + 1}
         with pytest.raises(WeightMismatch, match=r"generator 0 does not hold the model .*: model\.norm\.weight"):
-            await part_engine.verify_frozen(manifest_of(wrong), checksums_of(wrong))
+            await part_engine.verify_frozen(manifest_of(wrong), expected_of(wrong))
         with pytest.raises(ValueError, match="the others are not known to be the trainer's"):
             await commit(1, sent)
-        await part_engine.verify_frozen(manifest_of(rest), checksums_of(rest))
+        await part_engine.verify_frozen(manifest_of(rest), expected_of(rest))
         for version in (1, 2):
             weights = parts(folder, version)[0]
             await commit(version, weights)

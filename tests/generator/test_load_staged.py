@@ -12,7 +12,8 @@ from torch import nn
 
 from monarch_rl.generator.load_report import LoadSheet, Refusal
 from monarch_rl.generator.load_staged import forget_prefixes, load, load_part, verify_rest, write_order
-from tests.generator.helpers import Staging, checksums_of, manifest_of
+from tests.generator.helpers import Staging, expected_of, manifest_of
+from tests.kernels import Kernels
 from tests.recorded_streams import RecordedDevice
 
 
@@ -59,7 +60,7 @@ class Rank:
         self, version: int, weights: dict[str, torch.Tensor], loader: Callable[..., None] = load
     ) -> Refusal | None:
         self.staging.fill(version, weights)
-        self.sheet.ask(checksums_of(weights))
+        self.sheet.ask(expected_of(weights))
         order = write_order(0, self.staging.area(version).handle, self.sheet.handle)
         loader(self.model, [(order, torch.empty(0))])
         return self.sheet.judge()
@@ -81,14 +82,15 @@ def test_nothing_is_overwritten_before_the_steps_that_read_it_are_done() -> None
     for version in (1, 2):
         weights = fused_weights(version)
         rank.staging.fill(version, weights)
-        rank.sheet.ask(checksums_of(weights))
+        rank.sheet.ask(expected_of(weights))
         order = write_order(0, rank.staging.area(version).handle, rank.sheet.handle)
         device.records.clear()
         with device.in_place_of_cuda(), device.recording():
             load(rank.model, [(order, torch.empty(0))])
         assert rank.sheet.judge() is None and rank.model.loads == 2
-        done = [record.op for record in device.records if record.op in ("copy_", "synchronize")]
-        assert done[0] == "synchronize" and "copy_" in done
+        copies = ("copy_", "_foreach_copy_")  # by SGLang's loader, and by the plan
+        done = [record.op for record in device.records if record.op in (*copies, "synchronize")]
+        assert done[0] == "synchronize" and copies[version - 1] in done
 
 
 def test_first_load_goes_through_the_model_and_later_ones_by_the_plan_whatever_the_area() -> None:
@@ -267,7 +269,7 @@ def load_both(
     models: list[Any], staging: Staging, sheet: LoadSheet, version: int, weights: dict[str, torch.Tensor]
 ) -> Refusal | None:
     staging.fill(version, weights)
-    sheet.ask(checksums_of(weights))
+    sheet.ask(expected_of(weights))
     for rank, model in enumerate(models):
         load(model, [(write_order(rank, staging.area(version).handle, sheet.handle), torch.empty(0))])
     return sheet.judge()
@@ -301,6 +303,81 @@ def test_one_wrong_bit_on_one_rank_alone_is_named(rank: int, name: str) -> None:
     assert refusal == Refusal(f"1 of 4 tensors differ from the trainer's: {name}", differs=True)
 
 
+class Stacked(nn.Module):
+    """What one of two ranks holds of stacked experts: rows of gate and up in one parameter, columns of down."""
+
+    def __init__(self, rank: int, experts: int) -> None:
+        super().__init__()
+        self.rank = rank
+        self.w13 = nn.Parameter(torch.full((experts, 8, 6), torch.nan), requires_grad=False)
+        self.w2 = nn.Parameter(torch.full((experts, 6, 4), torch.nan), requires_grad=False)
+
+    def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        for name, value in weights:
+            part, expert = name.split(".")
+            if part == "down":
+                self.w2.data[int(expert)].copy_(value.narrow(1, 4 * self.rank, 4))
+            else:
+                first = 0 if part == "gate" else 4
+                self.w13.data[int(expert)].narrow(0, first, 4).copy_(value.narrow(0, 4 * self.rank, 4))
+
+
+def stacked_weights(seed: int, experts: int) -> dict[str, torch.Tensor]:
+    """In the trainer's order: one projection of all experts after the other."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"gate": (8, 6), "up": (8, 6), "down": (6, 8)}
+    return {f"{part}.{e}": torch.randn(shapes[part], generator=generator) for part in shapes for e in range(experts)}
+
+
+@pytest.mark.parametrize("small_share", [32, 1 << 18])
+def test_a_commit_takes_as_many_kernels_for_many_experts_as_for_few(
+    small_share: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether they are gathered as small ones or not; every expert is copied, on both ranks."""
+    monkeypatch.setattr("monarch_rl.weights.checksum._SMALL_SHARE", small_share)
+    counted = []
+    for experts in (2, 90):
+        models: list[Any] = [Stacked(0, experts), Stacked(1, experts)]
+        staging = Staging(stacked_weights(0, experts))
+        sheet = LoadSheet(staging.manifest, 2)
+        for version in range(3):
+            weights = stacked_weights(version, experts)
+            assert load_both(models, staging, sheet, version, weights) is None
+            for e in range(experts):
+                assert torch.equal(torch.cat([model.w13[e, :4] for model in models]), weights[f"gate.{e}"])
+                assert torch.equal(torch.cat([model.w13[e, 4:] for model in models]), weights[f"up.{e}"])
+                assert torch.equal(torch.cat([model.w2[e] for model in models], 1), weights[f"down.{e}"])
+        staging.fill(3, weights)
+        orders = [write_order(rank, staging.area(3).handle, sheet.handle) for rank in range(2)]
+        with Kernels() as kernels:
+            for model, order in zip(models, orders, strict=True):
+                load(model, [(order, torch.empty(0))])
+        counted.append(kernels.count)
+    assert counted[0] == counted[1] < 100
+
+
+@pytest.mark.parametrize("small_share", [32, 1 << 18])
+@pytest.mark.parametrize("name", ["gate.7", "up.0", "down.8"])
+def test_one_wrong_bit_of_one_expert_on_one_rank_is_named(
+    name: str, small_share: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although experts are summed together."""
+    monkeypatch.setattr("monarch_rl.weights.checksum._SMALL_SHARE", small_share)
+    part, expert = name.split(".")
+
+    class Wrong(Stacked):
+        def post_load_weights(self) -> None:
+            held = {"gate": self.w13[:, :4], "up": self.w13[:, 4:], "down": self.w2}[part]
+            held[int(expert)].view(torch.int32)[2, 1] ^= 1 << 30
+
+    models: list[Any] = [Stacked(0, 9), Wrong(1, 9)]
+    staging = Staging(stacked_weights(0, 9))
+    sheet = LoadSheet(staging.manifest, 2)
+    assert load_both(models, staging, sheet, 0, stacked_weights(0, 9)) is None  # by load_weights alone
+    refusal = load_both(models, staging, sheet, 1, stacked_weights(1, 9))
+    assert refusal == Refusal(f"1 of 27 tensors differ from the trainer's: {name}", differs=True)
+
+
 def test_ranks_that_leave_out_a_part_are_refused() -> None:
     models: list[Any] = [Sliced(0), Sliced(0)]
     staging = Staging(sliced_weights(0))
@@ -315,7 +392,7 @@ def test_a_rank_that_never_loaded_is_not_taken_for_success() -> None:
     staging = Staging(weights)
     sheet = LoadSheet(staging.manifest, 2)
     staging.fill(0, weights)
-    sheet.ask(checksums_of(weights))
+    sheet.ask(expected_of(weights))
     load(Sliced(1), [(write_order(1, staging.area(0).handle, sheet.handle), torch.empty(0))])
     assert sheet.judge() == Refusal("engine rank 0: its loader did not run", differs=False)
 

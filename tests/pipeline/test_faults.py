@@ -53,7 +53,7 @@ class Doomed(InspectedGenerator):
         self._fault = fault
         return await super()._receive(version, slot)
 
-    async def _commit(self, version: int, slot: int, checksums: dict[str, int]) -> CommitReport:
+    async def _commit(self, version: int, slot: int, checksums: np.ndarray) -> CommitReport:
         fault, self._fault = self._fault, None
         if fault == "bit flipped":
             attach(self._weights_ready().receiver.area(slot))[12345] ^= 16

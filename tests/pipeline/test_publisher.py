@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -18,7 +19,7 @@ from monarch_rl.pipeline.delivery import Delivery
 from monarch_rl.pipeline.meeting import Meeting
 from monarch_rl.pipeline.publishing import Publisher, PublishError
 from monarch_rl.pipeline.replicas import Replicas
-from monarch_rl.weights.checksum import signed
+from monarch_rl.weights.checksum import add_checksums, signed
 from monarch_rl.weights.endpoint import StillServing, TransferSettings
 from monarch_rl.weights.finite import NotFinite
 from monarch_rl.weights.manifest import Manifest
@@ -59,6 +60,8 @@ def test_a_delivery_that_arrives_changes_nothing() -> None:
 def test_checksums_of_shards_add_up_as_int64_do(sums: list[int]) -> None:
     total = torch.tensor(sums, dtype=torch.int64).sum()
     assert signed(sum(sums)) == int(total)
+    if sums:
+        assert add_checksums([np.array([part]) for part in sums]).tolist() == [int(total)]
 
 
 # -- who is to blame: handles with prepared answers, no processes ----------------------------------------------------

@@ -234,7 +234,7 @@ def test_a_version_that_arrives_wrong_is_not_served(
         system = await System.start(cluster, model, generators, lr=3e-3, version=90)
         await system.play(0)
         await update(system.trainer, system.buffer, 90, Patience(60.0))
-        wrong = {name: 0 for name in system.publisher.manifest.names}
+        wrong = np.zeros(len(system.publisher.manifest.tensors), np.int64)
         await system.trainer.snapshot.call(91, 1)
         await asyncio.gather(system.trainer.send.call(91, 1), *(g.receive.call_one(91, 1) for g in generators))
         with pytest.raises(Exception, match="tensors differ from the trainer's"):

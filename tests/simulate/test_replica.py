@@ -17,6 +17,9 @@ from monarch_rl.simulate.clock import run_virtual
 from monarch_rl.simulate.costs import Costs, DecodeCosts, Distribution
 from monarch_rl.simulate.replica import SimulatedReplica
 
+NO_TENSORS = np.zeros(0, np.int64)
+"""Checksums."""
+
 
 def replica(
     decode: DecodeCosts, lengths: float = 10, in_flight: InFlight = "continue", **more: Any
@@ -55,7 +58,7 @@ def test_a_groups_prompt_is_computed_once_a_version_and_decoding_waits_for_it() 
         other = asyncio.ensure_future(draw(one, group=1))
         assert (await first)[1] == (await second)[1] == pytest.approx(3 + 10 + 3)
         assert (await other)[1] == pytest.approx(5 + 3 + 10)
-        await one.commit(1, 0, {})
+        await one.commit(1, 0, NO_TENSORS)
         assert (await draw(one, group=1))[1] == pytest.approx(18 + 4 + 3 + 10)
 
     run_virtual(go())
@@ -84,7 +87,7 @@ def test_a_commit_stands_between_the_tokens_of_two_versions(in_flight: InFlight,
         one = replica(DecodeCosts(1.0, 0.0, 1.0), 10, in_flight, prompt_tokens=3, commit_s=2.0)
         drawing = asyncio.ensure_future(draw(one))
         await asyncio.sleep(3 + 4)
-        commit = asyncio.ensure_future(one.commit(1, 0, {}))
+        commit = asyncio.ensure_future(one.commit(1, 0, NO_TENSORS))
         await asyncio.sleep(0)
         late = asyncio.ensure_future(draw(one, seed=1))
         found, when = await drawing
@@ -101,7 +104,7 @@ def test_a_commit_is_not_busy_time() -> None:
         one = replica(DecodeCosts(1.0, 0.0), commit_s=4.0)
         drawing = asyncio.ensure_future(draw(one))
         await asyncio.sleep(3)
-        await one.commit(1, 0, {})
+        await one.commit(1, 0, NO_TENSORS)
         assert (await drawing)[1] == pytest.approx(14)
         assert (await one.stats())["busy_seconds"] == pytest.approx(10)
 
@@ -127,7 +130,7 @@ def test_no_token_is_lost_under_any_arrivals_and_commits(
         async def publish() -> None:
             for version, at in enumerate(sorted(commits), 1):
                 await asyncio.sleep(max(0.0, at - now()))
-                await one.commit(version, 0, {})
+                await one.commit(version, 0, NO_TENSORS)
 
         publishing = asyncio.ensure_future(publish())
         drawn = await asyncio.gather(*(request(at, tokens) for at, tokens in requests))

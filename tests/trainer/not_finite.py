@@ -55,7 +55,7 @@ def publish(policy: Policy, dtype: torch.dtype) -> str:
     runs = policy.published.owned_runs()
     manifest = make_manifest([(name, shape, dtype) for name, shape in policy.published.tensors()], [runs])
     views = [torch.empty(shard.numel * dtype.itemsize, dtype=torch.uint8) for shard in manifest.shards[0]]
-    policy.published.snapshot(manifest, views)
+    policy.published.snapshot(policy.published.plan_snapshot(manifest, views))
     return said_by(ShardChecksums(manifest, 0, views).take)
 
 

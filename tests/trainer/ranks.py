@@ -84,8 +84,8 @@ def check_snapshot(policy: Policy, folder: Path) -> None:
     manifest = make_manifest([(name, shape, torch.bfloat16) for name, shape in tensors], owned)
     mine = manifest.shards[policy.rank]
     views = [torch.empty(run.numel * 2, dtype=torch.uint8) for run in mine]
-    policy.published.snapshot(manifest, views)
-    sums = torch.tensor(ShardChecksums(manifest, policy.rank, views).take())
+    policy.published.snapshot(policy.published.plan_snapshot(manifest, views))
+    sums = torch.from_numpy(ShardChecksums(manifest, policy.rank, views).take())
     dist.all_reduce(sums)
     whole = saved(folder)
     for run, view in zip(mine, views, strict=True):

@@ -31,7 +31,7 @@ def test_a_snapshot_of_another_version_is_refused() -> None:
     weights = torch.arange(8.0).view(4, 2)
     (view,) = snapshots.prepare(3, 1)
     view.view(torch.float32).view(4, 2).copy_(weights)
-    assert asyncio.run(snapshots.checksums(3, 1)) == [int(tensor_checksum(weights))]
+    assert asyncio.run(snapshots.checksums(3, 1)).tolist() == [int(tensor_checksum(weights))]
     with pytest.raises(RuntimeError, match="trainer rank 0 has version 3 in snapshot 1, not 2"):
         asyncio.run(snapshots.checksums(2, 1))
     with pytest.raises(RuntimeError, match="has version None in snapshot 0, not 3"):
@@ -74,9 +74,9 @@ async def outcome_of(fails: str) -> tuple[Transfer, Any]:
         sender.outcome.set_exception(TransferError("a generator is lost"))
     elif not fails:
         sender.outcome.set_result(None)
-    (answer,) = await asyncio.gather(calling, return_exceptions=True)
+    answers: list[Any] = await asyncio.gather(calling, return_exceptions=True)
     await snapshots.close()
-    return sender, answer
+    return sender, answers[0]
 
 
 def test_a_snapshot_whose_checksums_fail_is_not_sent_on_behind_the_callers_back() -> None:
@@ -87,4 +87,4 @@ def test_a_snapshot_whose_checksums_fail_is_not_sent_on_behind_the_callers_back(
     sender, answer = asyncio.run(outcome_of("transfer"))
     assert sender.ended and str(answer) == "a generator is lost"
     sender, answer = asyncio.run(outcome_of(""))
-    assert sender.ended and answer == [int(tensor_checksum(torch.ones(4, 2)))]
+    assert sender.ended and answer.tolist() == [int(tensor_checksum(torch.ones(4, 2)))]

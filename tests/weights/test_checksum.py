@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monarch_rl.weights.checksum import Checksums, TensorBox, tensor_checksum
+from monarch_rl.weights.blocks import TensorBox
+from monarch_rl.weights.checksum import Checksums, tensor_checksum
 
 MODULUS = 1 << 64
 SEEDS = st.integers(0, 2**31)
@@ -105,3 +106,15 @@ def test_planned_checksums_are_those_of_each_tensor_whatever_it_holds_by_then(
         for piece in planned.blocks:
             piece.add()
         assert planned.take().tolist() == [tensor_checksum(x).item() for x in held]
+
+
+@pytest.mark.parametrize("sizes", [[4], [600], [4, 600]], ids=["small", "large", "both"])
+def test_on_a_device_all_of_it_stays_there(sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a device without memory the shapes can be followed: nothing of the host's gets between."""
+    monkeypatch.setattr("monarch_rl.weights.checksum._CACHED_WORDS", 1 << 12)
+    boxes = [TensorBox(torch.empty((3, size, 5), dtype=torch.bfloat16, device="meta")) for size in sizes]
+    planned = Checksums(boxes)
+    for block in planned.blocks:
+        block.add()
+    sums = planned.take()
+    assert (sums.device.type, sums.dtype, len(sums)) == ("meta", torch.int64, 3 * len(sizes))

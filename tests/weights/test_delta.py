@@ -51,6 +51,24 @@ def test_any_bits_arrive_within_the_bound(
     assert (sizes.wire_bytes, sizes.dense_bytes) == (wire.numel(), nbytes)
 
 
+@settings(deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    nbytes=st.integers(0, 3000),
+    itemsize=SIZES,
+    buckets=st.tuples(st.integers(1, 1500), st.integers(1, 1500)),
+    share=st.sampled_from([0.0, 0.02, 0.2, 0.97, 1.0]),
+)
+def test_larger_buckets_fit_where_smaller_ones_would(
+    seed: int, nbytes: int, itemsize: int, buckets: tuple[int, int], share: float
+) -> None:
+    """Room is made for the smallest buckets; on a device they are larger."""
+    previous, current = pair(seed, nbytes, itemsize, share)
+    out = torch.full((wire_bound(nbytes, min(buckets)),), 0xA5, dtype=torch.uint8)
+    apply(out[: encode(previous, current, itemsize, max(buckets), out)], previous)
+    assert torch.equal(previous, current)
+
+
 def test_nans_and_zeros_of_either_sign_are_compared_by_their_bits() -> None:
     bits = [0x7FC0, 0x7FC1, 0xFFC0, 0x0000, 0x8000, 0x7F80, 0x7F81, 0x0001]
     previous = torch.tensor(bits * 8, dtype=torch.int32).to(torch.int16)

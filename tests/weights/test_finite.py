@@ -91,4 +91,4 @@ def test_a_rank_names_the_first_of_its_tensors_that_is_not_finite(
             return
     expected = [0, int(tensor_checksum(tensors[1])), 0]
     expected[0] = int(tensor_checksum(tensors[0][4:], 4))
-    assert sums.take() == sums.take() == expected
+    assert sums.take().tolist() == sums.take().tolist() == expected

@@ -39,14 +39,31 @@ def test_buckets_carry_every_byte_of_every_shard_to_its_place(
         plan = plan_buckets(manifest, rank, bucket_bytes, alone * 4)
         sizes = [sum(piece.nbytes for piece in pieces) for pieces in plan]
         assert all(0 < size <= bucket_bytes for size in sizes)
-        large = [s for s in manifest.shards[rank] if s.numel >= alone]
-        assert sum(len(pieces) == 1 for pieces in plan) >= sum(-(-s.numel * 4 // bucket_bytes) for s in large)
+        in_place = [(pieces[0].staging, pieces[0].nbytes) for pieces in plan if len(pieces) == 1]
+        for s in (s for s in manifest.shards[rank] if s.numel >= alone):
+            first = manifest.tensors[s.tensor].offset + s.start * 4
+            covered = [range(max(at, first), min(at + n, first + s.numel * 4)) for at, n in in_place]
+            assert sum(map(len, covered)) == s.numel * 4  # all of a large shard is received in place
         for sent, pieces in zip(snapshot.split(sizes), plan, strict=True):
             for piece in pieces:
                 part = sent[piece.bucket : piece.bucket + piece.nbytes]
                 staging[piece.staging : piece.staging + piece.nbytes] = part
     for spec, value in zip(manifest.tensors, values, strict=True):
         assert torch.equal(spec.view(staging), value)
+
+
+def test_messages_and_copies_do_not_grow_with_the_number_of_experts() -> None:
+    """Two ranks with half of the experts each: one run of bytes for each stacked parameter, in one bucket or in full
+    ones."""
+    for experts in (4, 400):
+        names = [f"{layer}.{part}.{e}" for layer in range(3) for part in ("gate", "down") for e in range(experts)]
+        owned = [[(n, 0, 64) for n in names if (int(n.split(".")[-1]) >= experts // 2) == rank] for rank in range(2)]
+        manifest = make_manifest([(name, (8, 8), torch.float32) for name in names], owned)
+        for rank in range(2):
+            (bucket,) = plan_buckets(manifest, rank, 1 << 30, 1 << 30)
+            assert len(bucket) == 6
+            half = experts // 2 * 256
+            assert [len(pieces) for pieces in plan_buckets(manifest, rank, half, half)] == [1] * 6
 
 
 def test_tensors_do_not_overlap_and_are_aligned() -> None:

@@ -118,7 +118,7 @@ async def publish(transport: TransportName, delta: bool, device: RecordedDevice)
             )
             with _disable_current_modes():  # the test's own reading
                 held = attach(receiver.area(index))
-                arrived.append((sums, [float(spec.view(held).flatten()[-1]) for spec in plan.tensors]))
+                arrived.append((sums.tolist(), [float(spec.view(held).flatten()[-1]) for spec in plan.tensors]))
         await snapshots.close()
         await receiver.close()
     compute.shutdown()

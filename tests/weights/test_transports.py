@@ -70,7 +70,7 @@ def send(rank: int, pipe: Connection, chosen: TransferSettings) -> None:
                 case "send", version:
                     views = sender.views(version % SNAPSHOTS)
                     write(version, rank, views)
-                    sums = ShardChecksums(manifest(), rank, views).take()
+                    sums = ShardChecksums(manifest(), rank, views).take().tolist()
                     try:
                         await sender.send(version, version % SNAPSHOTS)
                         pipe.send(sums)

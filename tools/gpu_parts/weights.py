@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from monarch_rl.generator import load_report, load_staged
@@ -16,7 +17,7 @@ from monarch_rl.generator.copy_plan import CopyPlan, Placement, plan_copies
 from monarch_rl.generator.load_report import Box, LoadSheet, matrix_shape
 from monarch_rl.weights import delta
 from monarch_rl.weights.area import Area, attach
-from monarch_rl.weights.checksum import signed, tensor_checksum
+from monarch_rl.weights.checksum import tensor_checksum
 from monarch_rl.weights.endpoint import TransferSettings
 from monarch_rl.weights.manifest import TensorSpec, make_manifest
 from monarch_rl.weights.transport import make_sender
@@ -181,7 +182,7 @@ def many_tensors(bench: Bench, found: Findings) -> None:
     )
     area, model = Area(manifest.nbytes, bench.device), Fused(shapes, bench.device)
     area.buffer.view(torch.int16).random_(-(2**14), 2**14)
-    expected = {spec.name: signed(int(tensor_checksum(spec.view(area.buffer).cpu()))) for spec in manifest.tensors}
+    expected = np.array([int(tensor_checksum(spec.view(area.buffer).cpu())) for spec in manifest.tensors])
     sheet, pauses = LoadSheet(manifest, 1), []
     order = load_staged.write_order(0, area.handle, sheet.handle)
     for _ in range(4):
@@ -216,9 +217,9 @@ def moe_shapes(width: int, expert: int, vocabulary: int, head: int) -> dict[str,
             f"{block}post_attention_layernorm.weight": (width,),
             f"{block}mlp.gate.weight": (EXPERTS, width),
         }
-        for e in range(EXPERTS):
-            shapes |= {f"{block}mlp.experts.{e}.{x}_proj.weight": (expert, width) for x in ("gate", "up")}
-            shapes[f"{block}mlp.experts.{e}.down_proj.weight"] = (width, expert)
+        # As a trainer sends them: one projection of all experts after the other.
+        for x, shape in (("gate", (expert, width)), ("up", (expert, width)), ("down", (width, expert))):
+            shapes |= {f"{block}mlp.experts.{e}.{x}_proj.weight": shape for e in range(EXPERTS)}
     return shapes | {"model.norm.weight": (width,), "lm_head.weight": (vocabulary, width)}
 
 

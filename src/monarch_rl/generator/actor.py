@@ -12,6 +12,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any, TypedDict
 
+import numpy as np
 import torch
 from monarch.actor import Port
 
@@ -196,11 +197,11 @@ class Generator(ResilientActor):
             self._weights.receiver.abort(why)
 
     @concurrent_endpoint
-    async def commit(self, version: int, snapshot: int, checksums: dict[str, int]) -> CommitReport:
+    async def commit(self, version: int, snapshot: int, checksums: np.ndarray) -> CommitReport:
         """Serve the version that was received from ``snapshot``; see :meth:`Engine.commit`."""
         return await self._commit(version, snapshot, checksums)
 
-    async def _commit(self, version: int, snapshot: int, checksums: dict[str, int]) -> CommitReport:
+    async def _commit(self, version: int, snapshot: int, checksums: np.ndarray) -> CommitReport:
         weights = self._weights_ready()
         async with self._transfer_lock:
             if weights.received != version:
@@ -214,7 +215,7 @@ class Generator(ResilientActor):
         return self._last_commit
 
     @concurrent_endpoint
-    async def verify_frozen(self, manifest: Manifest, checksums: dict[str, int]) -> None:
+    async def verify_frozen(self, manifest: Manifest, checksums: np.ndarray) -> None:
         """Raise if the weights that are not trained are not the trainer's; see :meth:`Engine.verify_frozen`."""
         await self._running.verify_frozen(manifest, checksums)
 

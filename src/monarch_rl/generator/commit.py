@@ -21,6 +21,7 @@ import asyncio
 import time
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from monarch_rl.generator.load_report import LoadSheet
@@ -105,7 +106,7 @@ class Commits:
         """Seconds for which running sequences may hold up a commit."""
         return {"drain": self._drain_deadline_s, "resume": INTERRUPT_DEADLINE_S}.get(self._in_flight, 0.0)
 
-    async def commit(self, version: int, manifest: Manifest, area: bytes, expected: dict[str, int]) -> CommitReport:
+    async def commit(self, version: int, manifest: Manifest, area: bytes, expected: np.ndarray) -> CommitReport:
         """See :meth:`monarch_rl.generator.engine.Engine.commit`."""
         async with self._lock:
             served = self._requests.version
@@ -129,7 +130,7 @@ class Commits:
                 version, cost.nbytes, seconds, cost.stood_seconds, cost.copy_seconds, cost.checksum_seconds
             )
 
-    async def verify_frozen(self, manifest: Manifest, expected: dict[str, int]) -> None:
+    async def verify_frozen(self, manifest: Manifest, expected: np.ndarray) -> None:
         """See :meth:`monarch_rl.generator.engine.Engine.verify_frozen`."""
         async with self._lock:
             # The verifier takes no more of an area than its size: no page of this one is ever touched.

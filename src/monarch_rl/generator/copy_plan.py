@@ -1,8 +1,12 @@
-"""Where an engine rank holds each tensor of a version, as a plan that later versions are copied by."""
+"""Where an engine rank holds each tensor of a version, as a plan that later versions are copied by.
+
+Tensors that are alike and lie at equal distances, in the area as in the parameter, are copied and summed together: one
+projection of all experts of a layer, say (``weights/runs.py``).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,8 +14,10 @@ import torch
 
 from monarch_rl.generator.load_report import Box, matrix_shape
 from monarch_rl.weights.area import attach
-from monarch_rl.weights.checksum import Checksums, TensorBox
+from monarch_rl.weights.blocks import TensorBox
+from monarch_rl.weights.checksum import Checksums
 from monarch_rl.weights.manifest import TensorSpec, list_names
+from monarch_rl.weights.runs import find_runs, memory_kind, stack_run
 
 AREAS = 2
 """Areas whose mappings are kept; versions arrive in them in turn."""
@@ -32,6 +38,22 @@ class Placement:
     """View of a parameter, ``[rows, columns]`` of the box."""
 
 
+@dataclass(frozen=True, slots=True)
+class PlacedRun:
+    """The same box of tensors that are alike and lie at equal distances, in areas as in this rank's memory."""
+
+    tensors: tuple[int, ...]
+    """Indices into the manifest."""
+    box: Box
+    destination: torch.Tensor
+    """View of a parameter: ``[tensors, rows, columns]``."""
+
+    def source_in(self, area: torch.Tensor, specs: tuple[TensorSpec, ...]) -> torch.Tensor:
+        """View of an area: ``[tensors, rows, columns]``."""
+        first = [box_of(area, specs[tensor], self.box) for tensor in self.tensors[:2]]
+        return stack_run(first, len(self.tensors))
+
+
 @dataclass(slots=True)
 class CopyPlan:
     """All placements of a model, for any area of one layout."""
@@ -39,41 +61,42 @@ class CopyPlan:
     specs: tuple[TensorSpec, ...]
     addresses: tuple[int, ...]
     """Of the model's parameters when the plan was made: if one has moved, the plan is void."""
-    placements: tuple[Placement, ...]
+    runs: tuple[PlacedRun, ...]
     boxes: np.ndarray
     """int64[tensors, 4]: which box of each tensor this rank holds."""
     checksums: Checksums
+    """Of the runs."""
+    tensors: torch.Tensor
+    """int64: the runs' tensors, one run after the other."""
+    nbytes: int
+    """Bytes that a version copies."""
     derive: Callable[[], None] | None
     """What the engine computes from what was copied, to be called after each copy but the first."""
-    sources: dict[bytes, list[torch.Tensor]] = field(default_factory=dict)
-    """By area: what each piece is copied from. They keep the area's mapping."""
+    sources: dict[bytes, list[list[torch.Tensor]]] = field(default_factory=dict)
+    """By area: what each block is copied from. They keep the area's mapping."""
 
-    def fits(self, model: torch.nn.Module, specs: tuple[TensorSpec, ...]) -> bool:
-        return specs == self.specs and _addresses(model) == self.addresses
+    def fits(self, model: torch.nn.Module) -> bool:
+        """Whether the model's parameters are where they were when the plan was made."""
+        return _addresses(model) == self.addresses
 
-    def sources_in(self, area: bytes) -> list[torch.Tensor]:
-        """Views of the area, one for each piece of the checksums."""
+    def sources_in(self, area: bytes) -> list[list[torch.Tensor]]:
+        """Views of the area, one for each part of each block of the checksums."""
         if area not in self.sources:
             if len(self.sources) == AREAS:
                 self.sources.pop(next(iter(self.sources)))
             buffer = attach(area)
-            boxes = [box_of(buffer, self.specs[place.tensor], place.box) for place in self.placements]
-            self.sources[area] = [boxes[block.box][block.rows] for block in self.checksums.blocks]
+            runs = [run.source_in(buffer, self.specs) for run in self.runs]
+            self.sources[area] = [[part.of(runs[part.box]) for part in block.parts] for block in self.checksums.blocks]
         return self.sources[area]
 
     def take_checksums(self) -> np.ndarray:
         """int64[tensors]: the checksum of each tensor's box, of all pieces that were added since the last call."""
-        tensors = torch.tensor([place.tensor for place in self.placements])
         sums = torch.zeros(len(self.specs), dtype=torch.int64)
-        return np.asarray(sums.index_add_(0, tensors, self.checksums.take().cpu()))
+        return np.asarray(sums.index_add_(0, self.tensors, self.checksums.take().cpu()))
 
     @property
     def device(self) -> torch.device:
-        return self.placements[0].destination.device
-
-    @property
-    def nbytes(self) -> int:
-        return sum(place.destination.nbytes for place in self.placements)
+        return self.runs[0].destination.device
 
 
 def plan_copies(
@@ -83,8 +106,22 @@ def plan_copies(
     derive: Callable[[], None] | None,
 ) -> CopyPlan:
     """The plan to copy to ``placements``. Raises UnsupportedModel if they hold a tensor in several parts."""
-    held = [TensorBox(place.destination, place.box.first_row, place.box.first_column) for place in placements]
-    return CopyPlan(specs, _addresses(model), tuple(placements), _boxes(specs, placements), Checksums(held), derive)
+    boxes, runs = _boxes(specs, placements), tuple(_join(specs, placements))
+    held = Checksums([TensorBox(run.destination, run.box.first_row, run.box.first_column) for run in runs])
+    tensors = torch.tensor([tensor for run in runs for tensor in run.tensors])
+    nbytes = sum(run.destination.nbytes for run in runs)
+    return CopyPlan(specs, _addresses(model), runs, boxes, held, tensors, nbytes, derive)
+
+
+def _join(specs: tuple[TensorSpec, ...], placements: Sequence[Placement]) -> Iterator[PlacedRun]:
+    """The placements in runs, in the order of the area."""
+    placements = sorted(placements, key=lambda place: (place.tensor, place.box.first_row))
+    kinds = [(place.box, specs[place.tensor].shape, memory_kind(place.destination)) for place in placements]
+    offsets = [specs[place.tensor].offset for place in placements]
+    for run in find_runs(kinds, offsets, [place.destination.data_ptr() for place in placements]):
+        members = [placements[i] for i in run]
+        destination = stack_run([place.destination for place in members[:2]], len(members))
+        yield PlacedRun(tuple(place.tensor for place in members), members[0].box, destination)
 
 
 def box_of(area: torch.Tensor, spec: TensorSpec, box: Box) -> torch.Tensor:

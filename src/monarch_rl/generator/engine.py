@@ -11,6 +11,7 @@ import os
 import random
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 from monarch_rl.episode.sampling import Completion, Sampling
@@ -179,17 +180,17 @@ class Engine:
         """
         return await self._requests.generate(prompt_ids, sampling, on_part)
 
-    async def commit(self, version: int, manifest: Manifest, area: bytes, expected: dict[str, int]) -> CommitReport:
+    async def commit(self, version: int, manifest: Manifest, area: bytes, expected: np.ndarray) -> CommitReport:
         """Replace the weights by those in an area and serve them as ``version``.
 
         Args:
             version: not lower than the version served.
             manifest: how the version lies in the area.
             area: handle of an :class:`~monarch_rl.weights.area.Area` of this machine that holds all of the version.
-            expected: the trainer's checksum of each tensor, signed 64-bit.
+            expected: int64[tensors], the trainer's checksum of each, in the manifest's order.
 
         Raises:
-            ValueError: the version is older than the one served, ``expected`` is not of the manifest's tensors, or the
+            ValueError: the version is older than the one served, ``expected`` is of another number of tensors, or the
                 version is some of the weights and the others were not verified.
             StillRunning: requests did not end in time under ``drain``. The version before is served on.
             CommitError: the engine could not load them. It stays paused; a later commit may succeed.
@@ -198,12 +199,12 @@ class Engine:
         """
         return await self._commits.commit(version, manifest, area, expected)
 
-    async def verify_frozen(self, manifest: Manifest, expected: dict[str, int]) -> None:
+    async def verify_frozen(self, manifest: Manifest, expected: np.ndarray) -> None:
         """Compare the weights that are not trained, which no version holds, with the trainer's, where they lie.
 
         Args:
             manifest: of those weights, in the served dtype: with LoRA adapters, all of the model's own.
-            expected: the trainer's checksum of each, signed 64-bit.
+            expected: int64[tensors], the trainer's checksum of each, in the manifest's order.
 
         Raises:
             WeightMismatch: the engine holds another model. It stays paused, until it is verified or a commit succeeds.

@@ -7,9 +7,11 @@ does so before it decodes on, and all come to the same verdict, because they rea
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -81,7 +83,7 @@ class LoadSheet:
         self._map(area.buffer)
         self.sizes[:] = sizes
         self._specs[:] = np.frombuffer(specs, np.uint8)
-        self.specs = manifest.tensors
+        self.specs, self.layout = manifest.tensors, _digest(specs)
 
     @classmethod
     def open(cls, handle: bytes) -> LoadSheet:
@@ -89,8 +91,13 @@ class LoadSheet:
         sheet = cls.__new__(cls)
         sheet.handle = handle
         sheet._map(attach(handle))
-        sheet.specs = decode_specs(sheet._specs.tobytes())
+        sheet.layout = _digest(sheet._specs.tobytes())
         return sheet
+
+    @cached_property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """Of the tensors. Read when they are needed: a replayed commit needs the layout's hash only."""
+        return decode_specs(self._specs.tobytes())
 
     def _map(self, buffer: torch.Tensor) -> None:
         self._buffer = buffer
@@ -119,21 +126,17 @@ class LoadSheet:
         self._messages = rest[: ranks * MESSAGE_BYTES].reshape(ranks, MESSAGE_BYTES)
         self._specs = rest[ranks * MESSAGE_BYTES :][:specs]
 
-    @property
-    def names(self) -> list[str]:
-        return [spec.name for spec in self.specs]
-
-    def ask(self, expected: dict[str, int]) -> None:
+    def ask(self, expected: np.ndarray) -> None:
         """Before a commit, write the trainer's checksums and erase all answers, so that none is taken for a new one.
 
-        Raises ValueError if ``expected`` is not of the manifest's tensors.
+        Args:
+            expected: int64[tensors], in the manifest's order.
+
+        Raises ValueError if it is of another number of tensors.
         """
-        wrong = sorted(set(self.names) ^ set(expected))
-        if wrong:
-            raise ValueError(
-                f"checksums and manifest are not of the same tensors; in one of them only: {list_names(wrong)}"
-            )
-        self.expected[:] = [expected[name] for name in self.names]
+        if expected.shape != self.expected.shape:
+            raise ValueError(f"there are checksums of {len(expected)} tensors; the manifest has {len(self.expected)}")
+        self.expected[:] = expected
         self.state[:] = 0
         self._messages[:] = 0
 
@@ -211,6 +214,11 @@ class LoadSheet:
 
 def _numbers(tensors: int, ranks: int) -> int:
     return tensors * (3 + ranks * 5) + ranks * _STATE_COLUMNS
+
+
+def _digest(specs: bytes) -> bytes:
+    """Equal for equal specs: tuples of many would take a while to compare."""
+    return hashlib.sha256(specs).digest()
 
 
 def encode_specs(specs: tuple[TensorSpec, ...]) -> bytes:

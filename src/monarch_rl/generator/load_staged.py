@@ -30,7 +30,8 @@ from monarch_rl.weights.manifest import TensorSpec
 
 MakePlan = Callable[[torch.nn.Module, torch.Tensor, tuple[TensorSpec, ...]], CopyPlan]
 """Loads a version from an area (uint8) for the first time, and says where everything went."""
-_plans: WeakKeyDictionary[torch.nn.Module, CopyPlan] = WeakKeyDictionary()
+_plans: WeakKeyDictionary[torch.nn.Module, tuple[bytes, CopyPlan]] = WeakKeyDictionary()
+"""By model: the layout that the plan is for, and the plan."""
 _open_sheet = lru_cache(maxsize=2)(LoadSheet.open)
 _last_load: list[tuple[LoadSheet, int]] = []
 """The sheet of the last load, which says whether decoding may go on, and this rank's row in it."""
@@ -124,10 +125,11 @@ def _load(model: torch.nn.Module, area: bytes, sheet: LoadSheet, rank: int, make
     started = time.perf_counter_ns()
     # Enqueued steps read the parameters that are overwritten next.
     finish_device(next(model.parameters()).device)
-    plan = _plans.get(model)
-    planned = plan is not None and plan.fits(model, sheet.specs)
+    layout, plan = _plans.get(model, (b"", None))
+    planned = plan is not None and layout == sheet.layout and plan.fits(model)
     if plan is None or not planned:
-        plan = _plans[model] = make_plan(model, attach(area), sheet.specs)
+        plan = make_plan(model, attach(area), sheet.specs)
+        _plans[model] = sheet.layout, plan
     sheet.boxes[rank] = plan.boxes
     blocks, sources, device = plan.checksums.blocks, plan.sources_in(area), plan.device
     # A core finds in its cache what it has just copied; a device is kept busy by long runs of calls.
@@ -137,7 +139,7 @@ def _load(model: torch.nn.Module, area: bytes, sheet: LoadSheet, rank: int, make
     for group in groups:
         if planned and copy:
             for block, source in zip(blocks[group], sources[group], strict=True):
-                block.data.copy_(source)
+                torch._foreach_copy_(block.data, source)
             if plan.derive is not None:
                 plan.derive()
             finish_device(device)  # the copy is timed, and its end is reported to another process

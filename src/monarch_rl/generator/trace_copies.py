@@ -106,8 +106,9 @@ def load_and_plan(
     """
     parameters = {p.untyped_storage().data_ptr(): name for name, p in model.named_parameters()}
     _check_dtypes(model, specs)
+    named = [(spec.name, spec.view(area)) for spec in specs]  # before the mode looks at each operation
     with _CopyTrace(area, parameters, write) as trace:
-        cast(Any, model).load_weights([(spec.name, spec.view(area)) for spec in specs])
+        cast(Any, model).load_weights(named)
     if trace.converted:
         raise UnsupportedModel(
             f"the engine's loader changes these parameters instead of copying into them: "

@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 
+import numpy as np
+
 from monarch_rl.pipeline.actor_pool import last_line
 from monarch_rl.pipeline.meeting import Meeting, snapshot_index
 from monarch_rl.pipeline.replicas import Replica, Replicas, silent
@@ -113,7 +115,7 @@ class Delivery:
         if rank is not None:
             raise PublishError(f"version {self.version} could not be sent: {rank} ({last_line(error)})") from error
 
-    async def _commit(self, arrived: dict[Replica, int], checksums: dict[str, int]) -> Failures:
+    async def _commit(self, arrived: dict[Replica, int], checksums: np.ndarray) -> Failures:
         """Let replicas serve the version; returns why some do not. ``arrived``: the bytes that each has received."""
         snapshot, what = snapshot_index(self.version), f"to commit version {self.version}"
         commits = [

@@ -13,12 +13,14 @@ import asyncio
 from collections.abc import Awaitable, Iterable
 from typing import TypeVar
 
+import numpy as np
+
 from monarch_rl.generator.actor import Generator
 from monarch_rl.pipeline.joint_calls import JointCall, JointCalls
 from monarch_rl.pipeline.replicas import Replica, silence_of
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, now, within
 from monarch_rl.trainer.actor import Trainer
-from monarch_rl.weights.checksum import signed
+from monarch_rl.weights.checksum import add_checksums
 from monarch_rl.weights.endpoint import SNAPSHOTS, TransferSettings
 from monarch_rl.weights.manifest import Manifest
 
@@ -86,11 +88,12 @@ class Meeting:
 
     async def transfer(
         self, version: int, replicas: list[Replica]
-    ) -> tuple[dict[str, int], dict[Replica, int | BaseException]]:
+    ) -> tuple[np.ndarray, dict[Replica, int | BaseException]]:
         """Send all bytes of ``version`` to all ``replicas``, which must be the connected ones.
 
         Returns:
-            The trainer's checksum of each tensor, by name; and the bytes that each replica received, or why it did not.
+            The trainer's checksum of each tensor, int64[tensors]; and the bytes that each replica received, or why it
+            did not.
 
         Raises whatever a trainer rank raised.
         """
@@ -105,14 +108,12 @@ class Meeting:
             calls.append(JointCall(replica.name, what, receiving, [replica.handle], replica))
         answers = await self._joint.run(calls, self._deadline_s)
         received = answers[len(self._ranks) :]
-        sums: list[list[int]] = []
+        sums: list[np.ndarray] = []
         for answer in answers[: len(self._ranks)]:
             if isinstance(answer, BaseException):
                 raise answer
             sums.append(answer)
-        totals = [signed(sum(parts)) for parts in zip(*sums, strict=True)]
-        checksums = dict(zip(self.manifest.names, totals, strict=True))
-        return checksums, dict(zip(replicas, received, strict=True))
+        return add_checksums(sums), dict(zip(replicas, received, strict=True))
 
     def lose(self, replica: Replica, why: str) -> None:
         """Do not wait for a replica any more; a transfer that it takes part in is aborted at once."""

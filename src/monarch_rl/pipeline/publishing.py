@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+import numpy as np
 import torch
 
 from monarch_rl.buffer.actor import Buffer
@@ -29,7 +30,7 @@ from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, within
 from monarch_rl.runtime.meshes import members
 from monarch_rl.trainer.actor import Trainer
-from monarch_rl.weights.checksum import signed
+from monarch_rl.weights.checksum import add_checksums
 from monarch_rl.weights.endpoint import SNAPSHOTS, TransferSettings, TransportName
 from monarch_rl.weights.manifest import Manifest, lay_out, make_manifest
 from monarch_rl.weights.transport import TRANSPORTS
@@ -63,7 +64,7 @@ class FrozenWeights:
     """The weights that training leaves as they are: no version has them, trainer and generators must both hold them."""
 
     manifest: Manifest
-    checksums: dict[str, int]
+    checksums: np.ndarray
     """The trainer's, by tensor name."""
 
     async def verify(self, index: int, generator: Generator) -> None:
@@ -308,9 +309,7 @@ async def _frozen_weights(trainer: Trainer, dtype: str) -> FrozenWeights | None:
     if not tensors:
         return None
     specs, nbytes = lay_out([(name, shape, getattr(torch, dtype)) for name, shape in tensors])
-    totals = [signed(sum(parts)) for parts in zip(*(sums for _, sums in by_rank), strict=True)]
-    checksums = dict(zip((name for name, _ in tensors), totals, strict=True))
-    return FrozenWeights(Manifest(specs, nbytes, ()), checksums)
+    return FrozenWeights(Manifest(specs, nbytes, ()), add_checksums([sums for _, sums in by_rank]))
 
 
 def _retrieve(delivery: asyncio.Task[None]) -> None:

@@ -110,7 +110,7 @@ class SimulatedReplica:
         await asyncio.sleep(self._costs.transfer_s)
         return 1
 
-    async def commit(self, version: int, snapshot: int, checksums: dict[str, int]) -> CommitReport:
+    async def commit(self, version: int, snapshot: int, checksums: np.ndarray) -> CommitReport:
         """Stop decoding for the copy, then draw with ``version``."""
         self._count()
         self._commit = self._loop.create_future()

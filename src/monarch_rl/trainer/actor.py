@@ -31,9 +31,12 @@ from monarch_rl.weights.manifest import Manifest
 from monarch_rl.weights.transport import make_sender
 
 if TYPE_CHECKING:
+    import torch
+
     from monarch_rl.algorithms.advantages import Advantage
     from monarch_rl.trainer.objective import Objective
     from monarch_rl.trainer.policy import Policy
+    from monarch_rl.trainer.publishing import SnapshotPlan
     from monarch_rl.trainer.shards import NamedShape, Run
 
 T = TypeVar("T")
@@ -80,6 +83,8 @@ class Trainer(ResilientActor):
         self._compute = ThreadPoolExecutor(1, "compute")
         self._policy: Policy | None = None
         self._snapshots: Snapshots | None = None
+        self._snapshot_plans: dict[int, SnapshotPlan] = {}
+        """By the snapshot's index."""
 
     @property
     def policy(self) -> Policy:
@@ -196,7 +201,7 @@ class Trainer(ResilientActor):
         return self.policy.rank, *await self._on(self._compute, runs)
 
     @concurrent_endpoint
-    async def frozen_checksums(self, dtype: str) -> tuple[list[NamedShape], list[int]]:
+    async def frozen_checksums(self, dtype: str) -> tuple[list[NamedShape], np.ndarray]:
         """The weights that are not trained and this rank's part of their checksums: see
         :meth:`PublishedWeights.frozen_checksums`."""
         import torch
@@ -209,6 +214,7 @@ class Trainer(ResilientActor):
         policy = self.policy
         if self._snapshots is not None:
             await self._snapshots.close()
+        self._snapshot_plans = {}
         sender = await asyncio.to_thread(make_sender, manifest, policy.rank, settings, host_address(), policy.device)
         self._snapshots = Snapshots(sender, manifest, policy.rank, policy.device)
 
@@ -232,20 +238,22 @@ class Trainer(ResilientActor):
         took."""
         started = time.perf_counter()
         views = self.snapshots.prepare(version, index)
-
-        def copy() -> None:
-            with device_work.piece("a copy of the weights"):
-                self.policy.published.snapshot(self.snapshots.manifest, views)
-
-        await self._on(self._compute, copy)
+        await self._on(self._compute, self._copy, index, views)
         return time.perf_counter() - started
 
+    def _copy(self, index: int, views: list[torch.Tensor]) -> None:
+        published = self.policy.published
+        with device_work.piece("a copy of the weights"):
+            if index not in self._snapshot_plans:
+                self._snapshot_plans[index] = published.plan_snapshot(self.snapshots.manifest, views)
+            published.snapshot(self._snapshot_plans[index])
+
     @concurrent_endpoint
-    async def send(self, version: int, snapshot: int) -> list[int]:
+    async def send(self, version: int, snapshot: int) -> np.ndarray:
         """Send a snapshot, by its index, as part of ``version``; the next update may go on meanwhile.
 
         Returns:
-            The checksum of this rank's part of each tensor of the manifest, signed 64-bit.
+            The checksum of this rank's part of each tensor of the manifest: int64[tensors].
 
         Raises:
             NotFinite: a tensor of the version holds NaN or infinity; names it.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
@@ -17,6 +19,28 @@ from monarch_rl.trainer.model import EXPERT, ShardedModel
 from monarch_rl.trainer.shards import NamedShape, Run, local_run
 from monarch_rl.weights.checksum import tensor_checksum
 from monarch_rl.weights.manifest import Manifest
+from monarch_rl.weights.runs import find_runs, memory_kind, stack_run
+
+
+@dataclass(frozen=True)
+class SnapshotPlan:
+    """How a rank's shards are copied to one snapshot, planned once: their memory stays the same."""
+
+    places: dict[str, torch.Tensor]
+    """By name: where each shard goes, in its shape and the served dtype."""
+    copies: list[tuple[torch.Tensor, torch.Tensor]]
+    """Target and source of runs of shards; none where what is sent is computed (LoRA that is merged)."""
+
+
+def _joined(
+    shards: Iterable[torch.Tensor], places: Iterable[torch.Tensor]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Target and source of each run (``weights/runs.py``): the experts of a layer are slices of one parameter."""
+    sources, targets = [shard.detach() for shard in shards], list(places)
+    kinds = [(memory_kind(source), memory_kind(target)) for source, target in zip(sources, targets, strict=True)]
+    for run in find_runs(kinds, *([x.data_ptr() for x in memory] for memory in (sources, targets))):
+        target, source = (stack_run([memory[i] for i in run[:2]], len(run)) for memory in (targets, sources))
+        yield target, source
 
 
 class PublishedWeights:
@@ -43,15 +67,15 @@ class PublishedWeights:
         """This rank's part of each tensor of which it has one."""
         return [(name, start, local.numel()) for name, (local, start) in self._local_runs.items()]
 
-    def frozen_checksums(self, dtype: torch.dtype) -> tuple[list[NamedShape], list[int]]:
-        """The weights that no version holds, and of each, as served in ``dtype``, this rank's part of the checksum,
-        signed 64-bit.
+    def frozen_checksums(self, dtype: torch.dtype) -> tuple[list[NamedShape], np.ndarray]:
+        """The weights that no version holds, and of each, as served in ``dtype``, this rank's part of the checksum:
+        int64[tensors].
 
         With LoRA these are all of the model's own, or, where weights with LoRA are sent merged, the others. None
         without LoRA: then all weights are sent and verified.
         """
         if not self._model.lora.rank:
-            return [], []
+            return [], np.zeros(0, np.int64)
         sent = dict(self.tensors())
         tensors = [(name, shape) for name, shape in self._model.hf_tensors() if name not in sent]
         sums = dict.fromkeys((name for name, _ in tensors), 0)
@@ -62,28 +86,32 @@ class PublishedWeights:
             first_row = start // (value.numel() // value.shape[0])
             if local.numel():  # small models have fewer rows than there are ranks
                 sums[name] = int(tensor_checksum(local.detach().to(dtype), first_row))
-        return tensors, list(sums.values())
+        return tensors, np.array(list(sums.values()), np.int64)
 
-    def snapshot(self, manifest: Manifest, views: Sequence[torch.Tensor]) -> None:
-        """Copy this rank's shards, in the served dtype, to where they are sent from.
+    def plan_snapshot(self, manifest: Manifest, views: Sequence[torch.Tensor]) -> SnapshotPlan:
+        """Where this rank's shards go, for any version.
 
         Args:
             views: flat uint8, one for each of the manifest's shards of this rank.
         """
         specs = [manifest.tensors[shard.tensor] for shard in manifest.shards[dist.get_rank()]]
-        destinations = {spec.name: view.view(spec.dtype) for spec, view in zip(specs, views, strict=True)}
-        with torch.no_grad():
-            for name, local in self._values():
-                if name in destinations:  # small models have fewer rows than there are ranks
-                    destinations[name].view(local.shape).copy_(local)
-        finish_current(self._device)  # others read the copy, and the next step changes its source
+        places = {spec.name: view.view(spec.dtype) for spec, view in zip(specs, views, strict=True)}
+        # Small models have fewer rows than there are ranks.
+        shards = {name: local for name, (local, _) in self._local_runs.items() if name in places}
+        places = {name: places[name].view(local.shape) for name, local in shards.items()}
+        return SnapshotPlan(places, [] if self._sends_merged else list(_joined(shards.values(), places.values())))
 
-    def _values(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What this rank sends of a version, fp32. All ranks iterate together."""
-        if self._sends_merged:
-            yield from merged_shards(*self._weights_with_lora, self._model.lora.scaling)
-        else:
-            yield from ((name, local) for name, (local, _) in self._local_runs.items())
+    def snapshot(self, plan: SnapshotPlan) -> None:
+        """Copy this rank's shards, in the served dtype, to where they are sent from. All ranks call it together."""
+        with torch.no_grad():
+            if plan.copies:
+                targets, sources = zip(*plan.copies, strict=True)
+                torch._foreach_copy_(targets, sources)
+            if self._sends_merged:
+                for name, merged in merged_shards(*self._weights_with_lora, self._model.lora.scaling):
+                    if name in plan.places:
+                        plan.places[name].copy_(merged)
+        finish_current(self._device)  # others read the copy, and the next step changes its source
 
     @cached_property
     def _local_runs(self) -> dict[str, tuple[torch.Tensor, int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import numpy as np
 import torch
 
 from monarch_rl.runtime.streams import SideThread
@@ -35,14 +36,14 @@ class Snapshots:
         self._versions[index], self._views[index] = version, views
         return views
 
-    async def send(self, version: int, index: int) -> list[int]:
+    async def send(self, version: int, index: int) -> np.ndarray:
         """Send a snapshot as this rank's part of ``version``; returns its checksums, taken meanwhile.
 
         Both have ended when this returns or raises; if the checksums fail, the transfer is aborted.
         """
         sending = asyncio.ensure_future(self.sender.send(version, index))
 
-        async def sum_or_abort() -> list[int]:
+        async def sum_or_abort() -> np.ndarray:
             try:
                 return await self.checksums(version, index)
             except Exception as error:
@@ -55,11 +56,11 @@ class Snapshots:
         for outcome in (sums, sent):
             if isinstance(outcome, BaseException):
                 raise outcome
-        assert isinstance(sums, list)
+        assert isinstance(sums, np.ndarray)
         return sums
 
-    async def checksums(self, version: int, index: int) -> list[int]:
-        """Of this rank's part of each tensor of ``version``, signed 64-bit, as the snapshot holds it.
+    async def checksums(self, version: int, index: int) -> np.ndarray:
+        """Of this rank's part of each tensor of ``version``, int64[tensors], as the snapshot holds it.
 
         Raises:
             RuntimeError: the snapshot holds another version.
@@ -69,7 +70,7 @@ class Snapshots:
             raise RuntimeError(f"trainer rank {self._rank} has version {held} in snapshot {index}, not {version}")
         return await self._thread.run(self._take, index)
 
-    def _take(self, index: int) -> list[int]:
+    def _take(self, index: int) -> np.ndarray:
         if index not in self._checksums:
             self._checksums[index] = ShardChecksums(self.manifest, self._rank, self._views[index])
         return self._checksums[index].take()

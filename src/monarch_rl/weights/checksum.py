@@ -17,29 +17,34 @@ copied costs little more than the copy (:class:`Checksums`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 
+import numpy as np
 import torch
 
+from monarch_rl.weights.blocks import SAMPLED, Block, BoxPart, BoxShape, GatheredBlock, PartBlock, TensorBox, in_words
 from monarch_rl.weights.finite import FiniteProbe, NotFinite, not_finite
-from monarch_rl.weights.manifest import Manifest
+from monarch_rl.weights.manifest import Manifest, Shard
+from monarch_rl.weights.runs import find_runs, memory_kind, stack_run
 
-WORD = 8
-"""Bytes."""
-SAMPLED = 8
-"""The order of columns is checked in every row whose index is a multiple of this."""
 _CACHED_WORDS = 1 << 18
 """Words of a block on a CPU: 2 MiB stay in a core's cache between a copy and the sums. Measured: 0.5 to 4 MiB differ by
 less than the noise."""
 _DEVICE_WORDS = 1 << 24
 """Words of a block on another device: it reads its memory fast, and a call costs microseconds."""
+_SMALL_SHARE = 32
+"""A box of at most 1 / this of a block on a CPU is small: to copy 64 KiB costs less than the calls of a block."""
 
 
 def signed(value: int) -> int:
     """``value`` modulo 2**64 as a signed 64-bit number: sums of checksums wrap around like this."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def add_checksums(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """The parts of trainer ranks, int64[tensors] each, added up: int64[tensors], mod 2**64."""
+    return np.add.reduce(np.stack(parts), dtype=np.int64)
 
 
 def _logical_shift(x: torch.Tensor, bits: int) -> torch.Tensor:
@@ -64,103 +69,134 @@ def _column_factors(first: int, count: int, device: torch.device) -> torch.Tenso
     return _spread(-torch.arange(1 + first, 1 + first + count, device=device)) & -2
 
 
-@dataclass(frozen=True, slots=True)
-class TensorBox:
-    """A box of a tensor, and the memory that holds it."""
-
-    data: torch.Tensor
-    """``[rows, columns]`` of any dtype; each row is contiguous, rows may be strided."""
-    first_row: int = 0
-    """The box's first row in the whole tensor."""
-    first_column: int = 0
-    """The box's first element in a row of the whole tensor."""
-
-
-@dataclass(frozen=True, slots=True)
-class RowBlock:
-    """Consecutive rows of a box that fit in cache."""
-
-    box: int
-    """Index of the box."""
-    rows: slice
-    """Within the box."""
-    data: torch.Tensor
-    """``[rows, columns]``: those rows."""
-    _words: torch.Tensor
-    _padded: torch.Tensor | None
-    _row_sums: torch.Tensor
-    _column_sums: torch.Tensor
-    _offset: int
-
-    def add(self) -> None:
-        """Add the memory's present content to the sums."""
-        if self._padded is not None:
-            self._padded.copy_(self.data.view(torch.uint8))
-        torch.sum(self._words, 1, out=self._row_sums)
-        self._column_sums.add_(self._words[self._offset :: SAMPLED].sum(0))
+@lru_cache(maxsize=256)
+def _word_factors(shape: BoxShape, device: torch.device) -> torch.Tensor:
+    """int64[rows * words of a row]: the factor of each word of a box."""
+    rows = _row_factors(shape.first_row, shape.rows, device)
+    factors = rows[:, None].repeat(1, shape.words)
+    factors[-shape.first_row % SAMPLED :: SAMPLED] += _column_factors(shape.first_word, shape.words, device)
+    return factors.flatten()
 
 
 class Checksums:
-    """Checksums of several boxes on one device, planned once.
+    """Checksums of the tensors of several boxes on one device, planned once.
 
-    For each use, call :meth:`RowBlock.add` of all blocks, then :meth:`take`.
+    For each use, call :meth:`Block.add` of all blocks, then :meth:`take`. Tensors that are alike are summed together,
+    in one box or as small boxes: the number of kernels depends on bytes and on boxes that are large or unlike others.
     """
 
     def __init__(self, boxes: Sequence[TensorBox]) -> None:
-        device = boxes[0].data.device
-        leads = [box.first_column * box.data.element_size() % WORD for box in boxes]
-        rows = [box.data.shape[0] for box in boxes]
-        columns = [
-            -(-(lead + box.data.shape[1] * box.data.element_size()) // WORD)
-            for box, lead in zip(boxes, leads, strict=True)
-        ]
-        self._rows = _Weighted(rows, [_row_factors(b.first_row, n, device) for b, n in zip(boxes, rows, strict=True)])
-        firsts = [box.first_column * box.data.element_size() // WORD for box in boxes]
-        self._columns = _Weighted(
-            columns, [_column_factors(first, n, device) for first, n in zip(firsts, columns, strict=True)]
-        )
-        self.blocks = [block for index in range(len(boxes)) for block in self._cut(index, boxes[index], leads[index])]
-
-    def _cut(self, index: int, box: TensorBox, lead: int) -> list[RowBlock]:
-        row_sums, column_sums = self._rows.sums[index], self._columns.sums[index]
-        height, row_words = len(row_sums), len(column_sums)
-        step = max(1, (_CACHED_WORDS if box.data.device.type == "cpu" else _DEVICE_WORDS) // max(1, row_words))
-        width = box.data.shape[1] * box.data.element_size()
-        aligned = lead == 0 and width % WORD == 0 and _on_word_boundaries(box.data)
-        buffer = None if aligned else box.data.new_zeros((min(step, height), row_words), dtype=torch.int64)
-        blocks = []
-        for start in range(0, height if width else 0, step):
-            rows = slice(start, min(start + step, height))
-            data, padded = box.data[rows], None
-            if buffer is None:
-                words = data.view(torch.int64)
+        self._device = boxes[0].data.device
+        self._words_at_once = _CACHED_WORDS if self._device.type == "cpu" else _DEVICE_WORDS
+        shapes = [BoxShape.of(box) for box in boxes]
+        large: list[int] = []
+        small: dict[BoxShape, list[int]] = {}
+        for index, (box, shape) in enumerate(zip(boxes, shapes, strict=True)):
+            if len(box.tensors) * shape.rows * shape.words * _SMALL_SHARE <= _CACHED_WORDS:
+                small.setdefault(shape, []).append(index)
             else:
-                words = buffer[: len(data)]
-                padded = words.view(torch.uint8)[:, lead : lead + width]
-            offset = -(box.first_row + start) % SAMPLED
-            blocks.append(RowBlock(index, rows, data, words, padded, row_sums[rows], column_sums, offset))
-        return blocks
+                large.append(index)
+        counts = [len(boxes[i].tensors) for i in large]
+        row_factors = [_row_factors(shapes[i].first_row, shapes[i].rows, self._device) for i in large]
+        column_factors = [_column_factors(shapes[i].first_word, shapes[i].words, self._device) for i in large]
+        self._rows = _Weighted(counts, row_factors, self._device)
+        self._columns = _Weighted(counts, column_factors, self._device)
+        gathered = [i for alike in small.values() for i in alike]
+        counts = [len(boxes[i].tensors) for i in gathered]
+        word_factors = [_word_factors(shapes[i], self._device) for i in gathered]
+        self._gathered = _Weighted(counts, word_factors, self._device)
+        self.blocks: list[Block] = []
+        for index, row_sums, column_sums in zip(large, self._rows.sums, self._columns.sums, strict=True):
+            self.blocks += self._cut(index, boxes[index], shapes[index], row_sums, column_sums)
+        for alike in small.values():
+            self.blocks += self._gather({i: boxes[i] for i in alike}, self._gathered.of(gathered.index(alike[0])))
+        firsts = np.cumsum([0, *(len(box.tensors) for box in boxes)])
+        order = [np.arange(firsts[i], firsts[i + 1]) for i in (*large, *gathered)]
+        self._order = torch.from_numpy(np.argsort(np.concatenate(order))).to(self._device)
+
+    def _cut(
+        self, index: int, box: TensorBox, shape: BoxShape, row_sums: torch.Tensor, column_sums: torch.Tensor
+    ) -> Iterator[Block]:
+        count, rows = len(box.tensors), shape.rows
+        tensors_at_once = self._words_at_once // max(1, rows * shape.words)
+        step = rows if tensors_at_once else max(1, self._words_at_once // shape.words)
+        tensors_at_once = min(count, max(1, tensors_at_once))
+        scratch = None
+        if not in_words(box.tensors, shape.lead):
+            scratch = row_sums.new_zeros((tensors_at_once, min(step, rows), shape.words))
+        for first in range(0, count, tensors_at_once):
+            tensors = slice(first, min(first + tensors_at_once, count))
+            for row in range(0, rows, step):
+                part = BoxPart(index, tensors, slice(row, min(row + step, rows)))
+                yield PartBlock(part, box, row_sums, column_sums, scratch)
+
+    def _gather(self, boxes: dict[int, TensorBox], words: torch.Tensor) -> Iterator[Block]:
+        """Small boxes of one shape and dtype, as many at a time as fit in cache."""
+        together: dict[int, TensorBox] = {}
+        first = count = 0
+        for index, box in boxes.items():
+            if together and (count + len(box.tensors)) * words.shape[1] > self._words_at_once:
+                yield GatheredBlock(together, words[first : first + count])
+                together, first, count = {}, first + count, 0
+            together[index] = box
+            count += len(box.tensors)
+        yield GatheredBlock(together, words[first : first + count])
 
     def take(self) -> torch.Tensor:
-        """Return int64[boxes]: the sums of what was added since the last call, or since the start."""
+        """Return int64[tensors of all boxes]: the sums of what was added since the last call, or since the start."""
         totals = self._rows.totals() + self._columns.totals()
-        self._columns.flat.zero_()
-        return totals
+        self._columns.clear()
+        return torch.cat([totals, self._gathered.totals()]).index_select(0, self._order)
 
 
 class _Weighted:
-    """Several vectors of sums in one flat buffer; each is weighted and summed."""
+    """Several vectors for each box, one a tensor, which are weighted and summed. Boxes with the same factors share
+    memory, so that a few kernels do it."""
 
-    def __init__(self, lengths: list[int], factors: list[torch.Tensor]) -> None:
-        self._factors = torch.cat(factors)
-        self.flat = torch.zeros_like(self._factors)
-        self.sums = list(self.flat.split(lengths))
-        self._ends = torch.tensor(lengths, device=self.flat.device).cumsum(0)
+    def __init__(self, counts: list[int], factors: list[torch.Tensor], device: torch.device) -> None:
+        """
+        Args:
+            counts: vectors of each box.
+            factors: of each box's vectors, int64[length of a vector]; one object for boxes that are alike.
+        """
+        members: dict[int, list[int]] = {}
+        for index, factor in enumerate(factors):
+            members.setdefault(id(factor), []).append(index)
+        self._kinds: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Vectors ``[count, length]`` and factors."""
+        self.sums: list[torch.Tensor] = [torch.empty(0)] * len(factors)
+        """Of each box: int64 ``[count, length]``."""
+        self._kind_of = dict[int, int]()
+        places: list[np.ndarray] = []
+        firsts = np.cumsum([0, *counts])
+        for indices in members.values():
+            factor = factors[indices[0]]
+            vectors = factor.new_zeros((sum(counts[i] for i in indices), len(factor)))
+            for index, part in zip(indices, vectors.split([counts[i] for i in indices]), strict=True):
+                self.sums[index], self._kind_of[index] = part, len(self._kinds)
+                places.append(np.arange(firsts[index], firsts[index + 1]))
+            self._kinds.append((vectors, factor))
+        order = np.argsort(np.concatenate([np.zeros(0, np.int64), *places]))
+        self._order = torch.from_numpy(order).to(device)
+
+    def of(self, box: int) -> torch.Tensor:
+        """The vectors of all boxes that share memory with a box."""
+        return self._kinds[self._kind_of[box]][0]
+
+    def clear(self) -> None:
+        for vectors, _ in self._kinds:
+            vectors.zero_()
 
     def totals(self) -> torch.Tensor:
-        """int64[vectors]. Differences of cumulative sums are exact, because all arithmetic is modulo 2**64."""
-        cumulative = torch.nn.functional.pad((self.flat * self._factors).cumsum(0), (1, 0))
-        return cumulative[self._ends].diff(prepend=cumulative[:1])
+        """int64[vectors of all boxes]."""
+        totals = [_weighted_sums(vectors, factors) for vectors, factors in self._kinds]
+        return torch.cat(totals).index_select(0, self._order) if totals else self._order
+
+
+def _weighted_sums(vectors: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    if vectors.device.type == "cpu":
+        return torch.mv(vectors, factors)
+    return (vectors * factors).sum(1)  # CUDA multiplies no matrices of integers
 
 
 def tensor_checksum(rows: torch.Tensor, first_row: int = 0, first_column: int = 0) -> torch.Tensor:
@@ -184,10 +220,6 @@ def tensor_checksum(rows: torch.Tensor, first_row: int = 0, first_column: int = 
     return checksums.take()[0]
 
 
-def _on_word_boundaries(data: torch.Tensor) -> bool:
-    return data.data_ptr() % WORD == 0 and data.stride(0) * data.element_size() % WORD == 0
-
-
 class ShardChecksums:
     """The part of trainer rank ``rank`` in the checksum of each tensor of the manifest, planned once.
 
@@ -196,37 +228,47 @@ class ShardChecksums:
     """
 
     def __init__(self, manifest: Manifest, rank: int, views: Sequence[torch.Tensor]) -> None:
-        self._specs = [manifest.tensors[shard.tensor] for shard in manifest.shards[rank]]
-        self._boxes = []
-        for shard, spec, view in zip(manifest.shards[rank], self._specs, views, strict=True):
-            row = spec.numel // spec.shape[0] if spec.shape else 1
-            self._boxes.append(TensorBox(view.view(spec.dtype).view(-1, row), shard.start // row))
+        self._manifest, self._shards = manifest, manifest.shards[rank]
+        held = [self._rows(shard, view) for shard, view in zip(self._shards, views, strict=True)]
+        first_rows = [shard.start // rows.shape[1] for shard, rows in zip(self._shards, held, strict=True)]
+        kinds = [(first, memory_kind(rows)) for first, rows in zip(first_rows, held, strict=True)]
+        self._runs = find_runs(kinds, [rows.data_ptr() for rows in held])
+        """Of shards; each is a box."""
+        self._boxes = [
+            TensorBox(stack_run([held[i] for i in run[:2]], len(run)), first_rows[run[0]]) for run in self._runs
+        ]
         self._checksums = Checksums(self._boxes) if self._boxes else None
         blocks = self._checksums.blocks if self._checksums is not None else []
-        self._probe = FiniteProbe([block.data for block in blocks]) if blocks else None
-        self._tensors = torch.tensor([shard.tensor for shard in manifest.shards[rank]])
-        self._count = len(manifest.tensors)
+        self._probe = FiniteProbe([block.values for block in blocks]) if blocks else None
+        self._tensors = torch.tensor([shard.tensor for shard in self._shards])
 
-    def take(self) -> list[int]:
-        """Checksums of the memory's present content: signed 64-bit, one for each tensor of the manifest.
+    def _rows(self, shard: Shard, view: torch.Tensor) -> torch.Tensor:
+        spec = self._manifest.tensors[shard.tensor]
+        return view.view(spec.dtype).view(-1, spec.numel // spec.shape[0] if spec.shape else 1)
+
+    def take(self) -> np.ndarray:
+        """Checksums of the memory's present content: int64, one for each tensor of the manifest.
 
         Raises:
             NotFinite: a tensor holds NaN or infinity; names the first one, and the place in it. Each block is looked at
                 right after it is summed, while it is in the core's cache.
         """
-        sums = torch.zeros(self._count, dtype=torch.int64)
+        sums = torch.zeros(len(self._manifest.tensors), dtype=torch.int64)
         if self._checksums is not None and self._probe is not None:
-            for index, block in enumerate(self._checksums.blocks):
+            blocks = self._checksums.blocks
+            for index, block in enumerate(blocks):
                 block.add()
                 self._probe.look(index)
             sums.index_add_(0, self._tensors, self._checksums.take().cpu())
-            self._check_finite({self._checksums.blocks[index].box for index in self._probe.suspects()})
-        contributions: list[int] = sums.tolist()
-        return contributions
+            self._check_finite({part.box for index in self._probe.suspects() for part in blocks[index].parts})
+        return np.asarray(sums)
 
     def _check_finite(self, suspects: Iterable[int]) -> None:
         """Raise NotFinite if one of these boxes holds NaN or infinity."""
-        for box, spec in ((self._boxes[index], self._specs[index]) for index in sorted(suspects)):
-            problem = not_finite(box.data, box.first_row * box.data.shape[1], spec.shape)
-            if problem:
-                raise NotFinite(f"{spec.name} {problem}")
+        for box in sorted(suspects):
+            for index, rows in zip(self._runs[box], self._boxes[box].tensors, strict=True):
+                shard = self._shards[index]
+                spec = self._manifest.tensors[shard.tensor]
+                problem = not_finite(rows, shard.start, spec.shape)
+                if problem:
+                    raise NotFinite(f"{spec.name} {problem}")

@@ -43,7 +43,8 @@ class CollectiveSender:
         self._snapshots = [
             torch.zeros(shard_bytes(manifest, rank), dtype=torch.uint8, device=device) for _ in range(SNAPSHOTS)
         ]
-        self._sizes = [shard.numel * manifest.tensors[shard.tensor].dtype.itemsize for shard in manifest.shards[rank]]
+        sizes = [shard.numel * manifest.tensors[shard.tensor].dtype.itemsize for shard in manifest.shards[rank]]
+        self._views = [list(snapshot.split(sizes)) for snapshot in self._snapshots]
         self._transfers = Transfers(device, settings.deadline_s, "generators")
         self._store: dist.TCPStore | None = None
 
@@ -68,7 +69,7 @@ class CollectiveSender:
         _send(group, self._transfers.until(), torch.zeros(_HEADER, dtype=torch.int64, device=self._device))
 
     def views(self, snapshot: int) -> list[torch.Tensor]:
-        return list(self._snapshots[snapshot].split(self._sizes))
+        return self._views[snapshot]
 
     async def send(self, version: int, snapshot: int, nbytes: int | None = None) -> None:
         if not self._transfers.groups:
@@ -215,6 +216,8 @@ class CollectiveReceiver:
 
 def _unpack(entries: list[BucketEntry], bucket: torch.Tensor, arrived: Callable[[], None], area: torch.Tensor) -> None:
     arrived()
-    for entry in entries:
-        run = bucket[entry.bucket : entry.bucket + entry.nbytes]  # shorter where the sent bytes end within it
-        area[entry.staging : entry.staging + run.numel()].copy_(run)
+    # Shorter where the sent bytes end within them.
+    runs = [bucket[entry.bucket : entry.bucket + entry.nbytes] for entry in entries]
+    places = [area[entry.staging :][: len(run)] for entry, run in zip(entries, runs, strict=True)]
+    if runs:
+        torch._foreach_copy_(places, runs)

@@ -22,6 +22,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from monarch_rl.weights.manifest import INT_OF_SIZE
+
 _MAGIC = 0x3161746C6564
 """`delta1`, read as a little-endian number."""
 _HEADER, _ENTRY = 4, 2
@@ -30,7 +32,6 @@ changed elements). The buckets' contents follow, then the bytes after the last f
 _SAME, _OFFSETS, _MASK, _DENSE = range(4)
 _BLOCK = 1 << 16
 """Elements that a 16-bit offset can address."""
-_INT_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _GATHER_BITS = 0x0102040810204080
 """Multiplied by eight bytes of 0 or 1, read as one number, it moves byte i to bit 56 + i."""
 
@@ -127,7 +128,7 @@ def encode(previous: torch.Tensor, current: torch.Tensor, itemsize: int, bucket_
 
 def _encode_bucket(previous: torch.Tensor, current: torch.Tensor, itemsize: int) -> tuple[int, int, list[torch.Tensor]]:
     """The form, the number of changed elements, and the parts to send, in order."""
-    elements = current.view(_INT_OF_SIZE[itemsize])
+    elements = current.view(INT_OF_SIZE[itemsize])
     n = elements.numel()
     # Usually most elements are unchanged: compare whole words of 8 bytes first.
     differs = _differs(previous.view(torch.int64), current.view(torch.int64))
@@ -141,7 +142,7 @@ def _encode_bucket(previous: torch.Tensor, current: torch.Tensor, itemsize: int)
             counts = torch.bincount(at // _BLOCK, minlength=-(-n // _BLOCK)).to(torch.int32)
             offsets = at.to(torch.int16)  # wraps: the lower 16 bits
             return _OFFSETS, changed, [counts.view(torch.uint8), offsets.view(torch.uint8), values.view(torch.uint8)]
-    mask = _differs(previous.view(_INT_OF_SIZE[itemsize]), elements)
+    mask = _differs(previous.view(INT_OF_SIZE[itemsize]), elements)
     changed = _count(mask)
     if _size(_MASK, n, changed, itemsize) >= n * itemsize:
         return _DENSE, changed, [current]
@@ -152,7 +153,7 @@ def _changed_elements(
     previous: torch.Tensor, current: torch.Tensor, differs: torch.Tensor, itemsize: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Indices (int64, ascending) and new values of the changed elements; ``differs`` marks the words that hold them."""
-    dtype, width = _INT_OF_SIZE[itemsize], 8 // itemsize
+    dtype, width = INT_OF_SIZE[itemsize], 8 // itemsize
     words = _nonzero(differs)
     old = previous.view(torch.int64).index_select(0, words).view(dtype)
     new = current.view(torch.int64).index_select(0, words).view(dtype)
@@ -201,7 +202,7 @@ def _read_table(wire: torch.Tensor) -> tuple[_Layout, list[tuple[int, int]]]:
     """The layout and each bucket's form and number of changed elements, checked against the length of the wire."""
     header = wire[: 8 * _HEADER]
     magic, itemsize, nbytes, bucket = header.view(torch.int64).tolist() if header.numel() == 8 * _HEADER else [0] * 4
-    if magic != _MAGIC or itemsize not in _INT_OF_SIZE or nbytes < 0 or bucket <= 0 or bucket % 64:
+    if magic != _MAGIC or itemsize not in INT_OF_SIZE or nbytes < 0 or bucket <= 0 or bucket % 64:
         raise DeltaError(f"these {wire.numel()} bytes do not begin like an encoded update")
     layout = _Layout(itemsize, nbytes, bucket)
     if wire.numel() < layout.payload:
@@ -220,7 +221,7 @@ def _read_table(wire: torch.Tensor) -> tuple[_Layout, list[tuple[int, int]]]:
 
 
 def _apply_bucket(form: int, changed: int, wire: torch.Tensor, target: torch.Tensor, itemsize: int) -> None:
-    dtype = _INT_OF_SIZE[itemsize]
+    dtype = INT_OF_SIZE[itemsize]
     elements = target.view(dtype)
     n = elements.numel()
     if form == _SAME:
@@ -301,7 +302,7 @@ def _bucket(bucket_bytes: int) -> int:
 
 
 def _check(itemsize: int, **buffers: tuple[torch.Tensor, int]) -> None:
-    if itemsize not in _INT_OF_SIZE:
+    if itemsize not in INT_OF_SIZE:
         raise ValueError(f"itemsize must be 1, 2, 4 or 8, got {itemsize}")
     device = next(iter(buffers.values()))[0].device
     for name, (buffer, nbytes) in buffers.items():

@@ -74,8 +74,8 @@ class Sender(Protocol):
     def views(self, snapshot: int) -> list[torch.Tensor]:
         """Where to write snapshot 0 or 1: one flat uint8 view for each of ``manifest.shards[rank]``, in their order.
 
-        Call it before each write. A snapshot always has the same memory. From this call until the next ``send`` of
-        this snapshot, no receiver takes its content for a version.
+        Call it before each write. A snapshot always has the same memory, and the list may be the same one. From this
+        call until the next ``send`` of this snapshot, no receiver takes its content for a version.
         """
 
     async def send(self, version: int, snapshot: int, nbytes: int | None = None) -> None:

@@ -25,7 +25,7 @@ class FiniteProbe:
     :meth:`suspects`.
 
     Args:
-        parts: ``[rows, columns]`` each, of any dtype, all on one device: the memory that each use looks at.
+        parts: of any shape and dtype, all on one device: the memory that each use looks at.
     """
 
     def __init__(self, parts: Sequence[torch.Tensor]) -> None:
@@ -48,7 +48,7 @@ class FiniteProbe:
             return lambda: None
         if part.itemsize == 2 and part.device.type == "cpu":
             return partial(self._compare, index, *_bits(part))
-        return partial(torch.sum, part, (0, 1), dtype=torch.float32, out=self._sums[index])
+        return partial(torch.sum, part, tuple(range(part.dim())), dtype=torch.float32, out=self._sums[index])
 
     def _compare(self, index: int, positive: np.ndarray, above: int, negative: np.ndarray, below: int) -> None:
         if positive.max() >= above or negative.max() >= below:

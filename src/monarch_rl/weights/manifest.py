@@ -16,6 +16,9 @@ import torch
 ALIGNMENT = 16
 """Bytes to which each tensor is aligned in staging: the widest vector load of a copy kernel."""
 
+INT_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers that have as many bytes as an element: what compares or moves bits takes elements for them."""
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
@@ -118,16 +121,14 @@ class BucketEntry:
 def plan_buckets(manifest: Manifest, rank: int, bucket_bytes: int, alone_bytes: int) -> list[list[BucketEntry]]:
     """Cut the shards of trainer rank ``rank`` into buckets of at most ``bucket_bytes``.
 
-    Shards of at least ``alone_bytes`` have buckets of their own, with one entry each: such a bucket can be received in
-    place. Smaller shards share buckets.
+    Shards that follow each other without a gap, in the snapshot as in staging, are one run of bytes: all experts of a
+    rank, say. Runs of at least ``alone_bytes`` have buckets of their own, with one entry each: such a bucket can be
+    received in place. Smaller runs share buckets.
     """
     buckets: list[list[BucketEntry]] = []
     used = bucket_bytes
     alone = False
-    for shard in manifest.shards[rank]:
-        spec = manifest.tensors[shard.tensor]
-        staging = spec.offset + shard.start * spec.dtype.itemsize
-        remaining = shard.numel * spec.dtype.itemsize
+    for staging, remaining in _byte_runs(manifest, rank):
         if alone or remaining >= alone_bytes:
             used = bucket_bytes
         alone = remaining >= alone_bytes
@@ -139,6 +140,18 @@ def plan_buckets(manifest: Manifest, rank: int, bucket_bytes: int, alone_bytes: 
             buckets[-1].append(BucketEntry(used, staging, nbytes))
             used, staging, remaining = used + nbytes, staging + nbytes, remaining - nbytes
     return buckets
+
+
+def _byte_runs(manifest: Manifest, rank: int) -> list[tuple[int, int]]:
+    """Where a rank's shards lie in staging, in their order, neighbours taken together: first byte and bytes."""
+    runs: list[tuple[int, int]] = []
+    for shard in manifest.shards[rank]:
+        spec = manifest.tensors[shard.tensor]
+        start, nbytes = spec.offset + shard.start * spec.dtype.itemsize, shard.numel * spec.dtype.itemsize
+        if runs and sum(runs[-1]) == start:
+            start, nbytes = runs[-1][0], runs.pop()[1] + nbytes
+        runs.append((start, nbytes))
+    return runs
 
 
 def shard_bytes(manifest: Manifest, rank: int) -> int:

@@ -160,6 +160,9 @@ class RdmaSender:
         self._rank = rank
         self._plan = plan_snapshot(manifest, rank, settings.bucket_bytes)
         self._snapshots = [torch.zeros(self._plan.nbytes, dtype=torch.uint8, device=device) for _ in range(SNAPSHOTS)]
+        self._views = [
+            [memory[start : start + nbytes] for start, nbytes in self._plan.shards] for memory in self._snapshots
+        ]
         self._headers = [torch.tensor([-1, self._plan.nbytes, _EMPTY]) for _ in range(SNAPSHOTS)]
         self._registered: list[_SnapshotBuffers] = []
 
@@ -186,7 +189,7 @@ class RdmaSender:
     def views(self, snapshot: int) -> list[torch.Tensor]:
         """Where to write this rank's shards. Call it before each write: it marks the snapshot as being written."""
         self._headers[snapshot][2] = _WRITING
-        return [self._snapshots[snapshot][start : start + nbytes] for start, nbytes in self._plan.shards]
+        return self._views[snapshot]
 
     async def send(self, version: int, snapshot: int, nbytes: int | None = None) -> None:
         """Mark the snapshot as readable, as ``version``. Does not wait for its readers."""
@@ -202,7 +205,7 @@ class RdmaSender:
 
     async def close(self) -> None:
         """Unregister the memory. Later reads fail."""
-        registered, self._registered, self._snapshots = self._registered, [], []
+        registered, self._registered, self._snapshots, self._views = self._registered, [], [], []
         for buffers in registered:
             for buffer in (buffers.header, *buffers.data):
                 # Monarch holds the memory until then.

@@ -11,6 +11,7 @@ import asyncio
 import os
 import pickle
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -62,6 +63,8 @@ class SharedMemorySender:
         self._device = device
         self._own_areas: list[Area] = []
         self._areas: _Areas | None = None
+        self._views: list[list[torch.Tensor]] = []
+        """By snapshot."""
         self._thread = SideThread("weights", device)
 
     async def open(self) -> bytes:
@@ -80,17 +83,20 @@ class SharedMemorySender:
     async def connect(self, addresses: list[bytes], receivers: int) -> None:
         if self._areas is None:
             self._areas = _Areas(addresses[0], len(addresses))
+            self._views = [list(self._shards_of(buffer)) for buffer in self._areas.buffers]
+
+    def _shards_of(self, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
+        """This rank's, in an area."""
+        for shard in self._manifest.shards[self._rank]:
+            spec = self._manifest.tensors[shard.tensor]
+            start = spec.offset + shard.start * spec.dtype.itemsize
+            yield buffer[start : start + shard.numel * spec.dtype.itemsize]
 
     def views(self, snapshot: int) -> list[torch.Tensor]:
         areas = self._connected()
         with self._thread.stream.use():  # before anything else is written
             areas.versions[snapshot][self._rank] = BEING_WRITTEN
-        views = []
-        for shard in self._manifest.shards[self._rank]:
-            spec = self._manifest.tensors[shard.tensor]
-            start = spec.offset + shard.start * spec.dtype.itemsize
-            views.append(areas.buffers[snapshot][start : start + shard.numel * spec.dtype.itemsize])
-        return views
+        return self._views[snapshot]
 
     async def send(self, version: int, snapshot: int, nbytes: int | None = None) -> None:
         areas = self._connected()
@@ -106,7 +112,7 @@ class SharedMemorySender:
 
     async def close(self) -> None:
         self._thread.close()
-        self._areas = None
+        self._areas, self._views = None, []
 
     def _connected(self) -> _Areas:
         if self._areas is None:
