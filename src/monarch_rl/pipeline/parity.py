@@ -110,7 +110,7 @@ def compare(
         what = f"{trainer.ranks} trainer ranks to compute the log-probs"
         with held_port() as port:
             arguments = (folder, trainer_model, trainer, prompt_sets, port)
-            run_ranks(compute_logprobs, arguments, trainer.ranks, deadline_s + END_S, what)
+            run_ranks(compute_logprobs, arguments, trainer.ranks, trainer.compile_limit_s + deadline_s + END_S, what)
         return {prompt_set.name: _collect(folder, prompt_set, trainer.ranks) for prompt_set in prompt_sets}
 
 

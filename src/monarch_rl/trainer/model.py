@@ -18,6 +18,7 @@ from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
 from monarch_rl.model.architecture import architecture_of
 from monarch_rl.model.folder import read_config
+from monarch_rl.trainer.compiling import allow_any_length
 from monarch_rl.trainer.families import FAMILIES, TitanFamily
 from monarch_rl.trainer.lora import add_lora, add_lora_names, initialise_lora, remove_untargeted_lora
 from monarch_rl.trainer.model_config import model_config, parallelism_config
@@ -149,12 +150,14 @@ def _build(
         if settings.lora.rank:
             remove_untargeted_lora(module, settings.lora)
     checkpointing = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
+    if settings.compile:
+        allow_any_length()
     module = family.parallelize(
         module,
         parallel_dims=dims,
         training=TrainingConfig(mixed_precision_param=settings.computes_in(device.type == "cuda")),
         parallelism=parallelism,
-        compile_config=CompileConfig(),
+        compile_config=CompileConfig(enable=settings.compile, components=["model"]),
         ac_config=checkpointing[settings.activation_checkpoint],
         dump_folder="",
     )

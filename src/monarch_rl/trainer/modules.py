@@ -80,7 +80,7 @@ class LogprobHead(Linear):
 
     Only the M positions that are asked for are projected, each once for every target behind it. Log-probs are computed
     in fp32, chunk by chunk, and the logits of every chunk but the last are computed again in the backward pass, which
-    begins with the last: never more than ``chunk`` x V logits exist.
+    begins with the last: never more than ``chunk`` x V logits exist, in at most six tensors of this size.
     """
 
     @dataclass(kw_only=True, slots=True)

@@ -24,6 +24,7 @@ from torchtitan.distributed import utils as dist_utils  # noqa: E402
 from monarch_rl.model.folder import sparse_layers  # noqa: E402
 from monarch_rl.runtime.store import join_world  # noqa: E402
 from monarch_rl.trainer.batch import MicroBatch  # noqa: E402
+from monarch_rl.trainer.compiling import first_row  # noqa: E402
 from monarch_rl.trainer.model import ShardedModel  # noqa: E402
 from monarch_rl.trainer.model_config import SPMD_BACKEND, parallelism_config  # noqa: E402
 from monarch_rl.trainer.moe import ReplayRouter  # noqa: E402
@@ -58,7 +59,8 @@ class Policy:
     ) -> None:
         self.settings = settings
         self.temperature = temperature
-        self.device = _join_world(timedelta(seconds=collective_timeout_s))
+        # Ranks that compile wait for the slowest one at the next layer.
+        self.device = _join_world(timedelta(seconds=collective_timeout_s + settings.compile_limit_s))
         on_gpu = self.device.type == "cuda"
         # On a GPU matrices of float32 then hold values of bfloat16: LoRA's are multiplied in bfloat16, too.
         self._computes_in_half = on_gpu and settings.computes_in(on_gpu) != "float32"
@@ -84,6 +86,16 @@ class Policy:
             min_lr_factor=settings.lr_min_factor,
         ).build(optimizers=self.optimizers, training_steps=total_steps)
 
+        if settings.compile:
+            self._compile()
+
+    def _compile(self) -> None:
+        """Compile all blocks, forward and backward, with a made-up row: at the start, not in the first step."""
+        replayed = self._routers if self.settings.router_replay != "off" else []
+        row = first_row(self.settings.tokens_per_microbatch, replayed, self.device)
+        self.token_logprobs(row).logprobs.sum().backward()
+        self.optimizers.zero_grad()
+
     def token_logprobs(self, batch: MicroBatch, router_replay: RouterReplay | None = None) -> TokenLogprobs:
         """Log-probs of the trainable targets, and what belongs to them.
 
@@ -97,6 +109,8 @@ class Policy:
             batch.drawn_after, batch.targets, self.temperature, batch.kept_sets, batch.rows
         )
         self._set_expert_routes(batch, router_replay or self.settings.router_replay)
+        if self._computes_in_half:
+            batch.attention.prepare_for_flash()
         with platform.tensor_float32(self._computes_in_half):
             return self.module(batch.token_ids, positions=batch.positions, attention_masks=batch.attention)
 

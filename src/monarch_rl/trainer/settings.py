@@ -14,6 +14,8 @@ from monarch_rl.model.tensors import expected_tensors, projections
 from monarch_rl.settings.ranges import CheckedSettings, Range
 
 RouterReplay = Literal["off", "compare", "replay"]
+COMPILE_LIMIT_S = 1800.0
+"""For one block of each kind, forward and backward; on a crowded machine without a cache, minutes each."""
 Checkpointing = Literal["none", "selective", "full"]
 
 
@@ -78,8 +80,12 @@ class TrainerSettings(CheckedSettings, flags="trainer"):
     that can be trained. More takes more memory."""
     activation_checkpoint: Checkpointing = "none"
     """torchtitan's activation checkpointing: less memory for a second forward pass."""
+    compile: bool = False
+    """`torch.compile` of each transformer block (torchtitan's): fewer and larger kernels, for a start that takes
+    minutes longer. It needs a C++ compiler."""
     logprob_chunk: Annotated[int, Range(1, 100_000_000)] = 1024
-    """Tokens whose logits over the whole vocabulary exist at one time (fp32)."""
+    """Tokens whose logits over the whole vocabulary exist at one time (fp32): with their gradients they take at most
+    six times 4 bytes x vocabulary each."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of forward and backward; the master weights are fp32. `auto`: bfloat16 on GPUs, float32 on CPUs."""
     lora: LoraSettings = FULL_TRAINING
@@ -95,6 +101,11 @@ class TrainerSettings(CheckedSettings, flags="trainer"):
     def keeps_expert_routes(self) -> bool:
         """Whether generators return expert routes, which travel with the tokens."""
         return self.router_replay != "off"
+
+    @property
+    def compile_limit_s(self) -> float:
+        """Seconds that compiling may add to a rank's start."""
+        return COMPILE_LIMIT_S if self.compile else 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
