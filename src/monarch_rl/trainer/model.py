@@ -23,9 +23,8 @@ from monarch_rl.trainer.families import FAMILIES, TitanFamily
 from monarch_rl.trainer.lora import add_lora, add_lora_names, initialise_lora, remove_untargeted_lora
 from monarch_rl.trainer.model_config import model_config, parallelism_config
 from monarch_rl.trainer.platform import force_sum_reduction
-from monarch_rl.trainer.settings import TrainerSettings, check_experts
-from monarch_rl.trainer.shards import NamedShape, local_run
-from monarch_rl.weights.finite import not_finite
+from monarch_rl.trainer.settings import TrainerSettings, check_experts, check_tensor_parallel
+from monarch_rl.trainer.shards import NamedShape, not_finite_part
 
 _LORA = re.compile(r"[._]lora_[ab](\.weight)?$")
 """In the module's names of LoRA's parameters, which no model folder holds: of projections, and of stacked experts."""
@@ -46,6 +45,7 @@ class ShardedModel:
         self.hf_config = read_config(folder)
         self.lora = settings.lora
         check_experts(self.hf_config, settings)
+        check_tensor_parallel(self.hf_config, settings.tp)
         family = FAMILIES[architecture_of(self.hf_config)]
         on_gpu = device.type == "cuda"
         config = model_config(
@@ -131,10 +131,10 @@ def _check_finite(state: dict[str, torch.Tensor], folder: Path) -> None:
         ValueError: names the tensor, and the first place in what this rank holds of it.
     """
     for name, value in state.items():
-        local, first = local_run(value)
+        local = value.to_local() if isinstance(value, DTensor) else value
         if local.numel() and not all(bound.isfinite() for bound in torch.aminmax(local)):
             raise ValueError(
-                f"{folder}: {name} {not_finite(local, first, value.shape)}: it cannot be "
+                f"{folder}: {name} {not_finite_part(value)}: it cannot be "
                 "trained. Copy or download the weights again, or take an earlier checkpoint"
             )
 

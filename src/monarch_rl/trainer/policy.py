@@ -70,6 +70,9 @@ class Policy:
         dims = ParallelDims.from_config(parallelism_config(settings), self.world_size)
         dist_utils.set_spmd_backend(SPMD_BACKEND)
         dims.build_mesh()
+        self.data_rank = self.rank // settings.tp
+        """The part of a batch that this rank computes, together with its tensor-parallel neighbours."""
+        self._counts = self.rank % settings.tp == 0
         self.model = ShardedModel(folder, settings, dims, self.device)
         self.published = PublishedWeights(self.model, self.device)
         self.module = self.model.module.train()
@@ -181,12 +184,13 @@ class Policy:
             trained, self.settings.max_grad_norm, foreach=True, ep_enabled=self.settings.expert_parallel > 1
         )
         if not torch.isfinite(grad_norm):
-            cause = why_not_finite(self.model, totals["loss"])
+            cause = why_not_finite(self.model, totals["loss"] if self._counts else torch.zeros(()))
             raise NotFinite(f"the gradient norm is {float(grad_norm)}, so no update was made. {cause}")
         self.optimizers.step()
         self.schedulers.step()
-        metrics = reduced_metrics(totals, self._sparse_layers) | {"grad_norm": float(grad_norm), "lr": float(lr)}
-        return metrics | waste_metrics(microbatches, self.device)
+        metrics = reduced_metrics(totals, self._sparse_layers, self._counts)
+        metrics |= {"grad_norm": float(grad_norm), "lr": float(lr)}
+        return metrics | waste_metrics(microbatches, self.device, self._counts)
 
     def save(self, folder: Path) -> None:
         """Write the model as a Hugging Face folder that all ranks see: see :func:`save_model`."""

@@ -14,7 +14,7 @@ from monarch_rl.model.lora import lora_names
 from monarch_rl.runtime.streams import finish_current
 from monarch_rl.trainer.lora import merged_shards
 from monarch_rl.trainer.model import EXPERT, ShardedModel
-from monarch_rl.trainer.shards import NamedShape, Run, local_run
+from monarch_rl.trainer.shards import NamedShape, Run, by_rows, has_columns, is_owner, local_run
 from monarch_rl.weights.checksum import tensor_checksum
 from monarch_rl.weights.manifest import Manifest
 
@@ -41,7 +41,8 @@ class PublishedWeights:
 
     def owned_runs(self) -> list[Run]:
         """This rank's part of each tensor of which it has one."""
-        return [(name, start, local.numel()) for name, (local, start) in self._local_runs.items()]
+        runs = self._local_runs | {name: local_run(by_rows(value)) for name, value in self._divided.items()}
+        return [(name, start, local.numel()) for name, (local, start) in runs.items()]
 
     def frozen_checksums(self, dtype: torch.dtype) -> tuple[list[NamedShape], list[int]]:
         """The weights that no version holds, and of each, as served in ``dtype``, this rank's part of the checksum,
@@ -84,11 +85,20 @@ class PublishedWeights:
             yield from merged_shards(*self._weights_with_lora, self._model.lora.scaling)
         else:
             yield from ((name, local) for name, (local, _) in self._local_runs.items())
+            for name, value in self._divided.items():
+                yield name, local_run(by_rows(value))[0]
 
     @cached_property
     def _local_runs(self) -> dict[str, tuple[torch.Tensor, int]]:
-        """:meth:`local_run` of what a version consists of: looked up once, because the storage stays the same."""
-        return {name: local_run(value) for name, value in self._shards().items()}
+        """:func:`local_run` of what a version consists of: looked up once, because the storage stays the same."""
+        owned = {name: value for name, value in self._shards().items() if is_owner(value)}
+        return {name: local_run(value) for name, value in owned.items() if not has_columns(value)}
+
+    @cached_property
+    def _divided(self) -> dict[str, torch.Tensor]:
+        """This rank's shards of weights of which tensor-parallel ranks hold columns. They are sent by rows
+        (:func:`by_rows`), so that each rank's part of a tensor is one run of its elements."""
+        return {name: value for name, value in self._shards().items() if has_columns(value)}
 
     @cached_property
     def _weights_with_lora(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
