@@ -1,8 +1,8 @@
-"""What ``torch.compile`` of transformer blocks needs beside torchtitan's own call: rows of any length, a first row."""
+"""What ``torch.compile`` of transformer blocks needs beside torchtitan's own call: rows of any length, first rows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -39,8 +39,9 @@ def allow_any_length() -> None:
     torch._dynamo.config.recompile_limit = GRAPHS
 
 
-def first_row(longest: int, routers: Iterable[ReplayRouter], device: torch.device) -> MicroBatch:
-    """A micro-batch of made-up tokens to compile with, of which two episodes share one half.
+def first_rows(longest: int, routers: Sequence[ReplayRouter], device: torch.device) -> list[MicroBatch]:
+    """Micro-batches of made-up tokens to compile with: two episodes that share one half, and the same ones apart, for
+    which flash attention gathers no keys.
 
     Args:
         longest: tokens of an episode that the model takes.
@@ -53,8 +54,9 @@ def first_row(longest: int, routers: Iterable[ReplayRouter], device: torch.devic
         token_ids = np.where(drawn, last, 0).astype(np.int32)
         turn = Turn(token_ids, np.zeros(length, np.float32), np.where(drawn, 0, -1).astype(np.int32), drawn)
         episodes.append(Episode([turn], 0.0, "stop"))
-    by_layer = [np.arange(router.top_k) for router in routers]
-    if by_layer:
+    if routers:
+        by_layer = np.stack([np.arange(router.top_k) for router in routers])
+        dtype = np.uint8 if routers[0].num_experts <= 256 else np.uint16  # as generators return them
         for episode in episodes:
-            episode.expert_routes = np.tile(np.stack(by_layer).astype(np.uint8), (length - 1, 1, 1))
-    return pack(episodes, torch.zeros(2), torch.zeros(2), 0, device, groups=[0, 0])
+            episode.expert_routes = np.tile(by_layer.astype(dtype), (length - 1, 1, 1))
+    return [pack(episodes, torch.zeros(2), torch.zeros(2), 0, device, groups) for groups in ([0, 0], [0, 1])]

@@ -24,7 +24,7 @@ from torchtitan.distributed import utils as dist_utils  # noqa: E402
 from monarch_rl.model.folder import sparse_layers  # noqa: E402
 from monarch_rl.runtime.store import join_world  # noqa: E402
 from monarch_rl.trainer.batch import MicroBatch  # noqa: E402
-from monarch_rl.trainer.compiling import first_row  # noqa: E402
+from monarch_rl.trainer.compiling import first_rows  # noqa: E402
 from monarch_rl.trainer.model import ShardedModel  # noqa: E402
 from monarch_rl.trainer.model_config import SPMD_BACKEND, parallelism_config  # noqa: E402
 from monarch_rl.trainer.moe import ReplayRouter  # noqa: E402
@@ -93,10 +93,10 @@ class Policy:
             self._compile()
 
     def _compile(self) -> None:
-        """Compile all blocks, forward and backward, with a made-up row: at the start, not in the first step."""
+        """Compile all blocks, forward and backward, with made-up rows: at the start, not in the first step."""
         replayed = self._routers if self.settings.router_replay != "off" else []
-        row = first_row(self.settings.tokens_per_microbatch, replayed, self.device)
-        self.token_logprobs(row).logprobs.sum().backward()
+        for row in first_rows(self.settings.tokens_per_microbatch, replayed, self.device):
+            self.token_logprobs(row).logprobs.sum().backward()
         self.optimizers.zero_grad()
 
     def token_logprobs(self, batch: MicroBatch, router_replay: RouterReplay | None = None) -> TokenLogprobs:

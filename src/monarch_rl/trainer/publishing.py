@@ -14,7 +14,7 @@ from monarch_rl.model.lora import lora_names
 from monarch_rl.runtime.streams import finish_current
 from monarch_rl.trainer.lora import merged_shards
 from monarch_rl.trainer.model import EXPERT, ShardedModel
-from monarch_rl.trainer.shards import NamedShape, Run, by_rows, has_columns, is_owner, local_run
+from monarch_rl.trainer.shards import NamedShape, Run, by_rows, has_columns, is_owner, local_run, row_run
 from monarch_rl.weights.checksum import tensor_checksum
 from monarch_rl.weights.manifest import Manifest
 
@@ -41,8 +41,8 @@ class PublishedWeights:
 
     def owned_runs(self) -> list[Run]:
         """This rank's part of each tensor of which it has one."""
-        runs = self._local_runs | {name: local_run(by_rows(value)) for name, value in self._divided.items()}
-        return [(name, start, local.numel()) for name, (local, start) in runs.items()]
+        runs = [(name, start, local.numel()) for name, (local, start) in self._local_runs.items()]
+        return runs + [(name, *row_run(value)) for name, value in self._divided.items()]
 
     def frozen_checksums(self, dtype: torch.dtype) -> tuple[list[NamedShape], list[int]]:
         """The weights that no version holds, and of each, as served in ``dtype``, this rank's part of the checksum,

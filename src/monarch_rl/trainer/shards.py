@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -52,13 +54,23 @@ def has_columns(value: torch.Tensor) -> bool:
 
 def by_rows(value: torch.Tensor) -> torch.Tensor:
     """The same tensor, of which tensor-parallel ranks that hold columns of the same rows hold some of the rows each,
-    whole: they exchange what they have. All ranks call it together; no rank gets more than it had."""
+    whole: they exchange what they have, and each holds as much as before. All ranks call it together."""
     if not has_columns(value):
         return value
     assert isinstance(value, DTensor)
+    return value.redistribute(placements=_by_rows(value))
+
+
+def row_run(value: torch.Tensor) -> tuple[int, int]:
+    """What :func:`by_rows` would give this rank: the first element, and how many. Nothing is exchanged for it."""
+    assert isinstance(value, DTensor)
+    shape, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, _by_rows(value))
+    return offset[0] * value.shape[1], prod(shape)
+
+
+def _by_rows(value: DTensor) -> list[Placement]:
     tensor_parallel = _tensor_parallel_dim(value)
-    placements = [Shard(0) if dim == tensor_parallel else p for dim, p in enumerate(value.placements)]
-    return value.redistribute(placements=placements)
+    return [Shard(0) if dim == tensor_parallel else p for dim, p in enumerate(value.placements)]
 
 
 def is_owner(value: torch.Tensor) -> bool:
