@@ -35,7 +35,7 @@ PROGRAM_S = 240.0
 """Seconds for a program on shared cores: some 10 when nothing else runs."""
 
 
-def run_program(name: str, *arguments: str | Path, ranks: int = 0) -> None:
+def run_program(name: str, *arguments: str | Path, ranks: int = 0, limit_s: float = PROGRAM_S) -> None:
     """Run ``tests/trainer/<name>``: alone, or as ``ranks`` ranks. Its errors fail the test.
 
     Most of such a program's time is imports, so it is forked from a process that has them behind it, where it can be.
@@ -43,19 +43,19 @@ def run_program(name: str, *arguments: str | Path, ranks: int = 0) -> None:
     python_path = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
     with _environment({"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path}), tempfile.TemporaryDirectory() as scratch:
         try:
-            _run_forked(name, list(map(str, arguments)), ranks, Path(scratch))
+            _run_forked(name, list(map(str, arguments)), ranks, limit_s, Path(scratch))
         except NoForkServer:
-            _run_anew(name, list(map(str, arguments)), ranks)
+            _run_anew(name, list(map(str, arguments)), ranks, limit_s)
 
 
-def _run_anew(name: str, arguments: Sequence[str], ranks: int) -> None:
+def _run_anew(name: str, arguments: Sequence[str], ranks: int, limit_s: float) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else []
     command = [sys.executable, *torchrun, f"tests/trainer/{name}", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=PROGRAM_S)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=limit_s)
     assert done.returncode == 0, done.stderr.decode()[-4000:]
 
 
-def _run_forked(name: str, arguments: Sequence[str], ranks: int, scratch: Path) -> None:
+def _run_forked(name: str, arguments: Sequence[str], ranks: int, limit_s: float, scratch: Path) -> None:
     preload = "trainer" if ranks else "transformers"
     logs = [scratch / f"{rank}.log" for rank in range(max(ranks, 1))]
     program = json.dumps([str(ROOT / "tests" / "trainer" / name), *arguments])
@@ -71,7 +71,7 @@ def _run_forked(name: str, arguments: Sequence[str], ranks: int, scratch: Path) 
                 with _environment(variables | as_rank | {"FORKED_LOG": str(log)}):
                     pid, status = fork_client.fork(preload, "tests.trainer.forked", f"{name} {rank}")
                 running[status] = pid
-            succeeded = _succeed(running)
+            succeeded = _succeed(running, limit_s)
         finally:
             for status, pid in running.items():
                 with contextlib.suppress(ProcessLookupError):
@@ -80,12 +80,12 @@ def _run_forked(name: str, arguments: Sequence[str], ranks: int, scratch: Path) 
     assert succeeded, "\n".join(log.read_text()[-4000:] for log in logs if log.exists())
 
 
-def _succeed(running: dict[int, int]) -> bool:
+def _succeed(running: dict[int, int], limit_s: float) -> bool:
     """Wait until all processes have ended well, or one has not. Those that have ended are removed."""
-    deadline = time.monotonic() + PROGRAM_S
+    deadline = time.monotonic() + limit_s
     while running:
         ended, _, _ = select.select(list(running), [], [], max(0.0, deadline - time.monotonic()))
-        assert ended, f"not done after {PROGRAM_S:g} s"
+        assert ended, f"not done after {limit_s:g} s"
         for status in ended:
             code = fork_client.exit_code(status)
             del running[status]

@@ -110,8 +110,8 @@ def compare(
         what = f"{trainer.ranks} trainer ranks to compute the log-probs"
         with held_port() as port:
             arguments = (folder, trainer_model, trainer, prompt_sets, port)
-            run_ranks(compute_logprobs, arguments, trainer.ranks, deadline_s + END_S, what)
-        return {prompt_set.name: _collect(folder, prompt_set, trainer.ranks) for prompt_set in prompt_sets}
+            run_ranks(compute_logprobs, arguments, trainer.ranks, trainer.compile_limit_s + deadline_s + END_S, what)
+        return {prompt_set.name: _collect(folder, prompt_set, trainer.data_ranks) for prompt_set in prompt_sets}
 
 
 def run_ranks(work: Callable[..., None], arguments: tuple[Any, ...], ranks: int, limit_s: float, what: str) -> None:
@@ -213,7 +213,8 @@ async def _draw_all(folder: Path, engine: Engine, prompt_sets: Sequence[PromptSe
 def compute_logprobs(
     rank: int, folder: Path, model: Path, settings: TrainerSettings, prompt_sets: Sequence[PromptSet], port: int
 ) -> None:
-    """Compute the log-probs of this rank's part of all sets, and write those of each to ``<prompt set>.<rank>``."""
+    """Compute the log-probs of this rank's part of all sets, and write those of each to ``<prompt set>.<part>``; of
+    tensor-parallel ranks, which compute the same part, the first one writes."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(settings.ranks)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     from monarch_rl.trainer.policy import Policy
@@ -222,7 +223,9 @@ def compute_logprobs(
     for prompt_set in prompt_sets:
         group = unpack_group((folder / prompt_set.name).read_bytes())
         policy.temperature = prompt_set.sampling.temperature or NEAR_ZERO
-        save_file(_compute(policy, group.episodes), folder / f"{prompt_set.name}.{rank}")
+        tensors = _compute(policy, group.episodes)
+        if rank % settings.tp == 0:
+            save_file(tensors, folder / f"{prompt_set.name}.{policy.data_rank}")
     policy.close()
 
 
@@ -237,8 +240,8 @@ def _compute(policy: Policy, episodes: Sequence[Episode]) -> dict[str, torch.Ten
     def add(name: str, value: torch.Tensor) -> None:
         parts.setdefault(name, []).append(value.cpu())
 
-    plan = plan_microbatches(separate(lengths), settings.tokens_per_microbatch, settings.ranks)
-    for microbatch in plan[policy.rank]:
+    plan = plan_microbatches(separate(lengths), settings.tokens_per_microbatch, settings.data_ranks)
+    for microbatch in plan[policy.data_rank]:
         mine = [episodes[i] for i, _ in microbatch]
         batch = pack(mine, torch.zeros(len(mine)), torch.zeros(len(mine)), 0, policy.device)
         with torch.no_grad():
@@ -252,8 +255,8 @@ def _compute(policy: Policy, episodes: Sequence[Episode]) -> dict[str, torch.Ten
     return {name: torch.cat(values) for name, values in parts.items()}
 
 
-def _collect(folder: Path, prompt_set: PromptSet, ranks: int) -> Reading:
-    parts = [load_file(folder / f"{prompt_set.name}.{rank}") for rank in range(ranks)]
+def _collect(folder: Path, prompt_set: PromptSet, written: int) -> Reading:
+    parts = [load_file(folder / f"{prompt_set.name}.{part}") for part in range(written)]
 
     def joined(name: str) -> torch.Tensor | None:
         values = [part[name] for part in parts if name in part]

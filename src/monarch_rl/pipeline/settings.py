@@ -36,7 +36,7 @@ from monarch_rl.runtime.devices import Devices
 from monarch_rl.runtime.watch import STALL_S
 from monarch_rl.settings.ranges import FOREVER_S, CheckedSettings, Range
 from monarch_rl.tasks.reasoning_gym import TaskSettings, TaskSource
-from monarch_rl.trainer.settings import TrainerSettings, check_experts, check_hosts, check_lora
+from monarch_rl.trainer.settings import TrainerSettings, check_experts, check_hosts, check_lora, check_tensor_parallel
 from monarch_rl.weights.endpoint import TransferSettings
 
 
@@ -93,7 +93,7 @@ def check(s: RunSettings, offered: Devices) -> Path:
         ValueError: names the setting and says what to do.
     """
     _check_numbers(s)
-    check_rollout(s.rollout, s.groups_per_step, s.trainer.ranks)
+    check_rollout(s.rollout, s.groups_per_step, s.trainer.data_ranks)
     s.buffer.window_for(s.groups_per_step)
     _check_devices(s, offered)
     check_processes(s.rollout, os.cpu_count() or 1)
@@ -123,6 +123,7 @@ def _check_model(s: RunSettings, model: Path, on_gpu: bool, prompts: list[str]) 
     if not on_gpu:
         check_cache(config, s.generator, psutil.virtual_memory().total)
     check_experts(config, s.trainer)
+    check_tensor_parallel(config, s.trainer.tp)
     check_lora(config, s.trainer.lora)
     check_context(config, s.generator)
     limits = episode_limits(s, config, on_gpu)

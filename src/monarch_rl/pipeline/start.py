@@ -80,7 +80,9 @@ async def start_trainer(cluster: Cluster, plan: TrainerPlan, buffer: Buffer, fir
     await init_torch_distributed_env(mesh)
     trainer: Trainer = mesh.spawn("trainer", Trainer, plan, buffer)
     what = f"{plan.settings.ranks} trainer ranks to load {plan.model}"
-    await within(SET_UP_DEADLINE_S, trainer.setup.call(), what, on="trainer ranks")
+    if plan.settings.compile:
+        what += " and compile its blocks"
+    await within(SET_UP_DEADLINE_S + plan.settings.compile_limit_s, trainer.setup.call(), what, on="trainer ranks")
     return trainer
 
 

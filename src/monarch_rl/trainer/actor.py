@@ -146,7 +146,11 @@ class Trainer(ResilientActor):
         packed = await within(
             batch_deadline_s + 10,
             self._buffer.take.call_one(
-                version, policy.rank, policy.world_size, plan.settings.tokens_per_microbatch, batch_deadline_s
+                version,
+                policy.data_rank,
+                plan.settings.data_ranks,
+                plan.settings.tokens_per_microbatch,
+                batch_deadline_s,
             ),
             f"the batch of step {version + 1}",
             on="buffer",

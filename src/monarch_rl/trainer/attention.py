@@ -17,7 +17,7 @@ from torchtitan.models.common.attention import VarlenAttention
 from torchtitan.protocols.module import Module
 from torchtitan.tools import utils
 
-from monarch_rl.trainer.attention_layout import AttentionLayout
+from monarch_rl.trainer.attention_layout import AttentionLayout, layout_of
 
 logger = logging.getLogger("monarch_rl")
 
@@ -54,18 +54,109 @@ class PackedAttention(VarlenAttention):
         enable_gqa: bool = False,
         **_unused: Any,
     ) -> torch.Tensor:
-        padded, results = attention_masks.padded_calls, []
-        queries = _rows(q_BLNH[0], padded.queries).split([call.queries.size for call in padded.calls])
-        keys, values = (
-            _rows(x[0], padded.keys).split([call.keys.size for call in padded.calls]) for x in (k_BLNH, v_BLNH)
-        )
-        for call, *of_call in zip(padded.calls, queries, keys, values, strict=True):
-            q, k, v = (x.unflatten(0, (len(call.queries), -1)).transpose(1, 2) for x in of_call)
-            result = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=call.mask, is_causal=call.mask is None, scale=scale, enable_gqa=enable_gqa
+        if torch.compiler.is_compiling():
+            result: torch.Tensor = torch.ops.monarch_rl.packed_attention(
+                q_BLNH, k_BLNH, v_BLNH, attention_masks.number, scale, enable_gqa
             )
-            results.append(result.transpose(1, 2).flatten(0, 1))
-        return _rows(torch.cat(results) if len(results) > 1 else results[0], padded.outputs).unsqueeze(0)
+            return result
+        return _padded_attention(q_BLNH, k_BLNH, v_BLNH, attention_masks, scale, enable_gqa)
+
+
+def _padded_attention(
+    q_BLNH: torch.Tensor,
+    k_BLNH: torch.Tensor,
+    v_BLNH: torch.Tensor,
+    layout: AttentionLayout,
+    scale: float | None,
+    enable_gqa: bool,
+) -> torch.Tensor:
+    padded, results = layout.padded_calls, []
+    queries = _rows(q_BLNH[0], padded.queries).split([call.queries.size for call in padded.calls])
+    keys, values = (_rows(x[0], padded.keys).split([call.keys.size for call in padded.calls]) for x in (k_BLNH, v_BLNH))
+    for call, *of_call in zip(padded.calls, queries, keys, values, strict=True):
+        q, k, v = (x.unflatten(0, (len(call.queries), -1)).transpose(1, 2) for x in of_call)
+        result = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=call.mask, is_causal=call.mask is None, scale=scale, enable_gqa=enable_gqa
+        )
+        results.append(result.transpose(1, 2).flatten(0, 1))
+    return _rows(torch.cat(results) if len(results) > 1 else results[0], padded.outputs).unsqueeze(0)
+
+
+# The number and the sizes of the padded calls change with every micro-batch. A compiler that looked into them would
+# compile each anew, so it sees one operator instead, and finds the layout by its number, which is data to it. The
+# backward pass computes the calls again: what autograd keeps inside of an operator is lost.
+
+
+@torch.library.custom_op("monarch_rl::packed_attention", mutates_args=())
+def _packed_attention(
+    q_BLNH: torch.Tensor,
+    k_BLNH: torch.Tensor,
+    v_BLNH: torch.Tensor,
+    layout: torch.Tensor,
+    scale: float | None,
+    enable_gqa: bool,
+) -> torch.Tensor:
+    return _padded_attention(q_BLNH, k_BLNH, v_BLNH, layout_of(layout), scale, enable_gqa).contiguous()
+
+
+@_packed_attention.register_fake
+def _(
+    q_BLNH: torch.Tensor,
+    _k: torch.Tensor,
+    v_BLNH: torch.Tensor,
+    _layout: torch.Tensor,
+    _scale: float | None,
+    _enable_gqa: bool,
+) -> torch.Tensor:
+    return q_BLNH.new_empty(*q_BLNH.shape[:-1], v_BLNH.shape[-1])
+
+
+@torch.library.custom_op("monarch_rl::packed_attention_backward", mutates_args=())
+def _packed_attention_backward(
+    grad_BLNH: torch.Tensor,
+    q_BLNH: torch.Tensor,
+    k_BLNH: torch.Tensor,
+    v_BLNH: torch.Tensor,
+    layout: torch.Tensor,
+    scale: float | None,
+    enable_gqa: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    inputs = q, k, v = [x.detach().requires_grad_() for x in (q_BLNH, k_BLNH, v_BLNH)]
+    # Inside of an operator autograd does not record; here it has to.
+    record = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
+    with record, torch.enable_grad():
+        output = _padded_attention(q, k, v, layout_of(layout), scale, enable_gqa)
+    grad_q, grad_k, grad_v = (grad.contiguous() for grad in torch.autograd.grad(output, inputs, grad_BLNH))
+    return grad_q, grad_k, grad_v
+
+
+@_packed_attention_backward.register_fake
+def _(
+    _grad: torch.Tensor,
+    q_BLNH: torch.Tensor,
+    k_BLNH: torch.Tensor,
+    v_BLNH: torch.Tensor,
+    _layout: torch.Tensor,
+    _scale: float | None,
+    _enable_gqa: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    q, k, v = (x.new_empty(x.shape) for x in (q_BLNH, k_BLNH, v_BLNH))
+    return q, k, v
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # noqa: ARG001
+    q_BLNH, k_BLNH, v_BLNH, layout, ctx.scale, ctx.enable_gqa = inputs
+    ctx.save_for_backward(q_BLNH, k_BLNH, v_BLNH, layout)
+
+
+def _backward(ctx: Any, grad_BLNH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    grads = torch.ops.monarch_rl.packed_attention_backward(
+        grad_BLNH.contiguous(), *ctx.saved_tensors, ctx.scale, ctx.enable_gqa
+    )
+    return (*grads, None, None, None)
+
+
+_packed_attention.register_autograd(_backward, setup_context=_keep_for_backward)
 
 
 class PrefixVarlenAttention(VarlenAttention):
@@ -87,6 +178,7 @@ class PrefixVarlenAttention(VarlenAttention):
         _check_causal(config)
         self.window_size = config.window_size
         _activate_kernels()
+        self.fa2 = current_flash_attention_impl() in (None, "FA2")
 
     def forward(
         self,
@@ -102,8 +194,8 @@ class PrefixVarlenAttention(VarlenAttention):
         layout = attention_masks
         # The kernel takes half precision only.
         q, k, v = (x[0].to(torch.bfloat16) for x in (q_BLNH, k_BLNH, v_BLNH))
-        fa2, value_width = current_flash_attention_impl() in (None, "FA2"), v.shape[-1]
-        if fa2:  # takes values only as wide as queries and keys; in multi-head latent attention they are narrower
+        value_width = v.shape[-1]
+        if self.fa2:  # takes values only as wide as queries and keys; in multi-head latent attention they are narrower
             v = F.pad(v, (0, q.shape[-1] - value_width))
         if layout.keys is not None:
             k, v = _rows(k, layout.keys), _rows(v, layout.keys)
@@ -119,7 +211,7 @@ class PrefixVarlenAttention(VarlenAttention):
             window_size=self.window_size,
             enable_gqa=enable_gqa,
             # torchtitan does not let FA2 divide keys among blocks either (pytorch issue 179760).
-            num_splits=1 if fa2 and torch.version.hip is None else None,
+            num_splits=1 if self.fa2 and torch.version.hip is None else None,
         )
         assert isinstance(result, torch.Tensor)
         return result[..., :value_width].to(q_BLNH.dtype).unsqueeze(0)

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import count
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -72,12 +74,19 @@ class AttentionLayout:
     def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
         self.segments = segments
         self.device = device
+        self.number = torch.tensor(next(_numbers))
+        """int64, on the CPU: by which a compiled model finds this layout (:func:`layout_of`) as long as it exists."""
+        _layouts[int(self.number)] = self
 
-    @property
+    def prepare_for_flash(self) -> None:
+        """Compute what flash attention asks for. A compiled block then reads it, and does not trace how it is made."""
+        _ = self.max_queries, self.max_keys, self.query_ends, self.key_ends, self.keys
+
+    @cached_property
     def max_queries(self) -> int:
         return max(segment.own for segment in self.segments)
 
-    @property
+    @cached_property
     def max_keys(self) -> int:
         return max(len(segment.path) for segment in self.segments)
 
@@ -117,6 +126,17 @@ class AttentionLayout:
 
     def _ends(self, sizes: list[int]) -> torch.Tensor:
         return torch.from_numpy(np.cumsum([0, *sizes], dtype=np.int32)).to(self.device)
+
+
+_numbers = count()
+_layouts: WeakValueDictionary[int, AttentionLayout] = WeakValueDictionary()
+"""Those of this process, by their number."""
+
+
+def layout_of(number: torch.Tensor) -> AttentionLayout:
+    """The layout with this number. Raises KeyError if nothing holds it any longer: its micro-batch must be kept until
+    the backward pass is done."""
+    return _layouts[int(number)]
 
 
 def separate_layout(lengths: Sequence[int], device: torch.device) -> AttentionLayout:

@@ -18,13 +18,13 @@ from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
 from monarch_rl.model.architecture import architecture_of
 from monarch_rl.model.folder import read_config
+from monarch_rl.trainer.compiling import allow_any_length
 from monarch_rl.trainer.families import FAMILIES, TitanFamily
 from monarch_rl.trainer.lora import add_lora, add_lora_names, initialise_lora, remove_untargeted_lora
 from monarch_rl.trainer.model_config import model_config, parallelism_config
 from monarch_rl.trainer.platform import force_sum_reduction
-from monarch_rl.trainer.settings import TrainerSettings, check_experts
-from monarch_rl.trainer.shards import NamedShape, local_run
-from monarch_rl.weights.finite import not_finite
+from monarch_rl.trainer.settings import TrainerSettings, check_experts, check_tensor_parallel
+from monarch_rl.trainer.shards import NamedShape, not_finite_part
 
 _LORA = re.compile(r"[._]lora_[ab](\.weight)?$")
 """In the module's names of LoRA's parameters, which no model folder holds: of projections, and of stacked experts."""
@@ -45,6 +45,7 @@ class ShardedModel:
         self.hf_config = read_config(folder)
         self.lora = settings.lora
         check_experts(self.hf_config, settings)
+        check_tensor_parallel(self.hf_config, settings.tp)
         family = FAMILIES[architecture_of(self.hf_config)]
         config = model_config(
             self.hf_config,
@@ -129,10 +130,10 @@ def _check_finite(state: dict[str, torch.Tensor], folder: Path) -> None:
         ValueError: names the tensor, and the first place in what this rank holds of it.
     """
     for name, value in state.items():
-        local, first = local_run(value)
+        local = value.to_local() if isinstance(value, DTensor) else value
         if local.numel() and not all(bound.isfinite() for bound in torch.aminmax(local)):
             raise ValueError(
-                f"{folder}: {name} {not_finite(local, first, value.shape)}: it cannot be "
+                f"{folder}: {name} {not_finite_part(value)}: it cannot be "
                 "trained. Copy or download the weights again, or take an earlier checkpoint"
             )
 
@@ -148,12 +149,14 @@ def _build(
         if settings.lora.rank:
             remove_untargeted_lora(module, settings.lora)
     checkpointing = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
+    if settings.compile:
+        allow_any_length()
     module = family.parallelize(
         module,
         parallel_dims=dims,
         training=TrainingConfig(mixed_precision_param=settings.computes_in(device.type == "cuda")),
         parallelism=parallelism,
-        compile_config=CompileConfig(),
+        compile_config=CompileConfig(enable=settings.compile, components=["model"]),
         ac_config=checkpointing[settings.activation_checkpoint],
         dump_folder="",
     )

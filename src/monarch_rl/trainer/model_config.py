@@ -20,8 +20,13 @@ SPMD_BACKEND = "partial_dtensor"
 
 
 def parallelism_config(settings: TrainerSettings) -> ParallelismConfig:
-    """FSDP2 over all ranks; experts over ``expert_parallel`` of them, and FSDP2 over those that hold the same ones."""
-    return ParallelismConfig(spmd_backend=SPMD_BACKEND, expert_parallel_degree=settings.expert_parallel)
+    """Tensor parallelism over ``tp`` neighbouring ranks, and FSDP2 over those that hold the same part; experts over
+    ``expert_parallel`` ranks, and FSDP2 over those that hold the same ones."""
+    return ParallelismConfig(
+        spmd_backend=SPMD_BACKEND,
+        tensor_parallel_degree=settings.tp,
+        expert_parallel_degree=settings.expert_parallel,
+    )
 
 
 def model_config(hf: dict[str, Any], *, logprob_chunk: int, longest: int, half_on_gpu: bool) -> Decoder.Config:

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
+from torchtitan.distributed import ParallelDims
 from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Linear, RoPE
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.protocols.module import Module
 
 from monarch_rl.trainer.token_logprobs import DrawnTokens, TokenLogprobs
+from monarch_rl.trainer.vocabulary import VocabularyPart, logprobs_of
 
 LOADED = {"weight": skip_param_init}
 """Weights come from the model's folder: nothing is drawn at random."""
@@ -80,7 +84,8 @@ class LogprobHead(Linear):
 
     Only the M positions that are asked for are projected, each once for every target behind it. Log-probs are computed
     in fp32, chunk by chunk, and the logits of every chunk but the last are computed again in the backward pass, which
-    begins with the last: never more than ``chunk`` x V logits exist.
+    begins with the last: never more than ``chunk`` x V logits exist, in at most six tensors of this size.
+    Tensor-parallel ranks have a part of the vocabulary each (``trainer/vocabulary.py``).
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -92,46 +97,51 @@ class LogprobHead(Linear):
         self.chunk = config.chunk
         self.drawn_tokens: DrawnTokens | None = None
         """For the next forward pass, which takes it away; None returns logits."""
+        self._part: VocabularyPart | None = None
+
+    def parallelize(self, parallel_dims: ParallelDims) -> None:
+        if parallel_dims.tp_enabled:
+            mesh = parallel_dims.get_mesh("tp")
+            first = mesh.get_local_rank() * (self.out_features // mesh.size())
+            self._part = VocabularyPart(first, mesh.get_group())
+        super().parallelize(parallel_dims)
 
     def forward(self, hidden_BLD: torch.Tensor) -> Any:
         if self.drawn_tokens is None:
             return super().forward(hidden_BLD)
         drawn, self.drawn_tokens = self.drawn_tokens, None
-        weight = self.weight.float()
-        hidden = F.embedding(drawn.positions, hidden_BLD[0]).split(self.chunk)
+        weight = _local(self.weight).float()
+        hidden_MD = F.embedding(drawn.positions, _local(hidden_BLD)[0])
+        if self._part is not None:
+            hidden_MD = self._part.share(hidden_MD)
+        hidden = hidden_MD.split(self.chunk)
         parts = list(zip(hidden, drawn.split(self.chunk), strict=True))
+        compute = partial(_chunk_logprobs, temperature=drawn.temperature, part=self._part)
         chunks = [
-            checkpoint(_chunk_logprobs, hidden, weight, ids, drawn.temperature, kept_sets, use_reentrant=False)
+            checkpoint(compute, hidden, weight, ids, kept_sets, use_reentrant=False)
             for hidden, (ids, kept_sets) in parts[:-1]
         ]
         hidden_TD, (ids, kept_sets) = parts[-1]
-        chunks.append(_chunk_logprobs(hidden_TD, weight, ids, drawn.temperature, kept_sets))
+        chunks.append(compute(hidden_TD, weight, ids, kept_sets))
         computed = TokenLogprobs(*(torch.cat(values) for values in zip(*chunks, strict=True)))
         return computed if drawn.rows is None else TokenLogprobs(*(values[drawn.rows] for values in computed))
 
 
+def _local(value: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor-parallel value."""
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
 def _chunk_logprobs(
     hidden_TD: torch.Tensor,
-    weight_VD: torch.Tensor,
+    weight_WD: torch.Tensor,
     ids_T: torch.Tensor,
-    temperature: float,
     kept_sets: tuple[torch.Tensor, torch.Tensor] | None,
+    *,
+    temperature: float,
+    part: VocabularyPart | None,
 ) -> TokenLogprobs:
-    logits = F.linear(hidden_TD.float(), weight_VD)
+    logits = F.linear(hidden_TD.float(), weight_WD)
     if temperature != 1.0:
         logits = logits / temperature
-    kept_mass = torch.ones(len(ids_T), device=logits.device)
-    if kept_sets is not None:
-        counts_T, ids = kept_sets
-        left_out = torch.ones_like(logits, dtype=torch.bool)
-        left_out[torch.arange(len(counts_T), device=logits.device).repeat_interleave(counts_T), ids.long()] = False
-        with torch.no_grad():
-            log_mass = logits.logsumexp(-1)
-        logits = logits.masked_fill(left_out, float("-inf"))
-        with torch.no_grad():
-            kept_mass = (logits.logsumexp(-1) - log_mass).exp()
-    normaliser = logits.logsumexp(-1)
-    logprobs = logits.gather(-1, ids_T.unsqueeze(-1)).squeeze(-1) - normaliser
-    with torch.no_grad():
-        entropies = torch.special.entr(logits.softmax(-1)).sum(-1)
-    return TokenLogprobs(logprobs, entropies, kept_mass)
+    return logprobs_of(logits, ids_T, kept_sets, part)

@@ -20,6 +20,7 @@ from torchtitan.models.common.param_init import skip_param_init
 
 from monarch_rl.model.folder import num_experts
 from monarch_rl.model.lora import LoraSettings
+from monarch_rl.trainer.grouped_mm import opaque_grouped_mm
 
 
 class ExactExperts(GroupedExperts):
@@ -36,7 +37,14 @@ class ExactExperts(GroupedExperts):
 
     def _project(self, name: str, x_RI: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
         """Each row by its own expert's weight of that name."""
-        return self._grouped_mm(A=x_RI, B_t=self._local(name).transpose(-2, -1), offs=ends_E)
+        return self._product(x_RI, self._local(name), ends_E)
+
+    def _product(self, x_RI: torch.Tensor, weight_EOI: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+        weight_EIO = weight_EOI.transpose(-2, -1)
+        if torch.compiler.is_compiling() and x_RI.dtype != torch.bfloat16:
+            result: torch.Tensor = opaque_grouped_mm(x_RI, weight_EIO, ends_E)
+            return result
+        return self._grouped_mm(A=x_RI, B_t=weight_EIO, offs=ends_E)
 
     def _local(self, name: str) -> torch.Tensor:
         weight: torch.Tensor = getattr(self, name)
@@ -109,8 +117,7 @@ class LoraExperts(ExactExperts):
         # Zeros fill up the rank to what grouped_mm takes.
         padding = -a_ErI.shape[1] % (GROUPED_ROW_BYTES // a_ErI.element_size())
         a_ErI, b_EOr = F.pad(a_ErI, (0, 0, 0, padding)), F.pad(b_EOr, (0, padding))
-        low_Rr = self._grouped_mm(A=x_RI, B_t=a_ErI.transpose(-2, -1), offs=ends_E)
-        added_RO = self._grouped_mm(A=low_Rr, B_t=b_EOr.transpose(-2, -1), offs=ends_E)
+        added_RO = self._product(self._product(x_RI, a_ErI, ends_E), b_EOr, ends_E)
         return torch.add(projected_RO, added_RO, alpha=self._scaling)
 
 

@@ -6,8 +6,7 @@ import torch
 import torch.distributed as dist
 
 from monarch_rl.trainer.model import ShardedModel
-from monarch_rl.trainer.shards import local_run
-from monarch_rl.weights.finite import not_finite
+from monarch_rl.trainer.shards import not_finite_part
 
 LOOK_AT = "look at the objective, the advantages and the rewards"
 
@@ -17,7 +16,7 @@ def why_not_finite(model: ShardedModel, loss: torch.Tensor) -> str:
     together, and get the same.
 
     Args:
-        loss: scalar, the sum over this rank's micro-batches.
+        loss: scalar, the sum over this rank's micro-batches; 0 on a rank that does not count its tokens.
     """
     said: list[tuple[str | None, float]] = [(None, 0.0)] * dist.get_world_size()
     dist.all_gather_object(said, (_wrong_weight(model), float(loss)))
@@ -33,8 +32,7 @@ def why_not_finite(model: ShardedModel, loss: torch.Tensor) -> str:
 def _wrong_weight(model: ShardedModel) -> str | None:
     """The first of this rank's weights that holds a value that is not finite, and where."""
     for name, value in (model.hf_state() | model.lora_state()).items():
-        local, first = local_run(value.detach())
-        problem = not_finite(local, first, value.shape) if local.numel() else None
+        problem = not_finite_part(value.detach())
         if problem:
             return f"{name} {problem}"
     return None

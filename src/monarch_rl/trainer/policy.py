@@ -25,6 +25,7 @@ from monarch_rl.model.folder import sparse_layers  # noqa: E402
 from monarch_rl.runtime import device_work  # noqa: E402
 from monarch_rl.runtime.store import join_world  # noqa: E402
 from monarch_rl.trainer.batch import MicroBatch  # noqa: E402
+from monarch_rl.trainer.compiling import first_rows  # noqa: E402
 from monarch_rl.trainer.model import ShardedModel  # noqa: E402
 from monarch_rl.trainer.model_config import SPMD_BACKEND, parallelism_config  # noqa: E402
 from monarch_rl.trainer.moe import ReplayRouter  # noqa: E402
@@ -59,7 +60,8 @@ class Policy:
     ) -> None:
         self.settings = settings
         self.temperature = temperature
-        self.device = _join_world(timedelta(seconds=collective_timeout_s))
+        # Ranks that compile wait for the slowest one at the next layer.
+        self.device = _join_world(timedelta(seconds=collective_timeout_s + settings.compile_limit_s))
         self._computes_in_half = settings.in_half_on_gpu(self.device.type == "cuda")  # LoRA's matrices, too
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         if self.world_size != settings.ranks:
@@ -67,6 +69,9 @@ class Policy:
         dims = ParallelDims.from_config(parallelism_config(settings), self.world_size)
         dist_utils.set_spmd_backend(SPMD_BACKEND)
         dims.build_mesh()
+        self.data_rank = self.rank // settings.tp
+        """The part of a batch that this rank computes, together with its tensor-parallel neighbours."""
+        self._counts = self.rank % settings.tp == 0
         self.model = ShardedModel(folder, settings, dims, self.device)
         self.published = PublishedWeights(self.model, self.device)
         self.module = self.model.module.train()
@@ -83,6 +88,16 @@ class Policy:
             min_lr_factor=settings.lr_min_factor,
         ).build(optimizers=self.optimizers, training_steps=total_steps)
 
+        if settings.compile:
+            self._compile()
+
+    def _compile(self) -> None:
+        """Compile all blocks, forward and backward, with made-up rows: at the start, not in the first step."""
+        replayed = self._routers if self.settings.router_replay != "off" else []
+        for row in first_rows(self.settings.tokens_per_microbatch, replayed, self.device):
+            self.token_logprobs(row).logprobs.sum().backward()
+        self.optimizers.zero_grad()
+
     def token_logprobs(self, batch: MicroBatch, router_replay: RouterReplay | None = None) -> TokenLogprobs:
         """Log-probs of the trainable targets, and what belongs to them.
 
@@ -96,6 +111,8 @@ class Policy:
             batch.drawn_after, batch.targets, self.temperature, batch.kept_sets, batch.rows
         )
         self._set_expert_routes(batch, router_replay or self.settings.router_replay)
+        if self._computes_in_half:
+            batch.attention.prepare_for_flash()
         with platform.tensor_float32(self._computes_in_half):
             return self.module(batch.token_ids, positions=batch.positions, attention_masks=batch.attention)
 
@@ -157,7 +174,7 @@ class Policy:
                 totals[name] = totals[name] + value if name in totals else value
         # It waits for what has been enqueued above.
         with device_work.piece("an optimizer step", sum(batch.token_ids.numel() for batch in microbatches)):
-            return self._step(totals) | waste_metrics(microbatches, self.device)
+            return self._step(totals) | waste_metrics(microbatches, self.device, self._counts)
 
     def _add_gradient(self, batch: MicroBatch, objective: Objective) -> Sums:
         """Forward and backward pass of a micro-batch; its sums."""
@@ -178,11 +195,12 @@ class Policy:
             trained, self.settings.max_grad_norm, foreach=True, ep_enabled=self.settings.expert_parallel > 1
         )
         if not torch.isfinite(grad_norm):
-            cause = why_not_finite(self.model, totals["loss"])
+            cause = why_not_finite(self.model, totals["loss"] if self._counts else torch.zeros(()))
             raise NotFinite(f"the gradient norm is {float(grad_norm)}, so no update was made. {cause}")
         self.optimizers.step()
         self.schedulers.step()
-        return reduced_metrics(totals, self._sparse_layers) | {"grad_norm": float(grad_norm), "lr": float(lr)}
+        metrics = reduced_metrics(totals, self._sparse_layers, self._counts)
+        return metrics | {"grad_norm": float(grad_norm), "lr": float(lr)}
 
     def save(self, folder: Path) -> None:
         """Write the model as a Hugging Face folder that all ranks see: see :func:`save_model`."""

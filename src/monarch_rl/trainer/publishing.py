@@ -16,7 +16,7 @@ from monarch_rl.model.lora import lora_names
 from monarch_rl.runtime.streams import finish_current
 from monarch_rl.trainer.lora import merged_shards
 from monarch_rl.trainer.model import EXPERT, ShardedModel
-from monarch_rl.trainer.shards import NamedShape, Run, local_run
+from monarch_rl.trainer.shards import NamedShape, Run, by_rows, has_columns, is_owner, local_run, row_run
 from monarch_rl.weights.checksum import tensor_checksum
 from monarch_rl.weights.manifest import Manifest
 from monarch_rl.weights.runs import find_runs, memory_kind, stack_run
@@ -27,7 +27,7 @@ class SnapshotPlan:
     """How a rank's shards are copied to one snapshot, planned once: their memory stays the same."""
 
     places: dict[str, torch.Tensor]
-    """By name: where each shard goes, in its shape and the served dtype."""
+    """By name: where each part of this rank goes, flat, in the served dtype."""
     copies: list[tuple[torch.Tensor, torch.Tensor]]
     """Target and source of runs of shards; none where what is sent is computed (LoRA that is merged)."""
 
@@ -65,7 +65,8 @@ class PublishedWeights:
 
     def owned_runs(self) -> list[Run]:
         """This rank's part of each tensor of which it has one."""
-        return [(name, start, local.numel()) for name, (local, start) in self._local_runs.items()]
+        runs = [(name, start, local.numel()) for name, (local, start) in self._local_runs.items()]
+        return runs + [(name, *row_run(value)) for name, value in self._divided.items()]
 
     def frozen_checksums(self, dtype: torch.dtype) -> tuple[list[NamedShape], np.ndarray]:
         """The weights that no version holds, and of each, as served in ``dtype``, this rank's part of the checksum:
@@ -96,10 +97,12 @@ class PublishedWeights:
         """
         specs = [manifest.tensors[shard.tensor] for shard in manifest.shards[dist.get_rank()]]
         places = {spec.name: view.view(spec.dtype) for spec, view in zip(specs, views, strict=True)}
+        if self._sends_merged:
+            return SnapshotPlan(places, [])
         # Small models have fewer rows than there are ranks.
         shards = {name: local for name, (local, _) in self._local_runs.items() if name in places}
-        places = {name: places[name].view(local.shape) for name, local in shards.items()}
-        return SnapshotPlan(places, [] if self._sends_merged else list(_joined(shards.values(), places.values())))
+        targets = [places[name].view(local.shape) for name, local in shards.items()]
+        return SnapshotPlan(places, list(_joined(shards.values(), targets)))
 
     def snapshot(self, plan: SnapshotPlan) -> None:
         """Copy this rank's shards, in the served dtype, to where they are sent from. All ranks call it together."""
@@ -107,16 +110,29 @@ class PublishedWeights:
             if plan.copies:
                 targets, sources = zip(*plan.copies, strict=True)
                 torch._foreach_copy_(targets, sources)
-            if self._sends_merged:
-                for name, merged in merged_shards(*self._weights_with_lora, self._model.lora.scaling):
-                    if name in plan.places:
-                        plan.places[name].copy_(merged)
+            for name, value in self._computed():
+                if name in plan.places:
+                    plan.places[name].view(value.shape).copy_(value)
         finish_current(self._device)  # others read the copy, and the next step changes its source
+
+    def _computed(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What this rank sends of a version and has no copy of, fp32. All ranks iterate together."""
+        if self._sends_merged:
+            yield from merged_shards(*self._weights_with_lora, self._model.lora.scaling)
+        else:
+            yield from ((name, local_run(by_rows(value))[0]) for name, value in self._divided.items())
 
     @cached_property
     def _local_runs(self) -> dict[str, tuple[torch.Tensor, int]]:
-        """:meth:`local_run` of what a version consists of: looked up once, because the storage stays the same."""
-        return {name: local_run(value) for name, value in self._shards().items()}
+        """:func:`local_run` of what a version consists of: looked up once, because the storage stays the same."""
+        owned = {name: value for name, value in self._shards().items() if is_owner(value)}
+        return {name: local_run(value) for name, value in owned.items() if not has_columns(value)}
+
+    @cached_property
+    def _divided(self) -> dict[str, torch.Tensor]:
+        """This rank's shards of weights of which tensor-parallel ranks hold columns. They are sent by rows
+        (:func:`by_rows`), so that each rank's part of a tensor is one run of its elements."""
+        return {name: value for name, value in self._shards().items() if has_columns(value)}
 
     @cached_property
     def _weights_with_lora(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

@@ -1,4 +1,7 @@
-"""Sums of a rank's tokens as metrics of the whole batch. All ranks call these functions together."""
+"""Sums of a rank's tokens as metrics of the whole batch. All ranks call these functions together.
+
+Tensor-parallel ranks compute the same tokens, which one of them counts.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,17 @@ from monarch_rl.trainer.batch import MicroBatch
 from monarch_rl.trainer.objective import Sums
 
 
-def reduced_metrics(totals: Sums, sparse_layers: Sequence[int]) -> dict[str, float]:
+def reduced_metrics(totals: Sums, sparse_layers: Sequence[int], counts: bool) -> dict[str, float]:
     """Add up the sums of all ranks, and divide by the number of tokens (of their own kind).
 
     Args:
         totals: of this rank, by metric name; the same names on all ranks.
         sparse_layers: the model's layers that have experts.
+        counts: this rank counts its tokens.
     """
     names = sorted(totals)
     values = torch.cat([totals[name].to(torch.float32).reshape(-1) for name in names])
-    dist.all_reduce(values)
+    dist.all_reduce(values if counts else values.zero_())
     reduced = dict(zip(names, values.cpu().split([totals[name].numel() for name in names]), strict=True))
     from_vectors = _expert_route_metrics(reduced, sparse_layers) | _difference_metrics(reduced)
     sums = {name: float(value) for name, value in reduced.items()}
@@ -54,17 +58,18 @@ def _difference_metrics(reduced: Sums) -> dict[str, float]:
     return {f"logprob_difference_{name}": quantile(counts, q) for name, q in (("p50", 0.5), ("p99", 0.99), ("max", 1))}
 
 
-def waste_metrics(microbatches: Sequence[MicroBatch], device: torch.device) -> dict[str, float]:
-    """``padding``, ``imbalance`` and ``computed_share``: see :meth:`Policy.update`."""
+def waste_metrics(microbatches: Sequence[MicroBatch], device: torch.device, counts: bool) -> dict[str, float]:
+    """``padding``, ``imbalance`` and ``computed_share``: see :meth:`Policy.update`; ``counts``: this rank counts."""
     largest = torch.tensor([float(batch.num_tokens) for batch in microbatches], device=device)
     padding = float(sum(batch.padding for batch in microbatches))
     separate = float(sum(batch.separate_tokens for batch in microbatches))
-    sums = torch.stack([largest.sum(), torch.tensor(padding, device=device), torch.tensor(separate, device=device)])
+    own = [float(largest.sum()), padding, separate, 1.0]
+    sums = torch.tensor(own, device=device) * counts
     dist.all_reduce(sums)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    computed, padding, separate = sums.tolist()
+    computed, padding, separate, ranks = sums.tolist()
     return {
         "padding": padding / computed,
-        "imbalance": 1.0 - computed / (float(largest.sum()) * dist.get_world_size()),
+        "imbalance": 1.0 - computed / (float(largest.sum()) * ranks),
         "computed_share": (computed - padding) / max(separate, 1.0),
     }

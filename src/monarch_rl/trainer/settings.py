@@ -7,13 +7,15 @@ from typing import Annotated, Any, Literal
 
 from monarch_rl.algorithms.advantages import AdvantageName
 from monarch_rl.algorithms.aggregation import Aggregation
-from monarch_rl.model.architecture import architecture_of
+from monarch_rl.model.architecture import DEEPSEEK_V3, architecture_of
 from monarch_rl.model.folder import num_experts, sparse_layers
 from monarch_rl.model.lora import FULL_TRAINING, MLP_TARGETS, LoraSettings
 from monarch_rl.model.tensors import expected_tensors, projections
 from monarch_rl.settings.ranges import CheckedSettings, Range
 
 RouterReplay = Literal["off", "compare", "replay"]
+COMPILE_LIMIT_S = 1800.0
+"""For one block of each kind, forward and backward; on a crowded machine without a cache, minutes each."""
 Checkpointing = Literal["none", "selective", "full"]
 
 
@@ -55,6 +57,10 @@ class TrainerSettings(CheckedSettings, flags="trainer"):
     """Which experts compute a token of a mixture-of-experts model. `off`: those that the trainer's router chooses.
     `replay`: those by which the generator drew it (Keep Routing); they travel with the tokens, a byte for each layer
     and expert. `compare`: the router's choice; the generator's experts travel too, to show how many differ."""
+    tp: Annotated[int, Range(1, 64)] = 1
+    """Tensor-parallel ranks of the trainer, neighbours on one host, which compute the same tokens, each with a part of
+    every matrix and of the vocabulary: a divisor of `ranks`. 1: each rank computes tokens of its own. More: less memory
+    for activations and logits, and messages in every layer."""
     lr: Annotated[float, Range(0, 1)] = 1e-6
     """AdamW's learning rate. 1e-6 is the default of TRL, verl and slime for full training; tiny models and LoRA learn
     with larger ones."""
@@ -78,8 +84,12 @@ class TrainerSettings(CheckedSettings, flags="trainer"):
     that can be trained. More takes more memory."""
     activation_checkpoint: Checkpointing = "none"
     """torchtitan's activation checkpointing: less memory for a second forward pass."""
+    compile: bool = False
+    """`torch.compile` of each transformer block (torchtitan's): fewer and larger kernels, for a start that takes
+    minutes longer. It needs a C++ compiler."""
     logprob_chunk: Annotated[int, Range(1, 100_000_000)] = 1024
-    """Tokens whose logits over the whole vocabulary exist at one time (fp32)."""
+    """Tokens whose logits over the whole vocabulary exist at one time (fp32): with their gradients they take at most
+    six times 4 bytes x vocabulary each."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of forward and backward; the master weights are fp32. `auto`: bfloat16 on GPUs, float32 on CPUs."""
     lora: LoraSettings = FULL_TRAINING
@@ -100,8 +110,24 @@ class TrainerSettings(CheckedSettings, flags="trainer"):
         """Whether generators return expert routes, which travel with the tokens."""
         return self.router_replay != "off"
 
+    @property
+    def compile_limit_s(self) -> float:
+        """Seconds that compiling may add to a rank's start."""
+        return COMPILE_LIMIT_S if self.compile else 0.0
+
+    @property
+    def data_ranks(self) -> int:
+        """How many parts a batch is cut into: tensor-parallel ranks compute the same one."""
+        return self.ranks // self.tp
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.ranks % self.tp:
+            raise ValueError(f"trainer.tp {self.tp} must divide trainer.ranks, which is {self.ranks}")
+        if self.tp > 1 and self.compile:
+            raise ValueError(f"trainer.compile has not been tried with trainer.tp {self.tp}: use one of them")
+        if self.tp > 1 and self.lora.rank:
+            raise ValueError(f"trainer.lora cannot be trained with trainer.tp {self.tp}: leave trainer.tp at 1")
         if self.ranks % self.expert_parallel:
             raise ValueError(
                 f"trainer.expert-parallel {self.expert_parallel} must divide trainer.ranks, which is {self.ranks}"
@@ -109,9 +135,39 @@ class TrainerSettings(CheckedSettings, flags="trainer"):
 
 
 def check_hosts(settings: TrainerSettings, per_host: int) -> None:
-    """Refuse trainer ranks that fill some hosts and a part of another; ``per_host``: devices. Raises ValueError."""
+    """Refuse trainer ranks that fill some hosts and a part of another, or tensor-parallel ones on two hosts.
+
+    Args:
+        per_host: devices.
+
+    Raises:
+        ValueError: says what would fit.
+    """
     if settings.ranks > per_host and settings.ranks % per_host:
         raise ValueError(f"trainer.ranks {settings.ranks} must fill whole hosts: a multiple of {per_host}")
+    if settings.ranks > per_host and per_host % settings.tp:
+        raise ValueError(f"trainer.tp {settings.tp} must lie on one host: a divisor of its {per_host} devices")
+
+
+def check_tensor_parallel(config: dict[str, Any], tp: int) -> None:
+    """Refuse a model that tensor-parallel ranks cannot share equally, or that has experts.
+
+    Args:
+        config: the model's ``config.json``.
+
+    Raises:
+        ValueError: says what does not fit, and which values would.
+    """
+    if tp == 1:
+        return
+    if sparse_layers(config) or architecture_of(config) is DEEPSEEK_V3:
+        raise ValueError(
+            f"trainer.tp {tp}: this model has experts or latent attention, which tensor-parallel ranks do not divide. "
+            "Leave trainer.tp at 1, and divide experts by trainer.expert-parallel"
+        )
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
+        if config[name] % tp:
+            raise ValueError(f"trainer.tp {tp} cannot share {name} {config[name]} of the model equally: give a divisor")
 
 
 def check_experts(config: dict[str, Any], settings: TrainerSettings) -> None:

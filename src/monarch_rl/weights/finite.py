@@ -74,4 +74,9 @@ def not_finite(part: torch.Tensor, first: int, shape: Sequence[int]) -> str | No
     if not len(wrong):
         return None
     place = [int(index) for index in np.unravel_index(int(wrong[0]) + first, tuple(shape))]
-    return f"holds {len(wrong)} values that are not finite, the first at {place}"
+    return values_not_finite(len(wrong), place)
+
+
+def values_not_finite(count: int, place: Sequence[int]) -> str:
+    """Says of a tensor that it holds ``count`` of them, the first at the indices ``place``."""
+    return f"holds {count} values that are not finite, the first at {list(place)}"

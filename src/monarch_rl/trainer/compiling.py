@@ -1,0 +1,62 @@
+"""What ``torch.compile`` of transformer blocks needs beside torchtitan's own call: rows of any length, first rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from monarch_rl.episode.episode import Episode, Turn
+from monarch_rl.trainer.batch import MicroBatch, pack
+from monarch_rl.trainer.moe import ReplayRouter
+
+_LENGTHS = (
+    r"L\['x'\]:1",
+    r"L\['positions'\]:1",
+    # A block that computes its activations again is called by a wrapper, with nameless arguments.
+    r"L\['args'\]\[0\]:1",
+    r"L\['args'\]\[2\]:1",
+    r".*\.routes_BLK$:1",
+    r".*\.query_ends$:0",
+    r".*\.key_ends$:0",
+    r".*\.keys$:0",
+    r".*\.max_queries$",
+    r".*\.max_keys$",
+)
+"""Dynamo's names of what a block reads that changes from row to row, and the dimension that does."""
+FIRST_ROW = 64
+"""Tokens of the longest episode that blocks are compiled with."""
+GRAPHS = 64
+"""Most graphs of blocks that are compiled, each for another kind of block or range of lengths. On a CPU inductor takes
+other kernels for sums of more than 4096 terms, which a norm's gradient has from a certain length on."""
+
+
+def allow_any_length() -> None:
+    """Have what is compiled next take rows of any length. Without this the first row would be compiled for its own
+    length, and the second one again."""
+    torch.compiler.config.dynamic_sources = ",".join(_LENGTHS)
+    torch._dynamo.config.recompile_limit = GRAPHS
+
+
+def first_rows(longest: int, routers: Sequence[ReplayRouter], device: torch.device) -> list[MicroBatch]:
+    """Micro-batches of made-up tokens to compile with: two episodes that share one half, and the same ones apart, for
+    which flash attention gathers no keys.
+
+    Args:
+        longest: tokens of an episode that the model takes.
+        routers: those that are to replay expert routes.
+    """
+    length = min(FIRST_ROW, longest)
+    drawn = np.arange(length) >= length // 2
+    episodes = []
+    for last in (0, 1):
+        token_ids = np.where(drawn, last, 0).astype(np.int32)
+        turn = Turn(token_ids, np.zeros(length, np.float32), np.where(drawn, 0, -1).astype(np.int32), drawn)
+        episodes.append(Episode([turn], 0.0, "stop"))
+    if routers:
+        by_layer = np.stack([np.arange(router.top_k) for router in routers])
+        dtype = np.uint8 if routers[0].num_experts <= 256 else np.uint16  # as generators return them
+        for episode in episodes:
+            episode.expert_routes = np.tile(by_layer.astype(dtype), (length - 1, 1, 1))
+    return [pack(episodes, torch.zeros(2), torch.zeros(2), 0, device, groups) for groups in ([0, 0], [0, 1])]

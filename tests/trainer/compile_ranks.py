@@ -1,0 +1,60 @@
+"""Trains with and without compiled blocks, on every rank of a torchrun job:
+
+    compile_ranks.py FOLDER RUN...
+
+Writes the figures of each step, what training made of the models, and how many graphs were compiled.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch._dynamo.utils import counters
+
+from monarch_rl.trainer.objective import reinforcement
+from monarch_rl.trainer.policy import Policy
+from monarch_rl.trainer.settings import TrainerSettings
+from tests.trainer.batches import LR, STEPS, batch, shard
+from tests.trainer.ranks import packed
+
+RUNS = {
+    "checkpointed": ("dense", TrainerSettings(lr=LR, activation_checkpoint="full")),
+    "experts": ("moe", TrainerSettings(lr=LR, expert_parallel=2)),
+}
+
+
+def train(folder: Path, model: str, settings: TrainerSettings, name: str) -> tuple[int, int]:
+    """Graphs compiled at the start, and after all steps."""
+    torch._dynamo.reset()
+    counters.clear()
+    policy = Policy(folder / model, settings, total_steps=STEPS)
+    at_start = counters["stats"]["unique_graphs"]
+    figures = []
+    for step in range(STEPS):
+        part = shard(batch(step), step, policy.rank, policy.world_size, token_budget=50)
+        metrics = policy.update(packed(part, policy), reinforcement(settings.loss))
+        figures.append({"loss": metrics["loss"], "grad_norm": metrics["grad_norm"]})
+    policy.save(folder / name)
+    if policy.rank == 0:
+        (folder / f"{name}.json").write_text(json.dumps(figures))
+    return at_start, counters["stats"]["unique_graphs"]
+
+
+def main(folder: Path, names: list[str]) -> None:
+    torch.set_num_threads(1)
+    for name in names:
+        model, settings = RUNS[name]
+        train(folder, model, settings, f"{name}.plain")
+        graphs = train(folder, model, replace(settings, compile=True), f"{name}.compiled")
+        if dist.get_rank() == 0:
+            (folder / f"{name}.graphs.json").write_text(json.dumps(graphs))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

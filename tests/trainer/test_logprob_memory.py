@@ -1,0 +1,83 @@
+"""How much memory the LM head takes: some tensors of one chunk's logits, however many tokens there are."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from monarch_rl.trainer import platform
+
+platform.prepare()
+
+from monarch_rl.trainer.modules import LogprobHead  # noqa: E402
+from monarch_rl.trainer.token_logprobs import DrawnTokens  # noqa: E402
+
+CHUNK, VOCABULARY, WIDTH = 16, 6000, 4
+LOGITS = CHUNK * VOCABULARY * 4
+"""Bytes."""
+TENSORS = 6
+"""As large as one chunk's logits, that may exist at once: logits, their gradients, and what lies between. The LM head's
+weight and its gradients come on top."""
+
+
+class Peak(TorchDispatchMode):
+    """Bytes of the storages that operators make, at their most, and of the largest one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.most = self.largest = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self._note(tensor.untyped_storage())
+        return result
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        self.live, self.largest = self.live + size, max(self.largest, size)
+        self.most = max(self.most, self.live)
+        weakref.finalize(storage, self._end, key, size)
+
+    def _end(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self.live -= size
+
+
+def measured(tokens: int, kept: bool) -> Peak:
+    """Of the head's forward and backward pass over ``tokens`` drawn tokens."""
+    head = LogprobHead(LogprobHead.Config(in_features=WIDTH, out_features=VOCABULARY, chunk=CHUNK))
+    hidden = torch.randn(1, tokens, WIDTH, requires_grad=True)
+    ids = torch.randint(0, VOCABULARY, (tokens,))
+    sets = (torch.ones(tokens, dtype=torch.int64), ids.int()) if kept else None
+    head.drawn_tokens = DrawnTokens(torch.arange(tokens), ids, temperature=0.7, kept_sets=sets)
+    with Peak() as peak:
+        head(hidden).logprobs.sum().backward()
+    assert hidden.grad is not None and head.weight.grad is not None
+    return peak
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_it_does_not_grow_with_the_number_of_tokens(kept: bool) -> None:
+    few, many = measured(2 * CHUNK, kept), measured(40 * CHUNK, kept)
+    weights = 3 * VOCABULARY * WIDTH * 4
+    for peak in (few, many):
+        assert peak.largest == LOGITS
+        assert LOGITS < peak.most < TENSORS * LOGITS + weights
+    # What grows are a few values of each token: its hidden state, log-prob, entropy.
+    assert many.most - few.most < 0.2 * LOGITS
+
+
+def test_a_larger_chunk_would_take_more() -> None:
+    """So that the bound above is not met by chance."""
+    assert measured(CHUNK // 2, kept=False).most < 0.6 * measured(CHUNK, kept=False).most

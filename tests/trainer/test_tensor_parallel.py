@@ -1,0 +1,127 @@
+"""Tensor-parallel trainer ranks against one rank: log-probs, entropies, gradients, updates, versions, saved folders."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from monarch_rl.model.lora import LoraSettings
+from monarch_rl.trainer import platform
+from monarch_rl.trainer.settings import TrainerSettings, check_hosts, check_tensor_parallel
+from tests.trainer.folders import LLAMA, MOE, QWEN3, make_folder
+from tests.trainer.programs import run_program, saved
+
+platform.prepare()
+
+from torchtitan.config import ParallelismConfig  # noqa: E402
+
+from monarch_rl.trainer.model_config import model_config  # noqa: E402
+
+MODELS = {"qwen3": QWEN3, "qwen3_tied": QWEN3 | {"tie_word_embeddings": True}, "llama": LLAMA}
+LAYOUTS = {"2x2": 2, "4x2": 4}
+"""Ranks and tensor-parallel degree, and the ranks. The second is a mesh of FSDP and tensor parallelism."""
+LOGPROB_BOUND = 1e-5
+"""Nats, fp32, and for entropies and kept masses too."""
+GRADIENT_BOUND = 2e-5
+"""Of the norm of each parameter's gradient, or of a hundredth of the whole gradient's if that is more."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The models, and what one rank made of them."""
+    folder = tmp_path_factory.mktemp("tensor_parallel")
+    for seed, (name, config) in enumerate(MODELS.items()):
+        make_folder(folder / name, config, seed)
+    run_program("tensor_parallel_ranks.py", folder, "1", "1x1", *MODELS, ranks=1)
+    return folder
+
+
+@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.slow] if n > 2 else []) for name, n in LAYOUTS.items()])
+def where(request: pytest.FixtureRequest, folder: Path, ran: set[int]) -> str:
+    """A layout, of which tensor_parallel_ranks.py has written its part."""
+    ranks = LAYOUTS[request.param]
+    if ranks not in ran:
+        ran.add(ranks)
+        run_program("tensor_parallel_ranks.py", folder, "2", request.param, *MODELS, ranks=ranks)
+    return str(request.param)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_log_probs_entropies_and_gradients_are_those_of_one_rank(folder: Path, name: str, where: str) -> None:
+    """Of episodes that share prefixes, over a temperature, in several chunks, with kept sets and without."""
+    expected, found = (load_file(folder / f"{name}.{layout}.values") for layout in ("1x1", where))
+    assert expected.keys() == found.keys()
+    norms = [value.norm() for tensor, value in expected.items() if tensor.startswith("grad.")]
+    total = torch.stack(norms).norm()
+    for tensor, value in expected.items():
+        difference = found[tensor] - value
+        if tensor.startswith("grad."):
+            assert difference.norm() < GRADIENT_BOUND * max(value.norm(), 1e-2 * total), tensor
+        else:
+            assert value.numel() and difference.abs().max() < LOGPROB_BOUND, tensor
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_loaded_is_saved_bit_for_bit(folder: Path, name: str, where: str) -> None:
+    """Also what is sent: the program compares the shards of each rank's snapshot with the saved weights."""
+    before, after = saved(folder / name), saved(folder / f"{name}.{where}.saved")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[tensor], after[tensor]) for tensor in before)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_updates_are_those_of_one_rank(folder: Path, name: str, where: str) -> None:
+    """Weights in the norm; losses and gradient norms within 1e-4 of theirs, and the same number of tokens."""
+    start, expected, found = saved(folder / name), saved(folder / f"{name}.1x1"), saved(folder / f"{name}.{where}")
+    for tensor in expected:
+        moved = (expected[tensor] - start[tensor]).norm()
+        assert moved > 0 and (found[tensor] - expected[tensor]).norm() < 0.01 * moved, tensor
+    ours, theirs = (json.loads((folder / f"{name}.{layout}.json").read_text()) for layout in (where, "1x1"))
+    # Two parts of a batch share less than one: groups are cut.
+    counted = ("tokens", "computed_share") if where == "2x2" else ("tokens",)
+    for our_step, their_step in zip(ours, theirs, strict=True):
+        assert [our_step[name] for name in counted] == [their_step[name] for name in counted]
+        for metric in ("loss", "grad_norm", "entropy"):
+            assert our_step[metric] == pytest.approx(their_step[metric], rel=1e-4, abs=1e-6), metric
+
+
+@pytest.mark.parametrize(
+    "change, refusal",
+    [
+        ({"num_key_value_heads": 3}, "num_key_value_heads 3"),
+        ({"vocab_size": 101}, "vocab_size 101"),
+        ({"intermediate_size": 81}, "intermediate_size 81"),
+    ],
+)
+def test_a_model_that_cannot_be_shared_equally_is_refused(change: dict[str, int], refusal: str) -> None:
+    check_tensor_parallel(QWEN3, 2)
+    check_tensor_parallel(QWEN3 | change, 1)
+    with pytest.raises(ValueError, match=rf"trainer.tp 2 cannot share {refusal}"):
+        check_tensor_parallel(QWEN3 | change, 2)
+
+
+def test_torchtitan_still_has_no_context_parallelism_for_packed_rows() -> None:
+    """When this fails, docs/architecture.md has to say something else."""
+    config = model_config(QWEN3, logprob_chunk=16, longest=64, half_on_gpu=True)
+    parallelism = ParallelismConfig(context_parallel_degree=2)
+    with pytest.raises(NotImplementedError, match="Varlen attention is not supported with CP"):
+        config.update_from_config(config=SimpleNamespace(parallelism=parallelism))
+
+
+def test_experts_lora_and_groups_across_hosts_are_refused() -> None:
+    with pytest.raises(ValueError, match="has experts or latent attention"):
+        check_tensor_parallel(MOE, 2)
+    with pytest.raises(ValueError, match="trainer.lora cannot be trained with trainer.tp 2"):
+        TrainerSettings(tp=2, lora=LoraSettings(rank=4))
+    with pytest.raises(ValueError, match="trainer.compile has not been tried with trainer.tp 2"):
+        TrainerSettings(tp=2, compile=True)
+    check_hosts(TrainerSettings(ranks=12, tp=2), per_host=6)
+    with pytest.raises(ValueError, match="trainer.tp 4 must lie on one host: a divisor of its 6 devices"):
+        check_hosts(TrainerSettings(ranks=12, tp=4), per_host=6)
+    with pytest.raises(ValueError, match="trainer.tp 2 must divide trainer.ranks, which is 3"):
+        TrainerSettings(ranks=3, tp=2)
