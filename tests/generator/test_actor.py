@@ -275,7 +275,7 @@ def test_a_killed_replica_takes_its_engine_along_and_another_one_goes_on(replica
         await dispatcher.generate([5], BEGINNING, 0)
         os.kill(actor, signal.SIGKILL)
         # A process killed while Monarch asks it for its state is noticed later, and in other words.
-        lost = r"(?s)generator\.generate\(\) failed.*(sig=9|process likely crashed)"
+        lost = r"(?s)generator\.answer\(\) failed.*(sig=9|process likely crashed)"
         with pytest.raises(ReplicaLost, match=lost):
             await asyncio.wait_for(request, STATE_DEADLINE_S + 10)
         return alone, await playing, await tokens() - before

@@ -205,7 +205,7 @@ class _Line:
         self._is_open = self._is_lost = False
         number, opened = self._inbox.expect("attend", self.actors)
         opened.answer.add_done_callback(self._opened)
-        self._attending = loop.create_task(self._attend(handle.attend, number))
+        self._attending = loop.create_task(self._attend(handle.attend, number, opened))
 
     @property
     def ended(self) -> bool:
@@ -235,12 +235,12 @@ class _Line:
         if calls and not self._is_lost:
             self._answer_calls.broadcast(self._inbox.name, calls)
 
-    async def _attend(self, attend: Any, number: int) -> None:
+    async def _attend(self, attend: Any, number: int, opened: _PendingCall) -> None:
         try:
             await attend.call(self._inbox.name, number, self._inbox.port)  # waits: as long as the actors live
         except Exception as error:
             self._is_lost = True
-            for pending in list(self._pending):
+            for pending in [opened, *self._pending]:
                 pending.fail(_named(error, pending.endpoint))
 
 
