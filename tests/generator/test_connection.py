@@ -1,4 +1,4 @@
-"""A connection to a replica, over real channels: every request gets its own answer, or is named as lost with its parts."""
+"""A connection to a replica, over real channels: each request gets its own answer, or is lost with its parts."""
 
 from __future__ import annotations
 
