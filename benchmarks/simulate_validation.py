@@ -30,9 +30,8 @@ from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.episode.sampling import Completion, GenerationError, Sampling
 from monarch_rl.generator.commit import CommitReport
-from monarch_rl.generator.connection import answer_all
+from monarch_rl.generator.connection import Answering
 from monarch_rl.generator.dispatcher import Dispatcher
-from monarch_rl.generator.messages import Request
 from monarch_rl.generator.parts import OnPart
 from monarch_rl.pipeline.actor_pool import ActorPool
 from monarch_rl.pipeline.actors import Actors
@@ -42,7 +41,7 @@ from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.worker import RolloutWorker
 from monarch_rl.runtime.cluster import Cluster, launch_cluster
 from monarch_rl.runtime.deadlines import now, within
-from monarch_rl.runtime.endpoint import concurrent_endpoint
+from monarch_rl.runtime.endpoint import concurrent_endpoint, one_way_endpoint
 from monarch_rl.simulate.costs import Costs, DecodeCosts, Distribution, TrainerCosts
 from monarch_rl.simulate.run import Figures, Plan, SimulatedTrainer, measure, predict, run_settings
 from monarch_rl.tasks.reasoning_gym import TaskSettings
@@ -94,6 +93,7 @@ class SleepingGenerator(Actor):
 
     def __init__(self, costs: Costs) -> None:
         self._costs = costs
+        self._answering = Answering(self._draw, GenerationError)
         self._waiting: deque[Drawing] = deque()
         self._running: list[Drawing] = []
         self._asked = asyncio.Event()
@@ -103,9 +103,14 @@ class SleepingGenerator(Actor):
         self._busy_s = self._request_s = 0.0
 
     @concurrent_endpoint
-    async def generate(self, requests: list[Request], port: Port[bytes]) -> None:
+    async def answer(self, connection: str, port: Port[bytes]) -> None:
+        """Like ``Generator.answer``."""
+        await self._answering.answer(connection, port)
+
+    @one_way_endpoint
+    async def generate(self, connection: str, requests: bytes) -> None:
         """Like ``Generator.generate``."""
-        await answer_all(requests, port, self._draw, GenerationError)
+        self._answering.start(connection, requests)
 
     async def _draw(self, prompt_ids: list[int], sampling: Sampling, on_part: OnPart) -> Completion:
         tokens = self._costs.length.draw(0, sampling.seed)

@@ -208,7 +208,7 @@ def test_cancelled_requests_leave_the_replica_as_it_was(replicas: Replicas, run:
     actor = replicas.actors[0]
 
     async def cancel() -> ReplicaLost:
-        connection = ReplicaConnection(actor, 60, "generator 0")
+        connection = ReplicaConnection(actor)
         request, beginning = connection.ask([5], LONG), connection.ask([5], BEGINNING)
         await beginning
         connection.cancel_requests("enough")
@@ -231,14 +231,14 @@ def test_requests_that_are_not_sent_yet_are_cancelled_too() -> None:
     """They wait for the pace of messages, and would be sent to a replica that is given up."""
 
     async def cancel() -> None:
-        never = ReplicaConnection(cast(Any, None), 60, "generator 0")
+        never = ReplicaConnection(cast(Any, None))
         never._next_at = asyncio.get_running_loop().time() + 0.01
         request = never.ask([5], LONG)
         never.cancel_requests("enough")
         with pytest.raises(ReplicaLost, match="enough"):
             await request
         await asyncio.sleep(0.05)  # past the moment at which it would have been sent
-        assert not never._exchanges
+        assert not never._name, "the connection was opened"
 
     asyncio.run(cancel())
 
@@ -254,7 +254,7 @@ def test_a_failure_that_is_no_requests_own_is_the_end_of_the_replica(replicas: R
         assert not life.done()
         nothing: Any = None
         with pytest.raises(ReplicaLost, match="AttributeError"):
-            await ReplicaConnection(actor, 60, "generator 0").ask([5], nothing)
+            await ReplicaConnection(actor).ask([5], nothing)
         with pytest.raises(ActorError, match="AttributeError"):
             await asyncio.wait_for(life, 10)
 
@@ -272,12 +272,12 @@ def test_a_killed_replica_takes_its_engine_along_and_another_one_goes_on(replica
     async def lose() -> tuple[Completion, Completion, int]:
         alone = await ask(replicas.actors[1], [5], LONG)
         before, dispatcher = await tokens(), Dispatcher(replicas.actors, NOTICED_S)
-        request = ReplicaConnection(replicas.actors[0], NOTICED_S, "generator 0").ask([5], LONG)
+        request = ReplicaConnection(replicas.actors[0]).ask([5], LONG)
         playing = asyncio.ensure_future(dispatcher.generate([5], LONG, 0))
         await dispatcher.generate([5], BEGINNING, 0)
         os.kill(actor, signal.SIGKILL)
         # A process killed while Monarch asks it for its state is noticed later, and in other words.
-        lost = r"(?s)generator\.generate\(\) failed.*(sig=9|process likely crashed)"
+        lost = r"(?s)generator\.answer\(\) failed.*(sig=9|process likely crashed)"
         with pytest.raises(ReplicaLost, match=lost):
             await asyncio.wait_for(request, NOTICED_S)
         return alone, await playing, await tokens() - before
@@ -302,7 +302,7 @@ def test_a_lost_engine_is_an_error_of_its_requests(replicas: Replicas, run: Loop
 
     async def lose() -> None:
         life = asyncio.ensure_future(wait(actor.lives.call_one()))
-        connection = ReplicaConnection(actor, 60, "generator 1")
+        connection = ReplicaConnection(actor)
         request = connection.ask([5], Sampling(max_new_tokens=1000))
 
         async def started() -> bool:

@@ -15,9 +15,8 @@ from monarch.actor import Port
 
 from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.generator import dispatcher as module
-from monarch_rl.generator.connection import ReplicaLost, answer_all
+from monarch_rl.generator.connection import Answering, ReplicaLost
 from monarch_rl.generator.dispatcher import Dispatcher
-from monarch_rl.generator.messages import Request
 from monarch_rl.generator.parts import UNFINISHED, OnPart, finish_reason_of
 from monarch_rl.runtime.deadlines import DeadlineExceeded
 
@@ -29,7 +28,10 @@ class Lost(RuntimeError):
 
 
 class Replica:
-    """What the dispatcher sees of an actor: ``generate.call_one``. Answers on a real port, once it is ``open``."""
+    """What the dispatcher sees of an actor: ``answer.call_one`` and ``generate.broadcast``.
+
+    It answers on a real port, once it is ``open``.
+    """
 
     def __init__(self) -> None:
         self.messages: list[list[int]] = []
@@ -38,6 +40,13 @@ class Replica:
         self.error: Exception | None = None
         self.sent = 0
         """Messages that answers took."""
+        self.ports: list[Port[bytes]] = []
+        """One for each time that a connection was opened."""
+        self.answering = Answering(lambda *asked: self.draw(*asked), ValueError)
+
+    @property
+    def answer(self) -> Any:
+        return self
 
     @property
     def generate(self) -> Any:
@@ -45,12 +54,15 @@ class Replica:
 
     def send(self, obj: bytes, /) -> None:
         self.sent += 1
-        self._port.send(obj)
+        self.ports[-1].send(obj)
 
-    async def call_one(self, requests: list[Request], port: Port[bytes]) -> None:
-        self._port = port
-        self.messages.append([prompt[0] for prompt, _ in requests])
-        await answer_all(requests, self, self.draw, ValueError)
+    async def call_one(self, connection: str, port: Port[bytes]) -> None:
+        self.ports.append(port)
+        await self.answering.answer(connection, self)
+
+    def broadcast(self, connection: str, requests: bytes) -> None:
+        self.messages.append([prompt[0] for _, prompt, _ in pickle.loads(requests)])
+        self.answering.start(connection, requests)
 
     async def draw(self, prompt_ids: list[int], sampling: Sampling, on_part: OnPart) -> Completion:
         await self.open.wait()
@@ -359,7 +371,8 @@ def test_an_answer_that_cannot_be_sent_is_the_loss_of_the_replica_to_who_asked()
 
         alone, asked = Mute(), asyncio.get_running_loop().create_future()
         alone.draw = lambda *_: asked  # type: ignore[method-assign,assignment]
-        both = asyncio.ensure_future(answer_all([([1], Sampling()), ([2], Sampling())], alone, alone.draw, ValueError))
+        both = asyncio.ensure_future(alone.answering.answer("here", alone))
+        alone.broadcast("here", pickle.dumps([(0, [1], Sampling()), (1, [2], Sampling())]))
         await until(lambda: not both.done())
         asked.set_result(COMPLETION)
         with pytest.raises(BrokenPipeError, match="no such port"):

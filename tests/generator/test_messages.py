@@ -75,7 +75,8 @@ def test_no_answer_waits_longer_than_the_pace_and_messages_keep_it(pauses: list[
 
     async def play() -> tuple[list[float], list[tuple[float, list[int]]]]:
         port, added = Received(), list[float]()
-        sender = AnswerSender(port)
+        sender = AnswerSender()
+        sender.use(port)
         for index, pause in enumerate(pauses):
             await asyncio.sleep(pause)
             added.append(asyncio.get_running_loop().time())

@@ -24,7 +24,7 @@ from monarch_rl.episode.packed import PackedGroup, PackedShard
 from monarch_rl.episode.ticket import Ticket
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import DeadlineExceeded, now
-from monarch_rl.runtime.endpoint import concurrent_endpoint
+from monarch_rl.runtime.endpoint import concurrent_endpoint, lasting_endpoint
 from monarch_rl.runtime.heap import freeze_heap
 
 SLOT_DEADLINE = "rollout.slot-deadline-s"
@@ -61,7 +61,7 @@ class Buffer(FailureReports):
         """Get ready for a long run; everything works without."""
         freeze_heap()
 
-    @concurrent_endpoint
+    @lasting_endpoint
     async def admit(self, worker: str, timeout_s: float) -> Ticket | None:
         """Wait for a slot and start a group in it; None when the run has ended, or the worker was reported as lost.
 
@@ -73,7 +73,7 @@ class Buffer(FailureReports):
         tickets = await self._admit(worker, 1, timeout_s)
         return tickets[0] if tickets else None
 
-    @concurrent_endpoint
+    @lasting_endpoint
     async def admit_many(self, worker: str, max_groups: int, timeout_s: float) -> list[Ticket]:
         """:meth:`admit` for up to ``max_groups`` groups: waits for one slot and takes those free; none at the end."""
         return await self._admit(worker, max_groups, timeout_s)
@@ -93,7 +93,7 @@ class Buffer(FailureReports):
         await self._wait(self._slots, served, timeout_s, worker, "a free slot of the buffer", SLOT_DEADLINE)
         return tickets
 
-    @concurrent_endpoint
+    @lasting_endpoint
     async def reserve(self, group_id: int, attempt: int, nbytes: int, worker: str, timeout_s: float) -> None:
         """Wait until a complete group of ``nbytes`` may be put.
 
@@ -107,7 +107,7 @@ class Buffer(FailureReports):
         what = f"room for the {nbytes} bytes of group {group_id}"
         await self._wait(self._room, served, timeout_s, worker, what, SLOT_DEADLINE)
 
-    @concurrent_endpoint
+    @lasting_endpoint
     async def put(self, *groups: bytes) -> None:
         """Hand in complete groups, each packed (``pack_group``).
 
@@ -116,7 +116,7 @@ class Buffer(FailureReports):
         """
         self._put([PackedGroup.read(data) for data in groups])
 
-    @concurrent_endpoint
+    @lasting_endpoint
     async def put_if_room(self, *groups: bytes) -> list[bool]:
         """:meth:`put` for those groups that there is room for; says of each whether it was."""
         read = [PackedGroup.read(data) for data in groups]
@@ -131,7 +131,7 @@ class Buffer(FailureReports):
             self._failures.note_put()
         self._serve()
 
-    @concurrent_endpoint
+    @lasting_endpoint
     async def drop(self, group_id: int, reason: str, tokens: int = 0, attempt: int = 0) -> None:
         """Drop a group for which ``tokens`` were drawn. Raises ValueError if it is not here."""
         if self._core.drop(group_id, reason, tokens, attempt):
@@ -139,7 +139,7 @@ class Buffer(FailureReports):
         self._end_lease(group_id, attempt)
         self._serve()
 
-    @concurrent_endpoint
+    @lasting_endpoint
     async def release(self, worker: str) -> list[int]:
         """A worker is lost: other workers start its groups again, in the same slots and places.
 
@@ -155,7 +155,7 @@ class Buffer(FailureReports):
         self._serve()
         return released
 
-    @concurrent_endpoint
+    @lasting_endpoint
     async def take(self, version: int, dp_rank: int, dp_size: int, token_budget: int, timeout_s: float) -> PackedShard:
         """Wait for the batch that updates ``version`` and get one rank's share of it.
 
@@ -189,29 +189,29 @@ class Buffer(FailureReports):
             raise BufferClosed(f"no batch for version {version}: the run has ended")
         return self._shards(batch, version, dp_size, token_budget)[dp_rank]
 
-    @concurrent_endpoint
+    @lasting_endpoint
     async def trained(self, version: int) -> None:
         """The optimiser step that made ``version`` is done on every rank."""
         self._core.trained(version)
         self._plan = None
         self._serve()
 
-    @concurrent_endpoint
+    @lasting_endpoint
     async def published(self, version: int) -> None:
         """Every generator serves ``version``."""
         self._core.published(version)
         self._serve()
 
-    @concurrent_endpoint
+    @lasting_endpoint
     async def counts(self) -> Counts:
         return self._counts()
 
-    @concurrent_endpoint
+    @lasting_endpoint
     async def report(self) -> str:
         """One line on the slots, the drops and who holds which group since when."""
         return self._report()
 
-    @concurrent_endpoint
+    @lasting_endpoint
     async def close(self) -> Counts:
         """End the run: waiting workers get None, waiting trainer ranks BufferClosed. Returns the last counts."""
         self._core.close()

@@ -10,7 +10,7 @@ from heapq import heappop, heappush
 from monarch_rl.buffer.waiting import Line
 from monarch_rl.episode.failure import KINDS, Failure
 from monarch_rl.runtime.deadlines import now
-from monarch_rl.runtime.endpoint import concurrent_endpoint
+from monarch_rl.runtime.endpoint import lasting_endpoint
 from monarch_rl.runtime.resilient import ResilientActor
 
 MIN_GROUPS = 8
@@ -126,13 +126,13 @@ class FailureReports(ResilientActor):
         self._failures, self._news = FailureLog(groups_per_step), Line()
         self._first_playing = first_playing
 
-    @concurrent_endpoint
+    @lasting_endpoint
     async def note_failure(self, failure: Failure) -> None:
         """Take note of the first failure of a kind; whoever asks for :meth:`failures` is told."""
         self._failures.note(failure)
         self._news.serve()
 
-    @concurrent_endpoint
+    @lasting_endpoint
     async def failures(self, known: int, patience_s: float) -> FailureNews:
         """Wait until there are more kinds of failures than ``known``, or until the run does nothing but fail.
 

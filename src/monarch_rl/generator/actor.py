@@ -16,17 +16,17 @@ import numpy as np
 import torch
 from monarch.actor import Port
 
-from monarch_rl.episode.sampling import GenerationError
+from monarch_rl.episode.sampling import Completion, GenerationError, Sampling
 from monarch_rl.generator.commit import CommitReport
-from monarch_rl.generator.connection import answer_all
+from monarch_rl.generator.connection import Answering
 from monarch_rl.generator.engine import Engine
-from monarch_rl.generator.messages import Request
+from monarch_rl.generator.parts import OnPart
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.generator.sglang_engine import EngineStopped
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import within
-from monarch_rl.runtime.endpoint import concurrent_endpoint
+from monarch_rl.runtime.endpoint import concurrent_endpoint, lasting_endpoint, one_way_endpoint
 from monarch_rl.runtime.heap import freeze_heap
 from monarch_rl.runtime.resilient import ResilientActor
 from monarch_rl.weights.endpoint import Receiver, TransferSettings
@@ -81,6 +81,7 @@ class Generator(ResilientActor):
         """Set once a version was committed: nothing is drawn before."""
         self._failed: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         """Done when a request has failed and it was not the request's own fault."""
+        self._answering = Answering(self._draw, GenerationError)
         self._replica = 0
         self._devices = 1
 
@@ -125,17 +126,26 @@ class Generator(ResilientActor):
         return time.perf_counter() - started
 
     @concurrent_endpoint
-    async def generate(self, requests: list[Request], port: Port[bytes]) -> None:
-        """Draw after every prompt; answers go to ``port`` when they are ready, long ones in parts before. Ends with the
-        last one.
+    async def answer(self, connection: str, port: Port[bytes]) -> None:
+        """Answer what is asked on a connection to ``port``. Never return; raise what ends it.
 
-        For :class:`~monarch_rl.generator.dispatcher.Dispatcher`: ask through one. See :meth:`Engine.generate`.
+        For :class:`~monarch_rl.generator.dispatcher.Dispatcher`: ask through one.
         """
+        await self._answering.answer(connection, port)
+
+    @one_way_endpoint
+    async def generate(self, connection: str, requests: bytes) -> None:
+        """Draw after every prompt; long answers are sent in parts before. See :meth:`Engine.generate`."""
+        self._answering.start(connection, requests)
+
+    async def _draw(self, prompt_ids: list[int], sampling: Sampling, on_part: OnPart) -> Completion:
         if not self._verified.is_set():
             with presence.waiting("a version that is verified", on="controller"):
                 await self._verified.wait()  # waits: the caller keeps the deadline
         try:
-            await answer_all(requests, port, self._running.generate, GenerationError)
+            return await self._running.generate(prompt_ids, sampling, on_part)
+        except GenerationError:
+            raise
         except Exception as error:  # not the request's own fault
             if not self._failed.done():
                 self._failed.set_result(error)
@@ -169,7 +179,7 @@ class Generator(ResilientActor):
             weights.deadline_s + TRANSFER_GRACE_S, meeting, what, on="trainer ranks", flag="weights.deadline-s"
         )
 
-    @concurrent_endpoint
+    @lasting_endpoint
     async def receive(self, version: int, snapshot: int) -> int:
         """Receive ``version`` while decoding goes on; returns the bytes that came.
 
@@ -190,13 +200,13 @@ class Generator(ResilientActor):
             weights.received = version
             return nbytes
 
-    @concurrent_endpoint
+    @lasting_endpoint
     async def weights_abort(self, why: str) -> None:
         """End a transfer under way, because a member is lost: ``receive`` or ``weights_connect`` fails at once."""
         if self._weights is not None:
             self._weights.receiver.abort(why)
 
-    @concurrent_endpoint
+    @lasting_endpoint
     async def commit(self, version: int, snapshot: int, checksums: np.ndarray) -> CommitReport:
         """Serve the version that was received from ``snapshot``; see :meth:`Engine.commit`."""
         return await self._commit(version, snapshot, checksums)
@@ -219,7 +229,7 @@ class Generator(ResilientActor):
         """Raise if the weights that are not trained are not the trainer's; see :meth:`Engine.verify_frozen`."""
         await self._running.verify_frozen(manifest, checksums)
 
-    @concurrent_endpoint
+    @lasting_endpoint
     async def ready(self) -> None:
         """Answer: this replica is alive. Raises EngineStopped if its engine is not."""
         self._running.check()
@@ -232,7 +242,7 @@ class Generator(ResilientActor):
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)  # waits: as long as the replica lives
         raise EngineStopped(ended.result()) if ended.done() else self._failed.result()
 
-    @concurrent_endpoint
+    @lasting_endpoint
     async def stats(self) -> GeneratorStats:
         """Counts since the start."""
         engine = self._running

@@ -1,15 +1,25 @@
 """The connection from one caller to one replica: many requests a message, many answers a message.
 
-A message costs about 0.5 ms of CPU on each side, and an engine answers hundreds of requests a second. So requests that
+A message costs some 0.1 ms of CPU on each side, and an engine answers hundreds of requests a second. So requests that
 are made in one turn of the caller's event loop, such as the episodes of a group, travel together, and so do answers,
 and parts of answers, that are ready in one turn of the replica's. Either travels at once if nothing has for
 :data:`PACE_S` or :data:`ANSWER_PACE_S` seconds; else together with all that comes until then.
+
+    caller                                    replica
+    answer(connection, port) ---------------------->     once; fails when the replica can answer no more
+    generate(connection, requests with numbers) --->
+          <---- port: answers with their numbers, of any message of requests
+
+A port for each message of requests would be simpler, but Monarch never frees all of it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
+import pickle
+import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,14 +28,14 @@ from typing import Any, Protocol, TypeVar
 from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.generator.messages import Answer, Request, pack_answers, unpack_answers
 from monarch_rl.generator.parts import UNFINISHED, OnPart
-from monarch_rl.runtime.deadlines import DeadlineExceeded, within
-from monarch_rl.runtime.endpoint import concurrent_endpoint
+from monarch_rl.runtime.endpoint import concurrent_endpoint, one_way_endpoint
+from monarch_rl.runtime.lasting_calls import next_message
 
 T = TypeVar("T")
 PACE_S = 0.01
 """Seconds between two messages of requests, at least: about a decoding step, which requests wait for anyhow."""
 ANSWER_PACE_S = 0.02
-"""Seconds between two messages of answers to one message of requests, at least."""
+"""Seconds between two messages of answers to one caller, at least."""
 
 
 class ReplicaLost(RuntimeError):
@@ -47,7 +57,10 @@ class ReplicaHandle(Protocol):
     """A replica as callers see it: the handle of a :class:`~monarch_rl.generator.actor.Generator`, or its stand-in."""
 
     @concurrent_endpoint
-    async def generate(self, requests: list[Request], port: AnswerPort) -> None: ...
+    async def answer(self, connection: str, port: AnswerPort) -> None: ...
+
+    @one_way_endpoint
+    async def generate(self, connection: str, requests: bytes) -> None: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -59,25 +72,28 @@ class _PendingRequest:
 
 
 class ReplicaConnection:
-    """The caller's end of a connection to the replica behind ``handle``, called ``name``. Use from one event loop.
+    """The caller's end of a connection to the replica behind ``handle``. Use from one event loop.
 
-    A request may take ``deadline_s`` seconds.
+    It is opened by the first request, and again by the first one after it was lost.
     """
 
-    def __init__(self, handle: ReplicaHandle, deadline_s: float, name: str) -> None:
+    def __init__(self, handle: ReplicaHandle) -> None:
         self._handle = handle
-        self._name = name
-        self._deadline_s = deadline_s
-        self._outbox: list[_PendingRequest] = []
-        self._exchanges: set[asyncio.Task[None]] = set()
-        self._cancelled_because = "the caller's event loop ends"
+        self._outbox: list[int] = []
+        """Numbers of the requests that are not sent yet."""
+        self._pending: dict[int, _PendingRequest] = {}
+        """By number: those without an answer."""
+        self._numbers = itertools.count()
         self._next_at = -math.inf
         """When the next message may be sent, by the event loop's clock."""
+        self._name = ""
+        """By which the replica knows it; empty while it is not open."""
+        self._tasks: list[asyncio.Future[None]] = []
 
     def ask(self, prompt_ids: list[int], sampling: Sampling) -> asyncio.Future[Completion]:
         """Send a request; the future holds its completion, or the error of the request or of the replica.
 
-        A ReplicaLost has the parts of the completion that had arrived.
+        A ReplicaLost has the parts of the completion that had arrived. The caller keeps the deadline.
         """
         loop = asyncio.get_running_loop()
         if not self._outbox:
@@ -85,85 +101,71 @@ class ReplicaConnection:
                 loop.call_soon(self._send)
             else:
                 loop.call_at(self._next_at, self._send)
-        pending = _PendingRequest((prompt_ids, sampling), loop.create_future())
-        self._outbox.append(pending)
+        number, pending = next(self._numbers), _PendingRequest((prompt_ids, sampling), loop.create_future())
+        self._pending[number] = pending
+        self._outbox.append(number)
         return pending.answer
 
     def cancel_requests(self, why: str) -> None:
         """Expect no more answers: whoever waits for one gets ReplicaLost."""
-        self._cancelled_because = why
-        for exchange in self._exchanges:
-            exchange.cancel()
-        unsent, self._outbox = self._outbox, []
-        for pending in unsent:
+        self._name = ""
+        for task in self._tasks:
+            task.cancel()
+        unanswered, self._pending, self._outbox = self._pending, {}, []
+        for pending in unanswered.values():
             if not pending.answer.done():
                 pending.answer.set_exception(ReplicaLost(why, pending.parts))
 
     def _send(self) -> None:
-        pending, self._outbox = self._outbox, []
-        if not pending:  # they were cancelled
+        numbers, self._outbox = self._outbox, []
+        requests = [(number, self._pending[number]) for number in numbers]
+        wanted = [(number, pending.request) for number, pending in requests if not pending.answer.done()]
+        if not wanted:  # they were cancelled
             return
         self._next_at = asyncio.get_running_loop().time() + PACE_S
-        exchange = asyncio.ensure_future(self._exchange(pending))
-        self._exchanges.add(exchange)
-        exchange.add_done_callback(lambda ended: self._ended(ended, pending))
+        if not self._name:
+            self._open()
+        self._handle.generate.broadcast(self._name, _packed(wanted))
 
-    async def _exchange(self, pending: list[_PendingRequest]) -> None:
+    def _open(self) -> None:
         from monarch.actor import Channel
 
+        self._name = uuid.uuid4().hex
         port, receiver = Channel[bytes].open()
-        # The call ends with the last request, or with the error that keeps the rest from being answered.
-        requests = _with_shared_prompts(pending)
-        call = asyncio.ensure_future(_as_coroutine(self._handle.generate.call_one(requests, port)))
-        try:
-            collecting = _collect(receiver, call, pending)
-            await within(self._deadline_s, collecting, f"{len(requests)} requests", on=self._name)
-        finally:
-            call.cancel()
+        answering = asyncio.ensure_future(_as_coroutine(self._handle.answer.call_one(self._name, port)))
+        answering.add_done_callback(self._ended)
+        self._tasks = [answering, asyncio.ensure_future(self._receive(receiver))]
+        self._tasks[1].add_done_callback(self._ended)
 
-    def _ended(self, exchange: asyncio.Task[None], pending: list[_PendingRequest]) -> None:
-        self._exchanges.discard(exchange)
-        error = None if exchange.cancelled() else exchange.exception()
-        why = self._cancelled_because if error is None else str(error)
-        for each in pending:
-            if each.answer.done():
-                continue
-            late = isinstance(error, DeadlineExceeded)
-            each.answer.set_exception(error if error is not None and late else ReplicaLost(why, each.parts))
+    def _ended(self, task: asyncio.Future[None]) -> None:
+        if not task.cancelled() and task in self._tasks:
+            self.cancel_requests(str(task.exception() or "the replica answers no more"))
+
+    async def _receive(self, receiver: Any) -> None:
+        while True:
+            message: bytes = await next_message(receiver)  # waits: callers of ask keep the deadlines
+            for number, content in unpack_answers(message):
+                self._take(number, content)
+
+    def _take(self, number: int, content: Completion | Exception) -> None:
+        pending = self._pending[number]
+        if isinstance(content, Completion) and content.finish_reason == UNFINISHED:
+            pending.parts.append(content)
+            return
+        del self._pending[number]
+        if pending.answer.done():  # cancelled by the caller
+            return
+        if isinstance(content, Exception):
+            pending.answer.set_exception(content)
+        else:
+            pending.answer.set_result(content)
 
 
-def _with_shared_prompts(pending: list[_PendingRequest]) -> list[Request]:
-    """The requests, with one list for equal prompts: pickle writes it once."""
+def _packed(requests: list[tuple[int, Request]]) -> bytes:
+    """Requests and their numbers, with one list for equal prompts, which pickle writes once."""
     prompts: dict[tuple[int, ...], list[int]] = {}
-    return [(prompts.setdefault(tuple(ids), ids), sampling) for ids, sampling in (each.request for each in pending)]
-
-
-async def _collect(receiver: Any, call: asyncio.Future[None], pending: list[_PendingRequest]) -> None:
-    unanswered = len(pending)
-    while unanswered:
-        arriving = asyncio.ensure_future(_as_coroutine(receiver.recv()))
-        try:
-            # The end of a call that went well may be noticed before the last answers; a failed one is the end.
-            ended = asyncio.FIRST_COMPLETED
-            await asyncio.wait({arriving, call}, return_when=ended)  # waits: within _exchange's deadline
-            if not arriving.done():
-                call.result()
-            message: bytes = await arriving  # waits: as above
-        finally:
-            arriving.cancel()
-        for index, content in unpack_answers(message):
-            if isinstance(content, Completion) and content.finish_reason == UNFINISHED:
-                pending[index].parts.append(content)
-                continue
-            unanswered -= 1
-            answer = pending[index].answer
-            if answer.done():  # cancelled by the caller
-                continue
-            if isinstance(content, Exception):
-                answer.set_exception(content)
-            else:
-                answer.set_result(content)
-    await call  # waits: within _exchange's deadline
+    shared = [(number, prompts.setdefault(tuple(ids), ids), sampling) for number, (ids, sampling) in requests]
+    return pickle.dumps(shared, pickle.HIGHEST_PROTOCOL)
 
 
 async def _as_coroutine(awaitable: Awaitable[T]) -> T:
@@ -172,31 +174,42 @@ async def _as_coroutine(awaitable: Awaitable[T]) -> T:
 
 
 class AnswerSender:
-    """The replica's end: sends what is ready, not more often than once in :data:`ANSWER_PACE_S` seconds."""
+    """Sends one caller what is ready, not more often than once in :data:`ANSWER_PACE_S` seconds."""
 
-    def __init__(self, port: AnswerPort) -> None:
-        self._port = port
+    def __init__(self) -> None:
+        self._port: AnswerPort | None = None
         self._ready: list[Answer] = []
         self._loop = asyncio.get_running_loop()
         self._next_at = self._loop.time()
         """When the next message may be sent."""
         self.failed: asyncio.Future[Exception] = self._loop.create_future()
-        """Done when a message could not be sent: with the error."""
+        """Done when nothing more will be answered: with the error."""
 
-    def add(self, index: int, content: Completion | Exception) -> None:
-        """Answer request ``index``, or a part of it."""
+    def use(self, port: AnswerPort) -> None:
+        """Send to ``port``, also what is ready already."""
+        self._port = port
+        self._send()
+
+    def add(self, number: int, content: Completion | Exception) -> None:
+        """Answer request ``number``, or a part of it."""
         if not self._ready:
             if self._loop.time() >= self._next_at:
-                self._loop.call_soon(self.send)
+                self._loop.call_soon(self._send)
             else:
-                self._loop.call_at(self._next_at, self.send)
-        self._ready.append((index, content))
+                self._loop.call_at(self._next_at, self._send)
+        self._ready.append((number, content))
 
-    def send(self) -> None:
-        """Send what is ready now. An error is kept: this is also called by the event loop, which would only log it."""
-        ready, self._ready = self._ready, []
-        if not ready:
+    def fail(self, error: Exception) -> None:
+        """Send what is ready, and end with an error."""
+        self._send()
+        if not self.failed.done():
+            self.failed.set_result(error)
+
+    def _send(self) -> None:
+        """Send what is ready now. An error is kept: this is called by the event loop, which would only log it."""
+        if not self._ready or self._port is None:
             return
+        ready, self._ready = self._ready, []
         try:
             self._port.send(pack_answers(ready))
         except Exception as error:
@@ -205,39 +218,53 @@ class AnswerSender:
         self._next_at = self._loop.time() + ANSWER_PACE_S
 
 
-async def answer_all(
-    requests: list[Request],
-    port: AnswerPort,
-    generate: Callable[[list[int], Sampling, OnPart], Awaitable[Completion]],
-    refusal: type[Exception],
-) -> None:
-    """Answer every request as soon as it is done, after its parts.
+Draw = Callable[[list[int], Sampling, OnPart], Awaitable[Completion]]
+"""Draws after a prompt, and passes on parts."""
+
+
+class Answering:
+    """The replica's end of its connections: answers every request as soon as it is done, after its parts.
 
     Args:
-        requests: of one message.
-        port: where answers go.
-        generate: draws after a prompt, and passes on parts.
-        refusal: errors that are the answer to a request; any other error ends all.
-
-    Raises what ends all: such an error, or that of answers that could not be sent, of which the caller hears so.
+        draw: answers a request.
+        refusal: errors that are the answer to a request; any other error ends the connection.
     """
-    sender = AnswerSender(port)
 
-    async def answer(index: int, prompt_ids: list[int], sampling: Sampling) -> None:
+    def __init__(self, draw: Draw, refusal: type[Exception]) -> None:
+        self._draw, self._refusal = draw, refusal
+        self._senders: dict[str, AnswerSender] = {}
+        """By the name of the connection."""
+        self._drawing: set[asyncio.Task[None]] = set()
+
+    async def answer(self, connection: str, port: AnswerPort) -> None:
+        """Answer to ``port``. Never return; raise the error that ends the connection."""
+        sender = self._sender(connection)
+        sender.use(port)
+        raise await sender.failed  # waits: as long as the caller lives
+
+    def start(self, connection: str, requests: bytes) -> None:
+        """Start to answer requests, which may come before the port."""
+        sender = self._sender(connection)
         try:
-            content: Completion | Exception = await generate(prompt_ids, sampling, partial(sender.add, index))
-        except refusal as error:
-            content = error
-        sender.add(index, content)
+            unpacked: list[tuple[int, list[int], Sampling]] = pickle.loads(requests)
+        except Exception as error:
+            sender.fail(error)
+            return
+        for number, prompt_ids, sampling in unpacked:
+            task = asyncio.ensure_future(self._answer(sender, number, prompt_ids, sampling))
+            self._drawing.add(task)
+            task.add_done_callback(self._drawing.discard)
 
-    answering = asyncio.gather(*(answer(index, *request) for index, request in enumerate(requests)))
-    try:
-        either: set[asyncio.Future[Any]] = {answering, sender.failed}
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)  # waits: the caller keeps the deadline
-        if answering.done():
-            answering.result()
-    finally:
-        answering.cancel()
-        sender.send()
-    if sender.failed.done():
-        raise sender.failed.result()
+    async def _answer(self, sender: AnswerSender, number: int, prompt_ids: list[int], sampling: Sampling) -> None:
+        try:
+            # waits: the caller keeps the deadline
+            content: Completion | Exception = await self._draw(prompt_ids, sampling, partial(sender.add, number))
+        except self._refusal as error:
+            content = error
+        except Exception as error:
+            sender.fail(error)
+            return
+        sender.add(number, content)
+
+    def _sender(self, connection: str) -> AnswerSender:
+        return self._senders.get(connection) or self._senders.setdefault(connection, AnswerSender())

@@ -35,7 +35,7 @@ class Dispatcher:
             raise ValueError("a dispatcher needs at least one replica")
         self._replicas = list(replicas)
         self._deadline_s = deadline_s
-        self._connections = [self._connect(index, handle) for index, handle in enumerate(self._replicas)]
+        self._connections = [ReplicaConnection(handle) for handle in self._replicas]
         self._in_flight = [0] * len(self._replicas)
         self._groups: OrderedDict[int, int] = OrderedDict()
         """The replica of each group."""
@@ -71,7 +71,7 @@ class Dispatcher:
         """Put the replica behind ``handle`` in its place; if it was lost, it stays so until :meth:`update_replicas`."""
         self._connections[replica].cancel_requests(f"generator {replica} was replaced")
         self._replicas[replica] = handle
-        self._connections[replica] = self._connect(replica, handle)
+        self._connections[replica] = ReplicaConnection(handle)
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling, group: int) -> Completion:
         """One turn of an episode of ``group``. If its replica is lost meanwhile, another one goes on from what arrived.
@@ -155,6 +155,3 @@ class Dispatcher:
 
     def _load(self, replica: int) -> int:
         return self._in_flight[replica]
-
-    def _connect(self, replica: int, handle: ReplicaHandle) -> ReplicaConnection:
-        return ReplicaConnection(handle, self._deadline_s, f"generator {replica}")

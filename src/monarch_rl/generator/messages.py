@@ -16,7 +16,7 @@ from monarch_rl.episode.sampling import Completion, Sampling
 Request = tuple[list[int], Sampling]
 """Prompt ids and how to draw after them."""
 Answer = tuple[int, "Completion | Exception"]
-"""The index of a request in its message, and its answer, or a part of that (``UNFINISHED``)."""
+"""The number of a request in its connection, and its answer, or a part of that (``UNFINISHED``)."""
 
 
 def pack_answers(answers: Sequence[Answer]) -> bytes:

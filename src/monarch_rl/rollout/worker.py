@@ -27,7 +27,7 @@ from monarch_rl.rollout.tokenizer import Tokenizer
 from monarch_rl.rollout.tracebacks import describe
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import within
-from monarch_rl.runtime.endpoint import concurrent_endpoint
+from monarch_rl.runtime.endpoint import concurrent_endpoint, lasting_endpoint
 from monarch_rl.runtime.heap import freeze_heap
 from monarch_rl.runtime.resilient import ResilientActor
 from monarch_rl.tasks.reasoning_gym import TaskSettings, TaskSource, load_data_set, score
@@ -132,7 +132,7 @@ class RolloutWorker(ResilientActor):
         if not running.cancelled():
             running.result()
 
-    @concurrent_endpoint
+    @lasting_endpoint
     async def evaluate(self, indices: list[int]) -> Evaluation:
         """Play held-out items once each, greedily, beside the training rollouts. Nothing of it goes to the buffer."""
         places = asyncio.Semaphore(self._settings.concurrent_groups * self._settings.group_size)
@@ -148,19 +148,19 @@ class RolloutWorker(ResilientActor):
 
         return Evaluation.of(await all_or_none([play(index) for index in indices]))
 
-    @concurrent_endpoint
+    @lasting_endpoint
     async def stats(self) -> WorkerStats:
         """What this worker did so far."""
         return self._statistics.stats()
 
-    @concurrent_endpoint
+    @lasting_endpoint
     async def samples(self, limit: int) -> list[dict[str, Any]]:
         """The newest ``limit`` training episodes since the last call, as JSON objects to look at."""
         newest, decode = self._statistics.take_samples(limit), self._tokenizer.decode
         # Decoding long answers takes tens of milliseconds: on a thread, and only those that were asked for.
         return await asyncio.to_thread(lambda: [sample.row(decode) for sample in newest])
 
-    @concurrent_endpoint
+    @lasting_endpoint
     async def update_replicas(self, paused: list[int], lost: list[int]) -> None:
         """Send no new requests to the ``paused`` replicas, and ask others for what the ``lost`` ones owe."""
         self._generator.update_replicas(paused, lost)

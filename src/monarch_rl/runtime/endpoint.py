@@ -11,6 +11,9 @@ from collections.abc import Awaitable, Callable, ItemsView, ValuesView
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
 
 from monarch.actor import concurrent_endpoint as monarch_endpoint
+from monarch.actor import endpoint as monarch_serial_endpoint
+
+from monarch_rl.runtime.lasting_calls import LASTING
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -41,10 +44,25 @@ class Endpoint(Protocol[P, R_co]):
         ...
 
 
+class OneWayEndpoint(Protocol[P]):
+    """An endpoint that answers nobody, as the holder of a handle sees it."""
+
+    def broadcast(self, *args: P.args, **kwargs: P.kwargs) -> None:
+        """Tell every actor of the mesh."""
+        ...
+
+
 class EndpointMethod(Generic[P, R]):
     """What :func:`concurrent_endpoint` makes of a method, as type checkers see it."""
 
     def __get__(self, instance: Any, owner: Any) -> Endpoint[P, R]:
+        raise NotImplementedError("Monarch puts its own descriptor here")
+
+
+class OneWayEndpointMethod(Generic[P]):
+    """What :func:`one_way_endpoint` makes of a method, as type checkers see it."""
+
+    def __get__(self, instance: Any, owner: Any) -> OneWayEndpoint[P]:
         raise NotImplementedError("Monarch puts its own descriptor here")
 
 
@@ -54,3 +72,21 @@ def concurrent_endpoint(method: Callable[Concatenate[Any, P], Awaitable[R]]) -> 
     Without the span in which Monarch would wrap each call for its tracing: it costs CPU time, and nobody reads it.
     """
     return cast(EndpointMethod[P, R], monarch_endpoint(method, instrument=False))
+
+
+def lasting_endpoint(method: Callable[Concatenate[Any, P], Awaitable[R]]) -> EndpointMethod[P, R]:
+    """A :func:`concurrent_endpoint` that is called for as long as a run lasts: its calls leave no port behind
+    (``runtime/lasting_calls.py``).
+
+    Its actor must be :class:`~monarch_rl.runtime.lasting_calls.AnswersCalls`. Arguments and results must be what plain
+    pickle takes: values, of types that a module has, and no handles.
+    """
+    made = monarch_endpoint(method, instrument=False)
+    setattr(made._method, LASTING, method)
+    return cast(EndpointMethod[P, R], made)
+
+
+def one_way_endpoint(method: Callable[Concatenate[Any, P], Awaitable[None]]) -> OneWayEndpointMethod[P]:
+    """Make a coroutine method an endpoint whose caller hears nothing. It is not to wait, as messages after it wait for
+    it, and not to raise, as that ends its actor; nor may reading its arguments raise."""
+    return cast(OneWayEndpointMethod[P], monarch_serial_endpoint(method, instrument=False))

@@ -23,7 +23,8 @@ from monarch.actor import Actor
 
 from monarch_rl.runtime import presence, starvation
 from monarch_rl.runtime.device_work import Piece, piece_under_way
-from monarch_rl.runtime.endpoint import concurrent_endpoint
+from monarch_rl.runtime.endpoint import concurrent_endpoint, lasting_endpoint
+from monarch_rl.runtime.lasting_calls import AnswersCalls
 from monarch_rl.runtime.presence import Progress, Wait
 
 TASKS_SHOWN = 20
@@ -70,10 +71,10 @@ class ProcessState:
     """Seconds for which its threads were ready to run and had no core (``runtime/starvation.py``)."""
 
 
-class ProcessMonitor(Actor):
+class ProcessMonitor(AnswersCalls, Actor):
     """Reports on its process, and inspects or kills others on its machine."""
 
-    @concurrent_endpoint
+    @lasting_endpoint
     async def report(self) -> ProcessReport:
         """Report on this process."""
         return own_report()
@@ -83,7 +84,7 @@ class ProcessMonitor(Actor):
         """The Python stacks of this process."""
         return own_stacks()
 
-    @concurrent_endpoint
+    @lasting_endpoint
     async def states(self, pids: list[int]) -> dict[int, ProcessState]:
         """States of other processes on this machine."""
         return {pid: state_of(pid) for pid in pids}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from monarch_rl.runtime.lasting_calls import AnswersCalls
+
 if TYPE_CHECKING:
 
     class Actor:
@@ -13,7 +15,7 @@ else:
     from monarch.actor import Actor
 
 
-class ResilientActor(Actor):
+class ResilientActor(AnswersCalls, Actor):
     """An actor that survives the loss of the actors that it calls and answers."""
 
     def _handle_undeliverable_message(self, message: Any) -> bool:

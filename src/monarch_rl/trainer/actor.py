@@ -18,7 +18,7 @@ from monarch_rl.buffer.actor import Buffer
 from monarch_rl.episode.packed import unpack_group
 from monarch_rl.runtime import device_work, presence
 from monarch_rl.runtime.deadlines import within
-from monarch_rl.runtime.endpoint import concurrent_endpoint
+from monarch_rl.runtime.endpoint import concurrent_endpoint, lasting_endpoint
 from monarch_rl.runtime.heap import freeze_heap
 from monarch_rl.runtime.network import host_address
 from monarch_rl.runtime.resilient import ResilientActor
@@ -122,7 +122,7 @@ class Trainer(ResilientActor):
         owned = sum(elements for _, _, elements in self._policy.published.owned_runs())
         return {"rank": self._policy.rank, "parameters": owned}
 
-    @concurrent_endpoint
+    @lasting_endpoint
     async def update(self, version: int, batch_deadline_s: float) -> dict[str, float]:
         """Take this rank's share of the batch for the update from ``version``, and make one optimiser step.
 
@@ -171,7 +171,7 @@ class Trainer(ResilientActor):
         metrics = await self._on(self._compute, step)
         return metrics | {"wait_s": taken - started, "step_s": time.perf_counter() - taken}
 
-    @concurrent_endpoint
+    @lasting_endpoint
     async def logprobs(self, groups: list[bytes], version: int) -> list[np.ndarray]:
         """Log-probs of the trainable tokens of each episode under the current weights: float32 arrays.
 
@@ -232,11 +232,11 @@ class Trainer(ResilientActor):
         """Meet all receivers."""
         await self.sender.connect(addresses, receivers)
 
-    @concurrent_endpoint
+    @lasting_endpoint
     async def ready(self) -> None:
         """Answer: this rank is alive."""
 
-    @concurrent_endpoint
+    @lasting_endpoint
     async def snapshot(self, version: int, index: int) -> float:
         """Copy the weights, which are those of ``version``, into the snapshot ``index``; returns the seconds it
         took."""
@@ -252,7 +252,7 @@ class Trainer(ResilientActor):
                 self._snapshot_plans[index] = published.plan_snapshot(self.snapshots.manifest, views)
             published.snapshot(self._snapshot_plans[index])
 
-    @concurrent_endpoint
+    @lasting_endpoint
     async def send(self, version: int, snapshot: int) -> np.ndarray:
         """Send a snapshot, by its index, as part of ``version``; the next update may go on meanwhile.
 
@@ -264,7 +264,7 @@ class Trainer(ResilientActor):
         """
         return await self.snapshots.send(version, snapshot)
 
-    @concurrent_endpoint
+    @lasting_endpoint
     async def weights_abort(self, why: str) -> None:
         """End a transfer under way, because a member is lost: ``send`` or ``weights_connect`` fails at once."""
         if self._snapshots is not None:

@@ -1,0 +1,299 @@
+"""Calls that leave no port behind: numbered, and answered over one lasting port of the caller.
+
+Each call of Monarch opens a port for its answer, of which caller and actor together never free some 2 KB, so that a
+process that calls others for as long as a run lasts grows with its steps. Here a caller opens one port for each of its
+event loops, and introduces itself once to each actor that it calls (:meth:`AnswersCalls.attend`). That is one call of
+Monarch, which never returns. It fails when the actor's process is lost, and with it every call that is not answered.
+
+    caller                               actor
+    attend(name, port) ---------------->              once; pending as long as both live
+    answer_calls([(number, endpoint, arguments), ...]) ---->
+           <---- port: [(number, rank, succeeded, result), ...]
+
+Calls that are made in one turn of the event loop travel together, and so do answers. What travels is pickled here and
+by plain pickle: arguments that cannot be read would end the actor if Monarch read them, an answer that cannot be read
+has no number, and Monarch's own pickler calls Python for every object.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import operator
+import pickle
+import uuid
+import weakref
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
+from monarch._src.actor.actor_mesh import ActorMesh
+from monarch.actor import ActorError, Channel, ValueMesh, context
+from monarch.actor import concurrent_endpoint as monarch_concurrent_endpoint
+from monarch.actor import endpoint as monarch_endpoint
+
+LASTING = "_monarch_rl_lasting"
+"""Attribute of the methods that are called so."""
+Call = tuple[int, str, bytes]
+"""Its number, the endpoint's name, its pickled arguments."""
+Answer = tuple[int, int, bool, bytes]
+"""Number of the call, rank of the actor, whether it succeeded, the pickled result or error."""
+
+
+# ---- the actor -------------------------------------------------------------------------------------------------------
+
+
+class AnswersCalls:
+    """The part of an actor that answers numbered calls."""
+
+    @monarch_concurrent_endpoint(instrument=False)  # type: ignore[untyped-decorator,unused-ignore]
+    async def attend(self, caller: str, number: int, port: Any) -> None:
+        """Take calls of ``caller``, whose port this is, and say so as the answer to call ``number``. Never return."""
+        callers = vars(self).setdefault("_callers", {})
+        answers = callers.setdefault(caller, _AnswersToCaller(port))
+        answers.add((number, context().message_rank.rank, True, pickle.dumps(None)))
+        await asyncio.Event().wait()  # waits: as long as the actor lives
+
+    @monarch_endpoint(instrument=False)  # type: ignore[untyped-decorator,unused-ignore]
+    async def answer_calls(self, caller: str, calls: list[Call]) -> None:
+        """Start to answer; a call waits for no other."""
+        answers: _AnswersToCaller = vars(self)["_callers"][caller]
+        for call in calls:
+            answers.start(self, call)
+
+
+class _AnswersToCaller:
+    """Sends one caller its answers; those that are ready in one turn of the event loop go together."""
+
+    def __init__(self, port: Any) -> None:
+        self._port = port
+        self._ready: list[Answer] = []
+        self._under_way: set[asyncio.Task[None]] = set()
+
+    def start(self, actor: AnswersCalls, call: Call) -> None:
+        task = asyncio.get_running_loop().create_task(self._answer(actor, *call))
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
+
+    async def _answer(self, actor: AnswersCalls, number: int, name: str, arguments: bytes) -> None:
+        rank = context().message_rank.rank
+        try:
+            args, kwargs = pickle.loads(arguments)
+            method = getattr(getattr(type(actor), name)._method, LASTING)
+            result = await method(actor, *args, **kwargs)  # waits: the caller keeps the deadline
+            answer = number, rank, True, pickle.dumps(result, pickle.HIGHEST_PROTOCOL)
+        except BaseException as error:  # the caller's to judge, as it would be in a call of Monarch
+            answer = number, rank, False, _pickled_error(error, name)
+            if isinstance(error, asyncio.CancelledError):
+                self.add(answer)
+                raise
+        self.add(answer)
+
+    def add(self, answer: Answer) -> None:
+        if not self._ready:
+            asyncio.get_running_loop().call_soon(self._send)
+        self._ready.append(answer)
+
+    def _send(self) -> None:
+        ready, self._ready = self._ready, []
+        self._port.send(ready)
+
+
+def _pickled_error(error: BaseException, name: str) -> bytes:
+    """The error as Monarch reports those of actors: with its traceback, also where it cannot be pickled itself."""
+    message = f"Actor call {context().actor_instance.name}.{name} failed."
+    reported = ActorError(error, message)
+    try:
+        pickled = pickle.dumps(reported)
+        pickle.loads(pickled)
+    except Exception:
+        stand_in = ActorError(RuntimeError(f"{type(error).__name__}: {error}"), message)
+        stand_in.exception_formatted = reported.exception_formatted
+        pickled = pickle.dumps(stand_in)
+    return pickled
+
+
+# ---- the caller ------------------------------------------------------------------------------------------------------
+
+
+async def next_message(receiver: Any) -> Any:
+    """What comes next on a channel: its ``recv``, but that has Monarch's threads run Python for every message."""
+    return receiver._process(await receiver._receiver.recv_task().spawn_handle())  # waits: as long as the caller
+
+
+@dataclass(eq=False, slots=True)
+class _PendingCall:
+    endpoint: str
+    missing: int
+    """Actors that have not answered."""
+    to_answer: Callable[[list[Any]], Any]
+    """What the caller gets for the results by rank."""
+    answer: asyncio.Future[Any]
+    results: dict[int, Any] = field(default_factory=dict)
+
+    def add(self, rank: int, succeeded: bool, content: bytes) -> None:
+        if self.answer.done():
+            return
+        try:
+            result = pickle.loads(content)
+        except Exception as error:  # it is this call's, and no other's
+            succeeded, result = False, error
+        if not succeeded:
+            self.answer.set_exception(result)
+            return
+        self.results[rank] = result
+        self.missing -= 1
+        if not self.missing:
+            self.answer.set_result(self.to_answer([self.results[rank] for rank in sorted(self.results)]))
+
+    def fail(self, error: Exception) -> None:
+        if not self.answer.done():
+            self.answer.set_exception(error)
+
+
+class _Inbox:
+    """The lasting port of one event loop, and the calls that will be answered there."""
+
+    def __init__(self) -> None:
+        self.port, self._receiver = Channel[list[Answer]].open()
+        self.name = uuid.uuid4().hex
+        self._pending: dict[int, _PendingCall] = {}
+        self._numbers = itertools.count()
+        self.reading = asyncio.get_running_loop().create_task(self._read())
+
+    def expect(
+        self, endpoint: str, actors: int, to_answer: Callable[[list[Any]], Any] = list
+    ) -> tuple[int, _PendingCall]:
+        """A number for a call; it is forgotten once the call is answered or given up."""
+        number = next(self._numbers)
+        pending = _PendingCall(endpoint, actors, to_answer, asyncio.get_running_loop().create_future())
+        self._pending[number] = pending
+        pending.answer.add_done_callback(lambda answer: self._forget(number, answer))
+        return number, pending
+
+    def _forget(self, number: int, answer: asyncio.Future[Any]) -> None:
+        del self._pending[number]
+        if not answer.cancelled():
+            answer.exception()  # nobody may wait for it any more, and asyncio would log it
+
+    async def _read(self) -> None:
+        try:
+            while True:
+                answers: list[Answer] = await next_message(self._receiver)  # waits: as long as the loop runs
+                for number, rank, succeeded, content in answers:
+                    if number in self._pending:  # else its caller has given up
+                        self._pending[number].add(rank, succeeded, content)
+        except Exception as error:
+            for pending in list(self._pending.values()):
+                pending.fail(error)
+
+
+_inboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Inbox] = weakref.WeakKeyDictionary()
+
+
+class _Line:
+    """The caller's end of what one event loop and the actors behind one handle send each other."""
+
+    def __init__(self, handle: Any) -> None:
+        loop = asyncio.get_running_loop()
+        self._inbox = _inboxes.get(loop) or _inboxes.setdefault(loop, _Inbox())
+        self._answer_calls, self.actors = handle.answer_calls, len(handle._ndslice)
+        self._outbox: list[Call] = []
+        self._pending: set[_PendingCall] = set()
+        self._is_open = self._is_lost = False
+        number, opened = self._inbox.expect("attend", self.actors)
+        opened.answer.add_done_callback(self._opened)
+        self._attending = loop.create_task(self._attend(handle.attend, number, opened))
+
+    @property
+    def ended(self) -> bool:
+        """It takes no more calls."""
+        return self._is_lost or self._inbox.reading.done()
+
+    def call(
+        self, endpoint: str, args: tuple[Any, ...], kwargs: dict[str, Any], to_answer: Callable[[list[Any]], Any]
+    ) -> asyncio.Future[Any]:
+        """Call all actors. Raises what pickling the arguments raises."""
+        arguments = pickle.dumps((args, kwargs), pickle.HIGHEST_PROTOCOL)
+        number, pending = self._inbox.expect(endpoint, self.actors, to_answer)
+        self._pending.add(pending)
+        pending.answer.add_done_callback(lambda _: self._pending.discard(pending))
+        if self._is_open and not self._outbox:
+            asyncio.get_running_loop().call_soon(self._send)
+        self._outbox.append((number, endpoint, arguments))
+        return pending.answer
+
+    def _opened(self, opened: asyncio.Future[Any]) -> None:
+        self._is_open = not opened.cancelled() and opened.exception() is None
+        if self._is_open:
+            self._send()
+
+    def _send(self) -> None:
+        calls, self._outbox = self._outbox, []
+        if calls and not self._is_lost:
+            self._answer_calls.broadcast(self._inbox.name, calls)
+
+    async def _attend(self, attend: Any, number: int, opened: _PendingCall) -> None:
+        try:
+            await attend.call(self._inbox.name, number, self._inbox.port)  # waits: as long as the actors live
+        except Exception as error:
+            self._is_lost = True
+            for pending in [opened, *self._pending]:
+                pending.fail(_named(error, pending.endpoint))
+
+
+def _named(error: Exception, endpoint: str) -> Exception:
+    """The loss of an actor as a call of ``endpoint`` would have reported it."""
+    if not isinstance(error, SupervisionError):
+        return error
+    return SupervisionError(str(error).replace(".attend() failed", f".{endpoint}() failed", 1))
+
+
+class LastingEndpoint:
+    """An endpoint of a handle: Monarch's, but for :meth:`call` and :meth:`call_one`.
+
+    Without a running event loop, and for actors that are lost, these are Monarch's, too: they then say what it says.
+    """
+
+    def __init__(self, handle: Any, name: str, monarchs: Any) -> None:
+        self._handle, self._name, self._monarchs = handle, name, monarchs
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._monarchs, name)
+
+    def call_one(self, *args: Any, **kwargs: Any) -> Awaitable[Any]:
+        """Ask the one actor of a mesh of one, at once."""
+        line = self._line()
+        if line is None or line.actors != 1:
+            return cast(Awaitable[Any], self._monarchs.call_one(*args, **kwargs))
+        return line.call(self._name, args, kwargs, operator.itemgetter(0))
+
+    def call(self, *args: Any, **kwargs: Any) -> Awaitable[Any]:
+        """Ask every actor of the mesh, at once."""
+        line = self._line()
+        if line is None:
+            return cast(Awaitable[Any], self._monarchs.call(*args, **kwargs))
+        return line.call(self._name, args, kwargs, functools.partial(ValueMesh, self._handle._shape))
+
+    def _line(self) -> _Line | None:
+        """The line of the running event loop to the actors, if there is one."""
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            return None
+        lines = vars(self._handle).setdefault("_lines", weakref.WeakKeyDictionary())
+        line: _Line = lines.get(loop) or lines.setdefault(loop, _Line(self._handle))
+        return None if line.ended else line
+
+
+def _endpoint(handle: Any, name: Any, method: Any, propagator: Any) -> Any:
+    """Replaces Monarch's ``ActorMesh._endpoint``, which makes the endpoints of a handle."""
+    made = _monarchs_endpoint(handle, name, method, propagator)
+    lasting = hasattr(method, LASTING) and issubclass(handle._class, AnswersCalls)
+    return LastingEndpoint(handle, name.name, made) if lasting else made
+
+
+_monarchs_endpoint = ActorMesh._endpoint
+ActorMesh._endpoint = _endpoint

@@ -1,0 +1,127 @@
+"""A connection to a replica, over real channels: each request gets its own answer, or is lost with its parts."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from monarch_rl.episode.sampling import Completion, Sampling
+from monarch_rl.generator.connection import Answering, ReplicaConnection, ReplicaLost
+from monarch_rl.generator.parts import UNFINISHED, OnPart
+
+
+class Refused(ValueError):
+    """The answer to a request that is refused."""
+
+
+class Replica:
+    """Answers a prompt ``[n, parts, turns]`` with ``n``, after so many parts and turns of the event loop. Refuses where
+    ``n`` is negative, and fails where it is 0."""
+
+    def __init__(self) -> None:
+        self.answering = Answering(self.draw, Refused)
+        self.answer = self.generate = self
+        self.opened = 0
+        """Connections."""
+
+    async def call_one(self, connection: str, port: Any) -> None:
+        self.opened += 1
+        await self.answering.answer(connection, port)
+
+    def broadcast(self, connection: str, requests: bytes) -> None:
+        self.answering.start(connection, requests)
+
+    async def draw(self, prompt_ids: list[int], sampling: Sampling, on_part: OnPart) -> Completion:
+        value, parts, turns = prompt_ids
+        for _ in range(parts):
+            on_part(completion(value, UNFINISHED))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        if value < 0:
+            raise Refused(str(value))
+        if not value:
+            raise RuntimeError("the engine is gone")
+        return completion(value)
+
+
+def completion(value: int, reason: str = "stop") -> Completion:
+    return Completion(np.array([value], np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), reason)
+
+
+def connect() -> tuple[ReplicaConnection, Any]:
+    replica: Any = Replica()
+    return ReplicaConnection(replica), replica
+
+
+def test_many_messages_take_one_connection() -> None:
+    async def play() -> None:
+        connection, replica = connect()
+        for value in range(1, 20):
+            answer = await asyncio.wait_for(connection.ask([value, 2, 0], Sampling()), 10)
+            assert answer.token_ids.tolist() == [value] and answer.finish_reason == "stop"
+        assert replica.opened == 1
+
+    asyncio.run(play())
+
+
+def test_a_failure_ends_all_requests_and_the_next_one_opens_the_connection_again() -> None:
+    async def play() -> None:
+        connection, replica = connect()
+        slow, fatal = connection.ask([1, 3, 10**6], Sampling()), connection.ask([0, 1, 30], Sampling())
+        for request, parts in ((slow, 3), (fatal, 1)):
+            with pytest.raises(ReplicaLost, match="the engine is gone") as lost:
+                await asyncio.wait_for(request, 10)
+            assert len(lost.value.parts) in (0, parts), "they may arrive after the news"
+        assert (await asyncio.wait_for(connection.ask([7, 0, 0], Sampling()), 10)).token_ids.tolist() == [7]
+        assert replica.opened == 2
+
+    asyncio.run(play())
+
+
+def test_requests_that_cannot_be_read_end_the_connection() -> None:
+    """Not the replica's process: Monarch ends an actor that cannot read its arguments."""
+
+    async def play() -> None:
+        _, replica = connect()
+        replica.broadcast("here", b"no requests")
+        with pytest.raises(pickle.UnpicklingError):
+            await asyncio.wait_for(replica.call_one("here", None), 10)
+
+    asyncio.run(play())
+
+
+REQUEST = st.tuples(st.integers(-3, 50), st.integers(0, 3), st.integers(0, 20), st.integers(0, 4), st.booleans())
+"""Value (mostly there is one), parts, turns; turns before it is asked; whether the caller gives it up."""
+
+
+@settings(deadline=None)
+@given(st.lists(REQUEST, max_size=40))
+def test_in_any_order_every_request_gets_its_own_answer_or_is_lost(
+    requests: list[tuple[int, int, int, int, bool]],
+) -> None:
+    async def play() -> None:
+        connection, _ = connect()
+        asked = []
+        for value, parts, turns, pause, given_up in requests:
+            for _ in range(pause):
+                await asyncio.sleep(0)
+            asked.append((value, parts, connection.ask([value, parts, turns], Sampling())))
+            if given_up:
+                asked.pop()[2].cancel()
+        for value, parts, request in asked:
+            try:
+                assert (await asyncio.wait_for(request, 10)).token_ids.tolist() == [value] and value > 0
+            except Refused as error:
+                assert str(error) == str(value) and value < 0
+            except ReplicaLost as lost:
+                assert any(not other for other, *_ in requests)
+                assert [part.token_ids.tolist() for part in lost.parts] == [[value]] * len(lost.parts)
+                assert len(lost.parts) <= parts
+
+    asyncio.run(play())

@@ -1,0 +1,271 @@
+"""Calls over one lasting port: no other stays, nothing is lost or mixed up, errors and losses reach who waits."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import monarch.actor
+import psutil
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
+from monarch.actor import ActorError, Channel, context, this_host
+
+from monarch_rl.runtime.deadlines import DeadlineExceeded, within
+from monarch_rl.runtime.endpoint import concurrent_endpoint, lasting_endpoint
+from monarch_rl.runtime.monarch_client import STATE_DEADLINE_S
+from monarch_rl.runtime.resilient import ResilientActor
+
+MANY = 4000
+"""Calls. With a port for each, caller and actor grow by some 2 KB a call together."""
+TOGETHER = 20
+"""Calls in one turn of the event loop."""
+GROWTH_BYTES = 250
+"""A call, in each process: less than a third of what a port for each call leaves, and more than what is by chance."""
+
+
+class CannotTravel(Exception):
+    """It can be pickled, but not read again."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} {second}")
+
+
+class Unreadable:
+    """Raises where it is read."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _fail_to_read, ()
+
+
+def _fail_to_read() -> None:
+    raise RuntimeError("this cannot be read here")
+
+
+class Answerer(ResilientActor):
+    def __init__(self) -> None:
+        self._started: list[int] = []
+
+    @lasting_endpoint
+    async def echo(self, value: int, turns: int = 0) -> int:
+        self._started.append(value)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        return value
+
+    @lasting_endpoint
+    async def started(self) -> list[int]:
+        started, self._started = self._started, []
+        return started
+
+    @lasting_endpoint
+    async def fail(self, rank: int = 0) -> int:
+        if context().message_rank.rank == rank:
+            raise ValueError(f"rank {rank} has no answer")
+        return rank
+
+    @lasting_endpoint
+    async def fail_oddly(self) -> None:
+        raise CannotTravel("two", "words")
+
+    @lasting_endpoint
+    async def unreadable(self, argument: object = None) -> object:
+        return Unreadable()
+
+    @lasting_endpoint
+    async def hang(self) -> None:
+        await asyncio.Event().wait()
+
+    @lasting_endpoint
+    async def pid(self) -> int:
+        return os.getpid()
+
+    @lasting_endpoint
+    async def rss(self) -> int:
+        return int(psutil.Process().memory_info().rss)
+
+    @concurrent_endpoint
+    async def native(self) -> int:
+        return 1
+
+
+@asynccontextmanager
+async def answerers(count: int = 1) -> AsyncIterator[Any]:
+    monarch.actor.unhandled_fault_hook = lambda failure: None  # the default interrupts pytest
+    processes = this_host().spawn_procs(per_host={"gpus": count}, name="answerers")
+    try:
+        yield processes.spawn("answerer", Answerer)
+    finally:
+        await within(20, processes.stop(), "the answerers to stop")
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        await within(120, test(), "the test")
+
+    asyncio.run(bounded())
+
+
+async def _awaited(call: Awaitable[Any]) -> Any:
+    return await call
+
+
+def next_port() -> int:
+    """The number of a port that is opened here and now: a mailbox counts its ports."""
+    return int(Channel[int].open()[0]._port_ref.port_id.index)
+
+
+def test_many_calls_travel_together_and_leave_nothing() -> None:
+    """Each message opens a port of Monarch's own, which it frees; a call of Monarch opens another one, which stays."""
+
+    async def many(actor: Any) -> None:
+        for first in range(0, MANY, TOGETHER):
+            await asyncio.gather(*(actor.echo.call_one(first + index) for index in range(TOGETHER)))
+        await actor.started.call_one()
+
+    async def test() -> None:
+        async with answerers() as actor:
+            await many(actor)
+            before, there, port = psutil.Process().memory_info().rss, await actor.rss.call_one(), next_port()
+            await many(actor)
+            assert next_port() - port <= MANY // TOGETHER + 3
+            assert psutil.Process().memory_info().rss - before < MANY * GROWTH_BYTES
+            assert await actor.rss.call_one() - there < MANY * GROWTH_BYTES
+            port = next_port()
+            await asyncio.gather(*(asyncio.ensure_future(_awaited(actor.native.call_one())) for _ in range(TOGETHER)))
+            assert next_port() > port + TOGETHER, "calls of Monarch are no longer seen by their ports"
+
+    run(test)
+
+
+def test_all_actors_of_a_mesh_answer_by_rank() -> None:
+    async def test() -> None:
+        async with answerers(2) as actors:
+            pids = await actors.pid.call()
+            assert len(set(pids.values())) == 2
+            assert [place["gpus"] for place, _ in pids.items()] == [0, 1]
+            alone = [await actors.slice(gpus=rank).pid.call_one() for rank in range(2)]
+            assert alone == list(pids.values())
+            with pytest.raises(ValueError):
+                await actors.pid.call_one()
+            with pytest.raises(ActorError, match="rank 1 has no answer"):
+                await actors.fail.call(1)
+
+    run(test)
+
+
+def test_an_error_comes_with_its_traceback_and_costs_no_other_call() -> None:
+    """Also one that cannot be pickled, and arguments or a result that cannot be read."""
+
+    async def test() -> None:
+        async with answerers() as actor:
+            waiting = asyncio.ensure_future(actor.hang.call_one())
+            with pytest.raises(ActorError, match=r"(?s)answerer\.fail failed.*in fail\n.*ValueError: rank 0") as caught:
+                await actor.fail.call_one()
+            assert isinstance(caught.value.exception, ValueError)
+            with pytest.raises(ActorError, match=r"(?s)in fail_oddly\n.*CannotTravel: two words") as odd:
+                await actor.fail_oddly.call_one()
+            assert "CannotTravel: two words" in str(odd.value.exception)
+            with pytest.raises(ActorError, match=r"(?s)answerer\.unreadable failed.*this cannot be read here"):
+                await actor.unreadable.call_one(Unreadable())
+            with pytest.raises(RuntimeError, match="^this cannot be read here$"):
+                await actor.unreadable.call_one()
+            assert not waiting.done() and await actor.echo.call_one(1) == 1
+            waiting.cancel()
+
+    run(test)
+
+
+def test_a_killed_process_ends_the_calls_that_it_owes_and_no_other() -> None:
+    async def test() -> None:
+        async with answerers(2) as actors:
+            killed, other = actors.slice(gpus=0), actors.slice(gpus=1)
+            pid = await killed.pid.call_one()
+            owed = [asyncio.ensure_future(call) for call in (killed.hang.call_one(), actors.hang.call())]
+            not_owed = asyncio.ensure_future(other.hang.call_one())
+            await killed.echo.call_one(0)
+            os.kill(pid, signal.SIGKILL)
+            # A process killed while Monarch asks it for its state is noticed later, and in other words.
+            said = r"(?s)answerer\.{}\(\) failed.*Answerer answerer.*(sig=9|process likely crashed)"
+            for call in owed:
+                with pytest.raises(SupervisionError, match=said.format("hang")):
+                    await asyncio.wait_for(call, STATE_DEADLINE_S + 10)
+            with pytest.raises(SupervisionError, match=said.format("pid")):
+                await asyncio.wait_for(asyncio.ensure_future(killed.pid.call_one()), STATE_DEADLINE_S + 10)
+            assert await other.echo.call_one(3) == 3 and not not_owed.done()
+            not_owed.cancel()
+
+    run(test)
+
+
+def test_a_late_answer_is_dropped() -> None:
+    async def test() -> None:
+        async with answerers() as actor:
+            with pytest.raises(DeadlineExceeded, match="waited 0.01 s.*an answer"):
+                await within(0.01, actor.hang.call_one(), "an answer", on="the answerer")
+            late = actor.echo.call_one(5, 1000)
+            late.cancel()
+            assert await actor.echo.call_one(6, 2000) == 6
+
+    run(test)
+
+
+def test_without_an_event_loop_monarch_is_asked() -> None:
+    monarch.actor.unhandled_fault_hook = lambda failure: None
+    processes = this_host().spawn_procs(per_host={"gpus": 1}, name="answerers")
+    actor: Any = processes.spawn("answerer", Answerer)
+    try:
+        assert actor.echo.call_one(4).get(timeout=60) == 4
+    finally:
+        processes.stop().get(timeout=20)
+
+
+Plan = list[tuple[int, int, bool]]
+"""Of each call: turns of the event loop before it, turns that it takes, whether it is given up."""
+
+
+def test_under_any_order_calls_start_as_they_were_made_and_each_gets_its_own_answer() -> None:
+    calls = st.tuples(st.integers(0, 3), st.integers(0, 30), st.booleans())
+
+    async def play(actor: Any, plan: Plan) -> None:
+        made = []
+        for value, (pause, turns, given_up) in enumerate(plan):
+            for _ in range(pause):
+                await asyncio.sleep(0)
+            call = asyncio.ensure_future(actor.echo.call_one(value, turns))
+            made.append((value, call, given_up))
+            if given_up:
+                call.cancel()
+        for value, call, given_up in made:
+            if not given_up:
+                assert await call == value
+        assert await actor.started.call_one() == list(range(len(plan)))
+
+    async def test() -> None:
+        async with answerers() as actor:
+            loop = asyncio.get_running_loop()
+
+            @settings(max_examples=40, deadline=None)
+            @given(plan=st.lists(calls, max_size=40))
+            def any_order(plan: Plan) -> None:
+                asyncio.run_coroutine_threadsafe(play(actor, plan), loop).result(60)
+
+            await asyncio.to_thread(any_order)
+
+    run(test)
+
+
+def test_a_loss_is_named_by_the_call_that_it_ends() -> None:
+    from monarch_rl.runtime.lasting_calls import _named
+
+    lost = _named(SupervisionError("Endpoint call pool.attend() failed, because"), "update")
+    assert isinstance(lost, SupervisionError) and re.fullmatch(r"Endpoint call pool\.update\(\) failed, .*", str(lost))
+    other = ValueError("no loss")
+    assert _named(other, "update") is other
