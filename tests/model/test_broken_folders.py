@@ -17,11 +17,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from monarch_rl.generator.replica_memory import check_cache, check_memory
 from monarch_rl.generator.settings import (
     GeneratorSettings,
-    check_cache,
     check_context,
-    check_memory,
     check_served,
     engine_limits,
 )

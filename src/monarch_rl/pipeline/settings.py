@@ -12,10 +12,10 @@ import torch
 
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.generator.gpu import check_driver, check_environment
+from monarch_rl.generator.replica_memory import check_cache
 from monarch_rl.generator.settings import (
     GeneratorSettings,
     check_attention,
-    check_cache,
     check_context,
     check_served,
     engine_limits,
@@ -23,6 +23,7 @@ from monarch_rl.generator.settings import (
 from monarch_rl.model.check import check_folder
 from monarch_rl.model.folder import read_config, resolve_model
 from monarch_rl.model.tokens import FolderTokenizer
+from monarch_rl.pipeline.memory import Sides, check_gpu_memory, plan_memory
 from monarch_rl.pipeline.recovery import RecoverySettings
 from monarch_rl.rollout.settings import (
     RolloutSettings,
@@ -103,20 +104,34 @@ def check(s: RunSettings, offered: Devices) -> Path:
         check_environment()
     prompts = TaskSource(s.task).check()
     model = resolve_model(s.model)
-    _check_model(s, model, on_gpu, prompts)
+    _check_model(s, model, offered, prompts)
     _check_output(s.output)
     return model
 
 
-def resolve(s: S, offered: Devices) -> S:
-    """The settings with the values that automatic ones take on these devices."""
+def resolve(s: S, offered: Devices, config: dict[str, Any] | None = None) -> S:
+    """The settings with the values that automatic ones take on these devices.
+
+    Args:
+        config: the model's ``config.json``; None leaves alone what depends on it.
+    """
     on_gpu = offered.kind == "cuda"
     requests, limit_s = s.generator.running_requests(on_gpu), s.generator.start_limit_s(on_gpu)
-    return replace(s, generator=replace(s.generator, max_running_requests=requests, start_deadline_s=limit_s))
+    fraction = s.generator.memory_fraction
+    if config is not None and offered.memory:
+        fraction = plan_memory(config, memory_sides(s), offered.memory).memory_fraction
+    resolved = replace(s.generator, max_running_requests=requests, start_deadline_s=limit_s, memory_fraction=fraction)
+    return replace(s, generator=resolved)
 
 
-def _check_model(s: RunSettings, model: Path, on_gpu: bool, prompts: list[str]) -> None:
+def memory_sides(s: RunSettings) -> Sides:
+    """The settings that decide how much memory a run takes."""
+    return Sides(s.trainer, s.generator, s.weights)
+
+
+def _check_model(s: RunSettings, model: Path, offered: Devices, prompts: list[str]) -> None:
     """Refuse a folder that cannot be trained or served with these settings, or that cannot read these prompts."""
+    on_gpu = offered.kind == "cuda"
     config = read_config(model)
     check_folder(model, config)
     check_served(config, s.generator, on_gpu)
@@ -125,6 +140,7 @@ def _check_model(s: RunSettings, model: Path, on_gpu: bool, prompts: list[str]) 
     check_experts(config, s.trainer)
     check_lora(config, s.trainer.lora)
     check_context(config, s.generator)
+    check_gpu_memory(config, memory_sides(s), offered)
     limits = episode_limits(s, config, on_gpu)
     check_lengths(s.rollout, limits)
     tokenizer = FolderTokenizer(model, config)
