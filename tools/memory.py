@@ -3,6 +3,7 @@
     python tools/memory.py                                         models x GPUs
     python tools/memory.py --model Qwen3-8B --gpu 80               one of them, by purpose
     python tools/memory.py --model ./my-model --trainer.ranks 8    a folder or a model of the table, with settings
+    python tools/memory.py --model Qwen3-1.7B --colocate           a trainer rank and a replica on one GPU
 
 Nothing is run, and no GPU is needed.
 """
@@ -19,7 +20,7 @@ import tyro
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.model.folder import read_config
 from monarch_rl.model.sizes import sizes_of
-from monarch_rl.pipeline.memory import REPLICA, TRAINER, MemoryPlan, Sides, plan_memory
+from monarch_rl.pipeline.memory import BOTH, REPLICA, TRAINER, MemoryPlan, Sides, plan_memory
 from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.weights.endpoint import TransferSettings
 
@@ -79,10 +80,15 @@ class Options:
     )
     generator: GeneratorSettings = field(default_factory=GeneratorSettings)
     weights: TransferSettings = field(default_factory=TransferSettings)
+    colocate: bool = False
+    """A trainer rank and a replica share a GPU."""
 
     @property
     def sides(self) -> Sides:
-        return Sides(self.trainer, self.generator, self.weights)
+        weights = self.weights
+        if self.colocate and weights.transport is None:
+            weights = replace(weights, transport="shared_memory")
+        return Sides(self.trainer, self.generator, weights, self.colocate)
 
 
 def device_bytes(gigabytes: int) -> int:
@@ -130,10 +136,12 @@ def purposes(plan: MemoryPlan) -> str:
 def main(options: Options) -> None:
     t = options.trainer
     if not options.model:
+        if options.colocate:
+            sys.exit("error: the table is of devices of their own; name a model to see what shares a GPU")
         print(
             "Each GPU: fewest trainer ranks x GiB on each; fewest engine ranks: tokens in the KV cache, memory_fraction"
             f"\n(activation_checkpoint {t.activation_checkpoint}, {t.tokens_per_microbatch} tokens a micro-batch, "
-            f"transport {options.weights.transport})\n"
+            f"transport {options.weights.way})\n"
         )
         print(table(options.sides))
         return
@@ -142,7 +150,7 @@ def main(options: Options) -> None:
     print(purposes(plan))
     print(f"\na GPU has {plan.room / GIB:.1f} GiB to plan with")
     print(f"memory_fraction {plan.memory_fraction:g}; the KV cache then has {plan.cache_tokens:,} tokens")
-    if not (plan.fits(TRAINER) and plan.fits(REPLICA)):
+    if not all(plan.fits(who) for who in ((BOTH,) if options.colocate else (TRAINER, REPLICA))):
         sys.exit("it does not fit")
 
 

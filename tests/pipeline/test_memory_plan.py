@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from monarch_rl.generator.replica_memory import CACHE, STATIC
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.pipeline.memory import REPLICA, TRAINER, MemoryPlan, Sides, check_gpu_memory, plan_memory
-from monarch_rl.pipeline.settings import RunSettings, resolve
+from monarch_rl.pipeline.settings import RunSettings, memory_sides, resolve
 from monarch_rl.runtime.devices import Devices
 from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.weights.endpoint import TransferSettings, TransportName
@@ -133,3 +133,29 @@ def test_a_run_that_is_resolved_has_the_share_in_its_settings() -> None:
     assert 0.5 < found.generator.memory_fraction == plan.memory_fraction < 0.8
     assert resolve(found, gpus(80), MODELS["Qwen3-8B"]) == found
     assert resolve(settings, Devices("cpu", 1, 8), MODELS["Qwen3-8B"]).generator.memory_fraction == 0
+
+
+def test_what_shares_a_gpu_is_planned_together() -> None:
+    """One GPU is enough for a 1.7B; a 4B is refused with what would help. The cache has what the trainer leaves."""
+    trainer = TrainerSettings(ranks=1, activation_checkpoint="full", tokens_per_microbatch=4096)
+    s = Sides(trainer, GeneratorSettings(replicas=1), TransferSettings("shared_memory"), colocate=True)
+    check_gpu_memory(MODELS["Qwen3-1.7B"], s, gpus(80))
+    plan = plan_memory(MODELS["Qwen3-1.7B"], s, device_bytes(80))
+    static = plan.cache_tokens * 28 * 2 * 8 * 128 * 2
+    others = sum(plan.trainer.values()) + sum(plan.replica.values()) - plan.replica[CACHE]
+    assert plan.room - 2**20 < static + others <= plan.room
+    message = refused("Qwen3-4B", s, gpus(80))
+    assert message.startswith("a trainer rank with a generator replica needs ")
+    assert "weights of a generator replica 7.5" in message and "it fits with " in message
+
+
+def test_a_run_that_shares_a_gpu_gives_the_engine_its_tokens() -> None:
+    settings = RunSettings(
+        colocate="yes",
+        trainer=TrainerSettings(ranks=1, activation_checkpoint="full"),
+        generator=GeneratorSettings(replicas=1),
+    )
+    found = resolve(settings, gpus(80), MODELS["Qwen3-0.6B"])
+    assert found.weights.transport == "shared_memory" and found.generator.max_total_tokens > 100_000
+    assert resolve(found, gpus(80), MODELS["Qwen3-0.6B"]) == found
+    check_gpu_memory(MODELS["Qwen3-0.6B"], memory_sides(found), gpus(80))

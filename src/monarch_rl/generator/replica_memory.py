@@ -11,7 +11,7 @@ from typing import Any
 from monarch_rl.generator.settings import CPU_KV_TOKENS, ENGINE_RESERVE, GeneratorSettings, resolve_dtype
 from monarch_rl.model.lora import LoraSettings
 from monarch_rl.model.sizes import CacheSizes, ModelSizes, TrainedModel, cache_sizes, trained_model
-from monarch_rl.runtime.devices import GPU_CONTEXT, NCCL_COMMUNICATOR
+from monarch_rl.runtime.devices import GPU_CONTEXT, NARROW_COMMUNICATOR, NCCL_COMMUNICATOR
 from monarch_rl.weights.endpoint import SNAPSHOTS, TransferSettings
 
 WEIGHTS, ADAPTERS, CACHE, VERSIONS = "weights", "adapters", "KV cache", "versions that arrive"
@@ -43,6 +43,7 @@ def replica_memory(
     *,
     on_gpu: bool,
     tokens: int,
+    senders: int = 1,
     device_bytes: int = 0,
 ) -> dict[str, int]:
     """Bytes by purpose at the peak of the first engine rank of a replica, with the actor that receives versions.
@@ -53,6 +54,7 @@ def replica_memory(
         weights: how versions arrive.
         on_gpu: whether the engine has GPUs.
         tokens: in the KV cache.
+        senders: trainer ranks, with each of which the actor has a communicator under ``collective``.
         device_bytes: of a GPU, on which the batches of prompts depend.
     """
     sizes, item, tp = model.sizes, item_bytes(settings, on_gpu), settings.tp
@@ -74,7 +76,8 @@ def replica_memory(
         needed["CUDA graphs"] = requests * DECODE_GRAPH + PREFILL_GRAPHS
         # The engine's, the actor's, and those of the other engine ranks, which read versions on this GPU.
         needed["CUDA contexts"] = (1 + tp) * GPU_CONTEXT
-        needed["NCCL buffers"] = ((tp > 1) + (weights.transport in ("collective", "auto"))) * NCCL_COMMUNICATOR
+        groups = senders * NARROW_COMMUNICATOR if weights.way in ("collective", "auto") else 0
+        needed["NCCL buffers"] = NCCL_COMMUNICATOR * (tp > 1) + groups
     return {purpose: nbytes for purpose, nbytes in needed.items() if nbytes}
 
 
@@ -126,7 +129,7 @@ def version_bytes(version: int, weights: TransferSettings) -> int:
         weights: how they travel.
     """
     bucket = min(weights.bucket_bytes, DELTA_BUCKET) if weights.delta else weights.bucket_bytes
-    areas, buckets = BUCKETS[weights.transport]
+    areas, buckets = BUCKETS[weights.way]
     if weights.delta:
         areas += 2
     return areas * version + min(buckets * bucket, version)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import combinations, islice
 from typing import Any, NamedTuple
 
 from monarch_rl.generator.replica_memory import (
@@ -29,11 +29,16 @@ from monarch_rl.weights.endpoint import TransferSettings
 USABLE = 0.95
 """Share of a GPU that is planned with. The rest is what allocators lose between blocks, and the driver's own."""
 TRAINER, REPLICA = "a trainer rank", "a generator replica"
+BOTH = f"{TRAINER} with {REPLICA}"
+"""On one device."""
+SHARED_FRACTION = 0.98
+"""``generator.memory_fraction`` on a device that is shared. SGLang is told the tokens of its cache there: a share would
+be of what is free when it starts, which depends on how far the trainer is."""
 NAMED = 3
 """Settings that a refusal names."""
 FEWEST_TOKENS, FEWEST_LOGITS, FEWEST_REQUESTS = 1024, 64, 16
 """Below these a smaller setting frees next to nothing, and costs much."""
-MOST_RANKS, MOST_TP = 1024, 16
+MOST_RANKS, MOST_TP = 128, 16
 LORA_RANK = 16
 
 
@@ -43,6 +48,8 @@ class Sides(NamedTuple):
     trainer: TrainerSettings
     generator: GeneratorSettings
     weights: TransferSettings
+    colocate: bool = False
+    """A trainer rank and a replica share a device."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +66,16 @@ class MemoryPlan:
     memory_fraction: float
     """``generator.memory_fraction`` that leaves room for the rest."""
 
+    def needed(self, who: str) -> Mapping[str, int]:
+        """Bytes by purpose of :data:`TRAINER`, :data:`REPLICA`, or of :data:`BOTH` together."""
+        if who == BOTH:
+            sides = ((TRAINER, self.trainer), (REPLICA, self.replica))
+            return {f"{purpose} of {side}": nbytes for side, needed in sides for purpose, nbytes in needed.items()}
+        return self.trainer if who == TRAINER else self.replica
+
     def fits(self, who: str) -> bool:
-        """Whether a trainer rank (:data:`TRAINER`) or a replica (:data:`REPLICA`) fits its device."""
-        return sum((self.trainer if who == TRAINER else self.replica).values()) <= self.room
+        """Whether it fits a device."""
+        return sum(self.needed(who).values()) <= self.room
 
 
 def plan_memory(config: dict[str, Any], s: Sides, device_bytes: int) -> MemoryPlan:
@@ -80,9 +94,19 @@ def _plan(model: TrainedModel, s: Sides, device_bytes: int) -> MemoryPlan:
     served = item_bytes(generator, on_gpu=True)
     trainer = trainer_memory(model, s.trainer, s.weights, on_gpu=True, served=served)
     tokens = longest_sequence(generator, model.positions, s.trainer.tokens_per_microbatch)
-    replica = replica_memory(model, generator, s.weights, on_gpu=True, tokens=tokens, device_bytes=device_bytes)
-    fraction = generator.memory_fraction or automatic_fraction(replica, room, device_bytes)
-    fitting = cache_tokens(model, replica, generator, room)
+    replica = replica_memory(
+        model,
+        generator,
+        s.weights,
+        on_gpu=True,
+        tokens=tokens,
+        senders=s.trainer.ranks,
+        device_bytes=device_bytes,
+    )
+    left = room - sum(trainer.values()) if s.colocate else room
+    automatic = SHARED_FRACTION if s.colocate else automatic_fraction(replica, left, device_bytes)
+    fraction = generator.memory_fraction or automatic
+    fitting = cache_tokens(model, replica, generator, left)
     return MemoryPlan(trainer, replica, room, generator.max_total_tokens or max(0, fitting), fraction)
 
 
@@ -100,15 +124,16 @@ def check_gpu_memory(config: dict[str, Any], s: Sides, offered: Devices) -> None
     if not offered.memory:
         return
     plan = plan_memory(config, s, offered.memory)
-    for who, needed in ((TRAINER, plan.trainer), (REPLICA, plan.replica)):
+    for who in (BOTH,) if s.colocate else (TRAINER, REPLICA):
         if not plan.fits(who):
-            ladders = _trainer_ladders(config, s) if who == TRAINER else _replica_ladders(config, s, offered)
+            needed, ladders = plan.needed(who), [] if who == REPLICA else _trainer_ladders(config, s)
+            ladders += [] if who == TRAINER else _replica_ladders(config, s, offered)
             raise ValueError(
                 f"{who} needs {_gib(sum(needed.values()))} GiB at its peak ({describe(needed)}), and a GPU here has "
                 f"{_gib(plan.room)} to plan with: {_advice(config, ladders, offered.memory, who, s)}"
             )
     beside = sum(nbytes for purpose, nbytes in plan.replica.items() if purpose not in STATIC)
-    if s.generator.memory_fraction and beside > (1 - s.generator.memory_fraction) * offered.memory:
+    if s.generator.memory_fraction and not s.colocate and beside > (1 - s.generator.memory_fraction) * offered.memory:
         most = automatic_fraction(plan.replica, plan.room, offered.memory)
         raise ValueError(
             f"generator.memory-fraction {s.generator.memory_fraction:g} leaves "
@@ -187,7 +212,7 @@ def _replica_ladders(config: dict[str, Any], s: Sides, offered: Devices) -> list
     ladders = [
         *_weights_ladders(s, {"rdma", "auto"}),
         [_of_generator(f"generator.tp {n}", tp=n) for n in divided],
-        shared if offered.num_hosts == 1 and s.weights.transport != "shared_memory" else [],
+        shared if offered.num_hosts == 1 and s.weights.way != "shared_memory" else [],
         [_of_generator(f"generator.max-running-requests {n}", max_running_requests=n) for n in requests],
         [_of_generator(f"generator.{flag} {n}", **{flag.replace("-", "_"): n}) for n in longest],
         _lora_ladder(s),
@@ -200,7 +225,7 @@ def _weights_ladders(s: Sides, costly: set[str]) -> list[_Ladder]:
     ladders = []
     if s.weights.delta:
         ladders.append([_of_weights("weights.delta False", delta=False)])
-    if s.weights.transport in costly:
+    if s.weights.way in costly and not s.colocate:
         ladders.append([_of_weights("weights.transport collective", transport="collective")])
     return ladders
 
@@ -222,7 +247,7 @@ def _accepted(check: Callable[..., None], *arguments: Any) -> bool:
 def _advice(config: dict[str, Any], ladders: list[_Ladder], device_bytes: int, who: str, s: Sides) -> str:
     """Up to three settings of which each makes it fit; where there is none, two or three that do together. None makes
     the other side too large."""
-    other = REPLICA if who == TRAINER else TRAINER
+    other = {TRAINER: REPLICA, REPLICA: TRAINER, BOTH: BOTH}[who]
     other_fits = plan_memory(config, s, device_bytes).fits(other)
     models: dict[LoraSettings, TrainedModel] = {}
 
@@ -236,9 +261,9 @@ def _advice(config: dict[str, Any], ladders: list[_Ladder], device_bytes: int, w
         plan = _plan(models[lora], changed, device_bytes)
         return plan.fits(who) and plan.fits(other) >= other_fits
 
-    alone = [next(change.text for change in ladder if fitting(change)) for ladder in ladders if fitting(ladder[-1])]
-    if alone:
-        return f"it fits with {' or '.join(alone[:NAMED])}"
+    found = (next((change.text for change in ladder if fitting(change)), None) for ladder in ladders)
+    if alone := list(islice(filter(None, found), NAMED)):
+        return f"it fits with {' or '.join(alone)}"
     for count in range(2, NAMED + 1):
         for together in combinations(ladders, count):
             if fitting(*(ladder[-1] for ladder in together)):

@@ -161,7 +161,7 @@ class Run:
             actors.trainer,
             actors.generators.handles,
             actors.buffer,
-            s.weights,
+            s.transfers,
             "float32" if self._cluster is None else served_dtype(s.generator, self._cluster),
             replica_updates(actors.workers),
         )

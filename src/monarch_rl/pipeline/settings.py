@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import psutil
 import torch
@@ -49,6 +49,10 @@ class RunSettings(CheckedSettings, flags=""):
     """Hugging Face folder or Hub name of the model to train (Qwen3, Qwen3-MoE, Llama, DeepSeek-V3)."""
     steps: Annotated[int, Range(1, 10**9)] = 250
     """Optimiser steps."""
+    colocate: Literal["no", "yes", "sleep"] = "no"
+    """`yes`: trainer ranks and replicas share devices, so that one GPU is enough. Their memory is divided, and training
+    and decoding slow each other down. `sleep`, which would free the KV cache meanwhile, is not there yet
+    (docs/memory.md)."""
     groups_per_step: Annotated[int, Range(1, 1_000_000)] = 32
     """Prompts of one optimiser step; each is played rollout.group-size times."""
     held_out: Annotated[int, Range(1, 1_000_000)] = 200
@@ -70,6 +74,18 @@ class RunSettings(CheckedSettings, flags=""):
     buffer: BufferSettings = field(default_factory=BufferSettings)
     weights: TransferSettings = field(default_factory=TransferSettings)
     recovery: RecoverySettings = field(default_factory=RecoverySettings)
+
+    @property
+    def first_replica_device(self) -> int:
+        """The number of the first device that replicas take; trainer ranks take the first ones."""
+        return 0 if self.colocate == "yes" else self.trainer.ranks
+
+    @property
+    def transfers(self) -> TransferSettings:
+        """How versions travel: trainer ranks and replicas that share a device share its memory, too."""
+        if self.colocate == "yes" and self.weights.transport is None:
+            return replace(self.weights, transport="shared_memory")
+        return self.weights
 
     @property
     def new_tokens_per_episode(self) -> int:
@@ -94,6 +110,11 @@ def check(s: RunSettings, offered: Devices) -> Path:
         ValueError: names the setting and says what to do.
     """
     _check_numbers(s)
+    if s.colocate == "sleep":
+        raise ValueError(
+            "colocate sleep is not there yet: an engine whose KV cache is taken away cannot go on with the sequences "
+            "that it is decoding, and generation does not stop for a training step here. Give colocate yes"
+        )
     check_rollout(s.rollout, s.groups_per_step, s.trainer.ranks)
     s.buffer.window_for(s.groups_per_step)
     _check_devices(s, offered)
@@ -117,16 +138,25 @@ def resolve(s: S, offered: Devices, config: dict[str, Any] | None = None) -> S:
     """
     on_gpu = offered.kind == "cuda"
     requests, limit_s = s.generator.running_requests(on_gpu), s.generator.start_limit_s(on_gpu)
-    fraction = s.generator.memory_fraction
+    fraction, tokens = s.generator.memory_fraction, s.generator.max_total_tokens
     if config is not None and offered.memory:
-        fraction = plan_memory(config, memory_sides(s), offered.memory).memory_fraction
-    resolved = replace(s.generator, max_running_requests=requests, start_deadline_s=limit_s, memory_fraction=fraction)
-    return replace(s, generator=resolved)
+        plan = plan_memory(config, memory_sides(s), offered.memory)
+        fraction = plan.memory_fraction
+        if s.colocate == "yes":
+            tokens = plan.cache_tokens
+    resolved = replace(
+        s.generator,
+        max_running_requests=requests,
+        start_deadline_s=limit_s,
+        memory_fraction=fraction,
+        max_total_tokens=tokens,
+    )
+    return replace(s, generator=resolved, weights=s.transfers)
 
 
 def memory_sides(s: RunSettings) -> Sides:
     """The settings that decide how much memory a run takes."""
-    return Sides(s.trainer, s.generator, s.weights)
+    return Sides(s.trainer, s.generator, s.transfers, s.colocate == "yes")
 
 
 def _check_model(s: RunSettings, model: Path, offered: Devices, prompts: list[str]) -> None:
@@ -169,10 +199,31 @@ def _check_numbers(s: RunSettings) -> None:
 
 
 def _check_devices(s: RunSettings, offered: Devices) -> None:
-    ranks = s.trainer.ranks + s.generator.replicas * s.generator.tp
+    engine_ranks = s.generator.replicas * s.generator.tp
     replicas = f"{s.generator.replicas} generator replicas" + (f" of {s.generator.tp}" if s.generator.tp > 1 else "")
-    offered.check(ranks, f"{s.trainer.ranks} trainer ranks + {replicas}")
+    if s.colocate == "yes":
+        _check_shared(s, offered)
+        what = f"{s.trainer.ranks} trainer ranks, which share devices with {replicas}"
+        offered.check(max(s.trainer.ranks, engine_ranks), what)
+    else:
+        otherwise = "Or have trainer ranks and replicas share devices: --colocate yes."
+        offered.check(s.trainer.ranks + engine_ranks, f"{s.trainer.ranks} trainer ranks + {replicas}", otherwise)
     check_hosts(s.trainer, offered.per_host)
+
+
+def _check_shared(s: RunSettings, offered: Devices) -> None:
+    """Refuse transports by which versions cannot travel between processes that share a device."""
+    way = s.transfers.way
+    if offered.kind == "cuda" and way in ("collective", "auto"):
+        raise ValueError(
+            f"weights.transport {way} cannot be used with colocate yes: NCCL does not take two ranks on one GPU. Leave "
+            "it out, which is shared_memory then, or give rdma"
+        )
+    if offered.num_hosts > 1 and way == "shared_memory":
+        raise ValueError(
+            f"colocate yes on {offered.num_hosts} hosts: weights.transport shared_memory, its default, works on one. "
+            "Give weights.transport rdma"
+        )
 
 
 def _check_output(folder: Path) -> None:

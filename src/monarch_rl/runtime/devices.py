@@ -14,6 +14,9 @@ GPU_CONTEXT = 640 << 20
 assumption: 0.5 to 0.6 GiB are reported of H100."""
 NCCL_COMMUNICATOR = 256 << 20
 """Bytes of the buffers of an NCCL communicator. An assumption, for some ranks of one machine."""
+NARROW_COMMUNICATOR = 96 << 20
+"""The same of one for weights, which has 8 channels (``weights/broadcast_group.py``). An assumption: 6 MiB for each
+channel and direction, of which 4 are NCCL's documented default (``NCCL_BUFFSIZE``)."""
 
 
 class TooFewDevices(ValueError):
@@ -38,8 +41,13 @@ class Devices:
         """Devices of all hosts."""
         return self.num_hosts * self.per_host
 
-    def check(self, ranks_needed: int, what: str = "") -> None:
-        """Raise :class:`TooFewDevices` if there are fewer than ``ranks_needed``; ``what`` says who needs them."""
+    def check(self, ranks_needed: int, what: str = "", otherwise: str = "") -> None:
+        """Raise :class:`TooFewDevices` if there are fewer than ``ranks_needed``.
+
+        Args:
+            what: who needs them.
+            otherwise: a sentence that says what else can be done.
+        """
         if ranks_needed <= self.total:
             return
         hosts = f"{self.num_hosts} host{'s' if self.num_hosts > 1 else ''}"
@@ -47,7 +55,7 @@ class Devices:
         detail = f" ({what})" if what else ""
         raise TooFewDevices(
             f"{ranks_needed} ranks are asked for{detail}, but this launch offers {self.total}: "
-            f"{hosts} with {self.per_host} {unit} each. {self._advice(ranks_needed)}"
+            f"{hosts} with {self.per_host} {unit} each. {self._advice(ranks_needed)}{otherwise and f' {otherwise}'}"
         )
 
     def _advice(self, ranks_needed: int) -> str:

@@ -6,7 +6,7 @@ Arithmetic only: nothing is allocated, and no torch is needed.
 from __future__ import annotations
 
 from monarch_rl.model.sizes import ModelSizes, TrainedModel
-from monarch_rl.runtime.devices import GPU_CONTEXT, NCCL_COMMUNICATOR
+from monarch_rl.runtime.devices import GPU_CONTEXT, NARROW_COMMUNICATOR, NCCL_COMMUNICATOR
 from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.weights.endpoint import SNAPSHOTS, TransferSettings
 
@@ -48,7 +48,8 @@ def trainer_memory(
         needed |= {"activations": kept + again} | in_a_block
     if on_gpu:
         needed["CUDA context"] = GPU_CONTEXT
-        needed["NCCL buffers"] = NCCL_COMMUNICATOR * ((ranks > 1) + (weights.transport in ("collective", "auto")))
+        groups = NARROW_COMMUNICATOR if weights.way in ("collective", "auto") else 0
+        needed["NCCL buffers"] = NCCL_COMMUNICATOR * (ranks > 1) + groups
     return {purpose: nbytes for purpose, nbytes in needed.items() if nbytes}
 
 
@@ -60,8 +61,8 @@ def snapshot_bytes(shards: int, version: int, weights: TransferSettings) -> int:
         version: bytes of all of it.
         weights: how versions travel. ``shared_memory`` keeps them whole in rank 0's memory, which engines read.
     """
-    sent = version if weights.transport == "shared_memory" else shards
-    if weights.transport == "auto":
+    sent = version if weights.way == "shared_memory" else shards
+    if weights.way == "auto":
         sent = max(shards, version)  # while it is measured
     kept = SNAPSHOTS * sent
     return kept + (SNAPSHOTS + 1) * shards if weights.delta else kept
