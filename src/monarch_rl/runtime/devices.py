@@ -83,7 +83,7 @@ def visible_devices() -> list[str]:
 
 
 def smallest_memory() -> int:
-    """Bytes of the smallest of this machine's CUDA devices; 0 without CUDA. Makes no context on them."""
+    """Bytes of the smallest of this machine's CUDA devices; 0 without CUDA. Allocates nothing on them."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
