@@ -4,14 +4,13 @@ from typing import Any
 
 import pytest
 
+from monarch_rl.generator.replica_memory import check_cache, check_memory
 from monarch_rl.generator.settings import (
     ATTENTION_BACKENDS,
     CPU_KV_TOKENS,
     ENGINE_RESERVE,
     GeneratorSettings,
     check_attention,
-    check_cache,
-    check_memory,
     check_served,
     cores_of_ranks,
     engine_arguments,

@@ -18,11 +18,10 @@ from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from monarch_rl.generator.replica_memory import check_cache, check_memory
 from monarch_rl.generator.settings import (
     GeneratorSettings,
-    check_cache,
     check_context,
-    check_memory,
     check_served,
     engine_limits,
 )

@@ -12,6 +12,7 @@ from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.pipeline.settings import RunSettings, check, resolve
 from monarch_rl.runtime.devices import Devices
 from monarch_rl.trainer.settings import TrainerSettings
+from monarch_rl.weights.endpoint import TransferSettings
 
 GPUS, CPUS = Devices("cuda", 1, 8), Devices("cpu", 1, 8)
 
@@ -24,6 +25,30 @@ def test_automatic_values_are_numbers_once_the_devices_are_known() -> None:
         assert replace(found, generator=GeneratorSettings()) == RunSettings()
     own = RunSettings(generator=GeneratorSettings(max_running_requests=9, start_deadline_s=99))
     assert resolve(own, GPUS) == own
+
+
+@pytest.mark.parametrize(
+    ("settings", "devices", "said"),
+    [
+        (RunSettings(), Devices("cuda", 1, 1), "4 ranks are asked for .* offers 1: .* --colocate yes"),
+        (RunSettings(colocate="yes"), Devices("cuda", 1, 1), "2 ranks are asked for .* which share devices with 2 gen"),
+        (RunSettings(colocate="yes", weights=TransferSettings("collective")), GPUS, "NCCL does not take two ranks on"),
+        (RunSettings(colocate="yes", weights=TransferSettings("auto")), GPUS, "weights.transport auto cannot be used"),
+        (RunSettings(colocate="yes"), Devices("cuda", 2, 8), "colocate yes on 2 hosts: .* rdma"),
+        (RunSettings(colocate="sleep"), GPUS, "colocate sleep is not there yet: .* Give colocate yes"),
+    ],
+)
+def test_what_cannot_share_a_device_is_refused(settings: RunSettings, devices: Devices, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        check(settings, devices)
+
+
+def test_replicas_that_share_devices_begin_at_the_first_one() -> None:
+    apart, together = RunSettings(), RunSettings(colocate="yes")
+    assert (apart.first_replica_device, together.first_replica_device) == (apart.trainer.ranks, 0)
+    assert (apart.transfers.way, together.transfers.way) == ("collective", "shared_memory")
+    assert replace(together, weights=TransferSettings("rdma")).transfers.way == "rdma"
+    assert resolve(together, CPUS).weights.transport == "shared_memory"
 
 
 def test_gpus_without_compilers_are_refused_before_a_model_is_looked_for(

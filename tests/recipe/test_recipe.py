@@ -182,6 +182,19 @@ def test_torchrun_without_lag_and_with_two_engine_ranks(start: Start, model: Pat
     assert {measured.split()[0] for measured in chosen[2].split(", ")} == {"collective", "rdma", "shared_memory"}
 
 
+def test_one_device_for_a_trainer_rank_and_a_replica(start: Start, model: Path, tmp_path: Path) -> None:
+    """They share the only one that the launch has, and its memory: versions travel by it."""
+    arguments = recipe(model, tmp_path / "runs", "--trainer.ranks=1", "--generator.replicas=1")
+    run = start([*TORCHRUN, "--nproc-per-node=1", *arguments])
+    assert run.wait(RUN_S) != 0 and "2 ranks are asked for" in run.output() and "--colocate yes" in run.output()
+    run.assert_gone(GONE_S)
+    run = start([*TORCHRUN, "--nproc-per-node=1", *arguments, "--colocate=yes"])
+    finished(run)
+    check_run(run.output(), model, max_policy_lag=2)
+    (file,) = (tmp_path / "runs").glob("*/settings.json")
+    assert json.loads(file.read_text())["weights"]["transport"] == "shared_memory"
+
+
 def test_two_nodes(start: Start, model: Path, tmp_path: Path) -> None:
     """Two agents play two machines: the first holds the trainer ranks, the second the generators, over RDMA."""
     job = ["--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d", "--local-addr=127.0.0.1"]

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
 
 from monarch_rl.runtime import devices as module
-from monarch_rl.runtime.devices import Devices, TooFewDevices, devices, launched_by_torchrun
+from monarch_rl.runtime.devices import Devices, TooFewDevices, devices, launched_by_torchrun, smallest_memory
 from monarch_rl.runtime.torchrun import Rank, without_torchrun
 
 TORCHRUN = {
@@ -81,3 +82,15 @@ def test_nothing_of_torchrun_reaches_a_mesh() -> None:
         "HOME": "/home/someone",
         "RANKED": "1",
     }
+
+
+def test_the_smallest_gpu_is_what_is_planned_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    assert smallest_memory() == devices().memory == 0 or torch.cuda.is_available()
+    gpus = [SimpleNamespace(total_memory=nbytes) for nbytes in (80, 24, 40)]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", gpus.__getitem__)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert devices() == Devices("cuda", 1, 3, memory=24)

@@ -21,10 +21,10 @@ from monarch_rl.generator.commit import CommitReport, Commits
 from monarch_rl.generator.gpu import check_environment
 from monarch_rl.generator.memory import free_memory
 from monarch_rl.generator.parts import OnPart, ignore_part
+from monarch_rl.generator.replica_memory import check_memory
 from monarch_rl.generator.requests import EngineRequests
 from monarch_rl.generator.settings import (
     GeneratorSettings,
-    check_memory,
     check_served,
     cores_of_ranks,
     engine_arguments,

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Annotated, Any, Literal
 
 from monarch_rl.generator.gpu import check_dtype, gpu_arguments
 from monarch_rl.generator.version_kind import LOADERS
-from monarch_rl.model.architecture import architecture_of, find_architecture
+from monarch_rl.model.architecture import find_architecture
 from monarch_rl.model.folder import rope_parameters
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
-from monarch_rl.model.tensors import expected_tensors
 from monarch_rl.settings.ranges import FOREVER_S, SEED, CheckedSettings, Range
 
 InFlight = Literal["continue", "recompute", "resume", "drain"]
@@ -38,9 +36,9 @@ class GeneratorSettings(CheckedSettings, flags="generator"):
     max_total_tokens: Annotated[int, Range(0, 10**9, "0 is automatic")] = 0
     """Tokens the KV cache holds per replica. 0 lets SGLang size it from free memory on a GPU, and is 65,536 on a
     CPU; fewer than the running sequences need makes the engine retract and recompute some of them."""
-    memory_fraction: Annotated[float, Range(0.01, 0.99)] = 0.8
-    """Share of a GPU's memory for weights and KV cache; the rest is for activations and staging. No effect on a
-    CPU."""
+    memory_fraction: Annotated[float, Range(0, 0.99, "0 is automatic")] = 0.0
+    """Share of a GPU's memory for weights and KV cache; more is a larger cache. The rest is for activations, graphs
+    and versions that arrive. 0 computes it from model, GPU and settings (docs/memory.md). No effect on a CPU."""
     attention_backend: str = "auto"
     """SGLang's `--attention-backend`; `auto` lets SGLang choose on a GPU and is `torch_native` on a CPU."""
     in_flight: InFlight = "continue"
@@ -139,7 +137,8 @@ def engine_arguments(
             arguments["lora_backend"] = "torch_native"
     if on_gpu:
         arguments.update(gpu_arguments())
-        arguments["mem_fraction_static"] = settings.memory_fraction
+        if settings.memory_fraction:  # else SGLang's own, which leaves no room for versions that arrive
+            arguments["mem_fraction_static"] = settings.memory_fraction
         arguments["enable_deterministic_inference"] = settings.deterministic
     else:
         # The overlapped scheduler hides work behind a device; beside a CPU model it only adds a step of delay.
@@ -231,75 +230,6 @@ def check_attention(settings: GeneratorSettings, on_gpu: bool) -> None:
         )
     if on_gpu:
         check_dtype(resolve_dtype(settings.dtype, on_gpu))
-
-
-def check_cache(config: dict[str, Any], settings: GeneratorSettings, memory_bytes: int) -> None:
-    """Refuse KV caches that a machine without GPUs has no memory for.
-
-    Args:
-        config: the model's ``config.json``.
-        memory_bytes: of the machine.
-
-    Raises:
-        ValueError: says how many tokens fit.
-    """
-    token_bytes, tokens = _kv_token_bytes(config, settings), settings.max_total_tokens or CPU_KV_TOKENS
-    if settings.replicas * tokens * token_bytes > memory_bytes:
-        fitting = memory_bytes // (settings.replicas * token_bytes)
-        raise ValueError(
-            f"generator.max-total-tokens {tokens} is a KV cache of {tokens * token_bytes / 2**30:.1f} GiB for each of "
-            f"{settings.replicas} replicas, and this machine has {memory_bytes / 2**30:.1f} GiB: give less "
-            f"than {fitting}"
-        )
-
-
-def check_memory(
-    config: dict[str, Any], settings: GeneratorSettings, lora: LoraSettings, free_bytes: int, engines: int = 1
-) -> None:
-    """Refuse to start engines that a machine without GPUs has no memory for now.
-
-    Args:
-        config: the model's ``config.json``.
-        settings: of the replicas.
-        lora: with a rank, versions that arrive are small.
-        free_bytes: of the machine, before the engines start.
-        engines: that start on this machine at once. Each for itself would find the same memory free.
-
-    Raises:
-        RuntimeError: says what is needed for what.
-    """
-    item = _item_bytes(settings)
-    weights = sum(prod(shape) for shape in expected_tensors(config).values()) * item
-    tokens = settings.max_total_tokens or CPU_KV_TOKENS
-    needed = {
-        "the weights": weights,
-        f"a KV cache of {tokens} tokens (generator.max-total-tokens)": tokens * _kv_token_bytes(config, settings),
-        "the versions that arrive": 0 if lora.rank else weights,
-    }
-    total = sum(needed.values())
-    if engines * total > free_bytes:
-        parts = ", ".join(f"{nbytes / 2**30:.2f} for {what}" for what, nbytes in needed.items() if nbytes)
-        together = f", {engines} of them {engines * total / 2**30:.2f} GiB" if engines > 1 else ""
-        raise RuntimeError(
-            f"an engine needs {total / 2**30:.2f} GiB of memory ({parts}){together}, and {free_bytes / 2**30:.2f} GiB "
-            "of this machine are free: end what else takes memory here, or use a smaller KV cache, or fewer "
-            "generator.replicas"
-        )
-
-
-def _kv_token_bytes(config: dict[str, Any], settings: GeneratorSettings) -> int:
-    """Bytes of a token in the KV cache of a replica on a CPU."""
-    if architecture_of(config).latent_attention:
-        width = config["kv_lora_rank"] + config["qk_rope_head_dim"]
-    else:
-        head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-        width = 2 * max(config["num_key_value_heads"], settings.tp) * head
-    return int(config["num_hidden_layers"] * width * _item_bytes(settings))
-
-
-def _item_bytes(settings: GeneratorSettings) -> int:
-    """Bytes of a weight, key or value on a CPU."""
-    return 2 if resolve_dtype(settings.dtype, on_gpu=False) == "bfloat16" else 4
 
 
 def check_context(config: dict[str, Any], settings: GeneratorSettings) -> None:

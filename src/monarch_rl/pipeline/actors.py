@@ -33,7 +33,7 @@ class Actors:
 async def start_actors(
     cluster: Cluster, s: RunSettings, model: Path, advantage: Advantage, objective: Objective
 ) -> Actors:
-    """Spawn and set up every actor: trainer ranks take the first devices, generator replicas the next ones.
+    """Spawn and set up every actor. Trainer ranks take the first devices, replicas the next ones, or the same.
 
     Args:
         model: the Hugging Face folder.
@@ -41,14 +41,13 @@ async def start_actors(
         objective: the loss of a micro-batch.
     """
     plan = TrainerPlan(model, s.trainer, s.steps, s.rollout.temperature, s.new_tokens_per_episode, advantage, objective)
+    routes = s.trainer.keeps_expert_routes
     buffer = await start_buffer(cluster, s.groups_per_step, s.buffer)
     trainer, generators, _ = await asyncio.gather(
         start_trainer(cluster, plan, buffer, first_device=0),
-        start_generators(cluster, model, s.generator, s.trainer.ranks, s.trainer.lora, s.trainer.keeps_expert_routes),
+        start_generators(cluster, model, s.generator, s.first_replica_device, s.trainer.lora, routes),
         within(SET_UP_DEADLINE_S, buffer.setup.call_one(), "the buffer to come up", on="buffer"),
     )
     limit = min(episode_limits(s, read_config(model), cluster.devices.kind == "cuda").values())
-    workers = await start_rollout(
-        cluster, s.rollout, s.task, model, buffer, generators, limit, s.trainer.keeps_expert_routes
-    )
+    workers = await start_rollout(cluster, s.rollout, s.task, model, buffer, generators, limit, routes)
     return Actors(buffer, trainer, generators, workers)

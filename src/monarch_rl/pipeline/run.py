@@ -28,6 +28,7 @@ from typing import TypeVar
 
 from monarch_rl.algorithms.advantages import Advantage
 from monarch_rl.buffer.ledger import Counts
+from monarch_rl.model.folder import read_config
 from monarch_rl.observe.console import Console
 from monarch_rl.observe.metrics import Metrics
 from monarch_rl.pipeline.actors import Actors, start_actors
@@ -146,8 +147,9 @@ class Run:
         if self._cluster is None:
             raise RuntimeError("start() spawns actors: open the run with a cluster, or begin() with actors")
         self._check_first_start()
-        settings = replace(self.settings, task=task)
-        model = check(settings, self._cluster.devices)
+        settings, offered = replace(self.settings, task=task), self._cluster.devices
+        model = check(settings, offered)
+        settings = resolve(settings, offered, read_config(model))
         await self.begin(await start_actors(self._cluster, settings, model, advantage, objective))
         freeze_heap()
 
@@ -159,7 +161,7 @@ class Run:
             actors.trainer,
             actors.generators.handles,
             actors.buffer,
-            s.weights,
+            s.transfers,
             "float32" if self._cluster is None else served_dtype(s.generator, self._cluster),
             replica_updates(actors.workers),
         )
@@ -296,10 +298,10 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S) -> None:
     the program with one line that names the setting, before anything is spawned.
     """
     try:
-        check(settings, devices())
+        model = check(settings, devices())
     except ValueError as error:
         sys.exit(f"error: {error}")
-    settings = resolve(settings, devices())
+    settings = resolve(settings, devices(), read_config(model))
     with launch_cluster(PRELOADS) as cluster:
         if cluster is None:  # a torchrun rank other than 0: its part was to host
             return

@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import psutil
 import torch
 
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.generator.gpu import check_driver, check_environment
+from monarch_rl.generator.replica_memory import check_cache
 from monarch_rl.generator.settings import (
     GeneratorSettings,
     check_attention,
-    check_cache,
     check_context,
     check_served,
     engine_limits,
@@ -23,6 +23,7 @@ from monarch_rl.generator.settings import (
 from monarch_rl.model.check import check_folder
 from monarch_rl.model.folder import read_config, resolve_model
 from monarch_rl.model.tokens import FolderTokenizer
+from monarch_rl.pipeline.memory import Sides, check_gpu_memory, plan_memory
 from monarch_rl.pipeline.recovery import RecoverySettings
 from monarch_rl.rollout.settings import (
     RolloutSettings,
@@ -48,6 +49,10 @@ class RunSettings(CheckedSettings, flags=""):
     """Hugging Face folder or Hub name of the model to train (Qwen3, Qwen3-MoE, Qwen2, Llama, Mistral, DeepSeek-V3)."""
     steps: Annotated[int, Range(1, 10**9)] = 250
     """Optimiser steps."""
+    colocate: Literal["no", "yes", "sleep"] = "no"
+    """`yes`: trainer ranks and replicas share devices, so that one GPU is enough. Their memory is divided, and training
+    and decoding slow each other down. `sleep`, which would free the KV cache meanwhile, is not there yet
+    (docs/memory.md)."""
     groups_per_step: Annotated[int, Range(1, 1_000_000)] = 32
     """Prompts of one optimiser step; each is played rollout.group-size times."""
     held_out: Annotated[int, Range(1, 1_000_000)] = 200
@@ -69,6 +74,18 @@ class RunSettings(CheckedSettings, flags=""):
     buffer: BufferSettings = field(default_factory=BufferSettings)
     weights: TransferSettings = field(default_factory=TransferSettings)
     recovery: RecoverySettings = field(default_factory=RecoverySettings)
+
+    @property
+    def first_replica_device(self) -> int:
+        """The number of the first device that replicas take; trainer ranks take the first ones."""
+        return 0 if self.colocate == "yes" else self.trainer.ranks
+
+    @property
+    def transfers(self) -> TransferSettings:
+        """How versions travel: trainer ranks and replicas that share a device share its memory, too."""
+        if self.colocate == "yes" and self.weights.transport is None:
+            return replace(self.weights, transport="shared_memory")
+        return self.weights
 
     @property
     def new_tokens_per_episode(self) -> int:
@@ -93,6 +110,11 @@ def check(s: RunSettings, offered: Devices) -> Path:
         ValueError: names the setting and says what to do.
     """
     _check_numbers(s)
+    if s.colocate == "sleep":
+        raise ValueError(
+            "colocate sleep is not there yet: an engine whose KV cache is taken away cannot go on with the sequences "
+            "that it is decoding, and generation does not stop for a training step here. Give colocate yes"
+        )
     check_rollout(s.rollout, s.groups_per_step, s.trainer.data_ranks)
     s.buffer.window_for(s.groups_per_step)
     _check_devices(s, offered)
@@ -103,20 +125,43 @@ def check(s: RunSettings, offered: Devices) -> Path:
         check_environment()
     prompts = TaskSource(s.task).check()
     model = resolve_model(s.model)
-    _check_model(s, model, on_gpu, prompts)
+    _check_model(s, model, offered, prompts)
     _check_output(s.output)
     return model
 
 
-def resolve(s: S, offered: Devices) -> S:
-    """The settings with the values that automatic ones take on these devices."""
+def resolve(s: S, offered: Devices, config: dict[str, Any] | None = None) -> S:
+    """The settings with the values that automatic ones take on these devices.
+
+    Args:
+        config: the model's ``config.json``; None leaves alone what depends on it.
+    """
     on_gpu = offered.kind == "cuda"
     requests, limit_s = s.generator.running_requests(on_gpu), s.generator.start_limit_s(on_gpu)
-    return replace(s, generator=replace(s.generator, max_running_requests=requests, start_deadline_s=limit_s))
+    fraction, tokens = s.generator.memory_fraction, s.generator.max_total_tokens
+    if config is not None and offered.memory:
+        plan = plan_memory(config, memory_sides(s), offered.memory)
+        fraction = plan.memory_fraction
+        if s.colocate == "yes":
+            tokens = plan.cache_tokens
+    resolved = replace(
+        s.generator,
+        max_running_requests=requests,
+        start_deadline_s=limit_s,
+        memory_fraction=fraction,
+        max_total_tokens=tokens,
+    )
+    return replace(s, generator=resolved, weights=s.transfers)
 
 
-def _check_model(s: RunSettings, model: Path, on_gpu: bool, prompts: list[str]) -> None:
+def memory_sides(s: RunSettings) -> Sides:
+    """The settings that decide how much memory a run takes."""
+    return Sides(s.trainer, s.generator, s.transfers, s.colocate == "yes")
+
+
+def _check_model(s: RunSettings, model: Path, offered: Devices, prompts: list[str]) -> None:
     """Refuse a folder that cannot be trained or served with these settings, or that cannot read these prompts."""
+    on_gpu = offered.kind == "cuda"
     config = read_config(model)
     check_folder(model, config)
     check_served(config, s.generator, on_gpu)
@@ -126,6 +171,7 @@ def _check_model(s: RunSettings, model: Path, on_gpu: bool, prompts: list[str]) 
     check_tensor_parallel(config, s.trainer.tp)
     check_lora(config, s.trainer.lora)
     check_context(config, s.generator)
+    check_gpu_memory(config, memory_sides(s), offered)
     limits = episode_limits(s, config, on_gpu)
     check_lengths(s.rollout, limits)
     tokenizer = FolderTokenizer(model, config)
@@ -154,10 +200,31 @@ def _check_numbers(s: RunSettings) -> None:
 
 
 def _check_devices(s: RunSettings, offered: Devices) -> None:
-    ranks = s.trainer.ranks + s.generator.replicas * s.generator.tp
+    engine_ranks = s.generator.replicas * s.generator.tp
     replicas = f"{s.generator.replicas} generator replicas" + (f" of {s.generator.tp}" if s.generator.tp > 1 else "")
-    offered.check(ranks, f"{s.trainer.ranks} trainer ranks + {replicas}")
+    if s.colocate == "yes":
+        _check_shared(s, offered)
+        what = f"{s.trainer.ranks} trainer ranks, which share devices with {replicas}"
+        offered.check(max(s.trainer.ranks, engine_ranks), what)
+    else:
+        otherwise = "Or have trainer ranks and replicas share devices: --colocate yes."
+        offered.check(s.trainer.ranks + engine_ranks, f"{s.trainer.ranks} trainer ranks + {replicas}", otherwise)
     check_hosts(s.trainer, offered.per_host)
+
+
+def _check_shared(s: RunSettings, offered: Devices) -> None:
+    """Refuse transports by which versions cannot travel between processes that share a device."""
+    way = s.transfers.way
+    if offered.kind == "cuda" and way in ("collective", "auto"):
+        raise ValueError(
+            f"weights.transport {way} cannot be used with colocate yes: NCCL does not take two ranks on one GPU. Leave "
+            "it out, which is shared_memory then, or give rdma"
+        )
+    if offered.num_hosts > 1 and way == "shared_memory":
+        raise ValueError(
+            f"colocate yes on {offered.num_hosts} hosts: weights.transport shared_memory, its default, works on one. "
+            "Give weights.transport rdma"
+        )
 
 
 def _check_output(folder: Path) -> None:

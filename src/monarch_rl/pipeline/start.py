@@ -19,8 +19,9 @@ from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.generator.actor import Generator
 from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.generator.memory import free_memory
+from monarch_rl.generator.replica_memory import check_memory
 from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD
-from monarch_rl.generator.settings import GeneratorSettings, check_memory, resolve_dtype
+from monarch_rl.generator.settings import GeneratorSettings, resolve_dtype
 from monarch_rl.model.folder import read_config
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
 from monarch_rl.pipeline.actor_pool import ActorFactory, ActorPool

@@ -35,11 +35,12 @@ SNAPSHOTS = 2
 class TransferSettings(CheckedSettings, flags="weights"):
     """How new weights reach the generators."""
 
-    transport: TransportName = "collective"
+    transport: TransportName | None = None
     """`collective` broadcasts from every trainer rank to all replicas: NCCL on GPUs, gloo on CPUs.
     `rdma`: replicas read from the trainer ranks' memory, by ibverbs or over Monarch's TCP connections.
     `shared_memory`, on one host: trainer ranks write a version where engines load it from. `auto` measures, at the
-    start and with the run's own model, those that work, and takes the fastest."""
+    start and with the run's own model, those that work, and takes the fastest. None is `collective`, or, where trainer
+    ranks and replicas share devices, `shared_memory`."""
     bucket_mib: Annotated[int, Range(1, 65_536)] = 64
     """MiB sent at a time. With `collective` each replica holds two buckets beside a version; smaller buckets cost more
     calls. With `delta`, at most 4."""
@@ -52,6 +53,11 @@ class TransferSettings(CheckedSettings, flags="weights"):
     attempts: Annotated[int, Range(1, 1000)] = 3
     """Times that a version is sent to a replica that answers but could not load it, the last time to it alone. Then
     the replica is removed."""
+
+    @property
+    def way(self) -> TransportName:
+        """The transport, without one `collective`."""
+        return self.transport or "collective"
 
     @property
     def bucket_bytes(self) -> int:

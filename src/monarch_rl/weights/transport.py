@@ -26,7 +26,7 @@ TRANSPORTS: dict[TransportName, tuple[str, str, str]] = {
 
 def make_sender(manifest: Manifest, rank: int, settings: TransferSettings, host: str, device: torch.device) -> Sender:
     """Make the trainer rank's end of the transport in ``settings``. ``host``: where others reach this process."""
-    make: type[Sender] = _find(settings.transport, 1)
+    make: type[Sender] = _find(settings.way, 1)
     with on_side_stream(device):  # memory is filled with zeros before anything else is done with it
         if not settings.delta:
             return make(manifest, rank, settings, host, device)
@@ -36,7 +36,7 @@ def make_sender(manifest: Manifest, rank: int, settings: TransferSettings, host:
 
 def make_receiver(manifest: Manifest, settings: TransferSettings, device: torch.device) -> Receiver:
     """Make the replica's end of the transport in ``settings``."""
-    make: type[Receiver] = _find(settings.transport, 2)
+    make: type[Receiver] = _find(settings.way, 2)
     with on_side_stream(device):  # as in make_sender
         if not settings.delta:
             return make(manifest, settings, device)

@@ -1,0 +1,135 @@
+"""How large the parts of a model are, in elements: what a plan of memory is made from."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from monarch_rl.model.architecture import Config, architecture_of
+from monarch_rl.model.folder import num_experts, sparse_layers
+from monarch_rl.model.lora import LoraSettings
+from monarch_rl.model.tensors import expected_tensors, projections
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class CacheSizes:
+    """A token in the KV cache of an engine that is not divided."""
+
+    layers: int
+    width: int
+    """Elements in a layer."""
+    kv_heads: int
+    """Into which keys and values can be divided; 1 where they cannot: latent attention."""
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """Elements of a model's parts, and widths that activations have."""
+
+    elements: int
+    """Of all tensors."""
+    vocabulary: int
+    width: int
+    tied: bool
+    """The LM head is the embeddings."""
+    layers: int
+    sparse: int
+    """Layers that have experts."""
+    largest_layer: int
+    """Elements of the largest layer beside its experts."""
+    layer_experts: int
+    """Elements of all experts of a layer that has some."""
+    query: int
+    """Width of all queries of a token, and of what attention returns for it."""
+    key: int
+    """Width of all keys of a token, and of its values."""
+    head: int
+    """Width of a query that rotary embeddings turn."""
+    cache: CacheSizes
+    normed_heads: bool
+    hidden: int
+    """Width of a dense MLP."""
+    expert_hidden: int
+    """Width of an expert, and of its share of experts that all tokens go to, times the experts of a token."""
+    chosen: int
+    """Experts of a token."""
+
+    @property
+    def embeddings(self) -> int:
+        """Elements of the embeddings, and of an LM head of its own."""
+        return self.vocabulary * self.width
+
+
+def cache_sizes(config: Config) -> CacheSizes:
+    """What a model keeps of a token, by its ``config.json``."""
+    layers = config["num_hidden_layers"]
+    if architecture_of(config).latent_attention:
+        return CacheSizes(layers, config["kv_lora_rank"] + config["qk_rope_head_dim"], 1)
+    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return CacheSizes(layers, 2 * config["num_key_value_heads"] * head, config["num_key_value_heads"])
+
+
+def sizes_of(config: Config) -> ModelSizes:
+    """The sizes of a model, by its ``config.json``, which ``model/features.py`` has accepted."""
+    layers, experts = [0] * config["num_hidden_layers"], [0] * config["num_hidden_layers"]
+    elements = 0
+    for name, shape in expected_tensors(config).items():
+        count = math.prod(shape)
+        elements += count
+        if found := _LAYER.match(name):
+            (experts if ".mlp.experts." in name else layers)[int(found[1])] += count
+    heads, cache = config["num_attention_heads"], cache_sizes(config)
+    if architecture_of(config).latent_attention:
+        head = config["qk_rope_head_dim"]
+        query = key = heads * (config["qk_nope_head_dim"] + head)
+    else:
+        head = config.get("head_dim") or config["hidden_size"] // heads
+        query, key = heads * head, cache.width // 2
+    chosen = config["num_experts_per_tok"] if num_experts(config) else 0
+    shared = config.get("n_shared_experts", 0) if architecture_of(config).shared_experts else 0
+    return ModelSizes(
+        elements=elements,
+        vocabulary=config["vocab_size"],
+        width=config["hidden_size"],
+        tied=bool(config.get("tie_word_embeddings")),
+        layers=config["num_hidden_layers"],
+        sparse=len(sparse_layers(config)),
+        largest_layer=max(layers),
+        layer_experts=max(experts),
+        query=query,
+        key=key,
+        head=head,
+        cache=cache,
+        normed_heads=architecture_of(config).normed_heads,
+        hidden=config["intermediate_size"],
+        expert_hidden=config.get("moe_intermediate_size", 0) * (chosen + shared),
+        chosen=chosen,
+    )
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """What is trained of a model, and sent."""
+
+    sizes: ModelSizes
+    lora: int
+    """Elements of all adapters, A and B; 0 is full training."""
+    served_lora: int
+    """Those that engines serve as adapters: none where they are sent merged into the weights."""
+    version: int
+    """Elements of what trainer ranks send: all weights, the adapters, or the weights that these are merged into."""
+    positions: int
+    """Tokens that a sequence may have."""
+
+
+def trained_model(config: Config, lora: LoraSettings) -> TrainedModel:
+    """What is trained of a model with these adapters."""
+    sizes, tensors = sizes_of(config), expected_tensors(config)
+    shapes = [shape for target in lora.targets for _, shape in projections(tensors, target)] if lora.rank else []
+    adapters = sum(lora.rank * sum(shape) for shape in shapes)
+    merged = lora.sends_merged(sizes.sparse > 0)
+    version = sum(map(math.prod, shapes)) if merged else adapters or sizes.elements
+    return TrainedModel(sizes, adapters, 0 if merged else adapters, version, config["max_position_embeddings"])

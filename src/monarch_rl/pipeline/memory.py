@@ -1,0 +1,282 @@
+"""The memory of a run, planned before anything is spawned: what each role takes, whether it fits, and what would.
+
+The arithmetic is in docs/memory.md; ``tools/memory.py`` prints it for models and GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from itertools import combinations, islice
+from typing import Any, NamedTuple
+
+from monarch_rl.generator.replica_memory import (
+    STATIC,
+    automatic_fraction,
+    cache_tokens,
+    item_bytes,
+    longest_sequence,
+    replica_memory,
+)
+from monarch_rl.generator.settings import GeneratorSettings, check_served
+from monarch_rl.model.lora import LoraSettings
+from monarch_rl.model.sizes import TrainedModel, trained_model
+from monarch_rl.runtime.devices import Devices
+from monarch_rl.trainer.memory import trainer_memory
+from monarch_rl.trainer.settings import TrainerSettings, check_experts
+from monarch_rl.weights.endpoint import TransferSettings
+
+USABLE = 0.95
+"""Share of a GPU that is planned with. The rest is what allocators lose between blocks, and the driver's own."""
+TRAINER, REPLICA = "a trainer rank", "a generator replica"
+BOTH = f"{TRAINER} with {REPLICA}"
+"""On one device."""
+SHARED_FRACTION = 0.98
+"""``generator.memory_fraction`` on a device that is shared. SGLang is told the tokens of its cache there: a share would
+be of what is free when it starts, which depends on how far the trainer is."""
+NAMED = 3
+"""Settings that a refusal names."""
+FEWEST_TOKENS, FEWEST_LOGITS, FEWEST_REQUESTS = 1024, 64, 16
+"""Below these a smaller setting frees next to nothing, and costs much."""
+MOST_RANKS, MOST_TP = 128, 16
+LORA_RANK = 16
+
+
+class Sides(NamedTuple):
+    """The settings that decide how much memory a run takes."""
+
+    trainer: TrainerSettings
+    generator: GeneratorSettings
+    weights: TransferSettings
+    colocate: bool = False
+    """A trainer rank and a replica share a device."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes by purpose on the device that takes most, for a trainer rank and for a replica."""
+
+    trainer: Mapping[str, int]
+    replica: Mapping[str, int]
+    """The KV cache is what there must be at least."""
+    room: int
+    """Bytes of a device that may be planned with."""
+    cache_tokens: int
+    """Tokens that the replica's KV cache has room for."""
+    memory_fraction: float
+    """``generator.memory_fraction`` that leaves room for the rest."""
+
+    def needed(self, who: str) -> Mapping[str, int]:
+        """Bytes by purpose of :data:`TRAINER`, :data:`REPLICA`, or of :data:`BOTH` together."""
+        if who == BOTH:
+            sides = ((TRAINER, self.trainer), (REPLICA, self.replica))
+            return {f"{purpose} of {side}": nbytes for side, needed in sides for purpose, nbytes in needed.items()}
+        return self.trainer if who == TRAINER else self.replica
+
+    def fits(self, who: str) -> bool:
+        """Whether it fits a device."""
+        return sum(self.needed(who).values()) <= self.room
+
+
+def plan_memory(config: dict[str, Any], s: Sides, device_bytes: int) -> MemoryPlan:
+    """Plan the memory of a run on GPUs.
+
+    Args:
+        config: the model's ``config.json``.
+        s: settings.
+        device_bytes: of a GPU.
+    """
+    return _plan(trained_model(config, s.trainer.lora), s, device_bytes)
+
+
+def _plan(model: TrainedModel, s: Sides, device_bytes: int) -> MemoryPlan:
+    generator, room = s.generator, int(USABLE * device_bytes)
+    served = item_bytes(generator, on_gpu=True)
+    trainer = trainer_memory(model, s.trainer, s.weights, on_gpu=True, served=served)
+    tokens = longest_sequence(generator, model.positions, s.trainer.tokens_per_microbatch)
+    replica = replica_memory(
+        model,
+        generator,
+        s.weights,
+        on_gpu=True,
+        tokens=tokens,
+        senders=s.trainer.ranks,
+        device_bytes=device_bytes,
+    )
+    left = room - sum(trainer.values()) if s.colocate else room
+    automatic = SHARED_FRACTION if s.colocate else automatic_fraction(replica, left, device_bytes)
+    fraction = generator.memory_fraction or automatic
+    fitting = cache_tokens(model, replica, generator, left)
+    return MemoryPlan(trainer, replica, room, generator.max_total_tokens or max(0, fitting), fraction)
+
+
+def check_gpu_memory(config: dict[str, Any], s: Sides, offered: Devices) -> None:
+    """Refuse a run that does not fit its GPUs.
+
+    Args:
+        config: the model's ``config.json``.
+        s: settings.
+        offered: nothing is checked where the memory of its devices is not known.
+
+    Raises:
+        ValueError: says what takes how much, and which settings would make it fit.
+    """
+    if not offered.memory:
+        return
+    plan = plan_memory(config, s, offered.memory)
+    for who in (BOTH,) if s.colocate else (TRAINER, REPLICA):
+        if not plan.fits(who):
+            needed, ladders = plan.needed(who), [] if who == REPLICA else _trainer_ladders(config, s)
+            ladders += [] if who == TRAINER else _replica_ladders(config, s, offered)
+            raise ValueError(
+                f"{who} needs {_gib(sum(needed.values()))} GiB at its peak ({describe(needed)}), and a GPU here has "
+                f"{_gib(plan.room)} to plan with: {_advice(config, ladders, offered.memory, who, s)}"
+            )
+    beside = sum(nbytes for purpose, nbytes in plan.replica.items() if purpose not in STATIC)
+    if s.generator.memory_fraction and not s.colocate and beside > (1 - s.generator.memory_fraction) * offered.memory:
+        most = automatic_fraction(plan.replica, plan.room, offered.memory)
+        raise ValueError(
+            f"generator.memory-fraction {s.generator.memory_fraction:g} leaves "
+            f"{_gib((1 - s.generator.memory_fraction) * offered.memory)} GiB of a GPU, and what is not weights and KV "
+            f"cache needs {_gib(beside)} ({describe({p: n for p, n in plan.replica.items() if p not in STATIC})}): "
+            f"give at most {most:g}, or 0, which finds it"
+        )
+
+
+def describe(needed: Mapping[str, int]) -> str:
+    """Purposes with their GiB, the largest first."""
+    return ", ".join(f"{purpose} {_gib(nbytes)}" for purpose, nbytes in sorted(needed.items(), key=lambda x: -x[1]))
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / 2**30:.1f}"
+
+
+class _Change(NamedTuple):
+    """A setting, and the settings with it."""
+
+    text: str
+    apply: Callable[[Sides], Sides]
+
+
+_Ladder = list[_Change]
+"""Values of one setting, each freeing more than the one before."""
+
+
+def _of_trainer(flag: str, **values: Any) -> _Change:
+    return _Change(flag, lambda s: s._replace(trainer=replace(s.trainer, **values)))
+
+
+def _of_generator(flag: str, **values: Any) -> _Change:
+    return _Change(flag, lambda s: s._replace(generator=replace(s.generator, **values)))
+
+
+def _of_weights(flag: str, **values: Any) -> _Change:
+    return _Change(flag, lambda s: s._replace(weights=replace(s.weights, **values)))
+
+
+def _halves(value: int, fewest: int) -> list[int]:
+    """Half of a value, a quarter and so on."""
+    return [value >> n for n in range(1, 32) if value >> n >= fewest]
+
+
+def _doubles(value: int, most: int) -> list[int]:
+    return [value << n for n in range(1, 32) if value << n <= most]
+
+
+def _trainer_ladders(config: dict[str, Any], s: Sides) -> list[_Ladder]:
+    """What could make a trainer rank fit, in the order in which it costs."""
+    t = s.trainer
+    weaker = {"none": ["selective", "full"], "selective": ["full"], "full": []}[t.activation_checkpoint]
+    tokens, chunks = _halves(t.tokens_per_microbatch, FEWEST_TOKENS), _halves(t.logprob_chunk, FEWEST_LOGITS)
+    ranks = [n for n in _doubles(t.ranks, MOST_RANKS) if _accepted(check_experts, config, replace(t, ranks=n))]
+    ladders = [
+        [_of_trainer(f"trainer.activation-checkpoint {kind}", activation_checkpoint=kind) for kind in weaker],
+        [_of_trainer(f"trainer.ranks {n}", ranks=n) for n in ranks],
+        [_of_trainer(f"trainer.tokens-per-microbatch {n}", tokens_per_microbatch=n) for n in tokens],
+        [_of_trainer(f"trainer.logprob-chunk {n}", logprob_chunk=n) for n in chunks],
+        *_weights_ladders(s, {"shared_memory", "auto"}),
+        _lora_ladder(s),
+    ]
+    return [ladder for ladder in ladders if ladder]
+
+
+def _replica_ladders(config: dict[str, Any], s: Sides, offered: Devices) -> list[_Ladder]:
+    """The same for a replica."""
+    g = s.generator
+    longest = _halves(g.max_total_tokens or g.context_length or config["max_position_embeddings"], FEWEST_TOKENS)
+    flag = "max-total-tokens" if g.max_total_tokens else "context-length"
+    requests = _halves(g.running_requests(on_gpu=True), FEWEST_REQUESTS)
+    shared = [_of_weights("weights.transport shared_memory", transport="shared_memory")]
+    divided = [n for n in _doubles(g.tp, MOST_TP) if _accepted(check_served, config, replace(g, tp=n), True)]
+    ladders = [
+        *_weights_ladders(s, {"rdma", "auto"}),
+        [_of_generator(f"generator.tp {n}", tp=n) for n in divided],
+        shared if offered.num_hosts == 1 and s.weights.way != "shared_memory" else [],
+        [_of_generator(f"generator.max-running-requests {n}", max_running_requests=n) for n in requests],
+        [_of_generator(f"generator.{flag} {n}", **{flag.replace("-", "_"): n}) for n in longest],
+        _lora_ladder(s),
+    ]
+    return [ladder for ladder in ladders if ladder]
+
+
+def _weights_ladders(s: Sides, costly: set[str]) -> list[_Ladder]:
+    """``costly``: transports that keep more versions here than ``collective``."""
+    ladders = []
+    if s.weights.delta:
+        ladders.append([_of_weights("weights.delta False", delta=False)])
+    if s.weights.way in costly and not s.colocate:
+        ladders.append([_of_weights("weights.transport collective", transport="collective")])
+    return ladders
+
+
+def _lora_ladder(s: Sides) -> _Ladder:
+    if s.trainer.lora.rank:
+        return []
+    return [_of_trainer(f"trainer.lora.rank {LORA_RANK}", lora=LoraSettings(rank=LORA_RANK))]
+
+
+def _accepted(check: Callable[..., None], *arguments: Any) -> bool:
+    try:
+        check(*arguments)
+    except ValueError:
+        return False
+    return True
+
+
+def _advice(config: dict[str, Any], ladders: list[_Ladder], device_bytes: int, who: str, s: Sides) -> str:
+    """Up to three settings of which each makes it fit; where there is none, two or three that do together. None makes
+    the other side too large."""
+    other = {TRAINER: REPLICA, REPLICA: TRAINER, BOTH: BOTH}[who]
+    other_fits = plan_memory(config, s, device_bytes).fits(other)
+    models: dict[LoraSettings, TrainedModel] = {}
+
+    def fitting(*changes: _Change) -> bool:
+        changed = s
+        for change in changes:
+            changed = change.apply(changed)
+        lora = changed.trainer.lora
+        if lora not in models:
+            models[lora] = trained_model(config, lora)
+        plan = _plan(models[lora], changed, device_bytes)
+        return plan.fits(who) and plan.fits(other) >= other_fits
+
+    found = (next((change.text for change in ladder if fitting(change)), None) for ladder in ladders)
+    if alone := list(islice(filter(None, found), NAMED)):
+        return f"it fits with {' or '.join(alone)}"
+    for count in range(2, NAMED + 1):
+        for together in combinations(ladders, count):
+            if fitting(*(ladder[-1] for ladder in together)):
+                return f"it fits with {' and '.join(change.text for change in _relaxed(together, fitting))}"
+    return f"no {NAMED} settings make it fit; take a smaller model, or GPUs with more memory"
+
+
+def _relaxed(ladders: tuple[_Ladder, ...], fitting: Callable[..., bool]) -> list[_Change]:
+    """Of each ladder the first value with which it still fits."""
+    chosen = [ladder[-1] for ladder in ladders]
+    for index, ladder in enumerate(ladders):
+        for change in ladder:
+            if fitting(*chosen[:index], change, *chosen[index + 1 :]):
+                chosen[index] = change
+                break
+    return chosen

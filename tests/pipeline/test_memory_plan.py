@@ -1,0 +1,161 @@
+"""Whether a run fits its GPUs is known before anything is spawned, and a refusal says what would."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from monarch_rl.generator.replica_memory import CACHE, STATIC
+from monarch_rl.generator.settings import GeneratorSettings
+from monarch_rl.pipeline.memory import REPLICA, TRAINER, MemoryPlan, Sides, check_gpu_memory, plan_memory
+from monarch_rl.pipeline.settings import RunSettings, memory_sides, resolve
+from monarch_rl.runtime.devices import Devices
+from monarch_rl.trainer.settings import TrainerSettings
+from monarch_rl.weights.endpoint import TransferSettings, TransportName
+from tools.memory import GPUS, MODELS, device_bytes
+
+GIB = 2**30
+FLAG = re.compile(r"(trainer|generator|weights)\.([a-z-]+) (\w+)")
+
+
+def sides(ranks: int = 2, transport: TransportName = "collective", **generator: Any) -> Sides:
+    return Sides(TrainerSettings(ranks=ranks), GeneratorSettings(**generator), TransferSettings(transport))
+
+
+def gpus(gigabytes: int, hosts: int = 1) -> Devices:
+    return Devices("cuda", hosts, 8, device_bytes(gigabytes))
+
+
+def refused(name: str, s: Sides, offered: Devices) -> str:
+    with pytest.raises(ValueError) as caught:
+        check_gpu_memory(MODELS[name], s, offered)
+    return str(caught.value)
+
+
+def changed(s: Sides, found: tuple[str, str, str]) -> Sides:
+    """The settings with a flag of a message."""
+    room, flag, value = found
+    typed: Any = int(value) if value.isdecimal() else value
+    return s._replace(**{room: replace(getattr(s, room), **{flag.replace("-", "_"): typed})})
+
+
+@pytest.mark.parametrize("gigabytes", GPUS)
+@pytest.mark.parametrize("name", MODELS)
+def test_what_a_refusal_names_makes_it_fit(name: str, gigabytes: int) -> None:
+    """One after the other, until nothing is refused: nothing fits that the plan says does not."""
+    s, offered = sides(), gpus(gigabytes)
+    for _ in range(4):
+        try:
+            check_gpu_memory(MODELS[name], s, offered)
+            return
+        except ValueError as error:
+            message = str(error)
+        assert "GiB at its peak" in message and "to plan with" in message
+        if "no 3 settings" in message:
+            return
+        advice = message.partition("it fits with ")[2]
+        if "lora.rank" in advice and " or " not in advice:
+            return  # another training: a reader's choice
+        who = TRAINER if message.startswith(TRAINER) else REPLICA
+        alternatives = [part for part in advice.split(" or ") if "lora.rank" not in part]
+        assert 1 <= len(advice.split(" or ")) <= 3
+        for alternative in alternatives:
+            other = s
+            for flag in FLAG.findall(alternative):
+                other = changed(other, flag)
+            assert plan_memory(MODELS[name], other, offered.memory).fits(who), alternative
+        for flag in FLAG.findall(alternatives[0]):
+            s = changed(s, flag)
+    pytest.fail(f"still refused: {message}")
+
+
+def test_a_refusal_says_what_takes_how_much_and_names_three_settings() -> None:
+    message = refused("Qwen3-8B", sides(ranks=4), gpus(80))
+    assert message.startswith("a trainer rank needs ") and "optimiser states 15.3" in message
+    for setting in ("activation-checkpoint selective", "ranks 16", "tokens-per-microbatch 4096"):
+        assert f"trainer.{setting}" in message
+    s = sides(transport="rdma")._replace(trainer=TrainerSettings(ranks=64, activation_checkpoint="full"))
+    message = refused("Qwen3-14B", s, gpus(80))
+    assert message.startswith("a generator replica needs ") and "versions that arrive 5" in message
+    assert "it fits with weights.transport collective or " in message
+
+
+def test_a_share_of_the_gpu_that_leaves_too_little_is_refused() -> None:
+    s = sides(memory_fraction=0.9)._replace(trainer=TrainerSettings(ranks=8, activation_checkpoint="full"))
+    message = refused("Qwen3-8B", s, gpus(80))
+    assert "generator.memory-fraction 0.9 leaves 7.9 GiB" in message and "versions that arrive 15." in message
+    most = re.search(r"give at most ([\d.]+), or 0", message)
+    assert most is not None
+    for fraction in (float(most[1]), 0.0):
+        check_gpu_memory(MODELS["Qwen3-8B"], sides(memory_fraction=fraction)._replace(trainer=s.trainer), gpus(80))
+
+
+def test_nothing_is_refused_where_the_memory_is_not_known() -> None:
+    check_gpu_memory(MODELS["Qwen3-235B-A22B"], sides(), Devices("cuda", 1, 8))
+    check_gpu_memory(MODELS["Qwen3-235B-A22B"], sides(), Devices("cpu", 1, 8))
+
+
+def beside(plan: MemoryPlan) -> int:
+    return sum(nbytes for purpose, nbytes in plan.replica.items() if purpose not in STATIC)
+
+
+@given(
+    name=st.sampled_from(sorted(MODELS)),
+    gigabytes=st.integers(16, 192),
+    tp=st.sampled_from((1, 2, 4)),
+    transport=st.sampled_from(("collective", "rdma", "shared_memory", "auto")),
+    delta=st.booleans(),
+)
+def test_the_automatic_share_leaves_room_for_all_that_is_planned(
+    name: str, gigabytes: int, tp: int, transport: TransportName, delta: bool
+) -> None:
+    memory = gigabytes * GIB
+    s = Sides(TrainerSettings(), GeneratorSettings(tp=tp), TransferSettings(transport, delta=delta))
+    plan = plan_memory(MODELS[name], s, memory)
+    if not plan.fits(REPLICA):
+        return
+    assert beside(plan) <= (1 - plan.memory_fraction) * memory
+    static = sum(plan.replica.get(purpose, 0) for purpose in STATIC)
+    assert static <= plan.memory_fraction * memory + memory / 1000
+    least = s.trainer.tokens_per_microbatch  # the longest episode
+    assert plan.cache_tokens >= least and plan.replica[CACHE] > 0
+
+
+def test_a_run_that_is_resolved_has_the_share_in_its_settings() -> None:
+    settings = RunSettings(trainer=TrainerSettings(ranks=8))
+    found = resolve(settings, gpus(80), MODELS["Qwen3-8B"])
+    plan = plan_memory(MODELS["Qwen3-8B"], Sides(found.trainer, settings.generator, found.weights), device_bytes(80))
+    assert 0.5 < found.generator.memory_fraction == plan.memory_fraction < 0.8
+    assert resolve(found, gpus(80), MODELS["Qwen3-8B"]) == found
+    assert resolve(settings, Devices("cpu", 1, 8), MODELS["Qwen3-8B"]).generator.memory_fraction == 0
+
+
+def test_what_shares_a_gpu_is_planned_together() -> None:
+    """One GPU is enough for a 1.7B; a 4B is refused with what would help. The cache has what the trainer leaves."""
+    trainer = TrainerSettings(ranks=1, activation_checkpoint="full", tokens_per_microbatch=4096)
+    s = Sides(trainer, GeneratorSettings(replicas=1), TransferSettings("shared_memory"), colocate=True)
+    check_gpu_memory(MODELS["Qwen3-1.7B"], s, gpus(80))
+    plan = plan_memory(MODELS["Qwen3-1.7B"], s, device_bytes(80))
+    static = plan.cache_tokens * 28 * 2 * 8 * 128 * 2
+    others = sum(plan.trainer.values()) + sum(plan.replica.values()) - plan.replica[CACHE]
+    assert plan.room - 2**20 < static + others <= plan.room
+    message = refused("Qwen3-4B", s, gpus(80))
+    assert message.startswith("a trainer rank with a generator replica needs ")
+    assert "weights of a generator replica 7.5" in message and "it fits with " in message
+
+
+def test_a_run_that_shares_a_gpu_gives_the_engine_its_tokens() -> None:
+    settings = RunSettings(
+        colocate="yes",
+        trainer=TrainerSettings(ranks=1, activation_checkpoint="full"),
+        generator=GeneratorSettings(replicas=1),
+    )
+    found = resolve(settings, gpus(80), MODELS["Qwen3-0.6B"])
+    assert found.weights.transport == "shared_memory" and found.generator.max_total_tokens > 100_000
+    assert resolve(found, gpus(80), MODELS["Qwen3-0.6B"]) == found
+    check_gpu_memory(MODELS["Qwen3-0.6B"], memory_sides(found), gpus(80))

@@ -1,0 +1,89 @@
+"""The memory of trainer ranks, on every rank of a torchrun job:  memory_ranks.py FOLDER [CASE...]
+
+Writes ``<case>.rank<r>.json`` for each case of memory_cases.py: the most bytes that tensors had at one time. They are
+added up from what torch's profiler records of every allocation and release. RSS would add what the C library keeps for
+itself, and code.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from monarch_rl.episode.episode import Episode, Turn
+from monarch_rl.trainer.batch import MicroBatch, pack
+from monarch_rl.trainer.objective import reinforcement
+from monarch_rl.trainer.policy import Policy
+from monarch_rl.weights.endpoint import TransferSettings
+from monarch_rl.weights.manifest import make_manifest
+from monarch_rl.weights.transport import make_sender
+from tests.trainer.memory_cases import CASES, Case, folder_of
+
+EPISODES, PROMPT = 4, 8
+"""Of a micro-batch."""
+STEPS = 2
+"""Optimiser states come with the first."""
+
+
+def micro_batch(case: Case, seed: int, device: torch.device) -> MicroBatch:
+    """Episodes without anything in common, together as long as a micro-batch may be."""
+    draw, length = np.random.default_rng(seed), case.tokens // EPISODES
+    drawn = np.arange(length) >= PROMPT
+    turns = [
+        Turn(
+            draw.integers(0, case.config["vocab_size"], length).astype(np.int32),
+            np.where(drawn, -5, 0).astype(np.float32),
+            np.where(drawn, 0, -1).astype(np.int32),
+            drawn,
+        )
+        for _ in range(EPISODES)
+    ]
+    episodes = [Episode([turn], 1.0, "stop") for turn in turns]
+    return pack(episodes, torch.ones(EPISODES), torch.ones(EPISODES), 0, device)
+
+
+def work(folder: Path, case: Case) -> None:
+    """A rank's life: load, train, take a snapshot."""
+    policy = Policy(folder, case.trainer, total_steps=STEPS)
+    published = policy.published
+    owned: list[list[tuple[str, int, int]]] = [[] for _ in range(policy.world_size)]
+    dist.all_gather_object(owned, published.owned_runs())
+    manifest = make_manifest([(name, shape, torch.float32) for name, shape in published.tensors()], owned)
+    sender = make_sender(manifest, policy.rank, TransferSettings(), "127.0.0.1", policy.device)
+    objective = reinforcement(case.trainer.loss)
+    for step in range(STEPS):
+        batches = [micro_batch(case, 10 * step + i, policy.device) for i in range(2)]
+        policy.update(batches, objective)
+        published.snapshot(published.plan_snapshot(manifest, sender.views(step)))
+
+
+def measure(folder: Path, case: Case) -> dict[str, int]:
+    """Bytes at the peak, and what is left at the end."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work(folder, case)
+        gc.collect()
+    assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    held = np.cumsum([event.nbytes() for event in events])
+    return {"peak": int(held.max()), "left": int(held[-1])}
+
+
+def main() -> None:
+    root, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+    for name in sys.argv[2:] or CASES:
+        folder = folder_of(root, name)
+        figures = measure(folder, CASES[name])
+        Path(f"{folder}.rank{rank}.json").write_text(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()
