@@ -46,7 +46,7 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class ParsedReply:
     """What a turn of the policy says. All of it is read from the ids drawn, which stay as they are."""
 
     raw: str
