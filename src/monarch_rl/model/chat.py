@@ -10,7 +10,7 @@ from typing import Any
 
 from monarch_rl.model.chat_shape import DRAWN, Row, Shape, after_calls, find_shape, user_row
 from monarch_rl.model.messages import ChatError, Message, ParsedReply, Role
-from monarch_rl.model.reply_reader import PARSERS_KEPT, ReplyReader
+from monarch_rl.model.reply_reader import PARSERS_KEPT, ReplyReader, special_tokens
 from monarch_rl.model.tools import ToolSet
 
 OPENINGS_KEPT = 16
@@ -89,7 +89,7 @@ class ChatTemplate:
                 lambda rows, prompt: self._render(rows, prompt, None, source),
                 source,
                 self._end_tokens,
-                self.tokenizer.all_special_tokens,
+                special_tokens(self.tokenizer),
             )
         return self._shapes[source]
 

@@ -17,6 +17,12 @@ PARSERS_KEPT = 64
 """Sets of tools whose parsers are remembered; a run has a few."""
 
 
+def special_tokens(tokenizer: Any) -> list[str]:
+    """The texts of all special tokens, also of those that have no name such as ``eos_token``."""
+    added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    return list(dict.fromkeys([*tokenizer.all_special_tokens, *added]))
+
+
 class ReplyReader:
     """Reads turns.
 
@@ -87,5 +93,5 @@ class ReplyReader:
     @cached_property
     def _special(self) -> re.Pattern[str]:
         """Special tokens in text; a pattern that is nowhere if there are none."""
-        tokens = sorted(self._tokenizer.all_special_tokens, key=len, reverse=True)
+        tokens = sorted(special_tokens(self._tokenizer), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, tokens)) or r"(?!)")
