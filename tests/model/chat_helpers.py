@@ -63,7 +63,7 @@ def write_model(
         end: an end token that ``generation_config.json`` names besides.
         special: special tokens instead of those of ``name``.
     """
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     special = special or SPECIAL.get(name, ["</s>"])
@@ -78,9 +78,8 @@ def write_model(
         vocab_size=400, min_frequency=1, initial_alphabet=sorted(alphabet), show_progress=False
     )
     raw.train_from_iterator(CORPUS, trainer)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=raw, bos_token="<s>", eos_token=special[0], extra_special_tokens=special[1:]
-    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token=special[0])
+    tokenizer.add_tokens([AddedToken(token, special=True) for token in special[1:]])  # without names, as Llama 3's
     if name == "qwen3":
         tokenizer.add_tokens(WORDS_OF_ITS_OWN)
     tokenizer.chat_template = SOURCES.get(name) if source is None else source

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.model.conversation import Conversation
-from monarch_rl.model.messages import ChatError, Message, ToolCall, assistant, system, tool, user
+from monarch_rl.model.messages import ChatError, Message, Messages, ToolCall, assistant, system, tool, user
 from tests.model.chat_helpers import TAGGED, write_model
 
 
@@ -113,9 +114,27 @@ def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
         conversation.add(3)  # type: ignore[arg-type]
     with pytest.raises(ChatError, match="it needs role and content"):
         conversation.add([{"content": "?"}])
-    conversation.add(
-        [{"role": "user", "content": [{"type": "text", "text": "What"}, {"type": "text", "text": " is?"}]}]
-    )
+
+
+@dataclass
+class OwnMessage:
+    role: str
+    content: str
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "What is?",
+        OwnMessage("user", "What is?"),
+        [OwnMessage("user", "What is?")],
+        {"role": "user", "content": "What is?"},
+        [{"role": "user", "content": [{"type": "text", "text": "What"}, {"type": "text", "text": " is?"}]}],
+    ],
+)
+def test_messages_come_in_several_forms(tmp_path: Path, said: Messages) -> None:
+    conversation = Conversation(chat(tmp_path, "tagged"))
+    conversation.add(said)
     assert conversation.messages == [user("What is?")]
 
 

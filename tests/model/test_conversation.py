@@ -102,9 +102,10 @@ SAID = st.one_of(
 @st.composite
 def pieces(draw: st.DrawFn) -> list[str]:
     """A turn: a thought that is closed, a thought that is cut, or none; then what it says."""
-    thought = ["<think>", "\n", *draw(st.lists(WORDS.filter(str.strip), min_size=1, max_size=2))]
+    solid = WORDS.map(str.strip).filter(bool)  # Qwen3's template takes newlines away
+    thought = ["<think>", "\n", *draw(st.lists(solid, min_size=1, max_size=2))]
     kind = draw(st.sampled_from(["closed", "closed", "closed", "cut", "none"]))
-    says = draw(st.lists(WORDS.filter(str.strip), min_size=1, max_size=3))
+    says = draw(st.sampled_from([["the an", "swer"], ["what a ques", "tion"], [draw(solid), draw(WORDS), draw(solid)]]))
     return {"closed": [*thought, "\n", "</think>", "\n\n", *says], "cut": thought, "none": says}[kind]
 
 

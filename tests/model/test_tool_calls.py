@@ -10,7 +10,7 @@ import pytest
 
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.model.conversation import Conversation
-from monarch_rl.model.messages import ChatError, Reply, user
+from monarch_rl.model.messages import ChatError, ParsedReply, user
 from monarch_rl.model.tools import ToolSet, as_tools
 from tests.model.chat_helpers import TAGGED, write_model
 
@@ -44,7 +44,7 @@ SEARCH = {
 TOOLS = as_tools([add, SEARCH])
 
 
-def reply_to(template: ChatTemplate, text: str, tools: ToolSet = TOOLS) -> Reply:
+def reply_to(template: ChatTemplate, text: str, tools: ToolSet = TOOLS) -> ParsedReply:
     conversation = Conversation(template)
     conversation.add(user("1+2?"), tools=tools)
     return conversation.replied(template._plain(text), "length")

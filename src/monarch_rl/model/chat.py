@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from monarch_rl.model.chat_shape import DRAWN, Row, Shape, after_calls, find_shape, user_row
-from monarch_rl.model.messages import ChatError, Message, Reply, Role
-from monarch_rl.model.reply_text import PARSERS_KEPT, ReplyText
+from monarch_rl.model.messages import ChatError, Message, ParsedReply, Role
+from monarch_rl.model.reply_reader import PARSERS_KEPT, ReplyReader, special_tokens
 from monarch_rl.model.tools import ToolSet
 
 OPENINGS_KEPT = 16
@@ -23,15 +23,15 @@ class ChatTemplate:
     """The chat template of a model, checked.
 
     Args:
-        folder: a Hugging Face folder or Hub name, with a tokenizer. A model without a chat template gets one that joins
-            contents.
+        folder: a Hugging Face folder with a tokenizer, as :func:`~monarch_rl.model.folder.resolve_model` returns it. A
+            model without a chat template gets one that joins contents.
         options: what the template's own variables are set to, such as ``{"enable_thinking": False}``.
         system: a system message for every conversation that does not open with one; "" for none.
         tool_parser: SGLang's name of the format in which the model writes calls, such as ``hermes`` or ``llama3``; ""
             lets SGLang tell by the template.
 
     Raises:
-        OSError: there is no tokenizer of that name.
+        OSError: there is no tokenizer in the folder.
         ChatError: the template has no such option, cannot render a system message that is set, or loses messages.
     """
 
@@ -76,7 +76,7 @@ class ChatTemplate:
                 "this model's chat template has no place for tools: describe them in the system prompt, or give the "
                 "tokenizer another chat template"
             )
-        self._reply_text.parser(tools)
+        self._reply_reader.parser(tools)
         if len(self._tools_checked) >= PARSERS_KEPT:
             self._tools_checked.clear()
         self._tools_checked.add(tools.key)
@@ -89,7 +89,7 @@ class ChatTemplate:
                 lambda rows, prompt: self._render(rows, prompt, None, source),
                 source,
                 self._end_tokens,
-                self.tokenizer.all_special_tokens,
+                special_tokens(self.tokenizer),
             )
         return self._shapes[source]
 
@@ -129,7 +129,7 @@ class ChatTemplate:
         text = shape.after(text, "" if end is None else self.tokenizer.decode([end]))
         return self._encode(shape.end_of_thinking + text if thinking else text)
 
-    def read(self, token_ids: Sequence[int], tools: ToolSet | None = None, stop: Sequence[str] = ()) -> Reply:
+    def read(self, token_ids: Sequence[int], tools: ToolSet | None = None, stop: Sequence[str] = ()) -> ParsedReply:
         """What a turn says.
 
         Args:
@@ -137,7 +137,7 @@ class ChatTemplate:
             tools: in which calls are looked up; without, nothing is read as a call.
             stop: stop strings; the text ends before the first one in it.
         """
-        return self._reply_text.read(token_ids, self.shape(tools), tools, stop)
+        return self._reply_reader.read(token_ids, self.shape(tools), tools, stop)
 
     def stop_tokens(self, stop: Sequence[str]) -> tuple[int, ...]:
         """The ids of stop strings that are one token, for an engine to stop at; the others, and such a string where the
@@ -152,11 +152,11 @@ class ChatTemplate:
     def cut_while_thinking(self, token_ids: Sequence[int], tools: ToolSet | None = None) -> bool:
         """Whether a turn that was cut was cut inside a thought."""
         shape = self.shape(tools)
-        return shape.thinking is not None and self._reply_text.thinks(self._reply_text.raw(token_ids), shape)
+        return shape.thinking is not None and self._reply_reader.thinks(self._reply_reader.raw(token_ids), shape)
 
     @cached_property
-    def _reply_text(self) -> ReplyText:
-        return ReplyText(self.tokenizer, frozenset(self.stop_token_ids), self.tool_parser, self._source)
+    def _reply_reader(self) -> ReplyReader:
+        return ReplyReader(self.tokenizer, frozenset(self.stop_token_ids), self.tool_parser, self._source)
 
     def _after_calls(self, rows: list[Row], tools: ToolSet | None, shape: Shape) -> str:
         """The text between a turn and the next one, for a template that writes tool messages only after calls."""

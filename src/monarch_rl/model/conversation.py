@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from monarch_rl.model.chat import ChatTemplate
-from monarch_rl.model.messages import ChatError, Message, Messages, Reply, as_messages
+from monarch_rl.model.messages import ChatError, Message, Messages, ParsedReply, as_messages
 from monarch_rl.model.tools import Tools, ToolSet, as_tools
 
 
@@ -76,7 +76,7 @@ class Conversation:
         self.ids += ids
         return ids
 
-    def replied(self, token_ids: Sequence[int], finish_reason: str, stop: Sequence[str] = ()) -> Reply:
+    def replied(self, token_ids: Sequence[int], finish_reason: str, stop: Sequence[str] = ()) -> ParsedReply:
         """Append the policy's turn as it was drawn.
 
         Args:
@@ -99,7 +99,7 @@ class Conversation:
         self.messages.append(Message("assistant", reply.raw, reply.tool_calls))
         return reply
 
-    def _numbered(self, reply: Reply) -> Reply:
+    def _numbered(self, reply: ParsedReply) -> ParsedReply:
         """The same, with an id for each call: nine letters and digits, which is what some templates ask for."""
         first = sum(len(message.tool_calls) for message in self.messages)
         calls = [replace(call, id=f"call{first + index:05d}") for index, call in enumerate(reply.tool_calls)]

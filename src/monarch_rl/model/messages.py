@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
 
@@ -46,7 +46,7 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class ParsedReply:
     """What a turn of the policy says. All of it is read from the ids drawn, which stay as they are."""
 
     raw: str
@@ -59,9 +59,23 @@ class Reply:
     """In order. Check ``error`` before carrying one out."""
 
 
-Messages: TypeAlias = str | Message | Mapping[str, Any] | Iterable[Message | Mapping[str, Any]]
-"""Text, which is a user's message, a message, or several; each a :class:`Message` or a mapping with ``role`` and
-``content``, as data sets hold them."""
+class Spoken(Protocol):
+    """Whatever else has a role and content."""
+
+    @property
+    def role(self) -> str:
+        """As in :class:`Message`."""
+        ...
+
+    @property
+    def content(self) -> str:
+        """Its text."""
+        ...
+
+
+AnyMessage: TypeAlias = Message | Spoken | Mapping[str, Any]
+Messages: TypeAlias = str | AnyMessage | Iterable[AnyMessage]
+"""Text, which is a user's message, a message, or several. A message may be a mapping, as data sets hold them."""
 
 
 def system(content: str) -> Message:
@@ -92,13 +106,15 @@ def as_messages(messages: Messages) -> list[Message]:
     """
     if isinstance(messages, str):
         return [user(messages)]
-    several: Any = [messages] if isinstance(messages, Message | Mapping) else messages
+    several: Any = [messages] if isinstance(messages, Mapping) or hasattr(messages, "role") else messages
     if not isinstance(several, Iterable):
         raise ChatError(f"{messages!r:.80} is no message: use user(...), system(...) or tool(...)")
     return [_checked(message if isinstance(message, Message) else _from_mapping(message)) for message in several]
 
 
 def _from_mapping(row: Any) -> Message:
+    if hasattr(row, "role") and hasattr(row, "content"):
+        return Message(row.role, row.content)
     if not isinstance(row, Mapping) or "role" not in row:
         raise ChatError(f"{row!r:.80} is no message: it needs role and content")
     calls = row.get("tool_calls") or ()

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from monarch_rl.model.chat_shape import Shape
-from monarch_rl.model.messages import Reply, ToolCall
+from monarch_rl.model.messages import ParsedReply, ToolCall
 from monarch_rl.model.stop_strings import cut_at_stop
 from monarch_rl.model.tool_calls import CallParser
 from monarch_rl.model.tools import ToolSet
@@ -17,7 +17,13 @@ PARSERS_KEPT = 64
 """Sets of tools whose parsers are remembered; a run has a few."""
 
 
-class ReplyText:
+def special_tokens(tokenizer: Any) -> list[str]:
+    """The texts of all special tokens, also of those that have no name such as ``eos_token``."""
+    added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    return list(dict.fromkeys([*tokenizer.all_special_tokens, *added]))
+
+
+class ReplyReader:
     """Reads turns.
 
     Args:
@@ -37,7 +43,7 @@ class ReplyText:
         self._parsers: dict[str, CallParser] = {}
         """By the key of a set of tools."""
 
-    def read(self, token_ids: Sequence[int], shape: Shape, tools: ToolSet | None, stop: Sequence[str]) -> Reply:
+    def read(self, token_ids: Sequence[int], shape: Shape, tools: ToolSet | None, stop: Sequence[str]) -> ParsedReply:
         """What a turn says; see :meth:`ChatTemplate.read`."""
         raw = self.raw(token_ids)
         text = cut_at_stop(raw, stop)
@@ -47,7 +53,7 @@ class ReplyText:
         calls: tuple[ToolCall, ...] = ()
         if tools is not None:
             text, calls = self.parser(tools).parse(text)
-        return Reply(raw, self._special.sub("", text), thinking, calls)
+        return ParsedReply(raw, self._special.sub("", text), thinking, calls)
 
     def raw(self, token_ids: Sequence[int]) -> str:
         """The text of a turn without its end token."""
@@ -87,5 +93,5 @@ class ReplyText:
     @cached_property
     def _special(self) -> re.Pattern[str]:
         """Special tokens in text; a pattern that is nowhere if there are none."""
-        tokens = sorted(self._tokenizer.all_special_tokens, key=len, reverse=True)
+        tokens = sorted(special_tokens(self._tokenizer), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, tokens)) or r"(?!)")
