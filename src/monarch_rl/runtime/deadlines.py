@@ -87,8 +87,8 @@ async def within(seconds: float, awaitable: Awaitable[T], what: str, *, on: str 
 
 
 async def _done_or_late(task: asyncio.Future[T], seconds: float) -> None:
-    """``asyncio.wait({task}, timeout=seconds)``, but late by :func:`_grain_s` at most, and in half the CPU time: a rollout
-    worker waits thousands of times a second."""
+    """``asyncio.wait({task}, timeout=seconds)``, but late by :func:`_grain_s` at most, and in half the CPU time: a
+    rollout worker waits thousands of times a second."""
     if task.done():
         return
     loop = asyncio.get_running_loop()
@@ -114,14 +114,13 @@ _timers = weakref.WeakKeyDictionary()
 
 
 def _grain_s(seconds: float) -> float:
-    """By how much a wait of ``seconds`` may be longer, so that it shares a timer with others: a power of two, 1/64 of it
-    at most, and less than what counts as a pause of the waiter."""
+    """By how much a wait of ``seconds`` may be longer, so that it shares a timer with others: a power of two, at most
+    1/64 of it, and less than what counts as a pause of the waiter."""
     return min(math.ldexp(1.0, math.frexp(seconds)[1] - 7), presence.PAUSE_S / 2)
 
 
 def _due_together(loop: asyncio.AbstractEventLoop, seconds: float) -> set[asyncio.Future[None]]:
-    """The waits that end in ``seconds`` from now or little later. A timer of its own for each wait would be most of what
-    a wait costs."""
+    """The waits that end in ``seconds`` from now or little later: a timer for each would be most of what it costs."""
     timers = _timers.get(loop)
     if timers is None:
         timers = _timers[loop] = {}
