@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from monarch_rl.runtime import presence
-from monarch_rl.runtime.deadlines import DeadlineExceeded, Patience, ProcessLost, lose, within
+from monarch_rl.runtime.deadlines import DeadlineExceeded, Patience, ProcessLost, lose, now, within
+from monarch_rl.simulate.clock import run_virtual
 
 
 async def never() -> None:
@@ -175,3 +176,21 @@ def test_patience_remembers_steps_that_end_well_only() -> None:
 def test_patience_refuses_what_makes_no_sense() -> None:
     with pytest.raises(ValueError, match="ceiling_s must be above 0.*got 0"):
         Patience(0)
+
+
+@given(st.lists(st.tuples(st.floats(0, 2000), st.floats(1e-3, 1000)), min_size=1, max_size=30))
+def test_waits_that_share_timers_end_at_their_own_time_or_little_later(waits: list[tuple[float, float]]) -> None:
+    """In virtual time: waits that begin at any time, of any length."""
+
+    async def play() -> None:
+        async def wait(begins_s: float, seconds: float) -> None:
+            await asyncio.sleep(begins_s)
+            began = now()
+            with pytest.raises(DeadlineExceeded):
+                await within(seconds, asyncio.Event().wait(), "nothing")
+            passed = now() - began
+            assert seconds - 1e-6 <= passed <= seconds + min(seconds / 64, presence.PAUSE_S / 2) + 1e-6
+
+        await asyncio.gather(*(wait(*each) for each in waits))
+
+    run_virtual(play())

@@ -1,6 +1,6 @@
 """Calls that leave no port behind: numbered, and answered over one lasting port of the caller.
 
-Each call of Monarch opens a port for its answer, of which caller and actor together never free some 2 KB, so that a
+Each call of Monarch opens a port for its answer, of which caller and actor together never free 1 to 2 KB, so that a
 process that calls others for as long as a run lasts grows with its steps. Here a caller opens one port for each of its
 event loops, and introduces itself once to each actor that it calls (:meth:`AnswersCalls.attend`). That is one call of
 Monarch, which never returns. It fails when the actor's process is lost, and with it every call that is not answered.

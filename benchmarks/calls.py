@@ -1,0 +1,101 @@
+"""What a call of an actor in another process costs: Monarch's own beside one over a lasting port.
+
+    python benchmarks/calls.py
+
+For each, one call after the other and --together at once: microseconds of CPU, and bytes of anonymous memory that a
+call leaves behind, at the caller and at the actor. CPU time needs no quiet machine, though others make it longer.
+Memory is of the whole process, in pages, so that a few bytes more or less mean nothing.
+"""
+
+from __future__ import annotations
+
+import monarch_rl  # isort: skip  # noqa: F401  its settings for Monarch count only if it is imported first
+
+import asyncio
+import json
+import os
+import re
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from monarch_rl.runtime.endpoint import concurrent_endpoint, lasting_endpoint
+from monarch_rl.runtime.resilient import ResilientActor
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Cost of a call (see the top of this file)."""
+
+    calls: int = 4000
+    """Calls of each kind that are counted, after half as many that are not."""
+    together: int = 10
+    """Calls in one turn of the event loop, in the second row of each kind."""
+
+
+def used() -> tuple[float, int]:
+    """CPU seconds and bytes of anonymous memory of this process."""
+    anonymous = re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())
+    return time.process_time(), 1024 * int(anonymous[1]) if anonymous else 0
+
+
+class Asked(ResilientActor):
+    """Answers calls of both kinds."""
+
+    @concurrent_endpoint
+    async def monarchs(self) -> int:
+        return os.getpid()
+
+    @lasting_endpoint
+    async def lasting(self) -> int:
+        return os.getpid()
+
+    @concurrent_endpoint
+    async def used(self) -> tuple[float, int]:
+        return used()
+
+
+async def measure(actor: Any, call: Callable[[], Awaitable[int]], s: Settings, together: int) -> dict[str, float]:
+    """Cost of a call at both ends."""
+
+    async def awaited() -> int:
+        return await call()
+
+    async def calls(count: int) -> None:
+        for _ in range(count // together):
+            await asyncio.gather(*(awaited() for _ in range(together)))
+
+    await calls(s.calls // 2)
+    before = *used(), *await actor.used.call_one()
+    await calls(s.calls)
+    after = *used(), *await actor.used.call_one()
+    caller_s, caller_bytes, actor_s, actor_bytes = (b - a for a, b in zip(before, after, strict=True))
+    return {
+        "caller_us": round(1e6 * caller_s / s.calls, 1),
+        "actor_us": round(1e6 * actor_s / s.calls, 1),
+        "caller_bytes": round(caller_bytes / s.calls),
+        "actor_bytes": round(actor_bytes / s.calls),
+    }
+
+
+async def main(s: Settings) -> None:
+    """Print a line a kind, then all figures as one line of JSON."""
+    from monarch.actor import this_host
+
+    processes = this_host().spawn_procs(per_host={"gpus": 1})
+    actor: Any = processes.spawn("asked", Asked)
+    figures = {}
+    for together in (1, s.together):
+        for kind in ("monarchs", "lasting"):
+            figures[f"{kind}_{together}"] = row = await measure(actor, getattr(actor, kind).call_one, s, together)
+            print(f"{kind:9s} {together:3d} at once: " + ", ".join(f"{name} {value}" for name, value in row.items()))
+    print(json.dumps({"benchmark": "calls", **figures}))
+    await processes.stop()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(tyro.cli(Settings)))
