@@ -263,7 +263,7 @@ class Run:
         """Write the model to ``model/`` in the run's folder, as a Hugging Face folder."""
         if self.folder is None:
             raise RuntimeError("the run has no folder to save the model to")
-        await save(self.actors.trainer, self.folder / "model")
+        await save(self.actors.trainer, self.folder / "model", self.actors.model_bytes)
         self.saved = self.folder / "model"
 
     async def counts(self) -> Counts:
@@ -286,7 +286,7 @@ class Run:
 
 def _patience(settings: RunSettings, on_gpu: bool) -> Patience:
     # A generator may be restarted in the middle of a step.
-    return Patience(settings.update_deadline_s, floor_s=settings.generator.start_limit_s(on_gpu) + 60)
+    return Patience(settings.update_limit_s, floor_s=settings.generator.start_limit_s(on_gpu) + 60)
 
 
 def launch(train: Callable[[Run, S], Awaitable[None]], settings: S) -> None:
@@ -296,10 +296,10 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S) -> None:
     the program with one line that names the setting, before anything is spawned.
     """
     try:
-        check(settings, devices())
+        model = check(settings, devices())
     except ValueError as error:
         sys.exit(f"error: {error}")
-    settings = resolve(settings, devices())
+    settings = resolve(settings, devices(), model)
     with launch_cluster(PRELOADS) as cluster:
         if cluster is None:  # a torchrun rank other than 0: its part was to host
             return
