@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import shutil
 import subprocess
 import sys
 from collections import deque
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.generator import pending_step, scheduler_pieces
+from monarch_rl.generator.engine import Engine
 from monarch_rl.generator.scheduler_pieces import VARIABLE, SchedulerPieces
+from monarch_rl.model.weight_files import index_of, plan_files
 from monarch_rl.runtime import device_work
-from monarch_rl.runtime.device_work import Piece
+from monarch_rl.runtime.device_work import COMPILATION_S, FIRST_S, FLOOR_S, Piece
+from tests.generator.conftest import SETTINGS
+from tests.generator.helpers import LoopThread, reference_reading, weights_in
 
 DECODE, EXTEND = (SimpleNamespace(is_decode=lambda decodes=decodes: decodes) for decodes in (True, False))
 
@@ -131,3 +140,56 @@ def test_nothing_is_installed_where_nobody_asked(monkeypatch: pytest.MonkeyPatch
     scheduler: Any = type("Scheduler", (), {})
     scheduler_pieces.install(scheduler)
     assert not hasattr(scheduler, "run_batch")
+
+
+def in_several_files(source: Path, folder: Path) -> Path:
+    """The model as the trainer saves a large one: in planned files, with an index."""
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
+    weights = weights_in(source)
+    files = plan_files(((name, tuple(value.shape)) for name, value in weights.items()), "F32", most=20_000)
+    assert len(files) > 2
+    for file in files:
+        content = bytearray(file.header) + bytes(file.nbytes - len(file.header))
+        for name, place in file.places.items():
+            content[place : place + weights[name].nbytes] = weights[name].numpy().tobytes()
+        (folder / file.name).write_bytes(content)
+    for name, text in index_of(files).items():
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.mark.usefixtures("spawned")
+def test_sglangs_own_scheduler_says_what_it_decodes_and_loads_a_model_in_several_files(
+    models: dict[str, Path], run: LoopThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As on a GPU, with the real loop: what is under way is seen from this process, new steps all the time, and nothing
+    once it idles."""
+    monkeypatch.setenv(VARIABLE, "")  # is set by the next line, and forgotten after the test
+    read = SchedulerPieces(1).reader(0)
+    engine = run(Engine.start(str(in_several_files(models["qwen3"], tmp_path / "model")), SETTINGS))
+    seen: list[Piece] = []
+    prompt = [5, 6, 7, 8]
+
+    async def draw() -> Completion:
+        drawing = asyncio.ensure_future(engine.generate(prompt, Sampling(max_new_tokens=400)))
+        while not drawing.done():
+            if (piece := read()) is not None:
+                seen.append(piece)
+            await asyncio.sleep(0)
+        deadline = asyncio.get_running_loop().time() + 60
+        while read() is not None:
+            assert asyncio.get_running_loop().time() < deadline, f"still: {read()}"
+            await asyncio.sleep(0.01)
+        return drawing.result()  # waits: it is done
+
+    try:
+        drawn = run(draw())
+    finally:
+        run(engine.shutdown())
+    decoding = [piece for piece in seen if piece.what == "a step of decoding of 1 tokens"]
+    assert len({piece.since for piece in decoding}) > 3, seen[:5]
+    assert {piece.limit_s for piece in decoding} <= {FIRST_S, FLOOR_S, COMPILATION_S}
+    ids = prompt + drawn.token_ids.tolist()
+    (reading,) = reference_reading(models["qwen3"], [(ids, [0] * len(ids))], {0: weights_in(models["qwen3"])})
+    expected = reading.logprobs[np.arange(len(prompt) - 1, len(ids) - 1), drawn.token_ids]
+    assert np.abs(drawn.logprobs - expected).max() < 2e-5

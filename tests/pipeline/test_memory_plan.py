@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -126,13 +128,19 @@ def test_the_automatic_share_leaves_room_for_all_that_is_planned(
     assert plan.cache_tokens >= least and plan.replica[CACHE] > 0
 
 
-def test_a_run_that_is_resolved_has_the_share_in_its_settings() -> None:
+def model_folder(folder: Path, name: str) -> Path:
+    (folder / "config.json").write_text(json.dumps(MODELS[name]))
+    return folder
+
+
+def test_a_run_that_is_resolved_has_the_share_in_its_settings(tmp_path: Path) -> None:
+    model = model_folder(tmp_path, "Qwen3-8B")
     settings = RunSettings(trainer=TrainerSettings(ranks=8))
-    found = resolve(settings, gpus(80), MODELS["Qwen3-8B"])
+    found = resolve(settings, gpus(80), model)
     plan = plan_memory(MODELS["Qwen3-8B"], Sides(found.trainer, settings.generator, found.weights), device_bytes(80))
     assert 0.5 < found.generator.memory_fraction == plan.memory_fraction < 0.8
-    assert resolve(found, gpus(80), MODELS["Qwen3-8B"]) == found
-    assert resolve(settings, Devices("cpu", 1, 8), MODELS["Qwen3-8B"]).generator.memory_fraction == 0
+    assert resolve(found, gpus(80), model) == found
+    assert resolve(settings, Devices("cpu", 1, 8), model).generator.memory_fraction == 0
 
 
 def test_what_shares_a_gpu_is_planned_together() -> None:
@@ -149,13 +157,14 @@ def test_what_shares_a_gpu_is_planned_together() -> None:
     assert "weights of a generator replica 7.5" in message and "it fits with " in message
 
 
-def test_a_run_that_shares_a_gpu_gives_the_engine_its_tokens() -> None:
+def test_a_run_that_shares_a_gpu_gives_the_engine_its_tokens(tmp_path: Path) -> None:
+    model = model_folder(tmp_path, "Qwen3-0.6B")
     settings = RunSettings(
         colocate="yes",
         trainer=TrainerSettings(ranks=1, activation_checkpoint="full"),
         generator=GeneratorSettings(replicas=1),
     )
-    found = resolve(settings, gpus(80), MODELS["Qwen3-0.6B"])
+    found = resolve(settings, gpus(80), model)
     assert found.weights.transport == "shared_memory" and found.generator.max_total_tokens > 100_000
-    assert resolve(found, gpus(80), MODELS["Qwen3-0.6B"]) == found
+    assert resolve(found, gpus(80), model) == found
     check_gpu_memory(MODELS["Qwen3-0.6B"], memory_sides(found), gpus(80))

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from monarch_rl.generator.gpu import HARMFUL
 from monarch_rl.generator.settings import GeneratorSettings
+from monarch_rl.model.tensors import model_bytes
+from monarch_rl.pipeline.meeting import Meeting
 from monarch_rl.pipeline.settings import RunSettings, check, resolve
+from monarch_rl.rollout.settings import RolloutSettings
+from monarch_rl.runtime.deadlines import disk_limit_s
 from monarch_rl.runtime.devices import Devices
 from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.weights.endpoint import TransferSettings
+from monarch_rl.weights.manifest import Manifest
 
 GPUS, CPUS = Devices("cuda", 1, 8), Devices("cpu", 1, 8)
 
@@ -49,6 +56,31 @@ def test_replicas_that_share_devices_begin_at_the_first_one() -> None:
     assert (apart.transfers.way, together.transfers.way) == ("collective", "shared_memory")
     assert replace(together, weights=TransferSettings("rdma")).transfers.way == "rdma"
     assert resolve(together, CPUS).weights.transport == "shared_memory"
+
+
+def test_deadlines_follow_the_bytes_of_the_model_and_the_tokens_of_an_episode(tmp_path: Path) -> None:
+    """Nobody has to raise them for a large model or long answers; what a user sets is kept."""
+    large = {"vocab_size": 150_000, "hidden_size": 8192, "intermediate_size": 25_000, "num_hidden_layers": 64}
+    heads = {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128}
+    config = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "dtype": "bfloat16", **large, **heads}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    attention = 2 * 8192 * 128 * (64 + 8) + 2 * 128
+    parameters = 2 * 150_000 * 8192 + 8192 + 64 * (attention + 3 * 8192 * 25_000 + 2 * 8192)
+    assert model_bytes(tmp_path) == 2 * parameters
+    seconds = 2 * parameters / 1e9 * 20
+    assert disk_limit_s(2 * parameters) == pytest.approx(600 + seconds)
+    assert resolve(RunSettings(), GPUS, tmp_path).generator.start_deadline_s == pytest.approx(1200 + seconds)
+    own = RunSettings(generator=GeneratorSettings(max_running_requests=9, start_deadline_s=99))
+    assert resolve(own, GPUS, tmp_path) == own
+    meeting = Meeting(cast(Any, None), [], Manifest((), 3 * 10**9, ()), TransferSettings(deadline_s=50))
+    assert meeting.settings.deadline_s == pytest.approx(50 + 60)
+
+    short = RunSettings()
+    assert (short.rollout.generate_limit_s, short.update_limit_s) == (600, 600)
+    long = RunSettings(rollout=RolloutSettings(max_new_tokens=20_000, max_turns=3))
+    assert long.rollout.generate_limit_s == 1000 and long.update_limit_s == 300 + 3 * 1000
+    set_by_user = replace(long.rollout, generate_deadline_s=77.0)
+    assert set_by_user.generate_limit_s == 77 and RunSettings(update_deadline_s=99.0).update_limit_s == 99
 
 
 def test_gpus_without_compilers_are_refused_before_a_model_is_looked_for(

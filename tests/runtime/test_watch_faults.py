@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import os
 import subprocess
 import time
 from collections.abc import Awaitable, Callable
@@ -243,24 +244,25 @@ def test_a_report_brings_what_the_devices_of_a_process_and_of_its_helpers_have_n
             own,
             name="generator 0",
             now=now,
-            helpers={own.pid: "the engine of generator 0"},
+            helpers={1: "the engine of generator 0"},
             piece=Piece("a micro-batch", now - 100, 60.0),
-            helpers_pieces={own.pid: Piece("a step of decoding", now - 50, 60.0)},
+            helpers_pieces={1: Piece("a step of decoding", now - 50, 60.0)},
         )
         poller = ProcessPoller(cluster(("generator0", [object()])), STALL_S, 0.0, LoopLag())
         poller._watched_since = now - 1000
         handle: Any = object()
-        polled = _PolledProcess(handle, Process("generator 0", own.pid, own.machine, report), now - 30)
+        polled = _PolledProcess(handle, Process("generator 0", os.getppid(), own.machine, report), now - 30)
         poller._polled[id(handle)] = polled
         seen = (await poller.picture()).processes
         assert seen["generator 0"].piece == report.piece and seen["generator 0"].piece_s == pytest.approx(130, abs=20)
         assert seen["generator 0"].device_hangs
         engine = seen["the engine of generator 0"]
-        assert engine.piece == report.helpers_pieces[own.pid] and engine.piece_s == pytest.approx(50, abs=1)
+        assert engine.piece == report.helpers_pieces[1] and engine.piece_s == pytest.approx(50, abs=1)
         assert not engine.device_hangs
-        poller.reset_silence()
+        poller.reset_silence(lost_s=100.0)
         seen = (await poller.picture()).processes
         assert not seen["generator 0"].device_hangs, "the watch itself did not run meanwhile"
+        assert seen["generator 0"].piece_s == pytest.approx(0, abs=20)
 
     asyncio.run(test())
 

@@ -59,7 +59,8 @@ class GeneratorSettings(CheckedSettings, flags="generator"):
     SGLang's cost in speed. On a CPU requests with a seed are always honoured, and this has no effect."""
     start_deadline_s: Annotated[float | None, Range(30, FOREVER_S)] = None
     """Seconds an engine may take to start: 10 to 30 on two CPU cores, minutes for a large model on a cold disk. On a
-    GPU the first start also compiles kernels and captures graphs. None is 1200 on a GPU, and 300 on a CPU."""
+    GPU the first start also compiles kernels and captures graphs. None is 1200 on a GPU, 300 on a CPU, and 20 more
+    for each GB of the model."""
 
     def running_requests(self, on_gpu: bool) -> int:
         """Sequences decoded at once per replica."""

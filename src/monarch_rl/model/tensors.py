@@ -11,7 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from monarch_rl.model.architecture import Config, architecture_of
-from monarch_rl.model.folder import MISTRALS_OWN, num_experts, read_object, sparse_layers
+from monarch_rl.model.folder import (
+    MISTRALS_OWN,
+    num_experts,
+    read_config,
+    read_object,
+    saved_dtype,
+    sparse_layers,
+)
 
 Shape = tuple[int, ...]
 Shapes = dict[str, Shape]
@@ -20,6 +27,8 @@ Shapes = dict[str, Shape]
 INDEX = "model.safetensors.index.json"
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Bytes of an element, for the dtypes that weights may be saved in, by safetensors' names of them."""
+_BYTES_BY_DTYPE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+"""The same, by the names in ``config.json``."""
 LISTED = 3
 """Tensors that a message names."""
 
@@ -134,6 +143,14 @@ def _experts(config: Config) -> Shapes:
     if architecture_of(config).shared_experts:
         tensors |= _mlp("mlp.shared_experts", width, hidden * config["n_shared_experts"])
     return tensors
+
+
+def model_bytes(folder: Path) -> int:
+    """Bytes of the weights of a model folder, by its config."""
+    config = read_config(folder)
+    return _BYTES_BY_DTYPE.get(saved_dtype(config), 4) * sum(
+        math.prod(shape) for shape in expected_tensors(config).values()
+    )
 
 
 def read_header(path: Path) -> Shapes:

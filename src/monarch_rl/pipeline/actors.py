@@ -10,6 +10,7 @@ from monarch_rl.algorithms.advantages import Advantage
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.generator.actor import Generator
 from monarch_rl.model.folder import read_config
+from monarch_rl.model.tensors import model_bytes
 from monarch_rl.pipeline.actor_pool import ActorPool
 from monarch_rl.pipeline.settings import RunSettings, episode_limits
 from monarch_rl.pipeline.start import SET_UP_DEADLINE_S, start_buffer, start_generators, start_rollout, start_trainer
@@ -28,6 +29,8 @@ class Actors:
     trainer: Trainer
     generators: ActorPool[Generator]
     workers: ActorPool[RolloutWorker]
+    model_bytes: int = 0
+    """Of the weights that are trained; 0 where there are none."""
 
 
 async def start_actors(
@@ -50,4 +53,4 @@ async def start_actors(
     )
     limit = min(episode_limits(s, read_config(model), cluster.devices.kind == "cuda").values())
     workers = await start_rollout(cluster, s.rollout, s.task, model, buffer, generators, limit, routes)
-    return Actors(buffer, trainer, generators, workers)
+    return Actors(buffer, trainer, generators, workers, model_bytes(model))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Iterable
+from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
@@ -18,7 +19,8 @@ import numpy as np
 from monarch_rl.generator.actor import Generator
 from monarch_rl.pipeline.joint_calls import JointCall, JointCalls
 from monarch_rl.pipeline.replicas import Replica, silence_of
-from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, now, within
+from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, bytes_s, now, within
+from monarch_rl.settings.ranges import FOREVER_S
 from monarch_rl.trainer.actor import Trainer
 from monarch_rl.weights.checksum import add_checksums
 from monarch_rl.weights.endpoint import SNAPSHOTS, TransferSettings
@@ -43,7 +45,9 @@ class Meeting:
     """
 
     def __init__(self, trainer: Trainer, ranks: list[Trainer], manifest: Manifest, settings: TransferSettings) -> None:
-        self.manifest, self.settings = manifest, settings
+        # What a large version takes where the network is slow comes on top, for every end of the transport.
+        deadline_s = min(settings.deadline_s + bytes_s(manifest.nbytes), FOREVER_S)
+        self.manifest, self.settings = manifest, replace(settings, deadline_s=deadline_s)
         self.connected: list[Replica] | None = None
         """The replicas that the trainer ranks are connected with; None if they must be connected again."""
         self._trainer, self._ranks = trainer, ranks

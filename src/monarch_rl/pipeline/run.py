@@ -28,7 +28,6 @@ from typing import TypeVar
 
 from monarch_rl.algorithms.advantages import Advantage
 from monarch_rl.buffer.ledger import Counts
-from monarch_rl.model.folder import read_config
 from monarch_rl.observe.console import Console
 from monarch_rl.observe.metrics import Metrics
 from monarch_rl.pipeline.actors import Actors, start_actors
@@ -149,7 +148,7 @@ class Run:
         self._check_first_start()
         settings, offered = replace(self.settings, task=task), self._cluster.devices
         model = check(settings, offered)
-        settings = resolve(settings, offered, read_config(model))
+        settings = resolve(settings, offered, model)
         await self.begin(await start_actors(self._cluster, settings, model, advantage, objective))
         freeze_heap()
 
@@ -265,7 +264,7 @@ class Run:
         """Write the model to ``model/`` in the run's folder, as a Hugging Face folder."""
         if self.folder is None:
             raise RuntimeError("the run has no folder to save the model to")
-        await save(self.actors.trainer, self.folder / "model")
+        await save(self.actors.trainer, self.folder / "model", self.actors.model_bytes)
         self.saved = self.folder / "model"
 
     async def counts(self) -> Counts:
@@ -288,7 +287,7 @@ class Run:
 
 def _patience(settings: RunSettings, on_gpu: bool) -> Patience:
     # A generator may be restarted in the middle of a step.
-    return Patience(settings.update_deadline_s, floor_s=settings.generator.start_limit_s(on_gpu) + 60)
+    return Patience(settings.update_limit_s, floor_s=settings.generator.start_limit_s(on_gpu) + 60)
 
 
 def launch(train: Callable[[Run, S], Awaitable[None]], settings: S) -> None:
@@ -301,7 +300,7 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S) -> None:
         model = check(settings, devices())
     except ValueError as error:
         sys.exit(f"error: {error}")
-    settings = resolve(settings, devices(), read_config(model))
+    settings = resolve(settings, devices(), model)
     with launch_cluster(PRELOADS) as cluster:
         if cluster is None:  # a torchrun rank other than 0: its part was to host
             return

@@ -22,10 +22,12 @@ from monarch_rl.generator.settings import (
 )
 from monarch_rl.model.check import check_folder
 from monarch_rl.model.folder import read_config, resolve_model
+from monarch_rl.model.tensors import model_bytes
 from monarch_rl.model.tokens import FolderTokenizer
 from monarch_rl.pipeline.memory import Sides, check_gpu_memory, plan_memory
 from monarch_rl.pipeline.recovery import RecoverySettings
 from monarch_rl.rollout.settings import (
+    SLOW_TOKENS_PER_S,
     RolloutSettings,
     check_characters,
     check_lengths,
@@ -33,6 +35,7 @@ from monarch_rl.rollout.settings import (
     check_prompts,
     check_rollout,
 )
+from monarch_rl.runtime.deadlines import bytes_s
 from monarch_rl.runtime.devices import Devices
 from monarch_rl.runtime.watch import STALL_S
 from monarch_rl.settings.ranges import FOREVER_S, CheckedSettings, Range
@@ -62,9 +65,10 @@ class RunSettings(CheckedSettings, flags=""):
     play the held-out items beside the training rollouts, and the next update waits for the evaluation."""
     output: Path = Path("runs")
     """Folder in which the run's own folder is made."""
-    update_deadline_s: Annotated[float, Range(30, FOREVER_S)] = 600.0
-    """Seconds that a step may take, its batch and its update, before the run fails. After the first one it is 10 times
-    the longest recent one, if that is less, but at least as long as a generator may take to start + 60."""
+    update_deadline_s: Annotated[float | None, Range(30, FOREVER_S)] = None
+    """Seconds that a step may take, its batch and its update, before the run fails. None is 600, or 300 and what the
+    tokens of an episode take at 20 a second, if that is more. After the first step it is 10 times the longest recent
+    one, if that is less, but at least as long as a generator may take to start + 60."""
     stall_s: Annotated[float, Range(2, FOREVER_S)] = STALL_S
     """Seconds after which a process that cannot go on ends the run, with a report; a stall without one takes twice."""
     task: TaskSettings = field(default_factory=TaskSettings)
@@ -88,6 +92,12 @@ class RunSettings(CheckedSettings, flags=""):
         return self.weights
 
     @property
+    def update_limit_s(self) -> float:
+        """Seconds that a step may take."""
+        drawn_s = self.new_tokens_per_episode / SLOW_TOKENS_PER_S
+        return self.update_deadline_s or max(UPDATE_S, UPDATE_S / 2 + drawn_s)
+
+    @property
     def new_tokens_per_episode(self) -> int:
         """Tokens that an episode may draw."""
         return self.rollout.max_turns * self.rollout.max_new_tokens
@@ -98,6 +108,8 @@ class RunSettings(CheckedSettings, flags=""):
 
 
 S = TypeVar("S", bound=RunSettings)
+UPDATE_S = 600.0
+"""Seconds that a step may take, however few tokens are drawn for it."""
 
 
 def check(s: RunSettings, offered: Devices) -> Path:
@@ -130,17 +142,19 @@ def check(s: RunSettings, offered: Devices) -> Path:
     return model
 
 
-def resolve(s: S, offered: Devices, config: dict[str, Any] | None = None) -> S:
+def resolve(s: S, offered: Devices, model: Path | None = None) -> S:
     """The settings with the values that automatic ones take on these devices.
 
     Args:
-        config: the model's ``config.json``; None leaves alone what depends on it.
+        model: its folder; None leaves alone what depends on it.
     """
     on_gpu = offered.kind == "cuda"
     requests, limit_s = s.generator.running_requests(on_gpu), s.generator.start_limit_s(on_gpu)
     fraction, tokens = s.generator.memory_fraction, s.generator.max_total_tokens
-    if config is not None and offered.memory:
-        plan = plan_memory(config, memory_sides(s), offered.memory)
+    if s.generator.start_deadline_s is None and model is not None:
+        limit_s += bytes_s(model_bytes(model))
+    if model is not None and offered.memory:
+        plan = plan_memory(read_config(model), memory_sides(s), offered.memory)
         fraction = plan.memory_fraction
         if s.colocate == "yes":
             tokens = plan.cache_tokens

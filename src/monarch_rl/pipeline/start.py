@@ -24,6 +24,7 @@ from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD
 from monarch_rl.generator.settings import GeneratorSettings, resolve_dtype
 from monarch_rl.model.folder import read_config
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
+from monarch_rl.model.tensors import model_bytes
 from monarch_rl.pipeline.actor_pool import ActorFactory, ActorPool
 from monarch_rl.pipeline.replicas import UpdateDispatch
 from monarch_rl.rollout.scoring import PRELOAD as SCORING_PRELOAD
@@ -31,7 +32,7 @@ from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.worker import RolloutWorker
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.cluster import Cluster, init_torch_distributed_env
-from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, Patience, now, within
+from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, Patience, disk_limit_s, now, within
 from monarch_rl.runtime.fork_server import Preload
 from monarch_rl.tasks.reasoning_gym import TaskSettings
 from monarch_rl.trainer.actor import Trainer, TrainerPlan
@@ -62,7 +63,7 @@ transformers."""
 REPEAT_S = 30.0
 """Seconds after which workers are told again about replicas of which nothing has changed."""
 SET_UP_DEADLINE_S = 600.0
-"""Seconds to load a model into trainer ranks or to set up workers: a large model on a slow disk takes minutes."""
+"""Seconds to set up workers or the buffer."""
 UPDATE_GRACE_S = 15.0
 """Seconds after a rank's own deadline for its batch, in which its error can arrive."""
 
@@ -83,7 +84,8 @@ async def start_trainer(cluster: Cluster, plan: TrainerPlan, buffer: Buffer, fir
     what = f"{plan.settings.ranks} trainer ranks to load {plan.model}"
     if plan.settings.compile:
         what += " and compile its blocks"
-    await within(SET_UP_DEADLINE_S + plan.settings.compile_limit_s, trainer.setup.call(), what, on="trainer ranks")
+    limit_s = disk_limit_s(model_bytes(plan.model)) + plan.settings.compile_limit_s
+    await within(limit_s, trainer.setup.call(), what, on="trainer ranks")
     return trainer
 
 
@@ -148,7 +150,7 @@ async def start_rollout(
 
     async def set_up(index: int, worker: RolloutWorker) -> None:
         replicas = [generators.latest[replica] for replica in sorted(generators.latest)]
-        set_up = worker.setup.call_one(buffer, Dispatcher(replicas, settings.generate_deadline_s), episode_limit)
+        set_up = worker.setup.call_one(buffer, Dispatcher(replicas, settings.generate_limit_s), episode_limit)
         name = f"rollout worker {index}"
         await within(SET_UP_DEADLINE_S, set_up, f"{name} to set up", on=name)
 
@@ -220,8 +222,9 @@ async def update(trainer: Trainer, buffer: Buffer, version: int, patience: Patie
     return list(answers.values())
 
 
-async def save(trainer: Trainer, folder: Path) -> None:
-    """Write the model as a Hugging Face folder, by all trainer ranks together."""
+async def save(trainer: Trainer, folder: Path, nbytes: int = 0) -> None:
+    """Write the model as a Hugging Face folder, by all trainer ranks together; ``nbytes`` lengthen the deadline."""
     what = f"trainer ranks to save to {folder}"
     # The disk is not a process of the run: waiting for a slow one is no stall.
-    await within(SET_UP_DEADLINE_S, trainer.save.call(str(folder)), what, on="the disk")
+    limit_s = disk_limit_s(nbytes) + CALL_DEADLINE_S
+    await within(limit_s, trainer.save.call(str(folder)), what, on="the disk")

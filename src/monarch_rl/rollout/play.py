@@ -115,7 +115,7 @@ class EpisodePlayer:
         drawing = self.generator.generate(state.history, sampling, state.group)
         try:
             completion = await within(
-                self.settings.generate_deadline_s, drawing, what, on="generators", flag="rollout.generate-deadline-s"
+                self.settings.generate_limit_s, drawing, what, on="generators", flag="rollout.generate-deadline-s"
             )
         except DrawLost as error:
             raise EpisodeFailed("the engine could not tell a token's kept set") from error

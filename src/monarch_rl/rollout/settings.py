@@ -18,6 +18,11 @@ PROCESSES_PER_CORE = 16
 MAX_EPISODES = {"groups-per-step": 1_000_000, "rollout.concurrent-groups": 65_536}
 """Episodes of a step, and of a worker at one time, which is one process with a task for each. Not a resource: it bounds
 what a typing error can ask for."""
+GENERATE_S = 600.0
+"""Seconds that a turn may take, however few tokens it may draw: its replica may be replaced meanwhile."""
+SLOW_TOKENS_PER_S = 20.0
+"""Tokens of one sequence that an engine draws in a second where that is slow: half of what a GPU draws of each of many
+sequences of a large model."""
 MIN_GENERATE_S = 5.0
 """A turn may wait for a commit of new weights, which takes seconds: a shorter deadline ends every run."""
 MAX_TOP_K = 2048
@@ -60,8 +65,9 @@ class RolloutSettings(CheckedSettings, flags="rollout"):
     """Seconds of one score; one that takes longer is killed and costs its episode."""
     environment_deadline_s: Annotated[float, Range(0.1, FOREVER_S)] = 300.0
     """Seconds of one step of an environment, with its wait for a scoring process; a longer one costs its episode."""
-    generate_deadline_s: Annotated[float, Range(0.1, FOREVER_S)] = 600.0
-    """Seconds of one turn of the policy; a longer one ends the run."""
+    generate_deadline_s: Annotated[float | None, Range(0.1, FOREVER_S)] = None
+    """Seconds of one turn of the policy; a longer one ends the run. None is 600, or what its tokens take at 20 a
+    second, if that is more."""
     slot_deadline_s: Annotated[float, Range(30, FOREVER_S)] = 3600.0
     """Seconds that a worker may wait for a free slot of the buffer, or for room, that is, for the trainer; a longer
     wait ends the run."""
@@ -69,6 +75,11 @@ class RolloutSettings(CheckedSettings, flags="rollout"):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_truncation()
+
+    @property
+    def generate_limit_s(self) -> float:
+        """Seconds of one turn of the policy."""
+        return self.generate_deadline_s or max(GENERATE_S, self.max_new_tokens / SLOW_TOKENS_PER_S)
 
     @property
     def truncated(self) -> bool:
@@ -109,9 +120,9 @@ def check_rollout(settings: RolloutSettings, groups_per_step: int, trainer_ranks
             f"rollout.temperature must be above 0: greedy episodes of a group are all the same. Give at least "
             f"{MIN_TEMPERATURE}, got {settings.temperature}"
         )
-    if settings.generate_deadline_s < MIN_GENERATE_S:
+    if settings.generate_limit_s < MIN_GENERATE_S:
         raise ValueError(
-            f"rollout.generate-deadline-s must be at least {MIN_GENERATE_S:g}, got {settings.generate_deadline_s:g}: a "
+            f"rollout.generate-deadline-s must be at least {MIN_GENERATE_S:g}, got {settings.generate_limit_s:g}: a "
             "turn may wait for a commit of new weights"
         )
     for flag, groups in zip(MAX_EPISODES, (groups_per_step, settings.concurrent_groups), strict=True):

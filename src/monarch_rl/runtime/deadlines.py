@@ -25,6 +25,20 @@ T = TypeVar("T")
 
 CALL_DEADLINE_S = 60.0
 """Seconds for a call that waits for no other process."""
+DISK_S = 600.0
+"""Seconds to begin to read or write a model, and for what does not grow with it."""
+SLOW_BYTES_PER_S = 50e6
+"""What the slowest disk or network brings that a run is to live with: half of an ethernet of 1 GBit/s."""
+
+
+def bytes_s(nbytes: int) -> float:
+    """Seconds for bytes to be read, written or sent where that is slow."""
+    return nbytes / SLOW_BYTES_PER_S
+
+
+def disk_limit_s(nbytes: int) -> float:
+    """Seconds to load or save a model of this many bytes."""
+    return DISK_S + bytes_s(nbytes)
 
 
 class DeadlineExceeded(TimeoutError):

@@ -101,8 +101,10 @@ class ProcessPoller:
         self._not_running_since: dict[tuple[str, int | None], float] = {}
         """By machine and pid: when it was first seen in one of the states NOT_RUNNING, in which it still is."""
         self._pieces: dict[tuple[str, int | None], tuple[float, float]] = {}
-        """By machine and pid: since when the piece of work is under way that was last seen there, and for how many
-        seconds the process had been without a core by then."""
+        """By machine and pid: since when the piece of work is under way that was last seen there, and the seconds that
+        did not count by then: without a core, or not watched."""
+        self._unwatched_s = 0.0
+        """Seconds so far for which this process itself did not run."""
         self._polls: set[asyncio.Task[None]] = set()
         self._watched_since = time.monotonic()
 
@@ -146,11 +148,15 @@ class ProcessPoller:
         for poll in self._polls:
             poll.cancel()
 
-    def reset_silence(self) -> None:
-        """Count silences from now on, because this process itself could not receive answers until now."""
+    def reset_silence(self, lost_s: float = 0.0) -> None:
+        """Count silences from now on, because this process itself could not receive answers until now.
+
+        Args:
+            lost_s: seconds for which it did not run: perhaps nobody did, so devices are not blamed for them.
+        """
+        self._unwatched_s += lost_s
         self._cpu_history.clear()
         self._not_running_since.clear()
-        self._watched_since = time.monotonic()
         for polled in self._polled.values():
             polled.last_answer = time.monotonic() if polled.last_answer is not None else None
 
@@ -218,11 +224,12 @@ class ProcessPoller:
         process.piece_s = max(0.0, min(process.piece_s, now - self._watched_since))
         if process.state is None:
             return
-        since, queued_before_s = self._pieces.get(key, (None, 0.0))
+        since, before_s = self._pieces.get(key, (None, 0.0))
+        left_out_s = process.state.queued_s + self._unwatched_s
         if since == process.piece.since:
-            process.piece_s = max(0.0, process.piece_s - max(0.0, process.state.queued_s - queued_before_s))
+            process.piece_s = max(0.0, process.piece_s - max(0.0, left_out_s - before_s))
         else:
-            self._pieces[key] = process.piece.since, process.state.queued_s
+            self._pieces[key] = process.piece.since, left_out_s
 
     async def _states(self, machine: str, processes: list[Process]) -> dict[int, ProcessState]:
         """States of processes of one machine, by pid; empty if no monitor there answers."""

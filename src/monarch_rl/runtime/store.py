@@ -56,6 +56,13 @@ def join_world(backend: str, timeout: timedelta) -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
+def world_store() -> Any:
+    """The store of the world that this process has joined: for waits that are no collectives."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
 def serve_own_address_only() -> None:
     """Have all stores that torch makes in this process for a URL or the environment be of :func:`serve_store`.
 

@@ -168,12 +168,12 @@ class Watch:
         lost_s = sum(self._heartbeat.take_lags()) + self._heartbeat.overdue_s()
         if lost_s <= self._stall_s / 2:
             return False
-        self._reset_timers()
+        self._reset_timers(lost_s)
         return True
 
-    def _reset_timers(self) -> None:
+    def _reset_timers(self, lost_s: float = 0.0) -> None:
         self._last_advance = time.monotonic()
-        self._poller.reset_silence()
+        self._poller.reset_silence(lost_s)
 
     def _note_progress(self, picture: RunPicture) -> None:
         now, advanced = time.monotonic(), self._last_advance

@@ -121,22 +121,6 @@ def merged_shards(
             yield name, torch.add(_local(weight), _local(b) @ whole_a, alpha=scaling)
 
 
-def merge_lora(
-    weights: Mapping[str, torch.Tensor], lora: Mapping[str, torch.Tensor], scaling: float
-) -> dict[str, torch.Tensor]:
-    """All weights, those with LoRA merged (:func:`merged_shards`); ``weights`` are not changed. All ranks call it
-    together."""
-    result = dict(weights)
-    for name, local in merged_shards(weights, lora, scaling):
-        weight, result[name] = weights[name], local
-        if isinstance(weight, DTensor):
-            mesh, placements = weight.device_mesh, weight.placements
-            result[name] = DTensor.from_local(
-                local, mesh, placements, run_check=False, shape=weight.shape, stride=weight.stride()
-            )
-    return result
-
-
 def _local(value: torch.Tensor) -> torch.Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
 

@@ -1,51 +1,198 @@
-"""Writing the model under training as a Hugging Face folder."""
+"""Writing the model under training as a Hugging Face folder, by all ranks at once and a few MiB at a time.
+
+Every rank writes the elements that it holds to where they belong in the files (``model/weight_files.py``): nothing is
+gathered, and no rank has more of the model in memory than before. All is written to another folder, which gets its name
+when it is complete. So whoever is killed meanwhile, a folder of that name holds a whole model.
+"""
 
 from __future__ import annotations
 
+import os
 import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import HuggingFaceStorageWriter
+from torch.distributed.tensor import DTensor
 from torchtitan.config import TORCH_DTYPE_MAP
 
 from monarch_rl.model.folder import TEXT_FILES, saved_dtype
-from monarch_rl.trainer.lora import merge_lora, save_lora
-from monarch_rl.trainer.model import ShardedModel
+from monarch_rl.model.weight_files import FILE_BYTES, WeightFile, index_of, plan_files
+from monarch_rl.runtime import device_work
+from monarch_rl.runtime.deadlines import disk_limit_s
+from monarch_rl.runtime.store import world_store
+from monarch_rl.trainer.lora import merged_shards, save_lora
+from monarch_rl.trainer.model import EXPERT, ShardedModel
+from monarch_rl.trainer.shards import local_run
+
+DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+"""By safetensors' names."""
+CHUNK_ELEMENTS = 4 << 20
+"""Elements that are converted and written at a time: 16 MiB of float32."""
+SHORTEST_POLL_S, LONGEST_POLL_S = 1e-3, 0.05
+"""Between two questions whether all ranks have come."""
 
 
-def save_model(model: ShardedModel, folder: Path) -> None:
+def save_model(model: ShardedModel, folder: Path, file_bytes: int = FILE_BYTES) -> None:
     """Write a Hugging Face folder: safetensors in the dtype of the source folder, config and tokenizer.
 
     LoRA is merged into its weights, and also written by itself to the folder ``<name>_adapter`` beside it, in fp32, for
     peft; it belongs to the model that training started from. All ranks call it together.
 
     Args:
-        folder: seen by all ranks; rank 0 makes it.
+        folder: seen by all ranks. One that exists is replaced when the new one is complete.
+        file_bytes: see :func:`~monarch_rl.model.weight_files.plan_files`.
+
+    Raises:
+        RuntimeError: another rank could not write, or had not after :func:`disk_limit_s`; names it.
+        OSError: this one could not.
     """
-    first = dist.get_rank() == 0
-    if first:
-        folder.mkdir(parents=True, exist_ok=True)
-    dist.barrier()
     dtype = TORCH_DTYPE_MAP.get(saved_dtype(model.hf_config), torch.float32)
-    weights = model.hf_state()
+    files = plan_files(model.hf_tensors(), DTYPE_NAMES[dtype], file_bytes)
+    limit_s = disk_limit_s(sum(file.nbytes for file in files))
+    with device_work.piece("a save of the model", limit_s=limit_s):
+        _save(model, folder, files, dtype, _Ranks(f"saving/{folder}", limit_s))
+
+
+def _save(model: ShardedModel, folder: Path, files: list[WeightFile], dtype: torch.dtype, ranks: _Ranks) -> None:
+    partial, first = partial_folder(folder), dist.get_rank() == 0
+    with ranks.together("make the files"):
+        if first:
+            _make(partial, files, model.folder)
+    with ranks.together("write the weights"):
+        _write(model, partial, files, dtype)
+    adapter = lora_folder(folder)
     if model.lora.rank:
-        weights = merge_lora(weights, model.lora_state(), model.lora.scaling)
-        save_lora(lora_folder(folder), model.whole_lora(), model.lora, model.folder, write=first)
-    state = {name: value.to(dtype) for name, value in weights.items()}
-    writer = HuggingFaceStorageWriter(path=str(folder), save_distributed=True, enable_consolidation=True)
-    dcp.save(state, storage_writer=writer)
-    if first:
-        shutil.rmtree(folder / "sharded", ignore_errors=True)
-        sources = {path for pattern in TEXT_FILES for path in model.folder.glob(pattern)}
-        for source in sources:
-            if not source.name.endswith(".safetensors.index.json"):  # of the old weights
-                shutil.copy(source, folder / source.name)
-    dist.barrier()
+        save_lora(partial_folder(adapter), model.whole_lora(), model.lora, model.folder, write=first)
+    with ranks.together("give the folder its name"):
+        if first and model.lora.rank:
+            _name(partial_folder(adapter), adapter)
+        if first:
+            _name(partial, folder)
 
 
 def lora_folder(folder: Path) -> Path:
     """Where LoRA of a model that is saved to ``folder`` is written."""
     return folder.with_name(f"{folder.name}_adapter")
+
+
+def partial_folder(folder: Path) -> Path:
+    """Where a folder is written before it is complete: on the same disk, under a name that nobody takes for it."""
+    return folder.with_name(f".{folder.name}.partial")
+
+
+def _make(partial: Path, files: list[WeightFile], source: Path) -> None:
+    """The folder with all that is known without the weights, which have room in their files."""
+    if partial.exists():  # of a run that was killed
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+    for file in {path for pattern in TEXT_FILES for path in source.glob(pattern)}:
+        if not file.name.endswith(".safetensors.index.json"):  # of the old weights
+            shutil.copy(file, partial / file.name)
+    for name, text in index_of(files).items():
+        (partial / name).write_text(text)
+    for planned in files:
+        with (partial / planned.name).open("wb") as written:
+            written.write(planned.header)
+            written.truncate(planned.nbytes)
+
+
+def _write(model: ShardedModel, partial: Path, files: list[WeightFile], dtype: torch.dtype) -> None:
+    """Write what this rank holds. All ranks call it together."""
+    place_of = {name: (number, place) for number, file in enumerate(files) for name, place in file.places.items()}
+    descriptors = [os.open(partial / file.name, os.O_WRONLY) for file in files]
+    try:
+        with torch.no_grad():
+            for name, local, start in _values(model):
+                number, place = place_of[name]
+                _write_run(descriptors[number], place + start * dtype.itemsize, local.flatten(), dtype)
+        for descriptor in descriptors:
+            os.fsync(descriptor)
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _write_run(descriptor: int, place: int, run: torch.Tensor, dtype: torch.dtype) -> None:
+    for chunk in run.split(CHUNK_ELEMENTS):
+        data = chunk.to(dtype).cpu().contiguous().view(torch.uint8).numpy().data
+        while data:
+            written = os.pwrite(descriptor, data, place)
+            data, place = data[written:], place + written
+
+
+def _values(model: ShardedModel) -> Iterator[tuple[str, torch.Tensor, int]]:
+    """What this rank writes: name, elements, and the index (row-major) of the first one in the whole tensor. All ranks
+    iterate together."""
+    weights = model.hf_state()
+    lora = model.lora_state()
+    merged = merged_shards(weights, lora, model.lora.scaling) if lora else iter(())
+    done = set()
+    for name, local in merged:
+        done.add(name)
+        yield name, local, local_run(weights[name])[1]
+    for name, value in weights.items():
+        if name in done:
+            continue
+        if isinstance(value, DTensor) and any(p.is_shard() and not p.is_shard(0) for p in value.placements):
+            value = value.full_tensor()  # columns are no run of elements: one such tensor at a time
+        # What lies whole on every rank is written by the first one; an expert lies on one rank.
+        if isinstance(value, DTensor) or EXPERT.search(name) or dist.get_rank() == 0:
+            yield name, *local_run(value)
+
+
+def _name(partial: Path, folder: Path) -> None:
+    """Give a complete folder its name; one that has it is removed after that."""
+    old = folder.with_name(f".{folder.name}.old")
+    if old.exists():
+        shutil.rmtree(old)
+    if folder.exists():
+        folder.rename(old)
+    partial.rename(folder)
+    if old.exists():
+        shutil.rmtree(old)
+
+
+class _Ranks:
+    """Has the ranks wait for each other through the world's store: a slow disk must not meet the deadline of a
+    collective, at which NCCL ends the process.
+
+    Args:
+        name: of what they do; the same on all, and another one each time but for repetitions.
+        limit_s: seconds for all of it.
+    """
+
+    _repeated = 0
+
+    def __init__(self, name: str, limit_s: float) -> None:
+        _Ranks._repeated += 1
+        self._name, self._limit_s = f"{name}/{_Ranks._repeated}", limit_s
+        self._until = time.monotonic() + limit_s
+        self._store = world_store()
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """No rank leaves the block before all have done what is in it. If one could not, all raise."""
+        rank, ranks = dist.get_rank(), range(dist.get_world_size())
+        keys = [f"{self._name}/{what}/{other}" for other in ranks]
+        try:
+            yield
+        except Exception as error:
+            self._store.set(keys[rank], f"{type(error).__name__}: {error}")
+            raise
+        self._store.set(keys[rank], "")
+        missing, pause = dict(enumerate(keys)), SHORTEST_POLL_S
+        while True:
+            for other in [other for other, key in missing.items() if self._store.check([key])]:
+                failure = self._store.get(missing.pop(other)).decode()  # waits: it is there
+                if failure:
+                    raise RuntimeError(f"trainer rank {other} could not {what}: {failure}")
+            if not missing:
+                return
+            if time.monotonic() > self._until:
+                raise RuntimeError(f"trainer ranks {list(missing)} did not {what} within {self._limit_s:.0f} s")
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_POLL_S)

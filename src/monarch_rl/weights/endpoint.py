@@ -49,7 +49,8 @@ class TransferSettings(CheckedSettings, flags="weights"):
     versions on a replica, and one pass over every byte; docs/weights.md says when it pays. `shared_memory` sends
     nothing over a network, so there it only costs."""
     deadline_s: Annotated[float, Range(0.1, FOREVER_S)] = 120.0
-    """Seconds that one transfer may take before it fails; the old version stays served."""
+    """Seconds that one transfer may take before it fails, and 20 for each GB of a version; the old version stays
+    served."""
     attempts: Annotated[int, Range(1, 1000)] = 3
     """Times that a version is sent to a replica that answers but could not load it, the last time to it alone. Then
     the replica is removed."""

@@ -1,0 +1,109 @@
+"""Saving: the files are those of safetensors, ranks write them piece by piece, and a kill leaves no half of a model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from monarch_rl.model.folder import read_config
+from monarch_rl.model.tensors import INDEX, check_weights, read_header
+from monarch_rl.model.weight_files import index_of, plan_files
+from monarch_rl.trainer.saving import partial_folder
+from tests.trainer.programs import run_program, saved
+from tools.gpu_parts.common import TINY, Bench, make_model
+
+shapes = st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple), min_size=1, max_size=12)
+
+
+@given(shapes, st.sampled_from(["F32", "BF16"]), st.integers(1, 400))
+def test_planned_files_are_safetensors_with_every_tensor_once(
+    tmp_path_factory: pytest.TempPathFactory, drawn: list[tuple[int, ...]], dtype: str, most: int
+) -> None:
+    """Whatever is written to the planned places is what safetensors reads; files are small, and the index is right."""
+    folder = tmp_path_factory.mktemp("files")
+    tensors = {
+        f"t{i}": torch.randn(shape).to({"F32": torch.float32, "BF16": torch.bfloat16}[dtype])
+        for i, shape in enumerate(drawn)
+    }
+    files = plan_files(((name, tuple(value.shape)) for name, value in tensors.items()), dtype, most)
+    for file in files:
+        content = bytearray(file.header) + bytes(file.nbytes - len(file.header))
+        for name, place in file.places.items():
+            data = tensors[name].view(torch.uint8).numpy().tobytes()
+            content[place : place + len(data)] = data
+        (folder / file.name).write_bytes(content)
+        assert len(file.header) % 8 == 0
+        assert len(file.places) == 1 or file.nbytes - len(file.header) <= most
+        read_header(folder / file.name)  # raises if the size is another one
+    found = saved(folder)
+    assert list(found) and found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], value) for name, value in tensors.items())
+    index = index_of(files)
+    if len(files) == 1:
+        assert files[0].name == "model.safetensors" and not index
+        return
+    content_of_index = json.loads(index[INDEX])
+    assert content_of_index["metadata"] == {"total_size": sum(value.nbytes for value in tensors.values())}
+    for name, file_name in content_of_index["weight_map"].items():
+        assert name in read_header(folder / file_name)
+    assert content_of_index["weight_map"].keys() == tensors.keys()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a model whose files are to be several, one that shows in a process's memory, and what was saved of them.
+
+    An earlier save of the same name was complete, and the one after it had a rank killed."""
+    made = tmp_path_factory.mktemp("saving")
+    bench = Bench(torch.device("cpu"), made)
+    make_model(bench, TINY, "small")
+    make_model(bench, TINY | {"vocab_size": 60_000, "hidden_size": 128, "dtype": "bfloat16"}, "large")
+    with pytest.raises(AssertionError):  # a rank has ended badly
+        run_program("saving_ranks.py", made, "small", "never", "kill", ranks=2)
+    run_program("saving_ranks.py", made, "small", "small_saved", ranks=2)
+    with pytest.raises(AssertionError):
+        run_program("saving_ranks.py", made, "small", "small_saved", "kill", ranks=2)
+    return made
+
+
+def test_a_rank_that_is_killed_while_it_saves_leaves_no_half_of_a_model(folder: Path) -> None:
+    """Nothing has the name, or the model that had it before does, whole. What was written lies under another name."""
+    assert not (folder / "never").exists() and partial_folder(folder / "never").is_dir()
+    assert partial_folder(folder / "small_saved").is_dir()
+    before, after = saved(folder / "small"), saved(folder / "small_saved")
+    half = saved(partial_folder(folder / "small_saved"))
+    assert not all(torch.equal(half[name], value) for name, value in before.items()), "it was killed too late"
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_several_files_with_an_index_are_loaded_by_all(folder: Path) -> None:
+    """By transformers, and by this project's checks and trainer (``saving_ranks.py`` loads what it has saved)."""
+    from transformers import AutoModelForCausalLM
+
+    path = folder / "small_saved"
+    index = json.loads((path / INDEX).read_text())
+    assert len(set(index["weight_map"].values())) > 3
+    assert {file.name for file in path.glob("*.safetensors")} == set(index["weight_map"].values())
+    check_weights(path, read_config(path))
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    expected = saved(folder / "small")
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+
+
+def test_a_save_after_a_kill_replaces_what_was_left_and_takes_little_memory(folder: Path) -> None:
+    """Less than a third of the rank's weights: it converts and writes a few MiB at a time."""
+    run_program("saving_ranks.py", folder, "large", "large_saved", ranks=1)
+    run_program("saving_ranks.py", folder, "small", "never", ranks=1)
+    assert not partial_folder(folder / "never").exists() and (folder / "never" / INDEX).is_file()
+    assert [path.name for path in (folder / "large_saved").glob("*.safetensors")] == ["model.safetensors"]
+    before = load_file(folder / "large" / "model.safetensors")
+    assert all(torch.equal(value, before[name]) for name, value in saved(folder / "large_saved").items())
+    memory = json.loads((folder / "large_saved.json").read_text())
+    assert memory["model"] > 50e6 and memory["grown"] < memory["model"] / 3, memory
