@@ -169,9 +169,10 @@ def test_a_version_that_is_not_finite_ends_the_run_and_names_tensor_and_step(
 
 
 def test_torchrun_without_lag_and_with_two_engine_ranks(start: Start, model: Path, tmp_path: Path) -> None:
-    """Trained in float32 and served in bfloat16, as on a GPU, over the transport that is the fastest here."""
+    """Trained in float32 and served in bfloat16, as on a GPU, over the transport that is the fastest here. Both sides
+    are tensor parallel."""
     settings = ["--buffer.max-policy-lag=0", "--generator.dtype=bfloat16", "--weights.transport=auto"]
-    settings += ["--generator.replicas=1", "--generator.tp=2"]
+    settings += ["--generator.replicas=1", "--generator.tp=2", "--trainer.tp=2"]
     run = start([*TORCHRUN, "--nproc-per-node=4", *recipe(model, tmp_path / "runs", *settings)])
     wait_for_step(run)
     assert engines(run) == 2, run.left()

@@ -77,6 +77,8 @@ class AttentionLayout:
         self.number = torch.tensor(next(_numbers))
         """int64, on the CPU: by which a compiled model finds this layout (:func:`layout_of`) as long as it exists."""
         _layouts[int(self.number)] = self
+        if device.type == "cuda":
+            self.prepare_for_flash()
 
     def prepare_for_flash(self) -> None:
         """Compute what flash attention asks for. A compiled block then reads it, and does not trace how it is made."""

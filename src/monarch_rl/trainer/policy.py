@@ -111,8 +111,6 @@ class Policy:
             batch.drawn_after, batch.targets, self.temperature, batch.kept_sets, batch.rows
         )
         self._set_expert_routes(batch, router_replay or self.settings.router_replay)
-        if self._computes_in_half:
-            batch.attention.prepare_for_flash()
         with platform.tensor_float32(self._computes_in_half):
             return self.module(batch.token_ids, positions=batch.positions, attention_masks=batch.attention)
 
