@@ -18,7 +18,7 @@ from monarch_rl.runtime.devices import Devices
 from monarch_rl.simulate.clock import run_virtual
 from monarch_rl.simulate.costs import Costs
 from monarch_rl.simulate.run import Plan, run_settings, simulated_actors
-from monarch_rl.tasks.reasoning_gym import TaskSettings
+from monarch_rl.tasks.reasoning_gym import ReasoningGym, TaskSettings
 from monarch_rl.trainer.objective import supervised
 
 PLAN = Plan(groups_per_step=4, group_size=2, trainer_devices=1, replicas=2, buffer=BufferSettings(1))
@@ -119,7 +119,9 @@ async def test_a_run_without_actors_says_what_to_call() -> None:
         with pytest.raises(RuntimeError, match=r"await run\.start"):
             await run.update()
         with pytest.raises(RuntimeError, match="open the run with a cluster"):
-            await run.start(run.settings.task, advantage=lambda rewards: rewards, objective=lambda *_: (_[0], {}))
+            await run.start(
+                ReasoningGym(TaskSettings()), advantage=lambda rewards: rewards, objective=lambda *_: (_[0], {})
+            )
 
 
 @virtual
@@ -132,4 +134,4 @@ async def test_settings_are_checked_before_anything_is_spawned() -> None:
     for said, settings in wrong.items():
         async with Run.open(settings, cluster) as run:
             with pytest.raises(ValueError, match=said):
-                await run.start(TaskSettings("spel_backward"), advantage=grpo, objective=supervised)
+                await run.start(ReasoningGym(TaskSettings("spel_backward")), advantage=grpo, objective=supervised)

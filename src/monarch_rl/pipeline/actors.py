@@ -16,6 +16,7 @@ from monarch_rl.pipeline.start import SET_UP_DEADLINE_S, start_buffer, start_gen
 from monarch_rl.rollout.worker import RolloutWorker
 from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.runtime.deadlines import within
+from monarch_rl.tasks.task import Task
 from monarch_rl.trainer.actor import Trainer, TrainerPlan
 from monarch_rl.trainer.objective import Objective
 
@@ -31,16 +32,17 @@ class Actors:
 
 
 async def start_actors(
-    cluster: Cluster, s: RunSettings, model: Path, advantage: Advantage, objective: Objective
+    cluster: Cluster, s: RunSettings, task: Task, model: Path, advantage: Advantage, objective: Objective
 ) -> Actors:
     """Spawn and set up every actor: trainer ranks take the first devices, generator replicas the next ones.
 
     Args:
+        task: what is played.
         model: the Hugging Face folder.
         advantage: from the rewards of a group to the advantages of its episodes.
         objective: the loss of a micro-batch.
     """
-    plan = TrainerPlan(model, s.trainer, s.steps, s.rollout.temperature, s.new_tokens_per_episode, advantage, objective)
+    plan = TrainerPlan(model, s.trainer, s.steps, s.rollout.temperature, s.max_tokens, advantage, objective)
     buffer = await start_buffer(cluster, s.groups_per_step, s.buffer)
     trainer, generators, _ = await asyncio.gather(
         start_trainer(cluster, plan, buffer, first_device=0),
@@ -49,6 +51,6 @@ async def start_actors(
     )
     limit = min(episode_limits(s, read_config(model), cluster.devices.kind == "cuda").values())
     workers = await start_rollout(
-        cluster, s.rollout, s.task, model, buffer, generators, limit, s.trainer.keeps_expert_routes
+        cluster, s.rollout, task, model, buffer, generators, limit, s.trainer.keeps_expert_routes
     )
     return Actors(buffer, trainer, generators, workers)

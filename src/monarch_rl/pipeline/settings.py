@@ -35,7 +35,7 @@ from monarch_rl.rollout.settings import (
 from monarch_rl.runtime.devices import Devices
 from monarch_rl.runtime.watch import STALL_S
 from monarch_rl.settings.ranges import FOREVER_S, CheckedSettings, Range
-from monarch_rl.tasks.reasoning_gym import TaskSettings, TaskSource
+from monarch_rl.tasks.task import Task
 from monarch_rl.trainer.settings import TrainerSettings, check_experts, check_hosts, check_lora
 from monarch_rl.weights.endpoint import TransferSettings
 
@@ -62,7 +62,6 @@ class RunSettings(CheckedSettings, flags=""):
     the longest recent one, if that is less, but at least as long as a generator may take to start + 60."""
     stall_s: Annotated[float, Range(2, FOREVER_S)] = STALL_S
     """Seconds after which a process that cannot go on ends the run, with a report; a stall without one takes twice."""
-    task: TaskSettings = field(default_factory=TaskSettings)
     trainer: TrainerSettings = field(default_factory=TrainerSettings)
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
     generator: GeneratorSettings = field(default_factory=GeneratorSettings)
@@ -71,9 +70,9 @@ class RunSettings(CheckedSettings, flags=""):
     recovery: RecoverySettings = field(default_factory=RecoverySettings)
 
     @property
-    def new_tokens_per_episode(self) -> int:
-        """Tokens that an episode may draw."""
-        return self.rollout.max_turns * self.rollout.max_new_tokens
+    def max_tokens(self) -> int:
+        """What the ``constant`` aggregation divides by, beside the episodes."""
+        return self.trainer.loss.max_tokens or self.rollout.max_new_tokens
 
     def evaluates_after(self, step: int) -> bool:
         """Whether an evaluation is due after ``step``. After the last step a recipe evaluates in any case."""
@@ -83,16 +82,17 @@ class RunSettings(CheckedSettings, flags=""):
 S = TypeVar("S", bound=RunSettings)
 
 
-def check(s: RunSettings, offered: Devices) -> Path:
+def check(s: RunSettings, offered: Devices, task: Task | None = None) -> Path:
     """Refuse what cannot work before anything is spawned; returns the model's folder.
 
     Args:
         offered: what the launch has.
+        task: what is to be played, if it is known.
 
     Raises:
         ValueError: names the setting and says what to do.
     """
-    _check_numbers(s)
+    _check_numbers(s, task)
     check_rollout(s.rollout, s.groups_per_step, s.trainer.ranks)
     s.buffer.window_for(s.groups_per_step)
     _check_devices(s, offered)
@@ -101,7 +101,7 @@ def check(s: RunSettings, offered: Devices) -> Path:
     check_driver(torch.version.cuda, torch.cuda.is_available(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     if on_gpu:
         check_environment()
-    prompts = TaskSource(s.task).check()
+    prompts = [] if task is None else list(task.check())
     model = resolve_model(s.model)
     _check_model(s, model, on_gpu, prompts)
     _check_output(s.output)
@@ -129,6 +129,8 @@ def _check_model(s: RunSettings, model: Path, on_gpu: bool, prompts: list[str]) 
     check_lengths(s.rollout, limits)
     tokenizer = FolderTokenizer(model, config)
     characters = max(limits.values()) * tokenizer.longest_token
+    if not prompts:
+        return
     check_characters(prompts, characters)
     tokens = tokenizer.count([prompt[: characters + 1] for prompt in prompts])
     if tokens is not None:
@@ -145,11 +147,14 @@ def episode_limits(s: RunSettings, config: dict[str, Any], on_gpu: bool) -> dict
     return {name: tokens - s.trainer.keeps_expert_routes for name, tokens in limits.items()}
 
 
-def _check_numbers(s: RunSettings) -> None:
+def _check_numbers(s: RunSettings, task: Task | None) -> None:
     if s.rollout.min_p and s.generator.deterministic:
         raise ValueError("rollout.min-p cannot be used with generator.deterministic, which seeds every draw")
-    if s.held_out > s.task.held_out_size:
-        raise ValueError(f"held-out {s.held_out} is more than task.held-out-size {s.task.held_out_size}: raise that")
+    if task is not None and task.held_out and s.held_out > (items := len(task.held_out_items())):
+        raise ValueError(
+            f"held-out {s.held_out} is more than the {items} held-out items of task {task.name}: lower it, or hold out "
+            "more (task.held-out-size)"
+        )
 
 
 def _check_devices(s: RunSettings, offered: Devices) -> None:

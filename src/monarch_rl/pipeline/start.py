@@ -29,10 +29,11 @@ from monarch_rl.rollout.scoring import PRELOAD as SCORING_PRELOAD
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.worker import RolloutWorker
 from monarch_rl.runtime import presence
+from monarch_rl.runtime.by_value import ByValue
 from monarch_rl.runtime.cluster import Cluster, init_torch_distributed_env
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, Patience, now, within
 from monarch_rl.runtime.fork_server import Preload
-from monarch_rl.tasks.reasoning_gym import TaskSettings
+from monarch_rl.tasks.task import Task
 from monarch_rl.trainer.actor import Trainer, TrainerPlan
 
 PRELOADS = (
@@ -124,7 +125,7 @@ async def start_generators(
 async def start_rollout(
     cluster: Cluster,
     settings: RolloutSettings,
-    task: TaskSettings,
+    task: Task,
     model: Path,
     buffer: Buffer,
     generators: ActorPool[Generator],
@@ -134,14 +135,16 @@ async def start_rollout(
     """Spawn the rollout workers on the first host: a process mesh each, and a dispatcher of its own over all replicas.
 
     Args:
-        episode_limit: tokens that an episode may have; longer ones fail, are counted and shown.
+        episode_limit: tokens that an episode may have; one that would be longer ends there.
         expert_routes: episodes keep which experts of the generators read each token.
     """
+
+    handed = ByValue(task, f"task {task.name}")
 
     def spawn(index: int) -> tuple[ProcMesh, RolloutWorker]:
         mesh = cluster.spawn(f"rollout{index}", 1, preload=SCORING_PRELOAD)
         name = f"rollout worker {index}"
-        return mesh, mesh.spawn("rollout", RolloutWorker, settings, task, str(model), name, expert_routes)
+        return mesh, mesh.spawn("rollout", RolloutWorker, settings, handed, str(model), name, expert_routes)
 
     async def set_up(index: int, worker: RolloutWorker) -> None:
         replicas = [generators.latest[replica] for replica in sorted(generators.latest)]

@@ -12,7 +12,7 @@ import asyncio
 import os
 import time
 from collections import deque
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -82,6 +82,23 @@ async def within(seconds: float, awaitable: Awaitable[T], what: str, *, on: str 
     if flag:
         message += f" (see --{flag})"
     raise DeadlineExceeded(message, what, seconds)
+
+
+async def ends_in_time(task: asyncio.Future[T], clock: Callable[[], DeadlineClock | None], longest_s: float) -> bool:
+    """Wait until ``task`` is done (True) or the deadline of a part of it has passed (False; it goes on then).
+
+    Args:
+        clock: of the part that the task is at; None while the task waits for what has a deadline itself.
+        longest_s: seconds until the clock is asked for again, at most.
+    """
+    while not task.done():
+        current = clock()
+        window_s = longest_s if current is None else current.next_window_s()
+        if window_s is None:
+            task.add_done_callback(_retrieve)
+            return False
+        await _done_or_late(task, window_s)
+    return True
 
 
 async def _done_or_late(task: asyncio.Future[T], seconds: float) -> None:
