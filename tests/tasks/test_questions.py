@@ -27,6 +27,11 @@ def reward(row: dict[str, Any], answer: str) -> float:
     return float(answer.strip() == row["answer"])
 
 
+def held_out_rows(task: Questions) -> list[Any]:
+    items = task.held_out_items()
+    return [items[index] for index in range(len(items))]
+
+
 def cursors(task: Questions, count: int) -> list[str]:
     return [task.items(cursor)["question"] for cursor in range(count)]
 
@@ -36,7 +41,7 @@ def test_each_row_that_is_not_held_out_is_played_once_each_time_through(rows: in
     count = int(rows * share)
     task = Questions(ROWS[:rows] if rows <= 20 else ROWS, reward, held_out=min(count, 19), seed=seed)
     played = ROWS[: min(rows, 20)]
-    held_out = {row["question"] for row in task.held_out["held_out"]} if count else set()
+    held_out = {row["question"] for row in held_out_rows(task)} if count else set()
     size = len(played) - len(held_out)
     first, second = cursors(task, 2 * size)[:size], cursors(task, 2 * size)[size:]
     assert set(first) == set(second) == {row["question"] for row in played} - held_out
@@ -53,7 +58,7 @@ def test_the_order_differs_each_time_and_by_seed() -> None:
 def test_no_row_with_a_held_out_prompt_is_trained() -> None:
     doubled = [*ROWS, *({**row, "number": 2} for row in ROWS)]
     task = Questions(doubled, reward, held_out=5)
-    held_out = {row["question"] for row in task.held_out["held_out"]}
+    held_out = {row["question"] for row in held_out_rows(task)}
     assert held_out and not held_out & set(cursors(task, 40))
     named = Questions(ROWS, reward, held_out={"easy": ROWS[:2], "hard": ROWS[5:6]})
     assert list(named.held_out) == ["easy", "hard"] and len(set(cursors(named, 17))) == 17
