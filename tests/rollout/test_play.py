@@ -123,7 +123,7 @@ def test_turns_are_never_tokenised_again(tokenizer: Tokenizer) -> None:
 def test_what_is_read_stands_before_the_next_turn_and_what_is_read_last_is_left_out(tokenizer: Tokenizer) -> None:
     async def episode(item: Any, policy: Policy) -> dict[str, float]:
         policy.read("a")
-        policy.read([Message("user", "b"), Message("tool", "c")])
+        policy.read([Message("user", "b"), {"role": "tool", "content": "c"}])
         await policy.reply()
         policy.read("d")
         await policy.reply("e")
@@ -190,7 +190,7 @@ UNUSABLE = "episode returned what cannot be used"
 @pytest.mark.parametrize(
     ("episode", "reason", "advice"),
     [
-        (says([{"role": "user"}]), "episode raised TypeError", "a list of them"),
+        (says([{"role": "user"}]), "episode raised TypeError", "a list of messages"),
         (says(None), "episode raised TypeError", "NoneType"),
         (says(7), "episode raised TypeError", "int"),
         (says("guess", None), UNUSABLE, "return a number"),

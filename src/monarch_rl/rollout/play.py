@@ -49,7 +49,6 @@ class EpisodePlayer:
         self._means = Means(
             generator,
             scorer,
-            tokenizer.decode,
             stops,
             settings.generate_deadline_s,
             settings.episode_deadline_s,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from monarch_rl.episode.episode import NO_VERSION, Episode, Turn
+from monarch_rl.episode.failure import shortened
 from monarch_rl.episode.sampling import Completion, DrawLost, KeptSets, Sampling
 from monarch_rl.rollout.conversation import Conversation
 from monarch_rl.rollout.episode_failed import EpisodeFailed
@@ -29,8 +30,6 @@ class Means:
 
     generator: GeneratorHandle
     scorer: Scorer | None
-    decode: Callable[[list[int]], str]
-    """The text of a turn."""
     stops: Stops
     generate_deadline_s: float
     episode_deadline_s: float
@@ -82,7 +81,6 @@ class EpisodePolicy:
         self.reward_so_far = reward_so_far
         self._means, self._sampling, self._group = means, sampling, group
         self._conversation = conversation
-        self._unread: list[Message] = []
         self._drawing = False
         self._turns: list[Turn] = []
         self._expert_routes: list[np.ndarray] = []
@@ -104,7 +102,7 @@ class EpisodePolicy:
         said = _messages(messages)
         if self.prompt is None and said:
             self.prompt = "".join(message.content for message in said)
-        self._unread += said
+        self._conversation.read(said)
 
     async def reply(
         self,
@@ -121,8 +119,7 @@ class EpisodePolicy:
             raise RuntimeError("the policy is at its turn: await each policy.reply(...) before the next one")
         self.read(messages)
         start = len(self._conversation.ids)
-        context = self._conversation.add(self._unread)
-        self._unread = []
+        context = self._conversation.add()
         sampling, stops = self._sampling, [stop] if isinstance(stop, str) else list(stop)
         if max_new_tokens is not None or temperature is not None or stops:
             sampling = self._means.stops.applied(sampling, max_new_tokens, temperature, stops)
@@ -132,13 +129,13 @@ class EpisodePolicy:
         if stops:
             completion = self._means.stops.cut(completion, stops)
         drawn: list[int] = completion.token_ids.tolist()
-        self._add(context, completion, drawn, sampling, start)
         reason = completion.finish_reason
+        turn = self._conversation.replied(drawn, reason, stops)
+        self._add(context, completion, sampling, start)
         if reason == "length" and sampling.max_new_tokens < asked:
             reason, self.full = "context", True
-        self.answer = text = self._means.stops.before(self._means.decode(drawn), stops)
-        self._finish_reason = reason
-        return Reply(text, drawn, completion.logprobs, reason)
+        self.answer, self._finish_reason = turn.text, reason
+        return Reply(turn.text, drawn, completion.logprobs, reason)
 
     async def in_scorer(self, function: Callable[..., Reward], *args: Any) -> Outcome:
         """See :meth:`monarch_rl.tasks.task.Policy.in_scorer`."""
@@ -188,13 +185,10 @@ class EpisodePolicy:
             self._drawing = False
             self.own_time.go_on()
 
-    def _add(
-        self, context: list[int], completion: Completion, drawn: list[int], sampling: Sampling, start: int
-    ) -> None:
-        """Add a turn to the conversation and to the episode. ``start``: tokens before its context."""
-        self._conversation.replied(drawn, completion.finish_reason)
+    def _add(self, context: list[int], completion: Completion, sampling: Sampling, start: int) -> None:
+        """Add a turn to the episode. ``start``: tokens before its context."""
         if sampling.expert_routes_from is not None:
-            rows = start + len(context) + len(drawn) - 1 - sampling.expert_routes_from
+            rows = start + len(context) + len(completion.token_ids) - 1 - sampling.expert_routes_from
             self._expert_routes.append(self._routes_of(completion, rows))
         turn = Turn.from_completion(context, completion)
         if sampling.temperature != self._sampling.temperature:
@@ -252,11 +246,16 @@ def _messages(said: Said) -> list[Message]:
         return [Message("user", said)]
     if isinstance(said, Message):
         return [said]
-    messages = list(said)
-    for message in messages:
-        if not isinstance(message, Message) or not isinstance(message.content, str):
-            raise TypeError(f"a policy takes text, a Message(role, content), or a list of them, but not {message!r}")
-    return messages
+    return [_message(message) for message in said]
+
+
+def _message(message: Any) -> Message:
+    if isinstance(message, Mapping) and message.keys() == {"role", "content"}:  # as data sets hold them
+        message = Message(message["role"], message["content"])
+    if not isinstance(message, Message) or not isinstance(message.content, str):
+        wrong = shortened(repr(message), 200)
+        raise TypeError(f"a policy takes text, a Message(role, content), or a list of messages, but not {wrong}")
+    return message
 
 
 def _untrained(token_ids: np.ndarray, truncated: bool) -> Turn:

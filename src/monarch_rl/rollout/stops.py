@@ -69,8 +69,3 @@ class Stops:
     def _holds(self, ids: list[int], stops: Sequence[str]) -> bool:
         text = self._decode(ids)
         return any(stop in text for stop in stops)
-
-    def before(self, text: str, stops: Sequence[str]) -> str:
-        """``text`` up to the first stop string."""
-        ends = [end for stop in stops if (end := text.find(stop)) >= 0]
-        return text[: min(ends)] if ends else text

@@ -28,8 +28,9 @@ class Message:
     content: str
 
 
-Said = str | Message | Sequence[Message]
-"""What a policy is given: text, which is a user's message, a message, or several."""
+Said = str | Message | Sequence[Message | Mapping[str, str]]
+"""What a policy is given: text, which is a user's message, a message, or several, also as mappings with role and
+content."""
 
 
 @dataclass(slots=True)
