@@ -102,7 +102,7 @@ def halved(token_logprobs, batch):
     return loss / 2, sums | {{"own_figure": 7 * sums["tokens"]}}
 
 async def train(run, s):
-    await run.start(task(s), advantage=shifted, objective=halved)
+    await run.start(grpo.task(s), advantage=shifted, objective=halved)
     await run.evaluate()
     async for step in run.steps(s.steps):
         figures = await run.update()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import random
 from collections.abc import Awaitable
 from contextlib import suppress
 from dataclasses import replace
@@ -25,6 +26,7 @@ from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import DeadlineExceeded
 from monarch_rl.simulate.clock import run_virtual
 from monarch_rl.tasks.task import ContextFull, Message, Outcome, Policy, Reply, Task
+from tests.rollout.helpers import CHARACTERS
 
 T = TypeVar("T")
 SETTINGS = RolloutSettings(episode_deadline_s=0.2, generate_deadline_s=0.2)
@@ -135,6 +137,62 @@ def test_what_is_read_stands_before_the_next_turn_and_what_is_read_last_is_left_
     assert (played.reward, played.parts) == (1.25, {"right": 0.75, "short": 0.5})  # named parts add up
 
 
+TEXTS = st.text(st.sampled_from("ab 1"), max_size=5)
+
+
+@given(
+    said=st.lists(st.tuples(st.lists(TEXTS, max_size=2), TEXTS, st.booleans(), st.booleans()), min_size=1, max_size=6),
+    limit=st.none() | st.integers(10, 40),
+    draws=st.randoms(use_true_random=False),
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_the_trainer_gets_what_the_engine_saw_and_drew_bit_for_bit(
+    tokenizer: Tokenizer, said: list[tuple[list[str], str, bool, bool]], limit: int | None, draws: random.Random
+) -> None:
+    """Random conversations: read, asked with and without text, ended by stop, by length and by the context."""
+    seen, drawn = list[list[int]](), list[Completion]()
+
+    class Random:
+        """Draws any ids, as a policy may that writes text in other tokens than the tokenizer."""
+
+        async def generate(self, prompt_ids: list[int], sampling: Sampling, group: int) -> Completion:
+            seen.append(list(prompt_ids))
+            n = draws.randint(1, sampling.max_new_tokens)
+            ids = [draws.randrange(len(CHARACTERS)) for _ in range(n)]
+            stops = n < sampling.max_new_tokens
+            logprobs, versions = [-draws.random() for _ in ids], [draws.randrange(4) for _ in ids]
+            arrays = np.asarray(ids), np.asarray(logprobs, np.float32), np.asarray(versions)
+            drawn.append(Completion(*arrays, "stop" if stops else "length"))
+            return drawn[-1]
+
+    async def episode(item: Any, policy: Policy) -> float:
+        for read, asked, short, greedy in said:
+            for text in read:
+                policy.read(text)
+            await policy.reply(asked, max_new_tokens=2 if short else None, temperature=0.0 if greedy else None)
+        return 1.0
+
+    try:
+        played = play(Random(), tokenizer, episode, sampling=Sampling(6), limit=limit)
+    except EpisodeFailed as failed:
+        assert failed.reason == "no turn of the episode can be trained" or not seen
+        return
+    ids = played.token_ids.tolist()
+    assert limit is None or len(ids) <= limit
+    assert len(played.turns) == len(seen) and (len(seen) == len(said) or played.finish_reason == "context")
+    end = 0
+    for turn, prompt, completion, (_, _, _, greedy) in zip(played.turns, seen, drawn, said, strict=False):
+        assert ids[: len(prompt)] == prompt and prompt[:end] == ids[:end]
+        end = len(prompt) + len(completion.token_ids)
+        assert ids[len(prompt) : end] == completion.token_ids.tolist()
+        n = len(completion.token_ids)
+        assert turn.trainable[-n:].all() == (not greedy) and not turn.trainable[:-n].any()
+        if not greedy:
+            assert turn.logprobs[-n:].tobytes() == completion.logprobs.tobytes()
+            assert turn.policy_versions[-n:].tolist() == completion.policy_versions.tolist()
+    assert end == len(ids)
+
+
 @pytest.mark.parametrize(
     ("episode", "reason"),
     [
@@ -192,6 +250,7 @@ UNUSABLE = "episode returned what cannot be used"
     [
         (says([{"role": "user"}]), "episode raised TypeError", "a list of messages"),
         (says(None), "episode raised TypeError", "NoneType"),
+        (says(""), "episode raised ValueError", "give its first turn a prompt"),
         (says(7), "episode raised TypeError", "int"),
         (says("guess", None), UNUSABLE, "return a number"),
         (says("guess", float("nan")), UNUSABLE, "is nan"),

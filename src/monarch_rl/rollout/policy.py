@@ -120,6 +120,8 @@ class EpisodePolicy:
         self.read(messages)
         start = len(self._conversation.ids)
         context = self._conversation.add()
+        if not self._conversation.ids:
+            raise ValueError("the policy has nothing to read: give its first turn a prompt")
         sampling, stops = self._sampling, [stop] if isinstance(stop, str) else list(stop)
         if max_new_tokens is not None or temperature is not None or stops:
             sampling = self._means.stops.applied(sampling, max_new_tokens, temperature, stops)

@@ -21,6 +21,7 @@ T = TypeVar("T")
 
 INSTALLED = tuple(Path(sysconfig.get_paths()[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 """Every process can import what lies here."""
+_INSTALLED = tuple(f"{path}/" for path in INSTALLED)
 KEPT = 64
 """Objects whose bytes are kept, or which are kept once they are read; the newest ones."""
 
@@ -40,7 +41,7 @@ def register_modules(recipe: Path | None = None) -> list[str]:
     names = []
     for name, module in list(sys.modules.items()):
         origin = getattr(module, "__file__", None)
-        if name == "__main__" or origin is None:
+        if name == "__main__" or origin is None or origin.startswith(_INSTALLED):  # nearly all modules
             continue
         path = Path(origin).resolve()
         if path.is_relative_to(folder) and not _installed(path):

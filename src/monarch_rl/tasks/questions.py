@@ -188,6 +188,8 @@ class _Split:
     def _trained(self) -> list[int]:
         held_out = [self._rows[index] for index in self.held_out]
         held_out += [row for rows in self._apart.values() for row in rows]
+        if not held_out:
+            return list(range(len(self._rows)))
         apart = {prompt_of(self._template, row) for row in held_out}
         trained = [index for index, row in enumerate(self._rows) if prompt_of(self._template, row) not in apart]
         if not trained:
