@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -130,6 +132,12 @@ async def test_settings_are_checked_before_anything_is_spawned() -> None:
     cluster: Any = SimpleNamespace(
         devices=Devices("cpu", 1, 4), spawn=lambda *_, **__: pytest.fail("spawned before the settings were checked")
     )
+    lock = threading.Lock()
+    async with Run.open(RunSettings(), cluster) as run:
+        task = ReasoningGym(TaskSettings()).played_by(lambda item, policy: lock)  # type: ignore[arg-type, return-value]
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(TypeError, match="task chain_sum cannot be pickled"):
+            patch.setattr("monarch_rl.pipeline.run.check", lambda *_: Path())
+            await run.start(task, advantage=grpo, objective=supervised)
     wrong = {"held-out 201 is more": RunSettings(held_out=201), "no data set 'spel_backward'": RunSettings()}
     for said, settings in wrong.items():
         async with Run.open(settings, cluster) as run:

@@ -14,6 +14,7 @@ from monarch_rl.pipeline.actor_pool import ActorPool
 from monarch_rl.pipeline.settings import RunSettings, episode_limits
 from monarch_rl.pipeline.start import SET_UP_DEADLINE_S, start_buffer, start_generators, start_rollout, start_trainer
 from monarch_rl.rollout.worker import RolloutWorker
+from monarch_rl.runtime.by_value import ByValue
 from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.tasks.task import Task
@@ -32,7 +33,7 @@ class Actors:
 
 
 async def start_actors(
-    cluster: Cluster, s: RunSettings, task: Task, model: Path, advantage: Advantage, objective: Objective
+    cluster: Cluster, s: RunSettings, task: ByValue[Task], model: Path, advantage: Advantage, objective: Objective
 ) -> Actors:
     """Spawn and set up every actor: trainer ranks take the first devices, generator replicas the next ones.
 

@@ -39,7 +39,7 @@ from monarch_rl.pipeline.recovery import Recovery
 from monarch_rl.pipeline.settings import RunSettings, check, resolve
 from monarch_rl.pipeline.start import PRELOADS, replica_updates, save, schedule, served_dtype, update
 from monarch_rl.rollout.evaluation import Evaluation
-from monarch_rl.runtime.by_value import register_modules
+from monarch_rl.runtime.by_value import ByValue, register_modules
 from monarch_rl.runtime.cluster import Cluster, devices, launch_cluster
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, Patience, within
 from monarch_rl.runtime.heap import freeze_heap
@@ -160,13 +160,15 @@ class Run:
 
         Raises:
             ValueError: settings that cannot work, before anything is spawned; names them.
+            TypeError: the task cannot be sent to other processes; says why.
         """
         if self._cluster is None:
             raise RuntimeError("start() spawns actors: open the run with a cluster, or begin() with actors")
         self._check_first_start()
         model = check(self.settings, self._cluster.devices, task)
         register_modules()
-        await self.begin(await start_actors(self._cluster, self.settings, task, model, advantage, objective), task)
+        handed = ByValue(task, f"task {task.name}")
+        await self.begin(await start_actors(self._cluster, self.settings, handed, model, advantage, objective), task)
         freeze_heap()
 
     async def begin(self, actors: Actors, task: Task | None = None) -> None:

@@ -125,7 +125,7 @@ async def start_generators(
 async def start_rollout(
     cluster: Cluster,
     settings: RolloutSettings,
-    task: Task,
+    task: ByValue[Task],
     model: Path,
     buffer: Buffer,
     generators: ActorPool[Generator],
@@ -139,12 +139,10 @@ async def start_rollout(
         expert_routes: episodes keep which experts of the generators read each token.
     """
 
-    handed = ByValue(task, f"task {task.name}")
-
     def spawn(index: int) -> tuple[ProcMesh, RolloutWorker]:
         mesh = cluster.spawn(f"rollout{index}", 1, preload=SCORING_PRELOAD)
         name = f"rollout worker {index}"
-        return mesh, mesh.spawn("rollout", RolloutWorker, settings, handed, str(model), name, expert_routes)
+        return mesh, mesh.spawn("rollout", RolloutWorker, settings, task, str(model), name, expert_routes)
 
     async def set_up(index: int, worker: RolloutWorker) -> None:
         replicas = [generators.latest[replica] for replica in sorted(generators.latest)]

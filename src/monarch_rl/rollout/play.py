@@ -112,20 +112,18 @@ class EpisodePlayer:
         its cancellation must not hold up the group. Raises what it raises, and EpisodeFailed."""
         coroutine: Any = episode(item, policy)
         task = asyncio.ensure_future(_to_its_end(coroutine))
-        try:
-            in_time = await ends_in_time(task, lambda: policy.own_time.clock, self._deadline_s)
-        except asyncio.CancelledError:
-            task.cancel()
-            raise
-        if not in_time:
+        if not await ends_in_time(task, lambda: policy.own_time.clock, self._deadline_s):
             place, stack = suspended(coroutine)
             task.cancel()
             report = f"{stack}\nIf it may take longer, raise --rollout.episode-deadline-s.".lstrip()
             raise EpisodeFailed(f"{OWN_CODE} took over {self._deadline_s:g} s", place, report)
+        error = None if task.cancelled() else task.exception()
         if policy.broken is not None:
             raise policy.broken
         if task.cancelled():
             raise EpisodeFailed("episode was cancelled by its own code")
+        if error is not None:
+            raise error
         returned = task.result()
         if isinstance(returned, SystemExit):
             raise EpisodeFailed("episode raised SystemExit", *describe(returned))
