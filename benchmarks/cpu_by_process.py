@@ -105,7 +105,7 @@ async def wait_until_idle(run: Run) -> None:
 async def train(run: Run, s: Settings) -> None:
     """The recipe's loop, with a look at all processes at its beginning, end and afterwards."""
     loss = s.trainer.loss
-    await run.start(s.task, advantage=ADVANTAGES[loss.advantage], objective=reinforcement(loss))
+    await run.start(grpo.task(s), advantage=ADVANTAGES[loss.advantage], objective=reinforcement(loss))
     async for step in run.steps(s.warm_up + s.steps + 1):
         if step == s.warm_up + 1:
             tree = ProcessTree(os.getpid())

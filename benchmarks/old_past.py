@@ -94,7 +94,7 @@ async def train(cluster: Cluster, s: Settings, model: Path, scratch: Path) -> li
 
     async with Run.open(replace(job, model=str(model)), cluster) as run:
         loss = job.trainer.loss
-        await run.start(job.task, advantage=ADVANTAGES[loss.advantage], objective=reinforcement(loss))
+        await run.start(grpo.task(job), advantage=ADVANTAGES[loss.advantage], objective=reinforcement(loss))
         async for _ in run.steps(s.steps):
             await keep(run)
             await run.update()

@@ -16,11 +16,10 @@ import monarch_rl  # isort: skip  # noqa: F401  its settings for Monarch count o
 import asyncio
 import json
 import os
+import time
 from collections import deque
 from dataclasses import dataclass, replace
 from pathlib import Path
-from time import perf_counter
-from timeit import timeit
 from typing import Any
 
 import numpy as np
@@ -36,16 +35,16 @@ from monarch_rl.generator.parts import OnPart
 from monarch_rl.pipeline.actor_pool import ActorPool
 from monarch_rl.pipeline.actors import Actors
 from monarch_rl.pipeline.run import Run
-from monarch_rl.rollout.scoring import Scorer
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.worker import RolloutWorker
+from monarch_rl.runtime.by_value import ByValue
 from monarch_rl.runtime.cluster import Cluster, launch_cluster
 from monarch_rl.runtime.deadlines import now, within
 from monarch_rl.runtime.endpoint import concurrent_endpoint, one_way_endpoint
 from monarch_rl.simulate.costs import Costs, DecodeCosts, Distribution, TrainerCosts
 from monarch_rl.simulate.run import Figures, Plan, SimulatedTrainer, measure, predict, run_settings
-from monarch_rl.tasks.reasoning_gym import TaskSettings
-from monarch_rl.tasks.task import Environment, Item, SingleTurn
+from monarch_rl.tasks.reasoning_gym import Item, ReasoningGym, TaskSettings
+from monarch_rl.tasks.task import Outcome, Policy, Task
 
 MODEL = Path(".cache/tiny-qwen3")
 """A model, for its tokenizer."""
@@ -240,16 +239,23 @@ class SleepingTrainer(Actor):
 class SlowlyScoringWorker(RolloutWorker):
     """The real worker, with a score that takes its seconds in a scoring process."""
 
-    seconds = 0.0
-
     @concurrent_endpoint
     async def score_takes(self, seconds: float) -> None:
-        self.seconds = seconds
+        self._task = slowly_scored(seconds)
 
-    def make_environment(self, item: Item, scorer: Scorer) -> Environment:
-        # The scoring process must be able to import the function, and it does not know this file.
-        slept = (timeit, f"sleep({self.seconds})", "from time import sleep", perf_counter, 1)
-        return SingleTurn(item.prompt, lambda text: scorer.score(*slept))
+
+def slowly_scored(seconds: float) -> Task:
+    """:data:`TASK` with a score that takes so long."""
+
+    def score() -> float:
+        time.sleep(seconds)
+        return seconds
+
+    async def episode(item: Item, policy: Policy) -> Outcome:
+        await policy.reply(item.prompt)
+        return await policy.in_scorer(score)
+
+    return ReasoningGym(TASK).played_by(episode)
 
 
 async def observe(meshes: dict[str, Any], case: Case) -> tuple[Figures, float]:
@@ -269,7 +275,9 @@ async def observe(meshes: dict[str, Any], case: Case) -> tuple[Figures, float]:
         seed=plan.seed,
         scorer_processes=plan.scorer_processes,
     )
-    worker = meshes["rollout"].spawn(f"rollout_{name}", SlowlyScoringWorker, settings, TASK, str(MODEL))
+    worker = meshes["rollout"].spawn(
+        f"rollout_{name}", SlowlyScoringWorker, settings, ByValue(slowly_scored(0.0)), str(MODEL)
+    )
     await within(DEADLINE_S, worker.setup.call_one(buffer, Dispatcher(generators, DEADLINE_S)), "a worker to set up")
     await within(DEADLINE_S, worker.score_takes.call_one(costs.score.mean), "a worker to note the time of a score")
     workers = ActorPool("rollout worker", "rollout", {0: worker})

@@ -165,7 +165,7 @@ def growth(looks: list[Look]) -> float:
 async def train(run: Run, s: Settings) -> None:
     """The recipe's loop without evaluations, with looks at all processes."""
     loss = s.trainer.loss
-    await run.start(s.task, advantage=ADVANTAGES[loss.advantage], objective=reinforcement(loss))
+    await run.start(grpo.task(s), advantage=ADVANTAGES[loss.advantage], objective=reinforcement(loss))
     assert run._cluster is not None
     soak = Soak(run._cluster)
     every = max(1, s.steps // s.looks)

@@ -23,7 +23,8 @@ from monarch_rl.algorithms.advantages import ADVANTAGES
 from monarch_rl.pipeline.run import Run, launch
 from monarch_rl.pipeline.settings import RunSettings
 from monarch_rl.rollout.settings import RolloutSettings
-from monarch_rl.tasks.reasoning_gym import TaskSettings
+from monarch_rl.tasks.reasoning_gym import ReasoningGym, TaskSettings
+from monarch_rl.tasks.task import Task
 from monarch_rl.trainer.objective import reinforcement
 from monarch_rl.trainer.settings import TrainerSettings
 
@@ -46,12 +47,16 @@ class Settings(RunSettings):
     rollout: RolloutSettings = field(default_factory=lambda: RolloutSettings(max_new_tokens=8, concurrent_groups=64))
 
 
+def task(s: Settings) -> Task:
+    return ReasoningGym(s.task)  # or rows and a reward of your own: recipes/own_data.py
+
+
 async def train(run: Run, s: Settings) -> None:
     loss = s.trainer.loss
     # The advantage: how much better an episode is than its group; "grpo" divides by the group's spread, "dr_grpo" does
     # not. The loss: the policy gradient, weighted for tokens that older versions drew (`--trainer.loss.*`). Both are
     # functions: put your own here, of the rewards of a group, and of the log-probs of a micro-batch.
-    await run.start(s.task, advantage=ADVANTAGES[loss.advantage], objective=reinforcement(loss))
+    await run.start(task(s), advantage=ADVANTAGES[loss.advantage], objective=reinforcement(loss))
     await run.evaluate()
     async for step in run.steps(s.steps):  # rollouts go on all the time
         figures = await run.update()  # the next batch, one optimiser step
@@ -64,4 +69,4 @@ async def train(run: Run, s: Settings) -> None:
 
 
 if __name__ == "__main__":
-    launch(train, tyro.cli(Settings, description=__doc__))
+    launch(train, tyro.cli(Settings, description=__doc__), task)

@@ -31,4 +31,4 @@ class Settings(grpo.Settings):
 
 
 if __name__ == "__main__":
-    launch(grpo.train, tyro.cli(Settings, description=__doc__))
+    launch(grpo.train, tyro.cli(Settings, description=__doc__), grpo.task)

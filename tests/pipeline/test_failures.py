@@ -19,7 +19,7 @@ from monarch_rl.runtime.deadlines import now
 from monarch_rl.simulate.clock import run_virtual
 from monarch_rl.simulate.costs import Costs
 from monarch_rl.simulate.run import SimulatedDispatcher, SimulatedWorker, run_settings, simulated_actors
-from monarch_rl.tasks.task import Score
+from monarch_rl.tasks.task import Outcome
 from tests.pipeline.test_run import PLAN, virtual
 
 TRACEBACK = """Traceback (most recent call last):
@@ -33,7 +33,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, fails: Scoring, reason: str = "scor
     """Have scores raise from here on."""
     score, count = SimulatedWorker.score, 0
 
-    async def scored(self: SimulatedWorker, *args: Any) -> Score:
+    async def scored(self: SimulatedWorker, *args: Any) -> Outcome:
         nonlocal count
         count += 1
         if fails(count):
@@ -142,7 +142,7 @@ def test_endless_kinds_of_failures_do_not_fill_the_console(
     """Such as lines of generated code."""
     score, count = SimulatedWorker.score, 0
 
-    async def scored(self: SimulatedWorker, *args: Any) -> Score:
+    async def scored(self: SimulatedWorker, *args: Any) -> Outcome:
         nonlocal count
         count += 1
         if count % 5 == 0:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +20,7 @@ from monarch_rl.runtime.devices import Devices
 from monarch_rl.simulate.clock import run_virtual
 from monarch_rl.simulate.costs import Costs
 from monarch_rl.simulate.run import Plan, run_settings, simulated_actors
-from monarch_rl.tasks.reasoning_gym import TaskSettings
+from monarch_rl.tasks.reasoning_gym import ReasoningGym, TaskSettings
 from monarch_rl.trainer.objective import supervised
 
 PLAN = Plan(groups_per_step=4, group_size=2, trainer_devices=1, replicas=2, buffer=BufferSettings(1))
@@ -119,7 +121,9 @@ async def test_a_run_without_actors_says_what_to_call() -> None:
         with pytest.raises(RuntimeError, match=r"await run\.start"):
             await run.update()
         with pytest.raises(RuntimeError, match="open the run with a cluster"):
-            await run.start(run.settings.task, advantage=lambda rewards: rewards, objective=lambda *_: (_[0], {}))
+            await run.start(
+                ReasoningGym(TaskSettings()), advantage=lambda rewards: rewards, objective=lambda *_: (_[0], {})
+            )
 
 
 @virtual
@@ -128,8 +132,14 @@ async def test_settings_are_checked_before_anything_is_spawned() -> None:
     cluster: Any = SimpleNamespace(
         devices=Devices("cpu", 1, 4), spawn=lambda *_, **__: pytest.fail("spawned before the settings were checked")
     )
+    lock = threading.Lock()
+    async with Run.open(RunSettings(), cluster) as run:
+        task = ReasoningGym(TaskSettings()).played_by(lambda item, policy: lock)  # type: ignore[arg-type, return-value]
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(TypeError, match="task chain_sum cannot be pickled"):
+            patch.setattr("monarch_rl.pipeline.run.check", lambda *_: Path())
+            await run.start(task, advantage=grpo, objective=supervised)
     wrong = {"held-out 201 is more": RunSettings(held_out=201), "no data set 'spel_backward'": RunSettings()}
     for said, settings in wrong.items():
         async with Run.open(settings, cluster) as run:
             with pytest.raises(ValueError, match=said):
-                await run.start(TaskSettings("spel_backward"), advantage=grpo, objective=supervised)
+                await run.start(ReasoningGym(TaskSettings("spel_backward")), advantage=grpo, objective=supervised)

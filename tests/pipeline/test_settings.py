@@ -77,8 +77,8 @@ def test_deadlines_follow_the_bytes_of_the_model_and_the_tokens_of_an_episode(tm
 
     short = RunSettings()
     assert (short.rollout.generate_limit_s, short.update_limit_s) == (600, 600)
-    long = RunSettings(rollout=RolloutSettings(max_new_tokens=20_000, max_turns=3))
-    assert long.rollout.generate_limit_s == 1000 and long.update_limit_s == 300 + 3 * 1000
+    long = RunSettings(rollout=RolloutSettings(max_new_tokens=20_000))
+    assert long.rollout.generate_limit_s == 1000 and long.update_limit_s == 300 + 1000
     set_by_user = replace(long.rollout, generate_deadline_s=77.0)
     assert set_by_user.generate_limit_s == 77 and RunSettings(update_deadline_s=99.0).update_limit_s == 99
 

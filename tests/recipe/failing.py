@@ -12,9 +12,17 @@ import tyro
 sys.path.append(str(Path(__file__).parents[2] / "recipes"))
 
 import grpo  # noqa: E402
-from failing_reward import FailingWorker  # type: ignore[import-not-found]  # noqa: E402
+from failing_reward import episode  # type: ignore[import-not-found]  # noqa: E402
 
-from monarch_rl.pipeline import run, start  # noqa: E402
+from monarch_rl.pipeline import run  # noqa: E402
+from monarch_rl.tasks.task import Task  # noqa: E402
+
+
+def failing(settings: grpo.Settings) -> Task:
+    return spelling(settings).played_by(episode)
+
+
+spelling, grpo.task = grpo.task, failing
 
 
 async def train(begun: Any, settings: grpo.Settings) -> None:
@@ -24,5 +32,4 @@ async def train(begun: Any, settings: grpo.Settings) -> None:
 
 
 if __name__ == "__main__":
-    start.RolloutWorker = FailingWorker  # type: ignore[misc]
-    run.launch(train, tyro.cli(grpo.Settings))
+    run.launch(train, tyro.cli(grpo.Settings), failing)

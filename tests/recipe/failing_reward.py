@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import ctypes
 
-from monarch_rl.rollout.scoring import Scorer
-from monarch_rl.rollout.worker import RolloutWorker
-from monarch_rl.tasks.task import Environment, Item, SingleTurn
+from monarch_rl.tasks.reasoning_gym import Item
+from monarch_rl.tasks.task import Outcome, Policy
 
 PRINTED_BYTES = 10**7
 
@@ -25,10 +24,12 @@ def typo(text: str) -> float:
     return float({"reward": 1.0}["rewrad"])
 
 
-class FailingWorker(RolloutWorker):
-    """Its first environments are scored by these functions."""
+async def episode(item: Item, policy: Policy) -> Outcome:
+    """The first ones that a worker plays are scored by these functions."""
+    played.append(item.index)
+    function = {1: crash, 2: print_much}.get(len(played), typo)
+    reply = await policy.reply(item.prompt)
+    return await policy.in_scorer(function, reply.text)
 
-    def make_environment(self, item: Item, scorer: Scorer) -> Environment:
-        self._made = getattr(self, "_made", 0) + 1
-        function = {1: crash, 2: print_much}.get(self._made, typo)
-        return SingleTurn(item.prompt, lambda text: scorer.score(function, text))
+
+played: list[int] = []

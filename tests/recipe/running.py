@@ -30,7 +30,19 @@ GONE_S = 12.0
 STOP_S = 40.0
 """Seconds from a signal to the end of the run: at most 20 for an orderly end, then 16 for its host process."""
 STEPS = 3
-ROW = {"group", "task_index", "prompt", "turns", "answer", "reward", "parts", "finish_reason", "tokens", "versions"}
+ROW = {
+    "group",
+    "task_index",
+    "item",
+    "prompt",
+    "turns",
+    "reward",
+    "parts",
+    "info",
+    "finish_reason",
+    "tokens",
+    "versions",
+}
 """The keys of a sampled rollout."""
 
 

@@ -102,7 +102,7 @@ def halved(token_logprobs, batch):
     return loss / 2, sums | {{"own_figure": 7 * sums["tokens"]}}
 
 async def train(run, s):
-    await run.start(s.task, advantage=shifted, objective=halved)
+    await run.start(grpo.task(s), advantage=shifted, objective=halved)
     await run.evaluate()
     async for step in run.steps(s.steps):
         figures = await run.update()
@@ -240,7 +240,7 @@ def refusal(grpo: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr("monarch_rl.pipeline.run.launch_cluster", lambda _: pytest.fail(refused_late))
         settings = grpo.Settings(**{"model": str(model), "output": tmp_path / "runs"} | changes)
         with pytest.raises(SystemExit) as ended:
-            launch(grpo.train, settings)
+            launch(grpo.train, settings, grpo.task)
         message = str(ended.value.code)  # what Python prints on stderr; the exit code is then 1
         assert message.startswith("error: ")
         return message
@@ -269,7 +269,7 @@ MIN_P = RolloutSettings(top_k=20, min_p=0.1, keep_sampling_mask=True)
             ["rollout.min-p cannot be used with generator.deterministic"],
         ),
         ({"buffer": BufferSettings(window=65)}, ["buffer.window 65", "at most max-policy-lag 2 x", "= 64"]),
-        ({"held_out": 201}, ["held-out 201", "task.held-out-size 200"]),
+        ({"held_out": 201}, ["held-out 201", "200 held-out items of task spell_backward", "task.held-out-size"]),
         ({"rollout": RolloutSettings(group_size=1)}, ["rollout.group-size must be at least 2", "advantages"]),
         ({"rollout": RolloutSettings(temperature=0.0)}, ["rollout.temperature must be above 0"]),
         ({"groups_per_step": 1, "trainer": TrainerSettings(ranks=3)}, ["8 episodes", "3 trainer ranks", "change"]),
@@ -286,7 +286,6 @@ MIN_P = RolloutSettings(top_k=20, min_p=0.1, keep_sampling_mask=True)
         ({"task": TaskSettings("chain_sum", template="{word}")}, ["task.template '{word}'", "its fields are"]),
         ({"model": "/no/such/folder"}, ["no such model", "/no/such/folder", "Hub name such as"]),
         ({"rollout": RolloutSettings(max_new_tokens=1024)}, ["rollout.max-new-tokens 1024", "context", "1024"]),
-        ({"rollout": RolloutSettings(max_new_tokens=256, max_turns=4)}, ["max-turns 4 x", "context", "1024"]),
         (
             {"rollout": TURNS_OF_16, "generator": GeneratorSettings(context_length=16)},
             ["generator.context-length", "16"],

@@ -15,11 +15,10 @@ import numpy as np
 from monarch.actor import Actor
 
 from monarch_rl.episode.sampling import Completion, Sampling
-from monarch_rl.rollout.scoring import Scorer
 from monarch_rl.rollout.worker import RolloutWorker
 from monarch_rl.runtime.endpoint import concurrent_endpoint
-from monarch_rl.tasks.reasoning_gym import extract_answer
-from monarch_rl.tasks.task import Environment, Item, Score, SingleTurn
+from monarch_rl.tasks.reasoning_gym import Item, ReasoningGym, TaskSettings, extract_answer
+from monarch_rl.tasks.task import Outcome, Policy
 
 CHARACTERS = "\n !\"#$%&'()*+,-./0123456789:;<=>?@ABCDEFGHIJKLMNOPQRSTUVWXYZ[]^_abcdefghijklmnopqrstuvwxyz{|}"
 END = "<|end|>"
@@ -156,33 +155,46 @@ def hangs_once(folder: str) -> float:
     return 3.0
 
 
-class TouchyWorker(RolloutWorker):
-    """Scores with :func:`touchy_score`."""
+SUMS = TaskSettings(
+    config='{"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}',
+    template="{expression} =",
+    pass_mark=1.0,
+    train_size=50,
+    held_out_size=20,
+)
+SUMS_TASK = ReasoningGym(SUMS)
 
-    def make_environment(self, item: Item, scorer: Scorer) -> Environment:
-        return SingleTurn(item.prompt, lambda text: scorer.score(touchy_score, text))
 
+async def _touchy(item: Item, policy: Policy) -> Outcome:
+    reply = await policy.reply(item.prompt)
+    return await policy.in_scorer(touchy_score, reply.text)
+
+
+async def _unplayable(item: Item, policy: Policy) -> float:
+    Path("/no such tool").read_text()
+    raise AssertionError
+
+
+TOUCHY = SUMS_TASK.played_by(_touchy)
+"""Scores with :func:`touchy_score`."""
+UNPLAYABLE = SUMS_TASK.played_by(_unplayable)
+"""Its episodes need a tool that is not there."""
+
+
+class Worker(RolloutWorker):
     @concurrent_endpoint
     async def process_id(self) -> int:
         return os.getpid()
-
-
-class UnmakeableWorker(RolloutWorker):
-    """Its environments need a tool that is not there."""
-
-    def make_environment(self, item: Item, scorer: Scorer) -> Environment:
-        Path("/no such tool").read_text()
-        raise AssertionError
 
 
 def answer(value: float) -> float:
     return value
 
 
-def in_parts() -> Score:
+def in_parts() -> Outcome:
     """Numbers of NumPy, which JSON does not know."""
     reward: Any = np.float32(0.5)
-    return Score(reward, {"format": reward / 2, "answer": True})
+    return Outcome(reward, {"format": reward / 2, "answer": True})
 
 
 def own_process_id() -> float:
@@ -204,10 +216,10 @@ def fail_to_start() -> None:
     raise RuntimeError("no data here")
 
 
-def in_small_steps(begun: str) -> Score:
+def in_small_steps(begun: str) -> Outcome:
     """A second of waiting, of which a stop of the process loses a twentieth. Writes a line to a file when it begins."""
     with open(begun, "a") as file:
         file.write("begun\n")
     for _ in range(20):
         time.sleep(0.05)
-    return Score(5.0)
+    return Outcome(5.0)

@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import random
 from collections.abc import Awaitable
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from monarch_rl.episode.episode import Episode
 from monarch_rl.episode.sampling import Completion, DrawLost, Sampling
-from monarch_rl.rollout.play import EpisodeFailed, EpisodePlayer, all_or_none, episode_seed
+from monarch_rl.rollout.episode_failed import EpisodeFailed
+from monarch_rl.rollout.play import EpisodePlayer, all_or_none, episode_seed
 from monarch_rl.rollout.scoring import ScorerBroken, ScoringFailed
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.tokenizer import Tokenizer
+from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import DeadlineExceeded
-from monarch_rl.tasks.task import Item, Message, Score, SingleTurn, StepResult
+from monarch_rl.simulate.clock import run_virtual
+from monarch_rl.tasks.task import ContextFull, Message, Outcome, Policy, Reply, Task
+from tests.rollout.helpers import CHARACTERS
 
 T = TypeVar("T")
-SETTINGS = RolloutSettings(max_turns=3, environment_deadline_s=0.2, generate_deadline_s=0.2)
+SETTINGS = RolloutSettings(episode_deadline_s=0.2, generate_deadline_s=0.2)
 
 
 class Echo:
@@ -38,35 +47,28 @@ class Echo:
         return self.completion
 
 
-class Guessing:
-    """Ends after two turns, rewards each."""
-
-    def __init__(self) -> None:
-        self.heard: list[str] = []
-
-    async def reset(self) -> list[Message]:
-        return [Message("user", "guess")]
-
-    async def step(self, text: str) -> StepResult:
-        self.heard.append(text)
-        turn = len(self.heard)
-        parts = {"format": 0.25, f"turn {turn}": 1.0}
-        return StepResult(0.5, turn == 2, [Message("user", "again")], {"guesses": turn}, parts)
+def task(episode: Any, **more: Any) -> Task:
+    return Task(lambda cursor: cursor, episode, **more)
 
 
-class Raising(Guessing):
-    def __init__(self, error: Exception) -> None:
-        super().__init__()
-        self._error = error
-
-    async def step(self, text: str) -> StepResult:
-        raise self._error
+async def guessing(item: Any, policy: Policy) -> Outcome:
+    """Two turns, each with a reward."""
+    heard = [(await policy.reply("guess")).text, (await policy.reply("again")).text]
+    parts = {"format": 0.5, "turn 1": 1.0, "turn 2": 1.0}
+    return Outcome(1.0, parts, {"guesses": len(heard), "heard": heard})
 
 
-class Hanging(Guessing):
-    async def reset(self) -> list[Message]:
-        await asyncio.Event().wait()
-        return []
+def raising(error: Exception) -> Any:
+    async def episode(item: Any, policy: Policy) -> float:
+        await policy.reply("guess")
+        raise error
+
+    return episode
+
+
+async def hanging(item: Any, policy: Policy) -> float:
+    await asyncio.Event().wait()
+    return 1.0
 
 
 def run(awaitable: Awaitable[T]) -> T:
@@ -76,106 +78,199 @@ def run(awaitable: Awaitable[T]) -> T:
     return asyncio.run(bounded())
 
 
+def play(
+    generator: Any,
+    tokenizer: Tokenizer,
+    episode: Any,
+    item: Any = "",
+    sampling: Sampling | None = None,
+    group: int = 0,
+    limit: int | None = None,
+    scorer: Any = None,
+    **more: Any,
+) -> Episode:
+    player = EpisodePlayer(generator, tokenizer, SETTINGS, scorer, limit)
+    return run(player.play(task(episode, **more), 7, item, sampling or Sampling(), group))
+
+
 @pytest.fixture
 def tokenizer(model: str) -> Tokenizer:
     return Tokenizer(model)
 
 
 def test_single_turn_keeps_the_drawn_ids(tokenizer: Tokenizer) -> None:
-    async def score(text: str) -> Score:
-        return Score(float(text == "12"))
+    async def episode(item: str, policy: Policy) -> float:
+        return float((await policy.reply(item)).text == "12")
 
     echo = Echo(tokenizer, "12")
-    episode: Episode = run(EpisodePlayer(echo, tokenizer, SETTINGS).play(SingleTurn("3 * 4 =", score), Sampling(), 0))
-    assert (episode.reward, episode.finish_reason, len(episode.turns)) == (1.0, "stop", 1)
+    episode_: Episode = play(echo, tokenizer, episode, item="3 * 4 =")
+    assert (episode_.reward, episode_.finish_reason, len(episode_.turns)) == (1.0, "stop", 1)
     prompt = tokenizer.render([Message("user", "3 * 4 =")])
-    assert episode.token_ids.tolist() == prompt + echo.completion.token_ids.tolist()
-    assert episode.trainable.tolist() == [False] * len(prompt) + [True] * 3
+    assert episode_.token_ids.tolist() == prompt + echo.completion.token_ids.tolist()
+    assert episode_.trainable.tolist() == [False] * len(prompt) + [True] * 3
     assert echo.prompts == [prompt]
 
 
 def test_turns_are_never_tokenised_again(tokenizer: Tokenizer) -> None:
-    environment, echo = Guessing(), Echo(tokenizer, "8", ends=False)
-    episode = run(EpisodePlayer(echo, tokenizer, SETTINGS).play(environment, Sampling(), 0))
-    assert environment.heard == ["8", "8"]
-    assert (episode.reward, episode.info) == (1.0, {"guesses": 2})
-    assert episode.parts == {"format": 0.5, "turn 1": 1.0, "turn 2": 1.0}  # summed by name
+    echo = Echo(tokenizer, "8", ends=False)
+    episode = play(echo, tokenizer, guessing)
+    assert (episode.reward, episode.info) == (1.0, {"guesses": 2, "heard": ["8", "8"]})
+    assert episode.parts == {"format": 0.5, "turn 1": 1.0, "turn 2": 1.0}
     assert tokenizer.decode(episode.token_ids.tolist()) == "guess8again8"
     first, second = echo.prompts
     assert second[: len(first)] == first
     assert episode.token_ids.tolist() == second + echo.completion.token_ids.tolist()
 
 
-def test_max_turns_ends_an_episode(tokenizer: Tokenizer) -> None:
-    settings = RolloutSettings(max_turns=1)
-    episode = run(EpisodePlayer(Echo(tokenizer, "8"), tokenizer, settings).play(Guessing(), Sampling(), 0))
-    assert (len(episode.turns), episode.reward) == (1, 0.5)
+def test_what_is_read_stands_before_the_next_turn_and_what_is_read_last_is_left_out(tokenizer: Tokenizer) -> None:
+    async def episode(item: Any, policy: Policy) -> dict[str, float]:
+        policy.read("a")
+        policy.read([Message("user", "b"), {"role": "tool", "content": "c"}])
+        await policy.reply()
+        policy.read("d")
+        await policy.reply("e")
+        policy.read("f")
+        return {"right": 0.75, "short": 0.5}
+
+    played = play(Echo(tokenizer, "8", ends=False), tokenizer, episode)
+    assert tokenizer.decode(played.token_ids.tolist()) == "abc8de8"
+    assert (played.reward, played.parts) == (1.25, {"right": 0.75, "short": 0.5})  # named parts add up
+
+
+TEXTS = st.text(st.sampled_from("ab 1"), max_size=5)
+
+
+@given(
+    said=st.lists(st.tuples(st.lists(TEXTS, max_size=2), TEXTS, st.booleans(), st.booleans()), min_size=1, max_size=6),
+    limit=st.none() | st.integers(10, 40),
+    draws=st.randoms(use_true_random=False),
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_the_trainer_gets_what_the_engine_saw_and_drew_bit_for_bit(
+    tokenizer: Tokenizer, said: list[tuple[list[str], str, bool, bool]], limit: int | None, draws: random.Random
+) -> None:
+    """Random conversations: read, asked with and without text, ended by stop, by length and by the context."""
+    seen, drawn = list[list[int]](), list[Completion]()
+
+    class Random:
+        """Draws any ids, as a policy may that writes text in other tokens than the tokenizer."""
+
+        async def generate(self, prompt_ids: list[int], sampling: Sampling, group: int) -> Completion:
+            seen.append(list(prompt_ids))
+            n = draws.randint(1, sampling.max_new_tokens)
+            ids = [draws.randrange(len(CHARACTERS)) for _ in range(n)]
+            stops = n < sampling.max_new_tokens
+            logprobs, versions = [-draws.random() for _ in ids], [draws.randrange(4) for _ in ids]
+            arrays = np.asarray(ids), np.asarray(logprobs, np.float32), np.asarray(versions)
+            drawn.append(Completion(*arrays, "stop" if stops else "length"))
+            return drawn[-1]
+
+    async def episode(item: Any, policy: Policy) -> float:
+        for read, asked, short, greedy in said:
+            for text in read:
+                policy.read(text)
+            await policy.reply(asked, max_new_tokens=2 if short else None, temperature=0.0 if greedy else None)
+        return 1.0
+
+    try:
+        played = play(Random(), tokenizer, episode, sampling=Sampling(6), limit=limit)
+    except EpisodeFailed as failed:
+        assert failed.reason == "no turn of the episode can be trained" or not seen
+        return
+    ids = played.token_ids.tolist()
+    assert limit is None or len(ids) <= limit
+    assert len(played.turns) == len(seen) and (len(seen) == len(said) or played.finish_reason == "context")
+    end = 0
+    for turn, prompt, completion, (_, _, _, greedy) in zip(played.turns, seen, drawn, said, strict=False):
+        assert ids[: len(prompt)] == prompt and prompt[:end] == ids[:end]
+        end = len(prompt) + len(completion.token_ids)
+        assert ids[len(prompt) : end] == completion.token_ids.tolist()
+        n = len(completion.token_ids)
+        assert turn.trainable[-n:].all() == (not greedy) and not turn.trainable[:-n].any()
+        if not greedy:
+            assert turn.logprobs[-n:].tobytes() == completion.logprobs.tobytes()
+            assert turn.policy_versions[-n:].tolist() == completion.policy_versions.tolist()
+    assert end == len(ids)
 
 
 @pytest.mark.parametrize(
-    ("environment", "reason"),
+    ("episode", "reason"),
     [
-        (Raising(KeyError("x")), "environment's step raised KeyError"),
-        (Raising(ScoringFailed("score took over 1 s")), "score took over 1 s"),
-        (Hanging(), "environment's reset took over 0.2 s"),
+        (raising(KeyError("x")), "episode raised KeyError"),
+        (raising(ScoringFailed("score took over 1 s")), "score took over 1 s"),
+        (hanging, "the episode's own code took over 0.2 s"),
     ],
 )
-def test_the_environment_costs_its_episode(tokenizer: Tokenizer, environment: Guessing, reason: str) -> None:
+def test_the_episodes_code_costs_its_episode(tokenizer: Tokenizer, episode: Any, reason: str) -> None:
     with pytest.raises(EpisodeFailed) as failure:
-        run(EpisodePlayer(Echo(tokenizer, "8"), tokenizer, SETTINGS).play(environment, Sampling(), 0))
+        play(Echo(tokenizer, "8"), tokenizer, episode)
     assert failure.value.reason == reason
 
 
-class Broken(Guessing):
-    """Answers as the author of a first environment might."""
+def says(opening: Any, result: Any = 1.0) -> Any:
+    """An episode as the author of a first one might write it."""
 
-    def __init__(self, opening: Any, result: Any) -> None:
-        super().__init__()
-        self._opening, self._result = opening, result
+    async def episode(item: Any, policy: Policy) -> Any:
+        await policy.reply(opening)
+        return result
 
-    async def reset(self) -> list[Message]:
-        return self._opening  # type: ignore[no-any-return]
-
-    async def step(self, text: str) -> StepResult:
-        return self._result  # type: ignore[no-any-return]
+    return episode
 
 
-OPENING = [Message("user", "guess")]
+def no_coroutine(item: Any, policy: Policy) -> float:
+    return 1.0
+
+
+async def exits(item: Any, policy: Policy) -> float:
+    raise SystemExit(3)
+
+
+async def cancels(item: Any, policy: Policy) -> float:
+    current = asyncio.current_task()
+    assert current is not None
+    current.cancel()
+    await asyncio.sleep(0)
+    return 1.0
+
+
+async def silent(item: Any, policy: Policy) -> float:
+    return 1.0
+
+
+async def twice_at_once(item: Any, policy: Policy) -> float:
+    await asyncio.gather(policy.reply("a"), policy.reply("b"))
+    return 1.0
+
+
+UNUSABLE = "episode returned what cannot be used"
 
 
 @pytest.mark.parametrize(
-    ("environment", "reason", "advice"),
+    ("episode", "reason", "advice"),
     [
-        (Broken([{"role": "user"}], None), "environment's reset returned what cannot be rendered", "list of Message"),
-        (Broken(None, None), "environment's reset returned what cannot be rendered", "list of Message"),
-        (Broken(OPENING, None), "environment's step returned what cannot be used", "return a StepResult"),
-        (Broken(OPENING, 1.0), "environment's step returned what cannot be used", "return a StepResult"),
-        (Broken(OPENING, StepResult(float("nan"), True)), "environment's step returned what cannot be used", "is nan"),
-        (Broken(OPENING, StepResult("1", True)), "environment's step returned what cannot be used", "TypeError"),  # type: ignore[arg-type]
-        (
-            Broken(OPENING, StepResult(1.0, False, ["more"])),  # type: ignore[list-item]
-            "environment's step returned what cannot be rendered",
-            "list of Message",
-        ),
+        (says([{"role": "user"}]), "episode raised TypeError", "a list of messages"),
+        (says(None), "episode raised TypeError", "NoneType"),
+        (says(""), "episode raised ValueError", "give its first turn a prompt"),
+        (says(7), "episode raised TypeError", "int"),
+        (says("guess", None), UNUSABLE, "return a number"),
+        (says("guess", float("nan")), UNUSABLE, "is nan"),
+        (says("guess", "1"), UNUSABLE, "is text"),
+        (says("guess", Outcome("1")), UNUSABLE, "is text"),  # type: ignore[arg-type]
+        (says("guess", {"right": None}), UNUSABLE, "return a number"),
+        (says("guess", Outcome(1.0, info={"file": asyncio})), UNUSABLE, "JSON serializable"),
+        (no_coroutine, "episode raised TypeError", "coroutine"),
+        (exits, "episode raised SystemExit", "SystemExit: 3"),
+        (cancels, "episode was cancelled by its own code", ""),
+        (silent, "episode ended without a reply", "await policy.reply"),
+        (twice_at_once, "episode raised RuntimeError", "the policy is at its turn"),
     ],
 )
-def test_what_an_environment_returns_costs_its_episode_if_it_cannot_be_used(
-    tokenizer: Tokenizer, environment: Guessing, reason: str, advice: str
+def test_what_an_episode_does_costs_it_if_it_cannot_be_used(
+    tokenizer: Tokenizer, episode: Any, reason: str, advice: str
 ) -> None:
     with pytest.raises(EpisodeFailed) as failure:
-        run(EpisodePlayer(Echo(tokenizer, "8"), tokenizer, SETTINGS).play(environment, Sampling(), 0))
+        play(Echo(tokenizer, "8"), tokenizer, episode)
     assert failure.value.reason == reason and advice in failure.value.report
-
-
-def test_a_coroutine_that_is_none_costs_its_episode(tokenizer: Tokenizer) -> None:
-    class Plain(Guessing):
-        def reset(self) -> list[Message]:  # type: ignore[override]
-            return OPENING
-
-    plain: Any = Plain()
-    with pytest.raises(EpisodeFailed) as failure:
-        run(EpisodePlayer(Echo(tokenizer, "8"), tokenizer, SETTINGS).play(plain, Sampling(), 0))
-    assert failure.value.reason == "environment's reset raised TypeError" and "coroutine" in failure.value.report
 
 
 def line_of(function: Any, text: str) -> int:
@@ -185,49 +280,211 @@ def line_of(function: Any, text: str) -> int:
 
 
 def test_a_failure_shows_its_author_where_it_was_with_the_item_and_the_answer(tokenizer: Tokenizer) -> None:
+    async def typo(item: Any, policy: Policy) -> float:
+        await policy.reply(item)
+        return {"x": 1.0}["y"]
+
     with pytest.raises(EpisodeFailed) as raised:
-        environment = Raising(KeyError("x"))
-        run(EpisodePlayer(Echo(tokenizer, "8"), tokenizer, SETTINGS).play(environment, Sampling(), 0))
-    raised.value.item = Item(7, "p" * 1000, "", {})
-    failure, line = raised.value.failure, line_of(Raising.step, "raise")
-    assert failure.kind == ("environment's step raised KeyError", f"{__file__}:{line}")
+        play(Echo(tokenizer, "8"), tokenizer, typo, item="p" * 1000)
+    failure, line = raised.value.failure, line_of(typo, "return")
+    assert failure.kind == ("episode raised KeyError", f"{__file__}:{line}")
     traceback, item, answer = failure.report.rsplit("\n", 2)
     assert traceback.splitlines()[:2] == [
         "Traceback (most recent call last):",
-        f'  File "{__file__}", line {line}, in step',
+        f'  File "{__file__}", line {line}, in typo',
     ]
-    assert traceback.endswith("KeyError: 'x'")
+    assert traceback.endswith("KeyError: 'y'")
     assert item.startswith("Item 7, prompt: 'ppp") and "[... 700 characters ...]" in item
     assert answer == "Answer: '8'"
 
     with pytest.raises(EpisodeFailed) as late:
-        run(EpisodePlayer(Echo(tokenizer, "8"), tokenizer, SETTINGS).play(Hanging(), Sampling(), 0))
-    line = line_of(Hanging.reset, "await")
+        play(Echo(tokenizer, "8"), tokenizer, hanging)
+    line = line_of(hanging, "await")
     assert late.value.place == f"{__file__}:{line}"
-    assert f'  File "{__file__}", line {line}, in reset' in late.value.report
-    assert "raise --rollout.environment-deadline-s" in late.value.report
+    assert f'  File "{__file__}", line {line}, in hanging' in late.value.report
+    assert "raise --rollout.episode-deadline-s" in late.value.report
 
 
-def test_what_is_not_the_episodes_fault_is_raised_as_it_is(tokenizer: Tokenizer) -> None:
-    class Silent:
-        async def generate(self, prompt_ids: list[int], sampling: Sampling, group: int) -> Completion:
-            await asyncio.Event().wait()
-            raise AssertionError
+class Silent:
+    """Never answers."""
 
-    with pytest.raises(DeadlineExceeded, match="turn 0 of an episode of group 5 from the generators"):
-        run(EpisodePlayer(Silent(), tokenizer, SETTINGS).play(Guessing(), Sampling(), 5))
+    async def generate(self, prompt_ids: list[int], sampling: Sampling, group: int) -> Completion:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+class BrokenScorer:
+    async def score(self, function: Any, *args: Any) -> Outcome:
+        raise ScorerBroken("gone")
+
+
+async def stubborn(item: Any, policy: Policy) -> float:
+    """Makes light of every error."""
+    with suppress(Exception):
+        await policy.reply("guess")
+    with suppress(Exception):
+        await policy.in_scorer(float, "1")
+    return 1.0
+
+
+def test_what_is_not_the_episodes_fault_is_raised_as_it_is_whatever_its_code_makes_of_it(tokenizer: Tokenizer) -> None:
+    for episode in (guessing, stubborn):
+        with pytest.raises(DeadlineExceeded, match="turn 0 of an episode of group 5 from the generators"):
+            play(Silent(), tokenizer, episode, group=5)
     with pytest.raises(ScorerBroken):
-        run(EpisodePlayer(Echo(tokenizer, "8"), tokenizer, SETTINGS).play(Raising(ScorerBroken("gone")), Sampling(), 0))
+        play(Echo(tokenizer, "8"), tokenizer, stubborn, scorer=BrokenScorer())
 
 
-def test_an_episode_that_outgrows_its_limit_fails_and_tells_what_was_drawn(tokenizer: Tokenizer) -> None:
+def test_an_episode_is_stopped_by_its_own_time_alone_and_draws_nothing_afterwards(tokenizer: Tokenizer) -> None:
+    """In virtual time. Turns take longer than its code may, and it ignores its cancellation."""
+    after = list[str]()
+
+    class Slow(Echo):
+        async def generate(self, prompt_ids: list[int], sampling: Sampling, group: int) -> Completion:
+            await asyncio.sleep(50.0)
+            return await super().generate(prompt_ids, sampling, group)
+
+    async def episode(item: Any, policy: Policy) -> float:
+        await policy.reply("a")
+        await asyncio.sleep(0.15)
+        await policy.reply("b")
+        await asyncio.sleep(0.15)
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            try:
+                await policy.reply("c")
+            except RuntimeError as error:
+                after.append(str(error))
+        return 1.0
+
+    slow = Slow(tokenizer, "8")
+    waits = len(presence.waits())
+
+    async def test() -> None:
+        with pytest.raises(EpisodeFailed, match="the episode's own code took over 0.2 s"):
+            player = EpisodePlayer(slow, tokenizer, replace(SETTINGS, generate_deadline_s=60.0))
+            await player.play(task(episode), 0, "", Sampling(), 0)
+        while not after:
+            await asyncio.sleep(0)
+
+    run_virtual(test())
+    assert len(slow.prompts) == 2 and after == ["the episode is over"]
+    assert len(presence.waits()) == waits  # none is left behind
+
+
+def test_a_full_context_ends_an_episode_which_keeps_its_reward_so_far(tokenizer: Tokenizer) -> None:
     echo = Echo(tokenizer, "8")  # it draws two tokens
-    limit = len("guess") + 2 + len("again") + 1  # too few for the second turn
-    with pytest.raises(EpisodeFailed, match=f"prompt leaves no room within {limit} tokens") as failure:
-        run(EpisodePlayer(echo, tokenizer, SETTINGS, limit).play(Guessing(), Sampling(max_new_tokens=2), 0))
-    assert failure.value.tokens == 2
-    episode = run(EpisodePlayer(echo, tokenizer, SETTINGS, limit + 1).play(Guessing(), Sampling(max_new_tokens=2), 0))
-    assert episode.num_tokens == limit + 1
+    limit = len("guess") + 2 + len("again")  # no room for a token of the second turn
+    sampling = Sampling(max_new_tokens=2)
+
+    async def counting(item: Any, policy: Policy) -> float:
+        for said in ("guess", "again", "again"):
+            await policy.reply(said)
+            policy.reward_so_far += 0.25
+        return 1.0
+
+    episode = play(echo, tokenizer, counting, sampling=sampling, limit=limit)
+    assert (episode.finish_reason, episode.reward, len(episode.turns)) == ("context", 0.25, 1)
+    assert episode.num_tokens == len("guess") + 2
+    guessed = play(echo, tokenizer, guessing, sampling=sampling, limit=limit, full_context_reward=-1.0)
+    assert (guessed.finish_reason, guessed.reward) == ("context", -1.0)
+    whole = play(echo, tokenizer, guessing, sampling=sampling, limit=limit + 2)
+    assert (whole.finish_reason, whole.reward, whole.num_tokens) == ("stop", 1.0, limit + 2)
+
+
+def test_a_turn_has_the_tokens_that_there_is_room_for(tokenizer: Tokenizer) -> None:
+    class Cut:
+        """Draws as many tokens as it may."""
+
+        async def generate(self, prompt_ids: list[int], sampling: Sampling, group: int) -> Completion:
+            n = sampling.max_new_tokens
+            return Completion(np.full(n, prompt_ids[0]), np.zeros(n), np.zeros(n), "length")
+
+    reasons = list[str]()
+
+    async def episode(item: Any, policy: Policy) -> float:
+        for _ in range(2):
+            reply = await policy.reply("x")
+            reasons.append(reply.finish_reason)
+        with pytest.raises(ContextFull):
+            await policy.reply("x")
+        return len(reply.token_ids)
+
+    played = play(Cut(), tokenizer, episode, sampling=Sampling(max_new_tokens=3), limit=7)
+    assert reasons == ["length", "context"] and (played.reward, played.num_tokens) == (2.0, 7)
+    assert played.finish_reason == "context"
+
+
+def test_a_first_prompt_without_room_fails(tokenizer: Tokenizer) -> None:
+    echo = Echo(tokenizer, "8")
+    with pytest.raises(EpisodeFailed, match="prompt leaves no room within 5 tokens") as failure:
+        play(echo, tokenizer, guessing, limit=5)
+    assert failure.value.tokens == 0 and failure.value.prompt == "guess" and "Shorten prompts" in failure.value.report
+
+
+def test_a_turn_may_be_drawn_in_its_own_way_and_is_not_trained_at_another_temperature(tokenizer: Tokenizer) -> None:
+    asked = list[Sampling]()
+
+    class Asked(Echo):
+        async def generate(self, prompt_ids: list[int], sampling: Sampling, group: int) -> Completion:
+            asked.append(sampling)
+            return await super().generate(prompt_ids, sampling, group)
+
+    async def episode(item: Any, policy: Policy) -> float:
+        await policy.reply("a", temperature=0.0)
+        await policy.reply("b", max_new_tokens=5)
+        return 1.0
+
+    played = play(Asked(tokenizer, "8"), tokenizer, episode, sampling=Sampling(9, 1.0))
+    assert [(sampling.temperature, sampling.max_new_tokens) for sampling in asked] == [(0.0, 9), (1.0, 5)]
+    assert [turn.trainable.tolist() for turn in played.turns] == [[False] * 3, [False, True, True]]
+    assert played.turns[0].policy_versions.tolist() == [-1] * 3 and not played.turns[0].logprobs.any()
+
+    async def greedy(item: Any, policy: Policy) -> float:
+        await policy.reply("a", temperature=0.0)
+        return 1.0
+
+    with pytest.raises(EpisodeFailed, match="no turn of the episode can be trained"):
+        play(Echo(tokenizer, "8"), tokenizer, greedy)
+    assert play(Echo(tokenizer, "8"), tokenizer, greedy, sampling=Sampling(9, 0.0)).reward == 1.0
+
+
+@pytest.mark.parametrize("wrong", [{"max_new_tokens": 0}, {"temperature": -1.0}, {"stop": [""]}])
+def test_a_turn_that_cannot_be_drawn_so_is_refused(tokenizer: Tokenizer, wrong: dict[str, Any]) -> None:
+    async def episode(item: Any, policy: Policy) -> float:
+        await policy.reply("a", **wrong)
+        return 1.0
+
+    with pytest.raises(EpisodeFailed, match="episode raised ValueError"):
+        play(Echo(tokenizer, "8"), tokenizer, episode)
+
+
+@given(
+    drawn=st.text(st.sampled_from("ab<>"), min_size=1, max_size=12),
+    stop=st.lists(st.text(st.sampled_from("ab<>"), min_size=1, max_size=3), min_size=1, max_size=2),
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_a_stop_string_ends_a_turn_at_the_token_that_completes_it(
+    tokenizer: Tokenizer, drawn: str, stop: list[str]
+) -> None:
+    """One that comes in several tokens, too; what is kept is what was drawn, up to there."""
+    replies = list[Reply]()
+
+    async def episode(item: Any, policy: Policy) -> float:
+        replies.append(await policy.reply("q", stop=stop))
+        return 1.0
+
+    echo = Echo(tokenizer, drawn, ends=False)
+    echo.completion.logprobs[:] = np.arange(len(drawn))
+    played, (reply,) = play(echo, tokenizer, episode), replies
+    ends = [drawn.find(text) + len(text) for text in stop if text in drawn]
+    kept = min(ends) if ends else len(drawn)
+    assert reply.token_ids == echo.completion.token_ids[:kept].tolist()
+    assert played.logprobs.tolist() == [0, *range(kept)]
+    starts = [drawn[:kept].find(text) for text in stop if text in drawn[:kept]]
+    assert reply.text == (drawn[: min(starts)] if starts else drawn)
+    assert reply.finish_reason == ("stop" if ends else "length")
 
 
 def test_seeds_differ_by_run_group_and_episode_and_repeat() -> None:
@@ -276,13 +533,13 @@ def test_routes_of_all_turns_are_asked_for_once_and_follow_each_other(tokenizer:
             )
 
     generator, sampling = Routing(lost=0), Sampling(max_new_tokens=3, expert_routes_from=0)
-    episode = run(EpisodePlayer(generator, tokenizer, SETTINGS).play(Guessing(), sampling, 0))
+    episode = play(generator, tokenizer, guessing, sampling=sampling)
     first, second = generator.asked
     assert first[1] == 0 and second[1] == first[0] + 2 and second[0] > first[0] + 3
     assert episode.expert_routes is not None and episode.expert_routes.shape == (episode.num_tokens - 1, 2, 4)
     np.testing.assert_array_equal(episode.expert_routes[:, 1, 2], np.arange(episode.num_tokens - 1))
     with pytest.raises(ValueError, match="turn 0 .* routes of .* were asked for"):
-        run(EpisodePlayer(Routing(lost=1), tokenizer, SETTINGS).play(Guessing(), sampling, 0))
+        play(Routing(lost=1), tokenizer, guessing, sampling=sampling)
 
 
 def test_a_lost_kept_set_costs_its_episode(tokenizer: Tokenizer) -> None:
@@ -291,4 +548,4 @@ def test_a_lost_kept_set_costs_its_episode(tokenizer: Tokenizer) -> None:
             raise DrawLost("the engine ended the request")
 
     with pytest.raises(EpisodeFailed, match="could not tell a token's kept set"):
-        run(EpisodePlayer(Losing(), tokenizer, SETTINGS).play(Guessing(), Sampling(), 0))
+        play(Losing(), tokenizer, guessing)

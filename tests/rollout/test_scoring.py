@@ -22,7 +22,7 @@ from monarch_rl.runtime import presence, starvation
 from monarch_rl.runtime.fork_context import ForkedProcess
 from monarch_rl.runtime.starvation import CoreTime, Look
 from monarch_rl.tasks.reasoning_gym import TaskSettings, TaskSource, load_data_set, score
-from monarch_rl.tasks.task import Score
+from monarch_rl.tasks.task import Outcome
 from tests.rollout import helpers
 
 
@@ -57,7 +57,7 @@ def test_failures_cost_one_score_each_and_have_a_reason() -> None:
             start = time.monotonic()
             reasons = asyncio.gather(*(reason(scorer, text) for text in "0123"))
             good = await asyncio.gather(*(scorer.score(helpers.touchy_score, "7") for _ in range(20)))
-            assert good == [Score(7.0)] * 20
+            assert good == [Outcome(7.0)] * 20
             assert await reasons == [
                 "score raised KeyError",
                 "score took over 1 s",
@@ -65,7 +65,7 @@ def test_failures_cost_one_score_each_and_have_a_reason() -> None:
                 "score raised SystemExit",
             ]
             assert time.monotonic() - start < 20
-            assert await scorer.score(helpers.touchy_score, "8") == Score(8.0)
+            assert await scorer.score(helpers.touchy_score, "8") == Outcome(8.0)
             parts = await scorer.score(helpers.in_parts)
             assert json.dumps([parts.reward, parts.parts]) == '[0.5, {"format": 0.25, "answer": 1.0}]'
             with pytest.raises(ScoringFailed, match="score raised ValueError: could not convert"):
@@ -93,19 +93,19 @@ def test_quick_scores_travel_together_and_fail_alone(monkeypatch: pytest.MonkeyP
                 await scorer.score(helpers.touchy_score, "9")
             monkeypatch.setattr(scorer._pool, "schedule", count)
             assert (
-                await asyncio.gather(*(scorer.score(helpers.touchy_score, "7") for _ in range(8))) == [Score(7.0)] * 8
+                await asyncio.gather(*(scorer.score(helpers.touchy_score, "7") for _ in range(8))) == [Outcome(7.0)] * 8
             )
             assert calls == [8]
             good = asyncio.gather(*(scorer.score(helpers.touchy_score, "8") for _ in range(4)))
-            assert await reason(scorer, "0") == "score raised KeyError" and await good == [Score(8.0)] * 4
+            assert await reason(scorer, "0") == "score raised KeyError" and await good == [Outcome(8.0)] * 4
             for bad, why in (("1", "score took over 1 s"), ("2", "score ended its process")):
                 good = asyncio.gather(*(scorer.score(helpers.touchy_score, "6") for _ in range(10)))
                 assert await reason(scorer, bad) == why
-                assert await good == [Score(6.0)] * 10
+                assert await good == [Outcome(6.0)] * 10
             good = asyncio.gather(*(scorer.score(helpers.touchy_score, "5") for _ in range(10)))
             with pytest.raises(TypeError, match="pickle"):
                 await scorer.score(helpers.touchy_score, threading.Lock())
-            assert await good == [Score(5.0)] * 10
+            assert await good == [Outcome(5.0)] * 10
         finally:
             await asyncio.to_thread(scorer.close)
 
@@ -202,7 +202,7 @@ def test_a_score_that_hangs_among_others_costs_its_deadline_once(monkeypatch: py
             monkeypatch.setattr(scorer._pool, "schedule", count)
             good = asyncio.gather(*(scorer.score(helpers.touchy_score, "6") for _ in range(5)))
             await reason(scorer, "1")
-            assert await good == [Score(6.0)] * 5
+            assert await good == [Outcome(6.0)] * 5
         finally:
             await asyncio.to_thread(scorer.close)
         assert calls[0] == (6, 1.0), "together they get a tenth"
@@ -235,7 +235,7 @@ def test_a_fork_server_that_is_stuck_does_not_hold_up_the_event_loop(monkeypatch
             assert not scoring.done()
             assert "scoring processes to be started by the fork server" in {wait.what for wait in presence.waits()}
             go_on.set()
-            assert await scoring == [Score(1.0)] * 50
+            assert await scoring == [Outcome(1.0)] * 50
         finally:
             go_on.set()
             await asyncio.to_thread(scorer.close)
@@ -269,7 +269,7 @@ def test_a_score_whose_process_is_killed_is_computed_again(tmp_path: Path) -> No
                 while not (files := list(tmp_path.iterdir())):
                     await asyncio.sleep(0.01)
                 os.kill(int(files[0].name), signal.SIGKILL)
-                assert await scoring == Score(3.0)
+                assert await scoring == Outcome(3.0)
         finally:
             await asyncio.to_thread(scorer.close)
 
@@ -285,7 +285,7 @@ def test_a_process_that_is_stopped_while_it_has_nothing_to_do_holds_nobody_up(mo
             stopped = int((await scorer.score(helpers.own_process_id)).reward)
             os.kill(stopped, signal.SIGSTOP)
             scores = [scorer.score(helpers.touchy_score, "7") for _ in range(3)]
-            assert await asyncio.wait_for(asyncio.gather(*scores), 60) == [Score(7.0)] * 3
+            assert await asyncio.wait_for(asyncio.gather(*scores), 60) == [Outcome(7.0)] * 3
             await asyncio.to_thread(wait_until_dead, stopped, 10)
         finally:
             await asyncio.to_thread(scorer.close)
@@ -299,7 +299,7 @@ def test_processes_are_light_and_end_with_close() -> None:
         scorer = Scorer(1, 20.0, functools.partial(load_data_set, settings, "train"))
         try:
             item = TaskSource(settings).item(3)
-            assert await scorer.score(score, settings, item.entry, item.answer) == Score(1.0, {"score": 1.0})
+            assert await scorer.score(score, settings, item.entry, item.answer) == Outcome(1.0, {"score": 1.0})
             assert (await scorer.score(helpers.heavy_modules)).reward == 0
             return int((await scorer.score(helpers.own_process_id)).reward)
         finally:

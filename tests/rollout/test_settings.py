@@ -14,7 +14,7 @@ from monarch_rl.rollout.settings import (
 )
 
 
-@pytest.mark.parametrize("field", ["workers", "group_size", "concurrent_groups", "max_turns", "score_deadline_s"])
+@pytest.mark.parametrize("field", ["workers", "group_size", "concurrent_groups", "score_deadline_s"])
 def test_settings_out_of_range_are_refused(field: str) -> None:
     settings: dict[str, Any] = {field: 0}
     with pytest.raises(ValueError, match=f"rollout.{field.replace('_', '-')} must be"):
@@ -68,12 +68,9 @@ def test_rollouts_that_cannot_be_trained_on_are_refused(settings: RolloutSetting
 
 
 def test_episodes_without_room_for_a_prompt_are_refused() -> None:
-    settings = RolloutSettings(max_turns=3, max_new_tokens=10)
+    settings = RolloutSettings(max_new_tokens=30)
     check_lengths(settings, {"trainer.tokens-per-microbatch": 31, "generator.context-length": 40})
-    message = (
-        "rollout.max-turns 3 x rollout.max-new-tokens 10 leaves no room for a prompt within generator.context-length, "
-        "which is 30"
-    )
+    message = "rollout.max-new-tokens 30 leaves no room for a prompt within generator.context-length, which is 30"
     with pytest.raises(ValueError, match=message):
         check_lengths(settings, {"trainer.tokens-per-microbatch": 31, "generator.context-length": 30})
 

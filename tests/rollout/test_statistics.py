@@ -6,12 +6,11 @@ import numpy as np
 
 from monarch_rl.episode.episode import Episode, Turn
 from monarch_rl.episode.sampling import Completion
+from monarch_rl.rollout.episode_failed import EpisodeFailed
 from monarch_rl.rollout.evaluation import Evaluation
-from monarch_rl.rollout.play import EpisodeFailed
 from monarch_rl.rollout.statistics import MAX_SAMPLES, Statistics
-from monarch_rl.tasks.task import Item
 
-ITEM = Item(4, "1 + 2 =", "3", {})
+ITEM = {"question": "1 + 2 =", "answer": "3", "scorer": len}
 
 
 def played(reward: float) -> Episode:
@@ -30,7 +29,7 @@ def test_groups_and_episodes_are_counted() -> None:
     statistics = Statistics("rollout worker 3")
     with statistics.group_waiting(), statistics.group_playing(), statistics.group_playing():
         during = statistics.stats()
-    statistics.add_episodes(0, ITEM, [played(1.0), failed("score hung", 2), played(0.0), failed("score hung", 3)])
+    statistics.add_episodes(0, 4, ITEM, [played(1.0), failed("score hung", 2), played(0.0), failed("score hung", 3)])
     statistics.add_put()
     statistics.add_dropped()
     after = statistics.stats()
@@ -43,18 +42,19 @@ def test_groups_and_episodes_are_counted() -> None:
 
 def test_samples_are_the_newest_episodes_once() -> None:
     statistics = Statistics("rollout worker 0")
-    statistics.add_episodes(0, ITEM, [played(0.0)] * MAX_SAMPLES)
-    statistics.add_episodes(1, ITEM, [failed("score hung", 1), played(0.25)])
-    rows = [sample.row(str) for sample in statistics.take_samples(2)]
+    statistics.add_episodes(0, 4, ITEM, [played(0.0)] * MAX_SAMPLES)
+    statistics.add_episodes(1, 4, ITEM, [failed("score hung", 1), played(0.25)])
+    rows = [sample.row(str, repr) for sample in statistics.take_samples(2)]
     assert [row["group"] for row in rows] == [0, 1]
     assert json.loads(json.dumps(rows[1])) == {
         "group": 1,
         "task_index": 4,
-        "prompt": "1 + 2 =",
+        "item": {"question": "1 + 2 =", "answer": "3", "scorer": "<built-in function len>"},
+        "prompt": "[1, 2]",
         "turns": ["[7, 8, 9]"],
-        "answer": "3",
         "reward": 0.25,
         "parts": {"score": 0.25},
+        "info": {},
         "finish_reason": "stop",
         "tokens": 3,
         "versions": [5, 6],

@@ -21,20 +21,15 @@ from monarch_rl.rollout.play import episode_seed
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.tokenizer import Tokenizer
 from monarch_rl.rollout.worker import RolloutWorker
+from monarch_rl.runtime.by_value import ByValue
 from monarch_rl.runtime.deadlines import within
-from monarch_rl.tasks.reasoning_gym import TaskSettings, TaskSource
+from monarch_rl.tasks.reasoning_gym import TaskSource
+from monarch_rl.tasks.task import Task
 from tests.rollout import helpers
-from tests.rollout.helpers import Handle, StandInGenerator, TouchyWorker, UnmakeableWorker
+from tests.rollout.helpers import SUMS, SUMS_TASK, TOUCHY, UNPLAYABLE, Handle, StandInGenerator, Worker
 from tests.rollout.test_scoring import wait_until_dead
 
 WAIT_S = 60.0
-SUMS = TaskSettings(
-    config='{"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}',
-    template="{expression} =",
-    pass_mark=1.0,
-    train_size=50,
-    held_out_size=20,
-)
 
 
 @dataclass
@@ -67,13 +62,13 @@ async def system(
     processes: Processes,
     model: str,
     settings: RolloutSettings,
-    kind: type[RolloutWorker] = RolloutWorker,
+    task: Task = SUMS_TASK,
     max_policy_lag: int = 1,
 ) -> AsyncIterator[System]:
     buffer = processes.shared.spawn("buffer", Buffer, 2, BufferSettings(max_policy_lag, window=0))
     generator = processes.shared.spawn("generator", StandInGenerator, Tokenizer(model).stop_token_ids[0])
     mesh = processes.rollout.slice(worker=slice(0, settings.workers))
-    workers = mesh.spawn("workers", kind, settings, SUMS, model)
+    workers = mesh.spawn("workers", RolloutWorker, settings, ByValue(task), model)
     await within(WAIT_S, workers.setup.call(buffer, Handle(generator)), "the workers to set up")
     try:
         yield System(buffer, generator, workers)
@@ -140,7 +135,7 @@ def test_scores_that_raise_or_hang_or_crash_cost_their_episode_only(processes: P
     settings = RolloutSettings(concurrent_groups=1, group_size=10, score_deadline_s=1.0, scorer_processes=2)
 
     async def test() -> None:
-        async with system(processes, model, settings, TouchyWorker) as s:
+        async with system(processes, model, settings, TOUCHY) as s:
             playing = asyncio.ensure_future(s.workers.run.call())
             shard = await train(s, 0)  # the stand-in's digits are 1, 2, ..., 9, 0 in each group
             assert [sorted(rewards.tolist()) for rewards in shard.rewards] == [[4, 5, 6, 7, 8, 9]] * 2
@@ -174,7 +169,7 @@ def test_a_group_without_enough_episodes_is_dropped_and_its_slot_returns(process
     settings = RolloutSettings(concurrent_groups=2, group_size=2, seed=seed)
 
     async def test() -> None:
-        async with system(processes, model, settings, TouchyWorker, max_policy_lag=0) as s:
+        async with system(processes, model, settings, TOUCHY, max_policy_lag=0) as s:
             playing = asyncio.ensure_future(s.workers.run.call())
             shard = await s.buffer.take.call_one(0, 0, 1, 10_000, WAIT_S)
             assert [rewards.tolist() for rewards in shard.rewards] == [digits(seed, 1), digits(seed, 2)]
@@ -187,16 +182,14 @@ def test_a_group_without_enough_episodes_is_dropped_and_its_slot_returns(process
     run(test)
 
 
-def test_an_environment_that_cannot_be_made_costs_its_group_and_is_told_at_once(
-    processes: Processes, model: str
-) -> None:
+def test_episodes_that_cannot_be_played_cost_their_group_and_are_told_at_once(processes: Processes, model: str) -> None:
     settings = RolloutSettings(concurrent_groups=4, group_size=2)
 
     async def test() -> None:
-        async with system(processes, model, settings, UnmakeableWorker) as s:
+        async with system(processes, model, settings, UNPLAYABLE) as s:
             playing = asyncio.ensure_future(s.workers.run.call())
             news = await within(WAIT_S, s.buffer.failures.call_one(0, WAIT_S), "the first failure")
-            reason = "environment raised FileNotFoundError when it was made"
+            reason = "episode raised FileNotFoundError"
             assert [failure.reason for failure in news.failures] == [reason]
             assert 'No such file or directory: "/no such tool"' in news.failures[0].report.replace("'", '"')
             news = await within(WAIT_S, s.buffer.failures.call_one(1, WAIT_S), "the verdict")
@@ -264,7 +257,7 @@ def test_sigkill_of_a_worker_leaves_no_scorer(model: str) -> None:
         try:
             buffer = shared.spawn("buffer", Buffer, 1, BufferSettings(0))
             generator = shared.spawn("generator", StandInGenerator, Tokenizer(model).stop_token_ids[0])
-            worker = mesh.spawn("workers", TouchyWorker, settings, SUMS, model)
+            worker = mesh.spawn("workers", Worker, settings, ByValue(TOUCHY), model)
             await within(WAIT_S, worker.setup.call_one(buffer, Handle(generator)), "the worker to set up")
             pid = await worker.process_id.call_one()
             await within(WAIT_S, worker.evaluate.call_one([0, 1, 2, 3, 4, 5]), "an evaluation")

@@ -160,7 +160,7 @@ def test_who_is_at_work_counts_only_where_the_trainer_waits_for_it() -> None:
 
 
 def test_a_wait_for_something_outside_counts_as_work() -> None:
-    outside = process("rollout worker 2", ("the environment's step", "the environment", 40.0))
+    outside = process("rollout worker 2", ("the episode's own code", "an episode's code", 40.0))
     assert picture(RANK_0, BUFFER, outside).at_work()
     assert sentence(picture(RANK_0, BUFFER, outside)).endswith(
         "rollout worker 2 answers; its process 100 uses 0% of a core"

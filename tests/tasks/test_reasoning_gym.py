@@ -19,7 +19,7 @@ from monarch_rl.tasks.reasoning_gym import (
     extract_answer,
     score,
 )
-from monarch_rl.tasks.task import Score
+from monarch_rl.tasks.task import Outcome
 
 SUMS = '{"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}'
 
@@ -121,7 +121,7 @@ def test_a_pass_mark_makes_the_reward_0_or_1_and_keeps_the_score_as_its_part() -
     assert 0 < raw.reward < 1 and not raw.parts
     for pass_mark, reward in ((raw.reward, 1.0), (1.0, 0.0)):
         passed = score(dataclasses.replace(task, pass_mark=pass_mark), item.entry, near)
-        assert passed == Score(reward, {"score": raw.reward})
+        assert passed == Outcome(reward, {"score": raw.reward})
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ class Episode:
     turns: list[Turn]
     reward: float
     finish_reason: str
-    """Why it ended: ``stop``, ``length``."""
+    """Why it ended: ``stop``, ``length`` (of the last turn), ``context`` (no room for more)."""
     info: dict[str, Any] = field(default_factory=dict)
     """JSON values to look at later (texts, the scorer's details); training never reads them."""
     expert_routes: np.ndarray | None = None

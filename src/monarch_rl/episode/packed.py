@@ -85,7 +85,7 @@ class PackedGroup:
     @property
     def cut(self) -> np.ndarray:
         """bool[G]: whether the episode ended because it reached a limit of tokens."""
-        return np.asarray([episode.finish_reason == "length" for episode in self.episodes], bool)
+        return np.asarray([episode.finish_reason in ("length", "context") for episode in self.episodes], bool)
 
     @property
     def nbytes(self) -> int:

@@ -54,11 +54,17 @@ METRICS = (
     Metric(
         "length/cut_share",
         "share",
-        "Share of episodes that ended because they reached a limit of tokens (finish reason `length`). If it rises, "
-        "answers outgrow `--rollout.max-new-tokens`.",
+        "Share of episodes that ended because they reached a limit of tokens (finish reason `length` or `context`). "
+        "If it rises, answers outgrow `--rollout.max-new-tokens`, or conversations the context.",
         "learning",
         "cut",
         "{:.0%}",
+    ),
+    Metric(
+        "length/full_contexts",
+        "episodes",
+        "Episodes so far that ended because their context was full (finish reason `context`); they are trained.",
+        "learning",
     ),
     Metric(
         "held_out/accuracy",
@@ -71,6 +77,12 @@ METRICS = (
     ),
     Metric("held_out/reward", "reward", "Mean reward of the held-out items.", "learning"),
     Metric("held_out/failed", "items", "Held-out items whose episode failed; they count as reward 0.", "learning"),
+    Metric(
+        "held_out/*",
+        "as above",
+        "`held_out/<name>/accuracy`, `/reward`, `/failed`: the same of a held-out set that is evaluated by its name.",
+        "learning",
+    ),
     Metric(
         "trainer/entropy", "nats", "Entropy of the trainer's policy; mean over tokens.", "learning", "entropy", "{:.2f}"
     ),

@@ -9,15 +9,17 @@ from monarch_rl.pipeline.start import SET_UP_DEADLINE_S
 from monarch_rl.rollout.evaluation import Evaluation
 from monarch_rl.rollout.worker import RolloutWorker
 from monarch_rl.runtime.deadlines import within
+from monarch_rl.tasks.task import Task
 
 HELD_OUT_ITEM_S = 30.0
 """Seconds that a held-out item may take on average, played beside others."""
 
 
-async def evaluate(workers: ActorPool[RolloutWorker], items: int) -> Evaluation:
-    """Play the first ``items`` held-out items once each, greedily, shared by all workers.
+async def evaluate(workers: ActorPool[RolloutWorker], items: int, held_out: str = "") -> Evaluation:
+    """Play the first ``items`` items of a held-out set once each, greedily, shared by all workers.
 
-    If a worker is lost meanwhile, the others play its items, or the one that takes its place does.
+    ``held_out`` is its name; empty is the first set. If a worker is lost meanwhile, the others play its
+    items, or the one that takes its place does.
     """
     unplayed, parts, lost = list(range(items)), list[Evaluation](), dict[int, RolloutWorker]()
     while unplayed:
@@ -31,10 +33,21 @@ async def evaluate(workers: ActorPool[RolloutWorker], items: int) -> Evaluation:
         deadline = SET_UP_DEADLINE_S + HELD_OUT_ITEM_S * items / len(players)
 
         def play(index: int, worker: RolloutWorker, shares: dict[int, list[int]] = shares) -> Awaitable[Evaluation]:
-            return worker.evaluate.call_one(shares[index])
+            return worker.evaluate.call_one(shares[index], held_out)
 
         played = await workers.ask(deadline, "to play the held-out items", play, players)
         parts += played.values()
         lost |= {id(worker): worker for index, worker in players.items() if index not in played}
         unplayed = sorted(item for index in players.keys() - played.keys() for item in shares[index])
     return Evaluation.joined(parts)
+
+
+def items_to_play(task: Task | None, held_out: str, most: int) -> int:
+    """How many items of a held-out set to play: all of a named one, of the first one (the name is empty) ``most``.
+
+    Raises ValueError if the task has no such set.
+    """
+    if task is None:
+        return most
+    size = len(task.held_out_items(held_out))
+    return size if held_out else min(most, size)

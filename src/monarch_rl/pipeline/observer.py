@@ -99,6 +99,7 @@ class Observer:
         values["buffer/mib"] = counts.nbytes / 2**20
         values["buffer/order_waits"] = counts.order_waits
         values["buffer/order_wait_s"] = counts.order_wait_s
+        values["length/full_contexts"] = sum(worker.full_contexts for worker in self._stats.values())
         values |= self._lost(counts, list(self._stats.values()))
         self._last_step_at = moment
         self._engines |= engines  # a replica that did not answer is counted from its last answer

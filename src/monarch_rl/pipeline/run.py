@@ -1,13 +1,13 @@
 """A training run: its actors, its versions, its metrics. What a recipe is written with.
 
     async def train(run: Run, s: Settings) -> None:
-        await run.start(s.task, advantage=dr_grpo, objective=...)
+        await run.start(task(s), advantage=dr_grpo, objective=...)
         async for step in run.steps(s.steps):
             figures = await run.update()
             await run.publish()
             await run.log(figures)
 
-    launch(train, tyro.cli(Settings))
+    launch(train, tyro.cli(Settings), task)
 
 Rollouts go on all the time between the first and the last step; the buffer bounds how stale a trained token may be. The
 simulator, tests and benchmarks run the same :class:`Run` over actors that they start themselves (:meth:`Run.begin`).
@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,7 +31,7 @@ from monarch_rl.buffer.ledger import Counts
 from monarch_rl.observe.console import Console
 from monarch_rl.observe.metrics import Metrics
 from monarch_rl.pipeline.actors import Actors, start_actors
-from monarch_rl.pipeline.evaluation import evaluate
+from monarch_rl.pipeline.evaluation import evaluate, items_to_play
 from monarch_rl.pipeline.failures import EpisodesFail, Failures
 from monarch_rl.pipeline.observer import Observer
 from monarch_rl.pipeline.publishing import Publisher
@@ -39,11 +39,12 @@ from monarch_rl.pipeline.recovery import Recovery
 from monarch_rl.pipeline.settings import RunSettings, check, resolve
 from monarch_rl.pipeline.start import PRELOADS, replica_updates, save, schedule, served_dtype, update
 from monarch_rl.rollout.evaluation import Evaluation
+from monarch_rl.runtime.by_value import ByValue, register_modules
 from monarch_rl.runtime.cluster import Cluster, devices, launch_cluster
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, Patience, within
 from monarch_rl.runtime.heap import freeze_heap
 from monarch_rl.runtime.watch import Watch, watched
-from monarch_rl.tasks.reasoning_gym import TaskSettings
+from monarch_rl.tasks.task import Task
 from monarch_rl.trainer.objective import Objective
 
 S = TypeVar("S", bound=RunSettings)
@@ -61,6 +62,23 @@ class _Parts:
     watch: Watch | None
     metrics: Metrics | None
     console: Console | None
+    task: Task | None
+    """What is played, if it is known here."""
+
+    def note(self, text: str) -> None:
+        """Show a line."""
+        if self.console is not None:
+            self.console.note(text)
+
+    def show(self, result: Evaluation, version: int, held_out: str) -> None:
+        """Log and show how held-out items were played."""
+        values = result.metrics(held_out)
+        if self.metrics is not None:
+            self.metrics.log(version, values)
+        if self.console is not None:
+            self.console.remember(values)
+        when = f"after step {version}" if version else "before training"
+        self.note(f"{' on '.join(filter(None, (when, held_out)))}: {result}")
 
 
 class Run:
@@ -132,7 +150,7 @@ class Run:
 
     # -- start -----------------------------------------------------------------------------------------------------
 
-    async def start(self, task: TaskSettings, *, advantage: Advantage, objective: Objective) -> None:
+    async def start(self, task: Task, *, advantage: Advantage, objective: Objective) -> None:
         """Start all actors, serve the model as version 0, and watch over the processes from here on.
 
         Args:
@@ -142,17 +160,19 @@ class Run:
 
         Raises:
             ValueError: settings that cannot work, before anything is spawned; names them.
+            TypeError: the task cannot be sent to other processes; says why.
         """
         if self._cluster is None:
             raise RuntimeError("start() spawns actors: open the run with a cluster, or begin() with actors")
         self._check_first_start()
-        settings, offered = replace(self.settings, task=task), self._cluster.devices
-        model = check(settings, offered)
-        settings = resolve(settings, offered, model)
-        await self.begin(await start_actors(self._cluster, settings, model, advantage, objective))
+        model = check(self.settings, self._cluster.devices, task)
+        settings = resolve(self.settings, self._cluster.devices, model)
+        register_modules()
+        handed = ByValue(task, f"task {task.name}")
+        await self.begin(await start_actors(self._cluster, settings, handed, model, advantage, objective), task)
         freeze_heap()
 
-    async def begin(self, actors: Actors) -> None:
+    async def begin(self, actors: Actors, task: Task | None = None) -> None:
         """As :meth:`start`, with actors that are running already."""
         self._check_first_start()
         s, folder = self.settings, self.folder
@@ -178,8 +198,9 @@ class Run:
             watching = watched(self._cluster, folder, s.stall_s, recovery.recover)
             watch = await self._lifetimes.enter_async_context(watching)
         await self._lifetimes.enter_async_context(recovery.supervising(failures.follow()))
-        await self._lifetimes.enter_async_context(failures.summed_up(observer, self._note))
-        self._begun = _Parts(actors, publisher, observer, recovery, failures, watch, metrics, console)
+        begun = _Parts(actors, publisher, observer, recovery, failures, watch, metrics, console, task)
+        await self._lifetimes.enter_async_context(failures.summed_up(observer, begun.note))
+        self._begun = begun
 
     def _check_first_start(self) -> None:
         if self._begun is not None:
@@ -248,16 +269,17 @@ class Run:
 
     # -- beside the loop -------------------------------------------------------------------------------------------
 
-    async def evaluate(self) -> Evaluation:
-        """Play the held-out items once each, greedily, by the versions that are served meanwhile; logs the result."""
-        # A version that cannot be delivered ends the evaluation, too.
-        result = await self.publisher.or_failed(evaluate(self.actors.workers, self.settings.held_out))
+    async def evaluate(self, held_out: str = "") -> Evaluation:
+        """Play held-out items once each, greedily, by the versions that are served meanwhile; logs the result.
+
+        ``held_out`` names a set, all of it; empty is the first one, as many items of it as the settings say. Raises
+        ValueError if the task has no such set.
+        """
         parts = self._parts
-        if parts.metrics is not None:
-            parts.metrics.log(self.version, result.metrics())
-        if parts.console is not None:
-            parts.console.remember(result.metrics())
-        self._note(f"{f'after step {self.version}' if self.version else 'before training'}: {result}")
+        items = items_to_play(parts.task, held_out, self.settings.held_out)
+        # A version that cannot be delivered ends the evaluation, too.
+        result = await self.publisher.or_failed(evaluate(parts.actors.workers, items, held_out))
+        parts.show(result, self.version, held_out)
         return parts.failures.counted(result, self.version)
 
     async def save(self) -> None:
@@ -270,10 +292,6 @@ class Run:
     async def counts(self) -> Counts:
         """What the buffer has counted so far."""
         return await within(CALL_DEADLINE_S, self.actors.buffer.counts.call_one(), "the buffer's counts", on="buffer")
-
-    def _note(self, text: str) -> None:
-        if self._parts.console is not None:
-            self._parts.console.note(text)
 
     async def _end_rollouts(self) -> None:
         """Wait until the newest version is served, close the buffer, and wait for the workers to end what they play."""
@@ -290,14 +308,17 @@ def _patience(settings: RunSettings, on_gpu: bool) -> Patience:
     return Patience(settings.update_limit_s, floor_s=settings.generator.start_limit_s(on_gpu) + 60)
 
 
-def launch(train: Callable[[Run, S], Awaitable[None]], settings: S) -> None:
+def launch(train: Callable[[Run, S], Awaitable[None]], settings: S, task: Callable[[S], Task] | None = None) -> None:
     """Run a recipe: check its settings, bring up the hosts, and call ``train`` with a :class:`Run` on the controller.
 
     Under ``torchrun`` every rank calls this; rank 0 becomes the controller, the others host processes. Bad settings end
     the program with one line that names the setting, before anything is spawned.
+
+    Args:
+        task: makes the task that ``train`` will start with, so that it is checked with the settings.
     """
     try:
-        model = check(settings, devices())
+        model = check(settings, devices(), None if task is None else task(settings))
     except ValueError as error:
         sys.exit(f"error: {error}")
     settings = resolve(settings, devices(), model)

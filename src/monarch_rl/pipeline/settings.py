@@ -39,7 +39,7 @@ from monarch_rl.runtime.deadlines import bytes_s
 from monarch_rl.runtime.devices import Devices
 from monarch_rl.runtime.watch import STALL_S
 from monarch_rl.settings.ranges import FOREVER_S, CheckedSettings, Range
-from monarch_rl.tasks.reasoning_gym import TaskSettings, TaskSource
+from monarch_rl.tasks.task import Task
 from monarch_rl.trainer.settings import TrainerSettings, check_experts, check_hosts, check_lora, check_tensor_parallel
 from monarch_rl.weights.endpoint import TransferSettings
 
@@ -67,11 +67,10 @@ class RunSettings(CheckedSettings, flags=""):
     """Folder in which the run's own folder is made."""
     update_deadline_s: Annotated[float | None, Range(30, FOREVER_S)] = None
     """Seconds that a step may take, its batch and its update, before the run fails. None is 600, or 300 and what the
-    tokens of an episode take at 20 a second, if that is more. After the first step it is 10 times the longest recent
+    tokens of a turn take at 20 a second, if that is more. After the first step it is 10 times the longest recent
     one, if that is less, but at least as long as a generator may take to start + 60."""
     stall_s: Annotated[float, Range(2, FOREVER_S)] = STALL_S
     """Seconds after which a process that cannot go on ends the run, with a report; a stall without one takes twice."""
-    task: TaskSettings = field(default_factory=TaskSettings)
     trainer: TrainerSettings = field(default_factory=TrainerSettings)
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
     generator: GeneratorSettings = field(default_factory=GeneratorSettings)
@@ -94,13 +93,13 @@ class RunSettings(CheckedSettings, flags=""):
     @property
     def update_limit_s(self) -> float:
         """Seconds that a step may take."""
-        drawn_s = self.new_tokens_per_episode / SLOW_TOKENS_PER_S
+        drawn_s = self.rollout.max_new_tokens / SLOW_TOKENS_PER_S
         return self.update_deadline_s or max(UPDATE_S, UPDATE_S / 2 + drawn_s)
 
     @property
-    def new_tokens_per_episode(self) -> int:
-        """Tokens that an episode may draw."""
-        return self.rollout.max_turns * self.rollout.max_new_tokens
+    def max_tokens(self) -> int:
+        """What the ``constant`` aggregation divides by, beside the episodes."""
+        return self.trainer.loss.max_tokens or self.rollout.max_new_tokens
 
     def evaluates_after(self, step: int) -> bool:
         """Whether an evaluation is due after ``step``. After the last step a recipe evaluates in any case."""
@@ -112,16 +111,17 @@ UPDATE_S = 600.0
 """Seconds that a step may take, however few tokens are drawn for it."""
 
 
-def check(s: RunSettings, offered: Devices) -> Path:
+def check(s: RunSettings, offered: Devices, task: Task | None = None) -> Path:
     """Refuse what cannot work before anything is spawned; returns the model's folder.
 
     Args:
         offered: what the launch has.
+        task: what is to be played, if it is known.
 
     Raises:
         ValueError: names the setting and says what to do.
     """
-    _check_numbers(s)
+    _check_numbers(s, task)
     if s.colocate == "sleep":
         raise ValueError(
             "colocate sleep is not there yet: an engine whose KV cache is taken away cannot go on with the sequences "
@@ -135,7 +135,7 @@ def check(s: RunSettings, offered: Devices) -> Path:
     check_driver(torch.version.cuda, torch.cuda.is_available(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     if on_gpu:
         check_environment()
-    prompts = TaskSource(s.task).check()
+    prompts = [] if task is None else list(task.check())
     model = resolve_model(s.model)
     _check_model(s, model, offered, prompts)
     _check_output(s.output)
@@ -190,6 +190,8 @@ def _check_model(s: RunSettings, model: Path, offered: Devices, prompts: list[st
     check_lengths(s.rollout, limits)
     tokenizer = FolderTokenizer(model, config)
     characters = max(limits.values()) * tokenizer.longest_token
+    if not prompts:
+        return
     check_characters(prompts, characters)
     tokens = tokenizer.count([prompt[: characters + 1] for prompt in prompts])
     if tokens is not None:
@@ -206,11 +208,14 @@ def episode_limits(s: RunSettings, config: dict[str, Any], on_gpu: bool) -> dict
     return {name: tokens - s.trainer.keeps_expert_routes for name, tokens in limits.items()}
 
 
-def _check_numbers(s: RunSettings) -> None:
+def _check_numbers(s: RunSettings, task: Task | None) -> None:
     if s.rollout.min_p and s.generator.deterministic:
         raise ValueError("rollout.min-p cannot be used with generator.deterministic, which seeds every draw")
-    if s.held_out > s.task.held_out_size:
-        raise ValueError(f"held-out {s.held_out} is more than task.held-out-size {s.task.held_out_size}: raise that")
+    if task is not None and task.held_out and s.held_out > (items := len(task.held_out_items())):
+        raise ValueError(
+            f"held-out {s.held_out} is more than the {items} held-out items of task {task.name}: lower it, or hold out "
+            "more (task.held-out-size)"
+        )
 
 
 def _check_devices(s: RunSettings, offered: Devices) -> None:

@@ -31,10 +31,11 @@ from monarch_rl.rollout.scoring import PRELOAD as SCORING_PRELOAD
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.worker import RolloutWorker
 from monarch_rl.runtime import presence
+from monarch_rl.runtime.by_value import ByValue
 from monarch_rl.runtime.cluster import Cluster, init_torch_distributed_env
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, Patience, disk_limit_s, now, within
 from monarch_rl.runtime.fork_server import Preload
-from monarch_rl.tasks.reasoning_gym import TaskSettings
+from monarch_rl.tasks.task import Task
 from monarch_rl.trainer.actor import Trainer, TrainerPlan
 
 PRELOADS = (
@@ -129,7 +130,7 @@ async def start_generators(
 async def start_rollout(
     cluster: Cluster,
     settings: RolloutSettings,
-    task: TaskSettings,
+    task: ByValue[Task],
     model: Path,
     buffer: Buffer,
     generators: ActorPool[Generator],
@@ -139,7 +140,7 @@ async def start_rollout(
     """Spawn the rollout workers on the first host: a process mesh each, and a dispatcher of its own over all replicas.
 
     Args:
-        episode_limit: tokens that an episode may have; longer ones fail, are counted and shown.
+        episode_limit: tokens that an episode may have; one that would be longer ends there.
         expert_routes: episodes keep which experts of the generators read each token.
     """
 

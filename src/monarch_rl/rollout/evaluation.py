@@ -10,7 +10,7 @@ import numpy as np
 
 from monarch_rl.episode.episode import Episode
 from monarch_rl.episode.failure import Failure
-from monarch_rl.rollout.play import EpisodeFailed
+from monarch_rl.rollout.episode_failed import EpisodeFailed
 
 
 @dataclass(slots=True)
@@ -46,10 +46,11 @@ class Evaluation:
         """Share of items with the full reward, 1."""
         return float(np.mean(self.rewards >= 1.0))
 
-    def metrics(self) -> dict[str, float]:
-        """By the names of docs/metrics.md."""
+    def metrics(self, held_out: str = "") -> dict[str, float]:
+        """By the names of docs/metrics.md. ``held_out``: name of the set, if it is not the first one."""
+        group = f"held_out/{held_out}" if held_out else "held_out"
         reward, failed = float(np.mean(self.rewards)), float(sum(self.failed.values()))
-        return {"held_out/accuracy": self.accuracy, "held_out/reward": reward, "held_out/failed": failed}
+        return {f"{group}/accuracy": self.accuracy, f"{group}/reward": reward, f"{group}/failed": failed}
 
     def __str__(self) -> str:
         failed = "".join(f", {count} failed: {reason}" for reason, count in self.failed.items())

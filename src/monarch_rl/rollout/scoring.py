@@ -20,6 +20,7 @@ import asyncio
 import functools
 import math
 import os
+import pickle
 import signal
 import time
 from collections import deque
@@ -34,17 +35,22 @@ from pebble import ProcessExpired, ProcessPool
 from monarch_rl.rollout.scorer_output import ScorerOutput, print_into
 from monarch_rl.rollout.tracebacks import describe, of_process, said
 from monarch_rl.runtime import presence
+from monarch_rl.runtime.by_value import ByValue, to_bytes
 from monarch_rl.runtime.deadline_clock import DeadlineClock
 from monarch_rl.runtime.deadlines import now
 from monarch_rl.runtime.fork_context import ForkContext
 from monarch_rl.runtime.heap import freeze_heap
 from monarch_rl.runtime.lifetime import die_with_parent, signal_name
-from monarch_rl.tasks.task import Score
+from monarch_rl.tasks.task import Outcome, Reward, as_outcome
 
-ScoreFunction = Callable[..., Score | float]
-"""Scores one answer; a number is a reward without parts."""
-Outcome = tuple["Score | Raised", float]
+ScoreFunction = Callable[..., Reward]
+"""Scores one answer."""
+Computed = tuple["Outcome | Raised", float]
 """A score, or what was raised; and the seconds that it took."""
+Call = tuple["_Sent", "_Sent"]
+"""A function and its arguments, on their way."""
+FUNCTIONS_KEPT = 64
+"""Functions of which the bytes are kept; the newest ones."""
 TOGETHER_S = 0.02
 """Seconds that the scores of one call may take, judged by the longest of the last :data:`REMEMBERED`."""
 TOGETHER_DEADLINE_S, TOGETHER_DEADLINE_SHARE = 0.4, 0.1
@@ -90,7 +96,7 @@ class Scorer:
     Args:
         processes: how many scores are computed at once.
         deadline_s: seconds that one score may take, from when a process starts on it.
-        warm_up: called once in every new process before its first score (imports, data); picklable.
+        warm_up: called once in every new process before its first score (imports, data); it travels by value.
     """
 
     def __init__(self, processes: int, deadline_s: float, warm_up: Callable[[], object] | None = None) -> None:
@@ -100,6 +106,8 @@ class Scorer:
         """Scores of this turn of the event loop, for calls of several."""
         self._calls: set[asyncio.Task[None]] = set()
         """Those calls."""
+        self._functions: dict[int, tuple[ScoreFunction, ByValue[ScoreFunction]]] = {}
+        """By identity: the newest functions, and what is sent of them."""
         self._recent: deque[float] = deque(maxlen=REMEMBERED)
         """Seconds that scores took."""
         self._output = ScorerOutput()
@@ -107,7 +115,7 @@ class Scorer:
             ProcessPool,
             max_workers=processes,
             initializer=_start,
-            initargs=(os.getpid(), self._output.ends, warm_up),
+            initargs=(os.getpid(), self._output.ends, None if warm_up is None else ByValue(warm_up, "warm_up")),
             context=ForkContext(PRELOAD, "scorer"),
         )
         self._pool = self._make_pool()
@@ -119,32 +127,43 @@ class Scorer:
         self._progressed = 0.0
         """When the last score ended; seconds of the event loop's clock."""
 
-    async def score(self, function: ScoreFunction, *args: Any) -> Score:
-        """Run ``function(*args)`` in the pool; both are pickled.
+    async def score(self, function: ScoreFunction, *args: Any) -> Outcome:
+        """Run ``function(*args)`` in the pool; the function travels by value.
 
         Raises:
             ScoringFailed: the function raised, overstepped the deadline, or its process ended twice.
             ScorerBroken: the processes do not start.
+            TypeError: the function or its arguments cannot be pickled.
         """
-        outcome = await self._score_with_others(function, args) if self._most_together() > 1 else None
-        return self._read(outcome or await self._score_alone(function, args))
+        given = to_bytes(args, f"what {getattr(function, '__name__', function)} is given")
+        call = _Sent(self._sent(function)), _Sent(given)
+        computed = await self._score_with_others(call) if self._most_together() > 1 else None
+        return self._read(computed or await self._score_alone(call))
 
-    def _read(self, outcome: Outcome) -> Score:
-        result, seconds = outcome
+    def _sent(self, function: ScoreFunction) -> ByValue[ScoreFunction]:
+        known = self._functions.get(id(function))
+        if known is None:
+            known = self._functions[id(function)] = function, ByValue(function)
+            if len(self._functions) > FUNCTIONS_KEPT:
+                del self._functions[next(iter(self._functions))]
+        return known[1]
+
+    def _read(self, computed: Computed) -> Outcome:
+        result, seconds = computed
         self._recent.append(seconds)
         if isinstance(result, Raised):
             raise ScoringFailed(f"score raised {result.kind}", result.said, result.place, result.report)
         return result
 
-    async def _score_alone(self, function: ScoreFunction, args: tuple[Any, ...]) -> Outcome:
+    async def _score_alone(self, call: Call) -> Computed:
         """See :meth:`score`."""
         error: Exception | None = None
         deadline_s = self.deadline_s
         for attempt in range(2):
             pool = self._pool
             try:
-                outcome: Outcome = await self._try(pool, _run, (function, args), deadline_s)
-                return outcome
+                computed: Computed = await self._try(pool, _run, call, deadline_s)
+                return computed
             except _Overstepped as late:
                 if attempt == 0 and late.lost_share >= LOST_SHARE:
                     self._output.take_stack()  # it may leave another
@@ -170,14 +189,14 @@ class Scorer:
             return 1
         return int(TOGETHER_S / max(*self._recent, TOGETHER_S / REMEMBERED))
 
-    async def _score_with_others(self, function: ScoreFunction, args: tuple[Any, ...]) -> Outcome | None:
+    async def _score_with_others(self, call: Call) -> Computed | None:
         """The outcome, in one call with all others of this turn; None if the call failed."""
         loop = asyncio.get_running_loop()
         if not self._unsent:
             loop.call_soon(self._send)
-        asked = _Asked((function, args), loop.create_future())
+        asked = _Asked(call, loop.create_future())
         self._unsent.append(asked)
-        return await asked.outcome  # waits: as long as _try, which has a deadline
+        return await asked.computed  # waits: as long as _try, which has a deadline
 
     def _send(self) -> None:
         asked, self._unsent = self._unsent, []
@@ -188,17 +207,17 @@ class Scorer:
             call.add_done_callback(self._calls.discard)
 
     async def _score_together(self, asked: list[_Asked]) -> None:
-        outcomes: list[Outcome] | list[None] = [None] * len(asked)
+        all_computed: list[Computed] | list[None] = [None] * len(asked)
         try:
             limit_s = min(self.deadline_s, max(TOGETHER_DEADLINE_S, TOGETHER_DEADLINE_SHARE * self.deadline_s))
-            outcomes = await self._try(self._pool, _run_all, ([each.call for each in asked],), limit_s)
+            all_computed = await self._try(self._pool, _run_all, ([each.call for each in asked],), limit_s)
         except Exception:  # one of them caused it and will raise it, when each is computed alone
             self._recent.clear()
             self._output.take_stack()  # that one leaves another
         finally:
-            for each, outcome in zip(asked, outcomes, strict=True):
-                if not each.outcome.done():
-                    each.outcome.set_result(outcome)
+            for each, computed in zip(asked, all_computed, strict=True):
+                if not each.computed.done():
+                    each.computed.set_result(computed)
 
     async def _try(
         self, pool: ProcessPool, function: Callable[..., Any], args: tuple[Any, ...], deadline_s: float
@@ -251,7 +270,7 @@ class Scorer:
             self._starting = pool, starting
         if not self._starting[1].done():
             with presence.waiting("scoring processes to be started by the fork server"):
-                await asyncio.shield(self._starting[1])  # waits: EpisodePlayer has a deadline for a step
+                await asyncio.shield(self._starting[1])  # waits: EpisodePlayer has a deadline for an episode's code
         self._starting[1].result()
 
     async def _replace(self, pool: ProcessPool, error: BrokenProcessPool) -> None:
@@ -294,11 +313,11 @@ def _end_of(exit_code: int) -> tuple[str, str]:
     return f" by {name}", f"it was ended by {name}"
 
 
-def _start(parent: int, output: tuple[Connection, Connection], warm_up: Callable[[], object] | None) -> None:
+def _start(parent: int, output: tuple[Connection, Connection], warm_up: ByValue[Callable[[], object]] | None) -> None:
     die_with_parent(signal.SIGKILL, parent)
     print_into(output)
     if warm_up is not None:
-        warm_up()
+        warm_up.load()()
     freeze_heap()
 
 
@@ -306,8 +325,8 @@ def _start(parent: int, output: tuple[Connection, Connection], warm_up: Callable
 class _Asked:
     """A score that is computed with others."""
 
-    call: tuple[ScoreFunction, tuple[Any, ...]]
-    outcome: asyncio.Future[Outcome | None]
+    call: Call
+    computed: asyncio.Future[Computed | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,22 +341,46 @@ class Raised:
     """Its traceback."""
 
 
-def _run(function: ScoreFunction, args: tuple[Any, ...]) -> Outcome:
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """Something on its way to a scoring process. It is read on arrival, before the deadline of a score begins: a
+    function may import for seconds."""
+
+    content: ByValue[ScoreFunction] | bytes
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return _arrived, (self.content,)
+
+
+@dataclass(frozen=True, slots=True)
+class _Unreadable:
+    """What could not be read: it must cost its own score only."""
+
+    error: BaseException
+
+
+def _arrived(content: ByValue[ScoreFunction] | bytes) -> Any:
+    try:
+        return pickle.loads(content) if isinstance(content, bytes) else content.load()
+    except BaseException as error:
+        return _Unreadable(error)
+
+
+def _run(function: ScoreFunction | _Unreadable, args: tuple[Any, ...] | _Unreadable) -> Computed:
     """The score, or what was raised: SystemExit, too, must not end the scoring process's event loop."""
     started = time.perf_counter()
-    outcome: Score | Raised
+    outcome: Outcome | Raised
     try:
-        result = function(*args)
-        score = result if isinstance(result, Score) else Score(result)
+        for part in (function, args):
+            if isinstance(part, _Unreadable):
+                raise part.error
         # Plain numbers: they go into JSON, and a wrong one must cost this episode only.
-        outcome = Score(float(score.reward), {name: float(value) for name, value in score.parts.items()})
-        if not math.isfinite(outcome.reward):
-            raise ValueError(f"the reward is {outcome.reward}, not a finite number")
+        outcome = as_outcome(function(*args))  # type: ignore[operator, misc]
     except BaseException as error:
         place, report = describe(error)
         outcome = Raised(type(error).__name__, said(error), place, report)
     return outcome, time.perf_counter() - started
 
 
-def _run_all(calls: list[tuple[ScoreFunction, tuple[Any, ...]]]) -> list[Outcome]:
+def _run_all(calls: list[tuple[ScoreFunction | _Unreadable, tuple[Any, ...] | _Unreadable]]) -> list[Computed]:
     return [_run(*call) for call in calls]

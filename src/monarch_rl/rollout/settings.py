@@ -54,8 +54,6 @@ class RolloutSettings(CheckedSettings, flags="rollout"):
     """Keep the set that each token was drawn from, and train the policy within it (DeepSeek-V3.2's Keep Sampling Mask,
     arXiv:2512.02556). Truncated sampling needs it; where all tokens can be drawn it has no effect. Costs 4 bytes for
     each id of each set."""
-    max_turns: Annotated[int, Range(1, 1_000_000)] = 1
-    """Turns of an episode, unless the environment ends it before."""
     seed: Annotated[int | None, Range(0, 2**63 - 1)] = None
     """Makes draws repeatable for the same weights: each episode's seed derives from this one, from its group and from
     its place in it."""
@@ -63,8 +61,9 @@ class RolloutSettings(CheckedSettings, flags="rollout"):
     """Processes of each worker that compute scores."""
     score_deadline_s: Annotated[float, Range(0.1, FOREVER_S)] = 10.0
     """Seconds of one score; one that takes longer is killed and costs its episode."""
-    environment_deadline_s: Annotated[float, Range(0.1, FOREVER_S)] = 300.0
-    """Seconds of one step of an environment, with its wait for a scoring process; a longer one costs its episode."""
+    episode_deadline_s: Annotated[float, Range(0.1, FOREVER_S)] = 300.0
+    """Seconds that an episode's own code may take between two turns of the policy and after the last one, with its wait
+    for a scoring process; a longer time costs the episode."""
     generate_deadline_s: Annotated[float | None, Range(0.1, FOREVER_S)] = None
     """Seconds of one turn of the policy; a longer one ends the run. None is 600, or what its tokens take at 20 a
     second, if that is more."""
@@ -140,18 +139,19 @@ def check_rollout(settings: RolloutSettings, groups_per_step: int, trainer_ranks
 
 
 def check_lengths(settings: RolloutSettings, limits: dict[str, int]) -> None:
-    """Refuse episodes that cannot be drawn or trained whatever the prompt is.
+    """Refuse turns that cannot be drawn or trained whatever the prompt is.
 
     Args:
         limits: tokens that an episode may have, by the name of the setting that limits them.
 
     Raises ValueError saying which limit is too small.
     """
-    drawn = settings.max_turns * settings.max_new_tokens
-    asked = f"rollout.max-turns {settings.max_turns} x rollout.max-new-tokens {settings.max_new_tokens}"
+    drawn = settings.max_new_tokens
     for name, tokens in limits.items():
         if drawn >= tokens:
-            raise ValueError(f"{asked} leaves no room for a prompt within {name}, which is {tokens}")
+            raise ValueError(
+                f"rollout.max-new-tokens {drawn} leaves no room for a prompt within {name}, which is {tokens}"
+            )
 
 
 def check_characters(prompts: Sequence[str], most: int) -> None:
@@ -179,12 +179,9 @@ def check_prompts(settings: RolloutSettings, limits: dict[str, int], prompts: Se
 
     Raises ValueError saying which limit is too small, and by how much.
     """
-    drawn, shortest = settings.max_turns * settings.max_new_tokens, min(prompts)
+    drawn, shortest = settings.max_new_tokens, min(prompts)
     for name, tokens in limits.items():
-        asked = (
-            f"rollout.max-turns {settings.max_turns} x rollout.max-new-tokens {settings.max_new_tokens} after a prompt "
-            f"of {shortest} tokens, the shortest of {len(prompts)}, "
-        )
+        asked = f"rollout.max-new-tokens {drawn} after a prompt of {shortest} tokens, the shortest of {len(prompts)}, "
         if drawn + shortest > tokens:
             raise ValueError(
                 f"{asked}is more than {name}, which is {tokens}: raise that, draw fewer tokens, or make prompts shorter"
@@ -192,7 +189,7 @@ def check_prompts(settings: RolloutSettings, limits: dict[str, int], prompts: Se
         too_long = sum(drawn + prompt > tokens for prompt in prompts)
         if 2 * too_long > len(prompts):
             logger.warning(
-                "%d of %d prompts leave no room for %d tokens within %s, which is %d: their groups will be dropped",
+                "%d of %d prompts leave no room for %d tokens within %s, which is %d: answers will be cut there",
                 *(too_long, len(prompts), drawn, name, tokens),
             )
 

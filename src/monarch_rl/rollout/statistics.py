@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from typing import Any
 
 from monarch_rl.episode.episode import Episode
-from monarch_rl.rollout.play import EpisodeFailed
-from monarch_rl.tasks.task import Item
+from monarch_rl.episode.failure import shortened
+from monarch_rl.rollout.episode_failed import EpisodeFailed
 
 MAX_SAMPLES = 256
 """Newest episodes of a worker that are kept to look at."""
+SHOWN_CHARACTERS = 1000
+"""Of an item that is no JSON value."""
 
 
 @dataclass(slots=True)
@@ -30,6 +33,8 @@ class WorkerStats:
     groups_dropped: int = 0
     episodes: int = 0
     """Episodes scored."""
+    full_contexts: int = 0
+    """Of them, those that ended because their context was full."""
     failed: dict[str, int] = field(default_factory=dict)
     """Episodes that failed, by reason."""
     tokens: int = 0
@@ -43,21 +48,30 @@ class Sample:
     """A training episode to look at."""
 
     group_id: int
-    item: Item
+    index: int
+    """Which item of the training set was played."""
+    item: Any
     episode: Episode
 
-    def row(self, decode: Callable[[list[int]], str]) -> dict[str, Any]:
-        """As a JSON object. ``decode`` makes text of the ids of a turn, which takes milliseconds if they are many."""
+    def row(self, decode: Callable[[list[int]], str], show: Callable[[list[int]], str]) -> dict[str, Any]:
+        """As a JSON object.
+
+        Args:
+            decode: makes text of the ids of a turn, which takes milliseconds if they are many.
+            show: the same, with special tokens.
+        """
         episode = self.episode
+        first = episode.turns[0]
         versions = episode.policy_versions[episode.trainable]
         return {
             "group": self.group_id,
-            "task_index": self.item.index,
-            "prompt": self.item.prompt,
+            "task_index": self.index,
+            "item": _shown(self.item),
+            "prompt": show(first.token_ids[~first.trainable].tolist()),
             "turns": [decode(turn.token_ids[turn.trainable].tolist()) for turn in episode.turns],
-            "answer": self.item.answer,
             "reward": episode.reward,
             "parts": episode.parts,
+            "info": episode.info,
             "finish_reason": episode.finish_reason,
             "tokens": episode.num_trainable,
             "versions": [int(versions.min()), int(versions.max())] if len(versions) else [],
@@ -99,7 +113,7 @@ class Statistics:
         finally:
             self._stats.groups_playing -= 1
 
-    def add_episodes(self, group_id: int, item: Item, played: Sequence[Episode | EpisodeFailed]) -> None:
+    def add_episodes(self, group_id: int, index: int, item: Any, played: Sequence[Episode | EpisodeFailed]) -> None:
         """Count what became of the episodes of a group, and keep those that did not fail."""
         stats = self._stats
         for episode in played:
@@ -109,7 +123,8 @@ class Statistics:
             else:
                 stats.episodes += 1
                 stats.tokens += episode.num_trainable
-                self._samples.append(Sample(group_id, item, episode))
+                stats.full_contexts += episode.finish_reason == "context"
+                self._samples.append(Sample(group_id, index, item, episode))
 
     def add_put(self) -> None:
         """Count a group that the buffer has."""
@@ -118,3 +133,10 @@ class Statistics:
     def add_dropped(self) -> None:
         """Count a group that had too few episodes to compare."""
         self._stats.groups_dropped += 1
+
+
+def _shown(item: Any) -> Any:
+    """An item as a JSON value; what JSON does not know is its representation."""
+    if is_dataclass(item) and not isinstance(item, type):
+        item = asdict(item)
+    return json.loads(json.dumps(item, default=lambda value: shortened(repr(value), SHOWN_CHARACTERS), skipkeys=True))

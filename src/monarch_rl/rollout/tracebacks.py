@@ -14,7 +14,7 @@ from monarch_rl.episode.failure import shortened
 
 REPORT_CHARACTERS = 6000
 """Of one traceback: an exception may quote megabytes."""
-_CALLERS = tuple(str(Path(__file__).parents[1] / room) for room in ("rollout", "runtime"))
+_CALLERS = tuple(str(Path(__file__).parents[1] / room) for room in ("rollout", "runtime", "tasks/task.py"))
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _STACK_LINE = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in ', re.MULTILINE)
 """Of a stack that faulthandler has written."""

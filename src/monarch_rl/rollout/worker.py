@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -11,27 +10,27 @@ from typing import Any
 from monarch.actor import current_rank
 
 from monarch_rl.episode.episode import Episode, Group
-from monarch_rl.episode.failure import KINDS, Failure
+from monarch_rl.episode.failure import KINDS
 from monarch_rl.episode.packed import pack_group
 from monarch_rl.episode.sampling import Sampling
 from monarch_rl.episode.ticket import Ticket
 from monarch_rl.rollout.admissions import Admissions
+from monarch_rl.rollout.episode_failed import EpisodeFailed, item_failed
 from monarch_rl.rollout.evaluation import Evaluation
 from monarch_rl.rollout.handles import BUFFER_DEADLINE_S, BufferHandle, DispatchedGenerators
 from monarch_rl.rollout.outbox import Outbox
-from monarch_rl.rollout.play import EpisodeFailed, EpisodePlayer, all_or_none, episode_seed
+from monarch_rl.rollout.play import EpisodePlayer, all_or_none, episode_seed
 from monarch_rl.rollout.scoring import Scorer
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.statistics import Statistics, WorkerStats
 from monarch_rl.rollout.tokenizer import Tokenizer
-from monarch_rl.rollout.tracebacks import describe
 from monarch_rl.runtime import presence
+from monarch_rl.runtime.by_value import ByValue
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.endpoint import concurrent_endpoint, lasting_endpoint
 from monarch_rl.runtime.heap import freeze_heap
 from monarch_rl.runtime.resilient import ResilientActor
-from monarch_rl.tasks.reasoning_gym import TaskSettings, TaskSource, load_data_set, score
-from monarch_rl.tasks.task import Environment, Item, SingleTurn
+from monarch_rl.tasks.task import Task
 
 INLINE_TOKENS = 8192
 """Tokens of a group that is packed on the event loop: that takes a millisecond or two, and a thread costs a part of it
@@ -43,19 +42,18 @@ class Resources:
     """What a worker loads before it plays."""
 
     tokenizer: Tokenizer
-    train: TaskSource
-    held_out: TaskSource
+    task: Task
     scorer: Scorer
 
     @classmethod
-    async def load(cls, settings: RolloutSettings, task: TaskSettings, model: str) -> Resources:
+    async def load(cls, settings: RolloutSettings, handed: ByValue[Task], model: str) -> Resources:
         """Load tokenizer and task, start the scoring processes. Raises what loading raises (OSError, ValueError)."""
         tokenizer = await asyncio.to_thread(Tokenizer, model)
-        train = await asyncio.to_thread(TaskSource, task, "train")
-        held_out = await asyncio.to_thread(TaskSource, task, "held_out")
-        await asyncio.to_thread(train.item, 0)  # collects the held-out questions
-        warm_up = functools.partial(load_data_set, task, "train")
-        return cls(tokenizer, train, held_out, Scorer(settings.scorer_processes, settings.score_deadline_s, warm_up))
+        task = await asyncio.to_thread(handed.load)
+        if task.warm_up is not None:
+            await asyncio.to_thread(task.warm_up)
+        await asyncio.to_thread(task.items, 0)  # collects what the items are made from
+        return cls(tokenizer, task, Scorer(settings.scorer_processes, settings.score_deadline_s, task.warm_up))
 
 
 class RolloutWorker(ResilientActor):
@@ -63,7 +61,7 @@ class RolloutWorker(ResilientActor):
 
     Args:
         settings: how to play.
-        task: what to play.
+        task: what to play, a :class:`Task`.
         model: Hugging Face folder or Hub name, for its tokenizer.
         name: of this worker; empty takes its rank in the mesh.
         keep_expert_routes: keep by which experts the generators read each token; not of held-out items.
@@ -72,13 +70,13 @@ class RolloutWorker(ResilientActor):
     def __init__(
         self,
         settings: RolloutSettings,
-        task: TaskSettings,
+        task: ByValue[Task],
         model: str,
         name: str = "",
         keep_expert_routes: bool = False,
     ) -> None:
         self._settings = settings
-        self._task = task
+        self._handed = task
         self._model = model
         self._keep_expert_routes = keep_expert_routes
         self._name = name or f"rollout worker {current_rank().rank}"
@@ -86,7 +84,7 @@ class RolloutWorker(ResilientActor):
         self._scorer: Scorer | None = None
         self._running: asyncio.Task[None] | None = None
         self._statistics = Statistics(self._name)
-        self._reported: set[tuple[str, str]] = set()
+        self._known_failures: set[tuple[str, str]] = set()
         """Kinds of failures of which the buffer has the first."""
 
     @concurrent_endpoint
@@ -98,7 +96,7 @@ class RolloutWorker(ResilientActor):
         Args:
             episode_limit: tokens that an episode may have, prompts and drawn ones; None is any number.
         """
-        resources = await Resources.load(self._settings, self._task, self._model)
+        resources = await Resources.load(self._settings, self._handed, self._model)
         self.connect(buffer, generator, resources, episode_limit)
         freeze_heap()
 
@@ -112,11 +110,10 @@ class RolloutWorker(ResilientActor):
         """From now on play with these; the rest of :meth:`setup`."""
         self._buffer = buffer
         self._generator = generator
-        self._tokenizer, self._scorer = resources.tokenizer, resources.scorer
-        self._train, self._held_out = resources.train, resources.held_out
+        self._tokenizer, self._task, self._scorer = resources.tokenizer, resources.task, resources.scorer
         self._admissions = Admissions(buffer, self._name, self._settings.slot_deadline_s)
         self._outbox = Outbox(buffer, self._name, self._settings.slot_deadline_s)
-        self._player = EpisodePlayer(generator, resources.tokenizer, self._settings, episode_limit)
+        self._player = EpisodePlayer(generator, resources.tokenizer, self._settings, resources.scorer, episode_limit)
 
     @concurrent_endpoint
     async def run(self) -> None:
@@ -133,15 +130,20 @@ class RolloutWorker(ResilientActor):
             running.result()
 
     @lasting_endpoint
-    async def evaluate(self, indices: list[int]) -> Evaluation:
-        """Play held-out items once each, greedily, beside the training rollouts. Nothing of it goes to the buffer."""
+    async def evaluate(self, indices: list[int], held_out: str = "") -> Evaluation:
+        """Play items of a held-out set (empty: the first one) once each, greedily, beside the training rollouts.
+        Nothing of it goes to the buffer."""
+        items = self._task.held_out_items(held_out)
         places = asyncio.Semaphore(self._settings.concurrent_groups * self._settings.group_size)
         sampling = Sampling(self._settings.max_new_tokens, 0.0, self._tokenizer.stop_token_ids)
 
         async def play(index: int) -> Episode | EpisodeFailed:
             async with places:
-                item = await asyncio.to_thread(self._held_out.item, index)
-                episode = await self._play_episode(item, sampling, group=-1 - index)
+                try:
+                    item = await asyncio.to_thread(lambda: items[index])
+                except Exception as error:
+                    return await self._reported(item_failed(error, index))
+                episode = await self._play_episode(item, index, sampling, group=-1 - index)
                 if isinstance(episode, Episode):
                     presence.progress("held-out item played")
                 return episode
@@ -158,7 +160,7 @@ class RolloutWorker(ResilientActor):
         """The newest ``limit`` training episodes since the last call, as JSON objects to look at."""
         newest, decode = self._statistics.take_samples(limit), self._tokenizer.decode
         # Decoding long answers takes tens of milliseconds: on a thread, and only those that were asked for.
-        return await asyncio.to_thread(lambda: [sample.row(decode) for sample in newest])
+        return await asyncio.to_thread(lambda: [sample.row(decode, self._tokenizer.show) for sample in newest])
 
     @lasting_endpoint
     async def update_replicas(self, paused: list[int], lost: list[int]) -> None:
@@ -216,15 +218,23 @@ class RolloutWorker(ResilientActor):
 
     async def _play_group(self, ticket: Ticket) -> None:
         """Play a group and put it, or drop it if too few of its episodes are left to be compared."""
-        item = await asyncio.to_thread(self._train.item, ticket.task_cursor)
-        size = self._settings.group_size
-        samplings = [self._sampling(episode_seed(self._settings.seed, ticket.group_id, i)) for i in range(size)]
-        played = await all_or_none([self._play_episode(item, sampling, ticket.group_id) for sampling in samplings])
-        self._statistics.add_episodes(ticket.group_id, item, played)
+        size, cursor = self._settings.group_size, ticket.task_cursor
+        item: Any = None
+        played: list[Episode | EpisodeFailed]
+        try:
+            item = await asyncio.to_thread(self._task.items, cursor)
+        except Exception as error:
+            played = [await self._reported(item_failed(error, cursor))] * size
+        else:
+            seeds = [episode_seed(self._settings.seed, ticket.group_id, i) for i in range(size)]
+            played = await all_or_none(
+                [self._play_episode(item, cursor, self._sampling(seed), ticket.group_id) for seed in seeds]
+            )
+        self._statistics.add_episodes(ticket.group_id, cursor, item, played)
         episodes = [episode for episode in played if isinstance(episode, Episode)]
         failures = [episode for episode in played if isinstance(episode, EpisodeFailed)]
         if len(episodes) >= min(2, size):
-            group = Group(ticket.group_id, item.index, episodes, len(failures), ticket.attempt, task=self._task.name)
+            group = Group(ticket.group_id, cursor, episodes, len(failures), ticket.attempt, task=self._task.name)
             await self._put(group)
         else:
             reason = Counter(failure.reason for failure in failures).most_common(1)[0][0]
@@ -242,37 +252,23 @@ class RolloutWorker(ResilientActor):
         await within(BUFFER_DEADLINE_S, drop, f"the buffer to drop group {ticket.group_id}", on="buffer")
         self._statistics.add_dropped()  # it is no progress: a run that only drops groups does not go on
 
-    async def _play_episode(self, item: Item, sampling: Sampling, group: int) -> Episode | EpisodeFailed:
+    async def _play_episode(self, item: Any, index: int, sampling: Sampling, group: int) -> Episode | EpisodeFailed:
         """The episode, or why it failed: failures are values here, so that they do not cancel other episodes."""
         if self._scorer is None:
             raise RuntimeError(f"{self._name} is not set up, or closed")
         try:
-            environment = self._environment(item, self._scorer)
-            return await self._player.play(environment, sampling, group)
+            return await self._player.play(self._task, index, item, sampling, group)
         except EpisodeFailed as failed:
-            failed.item = item
-            await self._report(failed.failure)
-            return failed
+            return await self._reported(failed)
 
-    async def _report(self, failure: Failure) -> None:
-        """Have the first failure of a kind shown at once."""
-        if failure.kind in self._reported or len(self._reported) >= KINDS:
-            return
-        self._reported.add(failure.kind)
-        noted = self._buffer.note_failure.call_one(failure)
-        await within(BUFFER_DEADLINE_S, noted, "the buffer to take note of a failure", on="buffer")
-
-    def _environment(self, item: Item, scorer: Scorer) -> Environment:
-        """A new environment. Raises EpisodeFailed if it cannot be made."""
-        try:
-            return self.make_environment(item, scorer)
-        except Exception as error:
-            reason = f"environment raised {type(error).__name__} when it was made"
-            raise EpisodeFailed(reason, *describe(error)) from error
-
-    def make_environment(self, item: Item, scorer: Scorer) -> Environment:
-        """What one episode is played against. A subclass overrides this to play against something else."""
-        return SingleTurn(item.prompt, lambda text: scorer.score(score, self._task, item.entry, text))
+    async def _reported(self, failed: EpisodeFailed) -> EpisodeFailed:
+        """The same, once it is sure that the first failure of its kind is shown."""
+        failure = failed.failure
+        if failure.kind not in self._known_failures and len(self._known_failures) < KINDS:
+            self._known_failures.add(failure.kind)
+            noted = self._buffer.note_failure.call_one(failure)
+            await within(BUFFER_DEADLINE_S, noted, "the buffer to take note of a failure", on="buffer")
+        return failed
 
     def _sampling(self, seed: int | None) -> Sampling:
         s, expert_routes_from = self._settings, 0 if self._keep_expert_routes else None

@@ -74,8 +74,9 @@ class DeadlineClock:
     def next_window_s(self) -> float | None:
         """Seconds to wait before the next call; None once the deadline has passed, by this clock."""
         if self._window_s < 0:
-            self._window_s = max(0.0, self._first_s)
-            return self._window_s
+            passed_s = self.passed_s  # who waits may ask later than the wait began
+            self._window_s = max(self._first_s, passed_s)
+            return self._window_s - passed_s
         if self._first_s == self._seconds:
             return None
         self._read()

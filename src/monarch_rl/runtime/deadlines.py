@@ -14,7 +14,7 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -125,6 +125,29 @@ async def within(seconds: float, awaitable: Awaitable[T], what: str, *, on: str 
     if flag:
         message += f" (see --{flag})"
     raise DeadlineExceeded(message, what, seconds)
+
+
+async def ends_in_time(task: asyncio.Future[T], clock: Callable[[], DeadlineClock | None], longest_s: float) -> bool:
+    """Wait until ``task`` is done (True) or the deadline of a part of it has passed (False; it goes on then). If the
+    wait is cancelled, so is the task.
+
+    Args:
+        clock: of the part that the task is at; None while the task waits for what has a deadline itself.
+        longest_s: seconds until the clock is asked for again, at most.
+    """
+    try:
+        while not task.done():
+            current = clock()
+            window_s = longest_s if current is None else current.next_window_s()
+            if window_s is None:
+                task.add_done_callback(_retrieve)
+                return False
+            await _done_or_late(task, window_s)
+    except asyncio.CancelledError:
+        task.cancel()
+        task.add_done_callback(_retrieve)
+        raise
+    return True
 
 
 async def _done_or_late(task: asyncio.Future[T], seconds: float) -> None:

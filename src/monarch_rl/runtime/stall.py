@@ -23,7 +23,7 @@ STARVED_SHARE = 0.3
 than :data:`IDLE_SHARE` of one. One that has work to do is near 1; less, if two take turns."""
 CONTROLLER = "controller"
 """Name of the recipe's own process in waits. It waits for all others, and only moves messages."""
-OUTSIDE = ("the environment", "the disk", "the start of an engine")
+OUTSIDE = ("an episode's code", "the disk", "the start of an engine")
 """What a wait may be on that is no process of the run. Such waits have deadlines of their own and are no stall."""
 LOST = ("zombie", "dead", "gone")
 """States of a process that has ended."""

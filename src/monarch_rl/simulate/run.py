@@ -23,13 +23,13 @@ from monarch_rl.pipeline.settings import RunSettings
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.worker import Resources, RolloutWorker
 from monarch_rl.runtime import presence
+from monarch_rl.runtime.by_value import ByValue
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, now, within
 from monarch_rl.simulate.clock import run_virtual
 from monarch_rl.simulate.costs import Costs, uniform
 from monarch_rl.simulate.handles import LocalMesh
 from monarch_rl.simulate.replica import SimulatedReplica
-from monarch_rl.tasks.reasoning_gym import TaskSettings
-from monarch_rl.tasks.task import Item, Message, Score
+from monarch_rl.tasks.task import Message, Outcome, Policy, Task
 from monarch_rl.weights.endpoint import TransferSettings
 
 FOREVER_S = 1e9
@@ -272,24 +272,24 @@ class SimulatedWorker(RolloutWorker):
             group_size=plan.group_size,
             max_new_tokens=2**31 - 1 if math.isinf(limit) else max(1, math.ceil(limit / grain)),
             seed=plan.seed,
-            environment_deadline_s=FOREVER_S,
+            episode_deadline_s=FOREVER_S,
             generate_deadline_s=FOREVER_S,
             slot_deadline_s=FOREVER_S,
         )
-        super().__init__(settings, TaskSettings(), "", name)
+        task = Task(items := _Items(plan.seed, costs.equal_rewards), _play, {"held_out": items}, name="simulated")
+        super().__init__(settings, ByValue(task), "", name)
         self._costs = costs
         self._score_places = asyncio.Semaphore(plan.scorer_processes)
         prompt = max(1, round(costs.prompt_tokens / grain))
         tokenizer: Any = _Tokenizer(prompt)
-        items: Any = _Items(plan.seed, costs.equal_rewards)
         scorer: Any = self
-        self._stand_ins = Resources(tokenizer, items, items, scorer)
+        self._stand_ins = Resources(tokenizer, task, scorer)
 
     def set_up(self, buffer: Buffer, replicas: list[SimulatedReplica]) -> None:
         """Like ``setup``, with stand-ins for the tokenizer, the task and the scorer."""
         self.connect(buffer, SimulatedDispatcher(replicas), self._stand_ins)
 
-    async def score(self, function: Any, task: TaskSettings, entry: dict[str, Any], text: str) -> Score:
+    async def score(self, function: Any, entry: dict[str, Any]) -> Outcome:
         """Like ``Scorer.score``: wait for a process, then a score's seconds. Rewards are 0 and 1 in turn, or all 0."""
         entry["scored"] += 1
         reward = 0.0 if entry["equal"] else float(entry["scored"] % 2)
@@ -297,7 +297,7 @@ class SimulatedWorker(RolloutWorker):
         if seconds > 0:
             async with self._score_places:
                 await asyncio.sleep(seconds)
-        return Score(reward)
+        return Outcome(reward)
 
 
 class SimulatedDispatcher(Dispatcher):
@@ -323,14 +323,30 @@ class _Tokenizer:
     def decode(self, token_ids: list[int]) -> str:
         return ""
 
+    show = decode
+
+    def token_texts(self) -> list[str]:
+        return []
+
+
+async def _play(item: dict[str, Any], policy: Policy) -> Outcome:
+    """One turn, one score."""
+    await policy.reply(str(item["task"]))
+    return await policy.in_scorer(float, item)  # SimulatedWorker.score, which calls no function
+
 
 class _Items:
-    """Stands for :class:`TaskSource`."""
+    """What is played, by cursor: stands for the data of a task."""
 
     def __init__(self, seed: int, equal_rewards: float) -> None:
         self._seed = seed
         self._equal_rewards = equal_rewards
 
-    def item(self, index: int) -> Item:
-        equal = uniform("rewards", self._seed, index) < self._equal_rewards
-        return Item(index, str(index), "", {"task": index, "equal": equal, "scored": 0})
+    def __len__(self) -> int:
+        return 2**62
+
+    def __call__(self, cursor: int) -> dict[str, Any]:
+        equal = uniform("rewards", self._seed, cursor) < self._equal_rewards
+        return {"task": cursor, "equal": equal, "scored": 0}
+
+    __getitem__ = __call__

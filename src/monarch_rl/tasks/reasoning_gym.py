@@ -16,12 +16,12 @@ import json
 import logging
 import math
 import re
-import string
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
 from monarch_rl.settings.ranges import SEED, CheckedSettings, Range
-from monarch_rl.tasks.task import Item, Score
+from monarch_rl.tasks.task import Outcome, Policy, Task
+from monarch_rl.tasks.template import check_template, fill
 
 logger = logging.getLogger("monarch_rl")
 
@@ -36,8 +36,6 @@ MAX_HELD_OUT_SHARE = 0.5
 """Share of training questions that may be held out; even at a half, 64 skips in a row do not happen (5e-20)."""
 SAMPLED = 16
 """Prompts of the task that are made before a run, to see whether they differ and fit."""
-MAX_WIDTH = 10_000
-"""Characters to which a template may pad a field: one of more is a typing error, and takes memory for every prompt."""
 UNRELIABLE = frozenset({"boxnet", "graph_color", "list_functions", "propositional_logic", "rubiks_cube", "rush_hour"})
 """Data sets of reasoning-gym 0.1.25 that do not score their own answer as 1, or do not repeat under a seed."""
 
@@ -63,22 +61,61 @@ class TaskSettings(CheckedSettings, flags="task"):
     """Held-out items. Their questions are never trained on."""
 
 
-class TaskSource:
-    """The items of one split. Cheap to make and to pickle.
+class ReasoningGym(Task):
+    """The task of one question, one answer and the data set's own score, which is computed in a scoring process.
 
-    Raises ValueError if there is no such data set, or its settings are refused.
+    Cheap to make and to pickle: the data set is loaded where it is played.
     """
+
+    def __init__(self, settings: TaskSettings) -> None:
+        train, held_out = TaskSource(settings), TaskSource(settings, "held_out")
+        super().__init__(
+            train.item,
+            functools.partial(_play, settings),
+            {"held_out": held_out},
+            name=settings.name,
+            warm_up=functools.partial(load_data_set, settings, "train"),
+            check=train.check,
+        )
+
+
+async def _play(settings: TaskSettings, item: Item, policy: Policy) -> Outcome:
+    reply = await policy.reply(item.prompt)
+    return await policy.in_scorer(score, settings, item.entry, reply.text)
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One question."""
+
+    index: int
+    prompt: str
+    answer: str
+    """The data set's own answer, to look at; other answers may get the full score too."""
+    entry: dict[str, Any]
+    """reasoning-gym's record, which its scorer needs."""
+
+
+class TaskSource:
+    """The items of one split. Cheap to make and to pickle; what is wrong with the settings shows in the first item."""
 
     def __init__(self, settings: TaskSettings, split: Split = "train") -> None:
         self.settings = settings
         self.split: Split = split
-        load_data_set(settings, split)
 
     def __len__(self) -> int:
         return self.settings.held_out_size if self.split == "held_out" else self.settings.train_size
 
+    def __getitem__(self, index: int) -> Item:
+        if not 0 <= index < len(self):
+            raise IndexError(f"item {index} of {len(self)}")
+        return self.item(index)
+
     def item(self, index: int) -> Item:
-        """Item ``index`` of the split, modulo its size. Raises ValueError if the template does not fit the item."""
+        """Item ``index`` of the split, modulo its size.
+
+        Raises ValueError if there is no such data set, its settings are refused, or the template does not fit the item.
+        """
         data_set = load_data_set(self.settings, self.split)
         index %= len(self)
         if self.split == "held_out":
@@ -95,7 +132,7 @@ class TaskSource:
 
         Raises ValueError if the template does not fit or most questions are held out. May take some seconds.
         """
-        _check_template(self.settings.template)
+        check_template(self.settings.template, "task.template")
         held_out = _held_out_questions(self.settings)
         data_set = load_data_set(self.settings, "train")
         questions = [_entry(self.settings, data_set, i)["question"] for i in range(min(100, len(self)))]
@@ -123,20 +160,14 @@ class TaskSource:
 
     def _item(self, index: int, entry: dict[str, Any]) -> Item:
         fields = {**entry.get("metadata", {}), "question": entry["question"]}
-        try:
-            prompt = self.settings.template.format(**fields)
-        except (LookupError, ValueError, AttributeError, TypeError, OverflowError, MemoryError) as error:
-            raise ValueError(
-                f"task.template {self.settings.template!r} does not fit {self.settings.name} ({error!r}); "
-                f"its fields are {', '.join(sorted(fields))}"
-            ) from error
+        prompt = fill(self.settings.template, fields, "task.template", self.settings.name)
         return Item(index, prompt, str(entry["answer"]), entry)
 
     def _advice(self) -> str:
         return "hold out less (task.held-out-size) or make the task wider (task.config)"
 
 
-def score(settings: TaskSettings, entry: dict[str, Any], text: str) -> Score:
+def score(settings: TaskSettings, entry: dict[str, Any], text: str) -> Outcome:
     """Score a completion with the data set's own scorer, then the pass mark.
 
     With a pass mark the reward is 0 or 1, and its part ``"score"`` is what the scorer gave.
@@ -146,7 +177,7 @@ def score(settings: TaskSettings, entry: dict[str, Any], text: str) -> Score:
     raw = float(load_data_set(settings, "train").score_answer(answer=extract_answer(text), entry=entry))
     if not math.isfinite(raw):
         raise ValueError(f"score {raw}")
-    return Score(float(raw >= settings.pass_mark), {"score": raw}) if settings.pass_mark > 0 else Score(raw)
+    return Outcome(float(raw >= settings.pass_mark), {"score": raw}) if settings.pass_mark > 0 else Outcome(raw)
 
 
 def extract_answer(text: str) -> str:
@@ -205,25 +236,3 @@ def _entry(settings: TaskSettings, data_set: Any, index: int) -> dict[str, Any]:
             f"task.config {settings.config}: {settings.name} of reasoning-gym cannot make item {index} ({error!r})"
         ) from error
     return entry
-
-
-def _check_template(template: str) -> None:
-    """Refuse a template without fields, or with fields of a width that no prompt has. Raises ValueError."""
-    fields = [(field, form or "") for _, field, form, _ in _fields_of(template) if field]
-    if not fields:
-        raise ValueError(
-            f"task.template {template!r} has no field, so that all prompts would be the same: give one with "
-            "{question}"
-        )
-    for field, form in fields:
-        if "{" in form or any(float(width) > MAX_WIDTH for width in re.findall(r"\d+", form)):
-            raise ValueError(
-                f"task.template {template!r} gives {field} the width {form!r}: give a number of at most {MAX_WIDTH:,}"
-            )
-
-
-def _fields_of(template: str) -> list[tuple[str, str | None, str | None, str | None]]:
-    try:
-        return list(string.Formatter().parse(template))
-    except ValueError as error:
-        raise ValueError(f"task.template {template!r} is no template ({error}): {{{{ stands for a brace") from error

@@ -40,8 +40,11 @@ class LossSettings(CheckedSettings, flags="trainer.loss"):
     """Tokens weigh lag_discount ** lag (a heuristic); 1 is off. A smaller value trusts stale tokens less, and learns
     less from them."""
     aggregation: Aggregation = "constant"
-    """`constant` divides by episodes x max tokens (Dr.GRPO), `token_mean` by tokens (DAPO), `sequence_mean` by each
+    """`constant` divides by episodes x `max_tokens` (Dr.GRPO), `token_mean` by tokens (DAPO), `sequence_mean` by each
     episode's tokens and then by episodes (GRPO)."""
+    max_tokens: Annotated[int, Range(0, 2**31 - 1, "0 is rollout.max-new-tokens")] = 0
+    """What `constant` divides by: about the tokens that an episode may draw. 0 is rollout.max-new-tokens, which is
+    right for one turn; with k turns give k times that, or the gradient is larger by it."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,107 @@
+"""Functions of a recipe, and of modules beside it, in processes that cannot import either."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from monarch_rl.rollout.scoring import Scorer
+from monarch_rl.runtime.by_value import ByValue, register_modules, to_bytes
+from monarch_rl.tasks.task import Outcome
+
+RECIPE = """
+import pickle, sys
+from pathlib import Path
+from monarch_rl.runtime.by_value import ByValue, register_modules
+from monarch_rl.tasks.questions import Questions
+import beside, package.deeper
+
+FACTOR = 3
+
+class Row:
+    value = 2
+
+def reward(row, answer):
+    return FACTOR * beside.doubled(len(answer)) + package.deeper.Deeper().one() + Row.value
+
+if __name__ == "__main__":
+    names = register_modules()
+    assert sorted(names) == ["beside", "package", "package.deeper"], names
+    task = Questions([{"question": "?"}], reward)
+    Path(sys.argv[1]).write_bytes(pickle.dumps(ByValue((task, reward, lambda: FACTOR))))
+"""
+READER = """
+import asyncio, pickle, sys
+from pathlib import Path
+task, reward, closure = pickle.loads(Path(sys.argv[1]).read_bytes()).load()
+assert not {"beside", "package"} & set(sys.modules)
+from monarch_rl.rollout.scoring import Scorer
+
+async def main():
+    scorer = Scorer(1, 30.0)
+    try:
+        print(reward(None, "abc"), closure(), (await scorer.score(reward, task.items(0), "abc")).reward)
+    finally:
+        await asyncio.to_thread(scorer.close)
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+def test_a_recipe_and_the_modules_beside_it_travel_to_processes_that_cannot_import_them(tmp_path: Path) -> None:
+    """Also on to scoring processes; each step in a working directory of its own."""
+    folder, elsewhere, there = tmp_path / "recipe", tmp_path / "elsewhere", tmp_path / "there"
+    (folder / "package").mkdir(parents=True)
+    elsewhere.mkdir()
+    there.mkdir()
+    (folder / "recipe.py").write_text(RECIPE)
+    (folder / "beside.py").write_text("TWO = 2\ndef doubled(x):\n    return TWO * x\n")
+    (folder / "package" / "__init__.py").write_text("")
+    (folder / "package" / "deeper.py").write_text("class Deeper:\n    def one(self):\n        return 1\n")
+    (there / "reader.py").write_text(READER)
+    sent = tmp_path / "sent"
+    for script, cwd in ((folder / "recipe.py", elsewhere), (there / "reader.py", there)):
+        done = subprocess.run(
+            [sys.executable, str(script), str(sent)], cwd=cwd, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["21", "3", "21.0"]
+
+
+def test_what_cannot_travel_is_named() -> None:
+    lock = threading.Lock()
+    with pytest.raises(TypeError, match="my task cannot be pickled for another process .*make those where"):
+        ByValue(lambda: lock, "my task")
+    with pytest.raises(TypeError, match="what f is given cannot be pickled"):
+        to_bytes((lock,), "what f is given")
+
+
+def test_installed_modules_and_this_package_travel_by_name() -> None:
+    assert register_modules(Path(pytest.__file__)) == []
+    assert len(pickle.dumps(ByValue(Outcome))) < 300 and ByValue(Outcome).load() is Outcome
+
+
+def test_what_a_scoring_process_cannot_read_costs_its_own_score_only() -> None:
+    class Unreadable:
+        def __reduce__(self) -> tuple[type[int], tuple[str]]:
+            return int, ("no number",)
+
+    async def test() -> None:
+        scorer = Scorer(1, 30.0)
+        try:
+            scores = [scorer.score(len, [0, 0]) for _ in range(20)]
+            unreadable = asyncio.ensure_future(scorer.score(len, Unreadable()))
+            assert await asyncio.gather(*scores) == [Outcome(2.0)] * 20
+            with pytest.raises(Exception, match="score raised ValueError"):
+                await unreadable
+        finally:
+            await asyncio.to_thread(scorer.close)
+
+    asyncio.run(test())

@@ -1,0 +1,164 @@
+"""Rows of one's own: which are played, in which order, and how they are rewarded."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pyarrow
+import pyarrow.parquet
+import pytest
+from datasets import Dataset
+from hypothesis import given
+from hypothesis import strategies as st
+
+from monarch_rl.tasks.questions import Questions, jsonl, parquet
+from monarch_rl.tasks.task import Message, Outcome, as_outcome
+
+ROWS: list[dict[str, Any]] = [{"question": f"{i} + 1 =", "answer": str(i + 1)} for i in range(20)]
+
+
+def reward(row: dict[str, Any], answer: str) -> float:
+    return float(answer.strip() == row["answer"])
+
+
+def held_out_rows(task: Questions) -> list[Any]:
+    items = task.held_out_items()
+    return [items[index] for index in range(len(items))]
+
+
+def cursors(task: Questions, count: int) -> list[str]:
+    return [task.items(cursor)["question"] for cursor in range(count)]
+
+
+@given(rows=st.integers(2, 30), share=st.floats(0, 0.9), seed=st.integers(0, 3))
+def test_each_row_that_is_not_held_out_is_played_once_each_time_through(rows: int, share: float, seed: int) -> None:
+    count = int(rows * share)
+    task = Questions(ROWS[:rows] if rows <= 20 else ROWS, reward, held_out=min(count, 19), seed=seed)
+    played = ROWS[: min(rows, 20)]
+    held_out = {row["question"] for row in held_out_rows(task)} if count else set()
+    size = len(played) - len(held_out)
+    first, second = cursors(task, 2 * size)[:size], cursors(task, 2 * size)[size:]
+    assert set(first) == set(second) == {row["question"] for row in played} - held_out
+    assert len(set(first)) == len(first) == size
+    again = cloudpickle.loads(cloudpickle.dumps(task))
+    assert cursors(again, 2 * size) == first + second  # in every process
+
+
+def test_the_order_differs_each_time_and_by_seed() -> None:
+    task, other = Questions(ROWS, reward), Questions(ROWS, reward, seed=1)
+    assert len({tuple(cursors(task, 60)[i : i + 20]) for i in (0, 20, 40)} | {tuple(cursors(other, 20))}) == 4
+
+
+def test_no_row_with_a_held_out_prompt_is_trained() -> None:
+    doubled = [*ROWS, *({**row, "number": 2} for row in ROWS)]
+    task = Questions(doubled, reward, held_out=5)
+    held_out = {row["question"] for row in held_out_rows(task)}
+    assert held_out and not held_out & set(cursors(task, 40))
+    named = Questions(ROWS, reward, held_out={"easy": ROWS[:2], "hard": ROWS[5:6]})
+    assert list(named.held_out) == ["easy", "hard"] and len(set(cursors(named, 17))) == 17
+    assert named.held_out_items()[1] == ROWS[1] and named.held_out_items("hard")[0] == ROWS[5]
+    with pytest.raises(ValueError, match="no held-out set 'other'; it has easy, hard"):
+        named.held_out_items("other")
+
+
+def test_rows_come_from_files_and_from_datasets(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
+    sources = [ROWS, jsonl(tmp_path / "rows.jsonl"), parquet(tmp_path / "rows.parquet"), Dataset.from_list(ROWS)]
+    orders = [cursors(Questions(rows, reward, held_out=3), 34) for rows in sources]
+    assert orders[0] == orders[1] == orders[2] == orders[3]
+    assert len(pickle.dumps(sources[1])) < 1000  # its path alone travels
+
+
+@pytest.mark.parametrize(
+    ("rows", "more", "message"),
+    [
+        ([], {}, "there are no rows"),
+        (ROWS, {"template": "{question"}, "is no template"),
+        (ROWS, {"template": "{word}"}, r"does not fit a row .* its fields are answer, question"),
+        (ROWS, {"template": "hello"}, "has no field"),
+        (ROWS, {"held_out": 20}, "leaves none to train on"),
+        (ROWS, {"held_out": -1}, "leaves none to train on"),
+        (ROWS, {"held_out": {"all": ROWS}}, "none is left to train on"),
+    ],
+)
+def test_bad_rows_say_what_to_do(rows: Any, more: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Questions(rows, reward, **more).check()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{}\n[1]\n", "line 2 is no JSON object"), ("{}\n{", "line 2 is no JSON"), (None, "cannot be read")],
+)
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, text: str | None, message: str) -> None:
+    file = tmp_path / "rows.jsonl"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ValueError, match=f"{file}.*{message}"):
+        Questions(jsonl(file), reward).check()
+
+
+def test_a_file_that_changes_in_a_run_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(ROWS[0]))
+    travelled = pickle.dumps(jsonl(file))
+    file.write_text(json.dumps(ROWS[10]))
+    with pytest.raises(ValueError, match="has changed"):
+        len(pickle.loads(travelled))
+
+
+class Policy:
+    """Answers "12"."""
+
+    def __init__(self) -> None:
+        self.given: list[Any] = []
+
+    def read(self, messages: Any) -> None:
+        self.given.append(messages)
+
+    async def reply(self, messages: Any) -> Any:
+        self.given.append(messages)
+        return type("Reply", (), {"text": "12"})
+
+    async def in_scorer(self, function: Any, *args: Any) -> Outcome:
+        self.given.append(function)
+        return as_outcome(function(*args))
+
+
+def test_a_function_is_rewarded_in_a_scoring_process_and_a_coroutine_in_the_worker() -> None:
+    async def own(row: dict[str, Any], answer: str) -> dict[str, float]:
+        return {"right": reward(row, answer), "short": 0.5}
+
+    def play(task: Questions, row: dict[str, Any], policy: Policy) -> Any:
+        async def episode() -> Any:
+            return await task.episode(row, policy)
+
+        return asyncio.run(episode())
+
+    policy = Policy()
+    outcome = play(Questions(ROWS, reward, system="Be brief."), ROWS[11], policy)
+    assert outcome == Outcome(1.0) and policy.given == [Message("system", "Be brief."), "11 + 1 =", reward]
+    policy = Policy()
+    outcome = play(Questions(ROWS, own, template="Q: {question}"), ROWS[3], policy)
+    assert outcome == Outcome(0.5, {"right": 0.0, "short": 0.5}) and policy.given == ["Q: 3 + 1 ="]
+
+
+def test_a_recipe_with_data_and_a_reward_of_its_own_has_20_lines() -> None:
+    """Statements, without imports and docstrings."""
+    recipe = Path(__file__).parents[2] / "recipes" / "own_data.py"
+    tree = ast.parse(recipe.read_text())
+    lines = set[int]()
+    for node in ast.walk(tree):
+        text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if isinstance(node, ast.stmt) and not text and not isinstance(node, ast.Import | ast.ImportFrom):
+            body = getattr(node, "body", None)
+            lines |= set(range(node.lineno, body[0].lineno if body else (node.end_lineno or 0) + 1))
+    code = [line for line in lines if recipe.read_text().splitlines()[line - 1].strip() not in ("", '"""')]
+    assert len(code) <= 20, sorted(code)
