@@ -128,7 +128,9 @@ class TrainerSettings(CheckedSettings, flags="trainer"):
         if self.ranks % self.tp:
             raise ValueError(f"trainer.tp {self.tp} must divide trainer.ranks, which is {self.ranks}")
         if self.tp > 1 and self.compile:
-            raise ValueError(f"trainer.compile has not been tried with trainer.tp {self.tp}: use one of them")
+            raise ValueError(
+                f"trainer.compile would compile rows of every length anew with trainer.tp {self.tp}: use one of them"
+            )
         if self.tp > 1 and self.lora.rank:
             raise ValueError(f"trainer.lora cannot be trained with trainer.tp {self.tp}: leave trainer.tp at 1")
         if self.ranks % self.expert_parallel:
