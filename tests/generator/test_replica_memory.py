@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from collections.abc import Iterator
@@ -30,9 +31,9 @@ CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
     "vocab_size": 4000,
-    "hidden_size": 384,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 10,
+    "hidden_size": 512,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 12,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 64,
@@ -96,10 +97,15 @@ def test_a_replica_takes_what_is_planned(model: Path, before: Path, run: LoopThr
         engine = await Engine.start(str(model), SETTINGS)
         try:
             (pid,) = engine.child_pids
-            Path(f"/proc/{pid}/clear_refs").write_text("5")  # what was mapped of the model's files is gone
             await staging.commit(engine, 1, checksums_of(weights))
-            await engine.generate([i % 4000 for i in range(CPU_CHUNK)], Sampling(max_new_tokens=8))
-            return figure(pid, "VmHWM") - figure(pid, "RssFile")
+            prompt = [i % 4000 for i in range(CPU_CHUNK)]
+            drawing = asyncio.ensure_future(engine.generate(prompt, Sampling(max_new_tokens=8)))
+            most = 0
+            while not drawing.done():  # every layer takes as much, one after the other, for seconds
+                await asyncio.wait([drawing], timeout=0.005)
+                most = max(most, figure(pid, "RssAnon", "RssShmem"))
+            await drawing
+            return most
         finally:
             await engine.shutdown()
 
@@ -142,6 +148,6 @@ def test_engine_ranks_share_weights_and_cache_but_not_versions() -> None:
 def test_versions_of_adapters_are_small() -> None:
     model = trained_model(CONFIG, LoraSettings(rank=8))
     planned = replica_memory(model, SETTINGS, ARRIVING, on_gpu=False, tokens=1000)
-    sides = [(384, 512), (384, 256), (384, 256), (512, 384), (384, 1536), (384, 1536), (1536, 384)]
-    assert model.lora == model.version == 10 * 8 * sum(inputs + outputs for inputs, outputs in sides)
+    sides = [(512, 512), (512, 256), (512, 256), (512, 512), (512, 2048), (512, 2048), (2048, 512)]
+    assert model.lora == model.version == 12 * 8 * sum(inputs + outputs for inputs, outputs in sides)
     assert planned[VERSIONS] < 0.1 * planned[WEIGHTS]
