@@ -219,19 +219,30 @@ def test_time_without_a_core_does_not_count_against_a_device_and_neither_does_ti
     """Looks: seconds since the last one, the share of them without a core, whether a new piece of work began then."""
     poller = ProcessPoller(cluster(), 15.0, 3.0, LoopLag())
     start = poller._watched_since = watched_after_s
-    now, queued_s, since, without_core_s = 0.0, 1000.0, 0.0, 0.0
+    now, queued_s, ran_s, since, without_core_s = 0.0, 1000.0, 10.0, 0.0, 0.0
     for number, (seconds, share, begins) in enumerate(looks):
-        now, queued_s = now + seconds, queued_s + share * seconds
+        now, queued_s, ran_s = now + seconds, queued_s + share * seconds, ran_s + (1 - share) * seconds
         without_core_s += share * seconds
         if begins or number == 0:
             since, without_core_s = now, 0.0
-        process = Process("trainer rank 0", 100, "m", state=monitor.ProcessState("running", 0.0, queued_s))
+        process = Process("trainer rank 0", 100, "m", state=monitor.ProcessState("running", ran_s, queued_s))
         process.piece, process.piece_s = Piece("a micro-batch", since, 60.0), now - since
         poller._leave_out_queued(process, now)
         assert process.piece_s == pytest.approx(max(0.0, min(now - since, now - start) - without_core_s), abs=1e-6)
     process.piece = None
     poller._leave_out_queued(process, now)
     assert not poller._pieces
+
+
+def test_many_threads_without_a_core_do_not_hide_a_device_that_hangs() -> None:
+    """On a crowded machine the threads of a process wait side by side, for more seconds than there are."""
+    poller = ProcessPoller(cluster(), 15.0, 3.0, LoopLag())
+    poller._watched_since = 0.0
+    for now in (0.0, 100.0):
+        process = Process("trainer rank 0", 100, "m", state=monitor.ProcessState("running", 0.5 * now, 4.5 * now))
+        process.piece, process.piece_s = Piece("a micro-batch", 0.0, 60.0), now
+        poller._leave_out_queued(process, now)
+    assert process.piece_s == pytest.approx(10)
 
 
 def test_a_report_brings_what_the_devices_of_a_process_and_of_its_helpers_have_not_ended() -> None:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from monarch_rl.model.folder import read_config
 from monarch_rl.model.tensors import INDEX, check_weights, read_header
 from monarch_rl.model.weight_files import index_of, plan_files
+from monarch_rl.trainer import saving
 from monarch_rl.trainer.saving import partial_folder
 from tests.trainer.programs import run_program, saved
 from tools.gpu_parts.common import TINY, Bench, make_model
@@ -107,3 +108,38 @@ def test_a_save_after_a_kill_replaces_what_was_left_and_takes_little_memory(fold
     assert all(torch.equal(value, before[name]) for name, value in saved(folder / "large_saved").items())
     memory = json.loads((folder / "large_saved.json").read_text())
     assert memory["model"] > 50e6 and memory["grown"] < memory["model"] / 3, memory
+
+
+class Store:
+    """A store in this process."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        return self.values[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.values for key in keys)
+
+
+def test_a_rank_that_cannot_write_or_is_late_is_named_by_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store()
+    monkeypatch.setattr(saving, "world_store", lambda: store)
+    monkeypatch.setattr(saving.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(saving.dist, "get_rank", lambda: 1)
+    ranks = saving._Ranks("saving/model", 0.05)
+    with (
+        pytest.raises(RuntimeError, match=r"trainer ranks \[0\] did not make the files within 0 s"),
+        ranks.together("make the files"),
+    ):
+        pass
+    with pytest.raises(OSError, match="No space left"), ranks.together("write the weights"):
+        raise OSError("No space left on device")
+    monkeypatch.setattr(saving.dist, "get_rank", lambda: 0)
+    problem = "trainer rank 1 could not write the weights: OSError: No space left on device"
+    with pytest.raises(RuntimeError, match=problem), ranks.together("write the weights"):
+        pass

@@ -50,6 +50,17 @@ class _PolledProcess:
     """Monarch has reported its loss."""
 
 
+@dataclass(frozen=True, slots=True)
+class _SeenPiece:
+    """A piece of work on a device when it was first seen, by ``time.monotonic()``."""
+
+    since: float
+    at: float
+    had: CoreTime
+    """What the process had had of the cores by then."""
+    unwatched_s: float
+
+
 class LoopLag:
     """Event-loop lag by kind of actor, handed from one thread to another; logs a warning when it is high."""
 
@@ -100,9 +111,8 @@ class ProcessPoller:
         """By machine and pid: times of the inspections during the last ``silence_s``, and what it had had by then."""
         self._not_running_since: dict[tuple[str, int | None], float] = {}
         """By machine and pid: when it was first seen in one of the states NOT_RUNNING, in which it still is."""
-        self._pieces: dict[tuple[str, int | None], tuple[float, float]] = {}
-        """By machine and pid: since when the piece of work is under way that was last seen there, and the seconds that
-        did not count by then: without a core, or not watched."""
+        self._pieces: dict[tuple[str, int | None], _SeenPiece] = {}
+        """By machine and pid: the piece of work that was last seen there."""
         self._unwatched_s = 0.0
         """Seconds so far for which this process itself did not run."""
         self._polls: set[asyncio.Task[None]] = set()
@@ -224,12 +234,14 @@ class ProcessPoller:
         process.piece_s = max(0.0, min(process.piece_s, now - self._watched_since))
         if process.state is None:
             return
-        since, before_s = self._pieces.get(key, (None, 0.0))
-        left_out_s = process.state.queued_s + self._unwatched_s
-        if since == process.piece.since:
-            process.piece_s = max(0.0, process.piece_s - max(0.0, left_out_s - before_s))
-        else:
-            self._pieces[key] = process.piece.since, left_out_s
+        had = CoreTime(process.state.cpu_s, process.state.queued_s)
+        seen = self._pieces.get(key)
+        if seen is None or seen.since != process.piece.since:
+            self._pieces[key] = _SeenPiece(process.piece.since, now, had, self._unwatched_s)
+            return
+        # A share, because many threads may wait at once: what waits for the device is one of them.
+        without_core_s = had.queued_share(seen.had, now - seen.at) * (now - seen.at)
+        process.piece_s = max(0.0, process.piece_s - without_core_s - (self._unwatched_s - seen.unwatched_s))
 
     async def _states(self, machine: str, processes: list[Process]) -> dict[int, ProcessState]:
         """States of processes of one machine, by pid; empty if no monitor there answers."""

@@ -176,17 +176,23 @@ class _Ranks:
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
         """No rank leaves the block before all have done what is in it. If one could not, all raise."""
-        rank, ranks = dist.get_rank(), range(dist.get_world_size())
-        keys = [f"{self._name}/{what}/{other}" for other in ranks]
+        rank, key = dist.get_rank(), f"{self._name}/{what}"
         try:
             yield
         except Exception as error:
-            self._store.set(keys[rank], f"{type(error).__name__}: {error}")
+            self._store.set(f"{key}/{rank}", f"{type(error).__name__}: {error}")
             raise
-        self._store.set(keys[rank], "")
-        missing, pause = dict(enumerate(keys)), SHORTEST_POLL_S
+        self._store.set(f"{key}/{rank}", "")
+        self._await(key, what)
+        self._store.set(f"{key}/seen/{rank}", "")
+        if rank == 0:  # it serves the store, and may end when this is over
+            self._await(f"{key}/seen", what)
+
+    def _await(self, key: str, what: str) -> None:
+        """Wait until every rank has set its key; raise what one of them says."""
+        missing, pause = {other: f"{key}/{other}" for other in range(dist.get_world_size())}, SHORTEST_POLL_S
         while True:
-            for other in [other for other, key in missing.items() if self._store.check([key])]:
+            for other in [other for other, its in missing.items() if self._store.check([its])]:
                 failure = self._store.get(missing.pop(other)).decode()  # waits: it is there
                 if failure:
                     raise RuntimeError(f"trainer rank {other} could not {what}: {failure}")
