@@ -70,8 +70,8 @@ class RunSettings(CheckedSettings, flags=""):
     recovery: RecoverySettings = field(default_factory=RecoverySettings)
 
     @property
-    def max_tokens(self) -> int:
-        """What the ``constant`` aggregation divides by, beside the episodes."""
+    def new_tokens_per_episode(self) -> int:
+        """Tokens that an episode may draw, as far as the settings say; the ``constant`` aggregation divides by it."""
         return self.trainer.loss.max_tokens or self.rollout.max_new_tokens
 
     def evaluates_after(self, step: int) -> bool:
