@@ -46,7 +46,7 @@ async def start_actors(
         advantage: from the rewards of a group to the advantages of its episodes.
         objective: the loss of a micro-batch.
     """
-    plan = TrainerPlan(model, s.trainer, s.steps, s.rollout.temperature, s.max_tokens, advantage, objective)
+    plan = TrainerPlan(model, s.trainer, s.steps, s.rollout.temperature, s.new_tokens_per_episode, advantage, objective)
     routes = s.trainer.keeps_expert_routes
     buffer = await start_buffer(cluster, s.groups_per_step, s.buffer)
     trainer, generators, _ = await asyncio.gather(

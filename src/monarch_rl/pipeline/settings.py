@@ -97,8 +97,8 @@ class RunSettings(CheckedSettings, flags=""):
         return self.update_deadline_s or max(UPDATE_S, UPDATE_S / 2 + drawn_s)
 
     @property
-    def max_tokens(self) -> int:
-        """What the ``constant`` aggregation divides by, beside the episodes."""
+    def new_tokens_per_episode(self) -> int:
+        """Tokens that an episode may draw, as far as the settings say; the ``constant`` aggregation divides by it."""
         return self.trainer.loss.max_tokens or self.rollout.max_new_tokens
 
     def evaluates_after(self, step: int) -> bool:
