@@ -4,7 +4,7 @@
     torchrun --nproc-per-node=4 recipes/grpo.py                its GPUs, or 4 CPU ranks
     torchrun --nnodes=2 ... recipes/grpo.py                    the same, on two machines
 
-Trainer ranks and generator replicas hold different devices, or share them (--colocate yes). Rollout workers play
+Trainer ranks and generator replicas hold different devices, or share them (--colocate). Rollout workers play
 groups of episodes on the generators and put them into a buffer; the trainer takes a batch, makes one optimiser step,
 and the new weights flow to the generators while they decode. No token is trained that is more than
 buffer.max-policy-lag versions old.

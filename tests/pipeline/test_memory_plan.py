@@ -160,7 +160,7 @@ def test_what_shares_a_gpu_is_planned_together() -> None:
 def test_a_run_that_shares_a_gpu_gives_the_engine_its_tokens(tmp_path: Path) -> None:
     model = model_folder(tmp_path, "Qwen3-0.6B")
     settings = RunSettings(
-        colocate="yes",
+        colocate=True,
         trainer=TrainerSettings(ranks=1, activation_checkpoint="full"),
         generator=GeneratorSettings(replicas=1),
     )

@@ -37,12 +37,11 @@ def test_automatic_values_are_numbers_once_the_devices_are_known() -> None:
 @pytest.mark.parametrize(
     ("settings", "devices", "said"),
     [
-        (RunSettings(), Devices("cuda", 1, 1), "4 ranks are asked for .* offers 1: .* --colocate yes"),
-        (RunSettings(colocate="yes"), Devices("cuda", 1, 1), "2 ranks are asked for .* which share devices with 2 gen"),
-        (RunSettings(colocate="yes", weights=TransferSettings("collective")), GPUS, "NCCL does not take two ranks on"),
-        (RunSettings(colocate="yes", weights=TransferSettings("auto")), GPUS, "weights.transport auto cannot be used"),
-        (RunSettings(colocate="yes"), Devices("cuda", 2, 8), "colocate yes on 2 hosts: .* rdma"),
-        (RunSettings(colocate="sleep"), GPUS, "colocate sleep is not there yet: .* Give colocate yes"),
+        (RunSettings(), Devices("cuda", 1, 1), "4 ranks are asked for .* offers 1: .* --colocate"),
+        (RunSettings(colocate=True), Devices("cuda", 1, 1), "2 ranks are asked for .* which share devices with 2 gen"),
+        (RunSettings(colocate=True, weights=TransferSettings("collective")), GPUS, "NCCL does not take two ranks on"),
+        (RunSettings(colocate=True, weights=TransferSettings("auto")), GPUS, "weights.transport auto cannot be used"),
+        (RunSettings(colocate=True), Devices("cuda", 2, 8), "colocate on 2 hosts: .* rdma"),
     ],
 )
 def test_what_cannot_share_a_device_is_refused(settings: RunSettings, devices: Devices, said: str) -> None:
@@ -51,7 +50,7 @@ def test_what_cannot_share_a_device_is_refused(settings: RunSettings, devices: D
 
 
 def test_replicas_that_share_devices_begin_at_the_first_one() -> None:
-    apart, together = RunSettings(), RunSettings(colocate="yes")
+    apart, together = RunSettings(), RunSettings(colocate=True)
     assert (apart.first_replica_device, together.first_replica_device) == (apart.trainer.ranks, 0)
     assert (apart.transfers.way, together.transfers.way) == ("collective", "shared_memory")
     assert replace(together, weights=TransferSettings("rdma")).transfers.way == "rdma"

@@ -187,9 +187,9 @@ def test_one_device_for_a_trainer_rank_and_a_replica(start: Start, model: Path, 
     """They share the only one that the launch has, and its memory: versions travel by it."""
     arguments = recipe(model, tmp_path / "runs", "--trainer.ranks=1", "--generator.replicas=1")
     run = start([*TORCHRUN, "--nproc-per-node=1", *arguments])
-    assert run.wait(RUN_S) != 0 and "2 ranks are asked for" in run.output() and "--colocate yes" in run.output()
+    assert run.wait(RUN_S) != 0 and "2 ranks are asked for" in run.output() and "--colocate" in run.output()
     run.assert_gone(GONE_S)
-    run = start([*TORCHRUN, "--nproc-per-node=1", *arguments, "--colocate=yes"])
+    run = start([*TORCHRUN, "--nproc-per-node=1", *arguments, "--colocate"])
     finished(run)
     check_run(run.output(), model, max_policy_lag=2)
     (file,) = (tmp_path / "runs").glob("*/settings.json")

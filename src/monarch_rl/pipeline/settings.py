@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import psutil
 import torch
@@ -52,10 +52,9 @@ class RunSettings(CheckedSettings, flags=""):
     """Hugging Face folder or Hub name of the model to train (Qwen3, Qwen3-MoE, Qwen2, Llama, Mistral, DeepSeek-V3)."""
     steps: Annotated[int, Range(1, 10**9)] = 250
     """Optimiser steps."""
-    colocate: Literal["no", "yes", "sleep"] = "no"
-    """`yes`: trainer ranks and replicas share devices, so that one GPU is enough. Their memory is divided, and training
-    and decoding slow each other down. `sleep`, which would free the KV cache meanwhile, is not there yet
-    (docs/memory.md)."""
+    colocate: bool = False
+    """Have trainer ranks and replicas share devices, so that one GPU is enough. Their memory is divided, and training and
+    decoding slow each other down (docs/memory.md)."""
     groups_per_step: Annotated[int, Range(1, 1_000_000)] = 32
     """Prompts of one optimiser step; each is played rollout.group-size times."""
     held_out: Annotated[int, Range(1, 1_000_000)] = 200
@@ -81,12 +80,12 @@ class RunSettings(CheckedSettings, flags=""):
     @property
     def first_replica_device(self) -> int:
         """The number of the first device that replicas take; trainer ranks take the first ones."""
-        return 0 if self.colocate == "yes" else self.trainer.ranks
+        return 0 if self.colocate else self.trainer.ranks
 
     @property
     def transfers(self) -> TransferSettings:
         """How versions travel: trainer ranks and replicas that share a device share its memory, too."""
-        if self.colocate == "yes" and self.weights.transport is None:
+        if self.colocate and self.weights.transport is None:
             return replace(self.weights, transport="shared_memory")
         return self.weights
 
@@ -122,11 +121,6 @@ def check(s: RunSettings, offered: Devices, task: Task | None = None) -> Path:
         ValueError: names the setting and says what to do.
     """
     _check_numbers(s, task)
-    if s.colocate == "sleep":
-        raise ValueError(
-            "colocate sleep is not there yet: an engine whose KV cache is taken away cannot go on with the sequences "
-            "that it is decoding, and generation does not stop for a training step here. Give colocate yes"
-        )
     check_rollout(s.rollout, s.groups_per_step, s.trainer.data_ranks)
     s.buffer.window_for(s.groups_per_step)
     _check_devices(s, offered)
@@ -156,7 +150,7 @@ def resolve(s: S, offered: Devices, model: Path | None = None) -> S:
     if model is not None and offered.memory:
         plan = plan_memory(read_config(model), memory_sides(s), offered.memory)
         fraction = plan.memory_fraction
-        if s.colocate == "yes":
+        if s.colocate:
             tokens = plan.cache_tokens
     resolved = replace(
         s.generator,
@@ -170,7 +164,7 @@ def resolve(s: S, offered: Devices, model: Path | None = None) -> S:
 
 def memory_sides(s: RunSettings) -> Sides:
     """The settings that decide how much memory a run takes."""
-    return Sides(s.trainer, s.generator, s.transfers, s.colocate == "yes")
+    return Sides(s.trainer, s.generator, s.transfers, s.colocate)
 
 
 def _check_model(s: RunSettings, model: Path, offered: Devices, prompts: list[str]) -> None:
@@ -221,12 +215,12 @@ def _check_numbers(s: RunSettings, task: Task | None) -> None:
 def _check_devices(s: RunSettings, offered: Devices) -> None:
     engine_ranks = s.generator.replicas * s.generator.tp
     replicas = f"{s.generator.replicas} generator replicas" + (f" of {s.generator.tp}" if s.generator.tp > 1 else "")
-    if s.colocate == "yes":
+    if s.colocate:
         _check_shared(s, offered)
         what = f"{s.trainer.ranks} trainer ranks, which share devices with {replicas}"
         offered.check(max(s.trainer.ranks, engine_ranks), what)
     else:
-        otherwise = "Or have trainer ranks and replicas share devices: --colocate yes."
+        otherwise = "Or have trainer ranks and replicas share devices: --colocate."
         offered.check(s.trainer.ranks + engine_ranks, f"{s.trainer.ranks} trainer ranks + {replicas}", otherwise)
     check_hosts(s.trainer, offered.per_host)
 
@@ -236,12 +230,12 @@ def _check_shared(s: RunSettings, offered: Devices) -> None:
     way = s.transfers.way
     if offered.kind == "cuda" and way in ("collective", "auto"):
         raise ValueError(
-            f"weights.transport {way} cannot be used with colocate yes: NCCL does not take two ranks on one GPU. Leave "
+            f"weights.transport {way} cannot be used with colocate: NCCL does not take two ranks on one GPU. Leave "
             "it out, which is shared_memory then, or give rdma"
         )
     if offered.num_hosts > 1 and way == "shared_memory":
         raise ValueError(
-            f"colocate yes on {offered.num_hosts} hosts: weights.transport shared_memory, its default, works on one. "
+            f"colocate on {offered.num_hosts} hosts: weights.transport shared_memory, its default, works on one. "
             "Give weights.transport rdma"
         )
 
