@@ -53,7 +53,7 @@ class RunSettings(CheckedSettings, flags=""):
     steps: Annotated[int, Range(1, 10**9)] = 250
     """Optimiser steps."""
     colocate: bool = False
-    """Have trainer ranks and replicas share devices, so that one GPU is enough. Their memory is divided, and training and
+    """Have trainer ranks and replicas share devices, so that one GPU is enough. Memory is divided, and training and
     decoding slow each other down (docs/memory.md)."""
     groups_per_step: Annotated[int, Range(1, 1_000_000)] = 32
     """Prompts of one optimiser step; each is played rollout.group-size times."""
