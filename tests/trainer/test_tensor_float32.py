@@ -103,8 +103,9 @@ def test_a_policy_takes_it_in_both_passes_of_half_precision_alone(half: bool, ex
     policy._set_expert_routes = lambda *_: None
     policy.settings = type("Settings", (), {"router_replay": "off"})
     batch: Any = object.__new__(MicroBatch)
-    for name in ("token_ids", "positions", "attention", "drawn_after", "targets", "kept_sets", "rows"):
+    for name in ("positions", "attention", "drawn_after", "targets", "kept_sets", "rows"):
         setattr(batch, name, None)
+    batch.token_ids = torch.zeros(1, 3)
     Watched.seen.clear()
 
     class Optimizers:
