@@ -25,7 +25,7 @@ from monarch_rl import runtime
 from monarch_rl.runtime import actor_process, fork_client, monitor
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, DeadlineExceeded, within
 from monarch_rl.runtime.devices import Devices, TooFewDevices, devices, launched_by_torchrun, visible_devices
-from monarch_rl.runtime.distributed import init_torch_distributed_env
+from monarch_rl.runtime.distributed import ENVIRONMENT, init_torch_distributed_env
 from monarch_rl.runtime.fork_server import Preload
 from monarch_rl.runtime.host import HostProcess
 from monarch_rl.runtime.lifetime import die_with_parent
@@ -66,6 +66,8 @@ _THREAD_COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 """Variables that say how many threads a process computes with."""
 MONITOR = "process_monitor"
 """Name of the :class:`ProcessMonitor` actor in every process."""
+HIDDEN = ("logger-", f"{MONITOR}-", f"{ENVIRONMENT}-")
+"""How the names of meshes begin whose loss is not told: the run's own mesh in the same processes is lost with them."""
 HOST_DEADLINE_S = 8.0
 """Seconds for a host process to kill its remaining descendants and end."""
 
@@ -220,8 +222,7 @@ class Cluster:
 
     def _on_fault(self, failure: MeshFailure) -> None:
         """Monarch's hook for a failure that no supervisor handled. Returning keeps the controller alive."""
-        # Each process has a hidden mesh for its logs, and a monitor, which fail together with the meshes of the run.
-        if self._ending or failure.mesh_name.startswith(("logger-", f"{MONITOR}-")):
+        if self._ending or failure.mesh_name.startswith(HIDDEN):
             logger.debug("mesh %s failed: %s", failure.mesh_name, failure.report())
             return
         self.faults.append(failure)

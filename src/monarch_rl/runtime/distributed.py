@@ -14,6 +14,8 @@ from monarch_rl.runtime.network import free_port, host_address
 if TYPE_CHECKING:
     from monarch.actor import ProcMesh
 
+ENVIRONMENT = "torch_distributed_env"
+"""Name of the actor that sets the variables."""
 SET_UP_DEADLINE_S = 300.0
 """Seconds for a call to freshly spawned processes, which may import first, ten CPU-seconds' worth."""
 
@@ -54,7 +56,7 @@ async def init_torch_distributed_env(mesh: ProcMesh) -> None:
 
     Raises :class:`~monarch_rl.runtime.deadlines.DeadlineExceeded`.
     """
-    actors = mesh.spawn("torch_distributed_env", _Environment)
+    actors = mesh.spawn(ENVIRONMENT, _Environment)
     first = actors.slice(**dict.fromkeys(mesh.extent.labels, 0))
     what = f"the processes of mesh {mesh.extent} to start"
     address, port = await within(SET_UP_DEADLINE_S, first.meeting_point.call_one(), what, on="Monarch")
