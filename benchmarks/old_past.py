@@ -33,14 +33,14 @@ from monarch_rl.algorithms.advantages import ADVANTAGES
 from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.generator.engine import Engine
 from monarch_rl.generator.scheduler_process import quiet_imports
+from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.model.folder import resolve_model
+from monarch_rl.model.messages import user
 from monarch_rl.pipeline.run import Run
 from monarch_rl.pipeline.start import save
-from monarch_rl.rollout.tokenizer import Tokenizer
 from monarch_rl.runtime.cluster import Cluster, launch_cluster
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.tasks.reasoning_gym import TaskSource
-from monarch_rl.tasks.task import Message
 from monarch_rl.trainer.objective import reinforcement
 from monarch_rl.weights.area import Area
 from monarch_rl.weights.checksum import tensor_checksum
@@ -222,13 +222,13 @@ def main(s: Settings) -> None:
                 return
             folders = asyncio.run(train(cluster, s, model, Path(scratch)))
             kind = cluster.devices.kind
-        tokenizer, tasks = Tokenizer(str(model)), TaskSource(s.job.task, "held_out")
+        template, tasks = ChatTemplate(str(model)), TaskSource(s.job.task, "held_out")
         asked = range(max(s.answers, s.sequences))
-        prompts = [tokenizer.render([Message("user", tasks.item(index).prompt)]) for index in asked]
+        prompts = [template.opening([user(tasks.item(index).prompt)]) for index in asked]
         figures: dict[str, Any] = {}
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
             for rule in RULES:
-                drawn = asyncio.run(draw(s, rule, folders, prompts, tokenizer.stop_token_ids))
+                drawn = asyncio.run(draw(s, rule, folders, prompts, template.stop_token_ids))
                 names = ("answers", "sequences")
                 figures[rule] = {n: compare(pool, folders, d) for n, d in zip(names, drawn, strict=True)}
                 print(f"{rule}: {json.dumps(short(figures[rule]))}", flush=True)

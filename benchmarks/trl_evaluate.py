@@ -14,17 +14,17 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from monarch_rl.rollout.tokenizer import Tokenizer
+from monarch_rl.model.chat import ChatTemplate
+from monarch_rl.model.messages import user
 from monarch_rl.tasks.reasoning_gym import TaskSettings, TaskSource, score
-from monarch_rl.tasks.task import Message
 
 BATCH = 50
 
 
-def answer(model: Any, tokenizer: Tokenizer, prompts: list[str], new_tokens: int) -> list[str]:
+def answer(model: Any, template: ChatTemplate, prompts: list[str], new_tokens: int) -> list[str]:
     """The model's most likely answers, padded on the left so that all begin at one position."""
-    ids = [tokenizer.render([Message("user", prompt)]) for prompt in prompts]
-    width, stops = max(map(len, ids)), list(tokenizer.stop_token_ids)
+    ids = [template.opening([user(prompt)]) for prompt in prompts]
+    width, stops = max(map(len, ids)), list(template.stop_token_ids)
     padded = torch.tensor([[stops[0]] * (width - len(row)) + row for row in ids])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in ids])
     drawn = model.generate(
@@ -35,11 +35,11 @@ def answer(model: Any, tokenizer: Tokenizer, prompts: list[str], new_tokens: int
         eos_token_id=stops,
         pad_token_id=stops[0],
     )
-    return [tokenizer.decode(row) for row in drawn[:, width:].tolist()]
+    return [template.plain(row) for row in drawn[:, width:].tolist()]
 
 
 def main(job: dict[str, Any], folders: list[str]) -> None:
-    task, tokenizer = TaskSettings(**job["task"]), Tokenizer(job["model"])
+    task, template = TaskSettings(**job["task"]), ChatTemplate(job["model"])
     source = TaskSource(task, "held_out")
     items = [source.item(index) for index in range(job["held_out"])]
     results = []
@@ -48,7 +48,7 @@ def main(job: dict[str, Any], folders: list[str]) -> None:
         texts: list[str] = []
         for first in range(0, len(items), BATCH):
             prompts = [item.prompt for item in items[first : first + BATCH]]
-            texts += answer(model, tokenizer, prompts, job["max_new_tokens"])
+            texts += answer(model, template, prompts, job["max_new_tokens"])
         rewards = [score(task, item.entry, text).reward for item, text in zip(items, texts, strict=True)]
         right = sum(reward >= 1 for reward in rewards)
         results.append({"accuracy": right / len(rewards), "reward": sum(rewards) / len(rewards)})

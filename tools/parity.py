@@ -29,13 +29,13 @@ from monarch_rl.algorithms.mismatch import figures
 from monarch_rl.episode.sampling import Sampling
 from monarch_rl.generator.gpu import check_environment
 from monarch_rl.generator.settings import GeneratorSettings, check_attention, check_served, resolve_dtype
+from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.model.check import check_folder
 from monarch_rl.model.folder import num_experts, read_config, resolve_model, sparse_layers
+from monarch_rl.model.messages import user
 from monarch_rl.pipeline.parity import TOP, PromptSet, Reading, SideFailed, compare
 from monarch_rl.rollout.settings import RolloutSettings
-from monarch_rl.rollout.tokenizer import Tokenizer
 from monarch_rl.tasks.reasoning_gym import TaskSettings, TaskSource
-from monarch_rl.tasks.task import Message
 from monarch_rl.trainer.settings import TrainerSettings, check_experts
 
 Figures = dict[str, float]
@@ -210,8 +210,8 @@ def random_prompts(s: Settings, config: dict[str, Any]) -> list[list[int]]:
 
 
 def task_prompts(s: Settings, folder: Path) -> list[list[int]]:
-    tokenizer, source = Tokenizer(str(folder)), TaskSource(s.task, "train")
-    return [tokenizer.render([Message("user", source.item(index).prompt)]) for index in range(s.sequences)]
+    template, source = ChatTemplate(str(folder)), TaskSource(s.task, "train")
+    return [template.opening([user(source.item(index).prompt)]) for index in range(s.sequences)]
 
 
 def make_prompt_sets(r: RolloutSettings, prompts: list[list[int]]) -> list[PromptSet]:

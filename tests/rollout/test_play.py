@@ -8,6 +8,7 @@ import random
 from collections.abc import Awaitable
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,15 +18,18 @@ from hypothesis import strategies as st
 
 from monarch_rl.episode.episode import Episode
 from monarch_rl.episode.sampling import Completion, DrawLost, Sampling
+from monarch_rl.model.chat import ChatTemplate
+from monarch_rl.model.conversation import Conversation
+from monarch_rl.model.messages import user
 from monarch_rl.rollout.episode_failed import EpisodeFailed
 from monarch_rl.rollout.play import EpisodePlayer, all_or_none, episode_seed
 from monarch_rl.rollout.scoring import ScorerBroken, ScoringFailed
 from monarch_rl.rollout.settings import RolloutSettings
-from monarch_rl.rollout.tokenizer import Tokenizer
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import DeadlineExceeded
 from monarch_rl.simulate.clock import run_virtual
 from monarch_rl.tasks.task import ContextFull, Message, Outcome, Policy, Reply, Task
+from tests.model.chat_helpers import write_model
 from tests.rollout.helpers import CHARACTERS
 
 T = TypeVar("T")
@@ -35,9 +39,9 @@ SETTINGS = RolloutSettings(episode_deadline_s=0.2, generate_deadline_s=0.2)
 class Echo:
     """Draws ``text`` and, if it ends, the stop token; keeps the prompts it was given."""
 
-    def __init__(self, tokenizer: Tokenizer, text: str, ends: bool = True) -> None:
+    def __init__(self, template: ChatTemplate, text: str, ends: bool = True) -> None:
         self.prompts: list[list[int]] = []
-        ids = tokenizer.render([Message("user", text)]) + list(tokenizer.stop_token_ids) * ends
+        ids = template.opening([user(text)]) + list(template.stop_token_ids) * ends
         n = len(ids)
         reason = "stop" if ends else "length"
         self.completion = Completion(np.asarray(ids), np.full(n, -0.5), np.full(n, 4), reason)
@@ -80,7 +84,7 @@ def run(awaitable: Awaitable[T]) -> T:
 
 def play(
     generator: Any,
-    tokenizer: Tokenizer,
+    template: ChatTemplate,
     episode: Any,
     item: Any = "",
     sampling: Sampling | None = None,
@@ -89,40 +93,78 @@ def play(
     scorer: Any = None,
     **more: Any,
 ) -> Episode:
-    player = EpisodePlayer(generator, tokenizer, SETTINGS, scorer, limit)
+    player = EpisodePlayer(generator, template, SETTINGS, scorer, limit)
     return run(player.play(task(episode, **more), 7, item, sampling or Sampling(), group))
 
 
 @pytest.fixture
-def tokenizer(model: str) -> Tokenizer:
-    return Tokenizer(model)
+def template(model: str) -> ChatTemplate:
+    return ChatTemplate(model)
 
 
-def test_single_turn_keeps_the_drawn_ids(tokenizer: Tokenizer) -> None:
+def test_single_turn_keeps_the_drawn_ids(template: ChatTemplate) -> None:
     async def episode(item: str, policy: Policy) -> float:
         return float((await policy.reply(item)).text == "12")
 
-    echo = Echo(tokenizer, "12")
-    episode_: Episode = play(echo, tokenizer, episode, item="3 * 4 =")
+    echo = Echo(template, "12")
+    episode_: Episode = play(echo, template, episode, item="3 * 4 =")
     assert (episode_.reward, episode_.finish_reason, len(episode_.turns)) == (1.0, "stop", 1)
-    prompt = tokenizer.render([Message("user", "3 * 4 =")])
+    prompt = template.opening([user("3 * 4 =")])
     assert episode_.token_ids.tolist() == prompt + echo.completion.token_ids.tolist()
     assert episode_.trainable.tolist() == [False] * len(prompt) + [True] * 3
     assert echo.prompts == [prompt]
 
 
-def test_turns_are_never_tokenised_again(tokenizer: Tokenizer) -> None:
-    echo = Echo(tokenizer, "8", ends=False)
-    episode = play(echo, tokenizer, guessing)
+def test_turns_are_never_tokenised_again(template: ChatTemplate) -> None:
+    echo = Echo(template, "8", ends=False)
+    episode = play(echo, template, guessing)
     assert (episode.reward, episode.info) == (1.0, {"guesses": 2, "heard": ["8", "8"]})
     assert episode.parts == {"format": 0.5, "turn 1": 1.0, "turn 2": 1.0}
-    assert tokenizer.decode(episode.token_ids.tolist()) == "guess8again8"
+    assert template.plain(episode.token_ids.tolist()) == "guess8again8"
     first, second = echo.prompts
     assert second[: len(first)] == first
     assert episode.token_ids.tolist() == second + echo.completion.token_ids.tolist()
 
 
-def test_what_is_read_stands_before_the_next_turn_and_what_is_read_last_is_left_out(tokenizer: Tokenizer) -> None:
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: one.
+        b: the other.
+    """
+    return a + b
+
+
+def test_a_chat_template_with_a_tool(tmp_path: Path) -> None:
+    """The ids are those of a conversation by itself; calls are read, and answers handed back."""
+    template = ChatTemplate(write_model(tmp_path, "qwen3"))
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": 4}}\n</tool_call>'
+    drawn = [template.tokenizer.encode(text + "<|im_end|>") for text in (call, "7")]
+
+    class Scripted:
+        async def generate(self, prompt_ids: list[int], sampling: Sampling, group: int) -> Completion:
+            assert prompt_ids == alone.ids[: len(prompt_ids)]
+            ids = drawn[len(prompt_ids) > opening]
+            return Completion(np.asarray(ids), np.full(len(ids), -0.5), np.full(len(ids), 4), "stop")
+
+    async def episode(item: Any, policy: Policy) -> float:
+        reply = await policy.reply(item, tools=[add])
+        (asked,) = reply.tool_calls
+        answer = await policy.reply(asked.answer(str(add(**asked.arguments))))
+        return float(answer.text == "7")
+
+    alone = Conversation(template)
+    opening = len(alone.add("3 + 4?", [add]))
+    (asked,) = alone.replied(drawn[0], "stop").tool_calls
+    alone.add([asked.answer("7")])
+    alone.replied(drawn[1], "stop")
+    played = play(Scripted(), template, episode, item="3 + 4?", sampling=Sampling(100))
+    assert played.reward == 1.0
+    assert played.token_ids.tolist() == alone.ids
+
+
+def test_what_is_read_stands_before_the_next_turn_and_what_is_read_last_is_left_out(template: ChatTemplate) -> None:
     async def episode(item: Any, policy: Policy) -> dict[str, float]:
         policy.read("a")
         policy.read([Message("user", "b"), {"role": "tool", "content": "c"}])
@@ -132,8 +174,8 @@ def test_what_is_read_stands_before_the_next_turn_and_what_is_read_last_is_left_
         policy.read("f")
         return {"right": 0.75, "short": 0.5}
 
-    played = play(Echo(tokenizer, "8", ends=False), tokenizer, episode)
-    assert tokenizer.decode(played.token_ids.tolist()) == "abc8de8"
+    played = play(Echo(template, "8", ends=False), template, episode)
+    assert template.plain(played.token_ids.tolist()) == "abc8de8"
     assert (played.reward, played.parts) == (1.25, {"right": 0.75, "short": 0.5})  # named parts add up
 
 
@@ -147,13 +189,13 @@ TEXTS = st.text(st.sampled_from("ab 1"), max_size=5)
 )
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 def test_the_trainer_gets_what_the_engine_saw_and_drew_bit_for_bit(
-    tokenizer: Tokenizer, said: list[tuple[list[str], str, bool, bool]], limit: int | None, draws: random.Random
+    template: ChatTemplate, said: list[tuple[list[str], str, bool, bool]], limit: int | None, draws: random.Random
 ) -> None:
     """Random conversations: read, asked with and without text, ended by stop, by length and by the context."""
     seen, drawn = list[list[int]](), list[Completion]()
 
     class Random:
-        """Draws any ids, as a policy may that writes text in other tokens than the tokenizer."""
+        """Draws any ids, as a policy may that writes text in other tokens than the template."""
 
         async def generate(self, prompt_ids: list[int], sampling: Sampling, group: int) -> Completion:
             seen.append(list(prompt_ids))
@@ -173,7 +215,7 @@ def test_the_trainer_gets_what_the_engine_saw_and_drew_bit_for_bit(
         return 1.0
 
     try:
-        played = play(Random(), tokenizer, episode, sampling=Sampling(6), limit=limit)
+        played = play(Random(), template, episode, sampling=Sampling(6), limit=limit)
     except EpisodeFailed as failed:
         assert failed.reason == "no turn of the episode can be trained" or not seen
         return
@@ -201,9 +243,9 @@ def test_the_trainer_gets_what_the_engine_saw_and_drew_bit_for_bit(
         (hanging, "the episode's own code took over 0.2 s"),
     ],
 )
-def test_the_episodes_code_costs_its_episode(tokenizer: Tokenizer, episode: Any, reason: str) -> None:
+def test_the_episodes_code_costs_its_episode(template: ChatTemplate, episode: Any, reason: str) -> None:
     with pytest.raises(EpisodeFailed) as failure:
-        play(Echo(tokenizer, "8"), tokenizer, episode)
+        play(Echo(template, "8"), template, episode)
     assert failure.value.reason == reason
 
 
@@ -248,10 +290,10 @@ UNUSABLE = "episode returned what cannot be used"
 @pytest.mark.parametrize(
     ("episode", "reason", "advice"),
     [
-        (says([{"role": "user"}]), "episode raised TypeError", "a list of messages"),
-        (says(None), "episode raised TypeError", "NoneType"),
+        (says([{"role": "user"}]), "episode raised ChatError", "which is not text"),
+        (says(None), "episode raised ChatError", "None is no message"),
         (says(""), "episode raised ValueError", "give its first turn a prompt"),
-        (says(7), "episode raised TypeError", "int"),
+        (says(7), "episode raised ChatError", "7 is no message"),
         (says("guess", None), UNUSABLE, "return a number"),
         (says("guess", float("nan")), UNUSABLE, "is nan"),
         (says("guess", "1"), UNUSABLE, "is text"),
@@ -266,10 +308,10 @@ UNUSABLE = "episode returned what cannot be used"
     ],
 )
 def test_what_an_episode_does_costs_it_if_it_cannot_be_used(
-    tokenizer: Tokenizer, episode: Any, reason: str, advice: str
+    template: ChatTemplate, episode: Any, reason: str, advice: str
 ) -> None:
     with pytest.raises(EpisodeFailed) as failure:
-        play(Echo(tokenizer, "8"), tokenizer, episode)
+        play(Echo(template, "8"), template, episode)
     assert failure.value.reason == reason and advice in failure.value.report
 
 
@@ -279,13 +321,13 @@ def line_of(function: Any, text: str) -> int:
     return found
 
 
-def test_a_failure_shows_its_author_where_it_was_with_the_item_and_the_answer(tokenizer: Tokenizer) -> None:
+def test_a_failure_shows_its_author_where_it_was_with_the_item_and_the_answer(template: ChatTemplate) -> None:
     async def typo(item: Any, policy: Policy) -> float:
         await policy.reply(item)
         return {"x": 1.0}["y"]
 
     with pytest.raises(EpisodeFailed) as raised:
-        play(Echo(tokenizer, "8"), tokenizer, typo, item="p" * 1000)
+        play(Echo(template, "8"), template, typo, item="p" * 1000)
     failure, line = raised.value.failure, line_of(typo, "return")
     assert failure.kind == ("episode raised KeyError", f"{__file__}:{line}")
     traceback, item, answer = failure.report.rsplit("\n", 2)
@@ -298,7 +340,7 @@ def test_a_failure_shows_its_author_where_it_was_with_the_item_and_the_answer(to
     assert answer == "Answer: '8'"
 
     with pytest.raises(EpisodeFailed) as late:
-        play(Echo(tokenizer, "8"), tokenizer, hanging)
+        play(Echo(template, "8"), template, hanging)
     line = line_of(hanging, "await")
     assert late.value.place == f"{__file__}:{line}"
     assert f'  File "{__file__}", line {line}, in hanging' in late.value.report
@@ -327,15 +369,17 @@ async def stubborn(item: Any, policy: Policy) -> float:
     return 1.0
 
 
-def test_what_is_not_the_episodes_fault_is_raised_as_it_is_whatever_its_code_makes_of_it(tokenizer: Tokenizer) -> None:
+def test_what_is_not_the_episodes_fault_is_raised_as_it_is_whatever_its_code_makes_of_it(
+    template: ChatTemplate,
+) -> None:
     for episode in (guessing, stubborn):
         with pytest.raises(DeadlineExceeded, match="turn 0 of an episode of group 5 from the generators"):
-            play(Silent(), tokenizer, episode, group=5)
+            play(Silent(), template, episode, group=5)
     with pytest.raises(ScorerBroken):
-        play(Echo(tokenizer, "8"), tokenizer, stubborn, scorer=BrokenScorer())
+        play(Echo(template, "8"), template, stubborn, scorer=BrokenScorer())
 
 
-def test_an_episode_is_stopped_by_its_own_time_alone_and_draws_nothing_afterwards(tokenizer: Tokenizer) -> None:
+def test_an_episode_is_stopped_by_its_own_time_alone_and_draws_nothing_afterwards(template: ChatTemplate) -> None:
     """In virtual time. Turns take longer than its code may, and it ignores its cancellation."""
     after = list[str]()
 
@@ -358,12 +402,12 @@ def test_an_episode_is_stopped_by_its_own_time_alone_and_draws_nothing_afterward
                 after.append(str(error))
         return 1.0
 
-    slow = Slow(tokenizer, "8")
+    slow = Slow(template, "8")
     waits = len(presence.waits())
 
     async def test() -> None:
         with pytest.raises(EpisodeFailed, match="the episode's own code took over 0.2 s"):
-            player = EpisodePlayer(slow, tokenizer, replace(SETTINGS, generate_deadline_s=60.0))
+            player = EpisodePlayer(slow, template, replace(SETTINGS, generate_deadline_s=60.0))
             await player.play(task(episode), 0, "", Sampling(), 0)
         while not after:
             await asyncio.sleep(0)
@@ -373,8 +417,8 @@ def test_an_episode_is_stopped_by_its_own_time_alone_and_draws_nothing_afterward
     assert len(presence.waits()) == waits  # none is left behind
 
 
-def test_a_full_context_ends_an_episode_which_keeps_its_reward_so_far(tokenizer: Tokenizer) -> None:
-    echo = Echo(tokenizer, "8")  # it draws two tokens
+def test_a_full_context_ends_an_episode_which_keeps_its_reward_so_far(template: ChatTemplate) -> None:
+    echo = Echo(template, "8")  # it draws two tokens
     limit = len("guess") + 2 + len("again")  # no room for a token of the second turn
     sampling = Sampling(max_new_tokens=2)
 
@@ -384,16 +428,16 @@ def test_a_full_context_ends_an_episode_which_keeps_its_reward_so_far(tokenizer:
             policy.reward_so_far += 0.25
         return 1.0
 
-    episode = play(echo, tokenizer, counting, sampling=sampling, limit=limit)
+    episode = play(echo, template, counting, sampling=sampling, limit=limit)
     assert (episode.finish_reason, episode.reward, len(episode.turns)) == ("context", 0.25, 1)
     assert episode.num_tokens == len("guess") + 2
-    guessed = play(echo, tokenizer, guessing, sampling=sampling, limit=limit, full_context_reward=-1.0)
+    guessed = play(echo, template, guessing, sampling=sampling, limit=limit, full_context_reward=-1.0)
     assert (guessed.finish_reason, guessed.reward) == ("context", -1.0)
-    whole = play(echo, tokenizer, guessing, sampling=sampling, limit=limit + 2)
+    whole = play(echo, template, guessing, sampling=sampling, limit=limit + 2)
     assert (whole.finish_reason, whole.reward, whole.num_tokens) == ("stop", 1.0, limit + 2)
 
 
-def test_a_turn_has_the_tokens_that_there_is_room_for(tokenizer: Tokenizer) -> None:
+def test_a_turn_has_the_tokens_that_there_is_room_for(template: ChatTemplate) -> None:
     class Cut:
         """Draws as many tokens as it may."""
 
@@ -411,19 +455,19 @@ def test_a_turn_has_the_tokens_that_there_is_room_for(tokenizer: Tokenizer) -> N
             await policy.reply("x")
         return len(reply.token_ids)
 
-    played = play(Cut(), tokenizer, episode, sampling=Sampling(max_new_tokens=3), limit=7)
+    played = play(Cut(), template, episode, sampling=Sampling(max_new_tokens=3), limit=7)
     assert reasons == ["length", "context"] and (played.reward, played.num_tokens) == (2.0, 7)
     assert played.finish_reason == "context"
 
 
-def test_a_first_prompt_without_room_fails(tokenizer: Tokenizer) -> None:
-    echo = Echo(tokenizer, "8")
+def test_a_first_prompt_without_room_fails(template: ChatTemplate) -> None:
+    echo = Echo(template, "8")
     with pytest.raises(EpisodeFailed, match="prompt leaves no room within 5 tokens") as failure:
-        play(echo, tokenizer, guessing, limit=5)
+        play(echo, template, guessing, limit=5)
     assert failure.value.tokens == 0 and failure.value.prompt == "guess" and "Shorten prompts" in failure.value.report
 
 
-def test_a_turn_may_be_drawn_in_its_own_way_and_is_not_trained_at_another_temperature(tokenizer: Tokenizer) -> None:
+def test_a_turn_may_be_drawn_in_its_own_way_and_is_not_trained_at_another_temperature(template: ChatTemplate) -> None:
     asked = list[Sampling]()
 
     class Asked(Echo):
@@ -436,7 +480,7 @@ def test_a_turn_may_be_drawn_in_its_own_way_and_is_not_trained_at_another_temper
         await policy.reply("b", max_new_tokens=5)
         return 1.0
 
-    played = play(Asked(tokenizer, "8"), tokenizer, episode, sampling=Sampling(9, 1.0))
+    played = play(Asked(template, "8"), template, episode, sampling=Sampling(9, 1.0))
     assert [(sampling.temperature, sampling.max_new_tokens) for sampling in asked] == [(0.0, 9), (1.0, 5)]
     assert [turn.trainable.tolist() for turn in played.turns] == [[False] * 3, [False, True, True]]
     assert played.turns[0].policy_versions.tolist() == [-1] * 3 and not played.turns[0].logprobs.any()
@@ -446,18 +490,18 @@ def test_a_turn_may_be_drawn_in_its_own_way_and_is_not_trained_at_another_temper
         return 1.0
 
     with pytest.raises(EpisodeFailed, match="no turn of the episode can be trained"):
-        play(Echo(tokenizer, "8"), tokenizer, greedy)
-    assert play(Echo(tokenizer, "8"), tokenizer, greedy, sampling=Sampling(9, 0.0)).reward == 1.0
+        play(Echo(template, "8"), template, greedy)
+    assert play(Echo(template, "8"), template, greedy, sampling=Sampling(9, 0.0)).reward == 1.0
 
 
 @pytest.mark.parametrize("wrong", [{"max_new_tokens": 0}, {"temperature": -1.0}, {"stop": [""]}])
-def test_a_turn_that_cannot_be_drawn_so_is_refused(tokenizer: Tokenizer, wrong: dict[str, Any]) -> None:
+def test_a_turn_that_cannot_be_drawn_so_is_refused(template: ChatTemplate, wrong: dict[str, Any]) -> None:
     async def episode(item: Any, policy: Policy) -> float:
         await policy.reply("a", **wrong)
         return 1.0
 
     with pytest.raises(EpisodeFailed, match="episode raised ValueError"):
-        play(Echo(tokenizer, "8"), tokenizer, episode)
+        play(Echo(template, "8"), template, episode)
 
 
 @given(
@@ -466,7 +510,7 @@ def test_a_turn_that_cannot_be_drawn_so_is_refused(tokenizer: Tokenizer, wrong: 
 )
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 def test_a_stop_string_ends_a_turn_at_the_token_that_completes_it(
-    tokenizer: Tokenizer, drawn: str, stop: list[str]
+    template: ChatTemplate, drawn: str, stop: list[str]
 ) -> None:
     """One that comes in several tokens, too; what is kept is what was drawn, up to there."""
     replies = list[Reply]()
@@ -475,9 +519,9 @@ def test_a_stop_string_ends_a_turn_at_the_token_that_completes_it(
         replies.append(await policy.reply("q", stop=stop))
         return 1.0
 
-    echo = Echo(tokenizer, drawn, ends=False)
+    echo = Echo(template, drawn, ends=False)
     echo.completion.logprobs[:] = np.arange(len(drawn))
-    played, (reply,) = play(echo, tokenizer, episode), replies
+    played, (reply,) = play(echo, template, episode), replies
     ends = [drawn.find(text) + len(text) for text in stop if text in drawn]
     kept = min(ends) if ends else len(drawn)
     assert reply.token_ids == echo.completion.token_ids[:kept].tolist()
@@ -513,7 +557,7 @@ def test_all_or_none_cancels_the_others() -> None:
     assert len(cancelled) == 2
 
 
-def test_routes_of_all_turns_are_asked_for_once_and_follow_each_other(tokenizer: Tokenizer) -> None:
+def test_routes_of_all_turns_are_asked_for_once_and_follow_each_other(template: ChatTemplate) -> None:
     """Each turn asks from the token on that was not read before, and a turn with too few of them is refused."""
 
     class Routing:
@@ -533,19 +577,19 @@ def test_routes_of_all_turns_are_asked_for_once_and_follow_each_other(tokenizer:
             )
 
     generator, sampling = Routing(lost=0), Sampling(max_new_tokens=3, expert_routes_from=0)
-    episode = play(generator, tokenizer, guessing, sampling=sampling)
+    episode = play(generator, template, guessing, sampling=sampling)
     first, second = generator.asked
     assert first[1] == 0 and second[1] == first[0] + 2 and second[0] > first[0] + 3
     assert episode.expert_routes is not None and episode.expert_routes.shape == (episode.num_tokens - 1, 2, 4)
     np.testing.assert_array_equal(episode.expert_routes[:, 1, 2], np.arange(episode.num_tokens - 1))
     with pytest.raises(ValueError, match="turn 0 .* routes of .* were asked for"):
-        play(Routing(lost=1), tokenizer, guessing, sampling=sampling)
+        play(Routing(lost=1), template, guessing, sampling=sampling)
 
 
-def test_a_lost_kept_set_costs_its_episode(tokenizer: Tokenizer) -> None:
+def test_a_lost_kept_set_costs_its_episode(template: ChatTemplate) -> None:
     class Losing:
         async def generate(self, prompt_ids: list[int], sampling: Sampling, group: int) -> Completion:
             raise DrawLost("the engine ended the request")
 
     with pytest.raises(EpisodeFailed, match="could not tell a token's kept set"):
-        play(Losing(), tokenizer, guessing)
+        play(Losing(), template, guessing)

@@ -17,9 +17,9 @@ from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.episode.episode import BatchShard
 from monarch_rl.episode.failure import Failure
+from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.rollout.play import episode_seed
 from monarch_rl.rollout.settings import RolloutSettings
-from monarch_rl.rollout.tokenizer import Tokenizer
 from monarch_rl.rollout.worker import RolloutWorker
 from monarch_rl.runtime.by_value import ByValue
 from monarch_rl.runtime.deadlines import within
@@ -66,7 +66,7 @@ async def system(
     max_policy_lag: int = 1,
 ) -> AsyncIterator[System]:
     buffer = processes.shared.spawn("buffer", Buffer, 2, BufferSettings(max_policy_lag, window=0))
-    generator = processes.shared.spawn("generator", StandInGenerator, Tokenizer(model).stop_token_ids[0])
+    generator = processes.shared.spawn("generator", StandInGenerator, ChatTemplate(model).stop_token_ids[0])
     mesh = processes.rollout.slice(worker=slice(0, settings.workers))
     workers = mesh.spawn("workers", RolloutWorker, settings, ByValue(task), model)
     await within(WAIT_S, workers.setup.call(buffer, Handle(generator)), "the workers to set up")
@@ -102,14 +102,14 @@ def test_groups_go_from_the_task_to_the_trainer(processes: Processes, model: str
             counts = await s.buffer.close.call_one()
             await within(WAIT_S, playing, "the workers to hear of the end")
             assert counts.trained == 8 and not set(counts.dropped) - {"run ended"}
-            source, tokenizer = TaskSource(SUMS), Tokenizer(model)
+            source, template = TaskSource(SUMS), ChatTemplate(model)
             for version, shard in enumerate(shards):
                 assert [len(rewards) for rewards in shard.rewards] == [4, 4]
                 assert shard.tasks == [SUMS.name] * 2
                 for g, e, episode in (place for batch in shard.microbatches for place in batch):
                     group_id = 2 * version + g
                     item = source.item(group_id)
-                    text = tokenizer.decode(episode.token_ids.tolist())
+                    text = template.plain(episode.token_ids.tolist())
                     drawn = text.removeprefix(item.prompt)
                     assert text.startswith(item.prompt)
                     assert drawn == str((episode_seed(11, group_id, e) or 0) % 10)  # order kept, seeds used
@@ -219,9 +219,9 @@ def test_evaluation_is_greedy_on_held_out_items_and_beside_training(processes: P
         async with system(processes, model, RolloutSettings(concurrent_groups=2, group_size=2, seed=5)) as s:
             playing = asyncio.ensure_future(s.workers.run.call())
             evaluation = await s.workers.evaluate.call_one(list(range(20)))
-            held_out, tokenizer = TaskSource(SUMS, "held_out"), Tokenizer(model)
+            held_out, template = TaskSource(SUMS, "held_out"), ChatTemplate(model)
             calls = [call for call in await s.generator.calls.call_one() if call[1].temperature == 0]
-            prompts = {tokenizer.decode(prompt) for prompt, _, _ in calls}
+            prompts = {template.plain(prompt) for prompt, _, _ in calls}
             assert prompts == {held_out.item(i).prompt for i in range(20)}
             assert all(sampling.seed is None for _, sampling, _ in calls)
             assert evaluation.rewards.shape == (20,) and not evaluation.failed
@@ -256,7 +256,7 @@ def test_sigkill_of_a_worker_leaves_no_scorer(model: str) -> None:
         mesh = host.spawn_procs(per_host={"worker": 1}, name="killed")
         try:
             buffer = shared.spawn("buffer", Buffer, 1, BufferSettings(0))
-            generator = shared.spawn("generator", StandInGenerator, Tokenizer(model).stop_token_ids[0])
+            generator = shared.spawn("generator", StandInGenerator, ChatTemplate(model).stop_token_ids[0])
             worker = mesh.spawn("workers", Worker, settings, ByValue(TOUCHY), model)
             await within(WAIT_S, worker.setup.call_one(buffer, Handle(generator)), "the worker to set up")
             pid = await worker.process_id.call_one()

@@ -151,11 +151,11 @@ PADDED = """
 import json, sys, torch
 from trl_evaluate import answer
 from transformers import AutoModelForCausalLM
-from monarch_rl.rollout.tokenizer import Tokenizer
+from monarch_rl.model.chat import ChatTemplate
 folder, prompts = sys.argv[1], ["cat -> ", "elephant -> ", "a -> ", "word -> "]
-model, tokenizer = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), Tokenizer(folder)
-together = answer(model, tokenizer, prompts, 6)
-print(json.dumps([together, [answer(model, tokenizer, [prompt], 6)[0] for prompt in prompts]]))
+model, template = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), ChatTemplate(folder)
+together = answer(model, template, prompts, 6)
+print(json.dumps([together, [answer(model, template, [prompt], 6)[0] for prompt in prompts]]))
 """
 """In a process of its own: SGLang patches transformers in that of the tests."""
 

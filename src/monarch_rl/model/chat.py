@@ -93,7 +93,7 @@ class ChatTemplate:
             )
         return self._shapes[source]
 
-    def opening(self, messages: Sequence[Message], tools: ToolSet | None) -> list[int]:
+    def opening(self, messages: Sequence[Message], tools: ToolSet | None = None) -> list[int]:
         """The ids that open a conversation, up to and with the prompt for the policy's first turn."""
         key = repr((messages, tools and tools.key))
         ids = self._openings.pop(key, None)
@@ -139,15 +139,20 @@ class ChatTemplate:
         """
         return self._reply_reader.read(token_ids, self.shape(tools), tools, stop)
 
-    def stop_tokens(self, stop: Sequence[str]) -> tuple[int, ...]:
-        """The ids of stop strings that are one token, for an engine to stop at; the others, and such a string where the
-        policy draws it in pieces, are found by :class:`~monarch_rl.model.stop_strings.StopStrings`."""
-        return tuple(ids[0] for ids in map(self._plain, stop) if len(ids) == 1)
-
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of some ids, special tokens included."""
         text: str = self.tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
         return text
+
+    def plain(self, token_ids: Sequence[int]) -> str:
+        """The text of some ids without special tokens."""
+        text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        return text
+
+    def token_texts(self) -> list[str]:
+        """The text of each id by itself. Takes a second for 150,000 ids."""
+        texts: list[str] = self.tokenizer.batch_decode([[index] for index in range(len(self.tokenizer))])
+        return texts
 
     def cut_while_thinking(self, token_ids: Sequence[int], tools: ToolSet | None = None) -> bool:
         """Whether a turn that was cut was cut inside a thought."""

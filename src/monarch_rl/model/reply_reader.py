@@ -9,7 +9,6 @@ from typing import Any
 
 from monarch_rl.model.chat_shape import Shape
 from monarch_rl.model.messages import ParsedReply, ToolCall
-from monarch_rl.model.stop_strings import cut_at_stop
 from monarch_rl.model.tool_calls import CallParser
 from monarch_rl.model.tools import ToolSet
 
@@ -21,6 +20,12 @@ def special_tokens(tokenizer: Any) -> list[str]:
     """The texts of all special tokens, also of those that have no name such as ``eos_token``."""
     added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     return list(dict.fromkeys([*tokenizer.all_special_tokens, *added]))
+
+
+def cut_at_stop(text: str, stop: Sequence[str]) -> str:
+    """The text before the first of the stop strings in it."""
+    places = [place for string in stop if (place := text.find(string)) >= 0]
+    return text[: min(places)] if places else text
 
 
 class ReplyReader:

@@ -9,14 +9,14 @@ from typing import Any, TypeVar
 
 from monarch_rl.episode.episode import Episode
 from monarch_rl.episode.sampling import Sampling
-from monarch_rl.rollout.conversation import TextConversation
+from monarch_rl.model.chat import ChatTemplate
+from monarch_rl.model.conversation import Conversation
 from monarch_rl.rollout.episode_failed import EpisodeFailed
 from monarch_rl.rollout.handles import GeneratorHandle
 from monarch_rl.rollout.policy import OWN_CODE, EpisodePolicy, Means
 from monarch_rl.rollout.scoring import Scorer, ScoringFailed
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.stops import Stops
-from monarch_rl.rollout.tokenizer import Tokenizer
 from monarch_rl.rollout.tracebacks import describe, suspended
 from monarch_rl.runtime.deadlines import ends_in_time
 from monarch_rl.tasks.task import ContextFull, EpisodeCode, Outcome, Reward, Task, as_outcome
@@ -29,7 +29,7 @@ class EpisodePlayer:
 
     Args:
         generator: draws the turns.
-        tokenizer: of the model.
+        template: of the model.
         settings: how to play.
         scorer: the scoring processes, if there are some.
         episode_limit: tokens that an episode may have, prompts and drawn ones; None is any number.
@@ -38,14 +38,14 @@ class EpisodePlayer:
     def __init__(
         self,
         generator: GeneratorHandle,
-        tokenizer: Tokenizer,
+        template: ChatTemplate,
         settings: RolloutSettings,
         scorer: Scorer | None = None,
         episode_limit: int | None = None,
     ) -> None:
-        self._tokenizer = tokenizer
+        self._template = template
         self._deadline_s = settings.episode_deadline_s
-        stops = Stops(tokenizer.token_texts, tokenizer.decode)
+        stops = Stops(template.token_texts, template.decode)
         self._means = Means(
             generator,
             scorer,
@@ -72,9 +72,7 @@ class EpisodePlayer:
             DeadlineExceeded: the generator did not answer in time. It and other errors of the generator are not
                 this episode's fault: the first ends the run, others cost the worker.
         """
-        policy = EpisodePolicy(
-            self._means, TextConversation(self._tokenizer), sampling, group, task.full_context_reward
-        )
+        policy = EpisodePolicy(self._means, Conversation(self._template), sampling, group, task.full_context_reward)
         try:
             return policy.episode(await self._outcome(task.episode, item, policy))
         except EpisodeFailed as failed:

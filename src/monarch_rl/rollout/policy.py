@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from monarch_rl.episode.episode import NO_VERSION, Episode, Turn
-from monarch_rl.episode.failure import shortened
 from monarch_rl.episode.sampling import Completion, DrawLost, KeptSets, Sampling
-from monarch_rl.rollout.conversation import Conversation
+from monarch_rl.model.conversation import Conversation
+from monarch_rl.model.messages import as_messages
+from monarch_rl.model.tools import Tools
 from monarch_rl.rollout.episode_failed import EpisodeFailed
 from monarch_rl.rollout.handles import GeneratorHandle
 from monarch_rl.rollout.scoring import Scorer, ScoringFailed
@@ -19,7 +20,7 @@ from monarch_rl.rollout.stops import Stops
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadline_clock import DeadlineClock
 from monarch_rl.runtime.deadlines import within
-from monarch_rl.tasks.task import ContextFull, Message, Outcome, Reply, Reward, Said
+from monarch_rl.tasks.task import ContextFull, Outcome, Reply, Reward, Said
 
 OWN_CODE = "the episode's own code"
 
@@ -99,7 +100,7 @@ class EpisodePolicy:
 
     def read(self, messages: Said) -> None:
         """See :meth:`monarch_rl.tasks.task.Policy.read`."""
-        said = _messages(messages)
+        said = as_messages(messages)
         if self.prompt is None and said:
             self.prompt = "".join(message.content for message in said)
         self._conversation.read(said)
@@ -111,15 +112,18 @@ class EpisodePolicy:
         max_new_tokens: int | None = None,
         temperature: float | None = None,
         stop: str | Sequence[str] = (),
+        tools: Tools | None = None,
     ) -> Reply:
         """See :meth:`monarch_rl.tasks.task.Policy.reply`."""
         if self.broken is not None:
             raise self.broken
         if self._drawing:
             raise RuntimeError("the policy is at its turn: await each policy.reply(...) before the next one")
+        if self.full:
+            raise ContextFull(f"the {len(self._conversation.ids)} tokens of the episode leave no room for another turn")
         self.read(messages)
         start = len(self._conversation.ids)
-        context = self._conversation.add()
+        context = self._conversation.add(tools=tools)
         if not self._conversation.ids:
             raise ValueError("the policy has nothing to read: give its first turn a prompt")
         sampling, stops = self._sampling, [stop] if isinstance(stop, str) else list(stop)
@@ -137,7 +141,7 @@ class EpisodePolicy:
         if reason == "length" and sampling.max_new_tokens < asked:
             reason, self.full = "context", True
         self.answer, self._finish_reason = turn.text, reason
-        return Reply(turn.text, drawn, completion.logprobs, reason)
+        return Reply(turn.text, drawn, completion.logprobs, reason, turn.raw, turn.thinking, turn.tool_calls)
 
     async def in_scorer(self, function: Callable[..., Reward], *args: Any) -> Outcome:
         """See :meth:`monarch_rl.tasks.task.Policy.in_scorer`."""
@@ -240,24 +244,6 @@ class EpisodePolicy:
         expert_routes = np.concatenate(self._expert_routes) if self._expert_routes else None
         reason = "context" if self.full else self._finish_reason
         return Episode(self._turns, outcome.reward, reason, outcome.info, expert_routes, parts=outcome.parts)
-
-
-def _messages(said: Said) -> list[Message]:
-    """What a policy is given, as messages. Raises TypeError if it is something else."""
-    if isinstance(said, str):
-        return [Message("user", said)]
-    if isinstance(said, Message):
-        return [said]
-    return [_message(message) for message in said]
-
-
-def _message(message: Any) -> Message:
-    if isinstance(message, Mapping) and message.keys() == {"role", "content"}:  # as data sets hold them
-        message = Message(message["role"], message["content"])
-    if not isinstance(message, Message) or not isinstance(message.content, str):
-        wrong = shortened(repr(message), 200)
-        raise TypeError(f"a policy takes text, a Message(role, content), or a list of messages, but not {wrong}")
-    return message
 
 
 def _untrained(token_ids: np.ndarray, truncated: bool) -> Turn:

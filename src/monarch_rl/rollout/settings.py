@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from monarch_rl.settings.ranges import FOREVER_S, CheckedSettings, Range
 
@@ -57,6 +58,10 @@ class RolloutSettings(CheckedSettings, flags="rollout"):
     seed: Annotated[int | None, Range(0, 2**63 - 1)] = None
     """Makes draws repeatable for the same weights: each episode's seed derives from this one, from its group and from
     its place in it."""
+    chat_options: str = "{}"
+    """Variables of the model's chat template, as a JSON object: {"enable_thinking": false}. See docs/chat.md."""
+    tool_parser: str = ""
+    """SGLang's name of the format in which the model writes tool calls, such as hermes; empty: told by the template."""
     scorer_processes: Annotated[int, Range(1, 100_000)] = 1
     """Processes of each worker that compute scores."""
     score_deadline_s: Annotated[float, Range(0.1, FOREVER_S)] = 10.0
@@ -74,6 +79,20 @@ class RolloutSettings(CheckedSettings, flags="rollout"):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_truncation()
+        _ = self.template_options
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """``chat_options``. Raises ValueError if that is no JSON object."""
+        try:
+            options = json.loads(self.chat_options)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"rollout.chat-options {self.chat_options[:80]!r} is not JSON: {error}") from None
+        if not isinstance(options, dict):
+            raise ValueError(
+                f'rollout.chat-options must be an object, such as {{"enable_thinking": false}}, got {options!r:.80}'
+            )
+        return options
 
     @property
     def generate_limit_s(self) -> float:

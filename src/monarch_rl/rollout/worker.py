@@ -14,6 +14,7 @@ from monarch_rl.episode.failure import KINDS
 from monarch_rl.episode.packed import pack_group
 from monarch_rl.episode.sampling import Sampling
 from monarch_rl.episode.ticket import Ticket
+from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.rollout.admissions import Admissions
 from monarch_rl.rollout.episode_failed import EpisodeFailed, item_failed
 from monarch_rl.rollout.evaluation import Evaluation
@@ -23,7 +24,6 @@ from monarch_rl.rollout.play import EpisodePlayer, all_or_none, episode_seed
 from monarch_rl.rollout.scoring import Scorer
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.statistics import Statistics, WorkerStats
-from monarch_rl.rollout.tokenizer import Tokenizer
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.by_value import ByValue
 from monarch_rl.runtime.deadlines import within
@@ -41,19 +41,20 @@ and holds up the loop likewise."""
 class Resources:
     """What a worker loads before it plays."""
 
-    tokenizer: Tokenizer
+    template: ChatTemplate
     task: Task
     scorer: Scorer
 
     @classmethod
     async def load(cls, settings: RolloutSettings, handed: ByValue[Task], model: str) -> Resources:
-        """Load tokenizer and task, start the scoring processes. Raises what loading raises (OSError, ValueError)."""
-        tokenizer = await asyncio.to_thread(Tokenizer, model)
+        """Load chat template and task, start the scoring processes. Raises what loading raises."""
+        options, parser = settings.template_options, settings.tool_parser
+        template = await asyncio.to_thread(ChatTemplate, model, options, tool_parser=parser)
         task = await asyncio.to_thread(handed.load)
         if task.warm_up is not None:
             await asyncio.to_thread(task.warm_up)
         await asyncio.to_thread(task.items, 0)  # collects what the items are made from
-        return cls(tokenizer, task, Scorer(settings.scorer_processes, settings.score_deadline_s, task.warm_up))
+        return cls(template, task, Scorer(settings.scorer_processes, settings.score_deadline_s, task.warm_up))
 
 
 class RolloutWorker(ResilientActor):
@@ -110,10 +111,10 @@ class RolloutWorker(ResilientActor):
         """From now on play with these; the rest of :meth:`setup`."""
         self._buffer = buffer
         self._generator = generator
-        self._tokenizer, self._task, self._scorer = resources.tokenizer, resources.task, resources.scorer
+        self._template, self._task, self._scorer = resources.template, resources.task, resources.scorer
         self._admissions = Admissions(buffer, self._name, self._settings.slot_deadline_s)
         self._outbox = Outbox(buffer, self._name, self._settings.slot_deadline_s)
-        self._player = EpisodePlayer(generator, resources.tokenizer, self._settings, resources.scorer, episode_limit)
+        self._player = EpisodePlayer(generator, resources.template, self._settings, resources.scorer, episode_limit)
 
     @concurrent_endpoint
     async def run(self) -> None:
@@ -135,7 +136,7 @@ class RolloutWorker(ResilientActor):
         Nothing of it goes to the buffer."""
         items = self._task.held_out_items(held_out)
         places = asyncio.Semaphore(self._settings.concurrent_groups * self._settings.group_size)
-        sampling = Sampling(self._settings.max_new_tokens, 0.0, self._tokenizer.stop_token_ids)
+        sampling = Sampling(self._settings.max_new_tokens, 0.0, self._template.stop_token_ids)
 
         async def play(index: int) -> Episode | EpisodeFailed:
             async with places:
@@ -158,9 +159,9 @@ class RolloutWorker(ResilientActor):
     @lasting_endpoint
     async def samples(self, limit: int) -> list[dict[str, Any]]:
         """The newest ``limit`` training episodes since the last call, as JSON objects to look at."""
-        newest, decode = self._statistics.take_samples(limit), self._tokenizer.decode
+        newest, template = self._statistics.take_samples(limit), self._template
         # Decoding long answers takes tens of milliseconds: on a thread, and only those that were asked for.
-        return await asyncio.to_thread(lambda: [sample.row(decode, self._tokenizer.show) for sample in newest])
+        return await asyncio.to_thread(lambda: [sample.row(template.plain, template.decode) for sample in newest])
 
     @lasting_endpoint
     async def update_replicas(self, paused: list[int], lost: list[int]) -> None:
@@ -272,5 +273,5 @@ class RolloutWorker(ResilientActor):
 
     def _sampling(self, seed: int | None) -> Sampling:
         s, expert_routes_from = self._settings, 0 if self._keep_expert_routes else None
-        stops = self._tokenizer.stop_token_ids
+        stops = self._template.stop_token_ids
         return Sampling(s.max_new_tokens, s.temperature, stops, seed, s.top_k, s.top_p, s.min_p, expert_routes_from)

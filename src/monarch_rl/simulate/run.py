@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.episode.packed import PackedShard
 from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.generator.settings import GeneratorSettings, InFlight
+from monarch_rl.model.messages import Message, ParsedReply
 from monarch_rl.pipeline.actor_pool import ActorPool
 from monarch_rl.pipeline.actors import Actors
 from monarch_rl.pipeline.run import Run
@@ -29,7 +31,7 @@ from monarch_rl.simulate.clock import run_virtual
 from monarch_rl.simulate.costs import Costs, uniform
 from monarch_rl.simulate.handles import LocalMesh
 from monarch_rl.simulate.replica import SimulatedReplica
-from monarch_rl.tasks.task import Message, Outcome, Policy, Task
+from monarch_rl.tasks.task import Outcome, Policy, Task
 from monarch_rl.weights.endpoint import TransferSettings
 
 FOREVER_S = 1e9
@@ -281,12 +283,12 @@ class SimulatedWorker(RolloutWorker):
         self._costs = costs
         self._score_places = asyncio.Semaphore(plan.scorer_processes)
         prompt = max(1, round(costs.prompt_tokens / grain))
-        tokenizer: Any = _Tokenizer(prompt)
+        template: Any = _Template(prompt)
         scorer: Any = self
-        self._stand_ins = Resources(tokenizer, task, scorer)
+        self._stand_ins = Resources(template, task, scorer)
 
     def set_up(self, buffer: Buffer, replicas: list[SimulatedReplica]) -> None:
-        """Like ``setup``, with stand-ins for the tokenizer, the task and the scorer."""
+        """Like ``setup``, with stand-ins for the chat template, the task and the scorer."""
         self.connect(buffer, SimulatedDispatcher(replicas), self._stand_ins)
 
     async def score(self, function: Any, entry: dict[str, Any]) -> Outcome:
@@ -309,21 +311,25 @@ class SimulatedDispatcher(Dispatcher):
         self._connections = connections
 
 
-class _Tokenizer:
-    """Stands for :class:`Tokenizer`: a prompt's first id is its task, the others mean nothing."""
+class _Template:
+    """Stands for :class:`ChatTemplate`: a prompt's first id is its task, the others mean nothing."""
 
     stop_token_ids = ()
+    system = ""
 
     def __init__(self, prompt: int) -> None:
         self._rest = [0] * (prompt - 1)
 
-    def render(self, messages: list[Message]) -> list[int]:
+    def opening(self, messages: list[Message], tools: None) -> list[int]:
         return [int(messages[0].content), *self._rest]
+
+    def read(self, token_ids: list[int], tools: None, stop: Sequence[str]) -> ParsedReply:
+        return ParsedReply("", "")
 
     def decode(self, token_ids: list[int]) -> str:
         return ""
 
-    show = decode
+    plain = decode
 
     def token_texts(self) -> list[str]:
         return []

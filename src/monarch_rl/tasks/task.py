@@ -28,9 +28,23 @@ class Message:
     content: str
 
 
-Said = str | Message | Sequence[Message | Mapping[str, str]]
+class Spoken(Protocol):
+    """Whatever has a role and content: a :class:`Message`, or a tool's answer (``ToolCall.answer``)."""
+
+    @property
+    def role(self) -> str:
+        """As in :class:`Message`."""
+        ...
+
+    @property
+    def content(self) -> str:
+        """Its text."""
+        ...
+
+
+Said = str | Spoken | Mapping[str, Any] | Sequence[Spoken | Mapping[str, Any]]
 """What a policy is given: text, which is a user's message, a message, or several, also as mappings with role and
-content."""
+content, as data sets hold them."""
 
 
 @dataclass(slots=True)
@@ -38,13 +52,19 @@ class Reply:
     """One turn of the policy."""
 
     text: str
-    """Without special tokens; where a stop string ended it, without that and what follows."""
+    """Without special tokens, thoughts and calls; where a stop string ended it, without that and what follows."""
     token_ids: list[int]
     """All that were drawn."""
     logprobs: np.ndarray
     """float32[n], natural log, of the distribution that drew each token."""
     finish_reason: str
     """``stop``; ``length``: the turn had its ``max_new_tokens``; ``context``: the episode has no room for another."""
+    raw: str = ""
+    """The whole text, special tokens included, without the end token."""
+    thinking: str = ""
+    """What stands between the chat template's tags for thoughts."""
+    tool_calls: Sequence[Any] = ()
+    """In order (``model/messages.py``: ToolCall). Check ``error`` before carrying one out."""
 
 
 class ContextFull(Exception):
@@ -82,6 +102,7 @@ class Policy(Protocol):
         max_new_tokens: int | None = None,
         temperature: float | None = None,
         stop: str | Sequence[str] = (),
+        tools: Sequence[Any] | None = None,
     ) -> Reply:
         """Have the policy answer.
 
@@ -91,9 +112,12 @@ class Policy(Protocol):
             temperature: None is that of the rollouts, and greedy for held-out items. A turn with another one is not
                 trained: the trainer computes log-probs for one temperature.
             stop: texts that end the turn. Tokens after the one that completes such a text are left out.
+            tools: functions or JSON schemas that the policy may call; they stand in the opening, so only the first turn
+                may name new ones (docs/chat.md).
 
         Raises:
             ContextFull: there is no room for a token.
+            ValueError: the model's chat template cannot render the messages, or has no place for tools; says why.
         """
         ...
 
