@@ -316,7 +316,7 @@ def test_ranks_that_do_not_fill_hosts_are_refused(refusal: Callable[..., str], m
     [
         (
             lambda folder: (folder / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}'),
-            ["architecture GPT2LMHeadModel is not supported", "Qwen3ForCausalLM, Qwen3MoeForCausalLM, Llama"],
+            ["architecture GPT2LMHeadModel is not supported", "Qwen3ForCausalLM, Qwen3MoeForCausalLM, Qwen2"],
         ),
         (lambda folder: (folder / "config.json").unlink(), ["is not a model folder", "config.json"]),
         (lambda folder: (folder / "model.safetensors").unlink(), ["no *.safetensors file", "save the weights"]),
