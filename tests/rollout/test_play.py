@@ -28,7 +28,7 @@ from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import DeadlineExceeded
 from monarch_rl.simulate.clock import run_virtual
-from monarch_rl.tasks.task import ContextFull, Message, Outcome, Policy, Reply, Task
+from monarch_rl.tasks.task import ContextFull, Message, Outcome, Policy, Reply, Task, as_outcome
 from tests.model.chat_helpers import write_model
 from tests.rollout.helpers import CHARACTERS
 
@@ -162,6 +162,66 @@ def test_a_chat_template_with_a_tool(tmp_path: Path) -> None:
     played = play(Scripted(), template, episode, item="3 + 4?", sampling=Sampling(100))
     assert played.reward == 1.0
     assert played.token_ids.tolist() == alone.ids
+
+
+def test_a_turn_that_does_not_come_about_leaves_what_it_was_given_to_the_next_one(template: ChatTemplate) -> None:
+    """Whatever ends it: the trainer gets what the engine sees."""
+    echo = Echo(template, "8", ends=False)
+
+    class Hanging:
+        async def generate(self, prompt_ids: list[int], sampling: Sampling, group: int) -> Completion:
+            if len(prompt_ids) <= 5:
+                await asyncio.Event().wait()
+            return await echo.generate(prompt_ids, sampling, group)
+
+    async def episode(item: Any, policy: Policy) -> float:
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(policy.reply("abc"), 0.01)
+        for wrong in (0, 2.5, 10**6):
+            with pytest.raises((TypeError, ValueError)):
+                await policy.reply("not seen", max_new_tokens=wrong)  # type: ignore[arg-type]
+        await policy.reply("def")
+        return 1.0
+
+    played = play(Hanging(), template, episode)
+    (prompt,) = echo.prompts
+    assert template.plain(prompt) == "abcdef"
+    assert played.token_ids.tolist() == [*prompt, *echo.completion.token_ids.tolist()]
+
+
+def test_a_loop_that_catches_everything_does_not_block_the_worker(template: ChatTemplate) -> None:
+    async def episode(item: Any, policy: Policy) -> float:
+        for turn in range(1000):
+            with suppress(ContextFull):
+                await policy.reply(f"{turn}")
+        return 1.0
+
+    async def beside() -> int:
+        turns, playing = 0, asyncio.ensure_future(player.play(task(episode), 7, "", Sampling(), 0))
+        while not playing.done():
+            await asyncio.sleep(0)
+            turns += 1
+        assert (await playing).finish_reason == "context"
+        return turns
+
+    player = EpisodePlayer(Echo(template, "8"), template, SETTINGS, None, 12)
+    assert run(beside()) > 900
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [
+        Outcome(1.0, {"a": float("nan")}),
+        Outcome(1.0, {"a": "2"}),  # type: ignore[dict-item]
+        Outcome(1.0, info={"x": float("inf")}),
+        Outcome(1.0, info=None),  # type: ignore[arg-type]
+        {str(part): 0.0 for part in range(1000)},
+    ],
+    ids=["NaN", "text", "infinity", "nothing", "too many"],
+)
+def test_parts_and_infos_that_cannot_be_used_are_refused(outcome: Any) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        as_outcome(outcome)
 
 
 def test_what_is_read_stands_before_the_next_turn_and_what_is_read_last_is_left_out(template: ChatTemplate) -> None:

@@ -113,6 +113,8 @@ class EpisodePlayer:
         if not await ends_in_time(task, lambda: policy.own_time.clock, self._deadline_s):
             place, stack = suspended(coroutine)
             task.cancel()
+            if policy.broken is not None:  # however its code came to wait
+                raise policy.broken
             report = f"{stack}\nIf it may take longer, raise --rollout.episode-deadline-s.".lstrip()
             raise EpisodeFailed(f"{OWN_CODE} took over {self._deadline_s:g} s", place, report)
         error = None if task.cancelled() else task.exception()

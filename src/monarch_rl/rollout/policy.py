@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -83,6 +85,8 @@ class EpisodePolicy:
         self._means, self._sampling, self._group = means, sampling, group
         self._conversation = conversation
         self._drawing = False
+        self._context: list[int] = []
+        """What the policy was given since its last turn."""
         self._turns: list[Turn] = []
         self._expert_routes: list[np.ndarray] = []
         """What each turn added, where routes are kept."""
@@ -115,33 +119,38 @@ class EpisodePolicy:
         tools: Tools | None = None,
     ) -> Reply:
         """See :meth:`monarch_rl.tasks.task.Policy.reply`."""
-        if self.broken is not None:
-            raise self.broken
-        if self._drawing:
-            raise RuntimeError("the policy is at its turn: await each policy.reply(...) before the next one")
-        if self.full:
-            raise ContextFull(f"the {len(self._conversation.ids)} tokens of the episode leave no room for another turn")
-        self.read(messages)
-        start = len(self._conversation.ids)
-        context = self._conversation.add(tools=tools)
-        if not self._conversation.ids:
-            raise ValueError("the policy has nothing to read: give its first turn a prompt")
-        sampling, stops = self._sampling, [stop] if isinstance(stop, str) else list(stop)
+        await self._check_turn()
+        sampling, stops = self._sampling, (stop,) if isinstance(stop, str) else tuple(stop)
         if max_new_tokens is not None or temperature is not None or stops:
-            sampling = self._means.stops.applied(sampling, max_new_tokens, temperature, stops)
+            sampling = applied(sampling, max_new_tokens, temperature, self._means.stops.token_ids(stops))
         asked = sampling.max_new_tokens
-        sampling = self._within_room(sampling)
-        completion = await self._draw(sampling)
-        if stops:
-            completion = self._means.stops.cut(completion, stops)
-        drawn: list[int] = completion.token_ids.tolist()
-        reason = completion.finish_reason
-        turn = self._conversation.replied(drawn, reason, stops)
-        self._add(context, completion, sampling, start)
+        self.read(messages)
+        self._context += self._conversation.add(tools=tools)
+        drawn: list[int] = []
+        try:
+            sampling = self._within_room(sampling)
+            completion = await self._draw(sampling)
+            if stops:
+                completion = self._means.stops.cut(completion, stops)
+            drawn, reason = completion.token_ids.tolist(), completion.finish_reason
+        finally:  # also if no turn comes about: what it was given stands before the next one
+            turn = self._conversation.replied(drawn, completion.finish_reason if drawn else "length", stops)
+        self._add(completion, sampling)
         if reason == "length" and sampling.max_new_tokens < asked:
             reason, self.full = "context", True
         self.answer, self._finish_reason = turn.text, reason
         return Reply(turn.text, drawn, completion.logprobs, reason, turn.raw, turn.thinking, turn.tool_calls)
+
+    async def _check_turn(self) -> None:
+        """Raise what keeps the policy from another turn."""
+        if self.broken is None and not self._drawing and not self.full:
+            return
+        await asyncio.sleep(0)  # a loop that catches everything must not block the worker
+        if self.broken is not None:
+            raise self.broken
+        if self._drawing:
+            raise RuntimeError("the policy is at its turn: await each policy.reply(...) before the next one")
+        raise ContextFull(f"the {len(self._conversation.ids)} tokens of the episode leave no room for another turn")
 
     async def in_scorer(self, function: Callable[..., Reward], *args: Any) -> Outcome:
         """See :meth:`monarch_rl.tasks.task.Policy.in_scorer`."""
@@ -159,6 +168,8 @@ class EpisodePolicy:
     def _within_room(self, sampling: Sampling) -> Sampling:
         """For the next turn: with the tokens that the episode has room for, and the first expert routes to return."""
         limit, length = self._means.episode_limit, len(self._conversation.ids)
+        if not length:
+            raise ValueError("the policy has nothing to read: give its first turn a prompt")
         routes_from = sampling.expert_routes_from
         if routes_from is not None:
             routes_from = sum(map(len, self._expert_routes))
@@ -191,12 +202,13 @@ class EpisodePolicy:
             self._drawing = False
             self.own_time.go_on()
 
-    def _add(self, context: list[int], completion: Completion, sampling: Sampling, start: int) -> None:
-        """Add a turn to the episode. ``start``: tokens before its context."""
+    def _add(self, completion: Completion, sampling: Sampling) -> None:
+        """Add the turn that has been drawn to the episode."""
         if sampling.expert_routes_from is not None:
-            rows = start + len(context) + len(completion.token_ids) - 1 - sampling.expert_routes_from
+            rows = len(self._conversation.ids) - 1 - sampling.expert_routes_from
             self._expert_routes.append(self._routes_of(completion, rows))
-        turn = Turn.from_completion(context, completion)
+        turn = Turn.from_completion(self._context, completion)
+        self._context = []
         if sampling.temperature != self._sampling.temperature:
             turn = _untrained(turn.token_ids, self._sampling.truncated)
         self._turns.append(turn)
@@ -244,6 +256,23 @@ class EpisodePolicy:
         expert_routes = np.concatenate(self._expert_routes) if self._expert_routes else None
         reason = "context" if self.full else self._finish_reason
         return Episode(self._turns, outcome.reward, reason, outcome.info, expert_routes, parts=outcome.parts)
+
+
+def applied(
+    sampling: Sampling, max_new_tokens: int | None, temperature: float | None, stop_token_ids: Sequence[int]
+) -> Sampling:
+    """``sampling`` with what one turn asks for; None is as it is. Raises ValueError or TypeError if that cannot be."""
+    most = sampling.max_new_tokens
+    if max_new_tokens is not None and not 1 <= operator.index(max_new_tokens) <= most:
+        raise ValueError(f"max_new_tokens must be 1 to {most}, which is --rollout.max-new-tokens, got {max_new_tokens}")
+    if temperature is not None and not 0 <= temperature < float("inf"):
+        raise ValueError(f"temperature must not be negative, got {temperature}")
+    return replace(
+        sampling,
+        max_new_tokens=most if max_new_tokens is None else max_new_tokens,
+        temperature=sampling.temperature if temperature is None else temperature,
+        stop_token_ids=tuple(sorted({*sampling.stop_token_ids, *stop_token_ids})),
+    )
 
 
 def _untrained(token_ids: np.ndarray, truncated: bool) -> Turn:

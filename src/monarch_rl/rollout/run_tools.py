@@ -58,6 +58,9 @@ async def run_tools(
         failed: is told what went wrong in a tool. The policy reads that the tool failed, and the exception's words.
     """
     functions = as_tools(tools).functions
+    for call in calls:
+        if not call.error and call.name not in functions:
+            raise LookupError(f"the tool {call.name!r} is given as a schema: carry its calls out yourself")
     answers = (_answer(call, functions, deadline_s, characters, failed) for call in calls)
     return list(await asyncio.gather(*answers))
 
@@ -71,8 +74,6 @@ async def _answer(
 ) -> Message:
     if call.error:
         return call.answer(call.error)
-    if call.name not in functions:
-        raise LookupError(f"the tool {call.name!r} is given as a schema: carry its calls out yourself")
     run = _Call(functions[call.name], call.arguments)
     try:
         result = await within(deadline_s, run.outcome(), f"the tool {call.name}", on="a tool")
@@ -102,8 +103,12 @@ class _Call:
     async def outcome(self) -> Any:
         """What the function returns. Raises what it raises."""
         if not inspect.iscoroutinefunction(self._function):
-            return await self._on_thread()
-        self._coroutine = self._function(**self._arguments)
+            result = await self._on_thread()
+            if not inspect.isawaitable(result):  # an object whose call is a coroutine, for one
+                return result
+            self._coroutine = result
+        else:
+            self._coroutine = self._function(**self._arguments)
         try:
             return await self._coroutine  # waits: run_tools has a deadline for it
         except (SystemExit, KeyboardInterrupt) as error:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
-from monarch_rl.episode.sampling import Completion, Sampling
+from monarch_rl.episode.sampling import Completion
+
+MOST_IDS = 1000
+"""For a string that more tokens hold, such as a letter, turns are only cut afterwards: ids travel with a request."""
 
 
 class Stops:
@@ -23,28 +25,20 @@ class Stops:
     def __init__(self, token_texts: Callable[[], list[str]], decode: Callable[[list[int]], str]) -> None:
         self._token_texts = functools.cache(token_texts)
         self._decode = decode
-        self._ids_with = functools.lru_cache(maxsize=64)(self._find)
+        self.token_ids = functools.lru_cache(maxsize=64)(self._find)
+        """The ids at which an engine ends a turn for these strings; none for those that very many tokens hold. Raises
+        ValueError if one is empty."""
 
-    def applied(
-        self, sampling: Sampling, max_new_tokens: int | None, temperature: float | None, stops: Sequence[str]
-    ) -> Sampling:
-        """``sampling`` with what one turn asks for; None is as it is. Raises ValueError if that cannot be asked."""
-        if max_new_tokens is not None and max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-        if temperature is not None and not 0 <= temperature < float("inf"):
-            raise ValueError(f"temperature must not be negative, got {temperature}")
+    def _find(self, stops: tuple[str, ...]) -> tuple[int, ...]:
         if not all(stops):
             raise ValueError("a stop string must not be empty")
-        ids = {id for stop in stops for id in self._ids_with(stop)}
-        return replace(
-            sampling,
-            max_new_tokens=sampling.max_new_tokens if max_new_tokens is None else max_new_tokens,
-            temperature=sampling.temperature if temperature is None else temperature,
-            stop_token_ids=tuple(sorted({*sampling.stop_token_ids, *ids})),
-        )
-
-    def _find(self, stop: str) -> tuple[int, ...]:
-        return tuple(index for index, text in enumerate(self._token_texts()) if stop in text)
+        texts = self._token_texts() if stops else []
+        found: set[int] = set()
+        for stop in stops:
+            ids = [index for index, text in enumerate(texts) if stop in text]
+            if len(ids) <= MOST_IDS:
+                found.update(ids)
+        return tuple(sorted(found))
 
     def cut(self, completion: Completion, stops: Sequence[str]) -> Completion:
         """``completion`` up to the token that completes the first stop string; the whole if there is none."""

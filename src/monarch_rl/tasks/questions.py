@@ -110,6 +110,7 @@ class Questions(Task):
             row with the prompt of a held-out one.
         name: for metrics.
         seed: of the order, and of which rows are held out.
+        full_context_reward: of an episode that a full context ends.
     """
 
     def __init__(
@@ -122,6 +123,7 @@ class Questions(Task):
         held_out: int | Mapping[str, Sequence[Row]] = 0,
         name: str = "questions",
         seed: int = 0,
+        full_context_reward: float = 0.0,
     ) -> None:
         asking = _Asking(reward, system, template)
         if isinstance(held_out, int):
@@ -130,7 +132,7 @@ class Questions(Task):
         else:
             split = _Split(rows, held_out, 0, template, seed)
             sets = held_out
-        super().__init__(split.item, asking.play, sets, name, check=split.check)
+        super().__init__(split.item, asking.play, sets, name, full_context_reward, check=split.check)
 
 
 class _Asking:
@@ -138,7 +140,8 @@ class _Asking:
 
     def __init__(self, reward: RewardFunction, system: str, template: str) -> None:
         self._reward, self._system, self._template = reward, system, template
-        self._in_worker = inspect.iscoroutinefunction(reward)
+        called = getattr(reward, "__call__", None)  # noqa: B004  that of an object may be a coroutine
+        self._in_worker = inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(called)
 
     async def play(self, row: Row, policy: Policy) -> Outcome:
         """The episode of a row."""

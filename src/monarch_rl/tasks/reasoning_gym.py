@@ -67,13 +67,14 @@ class ReasoningGym(Task):
     Cheap to make and to pickle: the data set is loaded where it is played.
     """
 
-    def __init__(self, settings: TaskSettings) -> None:
+    def __init__(self, settings: TaskSettings, full_context_reward: float = 0.0) -> None:
         train, held_out = TaskSource(settings), TaskSource(settings, "held_out")
         super().__init__(
             train.item,
             functools.partial(_play, settings),
             {"held_out": held_out},
             name=settings.name,
+            full_context_reward=full_context_reward,
             warm_up=functools.partial(load_data_set, settings, "train"),
             check=train.check,
         )

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     import numpy as np
 
 
+MOST_PARTS = 100
+"""Of one reward."""
+
+
 @dataclass(frozen=True, slots=True)
 class Message:
     """One entry of a conversation."""
@@ -191,10 +195,12 @@ class Task:
 def as_outcome(value: Reward) -> Outcome:
     """What an episode or a score returned, as plain numbers. Raises TypeError or ValueError if it is something else."""
     if isinstance(value, Outcome):
-        parts = {name: float(part) for name, part in value.parts.items()} if value.parts else {}
+        parts = {str(name): _number(part) for name, part in value.parts.items()} if value.parts else {}
         outcome = Outcome(_number(value.reward), parts, value.info)
+        if not isinstance(value.info, dict):
+            raise TypeError(f"info must be a dictionary, got {value.info!r:.80}")
         if value.info:
-            json.dumps(value.info)
+            json.dumps(value.info, allow_nan=False)
     elif isinstance(value, Mapping):
         parts = {str(name): _number(part) for name, part in value.items()}
         outcome = Outcome(sum(parts.values()), parts)
@@ -202,6 +208,11 @@ def as_outcome(value: Reward) -> Outcome:
         outcome = Outcome(_number(value))
     if not math.isfinite(outcome.reward):
         raise ValueError(f"the reward is {outcome.reward}, not a finite number")
+    wrong = [f"{name} is {part}" for name, part in outcome.parts.items() if not math.isfinite(part)]
+    if wrong:
+        raise ValueError(f"parts of a reward must be finite numbers: {', '.join(wrong[:3])}")
+    if len(outcome.parts) > MOST_PARTS:
+        raise ValueError(f"a reward has {len(outcome.parts)} parts, each of which is a metric: at most {MOST_PARTS}")
     return outcome
 
 
