@@ -77,7 +77,7 @@ def test_what_a_refusal_names_makes_it_fit(name: str, gigabytes: int) -> None:
 
 
 def test_a_refusal_says_what_takes_how_much_and_names_three_settings() -> None:
-    message = refused("Qwen3-8B", sides(ranks=4), gpus(80))
+    message = refused("Qwen3-8B", sides(ranks=4), gpus(80, hosts=4))
     assert message.startswith("a trainer rank needs ") and "optimiser states 15.3" in message
     for setting in ("activation-checkpoint selective", "ranks 16", "tokens-per-microbatch 4096"):
         assert f"trainer.{setting}" in message

@@ -137,6 +137,7 @@ async def test_settings_are_checked_before_anything_is_spawned() -> None:
         task = ReasoningGym(TaskSettings()).played_by(lambda item, policy: lock)  # type: ignore[arg-type, return-value]
         with pytest.MonkeyPatch.context() as patch, pytest.raises(TypeError, match="task chain_sum cannot be pickled"):
             patch.setattr("monarch_rl.pipeline.run.check", lambda *_: Path())
+            patch.setattr("monarch_rl.pipeline.run.resolve", lambda settings, *_: settings)
             await run.start(task, advantage=grpo, objective=supervised)
     wrong = {"held-out 201 is more": RunSettings(held_out=201), "no data set 'spel_backward'": RunSettings()}
     for said, settings in wrong.items():

@@ -46,7 +46,9 @@ def ends_and_names(run: Launched, process: str) -> None:
     mesh, rank = process.split("-")
     by_rank = rf"{mesh}\{{'hosts': 0/1, 'gpus': {rank}/\d\}}> .*\s+.*Killed\(sig=9\)"
     by_process = rf"actor {process}<.*\s+.*The process likely crashed"  # seen when much else runs
-    assert re.search(f"{by_rank}|{by_process}", run.output()[before:]), run.output()
+    shown = f"trainer rank {rank}" if mesh == "trainer" else mesh
+    by_watch = rf"{shown} \(process \d+\) has ended"  # seen where Monarch was just asking for the process's state
+    assert re.search(f"{by_rank}|{by_process}|{by_watch}", run.output()[before:]), run.output()
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def test_a_piece_may_take_three_times_the_longest_for_each_token_and_never_less_
         # The first one of a kind that compiled nothing loads kernels, and is compared with by none.
         usual = [a_token for a_token, special in own if not special]
         counted = max(tokens, FEWEST_TOKENS)
-        expected = max(FLOOR_S, FACTOR * max(usual[1:], default=0.0) * counted) if usual else FIRST_S
+        expected = max(FLOOR_S, FACTOR * max(usual[1:]) * counted) if usual[1:] else FIRST_S
         assert (work.piece.what, work.piece.since) == (f"{kind} of {tokens} tokens", clock.now)
         assert limit_of(work) == pytest.approx(expected)
         if compiled:
@@ -92,7 +92,7 @@ def test_what_takes_long_for_reasons_of_its_own_has_a_limit_of_its_own_and_says_
 def test_a_piece_that_failed_says_nothing_about_the_next_one() -> None:
     clock = Clock()
     work = DeviceWork(clock=clock)
-    for _ in range(2):
+    for _ in range(3):
         work.begin("a micro-batch", 1000)
         work.end()
     work.begin("a micro-batch", 1000)

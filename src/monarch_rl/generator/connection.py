@@ -118,9 +118,11 @@ class ReplicaConnection:
 
     def _send(self) -> None:
         numbers, self._outbox = self._outbox, []
-        requests = [(number, self._pending[number]) for number in numbers]
-        wanted = [(number, pending.request) for number, pending in requests if not pending.answer.done()]
-        if not wanted:  # they were cancelled
+        for number in numbers:
+            if self._pending[number].answer.done():  # it was cancelled
+                del self._pending[number]
+        wanted = [(number, self._pending[number].request) for number in numbers if number in self._pending]
+        if not wanted:
             return
         self._next_at = asyncio.get_running_loop().time() + PACE_S
         if not self._name:

@@ -59,7 +59,8 @@ def replica_memory(
     """
     sizes, item, tp = model.sizes, item_bytes(settings, on_gpu), settings.tp
     requests = settings.running_requests(on_gpu)
-    batch = min(_prefill_chunk(device_bytes, on_gpu), tokens)
+    # On GPUs not min(..., tokens): a plan that is checked again with the tokens that it has found must come out alike.
+    batch = _prefill_chunk(device_bytes, on_gpu) if on_gpu else min(CPU_CHUNK, tokens)
     # In attention, and in an MLP: what a layer has of each token at one time.
     attention = 2 * sizes.width + (2 * sizes.query + 2 * sizes.key) // tp
     hidden = max(sizes.hidden if sizes.sparse < sizes.layers else 0, sizes.expert_hidden)

@@ -106,6 +106,9 @@ def _plan(model: TrainedModel, s: Sides, device_bytes: int) -> MemoryPlan:
     left = room - sum(trainer.values()) if s.colocate else room
     automatic = SHARED_FRACTION if s.colocate else automatic_fraction(replica, left, device_bytes)
     fraction = generator.memory_fraction or automatic
+    beside = sum(nbytes for purpose, nbytes in replica.items() if purpose not in STATIC)
+    if generator.memory_fraction and not s.colocate:
+        left = min(left, int(generator.memory_fraction * device_bytes) + beside)
     fitting = cache_tokens(model, replica, generator, left)
     return MemoryPlan(trainer, replica, room, generator.max_total_tokens or max(0, fitting), fraction)
 
@@ -126,8 +129,8 @@ def check_gpu_memory(config: dict[str, Any], s: Sides, offered: Devices) -> None
     plan = plan_memory(config, s, offered.memory)
     for who in (BOTH,) if s.colocate else (TRAINER, REPLICA):
         if not plan.fits(who):
-            needed, ladders = plan.needed(who), [] if who == REPLICA else _trainer_ladders(config, s)
-            ladders += [] if who == TRAINER else _replica_ladders(config, s, offered)
+            needed, ladders = plan.needed(who), [] if who == REPLICA else _trainer_ladders(config, s, offered)
+            ladders += [] if who == TRAINER else _replica_ladders(config, s, offered, lora=who == REPLICA)
             raise ValueError(
                 f"{who} needs {_gib(sum(needed.values()))} GiB at its peak ({describe(needed)}), and a GPU here has "
                 f"{_gib(plan.room)} to plan with: {_advice(config, ladders, offered.memory, who, s)}"
@@ -140,6 +143,13 @@ def check_gpu_memory(config: dict[str, Any], s: Sides, offered: Devices) -> None
             f"{_gib((1 - s.generator.memory_fraction) * offered.memory)} GiB of a GPU, and what is not weights and KV "
             f"cache needs {_gib(beside)} ({describe({p: n for p, n in plan.replica.items() if p not in STATIC})}): "
             f"give at most {most:g}, or 0, which finds it"
+        )
+    static = sum(nbytes for purpose, nbytes in plan.replica.items() if purpose in STATIC)
+    if s.generator.memory_fraction and not s.colocate and static > s.generator.memory_fraction * offered.memory:
+        raise ValueError(
+            f"generator.memory-fraction {s.generator.memory_fraction:g} gives weights and KV cache "
+            f"{_gib(s.generator.memory_fraction * offered.memory)} GiB of a GPU, and they need {_gib(static)}, with a "
+            f"cache for one sequence: give at least {static / offered.memory:.2f}, or 0, which finds it"
         )
 
 
@@ -184,12 +194,14 @@ def _doubles(value: int, most: int) -> list[int]:
     return [value << n for n in range(1, 32) if value << n <= most]
 
 
-def _trainer_ladders(config: dict[str, Any], s: Sides) -> list[_Ladder]:
+def _trainer_ladders(config: dict[str, Any], s: Sides, offered: Devices) -> list[_Ladder]:
     """What could make a trainer rank fit, in the order in which it costs."""
     t = s.trainer
     weaker = {"none": ["selective", "full"], "selective": ["full"], "full": []}[t.activation_checkpoint]
     tokens, chunks = _halves(t.tokens_per_microbatch, FEWEST_TOKENS), _halves(t.logprob_chunk, FEWEST_LOGITS)
-    ranks = [n for n in _doubles(t.ranks, MOST_RANKS) if _accepted(check_experts, config, replace(t, ranks=n))]
+    others = 0 if s.colocate else s.generator.replicas * s.generator.tp
+    most = min(MOST_RANKS, offered.total - others)
+    ranks = [n for n in _doubles(t.ranks, most) if _accepted(check_experts, config, replace(t, ranks=n))]
     ladders = [
         [_of_trainer(f"trainer.activation-checkpoint {kind}", activation_checkpoint=kind) for kind in weaker],
         [_of_trainer(f"trainer.ranks {n}", ranks=n) for n in ranks],
@@ -201,21 +213,22 @@ def _trainer_ladders(config: dict[str, Any], s: Sides) -> list[_Ladder]:
     return [ladder for ladder in ladders if ladder]
 
 
-def _replica_ladders(config: dict[str, Any], s: Sides, offered: Devices) -> list[_Ladder]:
+def _replica_ladders(config: dict[str, Any], s: Sides, offered: Devices, lora: bool) -> list[_Ladder]:
     """The same for a replica."""
     g = s.generator
     longest = _halves(g.max_total_tokens or g.context_length or config["max_position_embeddings"], FEWEST_TOKENS)
     flag = "max-total-tokens" if g.max_total_tokens else "context-length"
     requests = _halves(g.running_requests(on_gpu=True), FEWEST_REQUESTS)
     shared = [_of_weights("weights.transport shared_memory", transport="shared_memory")]
-    divided = [n for n in _doubles(g.tp, MOST_TP) if _accepted(check_served, config, replace(g, tp=n), True)]
+    most = min(MOST_TP, (offered.total - (0 if s.colocate else s.trainer.ranks)) // g.replicas)
+    divided = [n for n in _doubles(g.tp, most) if _accepted(check_served, config, replace(g, tp=n), True)]
     ladders = [
         *_weights_ladders(s, {"rdma", "auto"}),
         [_of_generator(f"generator.tp {n}", tp=n) for n in divided],
         shared if offered.num_hosts == 1 and s.weights.way != "shared_memory" else [],
         [_of_generator(f"generator.max-running-requests {n}", max_running_requests=n) for n in requests],
         [_of_generator(f"generator.{flag} {n}", **{flag.replace("-", "_"): n}) for n in longest],
-        _lora_ladder(s),
+        _lora_ladder(s) if lora else [],
     ]
     return [ladder for ladder in ladders if ladder]
 
@@ -231,7 +244,7 @@ def _weights_ladders(s: Sides, costly: set[str]) -> list[_Ladder]:
 
 
 def _lora_ladder(s: Sides) -> _Ladder:
-    if s.trainer.lora.rank:
+    if s.trainer.lora.rank or s.trainer.tp > 1:
         return []
     return [_of_trainer(f"trainer.lora.rank {LORA_RANK}", lora=LoraSettings(rank=LORA_RANK))]
 

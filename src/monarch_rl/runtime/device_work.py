@@ -3,8 +3,8 @@
 A thread that waits for a GPU, or for others in NCCL, spins: its process uses a whole core, whether the GPU computes or
 hangs. So a process with a device says what it waits for. A piece of work, such as a micro-batch or a step of decoding,
 must end within :data:`FACTOR` times the longest so far for each of its tokens, and may always take :data:`FLOOR_S`.
-What takes long for reasons of its own has a limit of its own: the first piece of a kind, which loads kernels and
-connects NCCL; one in which kernels are compiled or a CUDA graph is captured; saving.
+What takes long for reasons of its own has a limit of its own: the first two pieces of a kind, of which one loads
+kernels and connects NCCL; one in which kernels are compiled or a CUDA graph is captured; saving.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ does. Not measured on a GPU yet."""
 FLOOR_S = 60.0
 """Seconds that any piece may take: hundreds of times what one takes, less than NCCL's own 300 s."""
 FIRST_S = 600.0
-"""Seconds for the first piece of a kind."""
+"""Seconds for the first two pieces of a kind: the first one loads kernels, so it says nothing about the others."""
 COMPILATION_S = 1200.0
 """Seconds for a piece in which kernels are compiled, as for the start of an engine that compiles."""
 CAPTURE_S = 600.0
@@ -58,7 +58,7 @@ class DeviceWork:
     ) -> None:
         self._on_change, self._clock = on_change, clock
         self._lock = threading.Lock()
-        self._longest: dict[str, float] = {}
+        self._longest: dict[str, float | None] = {}
         """By kind, seconds a token; 0 once the first piece, which does not count, has ended."""
         self._piece: Piece | None = None
         self._kind, self._tokens, self._counts = "", 0, False
@@ -117,8 +117,10 @@ class DeviceWork:
         if self._piece is None or not self._counts:
             return
         a_token = (self._clock() - self._piece.since) / self._tokens
-        known = self._longest.get(self._kind)
-        self._longest[self._kind] = 0.0 if known is None else max(known, a_token)
+        if self._kind not in self._longest:
+            self._longest[self._kind] = None
+            return
+        self._longest[self._kind] = max(self._longest[self._kind] or 0.0, a_token)
 
     def _set(self, piece: Piece | None) -> None:
         self._piece = piece

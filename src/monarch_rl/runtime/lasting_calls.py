@@ -109,10 +109,17 @@ def _pickled_error(error: BaseException, name: str) -> bytes:
         pickled = pickle.dumps(reported)
         pickle.loads(pickled)
     except Exception:
-        stand_in = ActorError(RuntimeError(f"{type(error).__name__}: {error}"), message)
+        stand_in = ActorError(RuntimeError(_words_of(error)), message)
         stand_in.exception_formatted = reported.exception_formatted
         pickled = pickle.dumps(stand_in)
     return pickled
+
+
+def _words_of(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # its own __str__ raised
+        return type(error).__name__
 
 
 # ---- the caller ------------------------------------------------------------------------------------------------------

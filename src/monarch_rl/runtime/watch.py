@@ -111,18 +111,26 @@ class Watch:
         if self._exit_timer is not None:  # the rest of the end has deadlines of its own
             self._exit_timer.cancel()
 
-    async def report_waits(self) -> None:
-        """Log and write a report of who waits for whom now, for a run that a deadline ends."""
+    async def explain(self, error: Exception) -> None:
+        """Log what the watch knows of an error that ends the run: who waits for whom, if a deadline has passed, else
+        the processes that have ended. Others fail because of these, and Monarch may report them minutes later."""
         if self._loop is None:
             return
-        reporting = asyncio.run_coroutine_threadsafe(self._report_waits(), self._loop)
+        late = isinstance(error, DeadlineExceeded) or isinstance(getattr(error, "exception", None), DeadlineExceeded)
+        reporting = asyncio.run_coroutine_threadsafe(self._report_waits() if late else self._report_ended(), self._loop)
         try:
-            await within(3 * ASK_DEADLINE_S, asyncio.wrap_future(reporting), "a stall report", on=CONTROLLER)
-        except Exception as error:  # it must not hide the error that ends the run
-            logger.error("no stall report could be made: %s", error)
+            await within(3 * ASK_DEADLINE_S, asyncio.wrap_future(reporting), "a report of the watch", on=CONTROLLER)
+        except Exception as failed:  # it must not hide the error that ends the run
+            logger.error("no report could be made: %s", failed)
 
     async def _report_waits(self) -> None:
         await self._report(await self._poller.picture(), time.monotonic() - self._last_advance)
+
+    async def _report_ended(self) -> None:
+        picture = await self._poller.picture()
+        for process in picture.processes.values():
+            if process.lost:
+                logger.error("%s (process %s) has ended", process.name, process.pid)
 
     # -- on the watch's own thread ---------------------------------------------------------------------------------
 
@@ -300,8 +308,7 @@ async def watched(
     except Exception as error:
         if watch.stalled is not None:
             raise watch.stalled from error
-        if isinstance(error, DeadlineExceeded) or isinstance(getattr(error, "exception", None), DeadlineExceeded):
-            await watch.report_waits()
+        await watch.explain(error)
         raise
     except asyncio.CancelledError:
         if watch.stalled is None:

@@ -39,8 +39,12 @@ def trainer_memory(
         "rotary cache": rotary_bytes(model, settings),
         "snapshots": snapshot_bytes(-(-model.version // ranks) * served, model.version * served, weights),
     }
-    kept, again = _activations(sizes, settings, item, on_gpu)
-    at_the_head, in_a_block = _at_the_head(sizes, settings, item), _in_a_block(sizes, settings, item)
+    # Tensor-parallel ranks divide what is computed: rows, heads and the vocabulary.
+    kept, again = (nbytes // settings.tp for nbytes in _activations(sizes, settings, item, on_gpu))
+    at_the_head, in_a_block = (
+        {purpose: nbytes // settings.tp for purpose, nbytes in part.items()}
+        for part in (_at_the_head(sizes, settings, item), _in_a_block(sizes, settings, item))
+    )
     # The peak is at the head or in the last block, when all activations are there.
     if sum(at_the_head.values()) > again + sum(in_a_block.values()):
         needed |= {"activations": kept} | at_the_head
