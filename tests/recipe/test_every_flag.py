@@ -113,6 +113,13 @@ def by_command_line(settings: RunSettings, flag: str, words: list[str]) -> RunSe
         raise ValueError(re.sub(r"[\s\u2500-\u257f]+|-{5,}", " ", error.getvalue())) from None
 
 
+def accept(settings: RunSettings) -> Path:
+    """What ``launch`` checks: the settings, and the task that the recipe makes of them. Raises ValueError."""
+    recipes = [sys.modules[base.__module__] for base in type(settings).__mro__]
+    task = next(vars(recipe)["task"] for recipe in recipes if "task" in vars(recipe))
+    return check(settings, OFFERED, task(settings))
+
+
 def refusal(settings: RunSettings, flag: str, value: Any, hint: Any, wrong: str) -> str | None:
     """What is said to a wrong value; None if it is accepted. Any other exception than ValueError is the test's.
 
@@ -125,7 +132,7 @@ def refusal(settings: RunSettings, flag: str, value: Any, hint: Any, wrong: str)
         else:
             one = typed(hint, wrong)
             made = with_flag(settings, flag, (one,) * count if isinstance(value, tuple) else one)
-        check(made, OFFERED)
+        accept(made)
     except ValueError as error:
         return str(error)
     return None
@@ -151,7 +158,7 @@ def test_a_flag_is_named_as_a_whole() -> None:
 @pytest.mark.parametrize("settings", RECIPES, indirect=True)
 def test_the_defaults_are_accepted(settings: RunSettings) -> None:
     """Or the tests below would show nothing."""
-    assert check(settings, OFFERED) == Path(settings.model)
+    assert accept(settings) == Path(settings.model)
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=repr)
@@ -227,7 +234,7 @@ def test_a_step_of_too_many_episodes_is_refused(settings: RunSettings) -> None:
         for flag, value in changes:
             made = with_flag(made, flag, value)
         with pytest.raises(ValueError, match=r"^groups-per-step [\d,]+ x rollout\.group-size [\d,]+ = "):
-            check(made, OFFERED)
+            accept(made)
 
 
 def test_every_number_has_a_range() -> None:
@@ -328,7 +335,7 @@ def zeros(settings: RunSettings) -> dict[str, Any]:
         zero = (typed(hint, "0"),) * len(value) if isinstance(value, tuple) else typed(hint, "0")
         if is_number(hint) and value != zero and not KEPT.fullmatch(flag) and flag not in SMALL:
             with contextlib.suppress(ValueError):
-                check(with_flag(settings, flag, zero), OFFERED)
+                accept(with_flag(settings, flag, zero))
                 passed[flag] = zero
     return passed
 
@@ -338,11 +345,11 @@ def sample(settings: RunSettings, seed: int) -> dict[str, Any]:
     chance, made = random.Random(seed), settings
     for flag, value in SMALL.items():
         made = with_flag(made, flag, value)
-    check(made, OFFERED)
+    accept(made)
     changed, allowed, passed = dict(SMALL), dict(ranges(made)), zeros(made)
     for flag in chance.sample(sorted(passed), min(ZEROS, len(passed))):
         with contextlib.suppress(ValueError):
-            check(candidate := with_flag(made, flag, passed[flag]), OFFERED)
+            accept(candidate := with_flag(made, flag, passed[flag]))
             made, changed[flag] = candidate, passed[flag]
     assert any(changed[flag] == zero for flag, zero in passed.items() if flag in changed), passed
     candidates = [(flag, value, hint) for flag, value, hint in flags(made) if flag not in changed]
@@ -351,7 +358,7 @@ def sample(settings: RunSettings, seed: int) -> dict[str, Any]:
         if KEPT.fullmatch(flag) or new == value or chance.random() > CHANGED_SHARE:
             continue
         with contextlib.suppress(ValueError):
-            check(candidate := with_flag(made, flag, new), OFFERED)
+            accept(candidate := with_flag(made, flag, new))
             made, changed[flag] = candidate, new
     return changed
 
