@@ -38,7 +38,7 @@ def batch(mode: Any, tokens: int) -> Any:
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, list[str]]]:
     """A scheduler that does what SGLang's loops call, and notes what is said to be under way meanwhile."""
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setenv(VARIABLE, "")  # is set by the next line, and forgotten after the test
     read = SchedulerPieces(2).reader(1)
     monkeypatch.setattr(scheduler_pieces, "_rank", lambda: 1)
     seen: list[str] = []
@@ -66,7 +66,6 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, list[str]]]:
     pending_step_patch(Scheduler)
     yield Scheduler(), seen
     device_work.use_device("cpu")
-    monkeypatch.delenv(VARIABLE)
 
 
 def pending_step_patch(scheduler: Any) -> None:
