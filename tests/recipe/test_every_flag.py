@@ -343,10 +343,12 @@ def zeros(settings: RunSettings) -> dict[str, Any]:
 def sample(settings: RunSettings, seed: int) -> dict[str, Any]:
     """Random settings that pass: flags are changed one after the other, and what is refused is left as it was."""
     chance, made = random.Random(seed), settings
-    for flag, value in SMALL.items():
+    there = {flag for flag, _, _ in flags(settings)}
+    changed = {flag: value for flag, value in SMALL.items() if flag in there}
+    for flag, value in changed.items():
         made = with_flag(made, flag, value)
     accept(made)
-    changed, allowed, passed = dict(SMALL), dict(ranges(made)), zeros(made)
+    allowed, passed = dict(ranges(made)), zeros(made)
     for flag in chance.sample(sorted(passed), min(ZEROS, len(passed))):
         with contextlib.suppress(ValueError):
             accept(candidate := with_flag(made, flag, passed[flag]))

@@ -24,7 +24,7 @@ class Snapshots:
     def __init__(self, sender: Sender, manifest: Manifest, rank: int, device: torch.device) -> None:
         self.sender = sender
         self.manifest = manifest
-        self._rank = rank
+        self.rank = rank
         self._thread = SideThread("verify", device)
         self._views: dict[int, list[torch.Tensor]] = {}
         self._versions: dict[int, int] = {}
@@ -48,7 +48,7 @@ class Snapshots:
                 return await self.checksums(version, index)
             except Exception as error:
                 if not sending.done():
-                    self.sender.abort(f"trainer rank {self._rank} could not take the checksums: {error}")
+                    self.sender.abort(f"trainer rank {self.rank} could not take the checksums: {error}")
                 raise
 
         # waits: until the transfer's deadline
@@ -67,12 +67,12 @@ class Snapshots:
         """
         held = self._versions.get(index)
         if held != version:
-            raise RuntimeError(f"trainer rank {self._rank} has version {held} in snapshot {index}, not {version}")
+            raise RuntimeError(f"trainer rank {self.rank} has version {held} in snapshot {index}, not {version}")
         return await self._thread.run(self._take, index)
 
     def _take(self, index: int) -> np.ndarray:
         if index not in self._checksums:
-            self._checksums[index] = ShardChecksums(self.manifest, self._rank, self._views[index])
+            self._checksums[index] = ShardChecksums(self.manifest, self.rank, self._views[index])
         return self._checksums[index].take()
 
     async def close(self) -> None:
