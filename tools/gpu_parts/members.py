@@ -23,7 +23,7 @@ from monarch_rl.weights.endpoint import Sender, TransferError, TransferSettings
 from monarch_rl.weights.manifest import Manifest, make_manifest
 from monarch_rl.weights.transport import make_receiver, make_sender
 from tools.gpu_parts.common import Bench, Findings, Skipped
-from tools.gpu_parts.weights import BUSY_S, SLEEP_CYCLES_PER_S, SPAWN_S
+from tools.gpu_parts.weights import SPAWN_S, send_beside_training
 
 DEADLINE_S = 120.0
 """Seconds for a transfer: far more than any takes, so that what the deadline ends is seen."""
@@ -167,20 +167,7 @@ async def _beside_training(bench: Bench, found: Findings, sender: Sender, replic
     found.note(members_send_ms=1e3 * await _send(bench, found, sender, replicas, 2))
     x = torch.zeros(1000, device=bench.device)
     receiving = [asyncio.ensure_future(there.do("receive", 2, 0)) for there in replicas]
-    started = time.perf_counter()
-    if bench.on_gpu:
-        torch.cuda._sleep(int(BUSY_S * SLEEP_CYCLES_PER_S))
-    await sender.send(2, 0)
-    sent_s = time.perf_counter() - started
-    if bench.on_gpu:
-        still_busy = not torch.cuda.current_stream().query()
-        bench.synchronize()
-        busy_s = time.perf_counter() - started
-        found.note(members_busy_ms=1e3 * busy_s)
-        found.require(
-            still_busy and sent_s < busy_s / 2, f"sending took {sent_s:.2f} s beside {busy_s:.2f} s of training"
-        )
-    found.note(members_send_beside_training_ms=1e3 * sent_s)
+    await send_beside_training(bench, found, sender, 2 * DEADLINE_S, "members_")
     await asyncio.gather(*receiving)
     sending = asyncio.ensure_future(sender.send(2, 0))
     await asyncio.sleep(0.5)  # it waits for the replicas now

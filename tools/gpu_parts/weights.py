@@ -18,7 +18,7 @@ from monarch_rl.generator.load_report import Box, LoadSheet, matrix_shape
 from monarch_rl.weights import delta
 from monarch_rl.weights.area import Area, attach
 from monarch_rl.weights.checksum import tensor_checksum
-from monarch_rl.weights.endpoint import TransferSettings
+from monarch_rl.weights.endpoint import Sender, TransferSettings
 from monarch_rl.weights.manifest import TensorSpec, make_manifest
 from monarch_rl.weights.transport import make_sender
 from tools.gpu_parts.common import GIB, Bench, Findings
@@ -146,21 +146,27 @@ async def transfer(bench: Bench, found: Findings) -> None:
         view.fill_(7)
     bench.synchronize()
     await asyncio.wait_for(sender.send(1, 0), 90.0)  # NCCL sets itself up
+    await send_beside_training(bench, found, sender, 90.0)
+    await asyncio.wait_for(sender.close(), 60.0)
+
+
+async def send_beside_training(bench: Bench, found: Findings, sender: Sender, limit_s: float, prefix: str = "") -> None:
+    """Send version 2 from snapshot 0, within ``limit_s``, while the training stream is busy. ``prefix``: of the
+    figures' names."""
     started = time.perf_counter()
     if bench.on_gpu:
         torch.cuda._sleep(int(BUSY_S * SLEEP_CYCLES_PER_S))
-    await asyncio.wait_for(sender.send(2, 0), 90.0)
+    await asyncio.wait_for(sender.send(2, 0), limit_s)
     sent_s = time.perf_counter() - started
     if bench.on_gpu:
         still_busy = not torch.cuda.current_stream().query()
         bench.synchronize()
         busy_s = time.perf_counter() - started
-        found.note(busy_ms=1e3 * busy_s)
+        found.note(**{f"{prefix}busy_ms": 1e3 * busy_s})
         found.require(
             still_busy and sent_s < busy_s / 2, f"sending took {sent_s:.2f} s beside {busy_s:.2f} s of training"
         )
-    found.note(send_beside_training_ms=1e3 * sent_s)
-    await asyncio.wait_for(sender.close(), 60.0)
+    found.note(**{f"{prefix}send_beside_training_ms": 1e3 * sent_s})
 
 
 # ---- the work of a commit ------------------------------------------------------------------------------------

@@ -33,8 +33,6 @@ class ModelSizes:
     """Of all tensors."""
     vocabulary: int
     width: int
-    tied: bool
-    """The LM head is the embeddings."""
     layers: int
     sparse: int
     """Layers that have experts."""
@@ -94,7 +92,6 @@ def sizes_of(config: Config) -> ModelSizes:
         elements=elements,
         vocabulary=config["vocab_size"],
         width=config["hidden_size"],
-        tied=bool(config.get("tie_word_embeddings")),
         layers=config["num_hidden_layers"],
         sparse=len(sparse_layers(config)),
         largest_layer=max(layers),
