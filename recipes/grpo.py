@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 
 import tyro
 
-from monarch_rl.algorithms.advantages import ADVANTAGES
 from monarch_rl.pipeline.run import Run, launch
 from monarch_rl.pipeline.settings import RunSettings
 from monarch_rl.rollout.settings import RolloutSettings
@@ -55,15 +54,15 @@ async def train(run: Run, s: Settings) -> None:
     loss = s.trainer.loss
     # The advantage: how much better an episode is than its group; "grpo" divides by the group's spread, "dr_grpo" does
     # not. The loss: the policy gradient, weighted for tokens that older versions drew (`--trainer.loss.*`). Both are
-    # functions: put your own here, of the rewards of a group, and of the log-probs of a micro-batch.
-    await run.start(task(s), advantage=ADVANTAGES[loss.advantage], objective=reinforcement(loss))
-    await run.evaluate()
+    # functions: put your own here, of a group, and of the log-probs of a micro-batch (docs/algorithms.md).
+    await run.start(task(s), advantage=loss.advantage, objective=reinforcement(loss))
+    if run.resumed is None:
+        await run.evaluate()
     async for step in run.steps(s.steps):  # rollouts go on all the time
         figures = await run.update()  # the next batch, one optimiser step
         await run.publish()  # the new version starts on its way; decoding goes on
         await run.log(figures)
-        if s.evaluates_after(step):
-            await run.evaluate()
+        await run.evaluate_after(step)
     await run.save()
     await run.evaluate()
 

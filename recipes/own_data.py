@@ -2,14 +2,14 @@
 
     python recipes/own_data.py
 
-Everything that is yours stands here. Rows come from a JSONL or parquet file, a list, or `datasets`.
+Everything that is yours stands here. Rows come from a JSONL or parquet file, a list, or `datasets` (tasks/rows.py).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import tyro
 
@@ -17,7 +17,9 @@ from monarch_rl.algorithms.advantages import dr_grpo
 from monarch_rl.pipeline.run import Run, launch
 from monarch_rl.pipeline.settings import RunSettings
 from monarch_rl.rollout.settings import RolloutSettings
-from monarch_rl.tasks.questions import Questions, jsonl
+from monarch_rl.settings.ranges import Range
+from monarch_rl.tasks.questions import Questions
+from monarch_rl.tasks.rows import jsonl
 from monarch_rl.tasks.task import Task
 from monarch_rl.trainer.objective import reinforcement
 from monarch_rl.trainer.settings import TrainerSettings
@@ -33,6 +35,10 @@ class Settings(RunSettings):
     """Rows that are held out, and played by an evaluation."""
     steps: int = 150
     """Optimiser steps."""
+    supervised_steps: Annotated[int, Range(0, 10**9, "0 is none")] = 0
+    """The first steps, of `steps`, which train on right answers."""
+    supervised_share: Annotated[float, Range(0, 0.99, "0 is none")] = 0.0
+    """Share of right answers in each batch after them."""
     trainer: TrainerSettings = field(default_factory=lambda: TrainerSettings(lr=3e-4, lr_warmup_steps=5))
     rollout: RolloutSettings = field(default_factory=lambda: RolloutSettings(max_new_tokens=8, concurrent_groups=64))
 
@@ -47,8 +53,15 @@ def task(s: Settings) -> Task:
 
 
 async def train(run: Run, s: Settings) -> None:
-    await run.start(task(s), advantage=dr_grpo, objective=reinforcement(s.trainer.loss))
-    await run.evaluate()
+    words = task(s)
+    await run.start(words, advantage=dr_grpo, objective=reinforcement(s.trainer.loss))
+    if run.resumed is None:
+        await run.evaluate()
+    rows = [{"prompt": f"{row['word']} -> ", "answer": row["backward"]} for row in map(words.items, range(200))]
+    if s.supervised_steps:  # none of these rows is held out
+        await run.supervised(rows, steps=s.supervised_steps)
+    if s.supervised_share:
+        await run.mix(rows, share=s.supervised_share)
     async for _ in run.steps(s.steps):
         await run.step()  # the next batch, one optimiser step, and the new version on its way
     await run.evaluate()

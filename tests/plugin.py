@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
+import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
 import pytest
 
+from monarch_rl.runtime.scratch import temporary_directory
 from tests.costs import Cost, table
 from tests.process_tree import ProcessTree
 
@@ -30,6 +34,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Costs(config.getoption("--costs")))
+    # Engines that tests start in their own process, and torchrun, leave files; tmp_path is to stay where it was.
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+    temporary = ExitStack()
+    temporary.enter_context(temporary_directory())
+    config.add_cleanup(temporary.close)
 
 
 @pytest.hookimpl(tryfirst=True)

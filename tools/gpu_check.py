@@ -87,7 +87,7 @@ def run_part(name: str, device: str, deadline_s: float) -> dict[str, Any]:
         process = subprocess.Popen(
             [sys.executable, "-m", "tools.gpu_parts.child", name, device, scratch, str(result)],
             cwd=ROOT,
-            env=environment,
+            env=environment | {"TMPDIR": scratch},  # engines leave files there
             stdout=2,  # stderr: stdout has nothing but the lines of JSON
             start_new_session=True,
         )

@@ -13,7 +13,8 @@ Reported is
   ``subprocess.run`` and its like without ``timeout``, and ``result()`` outside ``async def`` (asyncio's does not wait);
 - a torch.distributed world or group made without ``timeout``: nothing else bounds its collectives.
 
-Locks are not reported: the code that holds one follows the rules above. Coroutines are known only by name, so a method
+Locks are not reported: the code that holds one follows the rules above; nor is ``get()`` of what a file makes a
+``ContextVar``. Coroutines are known only by name, so a method
 of another library with the name of one of ours is overlooked. An exception says why, beside its statement or above it:
 ``# waits: as long as the run; lost processes are Monarch's to report``.
 """
@@ -47,12 +48,23 @@ def lint(sources: dict[str, str]) -> list[Finding]:
     known = {
         node.name for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.AsyncFunctionDef)
     } - (ENDPOINTS | BLOCKING)
-    return sorted(finding for path, tree in trees.items() for finding in _File(path, sources[path], tree, known).find())
+    variables = {name for tree in trees.values() for node in ast.walk(tree) for name in _context_variable(node)}
+    files = (_File(path, sources[path], tree, known, variables) for path, tree in trees.items())
+    return sorted(finding for file in files for finding in file.find())
+
+
+def _context_variable(node: ast.AST) -> Iterator[str]:
+    """The names that a statement gives to a new context variable."""
+    if not isinstance(node, ast.Assign | ast.AnnAssign) or not isinstance(node.value, ast.Call):
+        return
+    if _last_name(node.value.func) == "ContextVar":
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        yield from filter(None, map(_last_name, targets))
 
 
 class _File:
-    def __init__(self, path: str, text: str, tree: ast.Module, known: set[str]) -> None:
-        self._path, self._tree, self._known = path, tree, known
+    def __init__(self, path: str, text: str, tree: ast.Module, known: set[str], variables: set[str]) -> None:
+        self._path, self._tree, self._known, self._variables = path, tree, known, variables
         self._parents = parents_of(tree)
         self._excuses = Excuses(text, REASON)
 
@@ -81,6 +93,8 @@ class _File:
         if name in RUNNERS and _first_name(node.func) == "subprocess" and not {"timeout", None} & keywords:
             return f"subprocess.{name}() without timeout= may last forever"
         if not isinstance(node.func, ast.Attribute) or node.args or node.keywords or self._is_awaitable(node):
+            return None
+        if name == "get" and _last_name(node.func.value) in self._variables:
             return None
         if name in BLOCKING or (name == "result" and not isinstance(self._function(node), ast.AsyncFunctionDef)):
             return f"`{_short(node)}` may block forever: give it a timeout, or say why in `# waits: ...`"

@@ -1,6 +1,7 @@
 """Make the tiny model of the main job: a Qwen3 of some 0.5 M parameters that spells its text in characters.
 
 With ``--kind moe`` it is a Qwen3-MoE of about 2 M parameters, of which each token uses as many as the dense model has.
+With ``--recipe`` it has a chat template, too, and learns from the conversations that a recipe shows.
 
 It starts with random weights. A short supervised run, with the project's own trainer on a task of reasoning-gym,
 teaches it the format (an answer, then the end token); its answers are still often wrong. The rest is left to
@@ -12,11 +13,12 @@ from __future__ import annotations
 import json
 import logging
 import os
+import runpy
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,6 +31,7 @@ import tyro
 from rich.progress import track
 
 from monarch_rl.episode.episode import Episode, Turn
+from monarch_rl.model.tools import as_tools
 from monarch_rl.runtime.network import held_port
 from monarch_rl.tasks.reasoning_gym import TaskSettings, TaskSource
 from monarch_rl.trainer.settings import TrainerSettings
@@ -37,6 +40,15 @@ CHARACTERS = "".join(map(chr, range(32, 127))) + "\n"
 END, PAD = "<|end|>", "<|pad|>"
 CHOSEN = 2
 """Experts of a token."""
+CHAT_TEMPLATE = (
+    "{% if tools %}tools:{% for tool in tools %} {{ tool.function.name }}{% endfor %}{{ '\n' }}{% endif %}"
+    "{% for message in messages %}{{ message.role[0] }}: "
+    "{% if message.role == 'assistant' %}{% generation %}{{ message.content + eos_token }}{% endgeneration %}"
+    "{% else %}{{ message.content }}{% endif %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}a: {% endif %}"
+)
+"""With ``--recipe``: short, because each character is a token."""
+Example = tuple[list[int], list[bool]]
+"""Token ids, and which of them are learned."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +63,9 @@ class Settings:
         name="spell_backward", config='{"min_word_len": 3, "max_word_len": 5}', template="{word} -> "
     )
     """The task of the supervised run, which takes questions of the warm-up split: none of them is held out."""
+    recipe: Path | None = None
+    """A recipe to learn from instead: its `demonstration(index)`, messages of a conversation, and its `TOOLS`. With it
+    the model has a chat template."""
     hidden_size: int = 128
     """Width of the model."""
     head_size: int = 32
@@ -90,7 +105,10 @@ def write_random_model(folder: Path, settings: Settings) -> None:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PAD).save_pretrained(folder)
+    template = CHAT_TEMPLATE if settings.recipe else None
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END, pad_token=PAD, chat_template=template
+    ).save_pretrained(folder)
     torch.manual_seed(settings.seed)
     width = 3 * settings.hidden_size
     shape: dict[str, Any] = {
@@ -120,31 +138,50 @@ def write_random_model(folder: Path, settings: Settings) -> None:
     Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts)).save_pretrained(folder)
 
 
+def questions(tokenizer: Any, task: TaskSettings) -> Callable[[int], Example]:
+    """A question, of which nothing is learned, its answer and the end token, by index."""
+    source = TaskSource(task, "warm_up")
+
+    def example(index: int) -> Example:
+        item = source.item(index)
+        prompt, answer = tokenizer.encode(item.prompt), [*tokenizer.encode(item.answer), tokenizer.eos_token_id]
+        return prompt + answer, [False] * len(prompt) + [True] * len(answer)
+
+    return example
+
+
+def conversations(tokenizer: Any, recipe: Path) -> Callable[[int], Example]:
+    """A conversation that the recipe shows, of which the assistant's turns are learned, by index."""
+    shown = runpy.run_path(str(recipe))
+    schemas = list(as_tools(shown.get("TOOLS", ())).schemas) or None
+
+    def example(index: int) -> Example:
+        rows = [{"role": message.role, "content": message.content} for message in shown["demonstration"](index)]
+        encoded = tokenizer.apply_chat_template(
+            rows, tools=schemas, return_dict=True, return_assistant_tokens_mask=True
+        )
+        return encoded["input_ids"], [bool(learned) for learned in encoded["assistant_masks"]]
+
+    return example
+
+
 def make_examples(folder: Path, settings: Settings) -> list[Episode]:
-    """Question, answer and end token as episodes whose answer is trainable."""
+    """What the supervised run learns from, as episodes; what it learns is trainable."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    source = TaskSource(settings.task, "warm_up")
+    recipe = settings.recipe
+    example = questions(tokenizer, settings.task) if recipe is None else conversations(tokenizer, recipe)
     examples = []
     for index in range(settings.steps * settings.examples_per_step):
-        item = source.item(index)
-        prompt, answer = tokenizer.encode(item.prompt), [*tokenizer.encode(item.answer), tokenizer.eos_token_id]
-        n = len(prompt) + len(answer)
-        examples.append(
-            Episode(
-                [
-                    Turn(
-                        token_ids=np.asarray(prompt + answer, np.int32),
-                        logprobs=np.zeros(n, np.float32),
-                        policy_versions=np.zeros(n, np.int32),
-                        trainable=np.arange(n) >= len(prompt),
-                    )
-                ],
-                reward=1.0,
-                finish_reason="stop",
-            )
+        ids, learned = example(index)
+        turn = Turn(
+            token_ids=np.asarray(ids, np.int32),
+            logprobs=np.zeros(len(ids), np.float32),
+            policy_versions=np.zeros(len(ids), np.int32),
+            trainable=np.asarray(learned),
         )
+        examples.append(Episode([turn], reward=1.0, finish_reason="stop"))
     return examples
 
 
@@ -189,10 +226,18 @@ def scratch_folder(folder: Path) -> Iterator[str]:
         yield scratch.name
 
 
+def described(settings: Settings) -> str:
+    """What the model is made with: all that could make it another one."""
+    made_with = {k: v for k, v in asdict(settings).items() if k not in ("output", "force", "recipe")}
+    if settings.recipe is not None:
+        made_with["recipe"] = settings.recipe.read_text()
+    return json.dumps(made_with, sort_keys=True)
+
+
 def main(settings: Settings) -> None:
     folder = settings.folder
     stamp = folder / "made_with.stamp"
-    made_with = json.dumps({k: v for k, v in asdict(settings).items() if k not in ("output", "force")}, sort_keys=True)
+    made_with = described(settings)
     if not settings.force and stamp.is_file() and stamp.read_text() == made_with:
         print(f"{folder} is there")
         return

@@ -19,8 +19,9 @@ import tyro
 
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.model.folder import read_config
-from monarch_rl.model.sizes import sizes_of
+from monarch_rl.model.sizes import sizes_of, trained_model
 from monarch_rl.pipeline.memory import BOTH, REPLICA, TRAINER, MemoryPlan, Sides, plan_memory
+from monarch_rl.trainer.memory import checkpoint_bytes
 from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.weights.endpoint import TransferSettings
 
@@ -149,6 +150,8 @@ def main(options: Options) -> None:
     plan = plan_memory(config, options.sides, device_bytes(options.gpu))
     print(purposes(plan))
     print(f"\na GPU has {plan.room / GIB:.1f} GiB to plan with")
+    copied = checkpoint_bytes(trained_model(config, t.lora), t)
+    print(f"in the host's memory, for each trainer rank on it: {copied / GIB:.2f} GiB from the first checkpoint on")
     print(f"memory_fraction {plan.memory_fraction:g}; the KV cache then has {plan.cache_tokens:,} tokens")
     if not all(plan.fits(who) for who in ((BOTH,) if options.colocate else (TRAINER, REPLICA))):
         sys.exit("it does not fit")

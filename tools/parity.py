@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import sys
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -33,7 +31,8 @@ from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.model.check import check_folder
 from monarch_rl.model.folder import num_experts, read_config, resolve_model, sparse_layers
 from monarch_rl.model.messages import user
-from monarch_rl.pipeline.parity import TOP, PromptSet, Reading, SideFailed, compare
+from monarch_rl.pipeline.parity import TOP, PromptSet, Reading, compare
+from monarch_rl.pipeline.program import run_program
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.tasks.reasoning_gym import TaskSettings, TaskSource
 from monarch_rl.trainer.settings import TrainerSettings, check_experts
@@ -395,11 +394,4 @@ def main(s: Settings) -> int:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # As for a host's processes: the tools of a virtual environment that is not activated (ninja) are found.
-    os.environ["PATH"] = os.pathsep.join(filter(None, [str(Path(sys.executable).parent), os.environ.get("PATH")]))
-    try:
-        sys.exit(main(tyro.cli(Settings, description=__doc__)))
-    except (ValueError, SideFailed) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_program(lambda: main(tyro.cli(Settings, description=__doc__)))

@@ -70,6 +70,27 @@ def test_steps_through_waiting_calls() -> None:
     run(test)
 
 
+def test_a_held_buffer_gives_all_ranks_the_batch_under_way_and_no_other() -> None:
+    async def test() -> None:
+        async with buffer_actor(2, 1) as buffer:
+            await fill(buffer, 2)
+            shard = await buffer.take.call_one(0, 0, 2, 64, WAIT_S)
+            assert await buffer.hold.call_one() == 1, "a rank trains what makes version 1"
+            late = await buffer.take.call_one(0, 1, 2, 64, WAIT_S)
+            assert shard.version == late.version == 0
+            await buffer.trained.call_one(1)
+            waiting = asyncio.ensure_future(buffer.take.call_one(1, 0, 2, 64, WAIT_S))
+            await fill(buffer, 2)
+            assert (await buffer.hold.call_one(), await buffer.stage.call_one()) == (1, 1)
+            counts = await buffer.counts.call_one()
+            assert not waiting.done() and (counts.complete, counts.dropped) == (2, {}), "its groups stay"
+            await buffer.close.call_one()
+            with pytest.raises(ActorError, match="the run has ended"):
+                await waiting
+
+    run(test)
+
+
 def test_deadlines_name_who_holds_what() -> None:
     async def test() -> None:
         async with buffer_actor(3, 0) as buffer:
@@ -129,12 +150,17 @@ def test_shards_hold_each_episode_once_and_all_rewards() -> None:
                 for i in range(2)
             ]
             groups[1].episodes[2].finish_reason, groups[0].episodes[1].parts = "length", {"format": 0.5}
+            groups[0].episodes[1].seat, groups[0].episodes[1].play = "black", 0
+            groups[1].episodes[2].turns[0].reward = 0.25
             for one in groups:
+                for of_group in one.episodes:
+                    of_group.fill_column("value", np.arange(of_group.num_tokens) + of_group.reward)
+                    of_group.fill_column("other", np.ones(of_group.num_tokens))
                 await buffer.admit.call_one("worker 0", WAIT_S)
                 await buffer.put.call_one(pack_group(one))
-            calls = [buffer.take.call_one(0, rank, 2, 12, WAIT_S) for rank in range(2)]
+            calls = [buffer.take.call_one(0, rank, 2, 12, WAIT_S, ("value",)) for rank in range(2)]
             shards = [shard.unpack() for shard in await asyncio.gather(*calls)]
-            again = (await buffer.take.call_one(0, 1, 2, 12, WAIT_S)).unpack()
+            again = (await buffer.take.call_one(0, 1, 2, 12, WAIT_S, ("value",))).unpack()
             assert again.microbatches[0][0][:2] == shards[1].microbatches[0][0][:2]
             assert len(shards[0].microbatches) == len(shards[1].microbatches)
             places = []
@@ -143,6 +169,16 @@ def test_shards_hold_each_episode_once_and_all_rewards() -> None:
                 assert [lengths.tolist() for lengths in shard.lengths] == [[1, 2, 3], [2, 3, 4]]
                 assert [cut.tolist() for cut in shard.cut] == [[False] * 3, [False, False, True]]
                 assert (shard.tasks, shard.parts) == (["t0", "t1"], [[{}, {"format": 0.5}, {}], [{}, {}, {}]])
+                assert shard.seats == [["", "black", ""], [""] * 3] and shard.items == [0, 1]
+                assert [plays.tolist() for plays in shard.plays] == [[0, 0, 2], [0, 1, 2]]
+                assert shard.turn_lengths == [[[1], [2], [3]], [[2], [3], [4]]]
+                assert shard.turn_rewards == [[[None]] * 3, [[None], [None], [0.25]]]
+                assert shard.column_names == ("other", "value") and shard.columns.keys() == {"value"}
+                assert [values.tolist() for values in shard.columns["value"][1]] == [
+                    [13, 14],
+                    [14, 15, 16],
+                    [15, 16, 17, 18],
+                ]
                 assert shard.trainable_tokens == 1 + 2 + 3 + 2 + 3 + 4
                 assert shard.lag_counts.tolist() == [15, 0, 0] and shard.lag_counts.dtype == np.int64
                 for microbatch in shard.microbatches:
@@ -153,6 +189,8 @@ def test_shards_hold_each_episode_once_and_all_rewards() -> None:
                         places.append((g, e))
                         assert one_episode.reward == groups[g].episodes[e].reward
                         assert one_episode.token_ids.tolist() == groups[g].episodes[e].token_ids.tolist()
+                        for name in ("value", "other"):
+                            assert one_episode.column(name).tolist() == groups[g].episodes[e].column(name).tolist()
             assert sorted(places) == [(g, e) for g in range(2) for e in range(3)]
             with pytest.raises(ActorError, match="trainer ranks disagree"):
                 await buffer.take.call_one(0, 0, 1, 12, WAIT_S)

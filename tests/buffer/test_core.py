@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from monarch_rl.buffer.core import BufferCore
+from monarch_rl.buffer.groups import ATTEMPTS
 from monarch_rl.buffer.ledger import (
     EQUAL_REWARDS,
     LATE,
@@ -13,13 +14,14 @@ from monarch_rl.buffer.ledger import (
     PARTIAL,
     PLAYED_AGAIN,
     REJECTED,
+    ROLLED_BACK,
     RUN_ENDED,
     STALE,
 )
 from monarch_rl.buffer.rules import token_lags
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.episode.packed import PackedGroup, pack_group
-from tests.buffer.helpers import core, mean_lag, packed
+from tests.buffer.helpers import core, group, mean_lag, packed
 
 
 def play(buffer: BufferCore, groups: int) -> None:
@@ -61,6 +63,42 @@ def test_trainer_may_be_ahead_of_what_is_served() -> None:
     buffer.published(3)
     assert buffer.slots_free == 6
     assert mean_lag(buffer.counts()) == 1.0
+
+
+def test_a_group_that_is_trained_again_stands_behind_new_ones_and_keeps_its_slot() -> None:
+    buffer = core(1, 2, replay=2)
+    play(buffer, 2)
+    assert buffer.slots == 2 and buffer.admit() is None
+    assert [step(buffer)[0].group_id for _ in range(2)] == [0, 1]
+    buffer.published(2)
+    counts = buffer.counts()
+    assert (counts.trained, counts.complete, counts.again, counts.slots_free) == (2, 0, 2, 0)
+    assert step(buffer)[0].group_id == 0
+    # Group 1 would be three versions behind: it is let go, and its last version is published already.
+    counts = buffer.counts()
+    assert (counts.trained, counts.again, counts.unpublished, counts.slots_free) == (2, 0, 1, 1)
+    assert not counts.dropped and not counts.wasted_tokens and counts.lag_counts == [1, 1, 1]
+    buffer.published(3)
+    assert buffer.slots_free == 2
+
+
+def test_groups_that_are_kept_for_another_time_make_room_for_new_ones() -> None:
+    buffer = core(2, 3, replay=2)
+    buffer.budget.limit = 100
+    for group_id in range(4):
+        assert buffer.admit() is not None
+        buffer.put(packed(group_id, [0], nbytes=40)) if group_id < 2 else None
+    step(buffer)
+    assert (buffer.counts().again, buffer.counts().nbytes) == (2, 80)
+    for group_id in (2, 3):  # they are first in line, so they always have room
+        buffer.put(packed(group_id, [0], nbytes=40))
+    assert [group.group_id for group in step(buffer)] == [2, 3]
+    assert buffer.counts().again == 2 and buffer.counts().nbytes <= 100, "the older ones were let go"
+    buffer.published(2)
+    assert buffer.admit() is not None and buffer.slots_free == 1
+    assert not buffer.reserve(4, 101) and buffer.counts().again == 2, "nothing is let go in vain"
+    assert buffer.reserve(4, 60) and (buffer.counts().again, buffer.counts().nbytes) == (1, 100)
+    assert buffer.reserve(4, 60) and (buffer.counts().again, buffer.slots_free) == (1, 2)
 
 
 def test_batches_wait_for_the_oldest_group() -> None:
@@ -369,6 +407,24 @@ def test_what_does_not_fit_waits_but_never_what_the_next_batch_needs() -> None:
     assert buffer.counts().nbytes == 1
 
 
+def test_columns_take_slots_and_bytes_like_what_they_stand_beside() -> None:
+    buffer = core(1, 1)
+    sizes = []
+    for columns in range(2):
+        ticket = buffer.admit()
+        assert ticket is not None
+        made = group(ticket.group_id, [0] * 1000)
+        for number in range(columns):
+            made.episodes[0].fill_column(f"column {number}", np.ones(made.episodes[0].num_tokens))
+        data = pack_group(made)
+        before = buffer.budget.used
+        buffer.put(PackedGroup.read(data))
+        assert buffer.budget.used - before == len(data)
+        sizes.append(len(data))
+    assert sizes[1] - sizes[0] == pytest.approx(4 * 1000, abs=64)
+    assert buffer.admit() is None
+
+
 def test_a_core_goes_on_from_its_state() -> None:
     from monarch_rl.episode.packed import PackedGroup as Read
     from tests.buffer.helpers import group
@@ -392,3 +448,50 @@ def test_a_core_goes_on_from_its_state() -> None:
     assert resumed.counts().trained == 4 and resumed.counts().lag_counts == [4, 4, 0]
     with pytest.raises(ValueError, match="a buffer with slots 5 cannot go on with 6"):
         BufferCore.restore(2, BufferSettings(2, window=0), buffer.state())
+
+
+def test_batches_of_a_journal_are_trained_again_after_a_restore() -> None:
+    """A checkpoint with group 0 being played; then 0 is dropped, and 1, 3 and 4 are trained, the last two admitted
+    since. Group 2, which was not, is admitted before all others. 0 is begun anew, overtaken as often as it may be."""
+    settings = BufferSettings(3, window=1)
+    buffer = BufferCore(1, settings)
+    admit(buffer, 2)
+    buffer.put(PackedGroup.read(pack_group(group(1, [0], [0]))))
+    resumed = BufferCore.restore(1, settings, buffer.state(), generation=1)
+    for version, group_id in ((1, 1), (2, 3), (3, 4)):
+        resumed.made_again(version, [group_id], np.asarray([1, 2]))
+    counts = resumed.counts()
+    assert (counts.version, counts.published, counts.trained, counts.lag_counts) == (3, 3, 3, [3, 6])
+    assert (counts.admitted, counts.playing, counts.complete, counts.slots_free) == (4, 1, 0, 2)
+    for buffer, attempt in ((resumed, ATTEMPTS), (BufferCore.restore(1, settings, resumed.state(), 2), 2 * ATTEMPTS)):
+        tickets = [buffer.admit(), buffer.admit(), buffer.admit()]
+        assert [(ticket.group_id, ticket.attempt) for ticket in tickets if ticket] == [
+            (0, attempt),
+            (2, attempt),
+            (5, attempt),
+        ]
+    for group_id in (5, 2):
+        assert resumed.put(packed(group_id, [3], attempt=ATTEMPTS))
+    assert ids(resumed) is None, "0 is due first"
+    assert resumed.put(packed(0, [3], attempt=ATTEMPTS)) and ids(resumed) == [0]
+    with pytest.raises(ValueError, match="version 4 cannot have been made again: the policy is at 3, 1 groups are tak"):
+        resumed.made_again(4, [2], np.zeros(0, np.int64))
+
+
+def test_tokens_of_versions_that_were_undone_are_dropped_and_counted() -> None:
+    """A buffer's state that is newer than the trainer's: its groups are begun anew where they were."""
+    settings = BufferSettings(2, window=1)
+    buffer = BufferCore(2, settings)
+    admit(buffer, 4)
+    for group_id in (0, 1):
+        buffer.put(PackedGroup.read(pack_group(group(group_id, [0], [0]))))
+    assert ids(buffer) == [0, 1]
+    step(buffer)
+    buffer.put(PackedGroup.read(pack_group(group(2, [0, 1], [1]))))
+    buffer.put(PackedGroup.read(pack_group(group(3, [0], [0]))))
+    undone = BufferCore.restore(2, settings, buffer.state() | {"version": 0}, generation=1)
+    assert undone.counts().wasted_tokens == {ROLLED_BACK: 3}
+    assert (undone.counts().complete, undone.counts().playing) == (1, 1)
+    again = undone.admit()
+    assert again is not None and (again.group_id, again.attempt) == (2, ATTEMPTS)
+    assert not undone.put(PackedGroup.read(pack_group(group(2, [0], [0])))), "of the generation before"

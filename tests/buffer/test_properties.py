@@ -2,18 +2,26 @@
 
 The generators are modelled as the buffer's premise states: a token of a group is drawn by any version from the one
 published when the group was admitted up to the newest trained one (a replica may commit a version before all did, that
-is, before it is published). RUNS x ORDERS orders are tried, each time others; the seed is printed, and
-``BUFFER_SEED=<seed>`` repeats them.
+is, before it is published). Checkpoints are made at any moment and gone back to at any later one, also several times:
+what was trained and drawn since then is of versions that do not exist any more, and others get their numbers. Or some
+of the batches that were trained since the checkpoint are trained again, as from a journal. RUNS x ORDERS orders are
+tried, each time others; the seed is printed, and ``BUFFER_SEED=<seed>`` repeats them.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
+import itertools
+import math
 import os
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
@@ -27,9 +35,11 @@ from hypothesis.stateful import (
 )
 
 from monarch_rl.buffer.core import BufferCore
+from monarch_rl.buffer.groups import ATTEMPTS
 from monarch_rl.buffer.ledger import EQUAL_REWARDS, LATE, PARTIAL, PLAYED_AGAIN, REJECTED, RUN_ENDED, STALE
 from monarch_rl.buffer.settings import BufferSettings
-from monarch_rl.episode.episode import Group
+from monarch_rl.episode.episode import Fork, Group
+from monarch_rl.episode.group_bound import GroupBound
 from monarch_rl.episode.packed import PackedGroup, pack_group
 from tests.buffer.helpers import episode
 
@@ -41,10 +51,39 @@ WORKERS = 3
 ANY = st.integers(0, 10**6)
 
 
+BOUND = GroupBound(max_sequences=6, max_tokens=18)
+"""What a group may hold. Each sequence has 3 to 5 tokens."""
+
+
 @functools.lru_cache(100_000)
-def read_group(group_id: int, attempt: int, versions: tuple[int, ...], failed: int, equal: bool) -> PackedGroup:
-    episodes = [episode(versions, 1.0), episode(versions[-1:], 1.0 if equal else 0.0)]
+def read_group(
+    group_id: int, attempt: int, versions: tuple[int, ...], failed: int, equal: bool, sequences: int = 2
+) -> PackedGroup:
+    """Two plays: the first of one sequence, the second of all others, which are branches; from four sequences on they
+    have two seats."""
+    episodes = [episode(versions, 1.0)]
+    episodes += [episode(versions[-1:], 1.0 if equal else float(n)) for n in range(sequences - 1)]
+    for place, one in enumerate(episodes):
+        one.play, one.seat = min(place, 1), f"seat {place % 2}" if sequences > 3 else ""
+        one.fork = Fork(place - 2, 1) if place > 1 else None
     return PackedGroup.read(pack_group(Group(group_id, group_id, episodes, failed, attempt)))
+
+
+@functools.cache
+def most_bytes() -> int:
+    """Of any group within the bound."""
+    largest = [
+        read_group(999, 9, (97, 98, 99)[:n], 1, False, sequences) for n in (1, 2, 3) for sequences in range(2, 9)
+    ]
+    return max(group.nbytes for group in largest if BOUND.excess(len(group.episodes), group.tokens) is None)
+
+
+def all_equal(group: PackedGroup) -> bool:
+    """Of each seat, all rewards are."""
+    by_seat: dict[str, set[float]] = {}
+    for one in group.episodes:
+        by_seat.setdefault(one.seat, set()).add(one.reward)
+    return all(len(rewards) == 1 for rewards in by_seat.values())
 
 
 @dataclass
@@ -74,6 +113,31 @@ class Books:
     unpublished: dict[int, int] = field(default_factory=dict)
     overtaken: Counter[int] = field(default_factory=Counter)
     filtered: int = 0
+    line: list[int] = field(default_factory=list)
+    """Groups in the order in which batches take them; those of the batch that is trained keep their places."""
+    again: dict[int, PackedGroup] = field(default_factory=dict)
+    """Trained, and waiting to be trained again."""
+    uses: Counter[int] = field(default_factory=Counter)
+    made: dict[int, int] = field(default_factory=dict)
+    """By group, the version that its last batch made."""
+    passed: list[int] = field(default_factory=list)
+    """Not admitted, although later ones were trained."""
+    drawn_by: dict[int, list[int]] = field(default_factory=dict)
+    """By group, of each token the version that drew it, by its name in ``AnyOrder.lineage``."""
+
+    def copied(self) -> Books:
+        """Groups never change."""
+        values = {name: copy.copy(value) for name, value in vars(self).items()}
+        return Books(**values | {"playing": {group_id: copy.copy(play) for group_id, play in self.playing.items()}})
+
+    def everything_is_complete_or_idle(self, first_attempt: int) -> None:
+        """What a restored buffer begins with: nothing is left of what was outside of it."""
+        for group_id, group in self.taken.items():
+            (self.again if self.uses[group_id] else self.complete)[group_id] = group
+        self.taken, self.unpublished = {}, {}
+        begun = self.idle | {group_id: play.attempt for group_id, play in self.playing.items()}
+        self.idle = {group_id: max(attempt + 1, first_attempt) for group_id, attempt in begun.items()}
+        self.playing = {}
 
 
 def tokens(group: PackedGroup) -> list[int]:
@@ -94,6 +158,7 @@ class AnyOrder(RuleBasedStateMachine):
         equal=st.booleans(),
         partial=st.sampled_from(["train", "drop"]),
         tight=st.booleans(),
+        replay=st.sampled_from([1, 1, 2, 3]),
     )
     def start(
         self,
@@ -105,22 +170,31 @@ class AnyOrder(RuleBasedStateMachine):
         equal: bool,
         partial: str,
         tight: bool,
+        replay: int,
     ) -> None:
         late = "wait" if lag is None else late
-        fixed = window % ((4 if lag is None else lag * k) + 1)
+        self.replay = replay = replay if lag is None else min(replay, lag + 1)
+        fixed = window % ((4 if lag is None else (lag + 1 - replay) * k) + 1)
         chosen: dict[str, object] = {"late": late, "drop_equal_rewards": equal, "max_filtered": 1, "partial": partial}
+        chosen["replay"] = replay
         if late == "wait" and not (lag is None and window % 2):
             chosen["window"] = fixed
         if reject is not None and lag != 0:
             chosen |= {"reject": reject, "reject_lag": window % (lag or 3)}
         self.settings = BufferSettings(lag, **chosen)  # type: ignore[arg-type]
         self.k, self.lag = k, lag
-        self.core = BufferCore(k, self.settings)
+        self.core = BufferCore(k, self.settings, bound=BOUND)
         self.tight = tight
         if tight:
             self.core.budget.limit = TIGHT_BYTES
         self.window = self.settings.window_for(k)
         self.limit = min([x for x in (lag, self.settings.reject_lag) if x is not None], default=None)
+        self.generation, self.names = 0, itertools.count(1)
+        self.lineage = [0]
+        """A name for each version that the trainer has made, or read: a number may be made again, a name may not."""
+        self.checkpoint: tuple[dict[str, Any], Books, Counter[int], list[int]] | None = None
+        self.journal: list[tuple[list[int], Counter[int]]] = []
+        """Of each version made in this lineage: the groups of its batch, and their tokens by lag."""
         self.books = Books()
         self.lags: Counter[int] = Counter()
 
@@ -140,21 +214,33 @@ class AnyOrder(RuleBasedStateMachine):
         b = self.books
         if self.lag is None:
             return None
-        used = len(b.playing) + len(b.idle) + len(b.complete) + len(b.taken) + sum(b.unpublished.values())
-        return (self.lag + 1) * self.k - (self.window or 0) - used
+        used = (
+            len(b.playing) + len(b.idle) + len(b.complete) + len(b.again) + len(b.taken) + sum(b.unpublished.values())
+        )
+        return math.ceil(((self.lag + 1) * self.k - (self.window or 0)) / self.replay) - used
 
     def live(self) -> list[int]:
+        """Groups that were in no batch."""
         return sorted([*self.books.playing, *self.books.idle, *self.books.complete])
 
-    def may_pass(self, group_id: int, batch: list[int]) -> bool:
+    def line(self) -> list[int]:
+        return [group_id for group_id in self.books.line if group_id not in self.books.taken]
+
+    def nbytes(self) -> int:
+        b = self.books
+        held = [*b.complete.values(), *b.again.values(), *b.taken.values()]
+        return sum(group.nbytes for group in held) + sum(play.reserved for play in b.playing.values())
+
+    def may_pass(self, group_id: int, batch: Sequence[int]) -> bool:
         over = self.books.overtaken[group_id] + sum(other > group_id for other in batch)
         return self.window is None or over <= self.window
 
     def make(self, group_id: int, attempt: int, pick: int) -> PackedGroup:
-        """A group of up to three tokens, by versions that the premise allows."""
-        first, span = self.books.published_at[group_id], self.core.version - self.books.published_at[group_id] + 1
+        """A group of up to three tokens a sequence, by versions that the premise allows, of two sequences or more."""
+        first = min(self.books.published_at.get(group_id, 0), self.core.version)
+        span = self.core.version - first + 1
         versions = sorted(first + (pick // divisor) % span for divisor in (1, 7, 49)[: 1 + pick % 3])
-        return read_group(group_id, attempt, tuple(versions), int(pick % 5 == 0), pick % 4 == 0)
+        return read_group(group_id, attempt, tuple(versions), int(pick % 5 == 0), pick % 4 == 0, 2 + pick % 7)
 
     # -- events -----------------------------------------------------------------------------------------------
 
@@ -168,8 +254,10 @@ class AnyOrder(RuleBasedStateMachine):
         if b.idle:
             assert ticket.group_id == min(b.idle) and ticket.attempt == b.idle.pop(ticket.group_id)
         else:
-            assert (ticket.group_id, ticket.attempt) == (len(b.published_at), 0)
+            group_id = b.passed.pop(0) if b.passed else len(b.published_at)
+            assert (ticket.group_id, ticket.attempt) == (group_id, self.generation * ATTEMPTS)
             b.published_at[ticket.group_id] = self.core.published_version
+            b.line.append(ticket.group_id)
         b.playing[ticket.group_id] = Play(worker, ticket.attempt)
 
     @precondition(lambda self: self.books.playing)
@@ -178,16 +266,35 @@ class AnyOrder(RuleBasedStateMachine):
         group_id = sorted(self.books.playing)[which % len(self.books.playing)]
         play = self.books.playing[group_id]
         group = self.make(group_id, play.attempt, pick)
-        held = self.core.counts().nbytes
-        room = self.core.reserve(group_id, group.nbytes, play.attempt)
-        fits = held - play.reserved + group.nbytes <= self.core.budget.limit
-        assert room == (fits or group_id in self.live()[: self.k] or play.reserved > 0)
-        if not room:
+        if BOUND.excess(len(group.episodes), group.tokens) is not None:
+            before = self.core.counts()
+            with pytest.raises(ValueError, match="cannot be put: it has .* and may have"):
+                self.core.put(group)
+            assert self.core.counts() == before
+            return
+        if not self.reserve(group, play):
             return
         if pick % 3 == 0:
             play.reserved = play.reserved or group.nbytes
             return
         self.hand_in(group)
+
+    def reserve(self, group: PackedGroup, play: Play) -> bool:
+        always = group.group_id in self.line()[: self.k] or play.reserved > 0
+        room = self.core.reserve(group.group_id, group.nbytes, play.attempt)
+        assert room == (always or self.make_room(group.nbytes))
+        return room
+
+    def make_room(self, nbytes: int) -> bool:
+        """Whether ``nbytes`` fit, without groups that were trained, of which no more than necessary are let go."""
+        limit = self.core.budget.limit
+        again = [group_id for group_id in self.line() if group_id in self.books.again]
+        if self.nbytes() - sum(self.books.again[group_id].nbytes for group_id in again) + nbytes > limit:
+            return False
+        for group_id in again:
+            if self.nbytes() + nbytes > limit:
+                self.let_go(group_id)
+        return True
 
     def hand_in(self, group: PackedGroup) -> None:
         b, s = self.books, self.settings
@@ -195,14 +302,16 @@ class AnyOrder(RuleBasedStateMachine):
         reason = None
         if group.failed and s.partial == "drop":
             reason = PARTIAL
-        elif s.drop_equal_rewards and len(set(group.rewards.tolist())) == 1 and b.filtered < s.max_filtered * self.k:
+        elif s.drop_equal_rewards and all_equal(group) and b.filtered < s.max_filtered * self.k:
             reason, b.filtered = EQUAL_REWARDS, b.filtered + 1
         else:
             reason = self.reason(group)
         assert self.core.put(group) == (reason is None)
+        b.drawn_by[group.group_id] = [self.lineage[version] for version in tokens(group)]
         if reason is None:
             b.complete[group.group_id] = group
         else:
+            b.line.remove(group.group_id)
             b.dropped.append((group.group_id, reason))
 
     @rule(worker=st.integers(0, WORKERS - 1), pick=ANY)
@@ -221,6 +330,7 @@ class AnyOrder(RuleBasedStateMachine):
     def drop(self, which: int, reason: str) -> None:
         group_id = sorted(self.books.playing)[which % len(self.books.playing)]
         self.core.drop(group_id, reason, attempt=self.books.playing.pop(group_id).attempt)
+        self.books.line.remove(group_id)
         self.books.dropped.append((group_id, reason))
 
     @rule(worker=st.integers(0, WORKERS - 1))
@@ -250,35 +360,78 @@ class AnyOrder(RuleBasedStateMachine):
         assert batch is None or batch is self.core.take(self.core.version)
         if b.taken:
             return
-        first = sorted(b.complete)[: self.k]
-        allowed = all(self.may_pass(group_id, first) for group_id in (*b.playing, *b.idle))
-        assert (batch is not None) == (len(first) == self.k and allowed)
-        if batch is None:
+        ready = b.complete | b.again
+        choices = itertools.combinations([group_id for group_id in b.line if group_id in ready], self.k)
+        slow = (*b.playing, *b.idle)
+        first = next((ids for ids in choices if all(self.may_pass(group_id, ids) for group_id in slow)), None)
+        assert (batch is not None) == (first is not None), "the first in line that the window allows"
+        if batch is None or first is None:
             return
-        ids = [group.group_id for group in batch.groups]
-        assert len(ids) == self.k and ids == sorted(b.complete)[: self.k]
-        b.taken = {group_id: b.complete.pop(group_id) for group_id in ids}
+        assert tuple(group.group_id for group in batch.groups) == first
+        assert batch.uses == ([b.uses[group_id] for group_id in first] if self.replay > 1 else [])
+        b.taken = {group_id: ready[group_id] for group_id in first}
+        for group_id in first:
+            (b.again if b.uses[group_id] else b.complete).pop(group_id)
 
     @precondition(lambda self: self.books.taken)
     @rule()
     def train(self) -> None:
-        b, version = self.books, self.core.version
+        b, version, by_lag = self.books, self.core.version, Counter[int]()
         for group in b.taken.values():
             lags = [version - drew for drew in tokens(group)]
+            assert b.drawn_by[group.group_id] == [self.lineage[drew] for drew in tokens(group)], "of a version undone"
             if self.settings.late == "wait" and self.lag is not None:
                 assert max(lags) <= self.lag  # by structure, whatever is masked
-            self.lags.update(lag for lag in lags if self.limit is None or lag <= self.limit)
+            by_lag.update(lag for lag in lags if self.limit is None or lag <= self.limit)
         self.core.trained(version + 1)
+        self.lags += by_lag
+        self.lineage.append(next(self.names))
+        self.journal.append((list(b.taken), by_lag))
         for group_id in self.live():
             b.overtaken[group_id] += sum(other > group_id for other in b.taken)
             assert self.window is None or b.overtaken[group_id] <= self.window
-        b.unpublished[version + 1] = len(b.taken)
-        b.trained += b.taken
+        b.line = [*self.line(), *b.taken]
+        for group_id, group in b.taken.items():
+            b.uses[group_id] += 1
+            b.made[group_id] = version + 1
+            b.trained += [group_id] if b.uses[group_id] == 1 else []
+            b.again[group_id] = group
         b.taken, b.filtered = {}, 0
-        for group_id, group in list(b.complete.items()):
-            if (reason := self.reason(group)) is not None:
-                del b.complete[group_id]
-                b.dropped.append((group_id, reason))
+        for group_id in self.line():
+            self.leave_out(group_id)
+
+    def leave_out(self, group_id: int) -> None:
+        """After a step: what can be trained no more. A group that was trained is no loss, and makes room."""
+        b = self.books
+        if group_id in b.again:
+            reason = self.reason(b.again[group_id])
+            assert b.uses[group_id] <= self.replay
+            if reason or b.uses[group_id] == self.replay or self.nbytes() > self.core.budget.limit:
+                self.let_go(group_id)
+        elif group_id in b.complete and (reason := self.reason(b.complete[group_id])) is not None:
+            del b.complete[group_id]
+            b.line.remove(group_id)
+            b.dropped.append((group_id, reason))
+
+    def let_go(self, group_id: int) -> None:
+        b = self.books
+        del b.again[group_id]
+        b.line.remove(group_id)
+        if b.made[group_id] > self.core.published_version:
+            b.unpublished[b.made[group_id]] = b.unpublished.get(b.made[group_id], 0) + 1
+
+    @rule()
+    def supervised_step(self) -> None:
+        """A version without a batch, which only comes before all groups."""
+        version = self.core.version + 1
+        if self.books.published_at:
+            with pytest.raises(ValueError, match="groups were admitted, whose lag would grow"):
+                self.core.begin_at(version)
+            return
+        self.core.begin_at(version)
+        self.lineage.append(next(self.names))
+        self.journal.append(([], Counter()))
+        self.books.unpublished = {version: self.core.slots or 0}
 
     @rule(which=ANY)
     def publish(self, which: int) -> None:
@@ -290,15 +443,63 @@ class AnyOrder(RuleBasedStateMachine):
     @rule()
     def resume(self) -> None:
         """Of all that is outside of the core, nothing is left; every generator serves the newest version."""
-        b = self.books
-        self.core = BufferCore.restore(self.k, self.settings, self.core.state())
+        self.go_on_from(self.core.state(), self.books)
+
+    @rule()
+    def make_a_checkpoint(self) -> None:
+        self.checkpoint = self.core.state(), self.books.copied(), self.lags.copy(), self.lineage.copy()
+
+    @precondition(lambda self: self.checkpoint is not None)
+    @rule(steps=st.integers(0, 6))
+    def go_back(self, steps: int) -> None:
+        """The trainer reads the checkpoint, and so do all. Workers of before may still put what they play. Then the
+        trainer makes the next ``steps`` versions again, if there were so many: the same ones."""
+        made = self.lineage
+        state, books, lags, lineage = copy.copy(self.checkpoint)  # type: ignore[misc]
+        self.lags, self.lineage = lags.copy(), lineage.copy()
+        self.go_on_from(state, books.copied())
+        journal, self.journal = self.journal, self.journal[: len(lineage) - 1]
+        for group_ids, by_lag in journal[len(lineage) - 1 :][:steps]:
+            self.lineage.append(made[len(self.lineage)])
+            self.make_again(group_ids, by_lag)
+
+    def make_again(self, group_ids: list[int], by_lag: Counter[int]) -> None:
+        b, version = self.books, self.core.version + 1
+        self.core.made_again(version, group_ids, np.asarray([by_lag[lag] for lag in range(version + 1)], np.int64))
+        self.lags += by_lag
+        self.journal.append((group_ids, by_lag))
+        for group_id in group_ids:
+            for place in (b.complete, b.again, b.idle):
+                place.pop(group_id, None)
+            if group_id in b.line:
+                b.line.remove(group_id)
+            for passed in range(len(b.published_at), group_id + 1):
+                b.published_at[passed] = version
+                b.passed.append(passed)
+            if group_id in b.passed:
+                b.passed.remove(group_id)
+            b.uses[group_id] += 1
+            b.trained += [group_id] if b.uses[group_id] == 1 else []
+        for group_id in self.live():
+            b.overtaken[group_id] += sum(other > group_id for other in group_ids)
+            if group_id in b.idle:  # it is drawn anew, by this version or later ones
+                b.published_at[group_id] = version
+                b.overtaken[group_id] = min(b.overtaken[group_id], self.window if self.window is not None else 10**9)
+            assert self.window is None or b.overtaken[group_id] <= self.window
+        b.filtered = 0
+        for group_id in self.line():
+            self.leave_out(group_id)
+
+    def go_on_from(self, state: dict[str, Any], books: Books) -> None:
+        before = self.books
+        self.generation += 1
+        self.core = BufferCore.restore(self.k, self.settings, state, self.generation, BOUND)
         if self.tight:
             self.core.budget.limit = TIGHT_BYTES
-        b.complete, b.taken, b.unpublished = b.complete | b.taken, {}, {}
-        b.lost += [(group_id, play.attempt) for group_id, play in b.playing.items()]
-        b.idle = {group_id: attempt + 1 for group_id, attempt in b.idle.items()}
-        b.idle |= {group_id: play.attempt + 1 for group_id, play in b.playing.items()}
-        b.playing = {}
+        lost = [*before.lost, *((group_id, play.attempt) for group_id, play in before.playing.items())]
+        books.everything_is_complete_or_idle(self.generation * ATTEMPTS)
+        self.books = books
+        books.lost = lost
 
     @rule()
     def fair_workers_feed_the_trainer(self) -> None:
@@ -313,7 +514,7 @@ class AnyOrder(RuleBasedStateMachine):
                 if play is None:
                     continue
                 group = read_group(group_id, play.attempt, (self.core.version,), 0, False)
-                if self.core.reserve(group_id, group.nbytes, play.attempt):
+                if self.reserve(group, play):
                     self.hand_in(group)
             self.take()
             if self.books.taken:
@@ -327,12 +528,14 @@ class AnyOrder(RuleBasedStateMachine):
         assert self.core.slots_free == self.free()
 
     @invariant()
-    def each_group_ends_once(self) -> None:
+    def each_group_ends_once_and_is_trained_at_most_replay_times(self) -> None:
         b, counts = self.books, self.core.counts()
-        everywhere = [*b.playing, *b.idle, *b.complete, *b.taken, *b.trained, *(group_id for group_id, _ in b.dropped)]
-        assert sorted(everywhere) == list(range(counts.admitted))
+        taken = [group_id for group_id in b.taken if not b.uses[group_id]]
+        everywhere = [*b.playing, *b.idle, *b.complete, *taken, *b.trained, *(group_id for group_id, _ in b.dropped)]
+        assert sorted([*everywhere, *b.passed]) == list(range(counts.admitted + len(b.passed)))
         assert counts.playing == len(b.playing) + len(b.idle)
-        assert (counts.complete, counts.taken, counts.trained) == (len(b.complete), len(b.taken), len(b.trained))
+        assert (counts.complete, counts.taken, counts.trained) == (len(b.complete), len(taken), len(b.trained))
+        assert counts.again == len(b.again) + len(b.taken) - len(taken)
         assert counts.dropped == Counter(reason for _, reason in b.dropped)
 
     @invariant()
@@ -350,10 +553,11 @@ class AnyOrder(RuleBasedStateMachine):
     @invariant()
     def bytes_are_bounded(self) -> None:
         b = self.books
-        held = [group.nbytes for group in (*b.complete.values(), *b.taken.values())]
-        assert self.core.counts().nbytes == sum(held) + sum(play.reserved for play in b.playing.values())
+        held = [group.nbytes for group in (*b.complete.values(), *b.again.values(), *b.taken.values())]
+        assert self.core.counts().nbytes == self.nbytes()
         largest = sorted([*held, *(play.reserved for play in b.playing.values())])[-2 * self.k :]
         assert self.core.counts().nbytes <= self.core.budget.limit + sum(largest)
+        assert self.core.counts().nbytes <= self.core.budget.limit + 2 * self.k * most_bytes()
 
     def teardown(self) -> None:
         if not hasattr(self, "core"):
@@ -361,6 +565,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.core.close()
         counts, live = self.core.counts(), len(self.live())
         assert counts.playing == counts.complete == 0 and self.core.admit() is None
+        assert counts.again == sum(self.books.uses[group_id] > 0 for group_id in self.books.taken)
         assert counts.dropped.get(RUN_ENDED, 0) == live
         assert counts.admitted == counts.trained + sum(counts.dropped.values()) + counts.taken
         for group_id, play in self.books.playing.items():

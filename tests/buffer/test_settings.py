@@ -50,3 +50,11 @@ def test_one_setting_chooses_the_depth() -> None:
     stream = BufferCore(4, BufferSettings(None))
     assert (stream.slots, stream.window) == (None, None)
     assert BufferCore(4, BufferSettings(2, late="drop")).slots == 12
+
+
+def test_replay_is_bounded_by_the_lag() -> None:
+    with pytest.raises(ValueError, match=r"buffer.replay 2: a group is too old after max-policy-lag \+ 1 = 1 batches"):
+        BufferSettings(0, replay=2)
+    with pytest.raises(ValueError, match=r"window 3 .* max-policy-lag 2 \+ 1 - replay 2 x groups-per-step 2 = 2"):
+        BufferSettings(2, window=3, replay=2).window_for(2)
+    assert [BufferSettings(3, replay=replay, window=0).slots_for(4) for replay in (1, 2, 3, 4)] == [16, 8, 6, 4]

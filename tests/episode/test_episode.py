@@ -7,15 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monarch_rl.episode.episode import NO_VERSION, Episode, Group, Turn
-from monarch_rl.episode.packed import PackedGroup, PackedShard, mask_older, pack_group, unpack_episode, unpack_group
+from monarch_rl.episode.episode import NO_VERSION, POSITION, Episode, Fork, Group, Turn
+from monarch_rl.episode.packed import BEHAVIOUR, PackedGroup, pack_group, unpack_episode, unpack_group
 from monarch_rl.episode.sampling import Completion, KeptSets
+from monarch_rl.episode.shard import PackedShard, mask_older, outcomes
 
+COLUMNS = st.lists(st.sampled_from(["teacher", "value", "a b"]), unique=True)
+FLOATS = st.floats(allow_nan=False, allow_infinity=False)
 INFO = st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=9) | st.none() | st.booleans(), max_size=3)
 
 
 @st.composite
-def turns(draw: st.DrawFn, with_kept: bool) -> Turn:
+def turns(draw: st.DrawFn, with_kept: bool, columns: list[str]) -> Turn:
     n = draw(st.integers(0, 6))
     finite = st.floats(-1024, 0, width=32)
     trainable = np.asarray(draw(st.lists(st.booleans(), min_size=n, max_size=n)), bool)
@@ -32,17 +35,29 @@ def turns(draw: st.DrawFn, with_kept: bool) -> Turn:
         policy_versions=np.asarray(draw(st.lists(st.integers(-1, 3), min_size=n, max_size=n)), np.int32),
         trainable=trainable,
         kept_sets=kept_sets,
+        reward=draw(st.none() | FLOATS),
+        columns={name: draw(column(trainable)) for name in draw(st.permutations(columns))},
     )
 
 
 @st.composite
-def episodes(draw: st.DrawFn) -> Episode:
+def column(draw: st.DrawFn, trainable: np.ndarray) -> np.ndarray:
+    """Any bits, where a token is trainable."""
+    bits = draw(st.lists(st.integers(0, 2**32 - 1), min_size=len(trainable), max_size=len(trainable)))
+    return np.where(trainable, np.asarray(bits, np.uint32), 0).astype(np.uint32).view(np.float32)
+
+
+@st.composite
+def episodes(draw: st.DrawFn, columns: list[str]) -> Episode:
     episode = Episode(
-        turns=draw(st.lists(turns(draw(st.booleans())), min_size=1, max_size=3)),
-        reward=draw(st.floats(allow_nan=False, allow_infinity=False)),
+        turns=draw(st.lists(turns(draw(st.booleans()), columns), min_size=1, max_size=3)),
+        reward=draw(FLOATS),
         finish_reason=draw(st.sampled_from(["stop", "length"])),
         info=draw(INFO),
-        parts=draw(st.dictionaries(st.text(max_size=5), st.floats(allow_nan=False, allow_infinity=False), max_size=3)),
+        parts=draw(st.dictionaries(st.text(max_size=5), FLOATS, max_size=3)),
+        seat=draw(st.text(max_size=5)),
+        play=draw(st.just(POSITION) | st.integers(0, 9)),
+        fork=draw(st.none() | st.builds(Fork, st.integers(0, 9), st.integers(1, 9))),
     )
     dtype = draw(st.sampled_from([None, np.uint8, np.uint16]))
     if dtype is not None and episode.num_tokens:
@@ -52,22 +67,28 @@ def episodes(draw: st.DrawFn) -> Episode:
     return episode
 
 
-GROUPS = st.builds(
-    Group,
-    group_id=st.integers(0, 2**40),
-    task_index=st.integers(0, 2**40),
-    episodes=st.lists(episodes(), max_size=4),
-    failed=st.integers(0, 8),
-    attempt=st.integers(0, 3),
-    task=st.text(max_size=9),
-)
+def groups_of(columns: list[str], fewest: int = 0) -> st.SearchStrategy[Group]:
+    return st.builds(
+        Group,
+        group_id=st.integers(0, 2**40),
+        task_index=st.integers(0, 2**40),
+        episodes=st.lists(episodes(columns), min_size=fewest, max_size=4),
+        failed=st.integers(0, 8),
+        attempt=st.integers(0, 3),
+        task=st.text(max_size=9),
+    )
+
+
+GROUPS = COLUMNS.flatmap(groups_of)
+BATCHES = COLUMNS.flatmap(lambda columns: st.lists(groups_of(columns, fewest=1), min_size=1, max_size=3))
+"""Of groups that have the same columns."""
 
 
 def check_equal(ours: np.ndarray | None, theirs: np.ndarray | None) -> None:
     assert (ours is None) == (theirs is None)
     if ours is not None and theirs is not None:
-        assert ours.dtype == theirs.dtype
-        np.testing.assert_array_equal(ours, theirs)
+        assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
+        assert ours.tobytes() == theirs.tobytes()
 
 
 @given(GROUPS)
@@ -78,15 +99,21 @@ def test_group_survives_its_bytes(group: Group) -> None:
     for ours, theirs in zip(group.episodes, read.episodes, strict=True):
         assert (ours.reward, ours.finish_reason, ours.info) == (theirs.reward, theirs.finish_reason, theirs.info)
         assert (ours.parts, list(ours.parts)) == (theirs.parts, list(theirs.parts))
+        assert (ours.seat, ours.fork) == (theirs.seat, theirs.fork)
         assert len(ours.turns) == len(theirs.turns)
         check_equal(ours.expert_routes, theirs.expert_routes)
         for a, b in zip(ours.turns, theirs.turns, strict=True):
             for name in ("token_ids", "logprobs", "policy_versions", "trainable"):
                 check_equal(getattr(a, name), getattr(b, name))
+            assert a.reward == b.reward and a.columns.keys() == b.columns.keys()
+            for name, values in a.columns.items():
+                check_equal(values, b.columns[name])
             assert (a.kept_sets is None) == (b.kept_sets is None)
             if a.kept_sets is not None and b.kept_sets is not None:
                 check_equal(a.kept_sets.counts, b.kept_sets.counts)
                 check_equal(a.kept_sets.ids, b.kept_sets.ids)
+    check_equal(read.plays, group.plays)
+    assert [episode.play for episode in read.episodes] == group.plays.tolist()
     assert pack_group(read) == pack_group(group)
 
 
@@ -110,11 +137,20 @@ def test_the_header_tells_what_the_buffer_decides_by(group: Group) -> None:
     packed = PackedGroup.read(pack_group(group))
     assert packed.rewards.tolist() == group.rewards.tolist()
     assert packed.task == group.task
+    check_equal(packed.plays, group.plays)
+    for name in packed.columns:
+        for values, episode in zip(packed.column(name), group.episodes, strict=True):
+            check_equal(values, episode.column(name)[episode.trainable])
+    for values, episode in zip(packed.column(BEHAVIOUR), group.episodes, strict=True):
+        check_equal(values, episode.logprobs[episode.trainable])
     check_equal(packed.lengths, np.asarray([episode.num_trainable for episode in group.episodes], np.int32))
     check_equal(packed.cut, np.asarray([episode.finish_reason == "length" for episode in group.episodes], bool))
     for known, episode in zip(packed.episodes, group.episodes, strict=True):
         assert (known.tokens, known.trainable) == (episode.num_tokens, episode.num_trainable)
         assert (known.finish_reason, known.parts) == (episode.finish_reason, episode.parts)
+        assert (known.seat, len(known.turns)) == (episode.seat, len(episode.turns))
+        for (drawn_in_turn, reward), turn in zip(known.turns, episode.turns, strict=True):
+            assert (drawn_in_turn, reward) == (turn.trainable.sum(), turn.reward)
         drawn = episode.policy_versions[episode.trainable]
         for oldest in range(-1, 5):
             since = sum(n for version, n in known.tokens_by_version.items() if version >= oldest)
@@ -124,28 +160,37 @@ def test_the_header_tells_what_the_buffer_decides_by(group: Group) -> None:
             assert masked.trainable.tolist() == (episode.trainable & (episode.policy_versions >= oldest)).tolist()
 
 
-@given(st.lists(GROUPS, min_size=1, max_size=3), st.data())
+@given(BATCHES, st.data())
 def test_a_shard_has_the_outcomes_of_all_groups_and_the_episodes_of_its_own(
     groups: list[Group], data: st.DataObject
 ) -> None:
     packed = [PackedGroup.read(pack_group(group)) for group in groups]
     places = [(g, e) for g, group in enumerate(groups) for e in range(len(group.episodes))]
-    own = data.draw(st.lists(st.sampled_from(places), unique=True)) if places else []
+    own = data.draw(st.lists(st.sampled_from(places), unique=True))
+    names = sorted(groups[0].episodes[0].turns[0].columns)
+    asked = data.draw(st.lists(st.sampled_from([*names, BEHAVIOUR]), unique=True))
     oldest = data.draw(st.none() | st.integers(-1, 4))
     shard = PackedShard(
+        **outcomes(packed, asked),
         version=5,
-        rewards=[group.rewards for group in packed],
         places=[[(g, e, len(packed[g].episodes[e].data)) for g, e in own]],
         data=b"".join(packed[g].episodes[e].data for g, e in own),
         trainable_tokens=0,
         lag_counts=np.zeros(1, np.int64),
         oldest=oldest,
-        lengths=[group.lengths for group in packed],
-        cut=[group.cut for group in packed],
-        tasks=[group.task for group in packed],
-        parts=[[episode.parts for episode in group.episodes] for group in packed],
     ).unpack()
     assert shard.tasks == [group.task for group in groups]
+    assert shard.items == [group.task_index for group in groups]
+    assert shard.seats == [[episode.seat for episode in group.episodes] for group in groups]
+    assert shard.column_names == tuple(names) and shard.columns.keys() == set(asked)
+    for g, group in enumerate(groups):
+        check_equal(shard.plays[g], group.plays)
+        for e, drawn in enumerate(group.episodes):
+            assert shard.turn_rewards[g][e] == [turn.reward for turn in drawn.turns]
+            assert shard.turn_lengths[g][e] == [turn.trainable.sum() for turn in drawn.turns]
+            for name in asked:
+                values = drawn.logprobs if name == BEHAVIOUR else drawn.column(name)
+                check_equal(shard.columns[name][g][e], values[drawn.trainable])
     assert shard.parts == [[episode.parts for episode in group.episodes] for group in groups]
     for group, rewards, lengths, cut in zip(groups, shard.rewards, shard.lengths, shard.cut, strict=True):
         check_equal(rewards, group.rewards)
@@ -157,8 +202,70 @@ def test_a_shard_has_the_outcomes_of_all_groups_and_the_episodes_of_its_own(
         drawn = groups[g].episodes[e]
         assert episode.reward == np.float32(drawn.reward) or np.isinf(np.float32(drawn.reward))
         assert (episode.parts, episode.finish_reason) == (drawn.parts, drawn.finish_reason)
+        assert (episode.seat, episode.play) == (drawn.seat, groups[g].plays[e])
+        assert [turn.reward for turn in episode.turns] == [turn.reward for turn in drawn.turns]
+        for name in names:
+            check_equal(episode.column(name), drawn.column(name))
         newer = drawn.trainable if oldest is None else drawn.trainable & (drawn.policy_versions >= oldest)
         check_equal(episode.trainable, newer)
+
+
+def turn_of(tokens: int, **columns: list[float]) -> Turn:
+    """A turn whose tokens were all drawn."""
+    turn = Turn.from_completion([], Completion(np.arange(tokens), np.full(tokens, -1.0), np.full(tokens, 3), "stop"))
+    turn.columns = {name: np.asarray(values, np.float32) for name, values in columns.items()}
+    return turn
+
+
+def test_turns_of_a_group_have_the_same_columns() -> None:
+    one, other = turn_of(2, teacher=[1, 2]), turn_of(1, teacher=[3], value=[4])
+    group = Group(7, 0, [Episode([one], 0.0, "stop"), Episode([one, other], 0.0, "stop")])
+    said = r"group 7: turn 0 of episode 0 has columns \['teacher'\], turn 1 of episode 1 has \['teacher', 'value'\]"
+    with pytest.raises(ValueError, match=said):
+        pack_group(group)
+
+
+@pytest.mark.parametrize("values", [[1.0, 2.0], [1.0, 0.0, 2.0, 3.0], [[1.0], [2.0], [3.0]]])
+def test_a_column_without_a_number_for_each_token_is_refused(values: list[float]) -> None:
+    group = Group(7, 0, [Episode([turn_of(3, value=values)], 0.0, "stop")])
+    with pytest.raises(ValueError, match="column value of turn 0 of episode 0 must have one number for each of its 3"):
+        pack_group(group)
+
+
+def test_a_number_that_would_be_lost_is_refused() -> None:
+    turn = turn_of(2, value=[1.0, 2.0])
+    turn.trainable[0], turn.logprobs[0] = False, 0.0
+    with pytest.raises(ValueError, match="and 0 where the token is not trainable"):
+        pack_group(Group(7, 0, [Episode([turn], 0.0, "stop")]))
+
+
+def test_an_episode_is_filled_turn_by_turn() -> None:
+    episode = Episode([turn_of(2), turn_of(3)], 0.0, "stop")
+    episode.turns[1].trainable[0] = False
+    episode.fill_column("value", np.arange(1.0, 6.0))
+    assert [turn.columns["value"].tolist() for turn in episode.turns] == [[1, 2], [0, 4, 5]]
+    assert episode.column("value").dtype == np.float32
+    with pytest.raises(ValueError, match=r"of 5 tokens has values of shape \[4\]: give one for each token"):
+        episode.fill_column("value", np.zeros(4))
+
+
+@given(groups_of(["a", "b"], fewest=1), groups_of(["b"], fewest=1))
+def test_groups_of_a_batch_have_the_same_columns(one: Group, other: Group) -> None:
+    packed = [PackedGroup.read(pack_group(group)) for group in (one, other)]
+    with pytest.raises(ValueError, match=r"has columns \['b'\], and another one has \['a', 'b'\]"):
+        outcomes(packed)
+    with pytest.raises(ValueError, match=r"has columns \['b'\], and column a is read"):
+        outcomes(packed[1:], ["a"])
+
+
+def test_what_a_column_costs() -> None:
+    """4 bytes for each token that was drawn; none for a prompt."""
+    bare = [turn_of(1000) for _ in range(2)]
+    for turn in bare:
+        turn.trainable[:300], turn.logprobs[:300] = False, 0.0
+    full = [replace(turn, columns={"value": turn.trainable.astype(np.float32)}) for turn in bare]
+    sizes = [len(pack_group(Group(0, 0, [Episode([turn], 0.0, "stop")]))) for turn in (bare[0], full[0])]
+    assert sizes[1] - sizes[0] == pytest.approx(4 * 700, abs=64)
 
 
 def test_what_is_no_packed_group_is_refused() -> None:
@@ -180,7 +287,7 @@ def test_a_logprob_that_would_be_lost_is_refused() -> None:
 def test_a_token_takes_eight_bytes() -> None:
     n = 1000
     turn = Turn.from_completion([], Completion(np.arange(n), np.full(n, -1.0), np.full(n, 3), "stop"))
-    assert len(pack_group(Group(0, 0, [Episode([turn], 0.0, "stop")] * 16))) < 16 * (8 * n + 128)
+    assert len(pack_group(Group(0, 0, [Episode([turn], 0.0, "stop")] * 16))) < 16 * (8 * n + 160)
 
 
 @pytest.mark.parametrize(("logprobs", "versions"), [(1, 3), (3, 1), (4, 3)])

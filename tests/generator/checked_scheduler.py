@@ -81,7 +81,14 @@ def _compare(self: Any, forward: Any, tally: Tally, batch: Any, *args: Any) -> A
         return forward(self, batch, *args)
     ours = type(self.attn_backend)
     self.attn_backend.__class__ = TorchNativeAttnBackend
-    plain = forward(self, batch, *args).logits_output.next_token_logits.double()
+    plain_output = forward(self, batch, *args).logits_output
+    if not hasattr(plain_output, "next_token_logits"):  # of a model with a reward head
+        self.attn_backend.__class__ = ours
+        output = forward(self, batch, *args)
+        rewards, plain = output.logits_output.embeddings, plain_output.embeddings
+        tally.add("reward", float((plain - rewards).abs().max() / plain.abs().max().clamp(min=1)))
+        return output
+    plain = plain_output.next_token_logits.double()
     self.attn_backend.__class__ = ours
     output = forward(self, batch, *args)
     logits = output.logits_output.next_token_logits.double()

@@ -90,6 +90,7 @@ class EngineKeeper:
             self._engine, self._started = self._run(Engine.start(str(model), settings, **options)), started
         commits = self._engine._commits
         commits._in_flight, commits._drain_deadline_s = settings.in_flight, settings.drain_deadline_s
+        self._engine._requests._scheduler.keeps_conversations = settings.in_flight == "continue"
         return self._engine
 
     def close(self) -> None:

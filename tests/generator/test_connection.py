@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import threading
 from typing import Any
 
 import numpy as np
@@ -92,6 +93,64 @@ def test_requests_that_cannot_be_read_end_the_connection() -> None:
         replica.broadcast("here", b"no requests")
         with pytest.raises(pickle.UnpicklingError):
             await asyncio.wait_for(replica.call_one("here", None), 10)
+
+    asyncio.run(play())
+
+
+def test_an_error_of_sending_reaches_who_waits() -> None:
+    """It comes up in a callback of the event loop, which would log it and leave them waiting."""
+
+    async def play() -> None:
+        connection, replica = connect()
+        slow = connection.ask([1, 0, 10**6], Sampling())
+        assert (await asyncio.wait_for(connection.ask([2, 0, 0], Sampling()), 10)).token_ids.tolist() == [2]
+        unreadable: Any = [threading.Lock()]
+        with pytest.raises(TypeError, match="cannot pickle"):
+            await asyncio.wait_for(connection.ask(unreadable, Sampling()), 10)
+        assert not slow.done() and replica.opened == 1
+        replica.generate = Unsendable()
+        for request in (connection.ask([3, 0, 0], Sampling()), slow):
+            with pytest.raises(ReplicaLost, match="the replica cannot be asked: nothing can be sent"):
+                await asyncio.wait_for(request, 10)
+        replica.answer, replica.generate = Unsendable(), replica
+        with pytest.raises(ReplicaLost, match="the replica cannot be asked: nothing can be sent"):
+            await asyncio.wait_for(connection.ask([4, 0, 0], Sampling()), 10)
+        replica.answer = replica
+        assert (await asyncio.wait_for(connection.ask([5, 0, 0], Sampling()), 10)).token_ids.tolist() == [5]
+
+    asyncio.run(play())
+
+
+class Unsendable:
+    """An endpoint to which nothing can be sent."""
+
+    def call_one(self, *_: object) -> None:
+        raise OSError("nothing can be sent")
+
+    broadcast = call_one
+
+
+def test_a_replica_forgets_the_connections_of_a_process_that_was_replaced() -> None:
+    """And those that have failed; others of the same process stay."""
+
+    async def play() -> None:
+        replica: Any = Replica()
+        senders = replica.answering._senders
+        names = ["worker 0/11/a", "worker 0/11/b", "worker 1/12/a", "/13/a", "/14/a"]
+        opened = {name: asyncio.ensure_future(replica.call_one(name, None)) for name in names}
+        await asyncio.sleep(0)
+        assert set(senders) == set(names)
+        opened["worker 0/15/a"] = asyncio.ensure_future(replica.call_one("worker 0/15/a", None))
+        for name in names[:2]:
+            with pytest.raises(ReplicaLost, match="another process is worker 0 now"):
+                await asyncio.wait_for(opened[name], 10)
+        replica.broadcast("worker 1/12/a", b"no requests")
+        with pytest.raises(pickle.UnpicklingError):
+            await asyncio.wait_for(opened["worker 1/12/a"], 10)
+        replica.broadcast("worker 1/12/a", b"late")
+        assert set(senders) == {"/13/a", "/14/a", "worker 0/15/a"}
+        for task in opened.values():
+            task.cancel()
 
     asyncio.run(play())
 

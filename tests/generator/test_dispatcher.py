@@ -18,7 +18,7 @@ from monarch_rl.generator import dispatcher as module
 from monarch_rl.generator.connection import Answering, ReplicaLost
 from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.generator.parts import UNFINISHED, OnPart, finish_reason_of
-from monarch_rl.runtime.deadlines import DeadlineExceeded
+from monarch_rl.runtime.deadlines import DeadlineExceeded, lose
 
 COMPLETION = Completion(np.zeros(1, np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), "stop")
 
@@ -135,6 +135,27 @@ def test_a_request_past_its_deadline_names_the_replica() -> None:
         with pytest.raises(DeadlineExceeded, match="generator 0 to answer a request of group 7"):
             await dispatcher.generate([1, 2], Sampling(), 7)
         assert dispatcher.in_flight == (0, 0)
+
+    asyncio.run(play())
+
+
+def test_who_is_told_of_a_loss_before_his_call_fails_asks_another_one() -> None:
+    """As in the controller: its own waits end as soon as a process is known to be lost."""
+
+    async def play() -> None:
+        hangs, asked = asyncio.Event(), list[int]()
+        dispatcher = Dispatcher([Replica(), Replica()], 10, "frozen judge")
+
+        async def ask(replica: Any) -> str:
+            asked.append(dispatcher._replicas.index(replica))
+            if len(asked) == 1:
+                await hangs.wait()
+            return "answer"
+
+        asking = asyncio.ensure_future(dispatcher.call(7, "judge", ask))
+        await until(lambda: bool(asked))
+        lose("frozen judge 0", "killed")
+        assert await asking == "answer" and asked == [0, 1] and dispatcher.in_flight == (0, 0)
 
     asyncio.run(play())
 

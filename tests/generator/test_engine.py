@@ -21,6 +21,10 @@ from monarch_rl.generator.commit import CommitError, CommitReport, WeightMismatc
 from monarch_rl.generator.engine import Engine
 from monarch_rl.generator.request_format import RequestFormat, sampling_params
 from monarch_rl.generator.sglang_engine import EngineStopped, io_structs
+from monarch_rl.model.messages import Message, ParsedReply
+from monarch_rl.rollout.play import EpisodePlayer
+from monarch_rl.rollout.settings import RolloutSettings
+from monarch_rl.tasks.task import Policy, Task
 from tests.generator.conftest import SETTINGS
 from tests.generator.helpers import (
     LOGPROB_BOUND,
@@ -256,6 +260,31 @@ def test_an_older_version_is_refused(engine: Engine, run: LoopThread, staging: S
         run(staging.commit(engine, engine.version - 1, {}))
 
 
+def test_an_engine_goes_back_to_a_version_of_another_trainer(
+    engine: Engine, run: LoopThread, models: dict[str, Path], staging: Staging
+) -> None:
+    """What ran under the trainer before fails, also where it waits for a place; then the engine serves on."""
+    weights = weights_in(models["qwen3"])
+
+    async def back() -> None:
+        await commit_seed(engine, staging, models["qwen3"], 61)
+        await commit_seed(engine, staging, models["qwen3"], 62)
+        places = engine._sglang.running_requests
+        drawing = Drawing.start(engine, [[5, i] for i in range(places + 2)], Sampling(max_new_tokens=1000))
+        while engine.clock.requests < places:
+            await asyncio.sleep(0.01)
+        version = engine.version - 1
+        engine.begin_anew()
+        failed = await asyncio.gather(*drawing.tasks, return_exceptions=True)
+        assert {str(error) for error in failed} == {"the trainer whose policy was asked is lost"}
+        staging.fill(version, weights)
+        await staging.commit(engine, version, checksums_of(weights))
+        assert engine.version == version and not engine.clock.requests
+        assert (await draw(engine, 1, 3))[0].policy_versions.tolist() == [version] * 3
+
+    run(back())
+
+
 def test_checksums_of_other_tensors_are_refused_and_serving_goes_on(
     engine: Engine, run: LoopThread, models: dict[str, Path], staging: Staging
 ) -> None:
@@ -319,6 +348,40 @@ def test_an_idle_engine_leaves_its_core_alone(engine: Engine, run: LoopThread) -
 def test_a_process_holds_one_engine(engine: Engine, run: LoopThread) -> None:
     with pytest.raises(RuntimeError, match="an engine in this process already"):
         run(Engine.start("anything", SETTINGS))
+
+
+def test_a_fork_finds_what_it_shares_in_the_prefix_cache(
+    engine: Engine, run: LoopThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An episode that forks after two turns: each branch reads anew what it alone was given."""
+    template: Any = Spelled()
+    cached = watched(engine, "cached_tokens", monkeypatch)
+
+    async def episode(item: Any, policy: Policy) -> list[float]:
+        await policy.reply("a question of some length", max_new_tokens=20)
+        await policy.reply("and another one")
+        cached.clear()
+        branches = [policy.fork() for _ in range(4)]
+        await asyncio.gather(*(branch.reply(f"{number}") for number, branch in enumerate(branches)))
+        return [0.0, 1.0, 2.0, 3.0]
+
+    generator: Any = Drawn(engine)
+    player = EpisodePlayer(generator, template, RolloutSettings(max_new_tokens=30))
+    played = run(player.play(Task(lambda cursor: cursor, episode), 0, "", Sampling(30), group=0))
+    assert [sequence.reward for sequence in played] == [0.0, 1.0, 2.0, 3.0]
+    shared = sum(len(turn.token_ids) for turn in played[0].turns[:2])
+    assert all(sequence.fork == (0, 2) and len(sequence.turns) == 3 for sequence in played[1:])
+    assert len(cached) >= 4 and min(cached) >= shared - 1  # the last one drawn was not read before
+
+
+class Drawn:
+    """The engine as the handle of a worker."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def generate(self, prompt_ids: list[int], sampling: Sampling, group: int) -> Completion:
+        return await self._engine.generate(list(prompt_ids), sampling)
 
 
 def test_requests_in_flight_fail_when_the_engine_stops(engine: Engine, run: LoopThread) -> None:
@@ -420,3 +483,28 @@ def test_busy_seconds_exclude_pauses_and_emptiness(monkeypatch: pytest.MonkeyPat
         event()
     assert clock.seconds == 1 + 2 + 4 + 1
     assert clock.request_seconds == 1 + 2 * 2 + 4 + 1
+
+
+class Spelled:
+    """Stands for a chat template: an id for each character."""
+
+    stop_token_ids: tuple[int, ...] = ()
+    system = ""
+
+    def token_texts(self) -> list[str]:
+        return list(map(chr, range(500)))
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(map(chr, ids))
+
+    def opening(self, messages: list[Message], tools: None) -> list[int]:
+        return [ord(character) for message in messages for character in message.content]
+
+    def between(self, messages: list[Message], tools: None, end: int | None, thinking: bool) -> list[int]:
+        return self.opening(messages, tools)
+
+    def cut_while_thinking(self, drawn: list[int], tools: None) -> bool:
+        return False
+
+    def read(self, ids: list[int], tools: None, stop: tuple[str, ...]) -> ParsedReply:
+        return ParsedReply("", "")

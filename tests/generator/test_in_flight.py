@@ -17,6 +17,7 @@ import torch
 from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.generator.commit import StillRunning, WeightMismatch
 from monarch_rl.generator.engine import Engine
+from monarch_rl.generator.scheduler_requests import KEPT_COMMITS
 from monarch_rl.generator.settings import InFlight
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
 from tests.generator.conftest import SETTINGS, EngineKeeper
@@ -226,6 +227,73 @@ def version_alone(
             of_version = completion.policy_versions == version
             mine[of_version] = row[of_version]
     return found
+
+
+def test_a_later_turn_keeps_what_older_weights_have_read_under_continue_alone(
+    engine: Engine, run: LoopThread, versions: Versions, staging: Staging, policy: str
+) -> None:
+    """Turns before and after a commit, and conversations that begin after it with the same prompts."""
+    if versions.lora.rank:
+        pytest.skip("the cache is the same, and adapters under each rule are tested above")
+    first = engine.version + 1
+    weights = {first: versions.first(), first + 1: versions.later(1)}
+    prompts = [list(range(5, 85)) + [90 + i] for i in range(3)]
+    said, sampling = [7, 8, 9, 10, 11], Sampling(max_new_tokens=60)
+
+    async def commit(version: int) -> None:
+        staging.fill(version, weights[version])
+        await staging.commit(engine, version, checksums_of(weights[version]))
+
+    async def turns(asked: list[list[int]], began: int | None) -> tuple[list[Completion], float, int]:
+        """What is drawn, the share of prompt tokens that the cache had, and how many were read again."""
+        before = replace(engine.turn_reads)
+        drawn = [engine.generate(prompt, replace(sampling, conversation_version=began)) for prompt in asked]
+        completions, after = await asyncio.gather(*drawn), engine.turn_reads
+        tokens = after.prompt_tokens - before.prompt_tokens
+        assert tokens == (0 if began is None else sum(map(len, asked)))
+        cached = (after.cached_tokens - before.cached_tokens) / tokens if tokens else 0.0
+        return completions, cached, after.reread_tokens - before.reread_tokens
+
+    async def play() -> None:
+        await commit(first)
+        began, _, _ = await turns(prompts, None)
+        later = [[*prompt, *c.token_ids.tolist(), *said] for prompt, c in zip(prompts, began, strict=True)]
+        _, cached, reread = await turns(later, first)
+        assert cached >= 0.9 and not reread
+        await commit(first + 1)
+        drawn, cached, reread = await turns(later, first)
+        alone = version_alone(versions, list(zip(later, drawn, strict=True)), weights)
+        differences = [np.abs(c.logprobs - reference).max() for c, reference in zip(drawn, alone, strict=True)]
+        if policy == "continue":
+            assert cached >= 0.9 and reread < 0.1 * sum(map(len, later)) and max(differences) > 1e-3
+            check_past(list(zip(prompts, began, drawn, strict=True)))
+        else:
+            assert cached == 0 and reread == sum(map(len, later)) and max(differences) < LOGPROB_BOUND
+        fresh = [prompt + [3] for prompt in prompts]
+        for version in (None, first + 9):  # of a conversation that has come from a replica which is ahead
+            drawn, _, _ = await turns(fresh, version)
+            alone = version_alone(versions, list(zip(fresh, drawn, strict=True)), weights)
+            for completion, reference in zip(drawn, alone, strict=True):
+                assert np.abs(completion.logprobs - reference).max() < LOGPROB_BOUND
+        for version in range(first + 2, first + 2 + KEPT_COMMITS + 1):
+            weights[version] = weights[first + 1]
+            await commit(version)
+        _, cached, _ = await turns(later, first)
+        assert cached == 0  # nobody had used it for so long
+
+    def check_past(turns: list[tuple[list[int], Completion, Completion]]) -> None:
+        """The later turn's log-probs are those over a past that the first version has read, but for its last token."""
+        joined = []
+        for prompt, began, drawn in turns:
+            ids = np.concatenate([began.token_ids, np.asarray(said, np.int32), drawn.token_ids])
+            of_version = np.full(len(ids), first + 1, np.int32)
+            of_version[: -len(drawn.token_ids)] = first
+            joined.append((prompt, replace(drawn, token_ids=ids, policy_versions=of_version)))
+        references = versions.in_turn(joined, {version: weights[version] for version in (first, first + 1)})
+        for (_, _, drawn), reference in zip(turns, references, strict=True):
+            assert np.abs(drawn.logprobs - reference[-len(drawn.logprobs) :]).max() < LOGPROB_BOUND
+
+    run(play())
 
 
 def feeds_no_key_or_value(name: str) -> bool:

@@ -61,7 +61,7 @@ class Rank:
     ) -> Refusal | None:
         self.staging.fill(version, weights)
         self.sheet.ask(expected_of(weights))
-        order = write_order(0, self.staging.area(version).handle, self.sheet.handle)
+        order = write_order(0, self.staging.area(version).handle, self.sheet.handle, 0)
         loader(self.model, [(order, torch.empty(0))])
         return self.sheet.judge()
 
@@ -83,7 +83,7 @@ def test_nothing_is_overwritten_before_the_steps_that_read_it_are_done() -> None
         weights = fused_weights(version)
         rank.staging.fill(version, weights)
         rank.sheet.ask(expected_of(weights))
-        order = write_order(0, rank.staging.area(version).handle, rank.sheet.handle)
+        order = write_order(0, rank.staging.area(version).handle, rank.sheet.handle, 0)
         device.records.clear()
         with device.in_place_of_cuda(), device.recording():
             load(rank.model, [(order, torch.empty(0))])
@@ -271,7 +271,7 @@ def load_both(
     staging.fill(version, weights)
     sheet.ask(expected_of(weights))
     for rank, model in enumerate(models):
-        load(model, [(write_order(rank, staging.area(version).handle, sheet.handle), torch.empty(0))])
+        load(model, [(write_order(rank, staging.area(version).handle, sheet.handle, 0), torch.empty(0))])
     return sheet.judge()
 
 
@@ -348,7 +348,7 @@ def test_a_commit_takes_as_many_kernels_for_many_experts_as_for_few(
                 assert torch.equal(torch.cat([model.w13[e, 4:] for model in models]), weights[f"up.{e}"])
                 assert torch.equal(torch.cat([model.w2[e] for model in models], 1), weights[f"down.{e}"])
         staging.fill(3, weights)
-        orders = [write_order(rank, staging.area(3).handle, sheet.handle) for rank in range(2)]
+        orders = [write_order(rank, staging.area(3).handle, sheet.handle, 0) for rank in range(2)]
         with Kernels() as kernels:
             for model, order in zip(models, orders, strict=True):
                 load(model, [(order, torch.empty(0))])
@@ -393,7 +393,7 @@ def test_a_rank_that_never_loaded_is_not_taken_for_success() -> None:
     sheet = LoadSheet(staging.manifest, 2)
     staging.fill(0, weights)
     sheet.ask(expected_of(weights))
-    load(Sliced(1), [(write_order(1, staging.area(0).handle, sheet.handle), torch.empty(0))])
+    load(Sliced(1), [(write_order(1, staging.area(0).handle, sheet.handle, 0), torch.empty(0))])
     assert sheet.judge() == Refusal("engine rank 0: its loader did not run", differs=False)
 
 
@@ -433,3 +433,20 @@ def test_after_a_commit_the_prefix_cache_holds_what_running_requests_hold_and_no
     cache.dec_lock_ref(running)
     forget_prefixes(cache)
     assert cache.total_size() == 0
+
+
+def test_what_was_used_last_is_kept_for_conversations_that_go_on() -> None:
+    """SGLang's own cache: entries of three ages, of which one continues another."""
+    from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
+    from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+
+    def held(ids: list[int]) -> int:
+        return int(cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", ids)))).device_prefix_len)
+
+    cache = RadixCache.create_simulated(mock_allocator=Allocator())
+    for ids in ([1, 2, 3], [4, 5, 6, 7], [1, 2, 3, 8, 9]):
+        cache.insert(InsertParams(key=RadixKey(array("q", ids)), value=torch.tensor(ids)))
+    forget_prefixes(cache, 9)
+    assert cache.total_size() == 9
+    forget_prefixes(cache, 8)  # the first was used for the third, and the second was not
+    assert held([1, 2, 3, 8, 9]) == cache.total_size() == 5

@@ -154,7 +154,8 @@ def test_a_kv_cache_that_does_not_fit_is_refused_with_the_tokens_that_do() -> No
 
 
 def test_an_engine_that_has_no_memory_says_what_it_needs_for_what() -> None:
-    """Weights and the versions that arrive: float32, with LoRA no versions; a KV cache of keys and values."""
+    """Weights and the versions that arrive, float32: with LoRA adapters, or with LoRA on experts what has some, merged;
+    a KV cache of keys and values."""
     config = {**SMALL, "vocab_size": 100, "hidden_size": 64, "intermediate_size": 128, "tie_word_embeddings": True}
     layer = 64 + 64 + 64 * (4 * 16) + 2 * 64 * (2 * 16) + (4 * 16) * 64 + 16 + 16 + 3 * 64 * 128
     weights = 4 * (100 * 64 + 64 + 3 * layer)
@@ -164,9 +165,17 @@ def test_an_engine_that_has_no_memory_says_what_it_needs_for_what() -> None:
         RuntimeError, match=r"needs 0\.00 GiB .* 1000 tokens \(generator\.max-total-tokens\), .* arrive"
     ):
         check_memory(config, settings, FULL_TRAINING, 2 * weights + cache - 1)
-    check_memory(config, settings, LoraSettings(rank=4), weights + cache)
+    adapters = 4 * 3 * 4 * (2 * (64 + 64) + 2 * (32 + 64) + 3 * (128 + 64))
+    check_memory(config, settings, LoraSettings(rank=4), weights + adapters + cache)
     with pytest.raises(RuntimeError, match=r"machine are free: end what else"):
-        check_memory(config, settings, LoraSettings(rank=4), weights + cache - 1)
+        check_memory(config, settings, LoraSettings(rank=4), weights + adapters + cache - 1)
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": []}
+    sparse = config | experts | {"architectures": ["Qwen3MoeForCausalLM"], "decoder_sparse_step": 1}
+    own = weights + 4 * 3 * (8 * 3 * 64 * 32 + 8 * 64 - 3 * 64 * 128)
+    merged, lora = 4 * 3 * 8 * 64 * 32, LoraSettings(rank=4, targets=("up_proj",))
+    check_memory(sparse, settings, lora, own + merged + cache)
+    with pytest.raises(RuntimeError, match=r"0\.00 for the versions that arrive"):
+        check_memory(sparse, settings, lora, own + merged + cache - 1)
     check_memory(config, settings, FULL_TRAINING, 3 * (2 * weights + cache), engines=3)
     with pytest.raises(RuntimeError, match=r"arrive\), 3 of them 0\.\d\d GiB, and"):
         check_memory(config, settings, FULL_TRAINING, 3 * (2 * weights + cache) - 1, engines=3)

@@ -12,7 +12,7 @@ import pytest
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.model.conversation import Conversation
 from monarch_rl.model.messages import ChatError, Message, Messages, ToolCall, assistant, system, tool, user
-from tests.model.chat_helpers import TAGGED, write_model
+from tests.model.chat_helpers import SOURCES, TAGGED, write_model
 
 
 def chat(folder: Path, name: str, options: Mapping[str, Any] | None = None, **more: Any) -> ChatTemplate:
@@ -31,6 +31,20 @@ def test_without_a_template_contents_are_joined(tmp_path: Path) -> None:
     conversation.add(user(" next"))
     assert text(conversation) == "Add. 1 + 2 =3</s> next"
     assert conversation.template.stop_token_ids == (drawn[-1],)
+
+
+@pytest.mark.parametrize("name", [*SOURCES, ""])
+def test_a_turn_that_is_given_stands_as_the_template_writes_it_and_ends(tmp_path: Path, name: str) -> None:
+    """So a supervised answer is what an engine would have drawn, behind what it would have been asked."""
+    options = {"enable_thinking": False} if name == "qwen3" else {}
+    template = chat(tmp_path, name, options)
+    opening, turn = Conversation(template).add("what a question"), template.turn("the answer is 3")
+    said = [{"role": "user", "content": "what a question"}, {"role": "assistant", "content": "the answer is 3"}]
+    whole = "what a questionthe answer is 3"
+    if name:
+        whole = template.tokenizer.apply_chat_template(said, tokenize=False, **options)
+    assert turn[-1] in template.stop_token_ids
+    assert whole.startswith(template.decode([*opening, *turn] if template.shape().end else [*opening, *turn[:-1]]))
 
 
 def test_options_reach_the_template_and_unknown_ones_are_refused(tmp_path: Path) -> None:

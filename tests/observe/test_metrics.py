@@ -41,9 +41,10 @@ def pytest_fail(name: str) -> None:
     raise AssertionError(f"{name} is no JSON")
 
 
-def test_lines_are_there_at_once_and_a_second_run_appends(tmp_path: Path) -> None:
+def test_a_line_is_there_before_its_end_and_a_second_run_appends(tmp_path: Path) -> None:
     first = Metrics(tmp_path)
     first.log(1, {"lag/mean": 1.0})
+    assert first.position() == (tmp_path / "metrics.jsonl").stat().st_size
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
     first.close()
     with Metrics(tmp_path) as second:

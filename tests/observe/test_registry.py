@@ -14,14 +14,15 @@ import torch
 from monarch_rl.algorithms.advantages import grpo
 from monarch_rl.observe.registry import GROUPS, METRICS, OBJECTIVE, check_names, find, full_name
 from monarch_rl.pipeline.run import Run
-from monarch_rl.rollout.worker import Evaluation
+from monarch_rl.rollout.evaluation import Evaluation, EvaluationPlan
 from monarch_rl.runtime.process_poller import LoopLag
 from monarch_rl.simulate.clock import run_virtual
 from monarch_rl.simulate.costs import Costs
 from monarch_rl.simulate.run import Plan, run_settings, simulated_actors
-from monarch_rl.trainer.batch import advantages_of, pack_shard
-from monarch_rl.trainer.objective import reinforcement, supervised
-from monarch_rl.trainer.settings import LossSettings
+from monarch_rl.trainer.advantages import advantages_of, group_views
+from monarch_rl.trainer.batch import pack_shard
+from monarch_rl.trainer.loss_settings import LossSettings
+from monarch_rl.trainer.objective import distillation, reinforcement, supervised
 from monarch_rl.trainer.token_logprobs import TokenLogprobs
 from tests.trainer.batches import batch, shard
 from tools.metrics_table import DOCS, updated
@@ -93,19 +94,25 @@ def test_what_the_watch_and_an_evaluation_log_is_in_it() -> None:
     names = lag.metrics()
     assert len(names) == 10
     check(names)
-    check(Evaluation(np.ones(2, np.float32), {"score hung": 1}).metrics())
+    parts: list[list[dict[str, float] | None]] = [[{"digits": 1.0}] * 4, [None] * 4]
+    for tasks in (["sums", "sums"], ["sums", "words"]):
+        for held_out in ("", "easy"):
+            plan = EvaluationPlan(held_out, 4, 1.0, (2, 4))
+            rewards = np.ones((2, 4), np.float32)
+            check(Evaluation(np.arange(2), rewards, {"score hung": 4}, tasks=tasks, parts=parts, plan=plan).metrics())
 
 
 def test_what_the_objectives_sum_is_in_it() -> None:
     part = shard(batch(0), 0, 0, 1, 1024)
-    batches = pack_shard(part, advantages_of(part.rewards, grpo), "token_mean", 20, torch.device("cpu"))
+    (batches,) = pack_shard(part, advantages_of(group_views(part), grpo), "token_mean", 20, torch.device("cpu"))
     tokens = len(batches[0].behaviour_logprobs)
     output = TokenLogprobs(*(torch.full((tokens,), value) for value in (-4.0, 4.0, 1.0)))
     made_of_them = {
         "on_policy_tokens": "on_policy_share",
         "logprob_difference": "logprob_difference_p50",
     }
-    for objective in (reinforcement(LossSettings()), supervised):
+    batches[0].columns["teacher"] = batches[0].behaviour_logprobs
+    for objective in (reinforcement(LossSettings()), distillation(LossSettings()), supervised):
         _, sums = objective(output, batches[0])
         check([f"trainer/{made_of_them.get(name, name)}" for name in sums])
 

@@ -1,9 +1,10 @@
-"""With max_policy_lag 0 the asynchronous system is synchronous RL: the same updates as a plain loop."""
+"""With max_policy_lag 0 the asynchronous system is synchronous RL: the same updates as a plain loop, also resumed."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -45,14 +46,22 @@ def run(scratch: Path, *commands: list[str]) -> None:
             program.wait(10)
 
 
+def forget_after(folder: Path, step: int) -> None:
+    """Remove a run's later checkpoints, as if it had ended there."""
+    for checkpoint in (folder / "checkpoints").glob("step-*"):
+        if int(checkpoint.name.removeprefix("step-")) > step:
+            shutil.rmtree(checkpoint)
+
+
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
 
 
 @pytest.mark.slow
 @pytest.mark.heavy
-@pytest.mark.timeout(2 * PROGRAMS_S + 60)
+@pytest.mark.timeout(3 * PROGRAMS_S + 60)
 def test_depth_zero_makes_the_updates_of_a_plain_synchronous_loop(tmp_path: Path) -> None:
+    """And so does a run that is resumed after its first step."""
     model = tmp_path / "model"
     size = ["--hidden-size", "64", "--layers", "2", "--steps", "40", "--ranks", "1"]
     task = [part for name, value in TASK.items() for part in (f"--task.{name.replace('_', '-')}", str(value))]
@@ -69,6 +78,9 @@ def test_depth_zero_makes_the_updates_of_a_plain_synchronous_loop(tmp_path: Path
         "rollout.seed": SETTINGS["seed"],
         "trainer.lr": SETTINGS["lr"],
         "trainer.lr-warmup-steps": 0,
+        "trainer.loss.max-tokens": SETTINGS["max_new_tokens"],
+        "checkpoint.every-steps": 1,
+        "checkpoint.keep": 3,
     }
     plain = tmp_path / "plain.safetensors"
     recipe = [part for name, value in arguments.items() for part in (f"--{name}", str(value))]
@@ -83,9 +95,14 @@ def test_depth_zero_makes_the_updates_of_a_plain_synchronous_loop(tmp_path: Path
     assert any(0 < row.get("reward/mean", 0) < 1 for row in rows), "without rewards nothing would be compared"
 
     start, trained, expected = weights(model), weights(folder / "model"), load_file(plain)
-    assert trained.keys() == expected.keys()
+    forget_after(folder, 1)
+    run(tmp_path, ["recipes/grpo.py", *task, *recipe, "--resume", str(folder)])
+    assert json.loads((folder / "resumes.jsonl").read_text())["step"] == 1
+    resumed = weights(folder / "model")
+    assert trained.keys() == expected.keys() == resumed.keys()
     for name in expected:
         moved = (expected[name] - start[name]).abs().max()
         assert moved > 1e-3, name
         # Adam divides by the gradient's size: where that is almost 0, rounding decides the direction.
         assert (trained[name] - expected[name]).abs().max() < 0.02 * moved, name
+        assert (resumed[name] - trained[name]).abs().max() < 0.02 * moved, name

@@ -75,9 +75,15 @@ class Stage:
         buffer: Any = SimpleNamespace(
             release=SimpleNamespace(call_one=self._recording("release", [4, 5])),
             close=SimpleNamespace(call_one=self._recording("close")),
+            counts=SimpleNamespace(call_one=self._counts),
         )
+        self.buffer_lost = False
         self.file = folder / "losses.jsonl"
         self.recovery = Recovery(self.generators, self.workers, publisher, buffer, RecoverySettings(**settings), folder)
+
+    async def _counts(self) -> None:
+        if self.buffer_lost:
+            raise RuntimeError("the buffer has ended")
 
     async def _stop(self, mesh: Any) -> None:
         self.stopped.append(mesh)
@@ -336,6 +342,19 @@ def test_a_worker_that_waited_in_vain_for_somebody_else_ends_the_run(tmp_path: P
                 stage.workers.handles[0].work.set_exception(DeadlineExceeded("waited 5 s for a free slot"))
                 await asyncio.sleep(30)
         assert not stage.started["rollout worker"]
+
+    run_on_stage(tmp_path, test)
+
+
+def test_workers_that_fail_because_the_buffer_is_lost_are_left_as_they_are(tmp_path: Path) -> None:
+    async def test(stage: Stage) -> None:
+        stage.buffer_lost = True
+        with pytest.raises(RuntimeError, match="no answer to admit_many"):
+            async with stage.recovery.supervising(), stage.recovery.rolling_out():
+                for worker in stage.workers.handles.values():
+                    worker.work.set_exception(RuntimeError("no answer to admit_many"))
+                await asyncio.sleep(30)
+        assert not stage.stopped and not stage.losses() and len(stage.workers.handles) == 2
 
     run_on_stage(tmp_path, test)
 

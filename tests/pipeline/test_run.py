@@ -121,9 +121,7 @@ async def test_a_run_without_actors_says_what_to_call() -> None:
         with pytest.raises(RuntimeError, match=r"await run\.start"):
             await run.update()
         with pytest.raises(RuntimeError, match="open the run with a cluster"):
-            await run.start(
-                ReasoningGym(TaskSettings()), advantage=lambda rewards: rewards, objective=lambda *_: (_[0], {})
-            )
+            await run.start(ReasoningGym(TaskSettings()), advantage=grpo, objective=lambda *_: (_[0], {}))
 
 
 @virtual
@@ -136,8 +134,7 @@ async def test_settings_are_checked_before_anything_is_spawned() -> None:
     async with Run.open(RunSettings(), cluster) as run:
         task = ReasoningGym(TaskSettings()).played_by(lambda item, policy: lock)  # type: ignore[arg-type, return-value]
         with pytest.MonkeyPatch.context() as patch, pytest.raises(TypeError, match="task chain_sum cannot be pickled"):
-            patch.setattr("monarch_rl.pipeline.run.check", lambda *_: Path())
-            patch.setattr("monarch_rl.pipeline.run.resolve", lambda settings, *_: settings)
+            patch.setattr("monarch_rl.pipeline.run.prepare", lambda settings, *_: (settings, Path()))
             await run.start(task, advantage=grpo, objective=supervised)
     wrong = {"held-out 201 is more": RunSettings(held_out=201), "no data set 'spel_backward'": RunSettings()}
     for said, settings in wrong.items():

@@ -13,11 +13,11 @@ from monarch_rl.generator.gpu import HARMFUL
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.model.tensors import model_bytes
 from monarch_rl.pipeline.meeting import Meeting
-from monarch_rl.pipeline.settings import RunSettings, check, resolve
+from monarch_rl.pipeline.settings import RunSettings, check, episode_limits, loss_tokens, resolve
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.runtime.deadlines import disk_limit_s
 from monarch_rl.runtime.devices import Devices
-from monarch_rl.trainer.settings import TrainerSettings
+from monarch_rl.trainer.settings import LossSettings, TrainerSettings
 from monarch_rl.weights.endpoint import TransferSettings
 from monarch_rl.weights.manifest import Manifest
 
@@ -98,3 +98,13 @@ def test_engines_on_gpus_are_refused_in_float32(tmp_path: Path) -> None:
     settings = RunSettings(generator=GeneratorSettings(dtype="float32"), output=tmp_path)
     with pytest.raises(ValueError, match="generator.dtype float32 cannot be served on a GPU"):
         check(settings, GPUS)
+
+
+def test_the_constant_aggregation_divides_by_the_episode_limit_unless_a_number_is_given() -> None:
+    config = {"max_position_embeddings": 4096}
+    for tokens, limit in ((1000, 1000), (8192, 4090)):  # SGLang keeps 6 of the context
+        settings = RunSettings(trainer=TrainerSettings(tokens_per_microbatch=tokens))
+        limits = episode_limits(settings, config, on_gpu=False)
+        assert loss_tokens(settings, limits) == min(limits.values()) == limit
+    given = RunSettings(trainer=TrainerSettings(loss=LossSettings(max_tokens=64)))
+    assert loss_tokens(given, limits) == 64

@@ -23,6 +23,8 @@ from tools.make_tiny_model import write_random_model
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "grpo.py"
+SLOW = Path(__file__).with_name("slow.py")
+"""The same for tests that wait for something else than steps."""
 RUN_S = 420.0
 """Seconds for a run of a few steps on shared cores: some 20 when nothing else runs."""
 GONE_S = 12.0
@@ -31,13 +33,20 @@ STOP_S = 40.0
 """Seconds from a signal to the end of the run: at most 20 for an orderly end, then 16 for its host process."""
 STEPS = 3
 ROW = {
+    "step",
     "group",
+    "episode",
+    "play",
+    "seat",
+    "task",
     "task_index",
     "item",
+    "messages",
     "prompt",
     "turns",
     "reward",
     "parts",
+    "advantage",
     "info",
     "finish_reason",
     "tokens",
@@ -46,11 +55,12 @@ ROW = {
 """The keys of a sampled rollout."""
 
 
-def recipe(model: Path, output: Path, *more: str) -> list[str]:
+def recipe(model: Path, output: Path, *more: str, script: Path = RECIPE) -> list[str]:
     """Script and arguments of a small run; part marks count, or a random model would never see a reward."""
     small = ["--held-out=8", "--groups-per-step=8", "--rollout.max-new-tokens=8", "--trainer.lr=1e-3"]
     small += ["--trainer.lr-warmup-steps=0", "--task.template={word} -> ", "--task.pass-mark=0"]
-    return [str(RECIPE), f"--model={model}", f"--output={output}", *small, f"--steps={STEPS}", *more]
+    small += ["--checkpoint.restarts=0"]  # a run that fails is to end
+    return [str(script), f"--model={model}", f"--output={output}", *small, f"--steps={STEPS}", *more]
 
 
 def engines(run: Launched) -> int:
@@ -78,9 +88,9 @@ def wait_for_step(run: Launched) -> None:
     wait_for_line(run, r"^step 1/")
 
 
-def random_model(folder: Path, kind: Literal["dense", "moe"] = "dense") -> Path:
-    """A tiny random Qwen3 that spells in characters, in ``folder``."""
-    write_random_model(folder, TinyModel(hidden_size=64, layers=2, kind=kind))
+def random_model(folder: Path, kind: Literal["dense", "moe"] = "dense", recipe: Path | None = None) -> Path:
+    """A tiny random Qwen3 that spells in characters, in ``folder``; with a chat template if it is for a ``recipe``."""
+    write_random_model(folder, TinyModel(hidden_size=64, layers=2, kind=kind, recipe=recipe))
     return folder
 
 
@@ -181,15 +191,20 @@ def check_metrics(folder: Path, max_policy_lag: int) -> None:
 
 
 def check_rollouts(folder: Path, max_policy_lag: int) -> None:
-    """Sampled rollouts have all their columns, and tell the versions that drew them."""
+    """One group of each step's batch is told, with all columns, what was said, and the versions that drew it."""
     rows: list[dict[str, Any]] = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
-    assert rows
+    groups = {(row["step"], row["group"]) for row in rows}
+    assert sorted(step for step, _ in groups) == list(range(1, 1 + max(row["step"] for row in rows)))
     for row in rows:
         assert set(row) == ROW
+        assert [message["role"] for message in row["messages"]] == ["user", "assistant"]
+        assert row["messages"][0]["content"] in row["prompt"] and row["turns"][0]["read"] == row["prompt"]
         assert row["prompt"].endswith(" -> ") and row["tokens"] <= 8
         # A group is trained at the step of its place in the order, or later if some of the window overtake it.
         step, latest = row["group"] // 8, (row["group"] + window_of(max_policy_lag)) // 8
-        first, last = row["versions"]
+        assert step <= row["step"] - 1 <= latest, row
+        first, last = row["versions"][0][0], row["versions"][-1][0]
+        assert sum(tokens for _, tokens in row["versions"]) == row["tokens"], row
         assert max(0, step - max_policy_lag) <= first <= last <= latest, row
 
 

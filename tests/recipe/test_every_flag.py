@@ -24,9 +24,11 @@ from typing import Any, Literal
 import pytest
 import tyro
 
+from monarch_rl.checkpoint.folders import GROUPS
 from monarch_rl.pipeline.settings import RunSettings, check
 from monarch_rl.runtime.devices import Devices
 from monarch_rl.settings.ranges import Range, limits
+from monarch_rl.trainer.functions import TrainingFunctions, check_columns
 from tests.recipe.running import ROOT, finished, random_model
 from tests.runtime.launched import Start
 
@@ -39,22 +41,28 @@ READ = ("-1", "nan", "nonsense")
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
-    """A tiny random model without experts, and one with."""
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A tiny random model, and by recipe one with experts and one with a chat template."""
     folder = tmp_path_factory.mktemp("models")
-    return {False: random_model(folder / "dense"), True: random_model(folder / "moe", "moe")}
+    chat = random_model(folder / "chat", recipe=ROOT / "recipes" / "tools.py")
+    return {"": random_model(folder / "dense"), "grpo_moe": random_model(folder / "moe", "moe"), "tools": chat}
 
 
 @pytest.fixture
 def settings(
-    request: pytest.FixtureRequest, models: dict[bool, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> RunSettings:
     """The defaults of the recipe that the test is for, with a model that is there."""
     monkeypatch.syspath_prepend(str(ROOT / "recipes"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    defaults = importlib.import_module(request.param).Settings()
-    made: RunSettings = replace(defaults, model=str(models["moe" in request.param]), output=tmp_path)
+    defaults = importlib.import_module(f"recipes.{request.param}").Settings()  # `tools` alone is a folder's name, too
+    made: RunSettings = replace(defaults, model=str(models.get(request.param, models[""])), output=tmp_path)
     return made
+
+
+def name_of(settings: RunSettings) -> str:
+    """Of the recipe that has these settings."""
+    return type(settings).__module__.removeprefix("recipes.")
 
 
 def flags(settings: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -114,10 +122,15 @@ def by_command_line(settings: RunSettings, flag: str, words: list[str]) -> RunSe
 
 
 def accept(settings: RunSettings) -> Path:
-    """What ``launch`` checks: the settings, and the task that the recipe makes of them. Raises ValueError."""
+    """What ``launch`` and ``start`` check: the settings, the task that the recipe makes of them, and whether somebody
+    fills the columns that advantage and objective read. Raises ValueError."""
     recipes = [sys.modules[base.__module__] for base in type(settings).__mro__]
     task = next(vars(recipe)["task"] for recipe in recipes if "task" in vars(recipe))
-    return check(settings, OFFERED, task(settings))
+    model = check(settings, OFFERED, task(settings))
+    trainer = settings.trainer
+    functions = TrainingFunctions.of_settings(trainer.loss, trainer.critic)
+    check_columns(functions, {}, trainer.reference, trainer.critic.enabled)
+    return model
 
 
 def refusal(settings: RunSettings, flag: str, value: Any, hint: Any, wrong: str) -> str | None:
@@ -125,9 +138,9 @@ def refusal(settings: RunSettings, flag: str, value: Any, hint: Any, wrong: str)
 
     By the command line where that reads otherwise than Python, and as Python else: reading takes 30 ms a flag.
     """
-    count = len(value) if isinstance(value, tuple) else 1
+    count = max(1, len(value)) if isinstance(value, tuple) else 1
     try:
-        if type(settings).__module__ == RECIPES[0] and wrong in READ:
+        if name_of(settings) == RECIPES[0] and wrong in READ:
             made = by_command_line(settings, flag, [wrong] * count)
         else:
             one = typed(hint, wrong)
@@ -267,7 +280,7 @@ def test_messages_name_no_flag_that_a_recipe_does_not_have() -> None:
         for path in (ROOT / "src").rglob("*.py")
         for text in strings(ast.parse(path.read_text()))
         for name in named.findall(text)
-        if name not in known and not any(flag.startswith(f"{name}.") for flag in known)
+        if name not in known and not any(flag.startswith(f"{name}.") for flag in known) and name != GROUPS
     ]
     assert wrong == []
 
@@ -291,9 +304,12 @@ SMALL = {
     "task.template": "{word} -> ",
     "task.pass-mark": 0.0,
     "generator.replicas": 1,
+    "stones": 6,
 }
 """A random model gets marks for parts; an engine costs half of a start."""
-KEPT = re.compile(r"model|output|steps|held-out|task\..*|.*-s|.*\.ranks|.*-processes|.*\.(workers|replicas|tp)")
+KEPT = re.compile(
+    r"model|teacher|frozen\..*|output|steps|held-out|task\..*|.*-s|.*\.ranks|.*-processes|.*\.(workers|replicas|tp)"
+)
 """Flags that a sample does not change: they would make another task of it, give deadlines that a crowded machine cannot
 keep, or start more processes."""
 CHANGED_SHARE = 0.4
@@ -382,12 +398,13 @@ def as_arguments(changed: dict[str, Any]) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", RECIPES, indirect=True)
 def test_a_sample_of_what_passes_starts_and_makes_steps(settings: RunSettings, start: Start, tmp_path: Path) -> None:
-    seed = RECIPES.index(type(settings).__module__)
+    seed = RECIPES.index(name_of(settings))
     changed = sample(settings, seed)
     print(f"sample of seed {seed}: {changed}")  # pytest shows it if the test fails, wherever it does
     assert len(changed) > len(SMALL) + 10, f"seed {seed}: {changed}"
-    script = ROOT / "recipes" / f"{type(settings).__module__}.py"
-    arguments = [f"--model={settings.model}", f"--output={tmp_path / 'runs'}", *as_arguments(changed)]
+    script = ROOT / "recipes" / f"{name_of(settings)}.py"
+    folders = [f"--{flag}={settings.model}" for flag in ("model", "teacher") if hasattr(settings, flag)]
+    arguments = [*folders, f"--output={tmp_path / 'runs'}", *as_arguments(changed)]
     run = start([sys.executable, str(script), *arguments])
     finished(run)
     assert re.search(r"^step 2/2 ", run.output(), re.MULTILINE), f"seed {seed}: {changed}\n{run.output()}"

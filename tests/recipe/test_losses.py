@@ -16,6 +16,7 @@ import pytest
 
 from tests.recipe.running import (
     GONE_S,
+    SLOW,
     ends_by,
     engines,
     goes_on,
@@ -34,6 +35,7 @@ LOST_S = 60.0
 """Seconds from the loss of a process to the end of the run: some 6 when nothing else runs."""
 KILLED = r"(Killed\(sig=9\)|exit code -9|process likely crashed)"
 STOPPED = "(stopped|does not answer)"
+LONG = ["--steps=5000", "--recovery.restarts=0"]
 
 
 def ends_and_names(run: Launched, process: str) -> None:
@@ -75,12 +77,15 @@ def test_a_run_goes_on_without_a_lost_generator_and_what_ends_it_leaves_no_proce
     cause: str,
     ends: Callable[[Launched], None],
 ) -> None:
-    run = start([sys.executable, *recipe(model, tmp_path / "runs", "--steps=5000", "--recovery.restarts=0")])
+    run = start([sys.executable, *recipe(model, tmp_path / "runs", *LONG, script=SLOW)])
     wait_for_step(run)
     assert engines(run) == 2 and len(run.left()) > 9, "controller, host, 2 trainers, buffer, rollout, 2 x 2 of replicas"
     send(run, process, number)
     goes_on(run, wait_for_line(run, rf"^generator (\d) is lost \(.*{cause}"))
+    semaphores = run.semaphores()
+    assert semaphores, "of the processes that score"
     ends(run)
+    assert not [path for path in Path("/dev/shm").iterdir() if path.stat().st_ino in semaphores], "left there"
     steps = steps_logged(tmp_path / "runs")
     assert (steps[0]["generator/replicas"], steps[-1]["generator/replicas"]) == (2, 1)
     assert max(step["lag/max"] for step in steps) <= 2
@@ -103,7 +108,7 @@ def test_what_cannot_be_replaced_ends_the_run_though_others_may_be_restarted(
 
 
 def test_the_last_worker_ends_the_run_when_none_may_be_started(start: Start, model: Path, tmp_path: Path) -> None:
-    run = start([sys.executable, *recipe(model, tmp_path / "runs", "--steps=5000", "--recovery.restarts=0")])
+    run = start([sys.executable, *recipe(model, tmp_path / "runs", *LONG, script=SLOW)])
     wait_for_step(run)
     process_named(run, "rollout0-0").kill()
     assert run.wait(LOST_S) == 1, run.output()

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from monarch_rl.runtime.cluster import free_port
-from tests.recipe.running import GONE_S, random_model, recipe, wait_for_line, wait_for_step
+from tests.recipe.running import GONE_S, SLOW, random_model, recipe, wait_for_line, wait_for_step
 from tests.runtime.launched import START_S, TORCHRUN, Launched, Start
 
 pytestmark = pytest.mark.slow
@@ -38,7 +38,7 @@ def test_the_run_goes_on_with_the_generators_of_other_machines(start: Start, tmp
     job = ["--nnodes=2", "--nproc-per-node=3", "--rdzv-backend=c10d", "--local-addr=127.0.0.1"]
     port = free_port()
     job += [f"--rdzv-endpoint=127.0.0.1:{port}"]
-    job += recipe(model, tmp_path / "runs", "--steps=5000", "--recovery.restarts=1")
+    job += recipe(model, tmp_path / "runs", "--steps=5000", "--recovery.restarts=1", script=SLOW)
     # Agents end with the one that holds torchrun's store: the first to come, which also becomes the first machine.
     first = start([*TORCHRUN, *job])
     wait_for_port(port)

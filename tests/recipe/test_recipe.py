@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from monarch_rl.buffer.ledger import EQUAL_REWARDS, REJECTED
@@ -33,6 +34,7 @@ from tests.recipe.running import (
     GONE_S,
     RECIPE,
     RUN_S,
+    STEPS,
     assert_no_traceback,
     check_run,
     engines,
@@ -46,12 +48,86 @@ from tests.runtime.launched import TORCHRUN, Start
 # -- whole runs ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.timeout(1200)
 def test_python(start: Start, model: Path, tmp_path: Path) -> None:
-    run = start([sys.executable, *recipe(model, tmp_path / "runs")])
+    kept = ["--journal.mib=8", "--checkpoint.every-steps=2", "--checkpoint.keep=2"]
+    run = start([sys.executable, *recipe(model, tmp_path / "runs", *kept)])
     finished(run)
     check_run(run.output(), model, max_policy_lag=2)
     refused = re.findall(r"started without the fork server: .* differ", run.output())
     assert not refused, "each process of a run would be started as slowly as before"
+    described = (RECIPE.parents[1] / "docs" / "run_folder.md").read_text()
+    (folder,) = (tmp_path / "runs").iterdir()
+    names = [path.name + "/" * path.is_dir() for path in folder.iterdir()]
+    assert len(names) >= 8 and not [name for name in names if f"`{name}`" not in described]
+    check_exported(tmp_path / "runs", tmp_path / "exported")
+    check_evaluated_again(tmp_path / "runs", tmp_path / "exported")
+    check_replayed(tmp_path / "runs")
+
+
+def check_exported(runs: Path, exported: Path) -> None:
+    """What tools/export.py writes of the last checkpoint is what the run has saved at its end, in several files with an
+    index, and in bfloat16 for transformers."""
+    (folder,) = runs.iterdir()
+    program("export.py", folder, str(exported), "--file-mib=0.1")
+    saved, index = load_file(folder / "model" / "model.safetensors"), exported / "model.safetensors.index.json"
+    found = {name: tensor for file in exported.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    assert len(list(exported.glob("*.safetensors"))) > 1 and set(json.loads(index.read_text())["weight_map"]) == set(
+        saved
+    )
+    assert found.keys() == saved.keys() and all(found[name].equal(tensor) for name, tensor in saved.items())
+    half = exported.with_name("half")
+    program("export.py", folder / "checkpoints" / "latest", str(half), "--dtype=bfloat16")
+    loads = (
+        "import sys, transformers; m = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype='auto'); "
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", loads + "print(m.dtype)", str(half)], capture_output=True, text=True, timeout=RUN_S
+    )
+    assert done.stdout.strip() == "torch.bfloat16", done.stderr
+    halves = load_file(half / "model.safetensors")
+    assert all(halves[name].equal(tensor.bfloat16()) for name, tensor in saved.items())
+
+
+def check_evaluated_again(runs: Path, exported: Path) -> None:
+    """tools/evaluate.py, with the model that was exported, gives what the run's last evaluation gave."""
+    (folder,) = runs.iterdir()
+    _, *flags = recipe(folder / "model", runs)
+    again = json.loads(program("evaluate.py", exported, f"--task={RECIPE}", *flags[1:]).splitlines()[-1])
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    last = [row for row in rows if "held_out/accuracy" in row][-1]
+    drawn_by = ("held_out/oldest_version", "held_out/newest_version")
+    assert [last[name] for name in drawn_by] == [last["step"]] * 2
+    same = {name: value for name, value in last.items() if name.startswith("held_out/") and name not in drawn_by}
+    assert len(same) >= 5 and same == {name: again[name] for name in same}
+
+
+def check_replayed(runs: Path) -> None:
+    """tools/replay.py makes the updates of the run again, bit for bit; with another objective they are others."""
+    (folder,) = runs.iterdir()
+    again = program("replay.py", folder)
+    assert f"the weights after {STEPS} of {STEPS} steps are those of the run, bit for bit" in again
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    losses = [f"{row['trainer/loss']:.5g}" for row in rows if "trainer/loss" in row]
+    table = [line.split() for line in again.splitlines() if " equal " in line]
+    assert [int(line[0]) for line in table] == list(range(1, STEPS + 1))
+    assert [line[2] for line in table] == [line[3] for line in table] == losses
+    assert (folder / "checkpoints" / "step-000002").is_dir()
+    last = program("replay.py", folder, f"--from={STEPS}")
+    assert "the weights after 1 of 1 steps are those of the run, bit for bit" in last and " 2  " not in last
+    other = program("replay.py", folder, "--to=2", "--open=2", "--objective=supervised")
+    assert "2  differ" in other and other.count("episode ") == 64 and "bit for bit" not in other
+    tokens = [line for line in other.splitlines() if line.startswith(("'", '"'))]
+    trained = next(row["trainer/tokens"] for row in rows if row["step"] == 2 and "trainer/tokens" in row)
+    assert len(tokens) == trained
+
+
+def program(name: str, folder: Path, *flags: str) -> str:
+    """What a program of tools/ prints of a run."""
+    command = [sys.executable, f"tools/{name}", str(folder), *flags]
+    done = subprocess.run(command, cwd=RECIPE.parents[1], capture_output=True, text=True, timeout=RUN_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def test_adapters(start: Start, model: Path, tmp_path: Path) -> None:
@@ -64,6 +140,54 @@ def test_adapters(start: Start, model: Path, tmp_path: Path) -> None:
     config = json.loads(adapter.read_text())
     assert (config["r"], config["base_model_name_or_path"]) == (8, str(model))
     assert adapter.with_name("adapter_model.safetensors").is_file()
+    program("export.py", adapter.parents[1], str(tmp_path / "alone"), "--adapter")
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        assert (tmp_path / "alone" / name).read_bytes() == adapter.with_name(name).read_bytes()
+
+
+def test_self_play(start: Start, model: Path, tmp_path: Path) -> None:
+    """Two seats of one policy train; held-out games are against a frozen engine of the model as it was."""
+    small = ["--steps=2", "--groups-per-step=8", "--stones=6", "--held-out=12", "--checkpoint.restarts=0"]
+    script = str(RECIPE.with_name("game.py"))
+    run = start([sys.executable, script, f"--model={model}", f"--output={tmp_path / 'runs'}", *small])
+    finished(run)
+    assert_no_traceback(run.output())
+    (folder,) = (tmp_path / "runs").iterdir()
+    rows = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    games: dict[tuple[int, int, int], dict[str, float]] = {}
+    for row in rows:
+        games.setdefault((row["step"], row["group"], row["play"]), {})[row["seat"]] = row["reward"]
+        assert [message["role"] for message in row["messages"]] == ["user", "assistant"] * len(row["turns"])
+    assert games and all(sorted(game.values()) == [-1.0, 1.0] for game in games.values())
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    evaluations = [line for line in lines if "held_out/accuracy" in line]
+    assert [line["step"] for line in evaluations] == [0, 2]
+    assert all(-1 <= line[f"held_out/seat/{seat}"] <= 1 for line in evaluations for seat in ("first", "second"))
+    steps = [line for line in lines if "lag/max" in line]
+    assert steps and all(line["reward/mean"] == 0 for line in steps)  # what one wins the other loses
+
+
+def test_distillation(start: Start, model: Path, tmp_path: Path) -> None:
+    """The teacher begins as the student, so of the first batch it says what the student's engine and trainer say; of
+    the next one it does not. Then it takes over the student's weights."""
+    small = ["--steps=2", "--snapshot-every=2", "--groups-per-step=4", "--rollout.group-size=4", "--held-out=8"]
+    small += ["--buffer.max-policy-lag=0", "--trainer.lr=1e-2", "--trainer.lr-warmup-steps=0", "--trainer.ranks=1"]
+    small += ["--generator.replicas=1", "--checkpoint.restarts=0", f"--output={tmp_path / 'runs'}"]
+    small += ["--trainer.loss.teacher-top=4"]
+    run = start([sys.executable, str(RECIPE.with_name("distill.py")), f"--model={model}", f"--teacher={model}", *small])
+    finished(run)
+    assert_no_traceback(run.output())
+    (folder,) = (tmp_path / "runs").iterdir()
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    first, second = (line for line in lines if "lag/max" in line)
+    assert abs(first["trainer/reverse_kl"]) < 1e-5
+    assert first["advantage/std"] < 1e-5 < 1e-3 < second["advantage/std"]
+    assert 10 * abs(first["trainer/top_k_kl"]) < second["trainer/top_k_kl"]
+    for line in (first, second):
+        assert line["stage/teacher/seconds"] > 0 <= line["stage/teacher/waited_s"]
+        assert line["frozen/teacher/device_s"] > 0 and line["frozen/teacher/requests"] >= 16 * line["step"]
+    assert "frozen/teacher/version" not in first and second["frozen/teacher/version"] == 2
+    assert [path.name for path in (folder / "snapshots").iterdir()] == ["version-00000002"]
 
 
 def test_experts(start: Start, tmp_path: Path) -> None:
@@ -87,29 +211,41 @@ import sys
 import torch, tyro
 sys.path.insert(0, {folder!r})
 import grpo
+from monarch_rl.algorithms.functions import needs
 from monarch_rl.pipeline.run import launch
+from monarch_rl.rollout.stages import Stage
 from monarch_rl.trainer.objective import reinforcement
-from monarch_rl.trainer.settings import LossSettings
+from monarch_rl.trainer.loss_settings import LossSettings
 
 SHIFT = 5.0
 
-def shifted(rewards):
-    return torch.full_like(rewards, SHIFT)
+def shifted(group):
+    return torch.full_like(group.rewards, SHIFT)
 
+async def beside(item, group):
+    for episode in group.episodes:
+        episode.fill_column("beside", episode.logprobs + 1)
+
+@needs("beside")
 def halved(token_logprobs, batch):
     assert bool((batch.advantages == SHIFT).all()), "not the recipe's advantage"
+    assert torch.equal(batch.columns["beside"], batch.behaviour_logprobs + 1), "not the stage's column"
     loss, sums = reinforcement(LossSettings(lag_discount=0.5))(token_logprobs, batch)
     return loss / 2, sums | {{"own_figure": 7 * sums["tokens"]}}
 
 async def train(run, s):
-    await run.start(grpo.task(s), advantage=shifted, objective=halved)
+    stages = [Stage(beside, fills=("beside",), concurrency=4)]
+    await run.start(grpo.task(s), advantage=shifted, objective=halved, stages=stages)
     await run.evaluate()
+    answers = {{"abc -> ": "cba", "xyz -> ": "zyx", "hello -> ": "olleh"}}
+    rows = [{{"prompt": prompt, "answer": answer}} for prompt, answer in answers.items()]
+    await run.supervised(rows, steps=1, rows_per_step=10)
+    await run.mix(rows, share=0.25)
     async for step in run.steps(s.steps):
         figures = await run.update()
         await run.publish()
         await run.log(figures)
-        if s.evaluates_after(step):
-            await run.evaluate()
+        await run.evaluate_after(step)
 
 launch(train, tyro.cli(grpo.Settings))
 """
@@ -118,11 +254,14 @@ launch(train, tyro.cli(grpo.Settings))
 def test_own_functions_evaluations_on_the_way_and_a_stream_that_filters_and_rejects(
     start: Start, model: Path, tmp_path: Path
 ) -> None:
-    """Advantage and objective are functions of the recipe's file; held-out items are played while training goes on.
+    """Advantage, objective and a stage, which fills a column that the objective reads, are functions of the recipe's
+    file; held-out items are played while training goes on. The first step is supervised, and rows are mixed into the
+    others; all of them can be made again from the journal, also by a run that goes on from a checkpoint.
     Without a bound the buffer still leaves out what its rules say, counts it, and fills the batches."""
     (own := tmp_path / "own.py").write_text(OWN_RECIPE.format(folder=str(RECIPE.parent)))
     rules = ["--buffer.max-policy-lag=None", "--buffer.reject-lag=0", "--buffer.drop-equal-rewards"]
     rules += ["--trainer.loss.lag-discount=0.5", "--evaluate-every=2"]
+    rules += ["--steps=4", "--journal.mib=8", "--checkpoint.every-steps=3", "--checkpoint.keep=5"]
     _, *arguments = recipe(model, tmp_path / "runs", *rules)
     run = start([sys.executable, str(own), *arguments])
     finished(run)
@@ -131,8 +270,9 @@ def test_own_functions_evaluations_on_the_way_and_a_stream_that_filters_and_reje
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     steps = [row for row in rows if "lag/max" in row]
     assert [row["trainer/own_figure"] for row in steps] == [7.0] * len(steps) and steps
+    assert all(0 < row["stage/beside/seconds"] < 5 and row["stage/beside/waited_s"] >= 0 for row in steps)
     assert [row["step"] for row in rows if "held_out/accuracy" in row] == [0, 2]
-    assert "after step 2: held-out accuracy" in run.output()
+    assert re.search(r"after step 2, versions? [0-9 to]+: held-out accuracy", run.output())
 
     assert "stream: nothing bounds the lag" in run.output()
     assert [row["buffer/trained"] for row in steps] == [8, 16, 24]
@@ -141,6 +281,39 @@ def test_own_functions_evaluations_on_the_way_and_a_stream_that_filters_and_reje
     dropped = {name.removeprefix("dropped/"): count for name, count in last.items() if name.startswith("dropped/")}
     assert dropped and set(dropped) <= {EQUAL_REWARDS, REJECTED}
     assert last["wasted/tokens"] >= sum(dropped.values()) and last["wasted/seconds"] > 0
+    check_supervised(file.parent, rows)
+
+    shutil.rmtree(file.parent / "checkpoints" / "step-000004")  # as of a run that was lost before it
+    again = start([sys.executable, str(own), *arguments, f"--resume={file.parent}", "--steps=5"])
+    finished(again)
+    assert (
+        "step 4 made again from the journal; the weights are those of before, bit for bit, after all 1"
+        in again.output()
+    )
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["step"] for line in lines if "lag/max" in line] == [2, 3, 4, 5]
+    assert rows_taken(file.parent, 5) == 10 + 4 * round(0.25 / 0.75 * 8 * 8)
+
+
+def check_supervised(folder: Path, rows: list[dict[str, Any]]) -> None:
+    """Step 1 is of 10 rows alone; each of the others has rows as a quarter of its sequences."""
+    losses = {row["step"]: row["trainer/supervised_loss"] for row in rows if "trainer/supervised_loss" in row}
+    assert list(losses) == [1, 2, 3, 4] and losses[4] < losses[1]
+    first, *others = (row for row in rows if "trainer/tokens" in row)
+    assert first["trainer/tokens"] == 0 and first["buffer/admitted"] == 0 and "reward/mean" not in first
+    assert [row["trainer/optimizer_steps"] for row in (first, *others)] == [1, 2, 3, 4]
+    mixed = round(0.25 / 0.75 * 8 * 8)
+    for step in (3, 4):
+        assert rows_taken(folder, step) == 10 + (step - 1) * mixed
+    for flags, steps in (([], 4), (["--from=4"], 1)):
+        again = program("replay.py", folder, *flags)
+        assert f"the weights after {steps} of {steps} steps are those of the run, bit for bit" in again
+
+
+def rows_taken(folder: Path, step: int) -> int:
+    """Supervised rows that a checkpoint says were trained."""
+    path = folder / "checkpoints" / f"step-{step:06d}" / "trainer" / "functions.1.pt"
+    return int(torch.load(path, weights_only=False)["supervised rows"])
 
 
 def test_a_version_that_is_not_finite_ends_the_run_and_names_tensor_and_step(
@@ -183,13 +356,15 @@ def test_torchrun_without_lag_and_with_two_engine_ranks(start: Start, model: Pat
     assert {measured.split()[0] for measured in chosen[2].split(", ")} == {"collective", "rdma", "shared_memory"}
 
 
+@pytest.mark.slow
 def test_one_device_for_a_trainer_rank_and_a_replica(start: Start, model: Path, tmp_path: Path) -> None:
-    """They share the only one that the launch has, and its memory: versions travel by it."""
+    """They share the only one that the launch has, and its memory: versions travel by it. The rank has its blocks
+    compiled when it starts."""
     arguments = recipe(model, tmp_path / "runs", "--trainer.ranks=1", "--generator.replicas=1")
     run = start([*TORCHRUN, "--nproc-per-node=1", *arguments])
     assert run.wait(RUN_S) != 0 and "2 ranks are asked for" in run.output() and "--colocate" in run.output()
     run.assert_gone(GONE_S)
-    run = start([*TORCHRUN, "--nproc-per-node=1", *arguments, "--colocate"])
+    run = start([*TORCHRUN, "--nproc-per-node=1", *arguments, "--colocate", "--trainer.compile"])
     finished(run)
     check_run(run.output(), model, max_policy_lag=2)
     (file,) = (tmp_path / "runs").glob("*/settings.json")
@@ -197,11 +372,21 @@ def test_one_device_for_a_trainer_rank_and_a_replica(start: Start, model: Path, 
 
 
 def test_two_nodes(start: Start, model: Path, tmp_path: Path) -> None:
-    """Two agents play two machines: the first holds the trainer ranks, the second the generators, over RDMA."""
+    """Two agents play two machines: the first holds the trainer ranks, the second the generators, over RDMA. The
+    advantage is of a module beside the recipe, where no process of theirs would look for it."""
+    (folder := tmp_path / "recipe").mkdir()
+    (folder / "beside.py").write_text("def centred(group):\n    return group.rewards - group.rewards.mean()\n")
+    own = RECIPE.read_text().replace("import tyro\n", "import beside\nimport tyro\n")
+    (folder / RECIPE.name).write_text(own.replace("advantage=loss.advantage", "advantage=beside.centred"))
+    assert "beside.centred" in (folder / RECIPE.name).read_text()
     job = ["--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d", "--local-addr=127.0.0.1"]
-    job += [f"--rdzv-endpoint=127.0.0.1:{free_port()}", *recipe(model, tmp_path / "runs", "--buffer.max-policy-lag=1")]
+    job += [f"--rdzv-endpoint=127.0.0.1:{free_port()}", str(folder / RECIPE.name)]
+    job += recipe(model, tmp_path / "runs", "--buffer.max-policy-lag=1")[1:]
     job += ["--weights.transport=rdma", "--weights.delta"]
-    agents = [start([*TORCHRUN, *job]) for _ in range(2)]
+    machines = [tmp_path / "one", tmp_path / "other"]
+    for machine in machines:
+        machine.mkdir()
+    agents = [start(["env", "-C", str(machine), *TORCHRUN, *job]) for machine in machines]
     most = [0, 0]
     deadline = time.monotonic() + RUN_S
     while any(agent.process.poll() is None for agent in agents):

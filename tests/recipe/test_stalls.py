@@ -117,7 +117,8 @@ def test_a_blocked_trainer_rank_is_named_with_the_line_that_blocks_it(
     (tmp_path / "go").touch()
     run.wait_for(tmp_path / "blocked")
     since = time.monotonic()
-    chain = r"trainer rank 1 has blocked its event loop for \d+ s; its process \d+ uses \d+% of a core"
+    blocked = r"trainer rank 1 has blocked its event loop for \d+ s at \S+blocked\.py:\d+"
+    chain = rf"{blocked}; its process \d+ uses \d+% of a core"
     report = ends_with(run, since, chain, tmp_path / "runs")
     stacks = report.split("--- trainer rank 1\n")[1].split("\n--- ")[0]
     assert re.search(r"the loop of trainer rank 1\n(.*\n)*.*blocked\.py.*in snapshots\n\s+time\.sleep", stacks), stacks

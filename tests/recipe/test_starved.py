@@ -36,7 +36,7 @@ from tests.runtime.launched import TORCHRUN, Launched, launching
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
 
-STEPS = int(os.environ.get("STARVED_STEPS", "5"))
+STEPS = int(os.environ.get("STARVED_STEPS", "2"))
 """Steps that the run makes without cores."""
 HOGS = int(os.environ.get("STARVED_HOGS", "2"))
 """Processes for each core that compute all the time, at the test's own priority."""

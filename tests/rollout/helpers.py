@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.rollout.worker import RolloutWorker
 from monarch_rl.runtime.endpoint import concurrent_endpoint
 from monarch_rl.tasks.reasoning_gym import Item, ReasoningGym, TaskSettings, extract_answer
-from monarch_rl.tasks.task import Outcome, Policy
+from monarch_rl.tasks.task import Outcome, Policy, Task
 
 CHARACTERS = "\n !\"#$%&'()*+,-./0123456789:;<=>?@ABCDEFGHIJKLMNOPQRSTUVWXYZ[]^_abcdefghijklmnopqrstuvwxyz{|}"
 END = "<|end|>"
@@ -181,10 +182,49 @@ UNPLAYABLE = SUMS_TASK.played_by(_unplayable)
 """Its episodes need a tool that is not there."""
 
 
+async def _digit(item: str, policy: Policy) -> dict[str, float]:
+    reply = await policy.reply(item)
+    reply.reward = policy.in_scorer(answer, float(reply.text) / 10)
+    return {"digit": float(reply.text)}
+
+
+def _places(item: str, outcomes: Sequence[Outcome]) -> list[float]:
+    """Of each episode: its place in its group, by the digit that it answered."""
+    order = sorted(range(len(outcomes)), key=lambda place: (outcomes[place].answer, place))
+    assert all(outcome.parts["digit"] == float(outcome.answer) for outcome in outcomes)
+    return [float(order.index(place)) for place in range(len(outcomes))]
+
+
+async def _uncompared(item: str, outcomes: Sequence[Outcome]) -> list[float]:
+    raise KeyError(item)
+
+
+def _word(cursor: int) -> str:
+    return f"word {cursor} "
+
+
+WORDS = Task(_word, _digit, {"words": ["held out "] * 4}, "words", group_rewards=_places)
+"""Each group has rewards that compare its episodes."""
+UNCOMPARED = Task(_word, _digit, name="words", group_rewards=_uncompared)
+
+
 class Worker(RolloutWorker):
     @concurrent_endpoint
     async def process_id(self) -> int:
         return os.getpid()
+
+
+def forks(value: float) -> float:
+    """Both copies return."""
+    return value + (os.fork() == 0)
+
+
+def recurses(depth: int) -> float:
+    return recurses(depth + 1)
+
+
+def in_many_parts(parts: int) -> dict[str, float]:
+    return {f"part {number}": 1.0 for number in range(parts)}
 
 
 def answer(value: float) -> float:

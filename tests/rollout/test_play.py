@@ -22,14 +22,17 @@ from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.model.conversation import Conversation
 from monarch_rl.model.messages import user
 from monarch_rl.rollout.episode_failed import EpisodeFailed
-from monarch_rl.rollout.play import EpisodePlayer, all_or_none, episode_seed
-from monarch_rl.rollout.scoring import ScorerBroken, ScoringFailed
+from monarch_rl.rollout.evaluation import Evaluation, EvaluationPlan
+from monarch_rl.rollout.play import EpisodePlayer, all_or_none
+from monarch_rl.rollout.scoring_failed import ScorerBroken, ScoringFailed
+from monarch_rl.rollout.seeds import episode_seed, line_seed
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import DeadlineExceeded
 from monarch_rl.simulate.clock import run_virtual
 from monarch_rl.tasks.task import ContextFull, Message, Outcome, Policy, Reply, Task, as_outcome
 from tests.model.chat_helpers import write_model
+from tests.model.test_conversation import template as chat_template
 from tests.rollout.helpers import CHARACTERS
 
 T = TypeVar("T")
@@ -94,7 +97,8 @@ def play(
     **more: Any,
 ) -> Episode:
     player = EpisodePlayer(generator, template, SETTINGS, scorer, limit)
-    return run(player.play(task(episode, **more), 7, item, sampling or Sampling(), group))
+    (played,) = run(player.play(task(episode, **more), 7, item, sampling or Sampling(), group))
+    return played
 
 
 @pytest.fixture
@@ -201,7 +205,8 @@ def test_a_loop_that_catches_everything_does_not_block_the_worker(template: Chat
         while not playing.done():
             await asyncio.sleep(0)
             turns += 1
-        assert (await playing).finish_reason == "context"
+        (played,) = await playing
+        assert played.finish_reason == "context"
         return turns
 
     player = EpisodePlayer(Echo(template, "8"), template, SETTINGS, None, 12)
@@ -216,12 +221,27 @@ def test_a_loop_that_catches_everything_does_not_block_the_worker(template: Chat
         Outcome(1.0, info={"x": float("inf")}),
         Outcome(1.0, info=None),  # type: ignore[arg-type]
         {str(part): 0.0 for part in range(1000)},
+        1e300,
+        -1e300,
+        {"a": 1e300, "b": -1e300},
     ],
-    ids=["NaN", "text", "infinity", "nothing", "too many"],
+    ids=["NaN", "text", "infinity", "nothing", "too many", "large", "small", "large part"],
 )
 def test_parts_and_infos_that_cannot_be_used_are_refused(outcome: Any) -> None:
     with pytest.raises((TypeError, ValueError)):
         as_outcome(outcome)
+
+
+def test_no_part_has_the_name_of_another_metric() -> None:
+    """All names that an evaluation or a batch gives metrics beside those of parts."""
+    plan = EvaluationPlan(samples=2, temperature=1.0)
+    evaluation = Evaluation(np.arange(1), np.ones((1, 2), np.float32), {}, parts=[[{}, {}]], versions=(0, 1), plan=plan)
+    names = [name.removeprefix("held_out/") for name in evaluation.metrics()]
+    assert len(names) > 8
+    for name in [*names, "mean"]:
+        with pytest.raises(ValueError, match=f"can be called '{name}', as another metric is"):
+            as_outcome({name: 1.0})
+    assert as_outcome({"accurate": 1.0, "rewarded": 0.5, "pass": 0.0}).reward == 1.5
 
 
 def test_what_is_read_stands_before_the_next_turn_and_what_is_read_last_is_left_out(template: ChatTemplate) -> None:
@@ -242,17 +262,29 @@ def test_what_is_read_stands_before_the_next_turn_and_what_is_read_last_is_left_
 TEXTS = st.text(st.sampled_from("ab 1"), max_size=5)
 
 
+@pytest.mark.parametrize(
+    ("name", "thinking"), [("", None), ("qwen3", True), ("qwen3", False), ("llama3", None), ("smollm2", None)]
+)
 @given(
     said=st.lists(st.tuples(st.lists(TEXTS, max_size=2), TEXTS, st.booleans(), st.booleans()), min_size=1, max_size=6),
-    limit=st.none() | st.integers(10, 40),
+    limit=st.none() | st.integers(10, 100),
     draws=st.randoms(use_true_random=False),
 )
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 def test_the_trainer_gets_what_the_engine_saw_and_drew_bit_for_bit(
-    template: ChatTemplate, said: list[tuple[list[str], str, bool, bool]], limit: int | None, draws: random.Random
+    template: ChatTemplate,
+    name: str,
+    thinking: bool | None,
+    said: list[tuple[list[str], str, bool, bool]],
+    limit: int | None,
+    draws: random.Random,
 ) -> None:
-    """Random conversations: read, asked with and without text, ended by stop, by length and by the context."""
+    """Random conversations: read, of users and tools, asked with and without text, ended by stop, by length and by the
+    context."""
     seen, drawn = list[list[int]](), list[Completion]()
+    chat = chat_template(name, thinking) if name else template
+    ends = list(chat.stop_token_ids) if name else []
+    others = [index for index in range(len(chat.tokenizer) if name else len(CHARACTERS)) if index not in ends]
 
     class Random:
         """Draws any ids, as a policy may that writes text in other tokens than the template."""
@@ -260,8 +292,10 @@ def test_the_trainer_gets_what_the_engine_saw_and_drew_bit_for_bit(
         async def generate(self, prompt_ids: list[int], sampling: Sampling, group: int) -> Completion:
             seen.append(list(prompt_ids))
             n = draws.randint(1, sampling.max_new_tokens)
-            ids = [draws.randrange(len(CHARACTERS)) for _ in range(n)]
+            ids = [draws.choice(others) for _ in range(n)]
             stops = n < sampling.max_new_tokens
+            if stops and ends and draws.random() < 0.7:  # else a stop string has ended it
+                ids[-1] = draws.choice(ends)
             logprobs, versions = [-draws.random() for _ in ids], [draws.randrange(4) for _ in ids]
             arrays = np.asarray(ids), np.asarray(logprobs, np.float32), np.asarray(versions)
             drawn.append(Completion(*arrays, "stop" if stops else "length"))
@@ -270,12 +304,12 @@ def test_the_trainer_gets_what_the_engine_saw_and_drew_bit_for_bit(
     async def episode(item: Any, policy: Policy) -> float:
         for read, asked, short, greedy in said:
             for text in read:
-                policy.read(text)
+                policy.read(Message("tool" if name and seen and draws.random() < 0.5 else "user", text))
             await policy.reply(asked, max_new_tokens=2 if short else None, temperature=0.0 if greedy else None)
         return 1.0
 
     try:
-        played = play(Random(), template, episode, sampling=Sampling(6), limit=limit)
+        played = play(Random(), chat, episode, sampling=Sampling(6), limit=limit)
     except EpisodeFailed as failed:
         assert failed.reason == "no turn of the episode can be trained" or not seen
         return
@@ -597,6 +631,8 @@ def test_seeds_differ_by_run_group_and_episode_and_repeat() -> None:
     assert all(seed is not None and 0 <= seed < 2**31 for seed in seeds)
     assert episode_seed(1, 2, 3) == episode_seed(1, 2, 3) == 792521117
     assert episode_seed(None, 2, 3) is None
+    lines = {line_seed(seed, number) for seed in range(20) for number in range(1, 9)}
+    assert len(lines) == 20 * 8 and line_seed(5, 0) == 5 and line_seed(None, 3) is None
 
 
 def test_all_or_none_cancels_the_others() -> None:

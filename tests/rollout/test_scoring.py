@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from monarch_rl.rollout.scorer_output import SHOWN_BYTES
-from monarch_rl.rollout.scoring import Scorer, ScorerBroken, ScoringFailed
+from monarch_rl.rollout.scoring import Scorer
+from monarch_rl.rollout.scoring_failed import ScorerBroken, ScoringFailed
 from monarch_rl.runtime import presence, starvation
 from monarch_rl.runtime.fork_context import ForkedProcess
 from monarch_rl.runtime.starvation import CoreTime, Look
@@ -70,6 +71,26 @@ def test_failures_cost_one_score_each_and_have_a_reason() -> None:
             assert json.dumps([parts.reward, parts.parts]) == '[0.5, {"format": 0.25, "answer": 1.0}]'
             with pytest.raises(ScoringFailed, match="score raised ValueError: could not convert"):
                 await scorer.score(helpers.not_a_number)
+        finally:
+            await asyncio.to_thread(scorer.close)
+
+    asyncio.run(test())
+
+
+def test_a_score_that_forks_answers_once() -> None:
+    async def test() -> None:
+        scorer = Scorer(1, deadline_s=10.0)
+        try:
+            for value in range(20):  # a copy that lived on would take some of these, and answer others twice
+                assert await scorer.score(helpers.forks, value) == Outcome(float(value))
+                assert await scorer.score(helpers.answer, value + 0.5) == Outcome(value + 0.5)
+            for function, given, reason in (
+                (helpers.recurses, 0, "score raised RecursionError"),
+                (helpers.in_many_parts, 101, "score raised ValueError"),
+            ):
+                with pytest.raises(ScoringFailed, match=reason):
+                    await scorer.score(function, given)
+            assert (await scorer.score(helpers.in_many_parts, 100)).reward == 100.0
         finally:
             await asyncio.to_thread(scorer.close)
 
@@ -160,7 +181,7 @@ def test_a_failure_says_in_which_file_and_line_also_if_the_process_was_ended() -
             assert long.reason == "score raised ValueError" and len(long.report) < 20_000
             assert "characters ...]" in long.report and len(str(long)) < 20_000
             infinite = await failure(scorer, helpers.answer, float("nan"))
-            assert infinite.report.endswith("ValueError: the reward is nan, not a finite number")
+            assert infinite.report.endswith("ValueError: the reward is nan, not a finite number of float32")
         finally:
             await asyncio.to_thread(scorer.close)
 
@@ -352,6 +373,44 @@ def test_sigkill_of_the_parent_leaves_no_scorer(tmp_path: Path) -> None:
         finally:
             parent.send_signal(signal.SIGKILL)
     wait_until_dead(scorer, 5)
+
+
+FULL = """
+import asyncio, pathlib
+from monarch_rl.rollout.scoring import Scorer
+from monarch_rl.rollout.scoring_failed import ScoringFailed
+from tests.rollout import helpers
+
+async def main():
+    scorer = Scorer(1, 60.0)
+    for _ in range(2):
+        try:
+            await scorer.score(helpers.own_process_id)
+        except ScoringFailed as error:
+            print(error)
+    pathlib.Path("/dev/shm/fill").unlink()
+    print((await scorer.score(helpers.own_process_id)).reward > 1)
+    await asyncio.to_thread(scorer.close)
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+def test_shared_memory_that_is_full_costs_the_scores_of_that_time(tmp_path: Path) -> None:
+    """In a mount namespace, which has another /dev/shm."""
+    (script := tmp_path / "full.py").write_text(FULL)
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(root / "src")])}
+    fill = "mount -t tmpfs -o size=16k tmpfs /dev/shm || exit 77; head -c 100000 /dev/zero >/dev/shm/fill; exec"
+    command = ["unshare", "--mount", "sh", "-c", f"{fill} {sys.executable} {script}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    if done.returncode == 77 or "unshare" in done.stderr:
+        pytest.skip(f"a /dev/shm of its own needs the right to mount: {done.stderr}")
+    assert done.returncode == 0, done.stderr
+    *refused, answered = done.stdout.splitlines()
+    said = "scoring processes could not start: their locks lie in /dev/shm, which is full"
+    assert len(refused) == 2 and all(line.startswith(said) for line in refused) and answered == "True"
 
 
 STOPPED_WORKER = """

@@ -5,28 +5,43 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 from monarch.actor import ActorError, this_host
 
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.settings import BufferSettings
-from monarch_rl.episode.episode import BatchShard
+from monarch_rl.episode.episode import Group
 from monarch_rl.episode.failure import Failure
+from monarch_rl.episode.sampled import trained_episodes
+from monarch_rl.episode.shard import BatchShard, PackedShard
 from monarch_rl.model.chat import ChatTemplate
-from monarch_rl.rollout.play import episode_seed
+from monarch_rl.rollout.seeds import episode_seed
 from monarch_rl.rollout.settings import RolloutSettings
+from monarch_rl.rollout.stages import DropGroup, Stage
 from monarch_rl.rollout.worker import RolloutWorker
 from monarch_rl.runtime.by_value import ByValue
 from monarch_rl.runtime.deadlines import within
+from monarch_rl.tasks.mixture import Mixture
 from monarch_rl.tasks.reasoning_gym import TaskSource
 from monarch_rl.tasks.task import Task
 from tests.rollout import helpers
-from tests.rollout.helpers import SUMS, SUMS_TASK, TOUCHY, UNPLAYABLE, Handle, StandInGenerator, Worker
+from tests.rollout.helpers import (
+    SUMS,
+    SUMS_TASK,
+    TOUCHY,
+    UNCOMPARED,
+    UNPLAYABLE,
+    WORDS,
+    Handle,
+    StandInGenerator,
+    Worker,
+)
 from tests.rollout.test_scoring import wait_until_dead
 
 WAIT_S = 60.0
@@ -64,11 +79,12 @@ async def system(
     settings: RolloutSettings,
     task: Task = SUMS_TASK,
     max_policy_lag: int = 1,
+    stages: Sequence[Stage] = (),
 ) -> AsyncIterator[System]:
     buffer = processes.shared.spawn("buffer", Buffer, 2, BufferSettings(max_policy_lag, window=0))
     generator = processes.shared.spawn("generator", StandInGenerator, ChatTemplate(model).stop_token_ids[0])
     mesh = processes.rollout.slice(worker=slice(0, settings.workers))
-    workers = mesh.spawn("workers", RolloutWorker, settings, ByValue(task), model)
+    workers = mesh.spawn("workers", RolloutWorker, settings, ByValue(task), model, "", False, ByValue(stages))
     await within(WAIT_S, workers.setup.call(buffer, Handle(generator)), "the workers to set up")
     try:
         yield System(buffer, generator, workers)
@@ -85,7 +101,12 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 
 async def train(system: System, version: int) -> BatchShard:
     """One step of a trainer that trains nothing."""
-    shard = (await system.buffer.take.call_one(version, 0, 1, 10_000, WAIT_S)).unpack()
+    return (await take(system, version)).unpack()
+
+
+async def take(system: System, version: int) -> PackedShard:
+    """The same, as it was taken."""
+    shard = await system.buffer.take.call_one(version, 0, 1, 10_000, WAIT_S)
     await system.buffer.trained.call_one(version + 1)
     await system.generator.serve.call_one(version + 1)
     await system.buffer.published.call_one(version + 1)
@@ -98,7 +119,8 @@ def test_groups_go_from_the_task_to_the_trainer(processes: Processes, model: str
     async def test() -> None:
         async with system(processes, model, settings) as s:
             playing = asyncio.ensure_future(s.workers.run.call())
-            shards = [await train(s, version) for version in range(4)]
+            taken = [await take(s, version) for version in range(4)]
+            shards = [shard.unpack() for shard in taken]
             counts = await s.buffer.close.call_one()
             await within(WAIT_S, playing, "the workers to hear of the end")
             assert counts.trained == 8 and not set(counts.dropped) - {"run ended"}
@@ -120,15 +142,33 @@ def test_groups_go_from_the_task_to_the_trainer(processes: Processes, model: str
             assert {row.worker for row in stats} == {"rollout worker 0", "rollout worker 1"}
             assert sum(row.groups_put for row in stats) >= 8 and all(not row.failed for row in stats)
             assert sum(row.episodes for row in stats) * 2 == sum(row.tokens for row in stats)
-            samples = [row for rows in (await s.workers.samples.call(3)).values() for row in rows]
-            assert samples and len(samples) <= 6
-            for row in samples:
-                assert row["prompt"] == source.item(row["task_index"]).prompt
-                assert row["turns"][0] in "0123456789" and row["finish_reason"] == "stop"
-                assert row["versions"][0] <= row["versions"][1] <= 4
-            assert not any(rows for rows in (await s.workers.samples.call(3)).values())
+            await check_rollouts(s, taken[2], template)
 
     run(test)
+
+
+async def check_rollouts(system: System, shard: PackedShard, template: ChatTemplate) -> None:
+    """Each episode of a batch is told by the worker that played it, and without messages by any other."""
+    source, trained = TaskSource(SUMS), trained_episodes(shard, shard.rewards, 2, seed=0)
+    assert len(trained) == 8
+    answers = list((await system.workers.rollouts.call(trained)).values())
+    rows = [row for of_worker in answers for row in of_worker]
+    assert len(rows) == 8 and {row["group"] for row in rows} == {one.group_id for one in trained}
+    for row in rows:
+        user, assistant = row["messages"]
+        item = source.item(row["task_index"])
+        assert user == {"role": "user", "content": item.prompt} and row["item"]["prompt"] == item.prompt
+        assert assistant["role"] == "assistant" and assistant["content"] in "0123456789"
+        assert row["turns"] == [{"read": row["prompt"], "drawn": assistant["content"] + helpers.END}]
+        assert template.plain(template.tokenizer.encode(row["prompt"])) == item.prompt
+        assert row["step"] == 3 and sum(tokens for _, tokens in row["versions"]) == row["tokens"] == 2
+    again = list((await system.workers.rollouts.call(trained, False)).values())
+    for of_worker in again:
+        assert [(row["group"], row["episode"]) for row in of_worker] == [(one.group_id, one.place) for one in trained]
+    earlier = trained_episodes(shard, shard.rewards, 2, seed=0)[:1]
+    later = [replace(earlier[0], group_id=10**6)]
+    assert not any((await system.workers.rollouts.call(later)).values())  # and all before it are forgotten
+    assert not any((await system.workers.rollouts.call(trained)).values())
 
 
 def test_scores_that_raise_or_hang_or_crash_cost_their_episode_only(processes: Processes, model: str) -> None:
@@ -147,7 +187,7 @@ def test_scores_that_raise_or_hang_or_crash_cost_their_episode_only(processes: P
                 "score raised SystemExit",
             }
             assert stats.failed_tokens == 2 * sum(stats.failed.values())  # a digit and the end
-            assert set(stats.failed) == every_group and all(count >= 2 for count in stats.failed.values())
+            assert set(stats.failed) == every_group and sum(stats.failed.values()) >= 2 * len(every_group), stats.failed
             told: list[Failure] = []
             while {failure.reason for failure in told} != every_group:  # by the buffer, each kind once
                 told += (await s.buffer.failures.call_one(len(told), WAIT_S)).failures
@@ -155,6 +195,54 @@ def test_scores_that_raise_or_hang_or_crash_cost_their_episode_only(processes: P
             (raised,) = [failure for failure in told if failure.reason == "score raised KeyError"]
             assert "Traceback (most recent call last):" in raised.report and helpers.__file__ in raised.place
             assert "Item 0, prompt: " in raised.report and raised.report.endswith("Answer: '0'")
+            await s.buffer.close.call_one()
+            await within(WAIT_S, playing, "the worker to hear of the end")
+
+    run(test)
+
+
+async def _judge(item: Any, group: Group) -> None:
+    """Group 0 hangs, group 1 has a mistake, group 2 is dropped."""
+    if group.group_id == 0:
+        await asyncio.Event().wait()
+    if group.group_id == 1:
+        raise KeyError(item.answer)
+    if group.group_id == 2:
+        raise DropGroup("too easy")
+    for episode in group.episodes:
+        episode.reward += 10
+        episode.fill_column("judge", episode.token_ids)
+
+
+def test_stages_run_while_other_groups_are_played_and_cost_their_group_only(processes: Processes, model: str) -> None:
+    """One group is played at a time, and the first one stays in the stage: the others are played, judged and trained.
+    Its slot stays taken until the stage's deadline."""
+    settings = RolloutSettings(concurrent_groups=1, group_size=2)
+    stage = Stage(_judge, fills=("judge",), concurrency=2, deadline_s=3.0, name="judge")
+
+    async def test() -> None:
+        async with system(processes, model, settings, max_policy_lag=2, stages=[stage]) as s:
+            playing = asyncio.ensure_future(s.workers.run.call())
+            told: list[Failure] = []
+            while len(told) < 2:
+                told += (await s.buffer.failures.call_one(len(told), WAIT_S)).failures
+            assert [failure.reason for failure in told] == ["stage judge raised KeyError", "stage judge took over 3 s"]
+            assert all("_judge" in failure.report and __file__ in failure.place for failure in told)
+            shard = await train(s, 0)
+            counts = await s.buffer.counts.call_one()
+            assert counts.dropped == {
+                "stage judge raised KeyError": 1,
+                "stage judge: too easy": 1,
+                "stage judge took over 3 s": 1,
+            }
+            assert counts.wasted_tokens == dict.fromkeys(counts.dropped, 4)  # two digits, two ends
+            assert min(rewards.min() for rewards in shard.rewards) >= 10
+            assert shard.column_names == ("judge",)
+            for _, _, episode in (place for batch in shard.microbatches for place in batch):
+                assert episode.column("judge").tolist() == np.where(episode.trainable, episode.token_ids, 0).tolist()
+            stats = await s.workers.stats.call_one()
+            spent = stats.stages["judge"]
+            assert spent.groups >= 5 and spent.seconds >= 3.0
             await s.buffer.close.call_one()
             await within(WAIT_S, playing, "the worker to hear of the end")
 
@@ -204,6 +292,54 @@ def test_episodes_that_cannot_be_played_cost_their_group_and_are_told_at_once(pr
     run(test)
 
 
+def test_each_task_of_a_mixture_plays_its_items_and_compares_its_groups(processes: Processes, model: str) -> None:
+    settings = RolloutSettings(concurrent_groups=2, group_size=4, seed=3)
+    mixture = Mixture({WORDS: 1, SUMS_TASK: 1})
+
+    async def test() -> None:
+        async with system(processes, model, settings, mixture) as s:
+            playing = asyncio.ensure_future(s.workers.run.call())
+            shards = [await train(s, version) for version in range(4)]
+            tasks = [task for shard in shards for task in shard.tasks]
+            assert tasks == [mixture.player_of(mixture.items(cursor))[0].name for cursor in range(8)]
+            assert set(tasks) == {"words", SUMS.name}
+            rewards = [of_group.tolist() for shard in shards for of_group in shard.rewards]
+            turns = [of_group for shard in shards for of_group in shard.turn_rewards]
+            digits = [[parts.get("digit") for parts in of_group] for shard in shards for of_group in shard.parts]
+            for task, of_group, of_turns, drawn in zip(tasks, rewards, turns, digits, strict=True):
+                if task == "words":
+                    assert sorted(of_group) == [0.0, 1.0, 2.0, 3.0]  # each episode's place in its group
+                    assert of_turns == [[pytest.approx(digit / 10)] for digit in drawn if digit is not None]
+                else:
+                    assert of_turns == [[None]] * 4
+            evaluation = await s.workers.evaluate.call_one(list(range(6)))
+            assert set(evaluation.tasks) == {"words", SUMS.name}
+            by_task = {name for name in evaluation.metrics() if name.startswith("held_out/words/")}
+            assert by_task >= {f"held_out/words/{figure}" for figure in ("accuracy", "reward", "failed", "digit")}
+            await s.buffer.close.call_one()
+            await within(WAIT_S, playing, "the worker to hear of the end")
+
+    run(test)
+
+
+def test_groups_whose_rewards_fail_are_dropped_and_told_at_once(processes: Processes, model: str) -> None:
+    async def test() -> None:
+        async with system(processes, model, RolloutSettings(concurrent_groups=2, group_size=2), UNCOMPARED) as s:
+            playing = asyncio.ensure_future(s.workers.run.call())
+            news = await within(WAIT_S, s.buffer.failures.call_one(0, WAIT_S), "the first failure")
+            assert [failure.reason for failure in news.failures] == ["group rewards raised KeyError"]
+            report = news.failures[0].report  # of either of the two groups that are played at once
+            assert "Traceback" in report and ("Item 0" in report or "Item 1" in report)
+            news = await within(WAIT_S, s.buffer.failures.call_one(1, WAIT_S), "the verdict")
+            assert news.verdict is not None and helpers.__file__ in news.verdict.place
+            stats = await s.workers.stats.call_one()
+            assert stats.failed["group rewards raised KeyError"] >= 2 and stats.groups_dropped >= 1
+            await s.buffer.close.call_one()
+            await within(WAIT_S, playing, "the worker to hear of the end")
+
+    run(test)
+
+
 def test_a_broken_generator_ends_the_run(processes: Processes, model: str) -> None:
     async def test() -> None:
         async with system(processes, model, RolloutSettings(concurrent_groups=2, group_size=2)) as s:
@@ -224,10 +360,44 @@ def test_evaluation_is_greedy_on_held_out_items_and_beside_training(processes: P
             prompts = {template.plain(prompt) for prompt, _, _ in calls}
             assert prompts == {held_out.item(i).prompt for i in range(20)}
             assert all(sampling.seed is None for _, sampling, _ in calls)
-            assert evaluation.rewards.shape == (20,) and not evaluation.failed
+            assert evaluation.rewards.shape == (20, 1) and not evaluation.failed
             assert evaluation.accuracy == (evaluation.rewards == 1).mean()
             await s.workers.close.call()
             await within(WAIT_S, playing, "close to end the run")
+
+    run(test)
+
+
+def test_a_worker_that_is_set_up_again_gives_up_what_it_plays_and_plays_for_the_other_buffer(
+    processes: Processes, model: str
+) -> None:
+    async def test() -> None:
+        async with system(processes, model, RolloutSettings(concurrent_groups=2, group_size=2)) as s:
+            await s.generator.hold.call_one(True)
+            playing = asyncio.ensure_future(s.workers.run.call())
+            evaluating = asyncio.ensure_future(s.workers.evaluate.call_one([0, 1]))
+            while len(await s.generator.calls.call_one()) < 6:
+                assert not playing.done() and not evaluating.done()
+            other = processes.shared.spawn("other_buffer", Buffer, 2, BufferSettings(1, window=0))
+            workers: Any = s.workers
+            again = workers.setup.call(other, Handle(s.generator))
+            await within(WAIT_S, again, "the worker to be set up again")
+            await within(WAIT_S, playing, "what it played to end")
+            with pytest.raises(ActorError, match="CancelledError"):
+                await within(WAIT_S, evaluating, "the evaluation to end")
+            await s.generator.hold.call_one(False)
+            playing = asyncio.ensure_future(s.workers.run.call())
+            assert [len(rewards) for rewards in (await train(System(other, s.generator, s.workers), 0)).rewards] == [
+                2,
+                2,
+            ]
+            assert (await s.buffer.counts.call_one()).complete == 0
+            await other.close.call_one()
+            await within(WAIT_S, playing, "the worker to hear of the end")
+            assert (await s.workers.stats.call_one()).groups_put > 0
+            await within(WAIT_S, workers.setup.call(s.buffer, Handle(s.generator)), "the worker to be set up again")
+            stats = await s.workers.stats.call_one()
+            assert stats.groups_put == stats.episodes == 0, "what it counted before is the checkpoint's to know"
 
     run(test)
 

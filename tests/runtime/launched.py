@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
+
+from monarch_rl.runtime.scratch import ScratchFolder
 
 SCRIPT = Path(__file__).with_name("script.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -25,7 +28,9 @@ class Launched:
     def __init__(self, command: Sequence[str], log: Path) -> None:
         self._mark = uuid.uuid4().hex
         self._log = log
-        environment = {**os.environ, "MONARCH_RL_TEST": self._mark, "OMP_NUM_THREADS": "1"}
+        self._scratch = ScratchFolder()
+        """The command's temporary directory."""
+        environment = {**os.environ, "MONARCH_RL_TEST": self._mark, "OMP_NUM_THREADS": "1", **self._scratch.variables()}
         with log.open("w") as output:
             self.process = subprocess.Popen(
                 command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
@@ -58,12 +63,24 @@ class Launched:
             time.sleep(0.05)
         return file.read_text()
 
+    def semaphores(self) -> set[int]:
+        """Inodes of the semaphores that its processes have now in /dev/shm, where they have other names than those by
+        which they were made and mapped."""
+        found: set[int] = set()
+        for line in self.left():
+            with suppress(OSError):  # it has ended meanwhile
+                text = Path(f"/proc/{line.split()[0]}/maps").read_text()
+                found |= set(map(int, re.findall(r" (\d+) +/dev/shm/sem\.", text)))
+        return found
+
     def assert_gone(self, seconds: float) -> None:
-        """No process may be left after ``seconds``."""
+        """No process may be left after ``seconds``, and no temporary file but torchrun's own folders of logs."""
         deadline = time.monotonic() + seconds
         while remaining := self.left():
             assert time.monotonic() < deadline, f"left after {seconds} s: {remaining}\n{self.output()}"
             time.sleep(0.1)
+        files = [path.name for path in self._scratch.path.iterdir() if not path.name.startswith("torchelastic_")]
+        assert not files, f"left in the temporary directory: {files}"
 
     def output(self) -> str:
         """What the command wrote so far."""
@@ -77,6 +94,7 @@ class Launched:
             except psutil.NoSuchProcess:
                 continue
         self.process.wait(10)
+        self._scratch.remove()
 
 
 Start = Callable[[Sequence[str]], Launched]

@@ -2,8 +2,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -146,6 +149,30 @@ def test_a_host_that_was_paused_is_not_lost(cluster: Cluster) -> None:
     before = len(cluster.faults)
     asyncio.run(run())
     assert len(cluster.faults) == before
+
+
+AFTERWARDS = """
+import asyncio
+from monarch.actor import this_host
+from monarch_rl.runtime.cluster import launch_cluster
+from tests.runtime.members import Member
+
+with launch_cluster() as cluster:
+    pass
+
+async def see():
+    return await this_host().spawn_procs(per_host={"gpus": 1}).spawn("member", Member).see.call_one()
+
+print("seen", len(asyncio.run(see())))
+"""
+
+
+@pytest.mark.heavy
+def test_monarch_serves_a_process_whose_launch_has_ended(temporary: Path) -> None:
+    """Its client is made once in a process, and its folder of sockets must outlive the launch that began it."""
+    done = subprocess.run([sys.executable, "-c", AFTERWARDS], capture_output=True, text=True, timeout=2 * DEADLINE_S)
+    assert done.returncode == 0 and "seen" in done.stdout, done.stderr
+    assert not list(temporary.glob("monarch_rl-*")), "no folder is left"
 
 
 def test_launch_is_refused_in_an_event_loop() -> None:

@@ -89,6 +89,63 @@ def test_what_takes_long_for_reasons_of_its_own_has_a_limit_of_its_own_and_says_
     ]
 
 
+class Event:
+    """A mark on a device, which passes it when the test says so."""
+
+    passed = False
+
+    def record(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return self.passed
+
+
+def test_a_mark_that_the_device_has_passed_is_a_sign_of_life() -> None:
+    """From there on the longest time between two marks counts, not that of a piece."""
+    events: list[Event] = []
+
+    def make() -> Event:
+        events.append(Event())
+        return events[-1]
+
+    clock = Clock()
+    work = DeviceWork(clock=clock, make_mark=make)
+
+    def enqueue(blocks: int) -> None:
+        work.begin("a micro-batch", 1000)
+        for _ in range(blocks):
+            work.mark()
+
+    def run(seconds: float) -> None:
+        for event in events:
+            clock.now += seconds
+            event.passed = True
+            assert work.piece is not None and work.piece.since == clock.now
+        events.clear()
+
+    for _ in range(3):  # of 400 s each, 100 s a block
+        enqueue(4)
+        run(100.0)
+        work.end()
+    enqueue(4)
+    assert work.piece is not None and work.piece.since == clock.now
+    assert work.piece.limit_s == pytest.approx(FACTOR * 400.0)
+    clock.now += 100.0
+    events[0].passed = True
+    assert work.piece.limit_s == FACTOR * 100.0 and work.piece.since == clock.now
+    clock.now += 250.0
+    events[2].passed = True  # not passed in order: the device is where it was
+    assert clock.now - work.piece.since == 250.0
+    events[1].passed = True
+    assert work.piece.since == clock.now and work.piece.limit_s == FACTOR * 250.0
+    # What was enqueued before another piece began is passed in that one.
+    work.begin("an optimizer step")
+    clock.now += 5.0
+    events[3].passed = True
+    assert work.piece is not None and (work.piece.since, work.piece.limit_s) == (clock.now, FIRST_S)
+
+
 def test_a_piece_that_failed_says_nothing_about_the_next_one() -> None:
     clock = Clock()
     work = DeviceWork(clock=clock)

@@ -29,3 +29,34 @@ print(collected_first, frozen() is None, later() is None, len(gc.get_objects()) 
 def test_collections_look_only_at_what_is_made_afterwards() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.split() == ["True", "False", "True", "True"]
+
+
+LEFT = """
+import atexit, gc, sys
+from monarch_rl.runtime.heap import freeze_heap, leave_heap
+
+class Cycle:
+    def __init__(self):
+        self.me = self
+
+    def __del__(self):
+        print("collected", flush=True)
+
+if "leave" in sys.argv:
+    leave_heap()
+gc.disable()
+atexit.register(print, "at exit", flush=True)
+freeze_heap()
+gc.enable()
+cycle = Cycle()
+"""
+
+
+def test_a_process_that_leaves_its_heap_ends_without_collecting_it() -> None:
+    """What is registered for the end is done all the same."""
+    said = {
+        way: subprocess.run([sys.executable, "-c", LEFT, way], capture_output=True, text=True, check=True, timeout=60)
+        for way in ("leave", "collect")
+    }
+    assert said["collect"].stdout.split("\n") == ["at exit", "collected", ""]
+    assert said["leave"].stdout.split("\n") == ["at exit", ""] and not said["leave"].stderr

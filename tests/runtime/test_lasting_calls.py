@@ -8,6 +8,7 @@ import re
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import monarch.actor
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError, Channel, context, this_host
 
+from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import DeadlineExceeded, within
 from monarch_rl.runtime.endpoint import concurrent_endpoint, lasting_endpoint
 from monarch_rl.runtime.monarch_client import STATE_DEADLINE_S
@@ -52,6 +54,7 @@ def _fail_to_read() -> None:
 class Answerer(ResilientActor):
     def __init__(self) -> None:
         self._started: list[int] = []
+        self._cleaned_up = False
 
     @lasting_endpoint
     async def echo(self, value: int, turns: int = 0) -> int:
@@ -94,6 +97,42 @@ class Answerer(ResilientActor):
     @concurrent_endpoint
     async def native(self) -> int:
         return 1
+
+    @concurrent_endpoint
+    async def callers(self) -> list[str]:
+        return [answers.name for answers in vars(self)["_callers"].values()]
+
+    @concurrent_endpoint
+    async def break_ports(self) -> None:
+        for answers in vars(self)["_callers"].values():
+            answers._port = BrokenPort()
+
+    @lasting_endpoint
+    async def hang_with_file(self, path: str) -> None:
+        Path(f"{path}.begun").touch()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            Path(path).write_text("" if self._cleaned_up else "before the clean-up")
+
+    async def __cleanup__(self, exc: Exception | None) -> None:
+        self._cleaned_up = True
+
+
+class BrokenPort:
+    """A port over which nothing can be sent."""
+
+    def send(self, _: object) -> None:
+        raise OSError("the port is broken")
+
+
+class Caller(ResilientActor):
+    """Calls an answerer under a name of the run."""
+
+    @concurrent_endpoint
+    async def ask(self, name: str, answerer: Any) -> int:
+        presence.register(name)
+        return int(await answerer.echo.call_one(1))
 
 
 @asynccontextmanager
@@ -201,6 +240,64 @@ def test_a_killed_process_ends_the_calls_that_it_owes_and_no_other() -> None:
                 await asyncio.wait_for(asyncio.ensure_future(killed.pid.call_one()), STATE_DEADLINE_S + 10)
             assert await other.echo.call_one(3) == 3 and not not_owed.done()
             not_owed.cancel()
+
+    run(test)
+
+
+def test_an_error_of_sending_reaches_who_waits() -> None:
+    """On both sides: it comes up in a callback of the event loop, which would log it and leave them waiting."""
+
+    async def test() -> None:
+        async with answerers() as actor:
+            hanging = asyncio.ensure_future(actor.hang.call_one())
+            assert await actor.echo.call_one(1) == 1
+            line = vars(actor)["_lines"][asyncio.get_running_loop()]
+            answer_calls, line._answer_calls = line._answer_calls, Unsendable()
+            with pytest.raises(OSError, match="nothing can be sent"):
+                await asyncio.wait_for(actor.echo.call_one(2), 20)
+            line._answer_calls = answer_calls
+            assert await actor.echo.call_one(3) == 3 and not hanging.done()
+            await actor.break_ports.call_one()
+            for call in (actor.echo.call_one(4), hanging):
+                with pytest.raises(ActorError, match="the port is broken"):
+                    await asyncio.wait_for(call, 20)
+            assert await asyncio.wait_for(asyncio.ensure_future(_awaited(actor.echo.call_one(5))), 20) == 5
+
+    run(test)
+
+
+class Unsendable:
+    """An endpoint to which nothing can be sent."""
+
+    def broadcast(self, *_: object) -> None:
+        raise OSError("nothing can be sent")
+
+
+def test_calls_under_way_end_before_the_clean_up_of_their_actor(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with answerers() as actor:
+            call = asyncio.ensure_future(actor.hang_with_file.call_one(str(tmp_path / "ended")))
+            while not (tmp_path / "ended.begun").exists():
+                await asyncio.sleep(0.01)
+        assert (tmp_path / "ended").read_text() == "before the clean-up"
+        call.cancel()
+
+    run(test)
+
+
+def test_a_replaced_caller_is_forgotten() -> None:
+    """Whoever calls under its name takes its place; what it had asked is no longer worked at."""
+
+    async def test() -> None:
+        async with answerers() as actor:
+            await actor.echo.call_one(0)
+            for _ in range(3):
+                processes = this_host().spawn_procs(per_host={"gpus": 1}, name="callers")
+                caller: Any = processes.spawn("caller", Caller)
+                assert await caller.ask.call_one("rollout worker 7", actor) == 1
+                await within(20, processes.stop(), "the caller to stop")
+                assert await actor.callers.call_one() == ["", "rollout worker 7"]
+            assert await actor.echo.call_one(1) == 1
 
     run(test)
 

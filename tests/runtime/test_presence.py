@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 import time
 from collections.abc import Iterator
@@ -10,7 +11,9 @@ from collections.abc import Iterator
 import pytest
 
 from monarch_rl.runtime import presence
+from monarch_rl.runtime.monitor import own_report
 from monarch_rl.runtime.presence import WAITS_PER_PROCESS, Wait
+from monarch_rl.runtime.process_poller import LoopLag
 
 
 @pytest.fixture(autouse=True)
@@ -80,8 +83,8 @@ def test_an_actor_adds_what_it_does_not_await() -> None:
     assert [(wait.what, wait.on) for wait in asyncio.run(act())] == [("group 327", "rollout worker 2")]
 
 
-def test_a_blocked_loop_is_seen_while_it_is_blocked_and_afterwards() -> None:
-    blocked, seen = threading.Event(), threading.Event()
+def test_a_blocked_loop_is_seen_while_it_is_blocked_and_afterwards(caplog: pytest.LogCaptureFixture) -> None:
+    lag, blocked, seen = LoopLag(), threading.Event(), threading.Event()
 
     async def act() -> list[float]:
         presence.register("trainer rank 0")
@@ -97,6 +100,8 @@ def test_a_blocked_loop_is_seen_while_it_is_blocked_and_afterwards() -> None:
         return lags
 
     lags: list[float] = []
+    lines, first = inspect.getsourcelines(act)
+    (line,) = [first + number for number, text in enumerate(lines) if "seen.wait" in text]
     thread = threading.Thread(target=lambda: lags.extend(asyncio.run(act())))
     thread.start()
     assert blocked.wait(10)
@@ -105,10 +110,17 @@ def test_a_blocked_loop_is_seen_while_it_is_blocked_and_afterwards() -> None:
     while heartbeat.overdue_s() < 0.5 and time.monotonic() < deadline:
         time.sleep(0.01)
     silent = heartbeat.overdue_s()
+    while not (report := own_report()).blocked_at and time.monotonic() < deadline:
+        time.sleep(0.01)
     seen.set()
     thread.join(10)
     assert silent >= 0.5
     assert max(lags) >= 0.5
+    assert report.blocked_at == f"{__file__}:{line}" and report.blocked_s >= presence.PAUSE_S
+    assert not own_report().blocked_at
+    for _ in range(2):
+        lag.name_line("trainer rank 0", report)
+    assert caplog.text.count(f"{report.blocked_at} holds up the event loop of trainer rank 0") == 1
 
 
 def test_progress_is_counted_by_kind() -> None:

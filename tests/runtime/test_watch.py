@@ -171,6 +171,27 @@ def test_a_stopped_process_is_named_and_killed(
     run(test)
 
 
+def test_a_lost_process_that_somebody_goes_on_waiting_for_is_named(cluster: Cluster, tmp_path: Path) -> None:
+    """Monarch has told the watch of the loss, but not who waits; all else goes on."""
+
+    async def test() -> None:
+        ranks, _ = await players(cluster, "trainer rank")
+        workers, pids = await players(cluster, "rollout worker")
+
+        async def work() -> None:
+            waiting = asyncio.ensure_future(ranks[0].wait.call_one("the batch of step 1", "rollout workers"))
+            others = asyncio.ensure_future(workers[0].advance.call_one(PATIENCE_S))
+            await asyncio.sleep(STALL_S)  # it has answered before
+            os.kill(pids[1], signal.SIGKILL)
+            await asyncio.gather(waiting, others)
+
+        message, _ = await stalled(cluster, tmp_path, work)
+        chain = r"trainer rank 0 has waited \d+ s for the batch of step 1; rollout worker 1 stopped answering \d+ s ago"
+        assert re.match(chain, message), message
+
+    run(test)
+
+
 def test_a_culprit_that_is_replaced_does_not_end_the_run(cluster: Cluster, tmp_path: Path) -> None:
     async def test() -> None:
         _, pids = await players(cluster, "generator")
@@ -339,7 +360,8 @@ def test_a_blocked_loop_is_named_with_the_line_that_blocks_it(cluster: Cluster, 
             await workers[0].block.call_one(600)
 
         message, _ = await stalled(cluster, tmp_path, work)
-        end = rf"rollout worker 0 has blocked its event loop for \d+ s; its process {pids[0]} uses \d+% of a core"
+        blocked = rf"rollout worker 0 has blocked its event loop for \d+ s at {re.escape(__file__)}:\d+"
+        end = rf"{blocked}; its process {pids[0]} uses \d+% of a core"
         assert re.match(rf"controller has waited \d+ s for work that cannot end; {end}", message), message
         (report,) = tmp_path.glob("stall-*.txt")
         assert re.search(

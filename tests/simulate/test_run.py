@@ -63,10 +63,48 @@ def test_depth_one_is_the_slower_of_trainer_and_half_a_round(token_s: float) -> 
     assert found.step_s < predict(plan(0), costs, steps=6, warm_up=1, grain=1).step_s
 
 
+def test_groups_that_are_trained_twice_take_half_the_rollouts_within_the_bound() -> None:
+    once, twice = (
+        predict(plan(3, buffer=BufferSettings(3, window=0, replay=replay)), CONSTANT, steps=41, warm_up=9, grain=1)
+        for replay in (1, 2)
+    )
+    assert len(twice.lag) == 4 and twice.wasted_share == 0
+    assert once.tokens_per_s * once.step_s == pytest.approx(GROUPS * SIZE * TOKENS, rel=0.05)
+    assert twice.tokens_per_s * twice.step_s == pytest.approx(GROUPS * SIZE * TOKENS / 2, rel=0.05)
+
+
 def test_a_scorer_with_one_process_scores_one_after_the_other() -> None:
     found = predict(plan(0, scorer_processes=1), CONSTANT, steps=4, warm_up=1, grain=1)
     waits = (GROUPS * SIZE - 1) * 0.25
     assert found.step_s == pytest.approx(DRAWING_S + waits + TRAINING_S + PUBLISHING_S)
+
+
+def test_a_stage_takes_its_time_for_as_many_groups_at_once_as_it_says() -> None:
+    costs = replace(CONSTANT, stage=Distribution(0.75))
+    bare = predict(plan(0), CONSTANT, steps=4, warm_up=1, grain=1).step_s
+    for concurrency, rounds in ((GROUPS, 1), (GROUPS // 2, 2), (1, GROUPS)):
+        found = predict(plan(0, stage_concurrency=concurrency), costs, steps=4, warm_up=1, grain=1)
+        assert found.step_s == pytest.approx(bare + rounds * 0.75)
+
+
+def test_groups_in_a_stage_leave_their_places_to_others() -> None:
+    """One group is played at a time, and each is longer in the stage than it was played: the engines do not wait."""
+    costs = replace(CONSTANT, stage=Distribution(2 * DRAWING_S), trainer=TrainerCosts(0.0, 0.0), commit_s=0.0)
+    bare, staged = (
+        predict(plan(3, concurrent_groups=1), found, steps=12, warm_up=6, grain=1)
+        for found in (replace(costs, stage=Distribution()), costs)
+    )
+    assert staged.step_s == pytest.approx(bare.step_s) == pytest.approx(GROUPS * DRAWING_S)
+    one_at_a_time = predict(plan(3, concurrent_groups=1, stage_concurrency=1), costs, steps=12, warm_up=6, grain=1)
+    assert one_at_a_time.step_s == pytest.approx(GROUPS * 2 * DRAWING_S)
+
+
+@settings(max_examples=10)
+@given(lag=st.integers(0, 2), mean=st.floats(0.1, 20), concurrency=st.integers(1, 4), seed=st.integers(0, 99))
+def test_slow_stages_cost_waiting_and_never_the_bound(lag: int, mean: float, concurrency: int, seed: int) -> None:
+    costs = replace(CONSTANT, stage=Distribution(mean, 1.0), length=Distribution(TOKENS, 0.5))
+    found = predict(plan(lag, stage_concurrency=concurrency, seed=seed), costs, steps=6, warm_up=1, grain=1)
+    assert len(found.lag) <= lag + 1 and found.wasted_share == 0
 
 
 def test_calls_take_their_time() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.lint_sizes import CLASS, FILE, FUNCTION, lint, main
+from tools.lint_sizes import CLASS, FILE, FUNCTION, RECIPE, lint, main
 
 
 def function(lines: int, indent: str = "", above: str = "") -> str:
@@ -30,6 +30,12 @@ def function(lines: int, indent: str = "", above: str = "") -> str:
 )
 def test_what_is_too_long_is_named(text: str, finding: str | None) -> None:
     assert [str(found) for found in lint("a.py", text)] == ([] if finding is None else [finding])
+
+
+def test_a_recipe_is_shorter() -> None:
+    assert not list(lint("recipes/a.py", "x = 1\n" * RECIPE))
+    (found,) = lint("recipes/a.py", "x = 1\n" * (RECIPE + 1))
+    assert str(found) == f"recipes/a.py: {RECIPE + 1} lines, more than the {RECIPE} of a recipe"
 
 
 def test_the_project_is_within_its_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

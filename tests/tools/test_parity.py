@@ -50,12 +50,13 @@ def run(model: Path, *flags: str) -> Run:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
-    return {kind: make_model(root / kind, kind) for kind in ("qwen3", "moe")}
+    return {kind: make_model(root / kind, kind) for kind in ("qwen3", "qwen2", "mistral", "moe")}
 
 
 @pytest.mark.heavy
-def test_a_dense_model_agrees(models: dict[str, Path], tmp_path: Path) -> None:
-    done = run(models["qwen3"], "--plot", str(tmp_path / "plots" / "parity.png"))
+@pytest.mark.parametrize("kind", ["qwen2", "mistral"])
+def test_a_dense_model_agrees(kind: str, models: dict[str, Path], tmp_path: Path) -> None:
+    done = run(models[kind], "--plot", str(tmp_path / "plots" / "parity.png"))
     assert done.code == 0 and done.verdict.startswith("PASS: ") and done.found["verdict"] == "pass"
     assert set(done.found["rows"]) == {"sampled", "truncated"}
     for row in done.found["rows"].values():

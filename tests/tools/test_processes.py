@@ -1,12 +1,14 @@
-"""benchmarks/processes.py: what the processes of a run are called, and that those that have ended count."""
+"""benchmarks/processes.py: what the processes of a run are called and have, and that those that have ended count."""
 
 from __future__ import annotations
 
 import importlib
+import mmap
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -76,3 +78,23 @@ def test_what_has_ended_counts_and_what_goes_on_is_still_seen(processes: Any) ->
 
 def test_roles_add_up(processes: Any) -> None:
     assert processes.by_role({"trainer 1": 1.0, "host": 0.5, "trainer 10": 2.0}) == {"trainer": 3.0, "host": 0.5}
+
+
+def test_files_in_shared_memory_are_those_of_the_process_and_growth_is_the_slope_of_its_second_half(
+    processes: Any,
+) -> None:
+    """Another program's file there is not counted, however new it is."""
+    shared = processes.SHARED_MEMORY
+    with tempfile.NamedTemporaryFile(dir=shared) as own, tempfile.NamedTemporaryFile(dir=shared) as foreign:
+        own.truncate(4096)
+        foreign.truncate(4096)
+        with mmap.mmap(own.fileno(), 4096):
+            inodes = processes.shared_inodes(os.getpid())
+        names = processes.shared_files(inodes)
+        assert Path(own.name).name in names and Path(foreign.name).name not in names
+    assert Path(own.name).name not in processes.shared_files(inodes)
+    look = processes.look_at(os.getpid(), 7)
+    assert look.step == 7 and look.mib > 1 and look.threads >= 1
+    assert processes.look_at(2**22 - 3, 7) is None, "no such process"
+    looks = [processes.Look(step, 100.0 if step < 10 else 0.002 * step, 1, 1) for step in range(20)]
+    assert processes.growth(looks) == pytest.approx(2.0)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, get_args
 import psutil
 import pytest
 
-from monarch_rl.algorithms.advantages import AdvantageName
+from monarch_rl.algorithms.advantages import ADVANTAGES
 from monarch_rl.algorithms.aggregation import Aggregation
 from tools.make_tiny_model import Settings as ModelSettings
 from tools.make_tiny_model import write_random_model
@@ -112,10 +112,10 @@ def _soon(found: Callable[[], T]) -> T:
     raise TimeoutError("nothing was found in 60 s")
 
 
-def test_all_losses_and_advantages_have_a_name_in_trl(trl: Any) -> None:
+def test_all_aggregations_and_some_advantages_have_a_name_in_trl(trl: Any) -> None:
     sides = sys.modules["trl_sides"]
     assert set(sides.LOSS_TYPES) == set(get_args(Aggregation))
-    assert set(sides.REWARD_SCALES) == set(get_args(AdvantageName))
+    assert set(sides.REWARD_SCALES) <= set(ADVANTAGES)
 
 
 def test_trl_is_told_what_the_recipe_does(trl: Any, tmp_path: Path) -> None:

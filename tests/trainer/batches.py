@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
 
 from monarch_rl.algorithms.packing import SharingGroup, plan_microbatches
-from monarch_rl.episode.episode import BatchShard, Episode, Group, Turn
+from monarch_rl.buffer.order import Batch
+from monarch_rl.buffer.shards import Way, cut
+from monarch_rl.episode.episode import Episode, Group, Turn
+from monarch_rl.episode.packed import PackedGroup, pack_group
 from monarch_rl.episode.prefixes import prefix_tree
+from monarch_rl.episode.shard import BatchShard, outcomes
 
 VOCABULARY, STEPS, LR, WEIGHT_DECAY, MAX_NEW_TOKENS = 101, 4, 1e-3, 0.1, 20
 
@@ -39,13 +45,38 @@ def batch(step: int, groups: int = 3, size: int = 4) -> list[Group]:
     return made
 
 
+ROWS = 6
+"""Supervised rows of a step."""
+SHARE = 0.3
+"""Of them in the loss."""
+
+
+def rows() -> list[dict[str, list[int]]]:
+    """Supervised rows for all steps, as ids."""
+    rng = np.random.default_rng(99)
+
+    def ids(most: int) -> list[int]:
+        return [int(token) for token in rng.integers(0, VOCABULARY, rng.integers(1, most))]
+
+    return [{"prompt": ids(9), "answer": ids(14)} for _ in range(STEPS * ROWS)]
+
+
+def rows_of(step: int) -> list[dict[str, list[int]]]:
+    """Those of a step, in the order in which they are taken."""
+    order = list(range(STEPS * ROWS))
+    random.Random("supervised 0").shuffle(order)
+    return [rows()[place] for place in order[step * ROWS : (step + 1) * ROWS]]
+
+
 def single(step: int) -> list[Group]:
     """One episode: fewer than there are trainer ranks."""
     return batch(step, groups=1, size=1)
 
 
-def shard(groups: list[Group], version: int, rank: int, ranks: int, token_budget: int) -> BatchShard:
-    """What one trainer rank would take of them from the buffer."""
+def shard(
+    groups: list[Group], version: int, rank: int, ranks: int, token_budget: int, columns: Sequence[str] = ()
+) -> BatchShard:
+    """What one trainer rank would take of them from the buffer. ``columns``: of all episodes."""
     sharing = [
         SharingGroup([episode.num_tokens for episode in group.episodes], *prefix_tree(group.episodes))
         for group in groups
@@ -53,9 +84,19 @@ def shard(groups: list[Group], version: int, rank: int, ranks: int, token_budget
     plan = plan_microbatches(sharing, token_budget, ranks)[rank]
     trainable = sum(episode.num_trainable for group in groups for episode in group.episodes)
     return BatchShard(
+        **outcomes([PackedGroup.read(pack_group(group)) for group in groups], columns),
         version=version,
-        rewards=[group.rewards for group in groups],
         microbatches=[[(g, e, groups[g].episodes[e]) for g, e in microbatch] for microbatch in plan],
         trainable_tokens=trainable,
         lag_counts=np.asarray([trainable]),
     )
+
+
+def divided(
+    groups: list[Group], version: int, rank: int, ranks: int, token_budget: int, minibatches: int
+) -> BatchShard:
+    """The same in mini-batches, cut by the buffer."""
+    packed = [PackedGroup.read(pack_group(group)) for group in groups]
+    trainable = sum(episode.num_trainable for group in groups for episode in group.episodes)
+    whole = Batch(version, packed, None, np.asarray([trainable]))
+    return cut(whole, Way(ranks, token_budget, minibatches=minibatches))[rank].unpack()

@@ -18,9 +18,10 @@ from safetensors.torch import save_file
 from monarch_rl.episode.episode import Episode, Turn
 from monarch_rl.episode.sampling import KeptSets
 from monarch_rl.trainer.batch import MicroBatch, pack
+from monarch_rl.trainer.loss_settings import LossSettings
 from monarch_rl.trainer.objective import reinforcement
 from monarch_rl.trainer.policy import Policy
-from monarch_rl.trainer.settings import Checkpointing, LossSettings, RouterReplay, TrainerSettings
+from monarch_rl.trainer.settings import Checkpointing, RouterReplay, TrainerSettings
 from tests.episode.trees import tree_of
 
 VOCABULARY, LAYERS, EXPERTS, K = 500, 2, 4, 2
@@ -76,7 +77,8 @@ def logprobs(policy: Policy, batch: MicroBatch) -> dict[str, torch.Tensor]:
         hook.remove()
     with torch.no_grad():  # expert routes are still set
         logits = policy.module(batch.token_ids, positions=batch.positions, attention_masks=batch.attention)[0]
-    return tensors | token_logprobs._asdict() | {"logits": logits[batch.drawn_after].contiguous()}
+    of_tokens = {name: values for name, values in token_logprobs._asdict().items() if values is not None}
+    return tensors | of_tokens | {"logits": logits[batch.drawn_after].contiguous()}
 
 
 def gradients(policy: Policy, batch: MicroBatch) -> dict[str, torch.Tensor]:
@@ -105,6 +107,16 @@ def shared_and_separate(policy: Policy, expert_routes: bool) -> dict[str, torch.
     return found
 
 
+def check_reference(folder: Path, degree: int) -> None:
+    """The frozen copy computes each token by the experts that drew it, too: at first it is the policy."""
+    loss = LossSettings(kl_coefficient=0.1)
+    settings = TrainerSettings(2, degree, router_replay="replay", lr=0.0, reference=True, loss=loss)
+    policy = Policy(folder / "model", settings, total_steps=1)
+    batch = packed(episodes(policy.rank, with_kept_sets=False, expert_routes=True), policy.device)
+    metrics = policy.update([batch], reinforcement(loss))
+    assert metrics["routes_differ"] > 0.1 and metrics["kl_reference"] < 1e-9, metrics
+
+
 def main(folder: Path, degree: int) -> None:
     torch.set_num_threads(1)
     for router_replay in get_args(RouterReplay):
@@ -130,6 +142,7 @@ def main(folder: Path, degree: int) -> None:
             batches = [batch, packed(made if policy.rank == 0 else [], policy.device)]
             metrics = policy.update(batches, reinforcement(LossSettings()))
             (folder / f"{name}.json").write_text(json.dumps(metrics))
+    check_reference(folder, degree)
     policy.close()
 
 

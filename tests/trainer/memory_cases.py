@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from monarch_rl.model.lora import LoraSettings
 from monarch_rl.model.tensors import expected_tensors
+from monarch_rl.trainer.critic_settings import CriticSettings
 from monarch_rl.trainer.settings import TrainerSettings
 
 RANKS = 2
@@ -82,6 +83,10 @@ CASES = {
     "divided experts": Case(
         _EXPERTS | {"moe_intermediate_size": 512}, 256, {"expert_parallel": 2, "activation_checkpoint": "full"}, True
     ),
+    "divided heads": Case({}, 1024, {"tp": 2}),
+    "divided selective": Case({}, 1024, {"tp": 2, "activation_checkpoint": "selective"}),
+    "divided vocabulary": Case({"vocab_size": 20_000}, 512, {"tp": 2, "logprob_chunk": 256}),
+    "critic": Case(_WIDE, 64, {"critic": CriticSettings(lr=1e-3)}),
     "lora": Case(_WIDE, 512, {"lora": LoraSettings(rank=8), "activation_checkpoint": "full"}),
 }
 

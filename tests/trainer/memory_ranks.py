@@ -7,6 +7,7 @@ itself, and code.
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import os
@@ -20,8 +21,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from monarch_rl.episode.episode import Episode, Turn
 from monarch_rl.trainer.batch import MicroBatch, pack
-from monarch_rl.trainer.objective import reinforcement
+from monarch_rl.trainer.objective import Sums, reinforcement
 from monarch_rl.trainer.policy import Policy
+from monarch_rl.trainer.token_logprobs import TokenLogprobs
 from monarch_rl.weights.endpoint import TransferSettings
 from monarch_rl.weights.manifest import make_manifest
 from monarch_rl.weights.transport import make_sender
@@ -58,10 +60,23 @@ def work(folder: Path, case: Case) -> None:
     dist.all_gather_object(owned, published.owned_runs())
     manifest = make_manifest([(name, shape, torch.float32) for name, shape in published.tensors()], owned)
     sender = make_sender(manifest, policy.rank, TransferSettings(), "127.0.0.1", policy.device)
-    objective = reinforcement(case.trainer.loss)
+    of_settings = reinforcement(case.trainer.loss)
+
+    @functools.wraps(of_settings)
+    def objective(output: TokenLogprobs, batch: MicroBatch) -> tuple[torch.Tensor, Sums]:
+        loss, sums = of_settings(output, batch)
+        values = [value for value in (*output, loss, *sums.values()) if value is not None]
+        found = {value.dtype for value in values if value.is_floating_point()}
+        assert found == {torch.float32}, f"computed in {case.trainer.compute_dtype}: {found}"
+        return loss, sums
+
     for step in range(STEPS):
         batches = [micro_batch(case, 10 * step + i, policy.device) for i in range(2)]
         policy.update(batches, objective)
+        if policy.critic is not None:
+            for batch in batches:
+                batch.columns |= {name: torch.ones_like(batch.advantages) for name in ("value", "returns")}
+            policy.critic.update_batch([batches])
         published.snapshot(published.plan_snapshot(manifest, sender.views(step)))
 
 

@@ -3,7 +3,7 @@
     moe_ranks.py FOLDER DEGREE...
 
 Writes for each degree of expert parallelism the logits and the saved folder of each model of moe_reference.py, and
-what training made of them; checks snapshots.
+what training made of them; checks snapshots. Then goes on from a checkpoint of each degree with the others.
 """
 
 from __future__ import annotations
@@ -59,6 +59,26 @@ def train(folder: Path, training: str, settings: TrainerSettings, name: str) -> 
     return policy
 
 
+def go_on_with_another_degree(folder: Path, before: TrainerSettings, after: TrainerSettings) -> None:
+    """Saves what was trained when the checkpoint was made, what another degree reads, and both after another update."""
+
+    def update(policy: Policy, step: int) -> None:
+        part = shard(batch(step), step, policy.rank, policy.world_size, token_budget=50)
+        policy.update(packed(part, policy), reinforcement(policy.settings.loss))
+
+    policy = Policy(folder / "moe", before, total_steps=STEPS)
+    update(policy, 0)
+    name = f"degree.{layout(policy.world_size, before.expert_parallel)}"
+    policy.checkpoint.stage({})
+    policy.checkpoint.write(folder / name)
+    other = Policy(folder / "moe", after, total_steps=STEPS)
+    other.checkpoint.restore(folder / name, 1)
+    for kind, one in (("saved", policy), ("read", other)):
+        one.save(folder / f"{name}.{kind}")
+        update(one, 1)
+        one.save(folder / f"{name}.{kind}.trained")
+
+
 def main(folder: Path, degrees: list[int]) -> None:
     torch.set_num_threads(1)
     ranks = int(os.environ["WORLD_SIZE"])
@@ -72,6 +92,8 @@ def main(folder: Path, degrees: list[int]) -> None:
             policy = train(folder, training, settings, f"{training}.{where}")
         recomputed = replace(settings, activation_checkpoint="full")
         policy = train(folder, "moe_trained", recomputed, f"moe_recomputed.{where}")
+        other = next(each for each in degrees if each != degree)
+        go_on_with_another_degree(folder, settings, replace(settings, expert_parallel=other))
     policy.close()
 
 

@@ -5,27 +5,57 @@ Writes, for each model of reference.py, logits and the saved folder; then trains
 
 from __future__ import annotations
 
+import json
+import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from monarch_rl.algorithms.advantages import ADVANTAGES
+from monarch_rl.algorithms.advantages import ADVANTAGES, dr_grpo
 from monarch_rl.algorithms.aggregation import Aggregation
-from monarch_rl.episode.episode import BatchShard
+from monarch_rl.algorithms.group_view import GroupView
+from monarch_rl.buffer.order import Batch
+from monarch_rl.buffer.shards import Way, cut
+from monarch_rl.episode.packed import PackedGroup, pack_group
+from monarch_rl.episode.shard import BatchShard, PackedShard
+from monarch_rl.model.lora import LoraSettings
 from monarch_rl.runtime import device_work
+from monarch_rl.runtime.by_value import ByValue
 from monarch_rl.runtime.device_work import Piece
+from monarch_rl.trainer.advantages import advantages_of, group_views
 from monarch_rl.trainer.attention_layout import separate_layout
-from monarch_rl.trainer.batch import MicroBatch, advantages_of, pack_shard
-from monarch_rl.trainer.objective import reinforcement
+from monarch_rl.trainer.batch import MicroBatch, pack_shard
+from monarch_rl.trainer.functions import LoadedFunctions
+from monarch_rl.trainer.loss_settings import LossSettings
+from monarch_rl.trainer.objective import Sums, reinforcement, supervised
 from monarch_rl.trainer.policy import Policy
-from monarch_rl.trainer.settings import LossSettings, TrainerSettings
+from monarch_rl.trainer.reduction import check_agreement, reduced_metrics
+from monarch_rl.trainer.settings import TrainerSettings
+from monarch_rl.trainer.step import train as make_step
+from monarch_rl.trainer.supervised import SupervisedPlan, SupervisedRows
+from monarch_rl.trainer.token_logprobs import TokenLogprobs
 from monarch_rl.weights.checksum import ShardChecksums, tensor_checksum
+from monarch_rl.weights.finite import NotFinite
 from monarch_rl.weights.manifest import make_manifest
 from tests.episode.trees import distinct_inputs
-from tests.trainer.batches import LR, MAX_NEW_TOKENS, STEPS, WEIGHT_DECAY, batch, shard
+from tests.trainer.batches import (
+    LR,
+    MAX_NEW_TOKENS,
+    ROWS,
+    SHARE,
+    STEPS,
+    WEIGHT_DECAY,
+    batch,
+    divided,
+    rows,
+    rows_of,
+    shard,
+)
 from tests.trainer.programs import saved
 from tests.trainer.reference import CONFIGS
 
@@ -48,9 +78,25 @@ def round_trip(folder: Path, name: str, settings: TrainerSettings, written: str)
 def packed(part: BatchShard, policy: Policy) -> list[MicroBatch]:
     """The micro-batches of a shard, by the policy's loss settings."""
     loss = policy.settings.loss
-    return pack_shard(
-        part, advantages_of(part.rewards, ADVANTAGES[loss.advantage]), loss.aggregation, MAX_NEW_TOKENS, policy.device
-    )
+    advantages = advantages_of(group_views(part), ADVANTAGES[loss.advantage].make())
+    (microbatches,) = pack_shard(part, advantages, loss.aggregation, MAX_NEW_TOKENS, policy.device)
+    return microbatches
+
+
+class Marks:
+    """Marks of a device."""
+
+    def __init__(self) -> None:
+        self.recorded = 0
+
+    def make(self) -> Marks:
+        return self
+
+    def record(self) -> None:
+        self.recorded += 1
+
+    def query(self) -> bool:
+        return True
 
 
 def train(folder: Path, name: str, settings: TrainerSettings, kind: str = "qwen3") -> Policy:
@@ -59,21 +105,109 @@ def train(folder: Path, name: str, settings: TrainerSettings, kind: str = "qwen3
     for step in range(STEPS):
         part = shard(batch(step), step, policy.rank, policy.world_size, token_budget=50)
         assert len(part.microbatches) > 1
-        batches, changes = packed(part, policy), list[Piece | None]()
-        device_work.use_device("cuda", changes.append)
+        batches, changes, marks = packed(part, policy), list[Piece | None](), Marks()
+        device_work.use_device("cuda", changes.append, marks.make)
         metrics = policy.update(batches, reinforcement(settings.loss))
         device_work.use_device("cpu")
         # What a GPU that hangs would be found by: each micro-batch, then what waits for them all.
         sizes = [each.token_ids.numel() for each in batches]
-        pieces = [f"a micro-batch of {size} tokens" for size in sizes] + [f"an optimizer step of {sum(sizes)} tokens"]
+        pieces = [f"a pass for log-probs of {size} tokens" for size in sizes] if settings.reference else []
+        pieces += ["the end of the reference's passes"] if settings.reference else []
+        pieces += [f"a micro-batch of {size} tokens" for size in sizes] + [f"an optimizer step of {sum(sizes)} tokens"]
+        pieces.append("the metrics of a batch")
         assert [None if change is None else change.what for change in changes] == [x for p in pieces for x in (p, None)]
+        passes = (2 + settings.reference) * len(batches)
+        assert marks.recorded == passes * len(policy.module.layers) or settings.reference, "forward and backward"
         assert metrics["tokens"] == part.trainable_tokens
+        assert (metrics.get("reference_device_s", 0.0) > 0) == settings.reference
+        assert metrics["drift_k3"] == 0 and metrics["optimizer_steps"] == step + 1
         assert 0 <= metrics["imbalance"] < 0.5
         computed = sum(distinct_inputs(group.episodes) for group in batch(step))
         inputs = sum(episode.num_tokens - 1 for group in batch(step) for episode in group.episodes)
         assert computed / inputs <= metrics["computed_share"] < 1
     policy.save(folder / name)
     return policy
+
+
+def train_by_hand(folder: Path, name: str, settings: TrainerSettings) -> None:
+    """The update as four lines: one forward and one backward pass of each micro-batch, clip, step."""
+    policy = Policy(folder / "qwen3", settings, total_steps=STEPS)
+    for step in range(STEPS):
+        policy.optimizers.zero_grad()
+        for microbatch in packed(shard(batch(step), step, policy.rank, policy.world_size, token_budget=50), policy):
+            reinforcement(settings.loss)(policy.token_logprobs(microbatch), microbatch)[0].backward()
+        torch.nn.utils.clip_grad_norm_(policy.module.parameters(), settings.max_grad_norm, foreach=True)
+        policy.optimizers.step()
+    policy.save(folder / name)
+
+
+def train_several(folder: Path, name: str) -> None:
+    """Two epochs over two mini-batches; the ratio is to the policy at the start of each batch."""
+    loss = LossSettings(aggregation="token_mean")
+    settings = TrainerSettings(lr=LR, weight_decay=WEIGHT_DECAY, epochs=2, minibatches=2, loss=loss)
+    policy = Policy(folder / "qwen3", settings, total_steps=STEPS * settings.updates_per_batch)
+    for step in range(STEPS):
+        part = divided(batch(step), step, policy.rank, policy.world_size, token_budget=30, minibatches=2)
+        advantages = advantages_of(group_views(part), ADVANTAGES[loss.advantage].make())
+        minibatches = pack_shard(part, advantages, loss.aggregation, MAX_NEW_TOKENS, policy.device)
+        assert len(minibatches) == 2 and len(minibatches[1]) > 1
+        metrics = policy.update_batch(minibatches, reinforcement(loss), settings.epochs)
+        assert metrics["tokens"] == part.trainable_tokens
+        assert metrics["optimizer_steps"] == 4 * (step + 1)
+        assert metrics["drift_k3"] > 1e-5  # within the batch; that of single updates is 0
+        assert metrics["clipped"] > 0
+    policy.save(folder / name)
+
+
+def packed_shard(policy: Policy, step: int) -> PackedShard:
+    """This rank's share of a batch, as it comes from the buffer."""
+    groups = [PackedGroup.read(pack_group(group)) for group in batch(step)]
+    trainable = np.asarray([sum(group.trainable for group in groups)])
+    return cut(Batch(step, groups, None, trainable), Way(policy.world_size, 50))[policy.rank]
+
+
+def with_rows(policy: Policy, step: int, share: float) -> PackedShard:
+    """With a step's supervised rows beside it, or those alone."""
+    plan = SupervisedPlan(ByValue(rows()), ROWS, share)
+    taken = SupervisedRows(plan, lambda row: (row["prompt"], row["answer"]), 22, policy.world_size)
+    mine = taken.take(step * ROWS, policy.rank)
+    if share == 1:
+        return PackedShard.of_rows(step, mine)
+    part = packed_shard(policy, step)
+    part.supervised = mine
+    return part
+
+
+def train_on_rows(folder: Path, name: str, share: float, temperature: float) -> None:
+    """Rows are trained at temperature 1, whatever that of the policy is."""
+    settings = TrainerSettings(lr=LR, weight_decay=WEIGHT_DECAY)
+    policy = Policy(folder / "qwen3", settings, total_steps=STEPS, temperature=temperature)
+    functions = LoadedFunctions(dr_grpo, reinforcement(settings.loss))
+    for step in range(STEPS):
+        metrics, _ = make_step(policy, with_rows(policy, step, share), functions, MAX_NEW_TOKENS)
+        assert metrics["supervised_tokens"] == sum(len(row["answer"]) for row in rows_of(step))
+        assert 3 < metrics["supervised_loss"] < 6 and metrics["optimizer_steps"] == step + 1
+        drawn = sum(episode.num_trainable for group in batch(step) for episode in group.episodes)
+        assert metrics["tokens"] == (0 if share == 1 else drawn)
+        assert share < 1 or math.isclose(metrics["loss"], metrics["supervised_loss"], rel_tol=1e-5)
+    policy.save(folder / name)
+
+
+def check_mixed_gradient(folder: Path) -> None:
+    """That of a batch with rows beside it is the weighted sum of the two. Writes that of the rows."""
+    still = TrainerSettings(lr=0.0, max_grad_norm=1e9)
+    policy = Policy(folder / "qwen3", still, total_steps=9)
+    functions = LoadedFunctions(dr_grpo, reinforcement(still.loss))
+
+    def gradient(part: PackedShard) -> dict[str, torch.Tensor]:
+        make_step(policy, part, functions, MAX_NEW_TOKENS)
+        return {name: p.grad.full_tensor() for name, p in policy.module.named_parameters()}  # type: ignore[union-attr, operator]
+
+    alone, of_rows = gradient(packed_shard(policy, 0)), gradient(with_rows(policy, 0, 1.0))
+    for name, found in gradient(with_rows(policy, 0, SHARE)).items():
+        torch.testing.assert_close(found, (1 - SHARE) * alone[name] + SHARE * of_rows[name], rtol=1e-4, atol=1e-7)
+    if policy.rank == 0:
+        save_file(policy.model._state_dict_adapter.to_hf(of_rows), folder / "rows.found")
 
 
 def check_snapshot(policy: Policy, folder: Path) -> None:
@@ -96,6 +230,84 @@ def check_snapshot(policy: Policy, folder: Path) -> None:
         assert checksum == tensor_checksum(whole[spec.name].to(torch.bfloat16)).item(), spec.name
 
 
+def check_reference_of_lora(folder: Path, full: Policy) -> None:
+    """With LoRA, whatever it has learned, the reference is the model without it: that of full training."""
+    loss = LossSettings(kl_coefficient=0.5, kl_estimate="k2", aggregation="token_mean")
+    settings = TrainerSettings(lr=0.05, lora=LoraSettings(rank=4), reference=True, loss=loss)
+    policy, kls = Policy(folder / "qwen3", settings, total_steps=3), list[float]()
+    for step in range(3):
+        batches = packed(shard(batch(step), step, policy.rank, policy.world_size, token_budget=50), policy)
+        kls.append(policy.update(batches, reinforcement(loss))["kl_reference"])
+        full.update(
+            again := packed(shard(batch(step), step, full.rank, full.world_size, 50), full), reinforcement(loss)
+        )
+        for one, other in zip(batches, again, strict=True):
+            torch.testing.assert_close(one.columns["reference"], other.columns["reference"], rtol=0, atol=1e-5)
+    assert kls[0] < 1e-9 and min(kls[1:]) > 1e-3, kls
+
+
+def disagree(folder: Path, policy: Policy) -> None:
+    """Writes what this rank hears where ranks have other values, or sums of other names."""
+    rank, device = policy.rank, policy.device
+    check_agreement(7, device, "equal values were refused")
+    sums = {"tokens": torch.ones(()), f"of rank {rank}": torch.ones(())}
+    heard = []
+    for call in (
+        lambda: check_agreement(rank, device, "no agreement"),
+        lambda: check_agreement(2**32 - 1 - rank, device, "no agreement on large values"),
+        lambda: reduced_metrics(sums, [], counts=True),
+    ):
+        try:
+            call()
+        except ValueError as error:
+            heard.append(str(error))
+    (folder / f"disagree.rank{rank}").write_text(json.dumps(heard))
+
+
+def refuse(folder: Path, policy: Policy) -> None:
+    """Writes what this rank hears of functions that cannot be trained with, when they are first called."""
+
+    def of_this_rank(group: GroupView) -> torch.Tensor:
+        return group.rewards + policy.rank
+
+    def not_a_number(group: GroupView) -> torch.Tensor:
+        return group.rewards * math.nan
+
+    def endless(output: TokenLogprobs, batch: MicroBatch) -> tuple[torch.Tensor, Sums]:
+        loss, sums = supervised(output, batch)
+        return loss * math.inf, sums
+
+    def shifted(output: TokenLogprobs, batch: MicroBatch) -> tuple[torch.Tensor, Sums]:
+        loss, sums = supervised(output, batch)
+        return loss + math.nan, sums
+
+    part = packed_shard(policy, 0)
+    heard = {}
+    for advantage, objective in (
+        (of_this_rank, supervised),
+        (not_a_number, supervised),
+        (dr_grpo, endless),
+        (dr_grpo, shifted),
+    ):
+        try:
+            make_step(policy, part, LoadedFunctions(advantage, objective), MAX_NEW_TOKENS)
+        except (ValueError, NotFinite) as error:
+            heard[(advantage if objective is supervised else objective).__name__] = str(error)
+    (folder / f"refuse.rank{policy.rank}").write_text(json.dumps(heard))
+
+
+def check_filled_old(policy: Policy) -> None:
+    """A column ``old`` that a stage has filled stays, with several updates, too."""
+    loss = policy.settings.loss
+    part = shard(batch(0), 0, policy.rank, policy.world_size, token_budget=50)
+    batches = packed(part, policy)
+    for each in batches:
+        each.columns["old"] = each.behaviour_logprobs.clone()
+    metrics = policy.update_batch([batches], reinforcement(loss), epochs=2)
+    assert metrics["mismatch_k3_all"] == 0, "old was computed anew"
+    assert all(torch.equal(each.columns["old"], each.behaviour_logprobs) for each in batches)
+
+
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     for name in CONFIGS:
@@ -107,7 +319,19 @@ def main(folder: Path) -> None:
     for aggregation in CLIPPED:
         loss = LossSettings(advantage="grpo", ratio_to="behaviour", aggregation=aggregation)
         train(folder, f"clipped_{aggregation}", TrainerSettings(lr=LR, weight_decay=WEIGHT_DECAY, loss=loss))
-    train(folder, "recomputed", TrainerSettings(lr=LR, weight_decay=WEIGHT_DECAY, activation_checkpoint="full")).close()
+    train_by_hand(folder, "by_hand", settings)
+    train_several(folder, "several")
+    train_on_rows(folder, "supervised", 1.0, temperature=0.7)
+    train_on_rows(folder, "mixed", SHARE, temperature=1.0)
+    check_mixed_gradient(folder)
+    loss = LossSettings(kl_coefficient=0.5, kl_estimate="k2")
+    anchored = train(folder, "anchored", replace(settings, reference=True, loss=loss))
+    check_reference_of_lora(folder, anchored)
+    last = train(folder, "recomputed", TrainerSettings(lr=LR, weight_decay=WEIGHT_DECAY, activation_checkpoint="full"))
+    disagree(folder, last)
+    refuse(folder, last)
+    check_filled_old(last)
+    last.close()
 
 
 if __name__ == "__main__":

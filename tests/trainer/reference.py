@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from monarch_rl.episode.episode import Episode, Group
-from tests.trainer.batches import LR, MAX_NEW_TOKENS, STEPS, VOCABULARY, WEIGHT_DECAY, batch
+from tests.trainer.batches import LR, MAX_NEW_TOKENS, SHARE, STEPS, VOCABULARY, WEIGHT_DECAY, batch, rows_of
 
 TOKENS = 50
 """Of each sequence of which logits are compared."""
@@ -81,16 +81,83 @@ def make(folder: Path) -> None:
             save_file({"tokens": tokens, "logits": model(tokens).logits}, folder / f"{name}.logits")
 
 
-def train(folder: Path, name: str, loss: Callable[[Any, list[Group]], torch.Tensor], kind: str = "qwen3") -> None:
-    """Train a model plainly on the made-up batches: one episode at a time, no packing, no sharding."""
+def train(
+    folder: Path, name: str, loss: Callable[[Any, list[Group]], torch.Tensor], kind: str = "qwen3", share: float = 0.0
+) -> None:
+    """Train a model plainly on the made-up batches: one episode at a time, no packing, no sharding. Supervised rows
+    have a ``share`` of the loss."""
     model = AutoModelForCausalLM.from_pretrained(folder / kind, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=WEIGHT_DECAY)
     for step in range(STEPS):
         optimizer.zero_grad()
-        loss(model, batch(step)).backward()
+        if share < 1:
+            ((1 - share) * loss(model, batch(step))).backward()
+        if share:
+            (share * cross_entropy(model, rows_of(step))).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     save_file(model.state_dict(), folder / f"{name}.safetensors")
+
+
+def cross_entropy(model: Any, rows: list[dict[str, list[int]]]) -> torch.Tensor:
+    """Mean over the tokens of all answers."""
+    total = torch.zeros(())
+    for row in rows:
+        ids = torch.tensor([*row["prompt"], *row["answer"]])
+        logits = model(ids[None]).logits[0, len(row["prompt"]) - 1 : -1]
+        total = total + torch.nn.functional.cross_entropy(logits, torch.tensor(row["answer"]), reduction="sum")
+    return total / sum(len(row["answer"]) for row in rows)
+
+
+def write_gradient(folder: Path) -> None:
+    """Of the supervised rows of the first step."""
+    model = AutoModelForCausalLM.from_pretrained(folder / "qwen3", dtype=torch.float32)
+    cross_entropy(model, rows_of(0)).backward()
+    save_file({name: p.grad for name, p in model.named_parameters()}, folder / "rows.gradient")
+
+
+def anchored(model: Any, groups: list[Group], start: Any) -> torch.Tensor:
+    """Dr.GRPO as above, and 0.5 times k2 of the KL from the model that training started from, with the same weights."""
+    total = torch.zeros(())
+    for group in groups:
+        for episode in group.episodes:
+            with torch.no_grad():
+                before = drawn(start, episode)
+            for (logprob, behaviour), (reference, _) in zip(drawn(model, episode), before, strict=True):
+                ratio = torch.exp(logprob.detach() - behaviour).clamp(max=2.0)
+                total = total + ratio * 0.5 * (logprob - reference).square() / 2
+    return dr_grpo(model, groups) + total / (sum(len(group.episodes) for group in groups) * MAX_NEW_TOKENS)
+
+
+def train_several(folder: Path, name: str) -> None:
+    """The same with four optimiser steps a batch: two epochs over two mini-batches, of one group and of two."""
+    model = AutoModelForCausalLM.from_pretrained(folder / "qwen3", dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=WEIGHT_DECAY)
+    for step in range(STEPS):
+        groups = batch(step)
+        with torch.no_grad():
+            old = {id(e): [logprob for logprob, _ in drawn(model, e)] for group in groups for e in group.episodes}
+        for part in [groups[:1], groups[1:]] * 2:
+            optimizer.zero_grad()
+            proximal(model, part, old).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+    save_file(model.state_dict(), folder / f"{name}.safetensors")
+
+
+def proximal(model: Any, groups: list[Group], old: dict[int, list[torch.Tensor]]) -> torch.Tensor:
+    """PPO's clip of the ratio to the policy at the start of the batch, times the truncated weight of the policy that
+    drew, averaged over the tokens of these groups."""
+    losses = []
+    for group in groups:
+        mean = statistics.mean(episode.reward for episode in group.episodes)
+        for episode in group.episodes:
+            advantage = episode.reward - mean
+            for (logprob, behaviour), before in zip(drawn(model, episode), old[id(episode)], strict=True):
+                weight = torch.exp(before - behaviour).clamp(max=2.0)
+                floor, ceiling = (0.0, 1.28) if advantage > 0 else (0.8, float("inf"))
+                losses.append(-weight * advantage * torch.exp(logprob - before).clamp(floor, ceiling))
+    return torch.stack(losses).mean()
 
 
 def drawn(model: Any, episode: Episode) -> list[tuple[torch.Tensor, float]]:
@@ -139,3 +206,9 @@ if __name__ == "__main__":
     train(target, "biased", dr_grpo, "qwen2")
     train(target, "clipped_sequence_mean", partial(clipped_grpo, by_episode=True))
     train(target, "clipped_token_mean", partial(clipped_grpo, by_episode=False))
+    train_several(target, "several")
+    start = AutoModelForCausalLM.from_pretrained(target / "qwen3", dtype=torch.float32)
+    train(target, "supervised", dr_grpo, share=1.0)
+    train(target, "mixed", dr_grpo, share=SHARE)
+    write_gradient(target)
+    train(target, "anchored", partial(anchored, start=start))

@@ -1,13 +1,17 @@
-"""Saving on every rank of a torchrun job:  saving_ranks.py FOLDER MODEL NAME [kill]
+"""Saving on every rank of a torchrun job:  saving_ranks.py FOLDER MODEL NAME [kill | full]
 
 Saves the model to FOLDER/NAME in files of 100 kB, in pieces of 1,000 elements; with ``kill``, rank 1 is killed when it
 has written some. Then notes what rank 0's memory grew by, and loads what was saved.
+
+With ``full``, the model has LoRA, so that ranks gather tensors while they write; rank 1 cannot write beyond the first
+:data:`ROOM` bytes of a file, then rank 0 not the adapter. Writes what each rank says of it.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import sys
 from pathlib import Path
@@ -16,11 +20,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from monarch_rl.model.lora import LoraSettings
 from monarch_rl.trainer import saving
 from monarch_rl.trainer.policy import Policy
 from monarch_rl.trainer.settings import TrainerSettings
 
 FILE_BYTES = 100_000
+ROOM = 30_000
+ADAPTER_ROOM = 200_000
+"""More than any file of the model, and less than the adapter's."""
 
 
 def killed_after(writes: int) -> Any:
@@ -43,6 +51,24 @@ def peak_bytes() -> int:
         (line,) = (line for line in file if line.startswith("VmHWM:"))
     Path("/proc/self/clear_refs").write_text("5")
     return 1024 * int(line.split()[1])
+
+
+def save_to_full_disks(folder: Path, model: str) -> None:
+    """The kernel refuses what is beyond the limit, in the middle of files, as it does when a disk is full."""
+    settings = TrainerSettings(ranks=int(os.environ["WORLD_SIZE"]), lora=LoraSettings(rank=64))
+    policy = Policy(folder / model, settings, total_steps=1)
+    for full_rank, room, file_bytes in ((1, ROOM, FILE_BYTES), (0, ADAPTER_ROOM, ADAPTER_ROOM // 2)):
+        said = ""
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room if policy.rank == full_rank else soft, hard))
+        try:
+            saving.save_model(policy.model, folder / f"full_{full_rank}", file_bytes)
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        (folder / f"full_{full_rank}.rank{policy.rank}").write_text(said)
+        dist.barrier()
+    saving.save_model(policy.model, folder / "full_1", FILE_BYTES)
 
 
 def main(folder: Path, model: str, name: str, kill: bool) -> None:
@@ -73,4 +99,7 @@ def main(folder: Path, model: str, name: str, kill: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3], "kill" in sys.argv[4:])
+    if "full" in sys.argv[4:]:
+        save_to_full_disks(Path(sys.argv[1]), sys.argv[2])
+    else:
+        main(Path(sys.argv[1]), sys.argv[2], sys.argv[3], "kill" in sys.argv[4:])

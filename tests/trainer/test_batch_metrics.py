@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from monarch_rl.algorithms.advantages import dr_grpo, grpo
-from monarch_rl.episode.packed import PackedShard
+from monarch_rl.algorithms.group_view import GroupView
+from monarch_rl.episode.shard import PackedShard
 from monarch_rl.observe.registry import check_names, find
-from monarch_rl.trainer.batch import advantages_of
+from monarch_rl.trainer.advantages import advantages_of, flat, group_views
 from monarch_rl.trainer.batch_metrics import batch_metrics
 
 EPISODE = st.tuples(
@@ -20,6 +22,12 @@ EPISODE = st.tuples(
     st.booleans(),
     st.dictionaries(st.sampled_from(["format", "answer"]), st.floats(-1, 1, width=32), max_size=2),
 )
+SEATS_AND_TURNS = st.lists(
+    st.tuples(st.sampled_from(["", "white", "black"]), st.lists(st.none() | st.floats(-1, 1, width=32), max_size=3)),
+    min_size=4,
+    max_size=4,
+)
+"""Of the episodes of each group."""
 GROUP = st.tuples(st.sampled_from(["", "spell", "sums"]), st.lists(EPISODE, min_size=1, max_size=4))
 Group = tuple[str, list[tuple[float, int, bool, dict[str, float]]]]
 
@@ -36,15 +44,54 @@ def shard(groups: list[Group], lag_counts: list[int]) -> PackedShard:
         oldest=None,
         lengths=[np.asarray([length for _, length, _, _ in episodes], np.int32) for _, episodes in groups],
         cut=[np.asarray([cut for _, _, cut, _ in episodes], bool) for _, episodes in groups],
+        items=list(range(len(groups))),
+        seats=[[""] * len(episodes) for _, episodes in groups],
+        plays=[np.arange(len(episodes), dtype=np.int32) for _, episodes in groups],
+        forks=[[None] * len(episodes) for _, episodes in groups],
+        turn_lengths=[[[length] for _, length, _, _ in episodes] for _, episodes in groups],
+        turn_rewards=[[[None]] * len(episodes) for _, episodes in groups],
         tasks=[task for task, _ in groups],
         parts=[[parts for *_, parts in episodes] for _, episodes in groups],
     )
 
 
+def test_the_share_of_groups_that_were_trained_before_is_there_where_there_can_be_some() -> None:
+    one, advantages = shard([("", [(1.0, 3, False, {})])] * 4, [12]), [np.zeros(1)] * 4
+    assert "buffer/replayed_share" not in batch_metrics(one, advantages)
+    one.uses = [0, 2, 1, 0]
+    assert batch_metrics(one, advantages)["buffer/replayed_share"] == 0.5
+
+
+@given(st.lists(GROUP, min_size=1, max_size=4), SEATS_AND_TURNS)
+def test_seats_and_turns_against_plain_numpy(
+    groups: list[Group], seats_and_turns: list[tuple[str, list[float | None]]]
+) -> None:
+    found = shard(groups, [1])
+    found.seats = [[seat for seat, _ in seats_and_turns[: len(episodes)]] for _, episodes in groups]
+    found.turn_rewards = [[turns for _, turns in seats_and_turns[: len(episodes)]] for _, episodes in groups]
+    values = batch_metrics(found, [np.zeros(len(episodes)) for _, episodes in groups])
+    check_names(list(values))
+    played = [
+        (task, seat, turns, reward, length, parts)
+        for task, episodes in groups
+        for (reward, length, _, parts), (seat, turns) in zip(episodes, seats_and_turns, strict=False)
+    ]
+    for task, seat in itertools.product(("spell", "sums"), ("", "white", "black")):
+        here = [played_one for played_one in played if played_one[0] == task and seat in ("", played_one[1])]
+        name = f"{task}/{seat}" if seat else task
+        for metric, expected in (
+            (f"turn_reward/{name}", [reward for _, _, turns, *_ in here for reward in turns if reward is not None]),
+            (f"reward/{name}/mean", [reward for *_, reward, _, _ in here]),
+            (f"length/{name}/mean", [length for *_, length, _ in here]),
+            (f"reward/{name}/format", [parts["format"] for *_, parts in here if "format" in parts]),
+        ):
+            assert values.get(metric) == (pytest.approx(np.mean(expected), abs=1e-6) if expected else None)
+
+
 @given(st.lists(GROUP, min_size=1, max_size=4), st.lists(st.integers(0, 99), min_size=1, max_size=3))
 def test_against_plain_numpy(groups: list[Group], lag_counts: list[int]) -> None:
     found = shard(groups, lag_counts)
-    advantages = [of_group.numpy() for of_group in advantages_of(found.rewards, grpo)]
+    advantages = flat(advantages_of(group_views(found), grpo))
     values = batch_metrics(found, advantages)
     check_names(list(values))
     assert all(isinstance(value, float) and np.isfinite(value) for value in values.values())
@@ -66,6 +113,7 @@ def test_against_plain_numpy(groups: list[Group], lag_counts: list[int]) -> None
     }
     for task in {task for task, *_ in episodes} - {""}:
         expected[f"reward/{task}/mean"] = np.mean([reward for name, reward, *_ in episodes if name == task])
+        expected[f"length/{task}/mean"] = np.mean([length for name, _, length, *_ in episodes if name == task])
         for part in ("format", "answer"):
             scores = [parts[part] for name, *_, parts in episodes if name == task and part in parts]
             if scores:
@@ -81,7 +129,7 @@ def test_a_worked_example() -> None:
         ("", [(0.0, 4, False, {"answer": 9.0}), (1.0, 4, False, {})]),
     ]
     found = shard(groups, [24, 8])
-    values = batch_metrics(found, [of_group.numpy() for of_group in advantages_of(found.rewards, dr_grpo)])
+    values = batch_metrics(found, flat(advantages_of(group_views(found), dr_grpo)))
     assert values == {
         "lag/mean": 0.25,
         "lag/max": 1.0,
@@ -98,13 +146,14 @@ def test_a_worked_example() -> None:
         "reward/spell/format": 0.0,
         "reward/spell/mean": 0.5,
         "reward/sums/mean": 0.5,
+        "length/spell/mean": 4.0,
+        "length/sums/mean": 4.0,
     }
     own = {name for name in values if (metric := find(name)) is not None and metric.name == name}
     assert {name for name in values if name.count("/") == 1} == own
 
 
 def test_advantages_are_of_each_group_alone() -> None:
-    rewards = [np.asarray([0, 1], np.float32), np.asarray([2, 2, 5], np.float32)]
-    first, second = advantages_of(rewards, dr_grpo)
-    assert torch.equal(first, torch.tensor([-0.5, 0.5]))
-    assert torch.equal(second, torch.tensor([-1.0, -1.0, 2.0]))
+    first, second = flat(advantages_of([GroupView.of([0, 1]), GroupView.of([2, 2, 5])], dr_grpo))
+    assert first.tolist() == [-0.5, 0.5]
+    assert second.tolist() == [-1.0, -1.0, 2.0]

@@ -54,22 +54,24 @@ class Peak(TorchDispatchMode):
         self.live -= size
 
 
-def measured(tokens: int, kept: bool) -> Peak:
-    """Of the head's forward and backward pass over ``tokens`` drawn tokens."""
+def measured(tokens: int, kept: bool, entropy: bool = False) -> Peak:
+    """Of the head's forward and backward pass over ``tokens`` drawn tokens; with ``entropy`` through entropies, too."""
     head = LogprobHead(LogprobHead.Config(in_features=WIDTH, out_features=VOCABULARY, chunk=CHUNK))
     hidden = torch.randn(1, tokens, WIDTH, requires_grad=True)
     ids = torch.randint(0, VOCABULARY, (tokens,))
     sets = (torch.ones(tokens, dtype=torch.int64), ids.int()) if kept else None
-    head.drawn_tokens = DrawnTokens(torch.arange(tokens), ids, temperature=0.7, kept_sets=sets)
+    head.drawn_tokens = DrawnTokens(torch.arange(tokens), ids, 0.7, kept_sets=sets, entropy_gradient=entropy)
     with Peak() as peak:
-        head(hidden).logprobs.sum().backward()
+        output = head(hidden)
+        (output.logprobs + (output.entropies if entropy else 0)).sum().backward()
     assert hidden.grad is not None and head.weight.grad is not None
     return peak
 
 
+@pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("kept", [False, True])
-def test_it_does_not_grow_with_the_number_of_tokens(kept: bool) -> None:
-    few, many = measured(2 * CHUNK, kept), measured(40 * CHUNK, kept)
+def test_it_does_not_grow_with_the_number_of_tokens(kept: bool, entropy: bool) -> None:
+    few, many = measured(2 * CHUNK, kept, entropy), measured(40 * CHUNK, kept, entropy)
     weights = 3 * VOCABULARY * WIDTH * 4
     for peak in (few, many):
         assert peak.largest == LOGITS

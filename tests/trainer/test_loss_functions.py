@@ -1,29 +1,44 @@
-"""The advantage and the objective of a plan are those that train, and where it has none, those of its settings."""
+"""Advantages and objectives as code: how they travel, what they see, what they may return."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import inspect
+import pickle
+import re
+import threading
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-import cloudpickle
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from monarch_rl.algorithms.advantages import dr_grpo, grpo
-from monarch_rl.trainer.actor import TrainerPlan, loss_functions
-from monarch_rl.trainer.batch import MicroBatch, advantages_of, pack, pack_shard
-from monarch_rl.trainer.objective import Sums, supervised
-from monarch_rl.trainer.settings import LossSettings, TrainerSettings
+from monarch_rl.algorithms.advantages import ADVANTAGES, dr_grpo, gae, grpo
+from monarch_rl.algorithms.functions import needed_columns, needs, of_batch, place_of
+from monarch_rl.algorithms.group_view import GroupView, PerToken, PerTurn, Values
+from monarch_rl.episode.episode import Group, Turn
+from monarch_rl.episode.packed import PackedGroup, pack_group
+from monarch_rl.episode.sampling import Completion
+from monarch_rl.episode.shard import BatchShard, mask_older, outcomes
+from monarch_rl.trainer.advantages import advantages_of, fingerprint, flat, group_views
+from monarch_rl.trainer.batch import MicroBatch, pack, pack_shard
+from monarch_rl.trainer.critic_settings import CriticSettings
+from monarch_rl.trainer.functions import LoadedFunctions, TrainingFunctions, check_columns
+from monarch_rl.trainer.loss_settings import LossSettings
+from monarch_rl.trainer.objective import OBJECTIVES, Sums, call, reinforcement, supervised
+from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.trainer.token_logprobs import TokenLogprobs
 from tests.trainer.batches import MAX_NEW_TOKENS, batch, shard
 
 DEVICE = torch.device("cpu")
-PLAN = TrainerPlan(Path("model"), TrainerSettings(1), total_steps=1, temperature=1.0, max_new_tokens=MAX_NEW_TOKENS)
+HERE = r"\(.*test_loss_functions\.py:\d+\)"
 
 
-def leave_one_out(rewards: torch.Tensor, scale: float) -> torch.Tensor:
+def leave_one_out(group: GroupView, scale: float) -> torch.Tensor:
+    rewards = group.rewards
     return scale * (rewards - (rewards.sum() - rewards) / (len(rewards) - 1))
 
 
@@ -32,55 +47,372 @@ def scaled(factor: float, output: TokenLogprobs, batch: MicroBatch) -> tuple[tor
     return factor * loss, sums | {"factor": torch.tensor(factor)}
 
 
-def test_a_plans_own_advantage_is_the_one_of_every_token() -> None:
-    plan = replace(PLAN, advantage=partial(leave_one_out, scale=3.0))
-    advantage, _ = loss_functions(cloudpickle.loads(cloudpickle.dumps(plan)))
+def sent(advantage: Any, objective: Any, loss: LossSettings | None = None) -> TrainingFunctions:
+    """As a trainer rank gets them."""
+    made = TrainingFunctions.of(advantage, objective, loss or LossSettings())
+    received: TrainingFunctions = pickle.loads(pickle.dumps(made))
+    return received
+
+
+def packed(part: BatchShard, advantage: Any) -> list[MicroBatch]:
+    advantages = advantages_of(group_views(part), advantage)
+    (microbatches,) = pack_shard(part, advantages, "token_mean", MAX_NEW_TOKENS, DEVICE)
+    return microbatches
+
+
+def test_a_recipes_own_advantage_is_the_one_of_every_token() -> None:
+    advantage = sent(partial(leave_one_out, scale=3.0), supervised).advantage.load()
     part = shard(batch(0), 0, 0, 1, token_budget=50)
-    microbatches = pack_shard(part, advantages_of(part.rewards, advantage), "token_mean", MAX_NEW_TOKENS, DEVICE)
+    microbatches = packed(part, advantage)
     assert len(microbatches) > 1
-    for packed, episodes in zip(microbatches, part.microbatches, strict=True):
+    for found, episodes in zip(microbatches, part.microbatches, strict=True):
         expected = []
         for group, place, episode in episodes:
             rewards = part.rewards[group]
             others = np.delete(rewards, place)
             expected += [3.0 * (rewards[place] - others.mean())] * episode.num_trainable
-        np.testing.assert_allclose(packed.advantages.numpy(), expected, atol=1e-6)
+        np.testing.assert_allclose(found.advantages.numpy(), expected, atol=1e-6)
 
 
-def test_a_plans_own_objective_is_the_one_that_is_differentiated() -> None:
+def test_a_recipes_own_objective_is_the_one_that_is_differentiated() -> None:
     def doubled(output: TokenLogprobs, batch: MicroBatch) -> tuple[torch.Tensor, Sums]:  # as a script would have it
         return scaled(2.0, output, batch)
 
-    plan = replace(PLAN, objective=doubled)
-    _, objective = loss_functions(cloudpickle.loads(cloudpickle.dumps(plan)))
-    loss, sums = objective(*one_microbatch())
-    assert float(loss) == 2.0 * float(supervised(*one_microbatch())[0])
+    loss, sums = call(sent(dr_grpo, doubled).objective.load(), *one_microbatch())
+    assert loss.item() == 2.0 * supervised(*one_microbatch())[0].item()
     assert float(sums["factor"]) == 2.0
 
 
-def test_without_any_the_settings_name_them() -> None:
-    for name, function in (("grpo", grpo), ("dr_grpo", dr_grpo)):
-        settings = TrainerSettings(1, loss=LossSettings(advantage=name, importance_cap=0.0))  # type: ignore[arg-type]
-        advantage, objective = loss_functions(replace(PLAN, settings=settings))
-        assert advantage is function
-        output, packed = one_microbatch()
-        loss, _ = objective(output, packed)
-        assert float(loss) == float(-(packed.advantages * packed.weights).sum())  # ratio and weights are 1
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_names_are_functions(name: str) -> None:
+    loss = LossSettings(advantage=name, corrections=())
+    for functions in (sent(name, "reinforcement", loss), TrainingFunctions.of_settings(loss)):
+        assert place_of(functions.advantage.load()) == place_of(ADVANTAGES[name].make())
+        output, made = one_microbatch()
+        found, _ = functions.objective.load()(output, made)
+        assert float(found) == float(-(made.advantages * made.weights).sum())  # ratio and weights are 1
+
+
+def test_a_name_that_nobody_has_is_refused_with_all_names() -> None:
+    with pytest.raises(ValueError, match="there is no advantage 'grp': give one of dr_grpo, grpo"):
+        TrainingFunctions.of("grp", supervised, LossSettings())
+    with pytest.raises(ValueError, match=f"there is no objective 'ppo': give one of {', '.join(OBJECTIVES)}"):
+        TrainingFunctions.of("grpo", "ppo", LossSettings())
+    with pytest.raises(ValueError, match="max_rl needs rewards of at least 0"):
+        TrainingFunctions.of("max_rl", supervised, LossSettings(overlong_limit=100))
+    with pytest.raises(ValueError, match=r"trainer.loss.advantage must be one of .*grpo.*, got 'grp'"):
+        LossSettings(advantage="grp")
+
+
+def test_what_cannot_travel_is_refused_before_anything_is_spawned() -> None:
+    lock = threading.Lock()
+
+    def guarded(group: GroupView) -> torch.Tensor:
+        with lock:
+            return group.rewards
+
+    with pytest.raises(TypeError, match=rf"the advantage guarded {HERE} cannot be pickled"):
+        TrainingFunctions.of(guarded, supervised, LossSettings())
 
 
 def one_microbatch() -> tuple[TokenLogprobs, MicroBatch]:
     """Made-up episodes, and log-probs that a model might give them."""
-    episodes = batch(1)[0].episodes
-    packed = pack(episodes, torch.arange(4.0), torch.full((4,), 0.5), 1, DEVICE)
-    logprobs = packed.behaviour_logprobs - 0.1
-    return TokenLogprobs(logprobs, torch.ones_like(logprobs), torch.ones_like(logprobs)), packed
+    made = pack(batch(1)[0].episodes, torch.arange(4.0), torch.full((4,), 0.5), 1, DEVICE)
+    logprobs = (made.behaviour_logprobs - 0.1).requires_grad_()
+    return TokenLogprobs(logprobs, torch.ones_like(logprobs), torch.ones_like(logprobs)), made
 
 
-def test_an_advantage_of_another_shape_is_refused_with_its_place() -> None:
-    def shortened(rewards: torch.Tensor) -> torch.Tensor:
-        return rewards[1:]
+# ---- what an advantage sees ----------------------------------------------------------------------------------
 
-    with pytest.raises(
-        ValueError, match=r"shortened \(.*test_loss_functions\.py:\d+\) returned shape \[2\] .* of 3 ep"
-    ):
-        advantages_of([np.zeros(3, np.float32)], shortened)
+
+def conversation(rng: np.random.Generator, turns: int) -> Turn | list[Turn]:
+    made = []
+    for _ in range(turns):
+        n = int(rng.integers(1, 5))
+        drawn = Completion(rng.integers(0, 50, n), rng.normal(-2, 1, n), rng.integers(0, 3, n), "stop")
+        turn = Turn.from_completion(rng.integers(0, 50, int(rng.integers(1, 4))).tolist(), drawn)
+        turn.reward = None if rng.random() < 0.5 else float(rng.integers(0, 9))
+        made.append(turn)
+    return made
+
+
+def groups_of_turns(seed: int, columns: tuple[str, ...] = ()) -> list[Group]:
+    """Groups whose episodes have several turns, seats, plays and columns."""
+    rng, groups = np.random.default_rng(seed), batch(seed, groups=2, size=3)
+    for number, group in enumerate(groups):
+        group.task, group.task_index = f"task {number}", 7 + number
+        for place, episode in enumerate(group.episodes):
+            made = conversation(rng, int(rng.integers(1, 4)))
+            assert isinstance(made, list)
+            episode.turns, episode.seat, episode.play = made, f"seat {place % 2}", place // 2
+            episode.parts = {"format": float(place)}
+            for name in columns:
+                episode.fill_column(name, rng.normal(size=episode.num_tokens))
+    return groups
+
+
+@given(st.integers(0, 2**16))
+def test_a_view_shows_the_group(seed: int) -> None:
+    groups = groups_of_turns(seed, columns=("value", "other"))
+    read = outcomes([PackedGroup.read(pack_group(group)) for group in groups], ["value"])
+    part = BatchShard(**read, version=0, trainable_tokens=1, lag_counts=np.ones(1), microbatches=[])
+    for view, group in zip(group_views(part), groups, strict=True):
+        assert (view.task, view.item, len(view)) == (group.task, group.task_index, len(group.episodes))
+        assert list(view.columns) == ["value"]
+        for place, episode in enumerate(group.episodes):
+            assert view.rewards.dtype == torch.float32 and float(view.rewards[place]) == episode.reward
+            assert (view.seats[place], int(view.plays[place])) == (episode.seat, episode.play)
+            assert view.parts[place] == episode.parts
+            assert int(view.lengths[place]) == episode.num_trainable == int(view.turn_lengths[place].sum())
+            assert view.turn_lengths[place].tolist() == [turn.trainable.sum() for turn in episode.turns]
+            assert view.turn_rewards[place].tolist() == [turn.reward or 0.0 for turn in episode.turns]
+            assert view.columns["value"][place].tolist() == episode.column("value")[episode.trainable].tolist()
+
+
+@given(st.integers(0, 2**16), st.none() | st.integers(0, 2))
+def test_advantages_of_turns_and_tokens_lie_beside_their_tokens(seed: int, oldest: int | None) -> None:
+    """Also where tokens are masked for their lag after they were given an advantage."""
+    groups = groups_of_turns(seed, columns=("value",))
+
+    def of_turns(group: GroupView) -> Values:
+        return PerTurn(
+            [rewards + 10 * int(play) for rewards, play in zip(group.turn_rewards, group.plays, strict=True)]
+        )
+
+    def of_tokens(group: GroupView) -> Values:
+        return PerToken([2 * values for values in group.columns["value"]])
+
+    part = shard(groups, 0, 0, 1, 64, ["value"])
+    for microbatch in part.microbatches:
+        for _, _, episode in microbatch:
+            mask_older(episode, oldest)
+    for advantage in (of_turns, of_tokens):
+        for found, episodes in zip(packed(part, advantage), part.microbatches, strict=True):
+            expected: list[float] = []
+            for _, _, episode in episodes:
+                for turn in episode.turns:
+                    of_turn = np.full(len(turn.token_ids), (turn.reward or 0.0) + 10 * episode.play)
+                    values = of_turn if advantage is of_turns else 2 * turn.columns["value"]
+                    expected += values[turn.trainable].tolist()
+            assert found.advantages.tolist() == expected
+
+
+@of_batch
+def normalised(groups: list[GroupView]) -> list[torch.Tensor]:
+    rewards = torch.cat([group.rewards for group in groups])
+    return [(group.rewards - rewards.mean()) / rewards.std() for group in groups]
+
+
+def test_an_advantage_may_see_the_whole_batch() -> None:
+    part = shard(batch(0), 0, 0, 1, token_budget=500)
+    found = np.concatenate(flat(advantages_of(group_views(part), partial(normalised))))
+    rewards = np.concatenate(part.rewards)
+    np.testing.assert_allclose(found, (rewards - rewards.mean()) / rewards.std(ddof=1), atol=1e-6)
+
+
+class Running:
+    """A baseline that remembers."""
+
+    def __init__(self) -> None:
+        self.mean = 0.0
+
+    def __call__(self, group: GroupView) -> torch.Tensor:
+        self.mean = 0.5 * self.mean + 0.5 * float(group.rewards.mean())
+        return group.rewards - self.mean
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mean": self.mean}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.mean = state["mean"]
+
+
+def test_what_remembers_goes_on_from_its_state_and_is_alike_on_all_ranks() -> None:
+    views = [GroupView.of([0.0, 1.0]), GroupView.of([3.0, 3.0, 1.0])]
+    ranks = [Running(), Running()]
+    first = [fingerprint(advantages_of(views, advantage)) for advantage in ranks]
+    assert first[0] == first[1]
+    resumed = Running()
+    saved = LoadedFunctions(ranks[0], supervised).state_dict()
+    assert saved == {"advantage": {"mean": ranks[0].mean}}
+    LoadedFunctions(resumed, supervised).load_state_dict(saved)
+    again = [fingerprint(advantages_of(views, advantage)) for advantage in (ranks[1], resumed)]
+    assert again[0] == again[1] != first[0]
+    with pytest.raises(ValueError, match=r"remembers something of its \['advantage'\], this one of \{\}"):
+        LoadedFunctions(grpo, supervised).load_state_dict(saved)
+
+
+# ---- what is refused -----------------------------------------------------------------------------------------
+
+WRONG: dict[str, Any] = {
+    "one too few": (lambda group: group.rewards[1:], r"returned shapes .*, not .*: one value for each sequence"),
+    "a matrix": (lambda group: group.rewards[:, None], "one value for each sequence"),
+    "a number": (lambda group: 1.0, r"returned 1\.0 "),
+    "NaN": (lambda group: group.rewards / 0 * 0, "returned nan for sequence 0, of rewards"),
+    "turns that are not there": (lambda group: PerTurn([torch.zeros(2)] * 3), "one value for each turn"),
+    "too few tokens": (lambda group: PerToken([torch.zeros(0)] * 3), "one value for each drawn token"),
+    "a batch of another size": (of_batch(lambda groups: groups[1:]), "for a batch of 1 groups"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_an_advantage_that_returns_what_cannot_be_used_is_refused_with_its_place(what: str) -> None:
+    advantage, said = WRONG[what]
+    with pytest.raises(ValueError, match=rf"the advantage <lambda> {HERE} returned") as caught:
+        advantages_of([GroupView.of([1.0, 0.0, 1.0])], advantage)
+    assert re.search(said, str(caught.value))
+
+
+WRONG_OBJECTIVES: dict[str, Any] = {
+    "only a loss": (lambda loss, sums: loss, r"tensor.*: return a pair of the loss and a dictionary"),
+    "a loss for each token": (
+        lambda loss, sums: (loss * torch.ones(3), sums),
+        r"a loss of shape \[3\]: return a scalar",
+    ),
+    "a float": (lambda loss, sums: (float(loss), sums), "the loss -?[0-9.]+: return a scalar"),
+    "a loss without gradient": (lambda loss, sums: (loss.detach(), sums), "a loss without gradient"),
+    "no count of tokens": (lambda loss, sums: (loss, {"kl": loss}), r"the sums \['kl'\]: return a sum named 'tokens'"),
+    "a vector": (
+        lambda loss, sums: (loss, sums | {"kl": torch.ones(4)}),
+        r"kl of shape \[4\]: return sums over tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_OBJECTIVES)
+def test_an_objective_that_returns_what_cannot_be_used_is_refused_with_its_place(what: str) -> None:
+    change, said = WRONG_OBJECTIVES[what]
+
+    def changed(output: TokenLogprobs, batch: MicroBatch) -> Any:
+        return change(*supervised(output, batch))
+
+    with pytest.raises(ValueError, match=rf"the objective changed {HERE} returned {said}"):
+        call(changed, *one_microbatch())
+
+
+def test_sums_are_taken_without_gradient_and_may_be_plain_numbers() -> None:
+    def own(output: TokenLogprobs, batch: MicroBatch) -> Any:
+        loss, sums = supervised(output, batch)
+        return loss, sums | {"with_gradient": output.logprobs.sum(), "plain": 3}
+
+    _, sums = call(own, *one_microbatch())
+    assert not any(value.requires_grad for value in sums.values()) and float(sums["plain"]) == 3.0
+
+
+@needs("teacher")
+def distilled(output: TokenLogprobs, batch: MicroBatch) -> tuple[torch.Tensor, Sums]:
+    loss, sums = supervised(output, batch)
+    return loss + (output.logprobs - batch.columns["teacher"]).sum(), sums
+
+
+def test_a_column_that_nobody_fills_is_refused_before_anything_is_spawned() -> None:
+    functions = sent(grpo, partial(distilled))
+    said = rf"the objective distilled {HERE} needs the column 'teacher', which nobody fills \(filled are old\)"
+    with pytest.raises(ValueError, match=said):
+        check_columns(functions, {})
+    ready = r"nobody fills \(filled are old, value\): give run.start\(\) a stage .* stages=\[teacher\(run.frozen"
+    with pytest.raises(ValueError, match=ready):
+        check_columns(functions, {"value": "critic"})
+    check_columns(functions, {"teacher": "teacher"})
+    by_column = needs("value")(lambda group: PerToken(group.columns["value"]))
+    assert sent(by_column, supervised).advantage_columns == needed_columns(by_column) == ("value",)
+    with pytest.raises(ValueError, match=r"the advantage <lambda> .* needs the column 'value'"):
+        check_columns(sent(by_column, supervised), {"teacher": "teacher"})
+
+
+def test_the_reference_has_one_source_and_every_group_its_engines_logprobs() -> None:
+    functions = TrainingFunctions.of("distillation", "reinforcement", LossSettings(kl_coefficient=0.1))
+    assert functions.advantage_columns == ("teacher", "behaviour")
+    check_columns(functions, {"teacher": "teacher", "reference": "reference"})
+    check_columns(functions, {"teacher": "teacher"}, reference=True)
+    said = "'reference' would be filled by --trainer.reference and by the stage 'mine': leave one"
+    with pytest.raises(ValueError, match=said):
+        check_columns(functions, {"teacher": "teacher", "reference": "mine"}, reference=True)
+
+
+def test_a_column_that_was_not_asked_for_is_refused_with_what_to_do() -> None:
+    with pytest.raises(ValueError, match=r"no column 'teacher', there are none here\. Decorate .* @needs\('teacher'\)"):
+        call(distilled, *one_microbatch())
+    with pytest.raises(ValueError, match="no column 'value', here are other"):
+        _ = GroupView.of([1.0], columns={"other": [torch.zeros(1)]}).columns["value"]
+
+
+def test_an_objective_reads_columns_beside_its_logprobs() -> None:
+    groups = batch(0)
+    for group in groups:
+        for episode in group.episodes:
+            episode.fill_column("teacher", episode.logprobs - 1.0)
+    part = shard(groups, 0, 0, 1, token_budget=50)
+    for made in packed(part, dr_grpo):
+        logprobs = made.behaviour_logprobs.clone().requires_grad_()
+        output = TokenLogprobs(logprobs, torch.ones_like(logprobs), torch.ones_like(logprobs))
+        loss, _ = call(distilled, output, made)
+        torch.testing.assert_close(loss, supervised(output, made)[0] + len(logprobs))
+
+
+def test_the_settings_objective_is_reinforcement() -> None:
+    loss = LossSettings(lag_discount=0.5)
+    output, made = one_microbatch()
+    named, _ = sent("grpo", "reinforcement", loss).objective.load()(output, made)
+    torch.testing.assert_close(named, reinforcement(loss)(output, made)[0])
+
+
+def test_gae_is_refused_unless_a_critic_or_a_stage_fills_its_values() -> None:
+    functions = TrainingFunctions.of_settings(LossSettings(advantage="gae"))
+    assert functions.advantage_columns == ("value",)
+    with pytest.raises(ValueError, match="the advantage gae .* needs the column 'value', which .* --trainer.critic.lr"):
+        check_columns(functions, {})
+    check_columns(functions, {"value": "of a recipe"})
+    settings = TrainerSettings(loss=LossSettings(advantage="gae"), critic=CriticSettings(lr=1e-5, gamma=0.9, lam=0.8))
+    functions = TrainingFunctions.of_settings(settings.loss, settings.critic)
+    by_function = TrainingFunctions.of(gae, supervised, settings.loss, settings.critic)  # type: ignore[arg-type]
+    assert functions.advantage_columns == (), "the buffer is not asked for what the trainer fills"
+    check_columns(functions, {}, critic=True)
+    view = GroupView.of([1.0, 0.0], lengths=[2, 2], columns={"value": [torch.tensor([0.5, 0.2]), torch.zeros(2)]})
+    for of_run in (functions, by_function):
+        found: Any = of_run.load().advantage([view])  # type: ignore[arg-type]
+        for one, other in zip(found[0].values, gae([view], 0.9, 0.8)[0].values, strict=True):
+            torch.testing.assert_close(one, other)
+    with pytest.raises(ValueError, match="'value' is filled by the stage judge, and by the trainer's critic"):
+        check_columns(functions, {"value": "judge"}, critic=True)
+    with pytest.raises(ValueError, match=r"trainer\.critic\.lr: neither the advantage nor the objective reads"):
+        check_columns(TrainingFunctions.of_settings(LossSettings()), {}, critic=True)
+
+
+def test_gae_discounts_as_the_critic_does_whoever_gives_its_parameters() -> None:
+    loss, critic = LossSettings(), CriticSettings(lr=1e-5, gamma=0.9, lam=0.8)
+    view = GroupView.of([1.0, 0.0], lengths=[2, 2], columns={"value": [torch.tensor([0.5, 0.2]), torch.zeros(2)]})
+    expected = gae([view], 0.9, 0.8, eps=1.0)[0].values
+    parameters: list[dict[str, Any]] = [{}, {"gamma": 0.9}, {"gamma": 0.9, "lam": 0.8}]
+    for own in parameters:
+        advantage: Any = partial(gae, eps=1.0, **own)
+        found: Any = TrainingFunctions.of(advantage, supervised, loss, critic).load().advantage([view])  # type: ignore[arg-type]
+        for one, other in zip(found[0].values, expected, strict=True):
+            torch.testing.assert_close(one, other)
+    other_lam: Any = partial(gae, lam=0.95)
+    with pytest.raises(ValueError, match=r"gae has lam 0\.95, and the critic .*trainer\.critic\.lam 0\.8: give"):
+        TrainingFunctions.of(other_lam, supervised, loss, critic)
+    by_stage: Any = TrainingFunctions.of(other_lam, supervised, loss).load().advantage
+    assert by_stage.keywords == {"lam": 0.95}, "a stage's values are discounted as the recipe says"
+
+
+def test_tokens_of_a_teacher_that_the_objective_does_not_read_are_refused() -> None:
+    loss = LossSettings(teacher_top=4)
+    assert TrainingFunctions.of("distillation", "distillation", loss)
+    for objective in ("reinforcement", supervised):
+        with pytest.raises(ValueError, match=r"loss\.teacher-top 4: the objective .* reads log-probs of no token"):
+            TrainingFunctions.of("distillation", objective, loss)
+
+
+def test_settings_of_a_critic_that_contradict_themselves_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"trainer\.critic\.clip 0\.5: there is no critic\. Give trainer\.critic\.lr"):
+        CriticSettings(clip=0.5)
+    with pytest.raises(ValueError, match=r"trainer\.critic\.lr: .* leave trainer\.tp at 1"):
+        TrainerSettings(tp=2, critic=CriticSettings(lr=1e-5))
+
+
+def test_help_and_docs_explain_each_advantage() -> None:
+    helped = inspect.getsource(LossSettings)
+    documented = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+    for name in ADVANTAGES:
+        assert f"`{name}`: " in helped and f"\n| `{name}` " in documented, name

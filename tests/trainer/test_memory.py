@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from monarch_rl.model.lora import FULL_TRAINING
+from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
 from monarch_rl.model.sizes import trained_model
-from monarch_rl.trainer.memory import snapshot_bytes, trainer_memory
+from monarch_rl.trainer.critic_settings import CriticSettings
+from monarch_rl.trainer.memory import checkpoint_bytes, snapshot_bytes, trainer_memory
 from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.weights.endpoint import TransferSettings
 from tests.trainer.memory_cases import CASES, RANKS, folder_of, make_model
@@ -79,3 +80,13 @@ def test_an_episode_of_32k_tokens_of_an_8b_fits_80_gb() -> None:
     model = trained_model(MODELS["Qwen3-8B"], FULL_TRAINING)
     planned = trainer_memory(model, settings, TransferSettings(), on_gpu=True, served=2)
     assert sum(planned.values()) < 0.95 * device_bytes(80)
+
+
+def test_the_copy_for_a_checkpoint_is_weights_and_moments_of_what_is_trained() -> None:
+    config = next(iter(CASES.values())).config
+    full, lora = (trained_model(config, kind) for kind in (FULL_TRAINING, LoraSettings(rank=4)))
+    assert checkpoint_bytes(full, TrainerSettings(ranks=1)) == 12 * full.sizes.elements
+    assert checkpoint_bytes(full, TrainerSettings(ranks=4)) == 12 * -(-full.sizes.elements // 4)
+    with_one = TrainerSettings(ranks=1, critic=CriticSettings(lr=1e-5))
+    assert checkpoint_bytes(full, with_one) == 12 * (2 * full.sizes.elements - 1000 * 128 + 128)
+    assert checkpoint_bytes(lora, TrainerSettings(ranks=1, lora=LoraSettings(rank=4))) == 12 * lora.lora > 0

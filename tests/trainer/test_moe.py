@@ -96,6 +96,17 @@ def test_expert_parallelism_changes_no_update(folder: Path, training: str, where
         assert one == pytest.approx(other, rel=1e-5, abs=1e-7)
 
 
+def test_a_checkpoint_is_read_at_another_degree_of_expert_parallelism(folder: Path, where: str) -> None:
+    """The same weights bit for bit, and with AdamW's moments the same next update, up to the order of sums."""
+    name = f"degree.{where}"
+    before, read = saved(folder / f"{name}.saved"), saved(folder / f"{name}.read")
+    assert all(torch.equal(value, read[tensor]) for tensor, value in before.items())
+    trained, other = saved(folder / f"{name}.saved.trained"), saved(folder / f"{name}.read.trained")
+    for tensor, value in trained.items():
+        moved = (value - before[tensor]).norm()
+        assert moved > 0 and (other[tensor] - value).norm() <= 3e-4 * moved, tensor
+
+
 @pytest.mark.parametrize("training", TRAININGS)
 def test_gradient_norms_equal_plain_training(folder: Path, training: str, where: str) -> None:
     expected, found = (json.loads((folder / f"{name}.json").read_text()) for name in (training, f"{training}.{where}"))

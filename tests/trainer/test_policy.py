@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -49,7 +51,13 @@ def test_what_is_loaded_is_saved_bit_for_bit(folder: Path, kind: str) -> None:
     assert (folder / f"{kind}.saved" / "config.json").is_file()
 
 
-@pytest.mark.parametrize("run", ["trained", "clipped_sequence_mean", "clipped_token_mean", "biased"])
+@pytest.mark.parametrize(
+    "run",
+    [
+        *("trained", "clipped_sequence_mean", "clipped_token_mean", "biased", "several", "anchored"),
+        *("supervised", "mixed"),
+    ],
+)
 def test_updates_equal_plain_training(folder: Path, run: str) -> None:
     """Packed, in micro-batches and on two ranks, or one episode after the other: the same weights."""
     expected, found = load_file(folder / f"{run}.safetensors"), saved(folder / run)
@@ -60,6 +68,43 @@ def test_updates_equal_plain_training(folder: Path, run: str) -> None:
         moved = (found[name] - start[name]).norm()
         assert moved > 1e-3 * found[name].numel() ** 0.5, name
         assert (found[name] - expected[name]).norm() < 0.01 * moved, name
+
+
+def test_the_gradient_of_supervised_rows_is_that_of_transformers_cross_entropy(folder: Path) -> None:
+    """Mixed into a batch it is added with its share: that is checked on the ranks, which this reads the rest of."""
+    expected, found = load_file(folder / "rows.gradient"), load_file(folder / "rows.found")
+    assert expected.keys() == found.keys()
+    for name in expected:
+        assert (found[name] - expected[name]).norm() < 1e-4 * expected[name].norm(), name
+
+
+def test_one_update_a_batch_is_bit_for_bit_the_plain_loop(folder: Path) -> None:
+    """What several updates a batch need, a column of old log-probs and sums over steps, costs one update nothing."""
+    expected, found = saved(folder / "by_hand"), saved(folder / "trained")
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_ranks_that_disagree_are_refused_on_all_of_them(folder: Path) -> None:
+    """Advantages by a checksum of them, sums of an objective by their names: added up blindly, both would be wrong."""
+    for rank in range(2):
+        values, large, names = json.loads((folder / f"disagree.rank{rank}").read_text())
+        assert (values, large) == ("no agreement", "no agreement on large values")
+        assert f"different names; this one has ['of rank {rank}', 'tokens']" in names
+
+
+def test_functions_that_cannot_be_trained_with_are_refused_at_the_first_step_with_their_place(folder: Path) -> None:
+    for rank in range(2):
+        heard = json.loads((folder / f"refuse.rank{rank}").read_text())
+        said = {
+            "of_this_rank": "returned different values on different trainer ranks",
+            "not_a_number": "returned nan for sequence 0",
+            "endless": "step 1: the gradient norm is .*The objective is endless",
+            "shifted": "step 1: the objective shifted .* returned a loss that is nan, although its gradient is finite",
+        }
+        assert heard.keys() == said.keys()
+        for name, message in heard.items():
+            assert re.search(said[name], message), message
+            assert re.search(rf"{name} \(.*/tests/trainer/ranks\.py:\d+\)", message), message
 
 
 def test_learning_rate_zero_changes_nothing(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,24 @@ def test_a_save_after_a_kill_replaces_what_was_left_and_takes_little_memory(fold
     assert all(torch.equal(value, before[name]) for name, value in saved(folder / "large_saved").items())
     memory = json.loads((folder / "large_saved.json").read_text())
     assert memory["model"] > 50e6 and memory["grown"] < memory["model"] / 3, memory
+
+
+def test_a_full_disk_is_said_at_once_by_all_ranks(folder: Path) -> None:
+    """The rank whose disk it is names the file, the others name the rank: nobody waits in a collective for it."""
+    run_program("saving_ranks.py", folder, "small", "full", "full", ranks=2)
+    said = {(full, rank): (folder / f"full_{full}.rank{rank}").read_text() for full in (0, 1) for rank in (0, 1)}
+    own = r"OSError: \[Errno 27\] File too large: '.*\.{}\.partial/{}'"
+    weights, adapter = (
+        own.format("full_1", r"model-\d+-of-\d+.safetensors"),
+        own.format("full_0_adapter", "adapter_model.safetensors"),
+    )
+    assert re.fullmatch(weights, said[1, 1]) and re.fullmatch(adapter, said[0, 0])
+    assert re.fullmatch(f"RuntimeError: trainer rank 1 could not write the weights: {weights}", said[1, 0])
+    assert re.fullmatch(f"RuntimeError: trainer rank 0 could not write the adapter: {adapter}", said[0, 1])
+    # The next save needs nobody to clean up.
+    before, after = saved(folder / "small"), saved(folder / "full_1")
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert not partial_folder(folder / "full_1").exists() and not (folder / "full_0").exists()
 
 
 class Store:

@@ -74,20 +74,26 @@ def model(kind: str, lora: bool = False) -> Any:
     return module.train()
 
 
-def computed(module: Any, batch: MicroBatch, replay: bool) -> tuple[TokenLogprobs, dict[str, torch.Tensor]]:
-    """Log-probs of the drawn tokens, and the gradients of a weighted sum of them."""
+def computed(
+    module: Any, batch: MicroBatch, replay: bool, others: bool = True
+) -> tuple[TokenLogprobs, dict[str, torch.Tensor]]:
+    """Log-probs of the drawn tokens and, with ``others``, of two more in the place of each, which depend on its
+    episode; and the gradients of a weighted sum of them."""
     module.zero_grad()
     routers = [part for part in module.modules() if isinstance(part, ReplayRouter)]
     for layer, router in enumerate(routers):
         router.routes_BLK = None if batch.expert_routes is None else batch.expert_routes[:, :, layer]
         router.replay = replay
-    module.lm_head.drawn_tokens = DrawnTokens(
-        batch.drawn_after, batch.targets, temperature=0.8, kept_sets=batch.kept_sets, rows=batch.rows
-    )
+    drawn = DrawnTokens(batch.drawn_after, batch.targets, temperature=0.8, kept_sets=batch.kept_sets, rows=batch.rows)
+    if others and batch.kept_sets is None:  # of each episode its own, also of tokens that it shares
+        ids = batch.targets if batch.rows is None else batch.targets[batch.rows]
+        drawn = drawn.with_others([(ids + batch.sequences) % 30, (ids + 1) % 30])
+    module.lm_head.drawn_tokens = drawn
     output = module(batch.token_ids, positions=batch.positions, attention_masks=batch.attention)
-    (output.logprobs * batch.advantages * batch.weights).sum().backward()
+    each = output.logprobs if output.others is None else output.logprobs + output.others.sum(-1)
+    (each * batch.advantages * batch.weights).sum().backward()
     grads = {name: part.grad.clone() for name, part in module.named_parameters() if part.grad is not None}
-    return TokenLogprobs(*(values.detach() for values in output)), grads
+    return output.each(torch.Tensor.detach), grads
 
 
 def check_equal_to_separate(module: Any, groups: list[list[Episode]], replay: bool = True) -> None:
@@ -100,13 +106,16 @@ def check_equal_to_separate(module: Any, groups: list[list[Episode]], replay: bo
     separate = pack(episodes, advantages, weights, 0, CPU)
     assert separate.rows is None and separate.num_tokens == shared.separate_tokens == separate.separate_tokens
     assert shared.num_tokens == sum(map(distinct_inputs, groups))
-    for name in ("behaviour_logprobs", "advantages", "weights", "lags", "episodes"):
+    for name in ("behaviour_logprobs", "advantages", "weights", "lags", "sequences"):
         assert torch.equal(getattr(shared, name), getattr(separate, name))
     if not len(shared.targets):
         return
     ours, our_grads = computed(module, shared, replay)
     theirs, their_grads = computed(module, separate, replay)
     for our_values, their_values in zip(ours, theirs, strict=True):
+        if our_values is None or their_values is None:
+            assert our_values is their_values is None and shared.kept_sets is not None
+            continue
         assert our_values.shape == their_values.shape
         assert (our_values - their_values).abs().max() < LOGPROB_BOUND
     assert our_grads.keys() == their_grads.keys() and our_grads
@@ -180,8 +189,41 @@ def test_a_shared_token_has_one_row_and_the_last_one_a_target_for_each_branch() 
     assert len(batch.targets) == 2 + 3 + 3
     assert (torch.bincount(batch.drawn_after) == 2).sum() == 1
     assert batch.rows is not None
-    by_episode = [batch.rows[batch.episodes == episode].tolist() for episode in range(3)]
+    by_episode = [batch.rows[batch.sequences == episode].tolist() for episode in range(3)]
     assert by_episode[0] == by_episode[2] and by_episode[0][:2] == by_episode[1][:2]
+
+
+@settings(max_examples=60)
+@given(groups=groups_of(), seed=st.integers(0, 100))
+def test_columns_lie_beside_their_tokens(groups: list[list[Episode]], seed: int) -> None:
+    """A token that several episodes share has the value of each of them, like its behaviour log-prob."""
+    draw = np.random.default_rng(seed)
+    episodes = [episode for group in groups for episode in group]
+    numbers = [number for number, group in enumerate(groups) for _ in group]
+    for episode in episodes:
+        episode.fill_column("value", draw.normal(size=episode.num_tokens))
+        episode.fill_column("copy", episode.logprobs)
+    batch = pack(episodes, torch.zeros(len(episodes)), torch.zeros(len(episodes)), 0, CPU, numbers, ["value", "copy"])
+    assert batch.columns.keys() == {"value", "copy"} and batch.num_sequences == len(episodes)
+    assert torch.equal(batch.columns["copy"], batch.behaviour_logprobs)
+    targets = batch.targets if batch.rows is None else batch.targets[batch.rows]
+    for number, episode in enumerate(episodes):
+        own, drawn = batch.sequences == number, episode.trainable
+        assert batch.columns["value"].dtype == torch.float32
+        assert batch.columns["value"][own].tolist() == episode.column("value")[drawn].tolist()
+        assert targets[own].tolist() == episode.token_ids[drawn].tolist()
+
+
+def test_a_rank_without_episodes_has_all_columns() -> None:
+    batch = pack([], torch.zeros(0), torch.zeros(0), 0, CPU, [], ["value"])
+    assert batch.columns["value"].shape == batch.behaviour_logprobs.shape == (0,)
+
+
+def test_an_episode_without_a_column_that_others_have_is_refused() -> None:
+    episodes = tree_of([8, 8], [(0, 0), (0, 5)], 0)
+    episodes[0].fill_column("value", np.zeros(8))
+    with pytest.raises(ValueError, match=r"an episode has columns \[\], but not value, as others have"):
+        pack(episodes, torch.zeros(2), torch.zeros(2), 0, CPU, [0, 0], ["value"])
 
 
 def test_a_token_that_was_drawn_from_other_sets_has_a_row_for_each() -> None:

@@ -1,4 +1,4 @@
-"""A snapshot is sent only as the version that it was taken of."""
+"""A snapshot is sent only as the version that it was taken of; weights that LoRA is merged into are made together."""
 
 from __future__ import annotations
 
@@ -8,10 +8,15 @@ from typing import Any
 import pytest
 import torch
 
+from monarch_rl.model.lora import lora_names
+from monarch_rl.trainer import lora as trainer_lora
+from monarch_rl.trainer.lora import merged_runs, merged_shards
+from monarch_rl.trainer.publishing import _copy_computed
 from monarch_rl.trainer.snapshots import Snapshots
 from monarch_rl.weights.checksum import tensor_checksum
 from monarch_rl.weights.endpoint import TransferError
 from monarch_rl.weights.manifest import make_manifest
+from tests.kernels import Kernels
 
 
 class Memory:
@@ -88,3 +93,38 @@ def test_a_snapshot_whose_checksums_fail_is_not_sent_on_behind_the_callers_back(
     assert sender.ended and str(answer) == "a generator is lost"
     sender, answer = asyncio.run(outcome_of(""))
     assert sender.ended and answer.tolist() == [int(tensor_checksum(torch.ones(4, 2)))]
+
+
+@pytest.mark.parametrize("at_a_time", [1, 3, 64])
+def test_neighbours_are_merged_with_their_lora_together(at_a_time: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts of a layer are slices of one parameter here and in a snapshot: what is merged, and copied, at a time is
+    bounded, and kernels do not grow with experts."""
+    experts, rows, columns, rank, scaling = 10, 6, 4, 2, 0.5
+    monkeypatch.setattr(trainer_lora, "MERGED_BYTES", at_a_time * rows * columns * 4)
+    weights: dict[str, torch.Tensor] = {}
+    lora: dict[str, torch.Tensor] = {}
+    expected: dict[str, torch.Tensor] = {}
+    for layer in range(2):
+        stacks = (
+            torch.randn(experts, rows, columns),
+            torch.randn(experts, rank, columns),
+            torch.randn(experts, rows, rank),
+        )
+        for expert, (w, a, b) in enumerate(zip(*stacks, strict=True)):
+            name = f"model.layers.{layer}.mlp.experts.{expert}.up_proj.weight"
+            weights[name] = w
+            lora |= dict(zip(lora_names(name), (a, b), strict=True))
+            expected[name] = w + scaling * b @ a
+    weights["model.norm.weight"] = torch.ones(4)
+    snapshot = torch.zeros(len(expected), rows * columns, dtype=torch.bfloat16)
+    places = dict(zip(expected, snapshot, strict=True))
+    with Kernels() as kernels:
+        for names, values in merged_runs(weights, lora, scaling):
+            assert values.shape == (len(names), rows, columns) and len(names) <= at_a_time
+            _copy_computed(values, [places[name] for name in names])
+    assert kernels.count == 3 * 2 * -(-experts // at_a_time), "a product, a sum and a copy"
+    merged = dict(merged_shards(weights, lora, scaling))
+    assert merged.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.allclose(merged[name], value, atol=1e-6)
+        assert torch.equal(places[name], merged[name].flatten().to(torch.bfloat16)), "what is sent is what is saved"

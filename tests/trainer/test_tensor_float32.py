@@ -16,6 +16,7 @@ prepare()
 
 from monarch_rl.trainer.batch import MicroBatch  # noqa: E402
 from monarch_rl.trainer.policy import Policy  # noqa: E402
+from monarch_rl.trainer.token_logprobs import TokenLogprobs  # noqa: E402
 
 DROPPED = 13
 """Bits of float32's 23 that TF32 drops."""
@@ -94,39 +95,26 @@ def test_a_policy_takes_it_in_both_passes_of_half_precision_alone(half: bool, ex
     class Module(torch.nn.Module):
         lm_head = torch.nn.Identity()
 
-        def forward(self, *_: Any, **__: Any) -> torch.Tensor:
+        def forward(self, *_: Any, **__: Any) -> TokenLogprobs:
             assert self.lm_head.drawn_tokens is not None
-            return Watched.apply(weight)
+            return TokenLogprobs(Watched.apply(weight), torch.zeros(3), torch.ones(3))
 
     policy: Any = object.__new__(Policy)
     policy.module, policy.temperature, policy._computes_in_half = Module(), 1.0, half
-    policy._set_expert_routes = lambda *_: None
+    policy._set_expert_routes, policy._routers = lambda *_: None, []
     policy.settings = type("Settings", (), {"router_replay": "off"})
     batch: Any = object.__new__(MicroBatch)
     for name in ("positions", "attention", "drawn_after", "targets", "kept_sets", "rows"):
         setattr(batch, name, None)
-    batch.token_ids = torch.zeros(1, 3)
+    batch.token_ids, batch.supervised = torch.zeros(1, 3), False
     Watched.seen.clear()
 
-    class Optimizers:
-        def zero_grad(self) -> None: ...
-
-    policy.optimizers = Optimizers()
-    policy._expert_route_sums = lambda _: {}
-
-    class Stop(Exception): ...
-
-    class Schedulers:
-        @property
-        def schedulers(self) -> Any:
-            raise Stop
-
-    policy.schedulers = Schedulers()
+    batch.behaviour_logprobs, batch.columns = torch.zeros(3), {}
+    policy._expert_route_sums, policy.device = lambda _: {}, torch.device("cpu")
 
     def objective(output: Any, _: MicroBatch) -> Any:
-        return output.sum(), {"tokens": torch.ones(())}
+        return output.logprobs.sum(), {"tokens": torch.ones(())}
 
-    with pytest.raises(Stop):
-        policy.update([batch], objective)
+    policy._add_gradient(batch, objective)
     assert Watched.seen == [expected, expected] and weight.grad is not None
     assert torch.get_float32_matmul_precision() == "highest"

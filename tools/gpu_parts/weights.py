@@ -190,7 +190,7 @@ def many_tensors(bench: Bench, found: Findings) -> None:
     area.buffer.view(torch.int16).random_(-(2**14), 2**14)
     expected = np.array([int(tensor_checksum(spec.view(area.buffer).cpu())) for spec in manifest.tensors])
     sheet, pauses = LoadSheet(manifest, 1), []
-    order = load_staged.write_order(0, area.handle, sheet.handle)
+    order = load_staged.write_order(0, area.handle, sheet.handle, 0)
     for _ in range(4):
         sheet.ask(expected)
         started = time.perf_counter()

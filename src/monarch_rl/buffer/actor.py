@@ -9,18 +9,27 @@ another.
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
-from monarch_rl.algorithms.packing import SharingGroup, plan_microbatches
-from monarch_rl.buffer.core import Batch, BufferCore
+import numpy as np
+
+from monarch_rl.buffer.core import BufferCore
 from monarch_rl.buffer.failures import FailureReports
 from monarch_rl.buffer.ledger import Counts
+from monarch_rl.buffer.order import Batch
 from monarch_rl.buffer.report import Lease, report, waits
 from monarch_rl.buffer.settings import BufferSettings
+from monarch_rl.buffer.shards import CutBatch, Way
+from monarch_rl.buffer.state_file import read_state, write_state
 from monarch_rl.buffer.waiting import Interruptions, Line
-from monarch_rl.episode.packed import PackedGroup, PackedShard
+from monarch_rl.episode.group_bound import UNBOUNDED, GroupBound
+from monarch_rl.episode.packed import PackedGroup
+from monarch_rl.episode.shard import PackedShard
 from monarch_rl.episode.ticket import Ticket
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import DeadlineExceeded, now
@@ -30,25 +39,54 @@ from monarch_rl.runtime.heap import freeze_heap
 SLOT_DEADLINE = "rollout.slot-deadline-s"
 
 
+@dataclass(frozen=True, slots=True)
+class SavedBuffer:
+    """What a resumed run's buffer goes on from."""
+
+    path: Path
+    """Of :func:`write_state`."""
+    generation: int
+    """How often the run was resumed."""
+
+
 class BufferClosed(RuntimeError):
     """The run ended before the batch was complete."""
 
 
+# size: each endpoint is a few lines over the core, and all share its lines of waiting callers
 class Buffer(FailureReports):
     """The one buffer of a run.
 
     Args:
-        groups_per_step: groups of one optimiser step.
+        groups_per_step: groups of a batch.
         settings: see there.
-        version: optimiser steps done, and served, at the start.
+        version: batches trained, and served, at the start.
         task_cursor: where in the stream of tasks to start.
+        resumed: what to go on from instead.
+        bound: what each group may hold.
     """
 
-    def __init__(self, groups_per_step: int, settings: BufferSettings, version: int = 0, task_cursor: int = 0) -> None:
+    def __init__(
+        self,
+        groups_per_step: int,
+        settings: BufferSettings,
+        version: int = 0,
+        task_cursor: int = 0,
+        resumed: SavedBuffer | None = None,
+        bound: GroupBound = UNBOUNDED,
+    ) -> None:
         super().__init__(groups_per_step, lambda: self._core.first_playing)
-        self._core = BufferCore(groups_per_step, settings, version, task_cursor)
+        self._core = BufferCore(groups_per_step, settings, version, task_cursor, bound)
+        if resumed is not None:
+            state = read_state(resumed.path)
+            self._core = BufferCore.restore(groups_per_step, settings, state, resumed.generation, bound)
+            self._failures.note_put()  # it has worked before
+        self._staged: dict[str, Any] | None = None
+        """What is written next."""
         self._leases: dict[int, Lease] = {}
-        self._plan: tuple[tuple[int, int, int], list[PackedShard]] | None = None
+        self._cut = CutBatch()
+        self._held = False
+        """No more batches are given out."""
         self._slots, self._room, self._batches = Line(alike=True), Line(), Line()
         self._lost: Counter[str] = Counter()
         """How often a worker of this name was lost."""
@@ -106,6 +144,7 @@ class Buffer(FailureReports):
 
         what = f"room for the {nbytes} bytes of group {group_id}"
         await self._wait(self._room, served, timeout_s, worker, what, SLOT_DEADLINE)
+        self._slots.serve()  # a group that was let go to make room may have given its slot back
 
     @lasting_endpoint
     async def put(self, *groups: bytes) -> None:
@@ -135,7 +174,7 @@ class Buffer(FailureReports):
     async def drop(self, group_id: int, reason: str, tokens: int = 0, attempt: int = 0) -> None:
         """Drop a group for which ``tokens`` were drawn. Raises ValueError if it is not here."""
         if self._core.drop(group_id, reason, tokens, attempt):
-            self.note_dropped(group_id, reason, self._core.groups.admitted)
+            self.note_dropped(group_id, reason, self._core.groups.next_id)
         self._end_lease(group_id, attempt)
         self._serve()
 
@@ -156,21 +195,31 @@ class Buffer(FailureReports):
         return released
 
     @lasting_endpoint
-    async def take(self, version: int, dp_rank: int, dp_size: int, token_budget: int, timeout_s: float) -> PackedShard:
+    async def take(
+        self,
+        version: int,
+        dp_rank: int,
+        dp_size: int,
+        token_budget: int,
+        timeout_s: float,
+        columns: tuple[str, ...] = (),
+        minibatches: int = 1,
+    ) -> PackedShard:
         """Wait for the batch that updates ``version`` and get one rank's share of it.
 
-        All ranks must ask with the same ``version``, ``dp_size`` and ``token_budget``; asking again is harmless.
+        All ranks must ask for the same, but for their ``dp_rank``; asking again is harmless.
 
         Args:
             version: the version being updated.
-            dp_rank, dp_size: which share, of how many.
-            token_budget: tokens of one micro-batch.
+            dp_rank, dp_size: which share, of how many; token_budget: tokens of one micro-batch.
             timeout_s: seconds to wait for the batch.
+            columns, minibatches: see :class:`monarch_rl.buffer.shards.Way`.
 
         Raises:
             DeadlineExceeded: the batch was not complete in time; names the missing groups, who holds them, since when.
             BufferClosed: the run has ended.
-            ValueError: another version is being updated, or the ranks do not agree, or an episode exceeds the budget.
+            ValueError: another version is being updated, ranks do not agree, an episode exceeds the budget, or groups
+                lack a column.
         """
         if not 0 <= dp_rank < dp_size:
             raise ValueError(f"dp_rank {dp_rank} is not within dp_size {dp_size}")
@@ -178,7 +227,8 @@ class Buffer(FailureReports):
 
         def served() -> bool:
             nonlocal batch
-            batch = self._core.take(version)
+            if not self._held or self._core.taken:  # ranks that ask late for the batch under way get it
+                batch = self._core.take(version)
             self._held_back.note(self._core.held_back)
             return batch is not None or self._core.closed
 
@@ -187,14 +237,32 @@ class Buffer(FailureReports):
         self._room.serve()  # other groups are due next now, and these always have room
         if batch is None:
             raise BufferClosed(f"no batch for version {version}: the run has ended")
-        return self._shards(batch, version, dp_size, token_budget)[dp_rank]
+        return self._cut.shards(batch, Way(dp_size, token_budget, columns, minibatches))[dp_rank]
+
+    @lasting_endpoint
+    async def hold(self) -> int:
+        """Give out no more batches: the run ends. Groups stay here. Returns the version that there is once the batch
+        that was given out last, if one is being trained, is."""
+        self._held = True
+        return self._core.version + (1 if self._core.taken else 0)
 
     @lasting_endpoint
     async def trained(self, version: int) -> None:
-        """The optimiser step that made ``version`` is done on every rank."""
+        """The batch that made ``version`` is trained on every rank."""
         self._core.trained(version)
-        self._plan = None
+        self._cut.forget()
         self._serve()
+
+    @lasting_endpoint
+    async def begin_at(self, version: int) -> None:
+        """The trainer has made ``version`` without any group: see :meth:`BufferCore.begin_at`."""
+        self._core.begin_at(version)
+
+    @lasting_endpoint
+    async def made_again(self, version: int, group_ids: list[int], lag_counts: np.ndarray) -> Counts:
+        """The trainer of a resumed run has made ``version`` again: see :meth:`BufferCore.made_again`."""
+        self._core.made_again(version, group_ids, lag_counts)
+        return self._counts()
 
     @lasting_endpoint
     async def published(self, version: int) -> None:
@@ -210,6 +278,20 @@ class Buffer(FailureReports):
     async def report(self) -> str:
         """One line on the slots, the drops and who holds which group since when."""
         return self._report()
+
+    @lasting_endpoint
+    async def stage(self) -> int:
+        """Remember what is here for :meth:`write_checkpoint`; returns the version that it belongs to."""
+        self._staged = self._core.state()
+        return self._core.version
+
+    @lasting_endpoint
+    async def write_checkpoint(self, path: str) -> None:
+        """Write what was staged last, while the run goes on. Raises OSError."""
+        staged, self._staged = self._staged, None
+        if staged is None:
+            raise RuntimeError("stage() must come first")
+        await asyncio.to_thread(write_state, Path(path), staged)
 
     @lasting_endpoint
     async def close(self) -> Counts:
@@ -242,42 +324,5 @@ class Buffer(FailureReports):
             message = f"{who} waited {timeout_s:g} s for {what} (see --{flag}); {self._report()}"
             raise DeadlineExceeded(message, what, timeout_s)
 
-    def _shards(self, batch: Batch, version: int, dp_size: int, token_budget: int) -> list[PackedShard]:
-        key = (version, dp_size, token_budget)
-        if self._plan is None:
-            self._plan = key, cut(batch, dp_size, token_budget)
-        elif self._plan[0] != key:
-            raise ValueError(
-                f"trainer ranks disagree on (version, dp_size, token_budget): {self._plan[0]} before, {key} now"
-            )
-        return self._plan[1]
-
     def _report(self) -> str:
         return report(self._core, self._leases)
-
-
-def cut(batch: Batch, dp_size: int, token_budget: int) -> list[PackedShard]:
-    """One shard a rank, all with the same number of micro-batches, balanced: see :func:`plan_microbatches`."""
-    groups = [SharingGroup([one.tokens for one in group.episodes], *group.tree) for group in batch.groups]
-    plan = plan_microbatches(groups, token_budget, dp_size)
-
-    def data(place: tuple[int, int]) -> bytes | memoryview:
-        group, episode = place
-        return batch.groups[group].episodes[episode].data
-
-    return [
-        PackedShard(
-            version=batch.version,
-            rewards=[group.rewards for group in batch.groups],
-            places=[[(*place, len(data(place))) for place in microbatch] for microbatch in microbatches],
-            data=b"".join(data(place) for microbatch in microbatches for place in microbatch),
-            trainable_tokens=int(batch.lag_counts.sum()),
-            lag_counts=batch.lag_counts,
-            oldest=batch.oldest,
-            lengths=[group.lengths for group in batch.groups],
-            cut=[group.cut for group in batch.groups],
-            tasks=[group.task for group in batch.groups],
-            parts=[[episode.parts for episode in group.episodes] for group in batch.groups],
-        )
-        for microbatches in plan
-    ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from monarch_rl.buffer.order import Live
 from monarch_rl.episode.packed import PackedGroup
 
@@ -16,6 +18,19 @@ class ByteBudget:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.used = 0
+
+    @property
+    def exceeded(self) -> bool:
+        """More is used than the limit: groups of the next batch always have room."""
+        return self.used > self.limit
+
+    def in_the_way(self, dispensable: Iterable[Live], nbytes: int) -> list[Live]:
+        """The first groups of these without which ``nbytes`` fit; none if they fit, or do not even without all."""
+        found, excess, others = list[Live](), self.used + nbytes - self.limit, iter(dispensable)
+        while excess > 0 and (live := next(others, None)) is not None:
+            found.append(live)
+            excess -= live.nbytes
+        return found if excess <= 0 else []
 
     def reserve(self, live: Live, nbytes: int, always: bool) -> bool:
         """Promise ``nbytes`` to a group, once; False if they do not fit, unless the group ``always`` has room."""

@@ -1,9 +1,10 @@
 """Decides which groups may start, which are trained next, and which are left out.
 
-A group needs a *slot* to start (``admit``); there are ``(max_policy_lag + 1) * groups_per_step - window`` of them. The
-batch that updates version ``v`` is made of the first ``groups_per_step`` complete groups in order of admission, but no
-group is overtaken by more than ``window`` others in its life (``take``, ``order.py``). A slot returns when its group
-is dropped, or when the version made from its batch is *published*, that is, served by every generator. It follows
+A group needs a *slot* to start (``admit``); there are ``((max_policy_lag + 1) * groups_per_step - window) / replay`` of
+them, rounded up. The batch that updates version ``v`` is made of the first ``groups_per_step`` complete groups in line,
+but no group is overtaken by more than ``window`` others before it is trained (``take``, ``order.py``). A trained group
+goes to the end of the line, until ``replay`` batches had it or the bound ends it. A slot returns when its group is
+dropped, or when the version made from its last batch is *published*, that is, served by every generator. It follows
 that no token is trained more than ``max_policy_lag`` versions after the one that drew it: docs/buffer.md has the
 proof, and ``take`` asserts it over the tokens' own versions.
 
@@ -13,33 +14,19 @@ This module knows no actors and never waits.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from monarch_rl.buffer.budget import ByteBudget
 from monarch_rl.buffer.groups import LiveGroups
-from monarch_rl.buffer.ledger import MASKED, PLAYED_AGAIN, RUN_ENDED, Counts, Ledger
-from monarch_rl.buffer.order import Live, next_batch, note_overtaking
-from monarch_rl.buffer.rules import Rules, token_lags
+from monarch_rl.buffer.ledger import MASKED, PLAYED_AGAIN, ROLLED_BACK, RUN_ENDED, Counts, Ledger
+from monarch_rl.buffer.order import Batch, Live, next_batch, note_overtaking
+from monarch_rl.buffer.rules import Rules, token_lags, tokens_before
 from monarch_rl.buffer.settings import BufferSettings
+from monarch_rl.episode.group_bound import UNBOUNDED, GroupBound
 from monarch_rl.episode.packed import PackedGroup
 from monarch_rl.episode.ticket import Ticket
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """The groups of one optimiser step."""
-
-    version: int
-    """The version that they update."""
-    groups: list[PackedGroup]
-    """In order of admission."""
-    oldest: int | None
-    """Tokens that earlier versions drew are not trained; None trains all."""
-    lag_counts: np.ndarray
-    """int64[L]: tokens to train by lag 0, 1, ..."""
 
 
 # size: every event moves groups, slots, bytes and counts together, and the checks belong where these move
@@ -49,21 +36,30 @@ class BufferCore:
     What can be understood alone is in ``groups.py``, ``budget.py``, ``order.py``, ``rules.py`` and ``ledger.py``.
 
     Args:
-        groups_per_step: groups of one optimiser step.
+        groups_per_step: groups of a batch.
         settings: see there.
-        version: optimiser steps done, and served, at the start (a resumed run starts above 0).
+        version: batches trained, and served, at the start (a resumed run starts above 0).
         task_cursor: where in the stream of tasks to start.
+        bound: what each group may hold.
 
     Raises:
         ValueError: a number is out of range. Every method raises ValueError, with group and state, when it is asked
             for something impossible.
     """
 
-    def __init__(self, groups_per_step: int, settings: BufferSettings, version: int = 0, task_cursor: int = 0) -> None:
+    def __init__(
+        self,
+        groups_per_step: int,
+        settings: BufferSettings,
+        version: int = 0,
+        task_cursor: int = 0,
+        bound: GroupBound = UNBOUNDED,
+    ) -> None:
         if groups_per_step < 1:
             raise ValueError(f"groups_per_step must be at least 1, got {groups_per_step}")
         self.groups_per_step = groups_per_step
         self.settings = settings
+        self.bound = bound
         self.window = settings.window_for(groups_per_step)
         self.slots = settings.slots_for(groups_per_step)
         self.version = version
@@ -73,7 +69,7 @@ class BufferCore:
         self.budget = ByteBudget(settings.max_mib * 2**20)
         self._batch: tuple[Batch, list[Live]] | None = None
         self._unpublished: dict[int, int] = {}
-        """Groups by the version that was made from them."""
+        """Groups by the version that was made from their last batch."""
         self._rules = Rules(settings, groups_per_step)
         self._ledger = Ledger()
 
@@ -108,18 +104,22 @@ class BufferCore:
             if self.slots_free == 0:
                 return None
             live = self.groups.admit()
-        return Ticket(live.group_id, live.task_cursor, live.attempt)
+        return Ticket(live.group_id, live.task_cursor, live.attempt, self.bound)
 
     def reserve(self, group_id: int, nbytes: int, attempt: int = 0) -> bool:
         """Promise room for a group of ``nbytes`` bytes; False if it has to wait.
 
         The groups admitted first among those still here, as many as a batch has, never wait: with them the next batch
-        is complete, and its training makes room. A group that is not expected any more never waits either.
+        is complete, and its training makes room. A group that is not expected any more never waits either. Before
+        another one waits, groups that were trained are let go, where that is enough.
         """
         if self._is_unexpected(group_id, attempt):
             return True
         live = self.groups.playing(group_id, "be given room")
         due = any(first.group_id == group_id for first in self.groups.first(self.groups_per_step))
+        if not due and not live.reserved:
+            for trained in self.budget.in_the_way((other for other in self.groups if other.uses), nbytes):
+                self._retire(trained)
         return self.budget.reserve(live, nbytes, always=due)
 
     def put(self, group: PackedGroup) -> bool:
@@ -139,6 +139,9 @@ class BufferCore:
                 f"group {group.group_id} cannot be put: version {group.newest_version} drew a token of it, "
                 f"but only {self.version} optimiser steps were reported"
             )
+        excess = self.bound.excess(len(group.episodes), group.tokens)
+        if excess is not None:
+            raise ValueError(f"group {group.group_id} cannot be put: it has {excess}")
         if not self.reserve(group.group_id, group.nbytes, group.attempt):
             raise ValueError(
                 f"group {group.group_id} cannot be put: its {group.nbytes} bytes do not fit beside "
@@ -180,7 +183,7 @@ class BufferCore:
 
     def _is_unexpected(self, group_id: int, attempt: int) -> bool:
         """Nobody expects this play of the group any more: the run has ended, or another worker has the group."""
-        ended = self.closed and 0 <= group_id < self.groups.admitted
+        ended = self.closed and self.groups.was_admitted(group_id)
         return ended or self.groups.is_superseded(group_id, attempt)
 
     def _state_of(self, group_id: int) -> str:
@@ -205,7 +208,8 @@ class BufferCore:
             groups = [live.group for live in chosen if live.group is not None]
             oldest = self._rules.oldest(version)
             lags = token_lags(groups, version, oldest, self.settings.max_policy_lag)
-            self._batch = Batch(version, groups, oldest, lags), chosen
+            uses = [live.uses for live in chosen] if self.settings.replay > 1 else []
+            self._batch = Batch(version, groups, oldest, lags, uses), chosen
             for live in chosen:
                 self.groups.remove(live.group_id)
         return self._batch[0] if self._batch is not None else None
@@ -221,17 +225,75 @@ class BufferCore:
                 f"and {self.taken} groups are taken"
             )
         batch, trained = self._batch
-        self._ledger.note_trained(len(trained), batch.lag_counts)
-        self._ledger.note_wasted(MASKED, sum(g.trainable for g in batch.groups) - int(batch.lag_counts.sum()))
-        for live in trained:
-            self.budget.free(live)
-        self._unpublished[version] = len(trained)
+        first = [live.group for live in trained if live.group is not None and not live.uses]
+        self._ledger.note_trained(len(first), batch.lag_counts)
+        self._ledger.note_wasted(MASKED, tokens_before(batch.oldest, first))
         note_overtaking(self.groups, [live.group_id for live in trained])
-        self._batch, self._rules.filtered, self.version = None, 0, version
+        self._batch = None
+        for live in trained:
+            live.uses, live.made = live.uses + 1, version
+            self.groups.put_last(live)
+        self._go_on_to(version)
+
+    def _go_on_to(self, version: int) -> None:
+        """The policy is ``version``: leave out what can be trained no more."""
+        self._rules.filtered, self.version = 0, version
         for live in list(self.groups):
             reason = self._rules.lag_reason(live.group, version) if live.group is not None else None
-            if reason is not None:
+            if live.uses and (reason is not None or self._is_used_up(live)):
+                self._retire(live)
+            elif reason is not None:
                 self.drop(live.group_id, reason, attempt=live.attempt)
+
+    def _is_used_up(self, live: Live) -> bool:
+        """Whether a trained group is not kept. It is no loss, so it makes room for others."""
+        return live.uses == self.settings.replay or self.budget.exceeded or self.closed
+
+    def _retire(self, live: Live) -> None:
+        """Train a group no more. Its slot is free when what its last batch made is published."""
+        self.budget.free(self.groups.remove(live.group_id))
+        if live.made > self.published_version:
+            self._unpublished[live.made] = self._unpublished.get(live.made, 0) + 1
+
+    def begin_at(self, version: int) -> None:
+        """The trainer has made ``version`` without any group, which only counts before the first one is admitted. No
+        slot is free until it is published.
+
+        Raises:
+            ValueError: groups were admitted, or the policy is further.
+        """
+        if self.groups.admitted or version < self.version:
+            raise ValueError(
+                f"the run cannot begin at version {version}: the policy is at {self.version}, and "
+                f"{self.groups.admitted} groups were admitted, whose lag would grow without a batch"
+            )
+        self.version, self._unpublished = version, {version: self.slots or 0}
+
+    def made_again(self, version: int, group_ids: Iterable[int], lag_counts: np.ndarray) -> None:
+        """The trainer of a resumed run has made ``version`` again, from the batch that made it before. Only before
+        anything is admitted; ``version`` counts as published: every generator serves it before that.
+
+        Args:
+            group_ids: of the batch. Those that are here are trained, and gone; others were admitted after the
+                checkpoint. Groups before these that were not trained are admitted first from now on.
+            lag_counts: int64[L]: the batch's tokens by lag.
+        """
+        if version != self.version + 1 or self._batch is not None or self._unpublished:
+            raise ValueError(
+                f"version {version} cannot have been made again: the policy is at {self.version}, "
+                f"{self.taken} groups are taken, and {self.published_version} is published"
+            )
+        ids = list(group_ids)
+        here = [self.groups.remove(group_id) for group_id in ids if self.groups.get(group_id) is not None]
+        for live in here:
+            self.budget.free(live)
+        new = sum(self.groups.note_gone(group_id) for group_id in ids)
+        self._ledger.note_trained(new + sum(not live.uses for live in here), lag_counts)
+        note_overtaking(self.groups, ids)
+        for live in (live for live in self.groups if live.group is None and self.window is not None):
+            live.overtaken = min(live.overtaken, self.window or 0)  # it is drawn anew, and was passed by as many
+        self.published_version = version
+        self._go_on_to(version)
 
     def published(self, version: int) -> None:
         """Every generator serves ``version`` now: the slots of all batches up to it are free again."""
@@ -248,7 +310,10 @@ class BufferCore:
         A batch that is being trained may still be reported as trained.
         """
         for live in list(self.groups):
-            self.drop(live.group_id, RUN_ENDED, attempt=live.attempt)
+            if live.uses:
+                self._retire(live)
+            else:
+                self.drop(live.group_id, RUN_ENDED, attempt=live.attempt)
         self.closed = True
 
     # -- figures ----------------------------------------------------------------------------------------------
@@ -266,15 +331,17 @@ class BufferCore:
         return enough and self._next_batch() is None
 
     def counts(self) -> Counts:
-        complete = self.groups.complete()
+        complete, again = self.groups.complete(), self.groups.again()
+        taken_again = sum(live.uses > 0 for live in self._batch[1]) if self._batch is not None else 0
         return Counts(
             admitted=self.groups.admitted,
             trained=self._ledger.trained,
             dropped=dict(self._ledger.dropped),
             wasted_tokens=dict(self._ledger.wasted_tokens),
             playing=len(self.groups) - complete,
-            complete=complete,
-            taken=self.taken,
+            complete=complete - again,
+            taken=self.taken - taken_again,
+            again=again + taken_again,
             unpublished=sum(self._unpublished.values()),
             slots=self.slots,
             slots_free=self.slots_free,
@@ -292,6 +359,7 @@ class BufferCore:
             "groups_per_step": self.groups_per_step,
             "slots": self.slots,
             "window": self.window,
+            "replay": self.settings.replay,
             "version": self.version,
             "filtered": self._rules.filtered,
             "ledger": self._ledger.state(),
@@ -299,24 +367,41 @@ class BufferCore:
         }
 
     @classmethod
-    def restore(cls, groups_per_step: int, settings: BufferSettings, state: dict[str, Any]) -> BufferCore:
+    def restore(
+        cls,
+        groups_per_step: int,
+        settings: BufferSettings,
+        state: dict[str, Any],
+        generation: int = 0,
+        bound: GroupBound = UNBOUNDED,
+    ) -> BufferCore:
         """Go on from :meth:`state`, once every generator serves its version.
 
-        A batch that was being trained is complete again, and groups that were being played are started again.
+        A batch that was being trained is complete again, and groups that were being played are started again. So are
+        groups with a token of a later version: the trainer that goes on has not made it, and may make another one of
+        that number.
+
+        Args:
+            generation: how often the run was resumed; what was begun in an earlier one is not expected any more.
 
         Raises:
             ValueError: the settings give other slots, another window or another batch than the state had.
         """
-        core = cls(groups_per_step, settings, state["version"])
-        for name in ("groups_per_step", "slots", "window"):
-            if getattr(core, name) != state[name]:
+        core = cls(groups_per_step, settings, state["version"], bound=bound)
+        given = {"groups_per_step": groups_per_step, "slots": core.slots, "window": core.window}
+        for name, value in (given | {"replay": settings.replay}).items():
+            if value != state[name]:
                 raise ValueError(
-                    f"a buffer with {name} {state[name]} cannot go on with {getattr(core, name)}: its bound was "
+                    f"a buffer with {name} {state[name]} cannot go on with {value}: its bound was "
                     "counted with the former; resume with the same groups-per-step and buffer settings"
                 )
         core._rules.filtered = state["filtered"]
         core._ledger = Ledger.restore(state["ledger"])
-        core.groups = LiveGroups.restore(state)
+        core.groups = LiveGroups.restore(state, generation)
+        for live in core.groups:
+            if live.group is not None and (live.group.newest_version or 0) > core.version:
+                core._ledger.note_wasted(ROLLED_BACK, live.group.trainable)
+                live.group = None
         core.budget.used = sum(live.nbytes for live in core.groups)
         core.release([live.group_id for live in core.groups])
         return core

@@ -34,7 +34,7 @@ class FailureLog:
     no group that was admitted before it is still being played: until then that one may show that the run works.
 
     Args:
-        groups_per_step: groups of one optimiser step.
+        groups_per_step: groups of a batch.
     """
 
     def __init__(self, groups_per_step: int) -> None:
@@ -49,8 +49,8 @@ class FailureLog:
         """Those that count, by reason."""
         self._since, self._until = 0.0, 0.0
         """When the first group was dropped since one was put, and the last of those that count."""
-        self._admitted = 0
-        """Groups admitted until the former."""
+        self._next_id = 0
+        """Of the group that came after those admitted until the former."""
 
     def note(self, failure: Failure) -> None:
         """Keep the first of a kind."""
@@ -63,16 +63,16 @@ class FailureLog:
         self._dropped.clear()
         self._counted.clear()
 
-    def note_dropped(self, group_id: int, reason: str, moment: float, admitted: int) -> None:
+    def note_dropped(self, group_id: int, reason: str, moment: float, next_id: int) -> None:
         """A worker has dropped a group.
 
         Args:
             group_id: ids count up from 0 in order of admission.
             moment: in seconds.
-            admitted: groups admitted so far.
+            next_id: of the next new group.
         """
         if not self._dropped and not self._counted:
-            self._since, self._until, self._admitted = moment, moment, admitted
+            self._since, self._until, self._next_id = moment, moment, next_id
         heappush(self._dropped, (group_id, reason, moment))
 
     def news(self, known: int, moment: float, patience_s: float, playing: int | None) -> FailureNews:
@@ -103,7 +103,7 @@ class FailureLog:
             return self._explained(reason, f"{said}, so that there is nothing to train")
         total = self._counted.total()
         seconds = (moment if playing is None else self._until) - self._since
-        if total < self._enough or seconds < patience_s or (playing is not None and playing < self._admitted):
+        if total < self._enough or seconds < patience_s or (playing is not None and playing < self._next_id):
             return None
         reason, count = self._counted.most_common(1)[0]
         others = f", {total - count} for others" if count < total else ""
@@ -118,7 +118,7 @@ class FailureReports(ResilientActor):
     """The part of the buffer that hears of failures from workers, and tells the controller.
 
     Args:
-        groups_per_step: groups of one optimiser step.
+        groups_per_step: groups of a batch.
         first_playing: gives the id of the group admitted first of those that are being played; None if there is none.
     """
 
@@ -150,7 +150,7 @@ class FailureReports(ResilientActor):
         await self._news.wait(served, None)  # waits: as long as the run; the caller's end cancels it
         return news
 
-    def note_dropped(self, group_id: int, reason: str, admitted: int) -> None:
-        """A worker has dropped a group, of ``admitted`` so far."""
-        self._failures.note_dropped(group_id, reason, now(), admitted)
+    def note_dropped(self, group_id: int, reason: str, next_id: int) -> None:
+        """A worker has dropped a group; ``next_id`` is that of the next new one."""
+        self._failures.note_dropped(group_id, reason, now(), next_id)
         self._news.serve()

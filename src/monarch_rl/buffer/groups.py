@@ -1,4 +1,4 @@
-"""The groups that were admitted and are in no batch yet: who is played, who waits for a worker, who is complete."""
+"""The groups that may come into a batch: who is played, who waits for a worker, who is complete or trained again."""
 
 from __future__ import annotations
 
@@ -9,22 +9,33 @@ from typing import Any
 from monarch_rl.buffer.order import Live
 from monarch_rl.episode.packed import PackedGroup
 
+ATTEMPTS = 1 << 20
+"""The attempts of a generation of the run are numbered from this many times its number on: so what was begun before the
+run was resumed is told from what was begun after it."""
+
 
 class LiveGroups:
-    """In order of admission. Iterating gives :class:`Live`.
+    """In line: in order of admission, and behind them those that are to be trained again. Iterating gives
+    :class:`Live`.
 
     Args:
         first_task: position of group 0 in the stream of tasks.
+        generation: how often the run was resumed.
     """
 
-    def __init__(self, first_task: int = 0) -> None:
-        self.admitted = 0
-        """Groups started so far, here or gone."""
+    def __init__(self, first_task: int = 0, generation: int = 0) -> None:
+        self.next_id = 0
+        """Of the group after all that were admitted or passed over."""
+        self._passed: list[int] = []
+        """Groups below that were not admitted, ascending: they come before all others."""
         self._first_task = first_task
         self._live: dict[int, Live] = {}
-        """By id; dicts keep the order of admission."""
+        """By id; in line, because dicts keep the order in which they got their entries."""
+        self._places = 0
+        """That were given in line."""
         self._idle: list[int] = []
         """Groups whose worker was lost, the first admitted first."""
+        self._first_attempt = generation * ATTEMPTS
         self._attempts: dict[int, int] = {}
         """Of the groups that were started again, here or gone."""
 
@@ -39,19 +50,51 @@ class LiveGroups:
         return self._live.get(group_id)
 
     def first(self, count: int) -> list[Live]:
-        """The groups admitted first among those here; fewer if fewer are here."""
+        """The groups at the head of the line; fewer if fewer are here."""
         return list(islice(self._live.values(), count))  # in one piece: the lookout asks from another thread
 
     def complete(self) -> int:
-        """How many are complete."""
+        """How many are complete, those that are to be trained again included."""
         return sum(live.group is not None for live in self)
+
+    def again(self) -> int:
+        """How many were trained, and are to be trained again."""
+        return sum(live.uses > 0 for live in self)
+
+    @property
+    def admitted(self) -> int:
+        """Groups started so far, here or gone."""
+        return self.next_id - len(self._passed)
+
+    def was_admitted(self, group_id: int) -> bool:
+        """Whether the group was started, here or gone."""
+        return 0 <= group_id < self.next_id and group_id not in self._passed
 
     def admit(self) -> Live:
         """Start a new group."""
-        live = Live(self.admitted, self._first_task + self.admitted)
-        self._live[live.group_id] = live
-        self.admitted += 1
+        if self._passed:
+            group_id = self._passed.pop(0)
+        else:
+            group_id, self.next_id = self.next_id, self.next_id + 1
+        live = Live(group_id, self._first_task + group_id, 0, self._first_attempt)
+        self.put_last(live)
         return live
+
+    def note_gone(self, group_id: int) -> bool:
+        """Count a group that is not here as admitted and gone; those before it that were not admitted still will be.
+        Returns whether it was not known to be gone."""
+        known = self.was_admitted(group_id)
+        if group_id >= self.next_id:
+            self._passed += range(self.next_id, group_id)
+            self.next_id = group_id + 1
+        elif not known:
+            self._passed.remove(group_id)
+        return not known
+
+    def put_last(self, live: Live) -> None:
+        """Put a group that is not here at the end of the line."""
+        live.place, self._places = self._places, self._places + 1
+        self._live[live.group_id] = live
 
     def begin_anew(self) -> Live | None:
         """Start again the first group that a lost worker had begun; None if there is none."""
@@ -69,8 +112,12 @@ class LiveGroups:
         return live
 
     def is_superseded(self, group_id: int, attempt: int) -> bool:
-        """Whether this play was given to another worker since, because its own was lost."""
-        return attempt < self._attempts.get(group_id, 0)
+        """Whether this play was given to another worker since, because its own was lost, or is of a run that has been
+        resumed since."""
+        live = self._live.get(group_id)
+        if live is not None:
+            return attempt < live.attempt
+        return attempt < max(self._first_attempt, self._attempts.get(group_id, 0))
 
     def remove(self, group_id: int) -> Live:
         live = self._live.pop(group_id)
@@ -83,14 +130,14 @@ class LiveGroups:
         found = [live for group_id in group_ids if (live := self._live.get(group_id)) is not None]
         released = [live for live in found if live.group is None and not live.idle]
         for live in released:
-            live.idle, live.attempt = True, live.attempt + 1
+            live.idle, live.attempt = True, max(live.attempt + 1, self._first_attempt)
             self._attempts[live.group_id] = live.attempt
         self._idle = sorted(self._idle + [live.group_id for live in released])
         return released
 
     def state_of(self, group_id: int) -> str:
         """In words, for messages."""
-        if not 0 <= group_id < self.admitted:
+        if not self.was_admitted(group_id):
             return "not admitted"
         if (live := self._live.get(group_id)) is None:
             return "trained or dropped already"
@@ -100,22 +147,29 @@ class LiveGroups:
 
     def state(self, taken: list[Live]) -> dict[str, Any]:
         """Plain values for :meth:`restore`; groups in ``taken``, whose batch is not trained, count as complete here."""
-        groups = sorted([*taken, *self], key=lambda live: live.group_id)
+        groups = sorted([*taken, *self], key=lambda live: live.place)
         return {
             "first_task": self._first_task,
-            "admitted": self.admitted,
+            "next": self.next_id,
+            "passed": list(self._passed),
+            "places": self._places,
             "attempts": dict(self._attempts),
             "live": [
-                (live.group_id, live.task_cursor, live.attempt, live.overtaken, live.group.data if live.group else None)
+                (
+                    *(live.group_id, live.task_cursor, live.place, live.attempt, live.overtaken, live.uses, live.made),
+                    live.group.data if live.group else None,
+                )
                 for live in groups
             ],
         }
 
     @classmethod
-    def restore(cls, state: dict[str, Any]) -> LiveGroups:
-        groups = cls(state["first_task"])
-        groups.admitted, groups._attempts = state["admitted"], dict(state["attempts"])
-        for group_id, task_cursor, attempt, overtaken, data in state["live"]:
+    def restore(cls, state: dict[str, Any], generation: int = 0) -> LiveGroups:
+        groups = cls(state["first_task"], generation)
+        groups.next_id, groups._passed = state["next"], list(state["passed"])
+        groups._attempts, groups._places = dict(state["attempts"]), state["places"]
+        for group_id, task_cursor, place, attempt, overtaken, uses, made, data in state["live"]:
             group = PackedGroup.read(data) if data is not None else None
-            groups._live[group_id] = Live(group_id, task_cursor, attempt, overtaken=overtaken, group=group)
+            live = Live(group_id, task_cursor, place, attempt, overtaken=overtaken, uses=uses, made=made, group=group)
+            groups._live[group_id] = live
         return groups

@@ -19,6 +19,8 @@ PARTIAL = "partial"
 """Reason of a group of which an episode failed, with partial `drop`."""
 RUN_ENDED = "run ended"
 """Reason of the groups that were still here when the run was closed."""
+ROLLED_BACK = "rolled back"
+"""Reason of tokens that a version drew which the trainer has not made since the run was resumed."""
 MASKED = "masked"
 """Reason of tokens of trained groups that were left out for their lag."""
 PLAYED_AGAIN = "played again"
@@ -27,10 +29,12 @@ PLAYED_AGAIN = "played again"
 
 @dataclass(slots=True)
 class Counts:
-    """What became of the groups so far. ``admitted = trained + dropped + playing + complete + taken``."""
+    """What became of the groups so far. ``admitted = trained + dropped + playing + complete + taken``. Those that are
+    playing, complete, taken, again or unpublished hold slots."""
 
     admitted: int
     trained: int
+    """Once or more often."""
     dropped: dict[str, int]
     """Groups by reason."""
     wasted_tokens: dict[str, int]
@@ -40,9 +44,11 @@ class Counts:
     complete: int
     """Put and waiting for the trainer."""
     taken: int
-    """In the batch being trained."""
+    """In the batch being trained, their first one."""
+    again: int
+    """Trained, and in the batch being trained again, or waiting for it (``buffer.replay``)."""
     unpublished: int
-    """Trained, but the version made from them is not served yet: they hold their slots."""
+    """Trained for the last time, but the version made from them is not served yet: they hold their slots."""
     slots: int | None
     """None without a bound on the lag."""
     slots_free: int | None
@@ -78,6 +84,7 @@ class Ledger:
             self.wasted_tokens[reason] += tokens
 
     def note_trained(self, groups: int, lag_counts: np.ndarray) -> None:
+        """A batch was trained, the first one of so many groups."""
         self.trained += groups
         sums = np.zeros(max(len(self.lag_counts), len(lag_counts)), np.int64)
         sums[: len(self.lag_counts)] += self.lag_counts

@@ -37,6 +37,7 @@ def report(core: BufferCore, leases: Mapping[int, Lease]) -> str:
         f"policy version {counts.version}, published {counts.published}; slots: "
         f"{'any number' if counts.slots is None else f'{counts.slots_free} free of {counts.slots}'}, "
         f"{counts.playing} playing, {counts.complete} complete, {counts.taken} in training, "
+        f"{f'{counts.again} trained and kept for another time, ' if counts.again else ''}"
         f"{counts.unpublished} trained and not published; the next batch misses "
         f"{next_batch if missing else 'nothing'}; {counts.nbytes / 2**20:.1f} MiB; "
         f"held: {'; '.join(holders) or 'none'}; "

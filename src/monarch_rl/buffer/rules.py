@@ -48,6 +48,14 @@ def token_lags(groups: Iterable[PackedGroup], version: int, oldest: int | None, 
     return np.asarray([by_lag[lag] for lag in range(length)], np.int64)
 
 
+def tokens_before(oldest: int | None, groups: Iterable[PackedGroup]) -> int:
+    """Trainable tokens that versions before ``oldest`` drew."""
+    if oldest is None:
+        return 0
+    by_version = (item for group in groups for episode in group.episodes for item in episode.tokens_by_version.items())
+    return sum(tokens for drawn_by, tokens in by_version if drawn_by < oldest)
+
+
 class Rules:
     """The rules of ``settings`` for batches of ``groups_per_step`` groups."""
 
@@ -76,7 +84,14 @@ class Rules:
         if group.failed and self._partial == "drop":
             return PARTIAL
         # Beyond this number they are trained: to refill the batch without end would be a hang.
-        if self.filtered < self._equal_rewards and len({episode.reward for episode in group.episodes}) == 1:
+        if self.filtered < self._equal_rewards and rewards_are_equal(group):
             self.filtered += 1
             return EQUAL_REWARDS
         return self.lag_reason(group, version)
+
+
+def rewards_are_equal(group: PackedGroup) -> bool:
+    """Whether all sequences have one reward, or those of each seat."""
+    return len({(episode.seat, episode.reward) for episode in group.episodes}) == len(
+        {episode.seat for episode in group.episodes}
+    )

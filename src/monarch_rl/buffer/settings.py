@@ -19,6 +19,10 @@ class BufferSettings(CheckedSettings, flags="buffer"):
     """Groups admitted later that may be trained before a slow one; each costs a slot. `auto`: a quarter of a batch for
     each version of lag above 1 (benchmarks/buffer_window.py); `greedy`: any number, with late drop or mask, or in a
     stream."""
+    replay: Annotated[int, Range(1, 10_000, "1 is once")] = 1
+    """Batches that a group may be in, as long as the bound on the lag allows. 1: each is trained once. More need fewer
+    rollouts for a step, on tokens that are older; there are as many times fewer slots, so generators stand still
+    earlier."""
     late: Literal["wait", "drop", "mask"] = "wait"
     """What becomes of a group slower than the bound: `wait`: the trainer waits for it; `drop`: it is dropped;
     `mask`: its tokens above the bound are not trained. The last two train fewer long answers than were generated."""
@@ -49,6 +53,11 @@ class BufferSettings(CheckedSettings, flags="buffer"):
         if self.max_policy_lag is not None and self.late == "wait" and self.window == "greedy":
             raise ValueError("buffer.window greedy breaks the bound: say buffer.late drop or mask, or give a number")
         bound = self.max_policy_lag
+        if bound is not None and self.replay > bound + 1:
+            raise ValueError(
+                f"buffer.replay {self.replay}: a group is too old after max-policy-lag + 1 = {bound + 1} batches. Give "
+                f"at most {bound + 1}, or a larger max-policy-lag"
+            )
         if self.reject_lag is not None and bound is not None and self.reject_lag >= bound:
             raise ValueError(
                 f"buffer.reject-lag {self.reject_lag} leaves out nothing: it must be below max-policy-lag "
@@ -65,13 +74,14 @@ class BufferSettings(CheckedSettings, flags="buffer"):
             return None
         if self.max_policy_lag is None:
             return None if self.window == "auto" else self.window
-        room = self.max_policy_lag * groups_per_step
+        room = (self.max_policy_lag + 1 - self.replay) * groups_per_step
         if self.window == "auto":
             return max(0, room - groups_per_step) // 4
         if self.window > room:
             raise ValueError(
                 f"buffer.window {self.window} leaves less than a batch of slots: at most max-policy-lag "
-                f"{self.max_policy_lag} x groups-per-step {groups_per_step} = {room}"
+                f"{self.max_policy_lag}{f' + 1 - replay {self.replay}' if self.replay > 1 else ''} x groups-per-step "
+                f"{groups_per_step} = {room}"
             )
         return self.window
 
@@ -79,4 +89,5 @@ class BufferSettings(CheckedSettings, flags="buffer"):
         """Groups that may be under way at a time; None is any number. Raises ValueError as :meth:`window_for`."""
         if self.max_policy_lag is None:
             return None
-        return (self.max_policy_lag + 1) * groups_per_step - (self.window_for(groups_per_step) or 0)
+        uses = (self.max_policy_lag + 1) * groups_per_step - (self.window_for(groups_per_step) or 0)
+        return -(-uses // self.replay)

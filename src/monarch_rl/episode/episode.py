@@ -9,13 +9,16 @@ A :class:`Group` (all episodes of one prompt) crosses processes and disks as byt
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from monarch_rl.episode.sampling import Completion, KeptSets
 
+POSITION = -1
+"""``Episode.play`` that nobody has set: the position in the group."""
 NO_VERSION = -1
 """``policy_versions`` of a token that no policy drew (prompt and environment tokens)."""
 VersionRun = tuple[int, int, bool]
@@ -36,6 +39,12 @@ class Turn:
     """bool[n]; True for tokens that the policy drew."""
     kept_sets: KeptSets | None = None
     """n sets; empty where not trainable. None if the sampler cut no tokens off."""
+    reward: float | None = None
+    """What the turn alone was given (a process reward); None is nothing. The episode's own reward does not depend on
+    it."""
+    columns: dict[str, np.ndarray] = field(default_factory=dict)
+    """float32[n] by name, 0 where not trainable: numbers of each token that objectives and advantages read. All turns
+    of a group have the same names."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.token_ids), len(self.logprobs), len(self.policy_versions), len(self.trainable)}
@@ -65,18 +74,20 @@ class Turn:
         token_ids: np.ndarray,
         trainable_logprobs: np.ndarray,
         kept_sets: KeptSets | None = None,
+        trainable_columns: Mapping[str, np.ndarray] | None = None,
     ) -> Turn:
-        """The inverse of :attr:`runs`; ``trainable_logprobs`` (float32) and ``kept`` are those of the trainable tokens
+        """The inverse of :attr:`runs`; log-probs, columns (float32) and kept sets are those of the trainable tokens
         alone."""
         lengths, versions, trainable = zip(*runs, strict=True) if runs else ((), (), ())
         mask = np.repeat(np.asarray(trainable, bool), lengths)
-        logprobs = np.zeros(len(token_ids), np.float32)
-        logprobs[mask] = trainable_logprobs
+        logprobs = _spread(mask, trainable_logprobs)
+        columns = {name: _spread(mask, values) for name, values in (trainable_columns or {}).items()}
         if kept_sets is not None:
             counts = np.zeros(len(token_ids), np.int32)
             counts[mask] = kept_sets.counts
             kept_sets = KeptSets(counts, kept_sets.ids)
-        return cls(token_ids, logprobs, np.repeat(np.asarray(versions, np.int32), lengths), mask, kept_sets)
+        versions_by_token = np.repeat(np.asarray(versions, np.int32), lengths)
+        return cls(token_ids, logprobs, versions_by_token, mask, kept_sets, columns=columns)
 
     @classmethod
     def from_completion(cls, context_ids: list[int], completion: Completion) -> Turn:
@@ -104,9 +115,25 @@ class Turn:
         return cls(token_ids, logprobs, versions, trainable, kept_sets)
 
 
+def _spread(mask: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """float32[n]: ``values`` where ``mask`` (bool[n]) is set, 0 elsewhere."""
+    spread = np.zeros(len(mask), np.float32)
+    spread[mask] = values
+    return spread
+
+
+class Fork(NamedTuple):
+    """Where a sequence parts from an earlier one of its play."""
+
+    sequence: int
+    """That one's place among the sequences of the play."""
+    turns: int
+    """The first turns, which both have. They are trained there, and are context here."""
+
+
 @dataclass(slots=True)
 class Episode:
-    """One play of one prompt."""
+    """One sequence of one play of a prompt. A play has several where it has seats or branches."""
 
     turns: list[Turn]
     reward: float
@@ -118,7 +145,18 @@ class Episode:
     """uint8 or uint16 [n - 1, layers, k], where recorded: the experts by which the engine read each token but the last,
     in each layer that has experts."""
     parts: dict[str, float] = field(default_factory=dict)
-    """Named parts of the reward, for the metrics; training reads the reward alone."""
+    """Named parts of the reward, for the metrics and for advantages that read them."""
+    seat: str = ""
+    """Whose sequence it is, in a play of several players."""
+    play: int = POSITION
+    """Which play of the prompt it belongs to, 0, 1, ...; ``POSITION``, until the group is packed, is its own position
+    in the group."""
+    fork: Fork | None = None
+    """What it shares with an earlier sequence of its play, which was forked."""
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    """All that was said, as JSON objects with role and content. They stay with the worker that played the episode."""
+    answer: str = ""
+    """The text of the last turn, without thoughts and calls. It stays with the worker, too."""
 
     def _joined(self, name: str) -> np.ndarray:
         if len(self.turns) == 1:
@@ -154,6 +192,28 @@ class Episode:
             raise ValueError(f"{len(sets)} of the {len(self.turns)} turns of an episode have kept sets")
         return KeptSets.join(sets) if sets else None
 
+    def column(self, name: str) -> np.ndarray:
+        """float32[n] over all turns. Raises KeyError if a turn has no such column."""
+        return np.concatenate([turn.columns[name] for turn in self.turns])
+
+    def fill_column(self, name: str, values: np.ndarray) -> None:
+        """Give every turn its part of a column.
+
+        Args:
+            values: float[n], one for each token of the episode; those of tokens that are not trainable are left out.
+
+        Raises:
+            ValueError: there are more or fewer values than tokens.
+        """
+        if np.shape(values) != (self.num_tokens,):
+            raise ValueError(
+                f"column {name} of an episode of {self.num_tokens} tokens has values of shape {list(np.shape(values))}:"
+                " give one for each token, prompts included"
+            )
+        ends = np.cumsum([len(turn.token_ids) for turn in self.turns])
+        for turn, part in zip(self.turns, np.split(np.asarray(values), ends[:-1]), strict=True):
+            turn.columns[name] = np.where(turn.trainable, part, 0).astype(np.float32)
+
     @property
     def num_tokens(self) -> int:
         return sum(len(turn.token_ids) for turn in self.turns)
@@ -184,32 +244,8 @@ class Group:
         """float32[G]."""
         return np.asarray([episode.reward for episode in self.episodes], np.float32)
 
-
-@dataclass(slots=True)
-class BatchShard:
-    """What one trainer rank takes from a batch of groups: its micro-batches, and the outcomes of all groups."""
-
-    version: int
-    """The version that the update starts from; lag is counted against it."""
-    rewards: list[np.ndarray]
-    """One float32[G] per group of the batch, for the advantages."""
-    microbatches: list[list[tuple[int, int, Episode]]]
-    """``(group position in the batch, episode position in the group, episode)``. All ranks have equally many
-    micro-batches."""
-    trainable_tokens: int
-    """Trainable tokens of the whole batch, all ranks."""
-    lag_counts: np.ndarray
-    """int64[L]: trainable tokens of the whole batch by lag 0, 1, ..."""
-    lengths: list[np.ndarray] = field(default_factory=list)
-    """One int32[G] per group of the batch: tokens that each episode drew, also those masked for their lag."""
-    cut: list[np.ndarray] = field(default_factory=list)
-    """One bool[G] per group: whether the episode ended because it reached a limit of tokens."""
-    tasks: list[str] = field(default_factory=list)
-    """The task of each group."""
-    parts: list[list[dict[str, float]]] = field(default_factory=list)
-    """Per group, for each episode: the named parts of its reward."""
-
     @property
-    def num_episodes(self) -> int:
-        """Episodes of the whole batch."""
-        return sum(len(rewards) for rewards in self.rewards)
+    def plays(self) -> np.ndarray:
+        """int32[G]: which play of the prompt each episode belongs to."""
+        plays = [i if episode.play == POSITION else episode.play for i, episode in enumerate(self.episodes)]
+        return np.asarray(plays, np.int32)

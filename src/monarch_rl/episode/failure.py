@@ -1,4 +1,4 @@
-"""Why an episode failed, in the words that the author of an environment or of a reward needs."""
+"""Why an episode or a stage failed, in the words that the author of an environment or of a reward needs."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ class Failure:
     """File and line, ``"reward.py:12"``, if they are known."""
     report: str = ""
     """All that is known, in lines: the traceback, what to change, the item."""
+    what: str = "an episode"
+    """What failed, for the sentence that shows it."""
 
     @property
     def kind(self) -> tuple[str, str]:

@@ -1,20 +1,22 @@
-"""Groups and batches as bytes, to cross processes and disks. No pickle of objects from outside.
+"""Groups as bytes, to cross processes and disks. No pickle of objects from outside.
 
 A packed group is
 
-    4 bytes "GRP5", 4 bytes length of the header, the header (JSON), then the episodes one after the other
+    4 bytes "GRP6", 4 bytes length of the header, the header (JSON), then the episodes one after the other
 
 and a packed episode is
 
     4 bytes length of its JSON, the JSON, token ids (int32), log-probs of the trainable tokens (float32),
     if the sampler cut tokens off: sizes (int32) and ids (int32) of the sets they were drawn from,
-    if expert routes were recorded: the experts of each token but the last (uint8 or uint16)
+    if expert routes were recorded: the experts of each token but the last (uint8 or uint16),
+    each column, by its name: the values of the trainable tokens (float32)
 
 all little-endian, every part padded to 4 bytes. The header has what the buffer decides by and what each trainer rank
-gets of all episodes of a batch (reward and its parts, tokens by policy version, finish reason, bytes), and which of
-their first tokens episodes share (``prefixes.py``), so the buffer hands episodes on without reading them. Versions and
-trainability are stored as runs: a token takes 8 bytes, or 4 if it was not drawn. A kept set takes 4 bytes and 4 for
-each id, routes one or two bytes for each layer and expert.
+gets of all episodes of a batch (reward and its parts, seat, play, fork, turns, tokens by policy version, finish reason,
+bytes), the names of the columns, and which of their first tokens episodes share (``prefixes.py``), so the buffer hands
+episodes on without reading them. Versions and trainability are stored as runs: a token takes 8 bytes, or 4 if it was
+not drawn. A column takes 4 bytes for each trainable token, a kept set 4 bytes and 4 for each id, routes one or two
+bytes for each layer and expert.
 """
 
 from __future__ import annotations
@@ -23,18 +25,20 @@ import json
 import math
 import struct
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
 import numpy as np
 
-from monarch_rl.episode.episode import BatchShard, Episode, Group, Turn, VersionRun
+from monarch_rl.episode.episode import POSITION, Episode, Fork, Group, Turn, VersionRun
 from monarch_rl.episode.prefixes import PrefixTree, prefix_tree
 from monarch_rl.episode.sampling import KeptSets
 
-FORMAT = b"GRP5"
+FORMAT = b"GRP6"
 """The last character is the version of the format."""
+BEHAVIOUR = "behaviour"
+"""A column that every group has: log-probs of the policy that drew each token, by its engine."""
 _LENGTH = struct.Struct("<I")
 
 
@@ -51,10 +55,34 @@ class PackedEpisode:
     finish_reason: str = "stop"
     parts: dict[str, float] = field(default_factory=dict)
     """Named parts of the reward."""
+    turns: list[tuple[int, float | None]] = field(default_factory=list)
+    """Of each turn: trainable tokens, and what the turn alone was given."""
+    seat: str = ""
+    play: int = POSITION
+    fork: Fork | None = None
 
     @property
     def trainable(self) -> int:
         return sum(self.tokens_by_version.values())
+
+    def column_bytes(self, place: int, columns: int) -> bytes:
+        """One column, by its place among the group's: float32[trainable]. ``columns``: how many the group has."""
+        width = 4 * self.trainable
+        start = len(self.data) - (columns - place) * width
+        return bytes(self.data[start : start + width])
+
+    def logprob_bytes(self) -> bytes:
+        """The engine's log-probs: float32[trainable]."""
+        start = 4 + _LENGTH.unpack_from(self.data)[0] + 4 * self.tokens
+        return bytes(self.data[start : start + 4 * self.trainable])
+
+    def give_outcome(self, episode: Episode) -> Episode:
+        """``episode`` with what is known of it here, and not in its own bytes."""
+        episode.reward, episode.parts, episode.fork = self.reward, self.parts, self.fork
+        episode.seat, episode.play = self.seat, self.play
+        for turn, (_, reward) in zip(episode.turns, self.turns, strict=True):
+            turn.reward = reward
+        return episode
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +99,8 @@ class PackedGroup:
     data: bytes = b""
     """The whole group, as it arrived."""
     task: str = ""
+    columns: tuple[str, ...] = ()
+    """Names of the columns that all turns have, in their order."""
 
     @property
     def rewards(self) -> np.ndarray:
@@ -88,8 +118,27 @@ class PackedGroup:
         return np.asarray([episode.finish_reason in ("length", "context") for episode in self.episodes], bool)
 
     @property
+    def plays(self) -> np.ndarray:
+        """int32[G]: which play of the prompt each episode belongs to."""
+        return np.asarray([episode.play for episode in self.episodes], np.int32)
+
+    def column(self, name: str) -> list[np.ndarray]:
+        """For each episode, float32[trainable tokens]. Raises ValueError if the group has no such column."""
+        if name == BEHAVIOUR:
+            data = [episode.logprob_bytes() for episode in self.episodes]
+        else:
+            place, count = self.columns.index(name), len(self.columns)
+            data = [episode.column_bytes(place, count) for episode in self.episodes]
+        return [np.frombuffer(of_episode, "<f4").astype(np.float32) for of_episode in data]
+
+    @property
     def nbytes(self) -> int:
         return len(self.data)
+
+    @property
+    def tokens(self) -> int:
+        """All tokens of all episodes, prompts included; what they share counts in each."""
+        return sum(episode.tokens for episode in self.episodes)
 
     @property
     def trainable(self) -> int:
@@ -116,13 +165,14 @@ class PackedGroup:
             header = json.loads(data[8:start])
         except ValueError as error:
             raise ValueError(f"the header of a group of {len(data)} bytes cannot be read: {error}") from error
-        expected = start + sum(nbytes for _, _, _, nbytes, _, _ in header["episodes"])
+        expected = start + sum(of_episode[3] for of_episode in header["episodes"])
         if expected != len(data):
             raise ValueError(f"group {header['group_id']} has {len(data)} bytes, its header says {expected}")
         view, episodes = memoryview(data), []
-        for reward, tokens, by_version, nbytes, finish_reason, parts in header["episodes"]:
-            part = view[start : start + nbytes]
-            episodes.append(PackedEpisode(reward, tokens, dict(by_version), part, finish_reason, parts))
+        for reward, tokens, by_version, nbytes, finish_reason, parts, turns, seat, play, fork in header["episodes"]:
+            part, of_turns = view[start : start + nbytes], [(drawn, given) for drawn, given in turns]
+            known = PackedEpisode(reward, tokens, dict(by_version), part, finish_reason, parts, of_turns, seat, play)
+            episodes.append(known if fork is None else replace(known, fork=Fork(*fork)))
             start += nbytes
         return cls(
             header["group_id"],
@@ -133,79 +183,20 @@ class PackedGroup:
             header["attempt"],
             data,
             header["task"],
+            tuple(header["columns"]),
         )
 
     def unpack(self) -> Group:
-        episodes = [unpack_episode(episode.data) for episode in self.episodes]
-        for known, episode in zip(self.episodes, episodes, strict=True):
-            episode.reward, episode.parts = known.reward, known.parts
+        episodes = [known.give_outcome(unpack_episode(known.data)) for known in self.episodes]
         return Group(self.group_id, self.task_index, episodes, self.failed, self.attempt, self.task)
 
 
-@dataclass(slots=True)
-class PackedShard:
-    """What one trainer rank takes from a batch, still packed: :meth:`unpack` gives the :class:`BatchShard`."""
-
-    version: int
-    """The version that the update starts from; lag is counted against it."""
-    rewards: list[np.ndarray]
-    """One float32[G] per group of the batch, for the advantages."""
-    places: list[list[tuple[int, int, int]]]
-    """By micro-batch: ``(group position in the batch, episode position in the group, bytes)``."""
-    data: bytes
-    """The episodes of all micro-batches, one after the other."""
-    trainable_tokens: int
-    """Trainable tokens of the whole batch, all ranks, without those that ``oldest`` leaves out."""
-    lag_counts: np.ndarray
-    """int64[L]: those tokens by lag 0, 1, ..."""
-    oldest: int | None
-    """Tokens that earlier versions drew are not trained; None trains all."""
-    lengths: list[np.ndarray]
-    """One int32[G] per group of the batch: tokens that each episode drew, also those that ``oldest`` leaves out."""
-    cut: list[np.ndarray]
-    """One bool[G] per group: whether the episode ended because it reached a limit of tokens."""
-    tasks: list[str]
-    """The task of each group."""
-    parts: list[list[dict[str, float]]]
-    """Per group, for each episode: the named parts of its reward."""
-
-    def unpack(self) -> BatchShard:
-        view, start, microbatches = memoryview(self.data), 0, []
-        for places in self.places:
-            microbatch = []
-            for group, place, nbytes in places:
-                episode = unpack_episode(view[start : start + nbytes])
-                episode.reward = float(self.rewards[group][place])
-                episode.parts = self.parts[group][place]
-                mask_older(episode, self.oldest)
-                microbatch.append((group, place, episode))
-                start += nbytes
-            microbatches.append(microbatch)
-        return BatchShard(
-            self.version,
-            self.rewards,
-            microbatches,
-            self.trainable_tokens,
-            self.lag_counts,
-            self.lengths,
-            self.cut,
-            self.tasks,
-            self.parts,
-        )
-
-
-def mask_older(episode: Episode, oldest: int | None) -> None:
-    """Take the tokens that versions before ``oldest`` drew out of the loss; they stay as context."""
-    if oldest is None:
-        return
-    for turn in episode.turns:
-        turn.trainable &= turn.policy_versions >= oldest
-
-
 def pack_group(group: Group) -> bytes:
-    """The bytes of a group: see the top of this file."""
+    """The bytes of a group: see the top of this file. Raises ValueError if a number of a token would be lost, or turns
+    have different columns."""
     runs = [[turn.runs for turn in episode.turns] for episode in group.episodes]
-    packed = [_pack_episode(episode, by_turn) for episode, by_turn in zip(group.episodes, runs, strict=True)]
+    columns = column_names(group)
+    packed = [_pack_episode(episode, by_turn, columns) for episode, by_turn in zip(group.episodes, runs, strict=True)]
     header: dict[str, Any] = {
         "group_id": group.group_id,
         "task_index": group.task_index,
@@ -213,6 +204,7 @@ def pack_group(group: Group) -> bytes:
         "attempt": group.attempt,
         "task": group.task,
         "tree": prefix_tree(group.episodes),
+        "columns": columns,
         "episodes": [
             (
                 episode.reward,
@@ -221,8 +213,12 @@ def pack_group(group: Group) -> bytes:
                 sum(map(len, arrays)),
                 episode.finish_reason,
                 episode.parts,
+                [(int(turn.trainable.sum()), turn.reward) for turn in episode.turns],
+                episode.seat,
+                play,
+                episode.fork,
             )
-            for episode, by_turn, arrays in zip(group.episodes, runs, packed, strict=True)
+            for episode, by_turn, arrays, play in zip(group.episodes, runs, packed, group.plays.tolist(), strict=True)
         ],
     }
     text = _padded(header)
@@ -235,8 +231,7 @@ def unpack_group(data: bytes) -> Group:
 
 
 def unpack_episode(data: bytes | memoryview) -> Episode:
-    """Read one packed episode, without its reward and the parts of it, which are in the group's header (here 0 and
-    none)."""
+    """Read one packed episode, without what is in the group's header (:meth:`PackedEpisode.give_outcome`)."""
     start = 4 + _LENGTH.unpack_from(data)[0]
     head = json.loads(bytes(data[4:start]))
 
@@ -255,16 +250,39 @@ def unpack_episode(data: bytes | memoryview) -> Episode:
     if "routes" in head:
         *shape, dtype = head["routes"]
         expert_routes = take(dtype, math.prod(shape)).reshape(shape)
+        start += -expert_routes.nbytes % 4
+    columns = {name: take("f4", trainable) for name in head.get("columns", ())}
+    ends = np.cumsum(trainable_lengths)[:-1]
     ids_by_turn = np.split(ids, np.cumsum(lengths)[:-1])
-    logprobs_by_turn = np.split(logprobs, np.cumsum(trainable_lengths)[:-1])
     kept_by_turn = [None] * len(lengths) if kept_sets is None else kept_sets.split(trainable_lengths)
-    by_turn = zip(head["turns"], ids_by_turn, logprobs_by_turn, kept_by_turn, strict=True)
+    split = {name: np.split(values, ends) for name, values in columns.items()}
+    columns_by_turn = [{name: parts[i] for name, parts in split.items()} for i in range(len(lengths))]
+    by_turn = zip(head["turns"], ids_by_turn, np.split(logprobs, ends), kept_by_turn, columns_by_turn, strict=True)
     turns = [Turn.from_runs(*of_turn) for of_turn in by_turn]
     return Episode(turns, 0.0, head["finish_reason"], head["info"], expert_routes)
 
 
-def _pack_episode(episode: Episode, runs: list[list[VersionRun]]) -> list[bytes]:
-    """``runs``: those of each turn."""
+def column_names(group: Group) -> list[str]:
+    """The columns that every turn of a group has, sorted. Raises ValueError if turns have different ones."""
+    turns = [(e, t, turn) for e, episode in enumerate(group.episodes) for t, turn in enumerate(episode.turns)]
+    names = sorted(turns[0][2].columns) if turns else []
+    for e, t, turn in turns:
+        if sorted(turn.columns) != names:
+            raise ValueError(
+                f"group {group.group_id}: turn 0 of episode 0 has columns {names}, turn {t} of episode {e} has "
+                f"{sorted(turn.columns)}: fill the same ones for every turn of a group (Episode.fill_column)"
+            )
+        for name, values in turn.columns.items():
+            if np.shape(values) != turn.token_ids.shape or np.any(values[~turn.trainable]):
+                raise ValueError(
+                    f"group {group.group_id}: column {name} of turn {t} of episode {e} must have one number for each "
+                    f"of its {len(turn.token_ids)} tokens, and 0 where the token is not trainable"
+                )
+    return names
+
+
+def _pack_episode(episode: Episode, runs: list[list[VersionRun]], columns: list[str]) -> list[bytes]:
+    """``runs``: those of each turn. ``columns``: names."""
     ids, logprobs, trainable = episode.token_ids, episode.logprobs, episode.trainable
     kept_sets, expert_routes = episode.kept_sets, episode.expert_routes
     if np.any(logprobs[~trainable]):
@@ -280,6 +298,8 @@ def _pack_episode(episode: Episode, runs: list[list[VersionRun]]) -> list[bytes]
         head["kept"] = len(kept_sets.ids)
     if expert_routes is not None:
         head["routes"] = [*expert_routes.shape, expert_routes.dtype.str[1:]]
+    if columns:
+        head["columns"] = columns
     text = _padded(head)
     arrays = [_LENGTH.pack(len(text)), text, ids.astype("<i4").tobytes(), logprobs[trainable].astype("<f4").tobytes()]
     if kept_sets is not None:
@@ -287,7 +307,7 @@ def _pack_episode(episode: Episode, runs: list[list[VersionRun]]) -> list[bytes]
     if expert_routes is not None:
         data = expert_routes.astype(expert_routes.dtype.newbyteorder("<")).tobytes()
         arrays.append(data + bytes(-len(data) % 4))
-    return arrays
+    return arrays + [episode.column(name)[trainable].astype("<f4").tobytes() for name in columns]
 
 
 def _tokens_by_version(runs: list[list[VersionRun]]) -> Counter[int]:

@@ -13,6 +13,10 @@ class GenerationError(RuntimeError):
     """A request was refused or aborted; the message is the engine's."""
 
 
+class RequestLost(RuntimeError):
+    """A request was not answered: the replica that had it is lost. Another one can be asked."""
+
+
 class DrawLost(GenerationError):
     """The engine drew a token but cannot say from which set: the episode fails, and no other."""
 
@@ -37,6 +41,9 @@ class Sampling:
     """Draw from tokens that have at least this share of the most likely token's probability (arXiv:2407.01082)."""
     expert_routes_from: int | None = None
     """Return the expert routes of the tokens from this position on; ``None`` returns none."""
+    conversation_version: int | None = None
+    """The version that drew the first token of the conversation that this turn continues; ``None`` for a first turn.
+    What the engine has read of a conversation it need not read again (``GeneratorSettings.in_flight`` says when)."""
 
     def __reduce__(self) -> tuple[type[Sampling], tuple[Any, ...]]:
         """For pickle: the way of a dataclass with slots looks at its fields one by one, for every request."""
@@ -49,6 +56,7 @@ class Sampling:
             self.top_p,
             self.min_p,
             self.expert_routes_from,
+            self.conversation_version,
         )
 
     @property

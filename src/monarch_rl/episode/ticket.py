@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from monarch_rl.episode.group_bound import UNBOUNDED, GroupBound
+
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
@@ -15,3 +17,5 @@ class Ticket:
     """Position in the stream of tasks; differs from ``group_id`` only in a resumed run."""
     attempt: int = 0
     """How often the group was begun before, by workers that were lost."""
+    bound: GroupBound = UNBOUNDED
+    """What the group may hold: the buffer takes no more."""

@@ -8,27 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from dataclasses import asdict, dataclass
 from typing import Any, TypedDict
 
 import numpy as np
 import torch
-from monarch.actor import Port
 
-from monarch_rl.episode.sampling import Completion, GenerationError, Sampling
+from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.generator.commit import CommitReport
-from monarch_rl.generator.connection import Answering
-from monarch_rl.generator.engine import Engine
 from monarch_rl.generator.parts import OnPart
+from monarch_rl.generator.replica import Replica
 from monarch_rl.generator.settings import GeneratorSettings
-from monarch_rl.generator.sglang_engine import EngineStopped
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import within
-from monarch_rl.runtime.endpoint import concurrent_endpoint, lasting_endpoint, one_way_endpoint
-from monarch_rl.runtime.heap import freeze_heap
-from monarch_rl.runtime.resilient import ResilientActor
+from monarch_rl.runtime.endpoint import concurrent_endpoint, lasting_endpoint
 from monarch_rl.weights.endpoint import Receiver, TransferSettings
 from monarch_rl.weights.manifest import Manifest
 from monarch_rl.weights.transport import make_receiver
@@ -46,6 +40,10 @@ class GeneratorStats(TypedDict):
     """The one that is served."""
     generated_tokens: int
     finished_requests: int
+    turn_prompt_tokens: int
+    turn_cached_tokens: int
+    turn_reread_tokens: int
+    """The fields of :class:`~monarch_rl.generator.scheduler_requests.TurnReads`."""
     requests_in_flight: int
     busy_seconds: float
     """Seconds in which a request was in the engine and no commit was going on."""
@@ -69,27 +67,18 @@ class _Weights:
     """The version that has arrived completely."""
 
 
-class Generator(ResilientActor):
-    """A replica. ``setup`` first, then ``generate`` as often and as concurrently as you like."""
+class Generator(Replica):
+    """A replica of the policy. ``setup`` first, then ``generate`` as often and as concurrently as you like."""
 
     def __init__(self) -> None:
-        self._engine: Engine | None = None
+        super().__init__()
         self._weights: _Weights | None = None
         self._last_commit: CommitReport | None = None
         self._transfer_lock = asyncio.Lock()
         self._verified = asyncio.Event()
         """Set once a version was committed: nothing is drawn before."""
-        self._failed: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
-        """Done when a request has failed and it was not the request's own fault."""
-        self._answering = Answering(self._draw, GenerationError)
         self._replica = 0
-        self._devices = 1
-
-    @property
-    def _running(self) -> Engine:
-        if self._engine is None:
-            raise RuntimeError(f"generator {self._replica}: no engine; call setup() first")
-        return self._engine
+        self._name = "generator 0"
 
     @concurrent_endpoint
     async def setup(
@@ -109,51 +98,21 @@ class Generator(ResilientActor):
             lora: with a rank, versions are LoRA adapters of these settings, or weights that they are merged into.
             expert_routes: requests may ask by which experts their tokens were read.
         """
-        if self._engine is not None:
-            raise RuntimeError(f"generator {self._replica} has an engine already")
-        self._replica, self._devices = replica, settings.tp
-        presence.register(f"generator {replica}")
-        started = time.perf_counter()
-        self._engine = await within(
-            settings.start_limit_s(torch.accelerator.is_available()),
-            Engine.start(model_path, settings, replica, lora, expert_routes),
-            f"SGLang's engine of generator {replica} to load {model_path}",
-            on="the start of an engine",  # its process computes, and is not known before it has
-            flag="generator.start-deadline-s",
-        )
-        presence.register(f"generator {replica}", self._engine.waits)
-        freeze_heap()
-        return time.perf_counter() - started
-
-    @concurrent_endpoint
-    async def answer(self, connection: str, port: Port[bytes]) -> None:
-        """Answer what is asked on a connection to ``port``. Never return; raise what ends it.
-
-        For :class:`~monarch_rl.generator.dispatcher.Dispatcher`: ask through one.
-        """
-        await self._answering.answer(connection, port)
-
-    @one_way_endpoint
-    async def generate(self, connection: str, requests: bytes) -> None:
-        """Draw after every prompt; long answers are sent in parts before. See :meth:`Engine.generate`."""
-        self._answering.start(connection, requests)
+        self._replica = replica
+        name = f"generator {replica}"
+        return await self._start(name, model_path, settings, replica, lora=lora, expert_routes=expert_routes)
 
     async def _draw(self, prompt_ids: list[int], sampling: Sampling, on_part: OnPart) -> Completion:
         if not self._verified.is_set():
             with presence.waiting("a version that is verified", on="controller"):
                 await self._verified.wait()  # waits: the caller keeps the deadline
-        try:
-            return await self._running.generate(prompt_ids, sampling, on_part)
-        except GenerationError:
-            raise
-        except Exception as error:  # not the request's own fault
-            if not self._failed.done():
-                self._failed.set_result(error)
-            raise
+        return await super()._draw(prompt_ids, sampling, on_part)
 
     @concurrent_endpoint
     async def weights_setup(self, manifest: Manifest, settings: TransferSettings) -> float:
         """Make the receiving end of the transport. From here on nothing is drawn before a version is committed.
+
+        Versions are those of the trainer that connects now. What still runs under those of another one fails.
 
         Returns the seconds for which running sequences may hold up a commit.
 
@@ -162,10 +121,14 @@ class Generator(ResilientActor):
             settings: the transport and its deadlines.
         """
         if self._weights is not None:
+            self._weights.receiver.abort("another trainer connects")
             await self._weights.receiver.close()
-        receiver = await asyncio.to_thread(make_receiver, manifest, settings, _device())
-        self._weights = _Weights(manifest, receiver, settings.deadline_s)
-        self._verified.clear()
+        async with self._transfer_lock:  # waits: what holds it has a deadline
+            receiver = await asyncio.to_thread(make_receiver, manifest, settings, _device())
+            self._weights = _Weights(manifest, receiver, settings.deadline_s)
+            self._verified.clear()
+            if self._engine is not None:
+                self._engine.begin_anew()
         return self._engine.hold_s if self._engine is not None else 0.0
 
     @concurrent_endpoint
@@ -174,7 +137,7 @@ class Generator(ResilientActor):
         weights = self._weights_ready()
         weights.received = None
         meeting = weights.receiver.connect(addresses, position, receivers)
-        what = f"the trainer ranks to meet generator {self._replica}"
+        what = f"the trainer ranks to meet {self._name}"
         await within(
             weights.deadline_s + TRANSFER_GRACE_S, meeting, what, on="trainer ranks", flag="weights.deadline-s"
         )
@@ -190,11 +153,11 @@ class Generator(ResilientActor):
         return await self._receive(version, snapshot)
 
     async def _receive(self, version: int, snapshot: int) -> int:
-        weights = self._weights_ready()
         async with self._transfer_lock:
+            weights = self._weights_ready()  # another trainer may have connected before the lock was free
             weights.received = None
             transfer = weights.receiver.receive(version, snapshot)
-            what = f"version {version} from the trainer ranks (generator {self._replica})"
+            what = f"version {version} from the trainer ranks ({self._name})"
             limit_s = weights.deadline_s + TRANSFER_GRACE_S
             nbytes = sum(await within(limit_s, transfer, what, on="trainer ranks", flag="weights.deadline-s"))
             weights.received = version
@@ -212,11 +175,11 @@ class Generator(ResilientActor):
         return await self._commit(version, snapshot, checksums)
 
     async def _commit(self, version: int, snapshot: int, checksums: np.ndarray) -> CommitReport:
-        weights = self._weights_ready()
         async with self._transfer_lock:
+            weights = self._weights_ready()
             if weights.received != version:
                 raise RuntimeError(
-                    f"generator {self._replica} cannot commit version {version}: what it received is "
+                    f"{self._name} cannot commit version {version}: what it received is "
                     f"{'nothing complete' if weights.received is None else f'version {weights.received}'}"
                 )
             area = weights.receiver.area(snapshot)
@@ -230,19 +193,6 @@ class Generator(ResilientActor):
         await self._running.verify_frozen(manifest, checksums)
 
     @lasting_endpoint
-    async def ready(self) -> None:
-        """Answer: this replica is alive. Raises EngineStopped if its engine is not."""
-        self._running.check()
-
-    @concurrent_endpoint
-    async def lives(self) -> None:
-        """Never return; raise EngineStopped when the engine has ended, or the error by which a request failed."""
-        ended = asyncio.ensure_future(self._running.ended())
-        ends: set[asyncio.Future[Any]] = {ended, self._failed}
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)  # waits: as long as the replica lives
-        raise EngineStopped(ended.result()) if ended.done() else self._failed.result()
-
-    @lasting_endpoint
     async def stats(self) -> GeneratorStats:
         """Counts since the start."""
         engine = self._running
@@ -252,6 +202,9 @@ class Generator(ResilientActor):
             "version": engine.version,
             "generated_tokens": engine.generated_tokens,
             "finished_requests": engine.finished_requests,
+            "turn_prompt_tokens": engine.turn_reads.prompt_tokens,
+            "turn_cached_tokens": engine.turn_reads.cached_tokens,
+            "turn_reread_tokens": engine.turn_reads.reread_tokens,
             "requests_in_flight": engine.clock.requests,
             "busy_seconds": engine.clock.seconds,
             "request_seconds": engine.clock.request_seconds,
@@ -260,25 +213,16 @@ class Generator(ResilientActor):
             "child_pids": engine.child_pids,
         }
 
-    @concurrent_endpoint
-    async def shutdown(self) -> None:
-        """End the engine's processes and the transport; requests in flight fail."""
-        await self._end()
-
-    async def __cleanup__(self, exc: Exception | None) -> None:
-        await self._end()
-
     async def _end(self) -> None:
+        """End the engine's processes and the transport."""
         weights, self._weights = self._weights, None
-        engine, self._engine = self._engine, None
-        if engine is not None:
-            await engine.shutdown()
+        await super()._end()
         if weights is not None:
             await weights.receiver.close()
 
     def _weights_ready(self) -> _Weights:
         if self._weights is None:
-            raise RuntimeError(f"generator {self._replica}: no receiver of versions; call weights_setup() first")
+            raise RuntimeError(f"{self._name}: no receiver of versions; call weights_setup() first")
         return self._weights
 
 

@@ -138,7 +138,7 @@ class Commits:
             sheet.ask(expected)
             self._requests.hold_new()
             self._rest_verified = False
-            refused = f"generator {self._sglang.replica} does not hold the model whose adapter is trained"
+            refused = f"{self._sglang.replica} does not hold the model whose adapter is trained"
             await self._load(self._kind.verifier, area.handle, sheet, "frozen weights", refused)
             self._rest_verified = True
 
@@ -189,8 +189,11 @@ class Commits:
         scheduler itself refuses to continue with weights that are not verified.
         """
         io, manager, version = io_structs(), self._sglang.manager, str(self._requests.version)
+        kept_tokens = self._requests.next_kept_tokens()
         update = io.UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=[_serialized_order(rank, area, sheet) for rank in range(self._sglang.ranks)],
+            serialized_named_tensors=[
+                _serialized_order(r, area, sheet, kept_tokens) for r in range(self._sglang.ranks)
+            ],
             load_format=loader,
             flush_cache=self._in_flight == "recompute",
             weight_version=version,
@@ -214,9 +217,9 @@ class Commits:
         return [f"SGLang said {answer.message}" for answer in answers if not answer.success]
 
 
-def _serialized_order(rank: int, area: bytes, sheet: bytes) -> bytes:
+def _serialized_order(rank: int, area: bytes, sheet: bytes, kept_tokens: int) -> bytes:
     from sglang.srt.utils import MultiprocessingSerializer
 
     # An empty tensor travels in the message itself; any other is sent through a socket of its own.
-    named = [(write_order(rank, area, sheet), torch.empty(0, dtype=torch.uint8))]
+    named = [(write_order(rank, area, sheet, kept_tokens), torch.empty(0, dtype=torch.uint8))]
     return bytes(MultiprocessingSerializer.serialize(named))

@@ -11,6 +11,9 @@ and parts of answers, that are ready in one turn of the replica's. Either travel
           <---- port: answers with their numbers, of any message of requests
 
 A port for each message of requests would be simpler, but Monarch never frees all of it.
+
+A connection's name begins with the caller's in the run, and its pid: a replica is not told when a caller is lost, and
+forgets its connections when another process of that name opens one.
 """
 
 from __future__ import annotations
@@ -18,16 +21,19 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import os
 import pickle
 import uuid
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from monarch_rl.episode.sampling import Completion, Sampling
+from monarch_rl.episode.sampling import Completion, RequestLost, Sampling
 from monarch_rl.generator.messages import Answer, Request, pack_answers, unpack_answers
 from monarch_rl.generator.parts import UNFINISHED, OnPart
+from monarch_rl.runtime import presence
 from monarch_rl.runtime.endpoint import concurrent_endpoint, one_way_endpoint
 from monarch_rl.runtime.lasting_calls import next_message
 
@@ -36,9 +42,11 @@ PACE_S = 0.01
 """Seconds between two messages of requests, at least: about a decoding step, which requests wait for anyhow."""
 ANSWER_PACE_S = 0.02
 """Seconds between two messages of answers to one caller, at least."""
+_REMEMBERED = 256
+"""Connections that have ended: requests that were on their way then come within a second."""
 
 
-class ReplicaLost(RuntimeError):
+class ReplicaLost(RequestLost):
     """A replica cannot answer its requests: it ended, or its engine did. Another one can be asked."""
 
     def __init__(self, why: str, parts: Sequence[Completion] = ()) -> None:
@@ -117,6 +125,7 @@ class ReplicaConnection:
                 pending.answer.set_exception(ReplicaLost(why, pending.parts))
 
     def _send(self) -> None:
+        """Send what is to be sent. An error is told to who waits: the event loop, its caller, would only log it."""
         numbers, self._outbox = self._outbox, []
         for number in numbers:
             if self._pending[number].answer.done():  # it was cancelled
@@ -125,14 +134,23 @@ class ReplicaConnection:
         if not wanted:
             return
         self._next_at = asyncio.get_running_loop().time() + PACE_S
-        if not self._name:
-            self._open()
-        self._handle.generate.broadcast(self._name, _packed(wanted))
+        try:
+            content = _packed(wanted)
+        except Exception as error:  # it is theirs, whichever replica is asked
+            for number, _ in wanted:
+                self._pending.pop(number).answer.set_exception(error)
+            return
+        try:
+            if not self._name:
+                self._open()
+            self._handle.generate.broadcast(self._name, content)
+        except Exception as error:
+            self.cancel_requests(f"the replica cannot be asked: {error}")
 
     def _open(self) -> None:
         from monarch.actor import Channel
 
-        self._name = uuid.uuid4().hex
+        self._name = f"{presence.registered_name()}/{os.getpid()}/{uuid.uuid4().hex}"
         port, receiver = Channel[bytes].open()
         answering = asyncio.ensure_future(_as_coroutine(self._handle.answer.call_one(self._name, port)))
         answering.add_done_callback(self._ended)
@@ -194,6 +212,8 @@ class AnswerSender:
 
     def add(self, number: int, content: Completion | Exception) -> None:
         """Answer request ``number``, or a part of it."""
+        if self.failed.done():
+            return
         if not self._ready:
             if self._loop.time() >= self._next_at:
                 self._loop.call_soon(self._send)
@@ -202,7 +222,7 @@ class AnswerSender:
         self._ready.append((number, content))
 
     def fail(self, error: Exception) -> None:
-        """Send what is ready, and end with an error."""
+        """Send what is ready, and end with an error; the first one counts."""
         self._send()
         if not self.failed.done():
             self.failed.set_result(error)
@@ -237,15 +257,23 @@ class Answering:
         self._senders: dict[str, AnswerSender] = {}
         """By the name of the connection."""
         self._drawing: set[asyncio.Task[None]] = set()
+        self._ended: deque[str] = deque(maxlen=_REMEMBERED)
+        """Connections of which requests may still come."""
 
     async def answer(self, connection: str, port: AnswerPort) -> None:
         """Answer to ``port``. Never return; raise the error that ends the connection."""
         sender = self._sender(connection)
         sender.use(port)
-        raise await sender.failed  # waits: as long as the caller lives
+        try:
+            raise await sender.failed  # waits: as long as the caller lives
+        finally:
+            self._senders.pop(connection, None)
+            self._ended.append(connection)
 
     def start(self, connection: str, requests: bytes) -> None:
         """Start to answer requests, which may come before the port."""
+        if connection in self._ended:
+            return
         sender = self._sender(connection)
         try:
             unpacked: list[tuple[int, list[int], Sampling]] = pickle.loads(requests)
@@ -269,4 +297,21 @@ class Answering:
         sender.add(number, content)
 
     def _sender(self, connection: str) -> AnswerSender:
-        return self._senders.get(connection) or self._senders.setdefault(connection, AnswerSender())
+        if connection not in self._senders:
+            self._end_those_before(connection)
+            self._senders[connection] = AnswerSender()
+        return self._senders[connection]
+
+    def _end_those_before(self, connection: str) -> None:
+        """Those of a lost process whose name another one has now."""
+        name, process = _caller_of(connection)
+        for other in list(self._senders):
+            its_name, its_process = _caller_of(other)
+            if name and its_name == name and its_process != process:
+                self._senders[other].fail(ReplicaLost(f"another process is {name} now"))
+
+
+def _caller_of(connection: str) -> tuple[str, str]:
+    """Name and pid of the caller; the name is empty if it has none."""
+    name, _, process = connection.rpartition("/")[0].rpartition("/")
+    return name, process

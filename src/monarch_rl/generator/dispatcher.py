@@ -9,18 +9,23 @@ The dispatcher is no actor: every rollout worker carries its own copy, and asks 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
-from monarch_rl.episode.sampling import Completion, Sampling
+from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
+from monarch.actor import ActorError
+
+from monarch_rl.episode.sampling import Completion, GenerationError, Sampling
 from monarch_rl.generator.connection import ReplicaConnection, ReplicaHandle, ReplicaLost
 from monarch_rl.generator.parts import finish_reason_of, join_parts
-from monarch_rl.runtime.deadlines import within
+from monarch_rl.runtime.deadlines import ProcessLost, within
 
 logger = logging.getLogger("monarch_rl")
+T = TypeVar("T")
 
 REMEMBERED_GROUPS = 4096
 """Groups whose replica is remembered, the last used ones; many times what one worker plays at once."""
@@ -29,12 +34,26 @@ REMEMBERED_GROUPS = 4096
 class Dispatcher:
     """Hands requests to replicas. Picklable; each copy counts its own requests."""
 
-    def __init__(self, replicas: Sequence[ReplicaHandle], deadline_s: float) -> None:
-        """``replicas``: handles of one :class:`Generator` each. ``deadline_s``: seconds a request may take."""
+    def __init__(
+        self,
+        replicas: Sequence[ReplicaHandle],
+        deadline_s: float,
+        kind: str = "generator",
+        flag: str = "rollout.generate-deadline-s",
+        losses: int | None = None,
+    ) -> None:
+        """
+        Args:
+            replicas: handles of one :class:`Replica` each.
+            deadline_s: seconds a request may take.
+            kind: what messages call a replica.
+            flag: the setting that ``deadline_s`` comes from.
+            losses: replicas that a request may outlive; None is any number.
+        """
         if not replicas:
             raise ValueError("a dispatcher needs at least one replica")
         self._replicas = list(replicas)
-        self._deadline_s = deadline_s
+        self._deadline_s, self._kind, self._flag, self._losses = deadline_s, kind, flag, losses
         self._connections = [ReplicaConnection(handle) for handle in self._replicas]
         self._in_flight = [0] * len(self._replicas)
         self._groups: OrderedDict[int, int] = OrderedDict()
@@ -46,10 +65,11 @@ class Dispatcher:
         self._changed = asyncio.Event()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"replicas": self._replicas, "deadline_s": self._deadline_s}
+        settings = {"deadline_s": self._deadline_s, "kind": self._kind, "flag": self._flag, "losses": self._losses}
+        return {"replicas": self._replicas} | settings
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        Dispatcher.__init__(self, state["replicas"], state["deadline_s"])
+        Dispatcher.__init__(self, **state)
 
     @property
     def in_flight(self) -> tuple[int, ...]:
@@ -62,14 +82,14 @@ class Dispatcher:
         Every replica that is in neither takes requests (again).
         """
         for replica in lost:  # one known to be lost may still have requests that nothing has ended
-            self._connections[replica].cancel_requests(f"generator {replica} was removed")
+            self._connections[replica].cancel_requests(f"{self._kind} {replica} was removed")
         removed = "the controller removed it"
         self._paused, self._lost = set(paused), {replica: self._lost.get(replica, removed) for replica in lost}
         self._changed.set()
 
     def replace(self, replica: int, handle: ReplicaHandle) -> None:
         """Put the replica behind ``handle`` in its place; if it was lost, it stays so until :meth:`update_replicas`."""
-        self._connections[replica].cancel_requests(f"generator {replica} was replaced")
+        self._connections[replica].cancel_requests(f"{self._kind} {replica} was replaced")
         self._replicas[replica] = handle
         self._connections[replica] = ReplicaConnection(handle)
 
@@ -82,11 +102,12 @@ class Dispatcher:
             GenerationError: the engine refused the request.
             DeadlineExceeded: the replica did not answer in time (the message names it), or no replica took requests in
                 time (the message lists those that are lost, and why).
+            ReplicaLost: the last of more replicas than a request may outlive.
         """
         parts: list[Completion] = []
         drawn_ids: list[int] = []
         reason: str | None = None
-        while True:
+        for losses in itertools.count(1):
             # Expert routes come with an answer alone: if only they are missing, a replica reads all tokens and draws
             # one more, which is dropped.
             rest, rest_sampling = prompt_ids, sampling
@@ -96,6 +117,8 @@ class Dispatcher:
             try:
                 answer = await self._ask(rest, rest_sampling, group)
             except ReplicaLost as error:
+                if self._losses is not None and losses > self._losses:
+                    raise
                 if reason is not None:
                     continue
                 parts += error.parts
@@ -109,32 +132,57 @@ class Dispatcher:
                     return join_parts([*parts, answer], answer.finish_reason)
                 routes = answer.expert_routes
                 return replace(join_parts(parts, reason), expert_routes=None if routes is None else routes[:-1])
+        raise AssertionError("a request is asked until it is answered")
+
+    async def call(self, group: int, what: str, call: Callable[[Any], Awaitable[T]]) -> T:
+        """What ``call(handle)`` of the group's replica returns: something that an endpoint other than ``generate``
+        answers. If the replica is lost meanwhile, another one is asked. Raises as :meth:`generate` does.
+
+        Args:
+            what: completes "frozen judge 0 to ...".
+        """
+
+        async def ask(replica: int) -> T:
+            try:
+                return await call(self._replicas[replica])  # waits: _of_replica has a deadline
+            except (ActorError, SupervisionError) as error:
+                refused = getattr(error, "exception", None)
+                raise refused if isinstance(refused, GenerationError) else ReplicaLost(str(error)) from error
+
+        for losses in itertools.count(1):
+            try:
+                return await self._of_replica(group, what, ask)
+            except ReplicaLost:
+                if self._losses is not None and losses > self._losses:
+                    raise
+        raise AssertionError("a request is asked until it is answered")
 
     async def _ask(self, prompt_ids: list[int], sampling: Sampling, group: int) -> Completion:
+        what = (
+            f"answer a request of group {group} ({len(prompt_ids)} prompt tokens, at most {sampling.max_new_tokens} "
+            "new ones)"
+        )
+        return await self._of_replica(group, what, lambda replica: self._connections[replica].ask(prompt_ids, sampling))
+
+    async def _of_replica(self, group: int, what: str, ask: Callable[[int], Awaitable[T]]) -> T:
         """Ask the group's replica, once there is one. Raises ReplicaLost; the replica then takes no more requests."""
         while (replica := self._replica_of(group)) is None:
             self._changed.clear()
-            losses = "".join(f"; generator {index} was lost: {why}" for index, why in sorted(self._lost.items()))
-            what = f"a generator that takes requests of group {group}{losses}"
-            await within(
-                self._deadline_s, self._changed.wait(), what, on="controller", flag="rollout.generate-deadline-s"
-            )
+            losses = "".join(f"; {self._kind} {index} was lost: {why}" for index, why in sorted(self._lost.items()))
+            missing = f"a {self._kind} that takes requests of group {group}{losses}"
+            await within(self._deadline_s, self._changed.wait(), missing, on="controller", flag=self._flag)
         connection = self._connections[replica]
         self._in_flight[replica] += 1
         try:
-            return await within(
-                self._deadline_s,
-                connection.ask(prompt_ids, sampling),
-                f"generator {replica} to answer a request of group {group} "
-                f"({len(prompt_ids)} prompt tokens, at most {sampling.max_new_tokens} new ones)",
-                on=f"generator {replica}",
-                flag="rollout.generate-deadline-s",
-            )
-        except ReplicaLost as error:
+            name = f"{self._kind} {replica}"
+            return await within(self._deadline_s, ask(replica), f"{name} to {what}", on=name, flag=self._flag)
+        except (ReplicaLost, ProcessLost) as error:
             if replica not in self._lost and self._connections[replica] is connection:
-                logger.warning("generator %d takes no requests: %s", replica, error)
+                logger.warning("%s %d takes no requests: %s", self._kind, replica, error)
                 self._lost[replica] = str(error)
-            raise
+            if isinstance(error, ReplicaLost):
+                raise
+            raise ReplicaLost(str(error)) from error  # in the controller, which may hear of it before the call fails
         finally:
             self._in_flight[replica] -= 1
 

@@ -21,8 +21,10 @@ from monarch_rl.generator.commit import CommitReport, Commits
 from monarch_rl.generator.gpu import check_environment
 from monarch_rl.generator.memory import free_memory
 from monarch_rl.generator.parts import OnPart, ignore_part
+from monarch_rl.generator.reading import Readings
 from monarch_rl.generator.replica_memory import check_memory
 from monarch_rl.generator.requests import EngineRequests
+from monarch_rl.generator.scheduler_requests import TurnReads
 from monarch_rl.generator.settings import (
     GeneratorSettings,
     check_served,
@@ -47,6 +49,8 @@ class Engine:
         self._sglang = sglang
         self._requests = requests
         self._commits = commits
+        self.readings = Readings(sglang, requests.clock)
+        """Its requests for which nothing is drawn."""
 
     @classmethod
     async def start(
@@ -56,6 +60,7 @@ class Engine:
         replica: int = 0,
         lora: LoraSettings = FULL_TRAINING,
         expert_routes: bool = False,
+        name: str = "",
         **extra: Any,
     ) -> Engine:
         """Start SGLang's processes and load the model as version 0.
@@ -69,6 +74,7 @@ class Engine:
                 (:meth:`~monarch_rl.model.lora.LoraSettings.sends_merged`), and the other weights stay.
             expert_routes: requests may ask by which experts their tokens were read. SGLang keeps that on the host for
                 every token of its KV cache: 4 bytes a layer and expert.
+            name: what the replica calls itself; empty is ``generator 0`` for replica 0.
             extra: further SGLang ``ServerArgs``.
 
         Raises ValueError if the model cannot be cut for ``settings.tp`` ranks or has no expert routes, or if a machine
@@ -92,10 +98,12 @@ class Engine:
         arguments = engine_arguments(model_path, settings, replica, on_gpu, served_lora) | extra
         arguments["enable_return_routed_experts"] = expert_routes
         _set_environment(settings, replica, on_gpu)
-        sglang = await SglangEngine.launch(arguments, replica, settings.tp)
+        sglang = await SglangEngine.launch(arguments, name or f"generator {replica}", settings.tp)
         # In SGLang's deterministic mode requests without a seed would all share one.
         seeds = random.Random(settings.random_seed + replica) if on_gpu and settings.deterministic else None
-        requests = EngineRequests(sglang, settings.max_running_requests, route_format, seeds)
+        requests = EngineRequests(
+            sglang, settings.max_running_requests, settings.in_flight == "continue", route_format, seeds
+        )
         Engine._in_this_process = started = cls(sglang, requests, Commits(sglang, requests, kind, settings))
         if kind.lora_name:
             await started._add_lora(kind.lora_name, lora, model_path)
@@ -115,7 +123,7 @@ class Engine:
         answer = await self._sglang.or_stopped(load, "the adapter to be loaded")
         if not answer.success:
             await self.shutdown()
-            raise RuntimeError(f"generator {self._sglang.replica}: SGLang refused the adapter: {answer.error_message}")
+            raise RuntimeError(f"{self._sglang.replica}: SGLang refused the adapter: {answer.error_message}")
         # It is pinned, and in use as long as the engine lives: nothing is acquired for each request.
         acquire = self._sglang.manager.lora_registry.acquire(name)
         self._requests.use_lora(name, await self._sglang.or_stopped(acquire, "the adapter's id"))
@@ -144,6 +152,16 @@ class Engine:
     def finished_requests(self) -> int:
         """Requests answered since the start."""
         return self._requests.finished_requests
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompts of those requests."""
+        return self._requests.prompt_tokens
+
+    @property
+    def turn_reads(self) -> TurnReads:
+        """What was read for turns that continue a conversation, since the start."""
+        return self._requests.turn_reads
 
     @property
     def hold_s(self) -> float:
@@ -180,11 +198,16 @@ class Engine:
         """
         return await self._requests.generate(prompt_ids, sampling, on_part)
 
+    def begin_anew(self) -> None:
+        """Versions to come are another trainer's, which may have gone back to an earlier one: their numbers may have
+        been served with other weights. Requests fail, and no later one finds what was read under weights of before."""
+        self._requests.begin_anew()
+
     async def commit(self, version: int, manifest: Manifest, area: bytes, expected: np.ndarray) -> CommitReport:
         """Replace the weights by those in an area and serve them as ``version``.
 
         Args:
-            version: not lower than the version served.
+            version: not lower than the version served since :meth:`begin_anew`.
             manifest: how the version lies in the area.
             area: handle of an :class:`~monarch_rl.weights.area.Area` of this machine that holds all of the version.
             expected: int64[tensors], the trainer's checksum of each, in the manifest's order.

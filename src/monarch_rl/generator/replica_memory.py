@@ -177,6 +177,17 @@ def check_cache(config: dict[str, Any], settings: GeneratorSettings, memory_byte
         )
 
 
+def cpu_memory(config: dict[str, Any], settings: GeneratorSettings, lora: LoraSettings) -> dict[str, int]:
+    """Bytes by purpose of all ranks of an engine, on a machine without GPUs."""
+    model, tokens = trained_model(config, lora), cpu_tokens(settings)
+    planned = replica_memory(model, settings, TransferSettings(), on_gpu=False, tokens=tokens)
+    return {
+        "the weights": settings.tp * planned[WEIGHTS],  # all engine ranks are on this machine
+        f"a KV cache of {tokens} tokens (generator.max-total-tokens)": settings.tp * planned[CACHE],
+        "the versions that arrive": model.version * item_bytes(settings, on_gpu=False),
+    }
+
+
 def check_memory(
     config: dict[str, Any], settings: GeneratorSettings, lora: LoraSettings, free_bytes: int, engines: int = 1
 ) -> None:
@@ -185,20 +196,14 @@ def check_memory(
     Args:
         config: the model's ``config.json``.
         settings: of the replicas.
-        lora: with a rank, versions that arrive are small.
+        lora: decides what a version is: all weights, adapters, or weights that they are merged into.
         free_bytes: of the machine, before the engines start.
         engines: that start on this machine at once. Each for itself would find the same memory free.
 
     Raises:
         RuntimeError: says what is needed for what.
     """
-    model, tokens = trained_model(config, lora), cpu_tokens(settings)
-    planned = replica_memory(model, settings, TransferSettings(), on_gpu=False, tokens=tokens)
-    needed = {
-        "the weights": settings.tp * planned[WEIGHTS],  # all engine ranks are on this machine
-        f"a KV cache of {tokens} tokens (generator.max-total-tokens)": settings.tp * planned[CACHE],
-        "the versions that arrive": 0 if lora.rank else model.version * item_bytes(settings, on_gpu=False),
-    }
+    needed = cpu_memory(config, settings, lora)
     total = sum(needed.values())
     if engines * total > free_bytes:
         parts = ", ".join(f"{nbytes / 2**30:.2f} for {what}" for what, nbytes in needed.items() if nbytes)

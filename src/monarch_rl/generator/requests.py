@@ -1,8 +1,10 @@
 """The requests of one engine: tokens in, tokens out with log-probs and versions, across commits.
 
 A request keeps going across a commit, and each of its tokens carries the version that drew it. The prefix cache is
-separate for each version: a request that comes after a commit never starts from keys and values of older weights. One
-that came in the last moment before the commit may, like a sequence that was running already.
+separate for each version: a conversation that begins after a commit never starts from keys and values of older
+weights. One that began in the last moment before the commit may, like a sequence that was running already. Where
+running sequences keep their keys and values across commits, conversations do between their turns: later turns belong to
+the version of the first one. Elsewhere they are read anew.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from monarch_rl.episode.sampling import Completion, GenerationError, Sampling
 from monarch_rl.generator.answers import ExpertRouteFormat
 from monarch_rl.generator.clock import BusyClock
 from monarch_rl.generator.parts import UNFINISHED, OnPart, PartStream, finish_reason_of, join_parts
-from monarch_rl.generator.scheduler_requests import SchedulerRequests
+from monarch_rl.generator.scheduler_requests import ANOTHER_TRAINER, SchedulerRequests, TurnReads
 from monarch_rl.generator.sglang_engine import SglangEngine
 from monarch_rl.runtime.presence import Wait
 
@@ -28,6 +30,7 @@ class EngineRequests:
         places: requests in SGLang at once; None is as many as it decodes at once. Others wait here and not in SGLang,
             where one that waits across a commit would start from the prefix cache of the version at which it came.
         route_format: of the model's expert routes, if the engine reports them.
+        keeps_conversations: turns after a commit may start from what older weights have read of their conversation.
         seeds: for requests without one; None leaves them without.
     """
 
@@ -35,6 +38,7 @@ class EngineRequests:
         self,
         sglang: SglangEngine,
         places: int | None,
+        keeps_conversations: bool,
         route_format: ExpertRouteFormat | None = None,
         seeds: random.Random | None = None,
     ) -> None:
@@ -43,7 +47,8 @@ class EngineRequests:
         self._route_format = route_format
         self._seeds = seeds
         self._scheduler = SchedulerRequests(sglang, route_format, seeds)
-        self.generated_tokens = 0
+        self._scheduler.keeps_conversations = keeps_conversations
+        self.generated_tokens = self.prompt_tokens = 0
         self.finished_requests = 0
 
     @property
@@ -60,6 +65,11 @@ class EngineRequests:
         """How long requests were in SGLang."""
         return self._scheduler.clock
 
+    @property
+    def turn_reads(self) -> TurnReads:
+        """What was read for turns that continue a conversation, since the start."""
+        return self._scheduler.turn_reads
+
     def use_lora(self, name: str, lora_id: str) -> None:
         """From now on ask for a LoRA adapter, by SGLang's name and id of it."""
         self._scheduler.format.lora = name, lora_id
@@ -74,9 +84,11 @@ class EngineRequests:
         stream = PartStream(on_part)
         parts: list[Completion] = []
         drawn_ids: list[int] = []
-        rest = sampling
+        rest, beginnings = sampling, self._scheduler.beginnings
         async with self._places:
             while True:
+                if self._scheduler.beginnings != beginnings:
+                    raise GenerationError(ANOTHER_TRAINER)
                 part = await self._scheduler.draw(prompt_ids + drawn_ids if drawn_ids else prompt_ids, rest, stream)
                 parts.append(part)
                 self.generated_tokens += len(part.token_ids)
@@ -87,6 +99,7 @@ class EngineRequests:
                     reason = finish_reason_of(drawn_ids, sampling, self._stop_ids(sampling))
                 if reason is not None:
                     self.finished_requests += 1
+                    self.prompt_tokens += len(prompt_ids)
                     return join_parts(parts, reason)
                 routes_from = rest.expert_routes_from
                 if routes_from is not None and part.expert_routes is not None:
@@ -96,6 +109,10 @@ class EngineRequests:
                 stream.send_rest(parts)
 
     # ---- for commits -------------------------------------------------------------------------------------------------
+
+    def next_kept_tokens(self) -> int:
+        """Tokens of the prefix cache to keep in the commit that comes now: what requests have used of late."""
+        return self._scheduler.next_kept_tokens()
 
     @property
     def running(self) -> int:
@@ -110,6 +127,10 @@ class EngineRequests:
         """Send requests to SGLang again."""
         self._scheduler.serving = True
         self._scheduler.send()
+
+    def begin_anew(self) -> None:
+        """Versions to come are another trainer's: see :meth:`monarch_rl.generator.engine.Engine.begin_anew`."""
+        self._scheduler.begin_anew()
 
     def interrupt_running(self) -> None:
         """Tell SGLang to end the running requests; each is resumed from what it drew once requests are sent again."""

@@ -59,7 +59,7 @@ def run_plain_scheduler(*args: Any, **kwargs: Any) -> None:
     from sglang.srt.managers.scheduler_components.output_streamer import _GenerationStreamAccumulator as Outputs
     from tqdm import std
 
-    from monarch_rl.generator import pending_step, scheduler_pieces
+    from monarch_rl.generator import pending_step, scheduler_pieces, tempered
     from monarch_rl.generator.flag_names import rename_in_log
     from monarch_rl.generator.load_lora import remember_managers
     from monarch_rl.generator.load_staged import continue_if_verified
@@ -74,6 +74,7 @@ def run_plain_scheduler(*args: Any, **kwargs: Any) -> None:
     output_streamer.DEFAULT_FORCE_STREAM_INTERVAL = envs.SGLANG_FORCE_STREAM_INTERVAL.get()  # waits: reads a variable
     psutil.Process.send_signal = partialmethod(_exit_on_sigquit, psutil.Process.send_signal)
     std.tqdm.__init__ = partialmethod(_without_bar, std.tqdm.__init__)
+    tempered.install()
     scheduler_pieces.install(Scheduler)  # before the next lines: not for results that a pause has read
     Scheduler.pause_generation = partialmethod(pending_step.pause_generation, Scheduler.pause_generation)
     Scheduler.process_batch_result = partialmethod(pending_step.process_batch_result, Scheduler.process_batch_result)

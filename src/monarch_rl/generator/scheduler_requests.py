@@ -12,6 +12,7 @@ import math
 import random
 import time
 import uuid
+from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -46,6 +47,31 @@ class _Draw:
     """A commit has ended it, and it is to be resumed."""
 
 
+ANOTHER_TRAINER = "the trainer whose policy was asked is lost"
+"""Why requests fail when versions begin anew."""
+KEPT_COMMITS = 2
+"""Commits between which no turn uses a conversation's prefix until it is forgotten: a tool may take that long."""
+
+
+@dataclass(slots=True)
+class TurnReads:
+    """What was read for turns that continue a conversation."""
+
+    prompt_tokens: int = 0
+    """Tokens of their prompts: of the conversation so far, and of what is new in the turn."""
+    cached_tokens: int = 0
+    """Of those, tokens that the prefix cache had."""
+    reread_tokens: int = 0
+    """Those that it had not, of conversations that began under older weights."""
+
+    def add(self, prompt_tokens: int, cached_tokens: int, older: bool) -> None:
+        """Count a turn; ``older``: its conversation began under older weights."""
+        self.prompt_tokens += prompt_tokens
+        self.cached_tokens += cached_tokens
+        self.reread_tokens += (prompt_tokens - cached_tokens) * older
+
+
+# size: a request is sent, reported and ended here, and each of these changes the others
 class SchedulerRequests:
     """Sends requests to SGLang's scheduler and reads its reports.
 
@@ -72,6 +98,13 @@ class SchedulerRequests:
         """Requests are sent."""
         self.version = 0
         """The version that draws, or that was being loaded when a commit failed."""
+        self.beginnings = 0
+        """How often versions have begun anew: the weights of a number may be others since."""
+        self.keeps_conversations = False
+        """A turn may start from what older weights have read of its conversation."""
+        self.turn_reads = TurnReads()
+        self._used_tokens: deque[int] = deque([0], maxlen=KEPT_COMMITS)
+        """Tokens of the requests that ended between two commits; the last are those since the last commit."""
         self.clock = BusyClock()
         self.format = RequestFormat(sglang.manager)
         manager = sglang.manager
@@ -89,9 +122,16 @@ class SchedulerRequests:
             draw.interrupted = True
         self._sglang.manager.abort_request(abort_all=True)
 
+    def begin_anew(self) -> None:
+        """Versions to come are another trainer's. End all requests: nobody wants what they draw any more."""
+        self.version, self.beginnings = 0, self.beginnings + 1
+        for draw in [*self._unsent, *self._running.values()]:
+            self._forget(draw)
+            _settle(draw, GenerationError(ANOTHER_TRAINER))
+
     def waits(self) -> list[Wait]:
         """What the oldest requests wait for; may be called on any thread."""
-        name, found = f"generator {self._sglang.replica}", []
+        name, found = self._sglang.replica, []
         for draw in list(self._running.values())[: presence.WAITS_PER_PROCESS]:
             what = f"tokens after {len(draw.prompt_ids)} others"
             found.append(Wait(name, what, self._sglang.name, draw.since, math.inf))
@@ -126,7 +166,7 @@ class SchedulerRequests:
             if seed is None and self._seeds is not None:
                 seed = self._seeds.getrandbits(63)
             try:
-                salt = str(self.version)
+                salt = f"{self.beginnings}/{self._cache_version(draw.sampling)}"
                 batch.append(self.format.tokenized(request_id, draw.prompt_ids, draw.sampling, seed, salt))
             except Exception as error:  # of this request alone
                 _settle(draw, error)
@@ -141,6 +181,25 @@ class SchedulerRequests:
         except Exception as error:  # a callback of the event loop has nobody to raise it to
             for request in batch:
                 _settle(self._leave(request.rid), error)
+
+    def _cache_version(self, sampling: Sampling) -> int:
+        """The version whose part of the prefix cache a request uses: requests of different ones share nothing.
+
+        A conversation that has moved here from another replica may have begun under a version that comes later here: no
+        conversation that then begins may find what older weights have read.
+        """
+        began = sampling.conversation_version
+        return self.version if began is None or not self.keeps_conversations else min(began, self.version)
+
+    def next_kept_tokens(self) -> int:
+        """Tokens of the prefix cache to keep in the commit that comes now.
+
+        No entry that has been used within :data:`KEPT_COMMITS` commits is among the others, which were used longer ago.
+        0 if conversations do not keep what was read, or none has had a second turn yet.
+        """
+        kept = sum(self._used_tokens) if self.keeps_conversations and self.turn_reads.prompt_tokens else 0
+        self._used_tokens.append(0)
+        return kept
 
     def _forget(self, draw: _Draw) -> None:
         """Nobody waits for it any more: have SGLang end it."""
@@ -173,11 +232,12 @@ class SchedulerRequests:
 
         SGLang's own streaming would send and handle the first token of every request by itself.
         """
-        sides = take_side_channel(output)
-        for index, request_id in enumerate(output.rids):
-            draw = self._running.get(request_id)
-            if draw is not None:
-                self._take(output, index, request_id, draw, sides[index])
+        if self._running:  # else all are SGLang's own, maybe of another form
+            sides = take_side_channel(output)
+            for index, request_id in enumerate(output.rids):
+                draw = self._running.get(request_id)
+                if draw is not None:
+                    self._take(output, index, request_id, draw, sides[index])
         presence.progress("tokens drawn")
         if self._sglang.manager.rid_to_state:
             await handle(output)  # waits: for nothing but the event loop
@@ -194,6 +254,11 @@ class SchedulerRequests:
         except GenerationError as error:
             draw.error = draw.error or error
         if finished is not None:
+            began = draw.sampling.conversation_version
+            self._used_tokens[-1] += len(draw.prompt_ids) + output.completion_tokens[index]
+            if began is not None:
+                cached_tokens = min(output.cached_tokens[index], len(draw.prompt_ids))
+                self.turn_reads.add(len(draw.prompt_ids), cached_tokens, began < self.version)
             self._finish(self._leave(request_id), side)
 
     def _add_part(self, part: Completion, draw: _Draw, last: bool) -> None:

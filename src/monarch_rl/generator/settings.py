@@ -43,9 +43,10 @@ class GeneratorSettings(CheckedSettings, flags="generator"):
     """SGLang's `--attention-backend`; `auto` lets SGLang choose on a GPU and is `torch_native` on a CPU."""
     in_flight: InFlight = "continue"
     """What becomes of running sequences when new weights are committed. `continue`: they go on with the keys and
-    values of older weights, at no cost. `recompute`: these are computed again for prompt and drawn tokens. `resume`:
-    sequences end and start again from what they have drawn, which costs the same and one more step. `drain`: the
-    commit waits until all have ended, and new requests wait for it: nothing is computed twice, but places are idle."""
+    values of older weights, at no cost, and so do conversations with their next turn. `recompute`: these are computed
+    again for prompt and drawn tokens. `resume`: sequences end and start again from what they have drawn, which costs
+    the same and one more step. `drain`: the commit waits until all have ended, and new requests wait for it: nothing
+    is computed twice, but places are idle."""
     drain_deadline_s: Annotated[float, Range(0.1, FOREVER_S)] = 600.0
     """Seconds that a commit may wait for running sequences to end under `drain`, before it fails."""
     part_tokens: Annotated[int, Range(1, 1_000_000)] = 64

@@ -26,10 +26,11 @@ class SglangEngine:
     """A running ``sglang.Engine``. Build with :meth:`launch`; end with :meth:`shutdown`. Use from one event loop."""
 
     def __init__(
-        self, engine: Any, launcher: ThreadPoolExecutor, replica: int, ranks: int, pieces: SchedulerPieces | None
+        self, engine: Any, launcher: ThreadPoolExecutor, replica: str, ranks: int, pieces: SchedulerPieces | None
     ) -> None:
         self.engine = engine
         self.replica = replica
+        """The name of the replica that hosts it."""
         self.ranks = ranks
         # SGLang's processes die with the thread that started them, so that thread must live as long as they do.
         self._launcher = launcher
@@ -42,12 +43,12 @@ class SglangEngine:
             asyncio.get_running_loop().add_reader(process.sentinel, self._process_ended, process)
 
     @classmethod
-    async def launch(cls, arguments: dict[str, Any], replica: int, ranks: int) -> SglangEngine:
+    async def launch(cls, arguments: dict[str, Any], replica: str, ranks: int) -> SglangEngine:
         """Start SGLang's processes.
 
         Args:
             arguments: SGLang ``ServerArgs``.
-            replica: index of the replica.
+            replica: name of the replica, ``"generator 0"``.
             ranks: of tensor parallelism.
 
         Raises RuntimeError if SGLang does not start.
@@ -72,7 +73,7 @@ class SglangEngine:
     @property
     def name(self) -> str:
         """For messages about waits."""
-        return f"the engine of generator {self.replica}"
+        return f"the engine of {self.replica}"
 
     @property
     def child_pids(self) -> list[int]:
@@ -126,7 +127,7 @@ class SglangEngine:
         if not self._stopped.done():
             process.join()  # waits: it has ended
             self._stopped.set_result(
-                f"generator {self.replica}: SGLang's process {process.pid} ended by itself, exit code "
+                f"{self.replica}: SGLang's process {process.pid} ended by itself, exit code "
                 f"{process.exitcode}; its last words are in its output"
             )
 

@@ -19,6 +19,7 @@ JOINED = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 """The template of a model that has none: contents are joined."""
 
 
+# size: one template, and both ways between text and ids
 class ChatTemplate:
     """The chat template of a model, checked.
 
@@ -93,13 +94,14 @@ class ChatTemplate:
             )
         return self._shapes[source]
 
-    def opening(self, messages: Sequence[Message], tools: ToolSet | None = None) -> list[int]:
-        """The ids that open a conversation, up to and with the prompt for the policy's first turn."""
-        key = repr((messages, tools and tools.key))
+    def opening(self, messages: Sequence[Message], tools: ToolSet | None = None, prompt: bool = True) -> list[int]:
+        """The ids that open a conversation, up to and with the prompt for the policy's first turn. Without ``prompt``:
+        those of a whole conversation after which nobody speaks, which a reward head rates."""
+        key = repr((messages, tools and tools.key, prompt))
         ids = self._openings.pop(key, None)
         if ids is None:
             self.require(*_roles(messages), tools=tools)
-            text = self._render([_row(message) for message in messages], True, tools)
+            text = self._render([_row(message) for message in messages], prompt, tools)
             ids = self.tokenizer.encode(text, add_special_tokens=not self.tokenizer.chat_template)
         self._openings[key] = ids  # the last one used comes last
         if len(self._openings) > OPENINGS_KEPT:
@@ -128,6 +130,10 @@ class ChatTemplate:
                 )
         text = shape.after(text, "" if end is None else self.tokenizer.decode([end]))
         return self._encode(shape.end_of_thinking + text if thinking else text)
+
+    def turn(self, text: str) -> list[int]:
+        """The ids of a turn that says ``text`` and ends, as an engine would draw it: tokenised by itself."""
+        return [*self._plain(text), *(self._plain(self.shape().end) or self.stop_token_ids[:1])]
 
     def read(self, token_ids: Sequence[int], tools: ToolSet | None = None, stop: Sequence[str] = ()) -> ParsedReply:
         """What a turn says.

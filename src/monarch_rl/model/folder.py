@@ -27,7 +27,7 @@ def resolve_model(name: str, tokenizer: bool = True) -> Path:
         ValueError: there is no such folder and no such (reachable) Hub repository, a file or a key of the config is
             missing, or the architecture is not supported.
     """
-    folder = _local_folder(name) or _download(name)
+    folder = find_folder(name)
     config = read_config(folder)
     architecture = architecture_of(config)
     if lacking := {key: value for key, value in architecture.needed_keys.items() if key not in config}:
@@ -40,6 +40,11 @@ def resolve_model(name: str, tokenizer: bool = True) -> Path:
     if tokenizer and not any((folder / file).is_file() for file in TOKENIZERS):
         raise ValueError(f"model {name}: no tokenizer in {folder}; it needs one of {', '.join(TOKENIZERS)}")
     return folder
+
+
+def find_folder(name: str) -> Path:
+    """The local folder of a model, downloaded if ``name`` is not a folder. Raises ValueError."""
+    return _local_folder(name) or _download(name)
 
 
 def _local_folder(name: str) -> Path | None:

@@ -31,6 +31,8 @@ class ModelSizes:
 
     elements: int
     """Of all tensors."""
+    lm_head: int
+    """Elements of an LM head of its own; 0 where it is the embeddings."""
     vocabulary: int
     width: int
     layers: int
@@ -73,8 +75,8 @@ def cache_sizes(config: Config) -> CacheSizes:
 def sizes_of(config: Config) -> ModelSizes:
     """The sizes of a model, by its ``config.json``, which ``model/features.py`` has accepted."""
     layers, experts = [0] * config["num_hidden_layers"], [0] * config["num_hidden_layers"]
-    elements = 0
-    for name, shape in expected_tensors(config).items():
+    elements, tensors = 0, expected_tensors(config)
+    for name, shape in tensors.items():
         count = math.prod(shape)
         elements += count
         if found := _LAYER.match(name):
@@ -90,6 +92,7 @@ def sizes_of(config: Config) -> ModelSizes:
     shared = config.get("n_shared_experts", 0) if architecture_of(config).shared_experts else 0
     return ModelSizes(
         elements=elements,
+        lm_head=math.prod(tensors.get("lm_head.weight", (0,))),
         vocabulary=config["vocab_size"],
         width=config["hidden_size"],
         layers=config["num_hidden_layers"],

@@ -25,6 +25,8 @@ Shapes = dict[str, Shape]
 """By the tensors' Hugging Face names."""
 
 INDEX = "model.safetensors.index.json"
+REWARD_LABELS = "monarch_rl_reward_labels"
+"""Key of a config that ``model/reward_head.py`` has read: numbers that the model's head returns."""
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Bytes of an element, for the dtypes that weights may be saved in, by safetensors' names of them."""
 _BYTES_BY_DTYPE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
@@ -78,6 +80,8 @@ def expected_tensors(config: Config) -> Shapes:
     tensors: Shapes = {"model.embed_tokens.weight": (vocabulary, width), "model.norm.weight": (width,)}
     if not config.get("tie_word_embeddings"):
         tensors["lm_head.weight"] = (vocabulary, width)
+    if config.get(REWARD_LABELS):
+        tensors["score.weight"] = (config[REWARD_LABELS], width)
     latent, sparse = architecture_of(config).latent_attention, set(sparse_layers(config))
     for layer in range(config["num_hidden_layers"]):
         parts = {

@@ -55,6 +55,15 @@ class FolderTokenizer:
         return [len(self._tokenizer.encode(text, add_special_tokens=False).ids) for text in texts]
 
 
+def read_vocabulary(folder: Path) -> dict[str, int]:
+    """The id of every token of a model folder. Raises ValueError if it has no ``tokenizer.json`` that can be read."""
+    tokenizer = _load(folder / "tokenizer.json")
+    if tokenizer is None:
+        raise ValueError(f"{folder} has no tokenizer.json: save its tokenizer with transformers, which writes one")
+    vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
+    return vocabulary
+
+
 def _load(path: Path) -> Any:
     """A ``tokenizer.json``; None if there is none: then transformers makes the tokenizer from other files."""
     if not path.is_file():

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from monarch_rl.model.tensors import INDEX, ITEM_BYTES, Shape
 
@@ -78,3 +80,12 @@ def index_of(files: list[WeightFile]) -> dict[str, str]:
         "weight_map": {tensor: file.name for file in files for tensor in file.places},
     }
     return {INDEX: json.dumps(content, indent=2) + "\n"}
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Have an OSError of the block, such as that of a full disk, name the file that it is about."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error

@@ -2,34 +2,62 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 import math
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
 from torch.utils.tensorboard import SummaryWriter
 
+from monarch_rl.observe.disk_thread import DiskThread
+from monarch_rl.observe.lines import LineFile
 from monarch_rl.observe.registry import check_names
+
+logger = logging.getLogger("monarch_rl")
 
 
 class Metrics:
     """Writes ``metrics.jsonl`` and TensorBoard event files into a folder.
 
     A line of the file is ``{"step": int, "seconds": float, name: number or null, ...}``. ``seconds`` counts from the
-    start of this process's run; null stands for nan and infinities. A resumed run appends.
+    start of the run; null stands for nan and infinities. What the disk does not take is left out (``LineFile``). All
+    writing is on a thread of its own: callers do not wait for the disk.
 
     Args:
         folder: made if it does not exist.
+        step: of the last line, in a resumed run; TensorBoard forgets later ones.
+        seconds: of the run so far.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, step: int = 0, seconds: float = 0.0) -> None:
         self.path = Path(folder) / "metrics.jsonl"
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._lines = self.path.open("a", buffering=1)  # a line can be read as soon as it is written
-        self._board = SummaryWriter(str(Path(folder) / "tensorboard"))
-        self._start = time.monotonic()
+        self.lines = LineFile(self.path)
+        self.latest: dict[str, float] = {}
+        """Of each name, the value that was logged last."""
+        self._step = step
+        self._start = time.monotonic() - seconds
+        self._board: SummaryWriter | None = self._open_board()
+        self._disk = DiskThread("metrics", self._close)
+
+    @property
+    def seconds(self) -> float:
+        """Of the run so far."""
+        return time.monotonic() - self._start
+
+    def _open_board(self) -> SummaryWriter | None:
+        try:
+            return SummaryWriter(
+                str(self.path.with_name("tensorboard")), purge_step=self._step + 1 if self._step else None
+            )
+        except OSError as error:
+            logger.error("TensorBoard's file cannot be written (%s): the run goes on without", error)
+            return None
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Write one step's values. TensorBoard groups names by what comes before the slash (``lag/mean``).
@@ -39,15 +67,56 @@ class Metrics:
         """
         check_names(list(values))
         numbers = {name: float(value) for name, value in values.items()}
-        line: dict[str, float | None] = {"step": step, "seconds": round(time.monotonic() - self._start, 3)}
+        line: dict[str, float | None] = {"step": step, "seconds": round(self.seconds, 3)}
         line.update({name: value if math.isfinite(value) else None for name, value in numbers.items()})
-        self._lines.write(json.dumps(line) + "\n")
-        for name, value in numbers.items():
-            self._board.add_scalar(name, value, step)
+        self.latest |= numbers
+        write = functools.partial(self._write, step, json.dumps(line), numbers)
+        self._disk.begin(write, lambda: self.lines.lose(1, "the disk is slower than the run"))
+
+    def _write(self, step: int, line: str, numbers: Mapping[str, float]) -> None:
+        """On the thread that writes."""
+        written = self.lines.append(line)
+        self._step = step
+        if self._board is None and written:
+            self._board = self._open_board()
+        try:
+            for name, value in numbers.items():
+                if self._board is not None:
+                    self._board.add_scalar(name, value, step)
+        except OSError as error:  # of the thread that writes
+            logger.error("TensorBoard's file cannot be written (%s): the run goes on without", error)
+            self._drop_board()
+
+    def position(self, limit_s: float | None = None) -> int:
+        """Bytes of the lines so far. The disk holds them, and TensorBoard's, when this returns. Raises OSError.
+
+        Args:
+            limit_s: seconds for the disk; None is as few as a step can wait.
+        """
+        return self._disk.answer(self._position, limit_s)
+
+    def _position(self) -> int:
+        if self._board is not None:
+            try:
+                self._board.flush()
+            except OSError:
+                self._drop_board()
+        return self.lines.position()
+
+    def _drop_board(self) -> None:
+        board, self._board = self._board, None
+        with suppress(OSError):
+            assert board is not None
+            board.close()
 
     def close(self) -> None:
-        self._lines.close()
-        self._board.close()
+        """Write what is left."""
+        self._disk.close()
+
+    def _close(self) -> None:
+        self.lines.close()
+        if self._board is not None:
+            self._drop_board()
 
     def __enter__(self) -> Metrics:
         return self

@@ -1,9 +1,11 @@
 """Every metric that a run may log, once: name, unit, meaning, and how the console shows it.
 
 The table of docs/metrics.md is made from this list (``python tools/metrics_table.py``), the console takes its columns
-from it, and ``Metrics.log`` refuses names that are not in it. Long because it is a list of texts.
+from it, and ``Metrics.log`` refuses names that are not in it.
 """
+# size: a list of texts
 
+# size: a list of texts
 from __future__ import annotations
 
 import functools
@@ -11,7 +13,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
-GroupName = Literal["learning", "agreement", "speed", "weights", "buffer", "losses"]
+GroupName = Literal["learning", "agreement", "speed", "weights", "buffer", "losses", "checkpoints"]
 
 GROUPS: dict[GroupName, str] = {
     "learning": "Learning",
@@ -20,6 +22,7 @@ GROUPS: dict[GroupName, str] = {
     "weights": "Weights",
     "buffer": "Buffer",
     "losses": "Lost and wasted",
+    "checkpoints": "Checkpoints",
 }
 """The groups of metrics in their order, with their headings in the documentation."""
 
@@ -69,26 +72,136 @@ METRICS = (
     Metric(
         "held_out/accuracy",
         "share",
-        "Share of held-out items that got the full reward. They are played greedily, before and after training, and "
-        "every `--evaluate-every` steps.",
+        "Share of held-out episodes that got the full reward (pass@1). They are played before and after training, and "
+        "every `--evaluate-every` steps; greedily unless `--evaluation.temperature` is set.",
         "learning",
         "held-out",
         "{:.1%}",
     ),
-    Metric("held_out/reward", "reward", "Mean reward of the held-out items.", "learning"),
-    Metric("held_out/failed", "items", "Held-out items whose episode failed; they count as reward 0.", "learning"),
+    Metric(
+        "held_out/accuracy_*",
+        "share",
+        "`_low`, `_high`: its 95 % interval. Wilson's where an item has one episode, else a bootstrap over items.",
+        "learning",
+    ),
+    Metric(
+        "held_out/pass_at_*",
+        "share",
+        "`held_out/pass_at_<k>`: probability that one of k episodes of an item gets the full reward, by the unbiased "
+        "estimate of arXiv:2107.03374, mean over items (`--evaluation.samples`, `--evaluation.pass-at`); `_low`, "
+        "`_high`: its 95 % interval.",
+        "learning",
+    ),
+    Metric("held_out/reward", "reward", "Mean reward of the held-out episodes.", "learning"),
+    Metric("held_out/failed", "episodes", "Held-out episodes that failed; they count as reward 0.", "learning"),
+    Metric(
+        "held_out/*_version",
+        "",
+        "`oldest_version`, `newest_version`: verified versions that drew tokens; one, without `--evaluation.share`.",
+        "learning",
+    ),
     Metric(
         "held_out/*",
         "as above",
-        "`held_out/<name>/accuracy`, `/reward`, `/failed`: the same of a held-out set that is evaluated by its name.",
+        "`held_out/<name>/accuracy` and so on: the same of a held-out set that is evaluated by its name, "
+        "or of each task if items of several were played (a mixture). `held_out/<part>`, after the names of set and "
+        "task if there are any: mean of a named part of the reward, over the items that have it.",
         "learning",
     ),
     Metric(
         "trainer/entropy", "nats", "Entropy of the trainer's policy; mean over tokens.", "learning", "entropy", "{:.2f}"
     ),
-    Metric("trainer/grad_norm", "", "Norm of the gradient before clipping.", "learning", "grad norm", "{:.3g}"),
-    Metric("trainer/loss", "", "Sum over the batch of the weighted loss of each token.", "learning"),
-    Metric("trainer/lr", "", "Learning rate of the step.", "learning"),
+    Metric(
+        "trainer/grad_norm",
+        "",
+        "Norm of the gradient before clipping; mean over the updates of the batch.",
+        "learning",
+        "grad norm",
+        "{:.3g}",
+    ),
+    Metric(
+        "trainer/loss",
+        "",
+        "Sum of the weighted loss of each token, over the batch; with several updates a batch the mean over them.",
+        "learning",
+    ),
+    Metric("trainer/lr", "", "Learning rate of the step, or of the last update of the batch.", "learning"),
+    Metric(
+        "trainer/optimizer_steps",
+        "steps",
+        "Optimiser steps so far: `--trainer.epochs` x `--trainer.minibatches` for each step of the run.",
+        "learning",
+    ),
+    Metric(
+        "trainer/drift_k3",
+        "nats",
+        "k3 estimate of KL(policy at the start of the batch, policy that is updated), over the tokens of all "
+        "updates of a batch: how far the policy moves within it. 0 with one update a batch.",
+        "learning",
+    ),
+    Metric(
+        "critic/loss",
+        "",
+        "Loss of the critic: half the squared error of its values, clipped; mean over tokens, and over the updates of "
+        "the batch. Only with `--trainer.critic.lr`, like all of `critic/`.",
+        "learning",
+    ),
+    Metric(
+        "critic/explained_variance",
+        "",
+        "Of the differences between the returns of the batch's tokens, the share that the critic foresaw before it "
+        "was updated: 1 is all of them; 0 or less, and `gae` gains nothing from it.",
+        "learning",
+    ),
+    Metric(
+        "critic/value",
+        "reward",
+        "What the critic expected, before each drawn token, that the sequence would still get; mean over tokens.",
+        "learning",
+    ),
+    Metric(
+        "critic/return",
+        "reward",
+        "What it should have expected: the advantage plus the value, before advantages are normalised; mean over "
+        "tokens.",
+        "learning",
+    ),
+    Metric(
+        "critic/clipped",
+        "share",
+        "Share of tokens whose value had moved by more than `--trainer.critic.clip` towards its return, which learn no "
+        "more from the batch.",
+        "learning",
+    ),
+    Metric("critic/grad_norm", "", "Norm of the critic's gradient before clipping; mean over updates.", "learning"),
+    Metric(
+        "trainer/kl_reference",
+        "nats",
+        "The estimate of KL(policy, reference) that `--trainer.loss.kl-estimate` names; mean over tokens. Only with "
+        "`--trainer.loss.kl-coefficient`.",
+        "learning",
+    ),
+    Metric(
+        "trainer/supervised_loss",
+        "nats",
+        "Cross-entropy of the answers of supervised rows (`run.supervised`, `run.mix`); mean over their tokens. "
+        "`trainer/loss` has it with its share.",
+        "learning",
+    ),
+    Metric("trainer/supervised_tokens", "tokens", "Tokens of those answers; `trainer/tokens` are without.", "learning"),
+    Metric(
+        "trainer/reverse_kl",
+        "nats",
+        "log policy - log teacher; mean over tokens: an estimate of KL(policy, teacher). Only with the objective "
+        "`distillation`.",
+        "learning",
+    ),
+    Metric(
+        "trainer/top_k_kl",
+        "nats",
+        "The divergence that the objective `distillation` lowers with `--trainer.loss.teacher-top`; mean over tokens.",
+        "learning",
+    ),
     Metric("trainer/logprob", "nats", "Log-probability of the tokens drawn; mean over tokens.", "learning"),
     Metric("trainer/tokens", "tokens", "Trainable tokens of the batch.", "learning"),
     Metric(
@@ -110,23 +223,53 @@ METRICS = (
         "learning",
     ),
     Metric(
-        "reward/*/mean", "reward", "Mean reward of a task's episodes in the batch: `reward/<task>/mean`.", "learning"
+        "reward/*/mean",
+        "reward",
+        "Mean reward of a task's episodes in the batch: `reward/<task>/mean`; of one of its seats: "
+        "`reward/<task>/<seat>/mean`.",
+        "learning",
     ),
     Metric(
         "reward/*/*",
         "reward",
-        "Mean of a named part of the reward, over the task's episodes that have it: `reward/<task>/<part>`. Do not "
-        "name a part `mean`.",
+        "Mean of a named part of the reward, over the task's episodes that have it: `reward/<task>/<part>`, or "
+        "`reward/<task>/<seat>/<part>`. Do not name a part `mean`.",
+        "learning",
+    ),
+    Metric(
+        "length/*/mean",
+        "tokens",
+        "Drawn tokens of a task's episode, mean over the batch: `length/<task>/mean`; of one of its seats: "
+        "`length/<task>/<seat>/mean`.",
+        "learning",
+    ),
+    Metric(
+        "turn_reward/*",
+        "reward",
+        "Mean of the rewards that the turns of a task were given by themselves (process rewards): "
+        "`turn_reward/<task>`, and of one of its seats: `turn_reward/<task>/<seat>`. Only where there are any.",
         "learning",
     ),
     Metric(
         "advantage/std",
         "",
-        "Standard deviation of the advantages over the episodes of the batch: 0 teaches nothing.",
+        "Standard deviation of the advantages over the episodes of the batch, or over its drawn tokens where they have "
+        "their own: 0 teaches nothing.",
         "learning",
     ),
-    Metric("trainer/clipped", "share", "Share of tokens whose ratio is outside the clip range.", "learning"),
-    Metric("trainer/importance_weight", "", "Mean of the truncated importance weights.", "learning"),
+    Metric(
+        "trainer/clipped",
+        "share",
+        "Share of tokens that the policy loss limits: their ratio, or that of their sequence, is outside its range "
+        "([algorithms.md](algorithms.md)).",
+        "learning",
+    ),
+    Metric(
+        "trainer/importance_weight",
+        "",
+        "Mean over tokens of the weights by which `--trainer.loss.corrections` multiply; 0 for what they drop.",
+        "learning",
+    ),
     # -- agreement --------------------------------------------------------------------------------------------
     Metric(
         "trainer/mismatch_k3_on_policy",
@@ -169,7 +312,13 @@ METRICS = (
     Metric(
         "trainer/masked_nonfinite",
         "tokens",
-        "Tokens left out because the engine's log-prob was not finite (if the trainer's is not, the update fails).",
+        "Tokens left out because a log-prob or a column of their episode was not finite.",
+        "agreement",
+    ),
+    Metric(
+        "trainer/masked_episodes",
+        "episodes",
+        "Episodes left out for that reason; each is named in the output.",
         "agreement",
     ),
     # -- speed ------------------------------------------------------------------------------------------------
@@ -223,9 +372,44 @@ METRICS = (
         "speed",
     ),
     Metric("generator/replicas", "replicas", "Replicas that are in use (not lost).", "speed"),
+    Metric(
+        "stage/*/seconds",
+        "s",
+        "Time that a group spent in a stage of `run.start(stages=...)`, by the stage's name; mean over the groups that "
+        "passed it since the last step.",
+        "speed",
+    ),
+    Metric(
+        "stage/*/waited_s",
+        "s",
+        "Time that a group waited for its turn in the stage. If it grows, raise the stage's `concurrency`.",
+        "speed",
+    ),
+    Metric(
+        "generator/turn_cached_share",
+        "share",
+        "Of the prompt tokens of turns that continue a conversation, those that the prefix cache had; there if such "
+        "turns were played in the step.",
+        "speed",
+    ),
+    Metric(
+        "generator/turn_reread_tokens",
+        "tokens",
+        "Prompt tokens of such turns in the step that were read though their conversation began under older weights: "
+        "what is new in the turn, and what the cache has lost or, without `--generator.in-flight continue`, may not "
+        "use.",
+        "speed",
+    ),
     Metric("time/step_s", "s", "Time from the end of one step to the end of the next.", "speed"),
     Metric("trainer/wait_s", "s", "Time that the trainer waited for the batch.", "speed"),
     Metric("trainer/step_s", "s", "Time that the trainer packed and computed.", "speed"),
+    Metric(
+        "trainer/reference_device_s",
+        "device-seconds",
+        "Seconds of the step in which trainer ranks computed log-probs of the reference model, of all ranks together. "
+        "Only with `--trainer.reference`.",
+        "speed",
+    ),
     Metric(
         "trainer/padding",
         "share",
@@ -277,6 +461,12 @@ METRICS = (
     Metric("buffer/playing", "groups", "Groups that are being played when the step ends.", "buffer"),
     Metric("buffer/complete", "groups", "Groups that wait to be trained when the step ends.", "buffer"),
     Metric(
+        "buffer/replayed_share",
+        "share",
+        "Share of the batch's groups that an earlier batch had, too. Only with `--buffer.replay` above 1.",
+        "buffer",
+    ),
+    Metric(
         "buffer/mib",
         "MiB",
         "Size of the groups that are complete or in training, and of the room reserved for groups on their way.",
@@ -290,6 +480,30 @@ METRICS = (
         "buffer",
     ),
     Metric("buffer/order_wait_s", "s", "Sum of the waits in `buffer/order_waits` so far.", "buffer"),
+    # -- frozen models ----------------------------------------------------------------------------------------
+    Metric(
+        "frozen/*/requests",
+        "requests",
+        "Requests that engines of the frozen model of this name have answered.",
+        "speed",
+    ),
+    Metric(
+        "frozen/*/read_tokens", "tokens", "Tokens of their prompts, and of sequences that were read, so far.", "speed"
+    ),
+    Metric("frozen/*/drawn_tokens", "tokens", "Tokens of their answers so far.", "speed"),
+    Metric(
+        "frozen/*/version",
+        "",
+        "Version of the policy whose weights the frozen model has, with `run.frozen(..., snapshot_every=...)`; missing "
+        "until it has taken over the first.",
+        "learning",
+    ),
+    Metric(
+        "frozen/*/device_s",
+        "device-seconds",
+        "Seconds so far in which engines of the frozen model had requests, times the devices of each.",
+        "speed",
+    ),
     # -- losses -----------------------------------------------------------------------------------------------
     Metric(
         "dropped/*",
@@ -314,8 +528,25 @@ METRICS = (
         "losses",
     ),
     Metric("wasted/*_tokens", "tokens", "The part of `wasted/tokens` that has one of the buffer's reasons.", "losses"),
-    Metric("recovery/lost", "processes", "Generators and rollout workers lost so far.", "losses"),
-    Metric("recovery/returned", "processes", "Lost generators and rollout workers replaced so far.", "losses"),
+    Metric("recovery/lost", "processes", "Generators, frozen engines and rollout workers lost so far.", "losses"),
+    Metric(
+        "recovery/returned",
+        "processes",
+        "Lost generators, frozen engines and rollout workers replaced so far.",
+        "losses",
+    ),
+    # -- checkpoints ------------------------------------------------------------------------------------------
+    Metric("checkpoint/step", "", "Step of the newest checkpoint that is whole.", "checkpoints"),
+    Metric("checkpoint/copy_ms", "ms", "Time that the step paid for it: the copy of the slowest rank.", "checkpoints"),
+    Metric("checkpoint/write_s", "s", "Time until it was whole, while training went on.", "checkpoints"),
+    Metric("checkpoint/mib", "MiB", "Size of it.", "checkpoints"),
+    Metric("checkpoint/failed", "checkpoints", "Checkpoints so far that the disk refused.", "checkpoints"),
+    Metric(
+        "checkpoint/lost_lines",
+        "lines",
+        "Lines of `metrics.jsonl` and `rollouts.jsonl` so far that the disk refused.",
+        "checkpoints",
+    ),
     # -- researchers' own: last, because it matches all of the trainer's --------------------------------------
     Metric(OBJECTIVE, "", "A figure that an objective of your own returns; mean over trainable tokens.", "learning"),
 )

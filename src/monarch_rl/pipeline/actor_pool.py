@@ -52,7 +52,7 @@ class ActorPool(Generic[A]):
         """The newest handle of each index, also if that process is lost."""
         self.changed = asyncio.Event()
         """Set when a process was started."""
-        self._factory = factory
+        self.factory = factory
         self._meshes: dict[int, ProcMesh] = {}
 
     def name(self, index: int) -> str:
@@ -60,13 +60,18 @@ class ActorPool(Generic[A]):
         return f"{self.kind} {index}"
 
     @property
+    def lost(self) -> list[int]:
+        """The indices at which no process is there any more."""
+        return sorted(self.latest.keys() - self.handles.keys())
+
+    @property
     def replaceable(self) -> bool:
         """Whether others can be started."""
-        return self._factory is not None
+        return self.factory is not None
 
     async def start(self, index: int) -> A:
         """Start process ``index``; returns its handle once it is set up. Raises what setting it up raises."""
-        factory = self._factory
+        factory = self.factory
         if factory is None:
             raise RuntimeError(f"{self.name(index)} cannot be started: its pool has no factory")
         mesh, handle = factory.spawn(index)
@@ -77,17 +82,51 @@ class ActorPool(Generic[A]):
         self.changed.set()
         return handle
 
-    async def start_all(self, count: int) -> None:
-        """Start processes 0 to ``count - 1`` at once."""
-        await asyncio.gather(*(self.start(index) for index in range(count)))  # waits: as start
+    async def start_all(self, count: int, join: Callable[[int, A], Awaitable[object]] | None = None) -> None:
+        """Start processes 0 to ``count - 1`` at once.
+
+        Args:
+            join: makes those that are there already fit for use, by index and handle; with a deadline. One for which it
+                raises is ended, and another one started in its place. None where there are none.
+
+        Raises what starting one raises; with ``join`` only if none is there in the end, and else warns.
+        """
+        if join is None:
+            await asyncio.gather(*(self.start(index) for index in range(count)))  # waits: as start
+        else:
+            joining = [self._join_or_start(index, join) for index in range(count)]
+            failed = [error for error in await asyncio.gather(*joining) if error is not None]  # waits: as start
+            if failed and not self.handles:
+                raise failed[0]
         self.handles = dict(sorted(self.handles.items()))
+
+    async def _join_or_start(self, index: int, join: Callable[[int, A], Awaitable[object]]) -> Exception | None:
+        """What kept a process from being started, if anything did."""
+        if index in self.handles:
+            try:
+                await join(index, self.handles[index])  # waits: it has a deadline
+                return None
+            except Exception as error:  # whatever it is, another process may do better
+                logger.warning("%s is not kept: %s", self.name(index), last_line(error))
+        await self.stop(index)  # waits: it has a deadline
+        try:
+            await self.start(index)  # waits: as above
+        except Exception as error:  # such as that of a machine that is no more
+            logger.warning("%s does not start again, others go on without it: %s", self.name(index), last_line(error))
+            await self.stop(index)  # waits: as above
+            return error
+        return None
 
     async def stop(self, index: int) -> None:
         """End process ``index``, if this pool started it and it still runs."""
         self.handles.pop(index, None)
         mesh = self._meshes.pop(index, None)
-        if mesh is not None and self._factory is not None:
-            await self._factory.cluster.kill(mesh)  # waits: it has a deadline
+        if mesh is not None and self.factory is not None:
+            await self.factory.cluster.kill(mesh)  # waits: it has a deadline
+
+    async def stop_all(self) -> None:
+        """End all processes that this pool started and that still run."""
+        await asyncio.gather(*(self.stop(index) for index in list(self._meshes)))  # waits: as stop
 
     async def ask(
         self,

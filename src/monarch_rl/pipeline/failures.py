@@ -53,7 +53,7 @@ class Failures:
                 return
             known += len(news.failures)
             for failure in news.failures:
-                logger.warning("an episode failed, the first one in this way: %s", failure)
+                logger.warning("%s failed, the first one in this way: %s", failure.what, failure)
             if news.failures and known == KINDS:
                 logger.warning("these were %d kinds of failures: further ones are counted, but not shown", KINDS)
             if news.verdict is not None:
@@ -69,14 +69,14 @@ class Failures:
             EpisodesFail: all failed, and that is no chance: no step has been made, or there are many items.
         """
         self._held_out.update(result.failed)
-        if result.failed and sum(result.failed.values()) == len(result.rewards):
+        if result.failed and sum(result.failed.values()) == result.rewards.size:
             reason, count = Counter(result.failed).most_common(1)[0]
             first = result.first[reason]
             said = (
-                f"{count} of {len(result.rewards)} held-out items failed for this reason, and none was played through"
+                f"{count} of {result.rewards.size} held-out items failed for this reason, and none was played through"
             )
             failure = Failure(f"{reason}: {said}", first.place, first.report)
-            if steps == 0 or len(result.rewards) >= MIN_ITEMS:
+            if steps == 0 or result.rewards.size >= MIN_ITEMS:
                 raise EpisodesFail(str(failure))
             logger.warning("too few to end the run for it: %s", failure)
         return result

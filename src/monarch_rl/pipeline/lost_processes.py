@@ -9,6 +9,7 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
+from monarch_rl.observe.lines import LineFile
 from monarch_rl.pipeline.actor_pool import last_line
 from monarch_rl.runtime.deadlines import now
 
@@ -35,7 +36,7 @@ class LostProcesses:
     """
 
     def __init__(self, per_s: float, file: Path | None) -> None:
-        self._per_s, self._file = per_s, file
+        self._per_s, self._file = per_s, None if file is None else LineFile(file)
         self.lost = self.returned = 0
         """Processes that were lost, and how many were replaced."""
         self._recent: dict[str, deque[LostProcess]] = {}
@@ -90,8 +91,12 @@ class LostProcesses:
         """A lost process is not replaced."""
         self._note(name, f"is not started again; the run goes on with {', '.join(others)}", removed=True)
 
+    def close(self) -> None:
+        """Close the file, until the next loss."""
+        if self._file is not None:
+            self._file.close()
+
     def _note(self, name: str, text: str, **values: object) -> None:
         logger.warning("%s %s", name, text)
         if self._file is not None:
-            with self._file.open("a") as file:
-                file.write(json.dumps({"time": time.time(), "who": name} | values) + "\n")
+            self._file.append(json.dumps({"time": time.time(), "who": name} | values))

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.ledger import Counts
-from monarch_rl.generator.actor import Generator
+from monarch_rl.generator.actor import Generator, GeneratorStats
 from monarch_rl.observe.registry import full_name
 from monarch_rl.pipeline.actor_pool import ActorPool, last_line
 from monarch_rl.pipeline.publishing import Publisher
-from monarch_rl.rollout.statistics import WorkerStats
+from monarch_rl.rollout.statistics import StageTime, WorkerStats, summed
 from monarch_rl.rollout.worker import RolloutWorker
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, now, within
 
@@ -26,22 +25,19 @@ logger = logging.getLogger("monarch_rl")
 
 
 class Observer:
-    """Gathers the metrics of a step from all actors. Rates and shares are over the time since the last step.
+    """Gathers the metrics of a step from all actors. Rates and shares are over the time since the last step."""
 
-    Args:
-        rollouts: the file to which sampled rollouts are appended.
-    """
-
-    def __init__(self, publisher: Publisher, workers: ActorPool[RolloutWorker], buffer: Buffer, rollouts: Path) -> None:
+    def __init__(self, publisher: Publisher, workers: ActorPool[RolloutWorker], buffer: Buffer) -> None:
         self._publisher = publisher
         self._workers = workers
         self._buffer = buffer
-        self._rollouts = rollouts
         self._last_step_at = 0.0
         self._engines: dict[int, _Engine] = {}
         """What each replica had done at the last step, by index."""
         self._stats: dict[tuple[str, int], WorkerStats] = {}
         """The newest of each process that was a worker, by name and pid."""
+        self._stages: dict[str, StageTime] = {}
+        """What groups had spent in each stage at the last step."""
         self._drawn, self._device_s = 0, 0.0
         """Tokens drawn by all replicas, and seconds that their devices were busy, since ``begin``."""
 
@@ -59,23 +55,21 @@ class Observer:
             except Exception as error:
                 logger.warning("no stats of generator %d: %s", index, last_line(error))
                 return None
-            tokens, busy_s, request_s = stats["generated_tokens"], stats["busy_seconds"], stats["request_seconds"]
-            return index, _Engine(stats["pid"], tokens, busy_s, request_s, stats["devices"])
+            return index, _Engine.of(stats)
 
         asked = [ask(index, generator) for index, generator in self._publisher.generators.items()]
         return dict(answer for answer in await asyncio.gather(*asked) if answer)
 
     async def step(self, trained: list[dict[str, float]]) -> dict[str, float]:
-        """Metrics of one step, by the names of docs/metrics.md; also appends sampled rollouts to their file.
+        """Metrics of one step, by the names of docs/metrics.md.
 
         Args:
             trained: what the update returned, of each trainer rank.
         """
         swap = self._publisher.last
-        counts, stats, samples = await asyncio.gather(
+        counts, stats = await asyncio.gather(
             within(CALL_DEADLINE_S, self._buffer.counts.call_one(), "the counts of the buffer", on="buffer"),
             self._workers.ask(CALL_DEADLINE_S, "to return its stats", lambda _, worker: worker.stats.call_one()),
-            self._workers.ask(CALL_DEADLINE_S, "to return rollouts", lambda _, worker: worker.samples.call_one(8)),
         )
         self._note_stats(stats)
         engines = await self._ask_engines()
@@ -93,19 +87,22 @@ class Observer:
             values["weights/snapshot_ms"] = swap.snapshot_s * 1e3
             values["weights/sent_share"] = swap.sent_bytes / swap.nbytes
             values["weights/served_version"] = swap.version
-        values["buffer/admitted"] = counts.admitted
-        values["buffer/trained"] = counts.trained
-        values["buffer/playing"], values["buffer/complete"] = counts.playing, counts.complete
-        values["buffer/mib"] = counts.nbytes / 2**20
-        values["buffer/order_waits"] = counts.order_waits
-        values["buffer/order_wait_s"] = counts.order_wait_s
+        values |= _of_buffer(counts)
         values["length/full_contexts"] = sum(worker.full_contexts for worker in self._stats.values())
-        values |= self._lost(counts, list(self._stats.values()))
+        values |= self._stage_times() | self._lost(counts, list(self._stats.values()))
         self._last_step_at = moment
         self._engines |= engines  # a replica that did not answer is counted from its last answer
-        with self._rollouts.open("a") as file:
-            file.writelines(json.dumps(sample) + "\n" for batch in samples.values() for sample in batch)
         return values
+
+    def made_again(self, trained: list[dict[str, float]], counts: Counts) -> dict[str, float]:
+        """Metrics of a step that was made again from the journal: those of the update and of the buffer.
+
+        Args:
+            trained: what the update returned, of each trainer rank.
+        """
+        values = {full_name(name): value for name, value in trained[0].items()} | _of_buffer(counts)
+        values["time/step_s"] = max(rank["step_s"] for rank in trained)
+        return values | self._lost(counts, list(self._stats.values()))
 
     async def failed(self) -> Counter[str]:
         """Training episodes that have failed so far, by reason. Raises nothing: workers that do not answer are left
@@ -114,8 +111,33 @@ class Observer:
         self._note_stats(await self._workers.ask(CALL_DEADLINE_S, what, lambda _, worker: worker.stats.call_one()))
         return _failed(self._stats.values())
 
+    def counters(self) -> dict[str, Any]:
+        """What is counted over the run and no actor keeps, for :meth:`go_on`."""
+        return {"drawn": self._drawn, "device_s": self._device_s, "workers": asdict(summed(self._stats.values()))}
+
+    def go_on(self, counters: Mapping[str, Any]) -> None:
+        """Count on from what a checkpoint has of :meth:`counters`."""
+        self._drawn, self._device_s = counters["drawn"], counters["device_s"]
+        earlier = WorkerStats(**counters["workers"])
+        self._stats[earlier.worker, earlier.pid] = earlier
+
     def _note_stats(self, stats: Mapping[int, WorkerStats]) -> None:
         self._stats |= {(of_worker.worker, of_worker.pid): of_worker for of_worker in stats.values()}
+
+    def _stage_times(self) -> dict[str, float]:
+        """Means over the groups that have passed each stage since the last step."""
+        sums: dict[str, StageTime] = {}
+        for worker in self._stats.values():
+            for name, time in worker.stages.items():
+                sums[name] = sums.get(name, StageTime()).plus(*time)
+        values: dict[str, float] = {}
+        for name, (groups, waited_s, seconds) in sums.items():
+            before = self._stages.get(name, StageTime())
+            passed = max(groups - before.groups, 1)
+            values[f"stage/{name}/seconds"] = (seconds - before.seconds) / passed
+            values[f"stage/{name}/waited_s"] = (waited_s - before.waited_s) / passed
+        self._stages = sums
+        return values
 
     def _generation(self, engines: dict[int, _Engine], elapsed: float) -> dict[str, float]:
         """What the replicas did in the ``elapsed`` seconds since the last step."""
@@ -128,7 +150,7 @@ class Observer:
             "generator/running": sum(engine.request_s for engine in since) / busy_s if busy_s else 0.0,
             "generator/replicas": float(len(self._publisher.generators)),
             "tokens_per_second": tokens / elapsed,
-        }
+        } | _later_turns(since)
 
     def _lost(self, counts: Counts, workers: list[WorkerStats]) -> dict[str, float]:
         """What was drawn and is not trained: groups and episodes by reason, tokens, and their device-seconds."""
@@ -138,6 +160,18 @@ class Observer:
         values = {f"dropped/{reason}": float(count) for reason, count in lost.items()}
         values |= {f"wasted/{reason}_tokens".replace(" ", "_"): float(n) for reason, n in counts.wasted_tokens.items()}
         return values | {"wasted/tokens": tokens, "wasted/seconds": tokens * self._device_s / max(self._drawn, 1)}
+
+
+def _of_buffer(counts: Counts) -> dict[str, float]:
+    return {
+        "buffer/admitted": counts.admitted,
+        "buffer/trained": counts.trained,
+        "buffer/playing": counts.playing,
+        "buffer/complete": counts.complete,
+        "buffer/mib": counts.nbytes / 2**20,
+        "buffer/order_waits": counts.order_waits,
+        "buffer/order_wait_s": counts.order_wait_s,
+    }
 
 
 def _failed(workers: Iterable[WorkerStats]) -> Counter[str]:
@@ -158,10 +192,26 @@ class _Engine:
     request_s: float
     """Busy seconds, each multiplied by the requests that were in the engine."""
     devices: int
+    turn_reads: tuple[int, int, int]
+    """Tokens of the prompts of later turns: all, those in the prefix cache, those read again after a commit."""
+
+    @classmethod
+    def of(cls, stats: GeneratorStats) -> _Engine:
+        """What a replica has done since its start."""
+        turn_reads = stats["turn_prompt_tokens"], stats["turn_cached_tokens"], stats["turn_reread_tokens"]
+        did = stats["generated_tokens"], stats["busy_seconds"], stats["request_seconds"]
+        return cls(stats["pid"], *did, stats["devices"], turn_reads)
 
     def since(self, before: _Engine | None) -> _Engine:
         """What it did since ``before``; everything if that was another process."""
         if before is None or before.pid != self.pid:
             return self
-        busy_s, request_s = self.busy_s - before.busy_s, self.request_s - before.request_s
-        return _Engine(self.pid, self.tokens - before.tokens, busy_s, request_s, self.devices)
+        did = self.tokens - before.tokens, self.busy_s - before.busy_s, self.request_s - before.request_s
+        all_tokens, cached, reread = (now - then for now, then in zip(self.turn_reads, before.turn_reads, strict=True))
+        return _Engine(self.pid, *did, self.devices, (all_tokens, cached, reread))
+
+
+def _later_turns(engines: Sequence[_Engine]) -> dict[str, float]:
+    """How the prompts of turns that continue conversations were read; nothing if there were none."""
+    tokens, cached, reread = (sum(engine.turn_reads[part] for engine in engines) for part in range(3))
+    return {"generator/turn_cached_share": cached / tokens, "generator/turn_reread_tokens": reread} if tokens else {}

@@ -12,7 +12,6 @@ import math
 import multiprocessing
 import os
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,6 +31,7 @@ from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.lifetime import die_with_parent
 from monarch_rl.runtime.network import held_port
+from monarch_rl.runtime.scratch import temporary_directory
 from monarch_rl.trainer.settings import TrainerSettings
 
 if TYPE_CHECKING:
@@ -101,8 +101,7 @@ def compare(
     """
     quiet_imports()
     trainer = replace(trainer, router_replay="compare" if experts else "off")
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
+    with temporary_directory() as folder:
         what = f"the engine to draw {sum(len(prompt_set.prompts) for prompt_set in prompt_sets)} sequences"
         limit_s = generator.start_limit_s(torch.cuda.is_available()) + deadline_s + END_S
         drawing = (folder, engine_model, generator, prompt_sets, experts, deadline_s, dict(engine_arguments or {}))

@@ -189,6 +189,11 @@ class Publisher:
         while self._deliveries:
             await self._deliveries.pop(0)  # waits: every wait of a delivery has a deadline of its own
 
+    def cancel(self) -> None:
+        """Give up the versions that are on their way."""
+        for delivery in self._deliveries:
+            delivery.cancel()
+
     async def add(self, index: int, generator: Generator) -> None:
         """Take in a replica that was restarted; returns when it serves the newest version, verified.
 

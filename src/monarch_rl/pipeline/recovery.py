@@ -1,10 +1,13 @@
-"""Generator replicas and rollout workers that are lost are replaced one by one, while the rest of the run goes on.
+"""Generator replicas, frozen engines and rollout workers that are lost are replaced one by one, while the rest of the
+run goes on.
 
 A process is lost when it has ended or its engine has (a call that lasts as long as it lives fails), when its work
 raised, when the publisher removed it, or when the watch (``runtime/watch.py``) found that it cannot go on. Then
 
     a generator        gets no more requests; others draw what it owes; a new process takes its place and its devices,
                        and serves when it holds the newest version, verified
+    a frozen engine    gets no more requests; what it owes is asked again; a new process takes its place and its
+                       devices, and answers when its weights are verified
     a rollout worker   leaves its groups to others, which start them again in the same slots; a new one takes its place
 
 A process that is lost more than ``restarts`` times within ``per_s`` seconds is removed, and the run goes on without it.
@@ -17,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,14 +31,19 @@ from monarch.actor import ActorError
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.generator.actor import Generator
 from monarch_rl.pipeline.actor_pool import ActorPool, last_line
+from monarch_rl.pipeline.frozen import FrozenPool
 from monarch_rl.pipeline.lost_processes import LostProcesses
 from monarch_rl.pipeline.publishing import Publisher
+from monarch_rl.pipeline.replicas import ANSWER_DEADLINE_S
 from monarch_rl.rollout.worker import RolloutWorker
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, DeadlineExceeded, lose, now, within
 from monarch_rl.runtime.endpoint import concurrent_endpoint
 from monarch_rl.settings.ranges import FOREVER_S, CheckedSettings, Range
 
 logger = logging.getLogger("monarch_rl")
+
+LOSSES = "losses.jsonl"
+"""File of the run's folder: each loss and each return."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +71,7 @@ class Living(Protocol):
 L = TypeVar("L", bound=Living)
 
 
+# size: one state machine: what is lost, of whatever kind, is found, counted and replaced by it
 class Recovery:
     """Replaces lost processes of two pools inside :meth:`supervising`; :meth:`rolling_out` goes inside that.
 
@@ -78,17 +87,23 @@ class Recovery:
         buffer: Buffer,
         settings: RecoverySettings,
         folder: Path | None = None,
+        frozen: Sequence[FrozenPool] = (),
     ) -> None:
-        self._generators, self._workers = generators, workers
+        self._generators, self._workers, self._frozen = generators, workers, frozen
         self._publisher, self._buffer, self._settings = publisher, buffer, settings
-        self._losses = LostProcesses(settings.per_s, folder / "losses.jsonl" if folder is not None else None)
+        self._losses = LostProcesses(settings.per_s, folder / LOSSES if folder is not None else None)
         self._loss_reports: dict[str, asyncio.Future[Exception]] = {}
         """By name, of each process that is thought to live; set to the cause of its loss."""
-        self._removed: dict[str, set[int]] = {generators.kind: set(), workers.kind: set()}
+        self._removed: dict[str, set[int]] = {pool.kind: set(pool.lost) for pool in self._pools}
         """By kind, the indices that are not started again."""
         self._tasks: asyncio.TaskGroup | None = None
         self._running: dict[int, asyncio.Task[None]] | None = None
         """The workers' ``run`` calls, inside :meth:`rolling_out`."""
+
+    @property
+    def _pools(self) -> list[ActorPool[Any]]:
+        """A frozen model may be called what others are called: those come first."""
+        return [*self._frozen, self._generators, self._workers]
 
     # -- for the recipe --------------------------------------------------------------------------------------------
 
@@ -105,8 +120,7 @@ class Recovery:
         self._publisher.on_lost = self._report_replica
         try:
             async with asyncio.TaskGroup() as self._tasks:
-                keeping = [self._keep(self._generators, index) for index in self._generators.handles]
-                keeping += [self._keep(self._workers, index) for index in self._workers.handles]
+                keeping = [self._keep(pool, index) for pool in self._pools for index in pool.handles]
                 supervisors = [self._tasks.create_task(each) for each in (*keeping, *beside)]
                 yield
                 for supervisor in supervisors:
@@ -115,6 +129,7 @@ class Recovery:
             raise group.exceptions[0] from None  # the others followed from it
         finally:
             self._publisher.on_lost = None
+            self._losses.close()
 
     @asynccontextmanager
     async def rolling_out(self) -> AsyncIterator[None]:
@@ -136,7 +151,7 @@ class Recovery:
         Returns:
             Whether the run can: the process belongs to a pool in which others are left, or can be replaced.
         """
-        for pool in (self._generators, self._workers):
+        for pool in self._pools:
             # A process that has not said its name yet goes by its mesh and its rank there.
             match = re.search(rf"\b{pool.kind} (\d+)|^{pool.mesh}(\d+) \d+$", culprit)
             if match is None:
@@ -163,17 +178,11 @@ class Recovery:
             self._losses.note_lost(name, cause)
             lose(name, last_line(cause))
             pool.handles.pop(index)
-            if pool is self._generators:
-                await self._publisher.remove_replica(index, last_line(cause))
-            else:
-                await self._detach_worker(index)
+            await self._detach(pool, index, cause)
             while self._may_start_again(pool, index, cause):
                 try:
                     await pool.stop(index)
-                    if pool is self._generators:
-                        await self._start_generator(index)
-                    else:
-                        await self._start_worker(index)
+                    await self._replace(pool, index)
                     break
                 except Exception as error:  # counts as a loss: a process that fails again and again is removed
                     cause = error
@@ -183,6 +192,24 @@ class Recovery:
                 self._remove(pool, index, cause)
                 return
             self._losses.note_returned(name, now() - lost)
+
+    async def _detach(self, pool: ActorPool[Any], index: int, cause: Exception) -> None:
+        """Have the others do without a lost process."""
+        if pool is self._generators:
+            await self._publisher.remove_replica(index, last_line(cause))
+        elif isinstance(pool, FrozenPool):
+            await pool.tell_lost(self._workers)
+        else:
+            await self._detach_worker(index)
+
+    async def _replace(self, pool: ActorPool[Any], index: int) -> None:
+        """Start another process in the place of a lost one."""
+        if pool is self._generators:
+            await self._start_generator(index)
+        elif isinstance(pool, FrozenPool):
+            await self._start_frozen(pool, index)
+        else:
+            await self._start_worker(index)
 
     async def _loss_of(self, pool: ActorPool[L], index: int) -> Exception:
         """Wait until a process is lost; returns why."""
@@ -227,10 +254,19 @@ class Recovery:
         answers = await self._workers.ask(
             CALL_DEADLINE_S, replace, lambda _, worker: worker.replace.call_one(index, handle)
         )
-        for other in self._workers.handles.keys() - answers.keys():  # it would ask the old one again and again
-            error = RuntimeError(f"it did not take note of the new generator {index}")
-            self._report_loss(self._workers.name(other), error)
+        missing = sorted(self._workers.handles.keys() - answers.keys())
+        self._lose_workers(missing, f"generator {index}")
         await self._publisher.add(index, handle)
+
+    def _lose_workers(self, indices: Sequence[int], unknown: str) -> None:
+        """Workers that did not take note of a new engine would ask the old one again and again."""
+        for index in indices:
+            self._report_loss(self._workers.name(index), RuntimeError(f"it did not take note of the new {unknown}"))
+
+    async def _start_frozen(self, pool: FrozenPool, index: int) -> None:
+        await pool.start(index)
+        self._lose_workers(await pool.tell_new(self._workers, index), pool.name(index))
+        await pool.tell_lost(self._workers)
 
     async def _detach_worker(self, index: int) -> None:
         """End a lost worker, and have others start its groups again."""
@@ -245,6 +281,7 @@ class Recovery:
 
     async def _start_worker(self, index: int) -> None:
         known = dict(self._generators.latest)
+        frozen = [dict(pool.latest) for pool in self._frozen]
         worker = await self._workers.start(index)
         # The worker has the handles of before; generators may have been started meanwhile.
         while new := {i: g for i, g in self._generators.latest.items() if known[i] is not g}:
@@ -253,6 +290,10 @@ class Recovery:
                 what = f"{name} to take note of a new generator"
                 await within(CALL_DEADLINE_S, worker.replace.call_one(other, generator), what, on=name)
             known |= new
+        for pool, before in zip(self._frozen, frozen, strict=True):
+            for other in [i for i, handle in pool.latest.items() if before[i] is not handle]:
+                self._lose_workers(await pool.tell_new(self._workers, other), pool.name(other))
+            await pool.tell_lost(self._workers)
         await self._publisher.update_dispatch()
         if self._running is not None and index not in self._running:  # rolling_out may have begun meanwhile
             self._begin_run(index)
@@ -267,7 +308,16 @@ class Recovery:
         except Exception as error:
             if isinstance(_origin(error), DeadlineExceeded):  # its wait for another process timed out: the run ends
                 raise
+            await self._check_buffer(error)
             self._report_loss(self._workers.name(index), error)
+
+    async def _check_buffer(self, error: Exception) -> None:
+        """Raise ``error`` if the buffer is lost: all workers fail then, and none of them is to blame."""
+        try:
+            call = self._buffer.counts.call_one()
+            await within(ANSWER_DEADLINE_S, call, "the buffer to say that it is there", on="buffer")
+        except Exception as lost:
+            raise error from lost
 
 
 def _origin(error: BaseException) -> BaseException:

@@ -83,8 +83,8 @@ class Replicas:
         if removed is None:
             return None
         self.lost[index] = why
-        others = ", ".join(map(str, self._present)) or "none"
-        logger.error("generator %d is lost (%s); generators left: %s", index, why, others)
+        others = ", ".join(f"generator {other}" for other in self._present) or "no generator"
+        logger.error("generator %d is lost (%s); left: %s", index, why, others)
         if self.on_lost is not None:
             self.on_lost(index, why)
         return removed
@@ -107,10 +107,15 @@ class Answering(Protocol):
         """Raise what is wrong with the actor."""
 
 
+async def answers(name: str, actor: Answering) -> None:
+    """Raise if an actor does not answer within ``ANSWER_DEADLINE_S``."""
+    await within(ANSWER_DEADLINE_S, actor.ready.call_one(), f"{name} to say that it is there", on=name)
+
+
 async def silence_of(name: str, actor: Answering) -> str | None:
     """What is wrong with an actor that does not answer within ``ANSWER_DEADLINE_S``; None if it answers."""
     try:
-        await within(ANSWER_DEADLINE_S, actor.ready.call_one(), f"{name} to say that it is there", on=name)
+        await answers(name, actor)
     except Exception as error:
         return f"{name} does not answer: {last_line(error)}"
     return None

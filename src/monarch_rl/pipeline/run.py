@@ -13,74 +13,64 @@ Rollouts go on all the time between the first and the last step; the buffer boun
 simulator, tests and benchmarks run the same :class:`Run` over actors that they start themselves (:meth:`Run.begin`).
 """
 
+# size: all that a recipe calls, each call a few lines and what they mean
 from __future__ import annotations
 
 import asyncio
-import json
-import os
+import logging
 import sys
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from monarch_rl.algorithms.advantages import Advantage
+from monarch_rl.algorithms.group_view import Advantage
 from monarch_rl.buffer.ledger import Counts
+from monarch_rl.generator.frozen import FrozenSettings
 from monarch_rl.observe.console import Console
 from monarch_rl.observe.metrics import Metrics
+from monarch_rl.pipeline.actor_pool import last_line
 from monarch_rl.pipeline.actors import Actors, start_actors
-from monarch_rl.pipeline.evaluation import evaluate, items_to_play
+from monarch_rl.pipeline.capture import captures
+from monarch_rl.pipeline.checkpoints import Checkpoints, Position
+from monarch_rl.pipeline.evaluation import Best, BestResult, Evaluations, OnBest, Shown
 from monarch_rl.pipeline.failures import EpisodesFail, Failures
+from monarch_rl.pipeline.frozen import FrozenPlans
+from monarch_rl.pipeline.frozen_meter import FrozenMeter
+from monarch_rl.pipeline.keeping import Kept, keep_what_lives
+from monarch_rl.pipeline.made_again import make_again
 from monarch_rl.pipeline.observer import Observer
+from monarch_rl.pipeline.parts import Parts
+from monarch_rl.pipeline.policy_snapshots import take_snapshots
 from monarch_rl.pipeline.publishing import Publisher
 from monarch_rl.pipeline.recovery import Recovery
-from monarch_rl.pipeline.settings import RunSettings, check, resolve
+from monarch_rl.pipeline.resume import Resumed, going_on, how_to_go_on, take_folder
+from monarch_rl.pipeline.rollout_log import RolloutLog
+from monarch_rl.pipeline.run_folder import going_on_after_a_loss, noted
+from monarch_rl.pipeline.settings import RunSettings, prepare
 from monarch_rl.pipeline.start import PRELOADS, replica_updates, save, schedule, served_dtype, update
+from monarch_rl.pipeline.supervised import plan_mixed_rows, plan_rows, supervised_update, use_rows
 from monarch_rl.rollout.evaluation import Evaluation
+from monarch_rl.rollout.frozen import FrozenModel, FrozenRefused
+from monarch_rl.rollout.stages import Stage, columns_filled
+from monarch_rl.runtime import supervisor
 from monarch_rl.runtime.by_value import ByValue, register_modules
 from monarch_rl.runtime.cluster import Cluster, devices, launch_cluster
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, Patience, within
-from monarch_rl.runtime.heap import freeze_heap
-from monarch_rl.runtime.watch import Watch, watched
+from monarch_rl.runtime.heap import freeze_heap, leave_heap
+from monarch_rl.runtime.watch import watched
+from monarch_rl.tasks.rows import Row
 from monarch_rl.tasks.task import Task
+from monarch_rl.trainer.functions import TrainingFunctions, check_columns
+from monarch_rl.trainer.loss_settings import loss_warnings
 from monarch_rl.trainer.objective import Objective
+
+logger = logging.getLogger("monarch_rl")
 
 S = TypeVar("S", bound=RunSettings)
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """What a run consists of once its actors are there."""
-
-    actors: Actors
-    publisher: Publisher
-    observer: Observer
-    recovery: Recovery
-    failures: Failures
-    watch: Watch | None
-    metrics: Metrics | None
-    console: Console | None
-    task: Task | None
-    """What is played, if it is known here."""
-
-    def note(self, text: str) -> None:
-        """Show a line."""
-        if self.console is not None:
-            self.console.note(text)
-
-    def show(self, result: Evaluation, version: int, held_out: str) -> None:
-        """Log and show how held-out items were played."""
-        values = result.metrics(held_out)
-        if self.metrics is not None:
-            self.metrics.log(version, values)
-        if self.console is not None:
-            self.console.remember(values)
-        when = f"after step {version}" if version else "before training"
-        self.note(f"{' on '.join(filter(None, (when, held_out)))}: {result}")
-
-
+# size: all that a recipe calls, each call a few lines and what they mean
 class Run:
     """One run, from its first actor to its last metric. Open with :meth:`open`; use from one task.
 
@@ -89,6 +79,8 @@ class Run:
         lifetimes: what is entered here ends with the run.
         cluster: where actors are spawned, and whose processes are watched; None for actors that live in this process.
         folder: of the run, for metrics, rollouts, reports and the model; None writes and prints nothing.
+        resumed: what the run goes on from; None begins one.
+        kept: what still lives of this run, which has lost other processes.
     """
 
     def __init__(
@@ -97,19 +89,35 @@ class Run:
         lifetimes: AsyncExitStack,
         cluster: Cluster | None = None,
         folder: Path | None = None,
+        resumed: Resumed | None = None,
+        kept: Kept | None = None,
     ) -> None:
         self.settings, self.folder = settings, folder
-        self.version = 0
+        self.resumed = resumed
+        """What it goes on from."""
+        self.version = resumed.version if resumed else 0
         """The policy version: batches trained so far."""
         self.saved: Path | None = None
         """Where the model was saved last."""
+        self.on_best: list[OnBest] = []
+        """Called after each evaluation that was better than all before."""
+        self._best = BestResult(settings.evaluation.best_metric, folder)
         self._lifetimes, self._cluster = lifetimes, cluster
         self._task = asyncio.current_task()
-        self._begun: _Parts | None = None
+        self._begun: Parts | None = None
+        self._kept = kept
+        self._frozen = FrozenPlans(kept.actors.frozen if kept else ())
         self._rollouts: AsyncExitStack | None = None
         """Open while rollout workers play for training."""
         self._rollouts_ended = False
-        self._patience = _patience(settings, on_gpu=cluster is not None and cluster.devices.kind == "cuda")
+        self._updating: asyncio.Future[list[dict[str, float]]] | None = None
+        """The update under way."""
+        self._unlogged: list[dict[str, float]] | None = None
+        """Figures of the newest step, until they are logged."""
+        self._on_gpu = cluster is not None and cluster.devices.kind == "cuda"
+        # A generator may be restarted in the middle of a step.
+        floor_s = settings.generator.start_limit_s(self._on_gpu) + 60
+        self._patience = Patience(settings.update_limit_s, floor_s=floor_s)
 
     @classmethod
     @asynccontextmanager
@@ -118,22 +126,29 @@ class Run:
         settings: RunSettings,
         cluster: Cluster | None = None,
         folder: Path | None = None,
+        resumed: Resumed | None = None,
+        kept: Kept | None = None,
     ) -> AsyncIterator[Run]:
         """A run for the block. At the end rollouts stop, and files are closed; actors end with the cluster.
 
         Raises:
             Stalled: the run could not go on; says who waited for whom.
-            AllActorsLost: all generators or all rollout workers were lost.
+            AllActorsLost: all generators, all rollout workers or all engines of a frozen model were lost.
             EpisodesFail: no episode can be used: all held-out items fail, or all groups are dropped (docs/failures.md).
             PublishError: a version reached no generator.
         """
         async with AsyncExitStack() as lifetimes:
-            run = cls(settings, lifetimes, cluster, folder)
-            yield run
-            await run._end_rollouts()  # a recipe may leave its loop early
+            run = cls(settings, lifetimes, cluster, folder, resumed, kept)
+            try:
+                yield run
+                await run._end_rollouts()  # a recipe may leave its loop early
+                await run._checkpoints_settled()
+            except (Exception, asyncio.CancelledError) as error:
+                await run._save_before_the_end(error)
+                raise
 
     @property
-    def _parts(self) -> _Parts:
+    def _parts(self) -> Parts:
         if self._begun is None:
             raise RuntimeError("the run has no actors yet: await run.start(...) first")
         return self._begun
@@ -150,27 +165,66 @@ class Run:
 
     # -- start -----------------------------------------------------------------------------------------------------
 
-    async def start(self, task: Task, *, advantage: Advantage, objective: Objective) -> None:
+    def frozen(
+        self, name: str, model: str, settings: FrozenSettings | None = None, *, snapshot_every: int = 0
+    ) -> FrozenModel:
+        """A model that never changes: a judge, a teacher or reference, an opponent (docs/judges.md).
+
+        Its engines have devices of their own, and start with the other actors in :meth:`start`. Lost ones are replaced.
+        What is returned can be asked from then on: in episodes and stages, whose functions may hold it, and here.
+
+        Args:
+            name: of small letters and ``_``, for messages and metrics.
+            model: Hugging Face folder or Hub name.
+            settings: None is one engine.
+            snapshot_every: versions after which it takes over the policy's weights, in :meth:`publish`, and is the
+                policy of then until the next time: a teacher for self-distillation, an opponent. 0 never changes.
+
+        Raises:
+            FrozenRefused: it cannot be served, or the launch has too few devices; says what to do. Nothing is spawned.
+        """
+        if self._cluster is None or self._begun is not None:
+            raise RuntimeError("frozen models are started by run.start(...): call run.frozen(...) before it")
+        s, given = self.settings, settings or FrozenSettings()
+        begins, offered = s.first_frozen_device, self._cluster.devices
+        return self._frozen.add(name, model, given, s.model, begins, offered, snapshot_every, s.rollout)
+
+    async def start(
+        self, task: Task, *, advantage: Advantage | str, objective: Objective | str, stages: Sequence[Stage] = ()
+    ) -> None:
         """Start all actors, serve the model as version 0, and watch over the processes from here on.
 
         Args:
             task: what rollout workers play, and how it is rewarded.
-            advantage: rewards of a group, float32[G], to the advantages of its episodes, float32[G].
-            objective: the loss of a micro-batch; see :data:`monarch_rl.trainer.objective.Objective`.
+            advantage: from a group to the advantages of its sequences, turns or tokens
+                (:data:`monarch_rl.algorithms.group_view.Advantage`), or the name of one in ``ADVANTAGES``.
+            objective: the loss of a micro-batch (:data:`monarch_rl.trainer.objective.Objective`), or a name in
+                ``OBJECTIVES``, which follows ``trainer.loss``.
+            stages: what is done with each group between playing and training, one after the other.
 
         Raises:
-            ValueError: settings that cannot work, before anything is spawned; names them.
-            TypeError: the task cannot be sent to other processes; says why.
+            ValueError: settings that cannot work, or a column that is read and that nobody fills, before anything is
+                spawned; names them.
+            TypeError: the task or a function cannot be sent to other processes; says why.
         """
         if self._cluster is None:
             raise RuntimeError("start() spawns actors: open the run with a cluster, or begin() with actors")
         self._check_first_start()
-        model = check(self.settings, self._cluster.devices, task)
-        settings = resolve(self.settings, self._cluster.devices, model)
+        settings, model = prepare(self.settings, self._cluster.devices, task)  # launch() may not have known this task
         register_modules()
-        handed = ByValue(task, f"task {task.name}")
-        await self.begin(await start_actors(self._cluster, settings, handed, model, advantage, objective), task)
-        freeze_heap()
+        trainer = settings.trainer
+        functions = TrainingFunctions.of(advantage, objective, trainer.loss, trainer.critic)
+        check_columns(functions, columns_filled(stages), trainer.reference, trainer.critic.enabled)
+        handed, by_value = ByValue(task, f"task {task.name}"), ByValue(stages, "a stage")
+        actors = await start_actors(
+            *(self._cluster, settings, handed, model, functions, by_value, self._frozen, self.resumed, self.folder),
+            kept=self._kept.actors if self._kept else None,
+        )
+        await self.begin(actors, task)
+        if self._kept is None:
+            freeze_heap()
+        else:  # what has ended is garbage in this process, and is not to stay forever
+            self._kept.note_returned()
 
     async def begin(self, actors: Actors, task: Task | None = None) -> None:
         """As :meth:`start`, with actors that are running already."""
@@ -182,25 +236,86 @@ class Run:
             actors.buffer,
             s.transfers,
             "float32" if self._cluster is None else served_dtype(s.generator, self._cluster),
-            replica_updates(actors.workers),
+            replica_updates(actors.workers, actors.frozen),
         )
-        await publisher.publish(0)  # nothing is drawn before the served weights are known to be the trainer's
+        self._lifetimes.callback(publisher.cancel)
+        publisher.lost.update({index: "it did not start again" for index in actors.generators.lost})
+        observer = Observer(publisher, actors.workers, actors.buffer)
+        restored = self.version
+        shown = metrics, rollouts, console = self._open_files(actors)
+        if self.resumed is not None:
+            observer.go_on(self.resumed.manifest.counters)
+            await self._make_again(actors, self.resumed, observer, *shown)
+        # Nothing is drawn before the served weights are known to be the trainer's.
+        await publisher.publish(self.version)
         await publisher.settled()
-        rollouts = Path(os.devnull) if folder is None else folder / "rollouts.jsonl"
-        observer = Observer(publisher, actors.workers, actors.buffer, rollouts)
-        recovery = Recovery(actors.generators, actors.workers, publisher, actors.buffer, s.recovery, folder)
+        if self.resumed is not None:
+            await take_snapshots(actors, self.version, folder, resumed=True)
+        recovery = Recovery(
+            actors.generators, actors.workers, publisher, actors.buffer, s.recovery, folder, actors.frozen
+        )
         failures = Failures(actors.buffer, s.stall_s)
-        enter = self._lifetimes.enter_context
-        metrics = None if folder is None else enter(Metrics(folder))
-        console = None if folder is None else enter(Console(s.steps))
         watch = None
         if self._cluster is not None and folder is not None:
-            watching = watched(self._cluster, folder, s.stall_s, recovery.recover)
+            watching = watched(self._cluster, folder, s.stall_s, recovery.recover, s.checkpoint.grace_s)
             watch = await self._lifetimes.enter_async_context(watching)
         await self._lifetimes.enter_async_context(recovery.supervising(failures.follow()))
-        begun = _Parts(actors, publisher, observer, recovery, failures, watch, metrics, console, task)
+        checkpoints = None
+        if folder is not None and console is not None:
+            generation = self.resumed.generation if self.resumed else 0
+            checkpoints = Checkpoints(folder, actors, s.checkpoint, console.note, restored, generation)
+        meter = FrozenMeter(actors.frozen)
+        evaluations = Evaluations(
+            *(s, s.generator.running_requests(self._on_gpu), actors.workers, publisher, failures, task),
+            *(Shown(metrics, console).evaluation, self._best, self.on_best),
+        )
+        self._lifetimes.callback(evaluations.cancel)
+        begun = Parts(
+            *(actors, publisher, observer, recovery, failures, meter, watch, *shown, evaluations, checkpoints)
+        )
         await self._lifetimes.enter_async_context(failures.summed_up(observer, begun.note))
         self._begun = begun
+        if checkpoints is not None and self.version > restored:  # a loss is not to cost the same steps again
+            await checkpoints.begin(self.version, self._position)
+        if self._cluster is not None and self._task is not None:
+            self._cluster.interrupts.take_over = self._task.cancel
+
+    def _open_files(self, actors: Actors) -> tuple[Metrics | None, RolloutLog | None, Console | None]:
+        """What the run writes and shows, until it ends."""
+        s, folder = self.settings, self.folder
+        if folder is None:
+            return None, None, None
+        seconds = self.resumed.manifest.seconds if self.resumed else 0.0
+        metrics = self._lifetimes.enter_context(Metrics(folder, self.version, seconds))
+        rollouts = RolloutLog.of(actors, folder, s.rollout, s.buffer.replay)
+        self._lifetimes.callback(rollouts.close)
+        return metrics, rollouts, self._lifetimes.enter_context(Console(s.steps))
+
+    async def _make_again(
+        self,
+        actors: Actors,
+        resumed: Resumed,
+        observer: Observer,
+        metrics: Metrics | None,
+        rollouts: RolloutLog | None,
+        console: Console | None,
+    ) -> None:
+        """Make the versions after the checkpoint again that the journal has, and log their steps."""
+
+        async def log(step: int, figures: list[dict[str, float]], counts: Counts) -> None:
+            self.version = step
+            if metrics is not None:
+                metrics.log(step, observer.made_again(figures, counts))
+            if rollouts is not None:
+                await rollouts.write()
+
+        s = self.settings
+        if s.journal.mib:
+            limit_s = s.update_limit_s + s.trainer.compile_limit_s
+            # waits: its calls have deadlines
+            async for said in make_again(actors, resumed, s.journal.mib << 20, s.steps, limit_s, log):
+                if console is not None:
+                    console.note(said)
 
     def _check_first_start(self) -> None:
         if self._begun is not None:
@@ -211,21 +326,24 @@ class Run:
     # -- the loop --------------------------------------------------------------------------------------------------
 
     async def steps(self, count: int) -> AsyncIterator[int]:
-        """Yields 1 to ``count``, one for each optimiser step to make. Rollout workers play from the first to the last.
+        """Yields 1 to ``count``, one for each batch to train on; a resumed run begins with the first that is left.
+        Rollout workers play from the first to the last, and checkpoints are made after those where one is due.
 
         When the last step is done, no more is generated, and the newest version is served. Can be used once.
         """
-        if self._rollouts is not None or self.version:
+        if self._rollouts is not None:
             raise RuntimeError("run.steps() can be used once: the buffer is closed after the last step")
         self._rollouts = AsyncExitStack()
         await self._rollouts.enter_async_context(self._parts.recovery.rolling_out())
         await self._parts.observer.begin()
-        for step in range(1, count + 1):
+        for step in range(self.version + 1, count + 1):
             yield step
+            if (checkpoints := self._parts.checkpoints) is not None:
+                await checkpoints.after_step(self.version, self._position, last=step == count)
         await self._end_rollouts()
 
     async def update(self) -> list[dict[str, float]]:
-        """Wait for the next batch and make one optimiser step, which makes the next version; metrics by trainer rank.
+        """Wait for the next batch and train on it, which makes the next version; metrics by trainer rank.
 
         Raises:
             DeadlineExceeded: batch and update took longer than ``update_deadline_s``; says what is missing.
@@ -233,14 +351,25 @@ class Run:
         actors = self.actors
         if self._rollouts is None:
             raise RuntimeError("no batch can come: call run.update() inside `async for step in run.steps(...)`")
-        updating = update(actors.trainer, actors.buffer, self.version, self._patience)
-        figures = await self.publisher.or_failed(updating)
-        self.version += 1
+        return await self._updated(update(actors.trainer, actors.buffer, self.version, self._patience))
+
+    async def _updated(self, work: Awaitable[list[dict[str, float]]]) -> list[dict[str, float]]:
+        """Await what makes the next version; metrics by trainer rank."""
+        self._updating = asyncio.ensure_future(work)
+        self._updating.add_done_callback(_retrieve)
+        figures = await self.publisher.or_failed(asyncio.shield(self._updating))
+        self._note_update(figures)
         return figures
 
+    def _note_update(self, figures: list[dict[str, float]]) -> None:
+        self.version += 1
+        self._unlogged, self._updating = figures, None
+
     async def publish(self) -> None:
-        """Send the newest version on its way. Returns after the local copy: decoding and training go on meanwhile."""
+        """Send the newest version on its way. Returns after the local copy: decoding and training go on meanwhile.
+        Frozen models that take over the policy's weights do so before it returns, when that is due."""
         await self.publisher.publish(self.version)
+        await take_snapshots(self.actors, self.version, self.folder)
 
     async def log(self, figures: list[dict[str, float]]) -> dict[str, float]:
         """Gather what the other actors did since the last step, then write and show it with ``figures``.
@@ -252,11 +381,17 @@ class Run:
             The metrics of the step, by the names of docs/metrics.md.
         """
         parts = self._parts
-        values = await parts.observer.step(figures) | parts.recovery.metrics()
+        values = await parts.observer.step(figures) | parts.recovery.metrics() | await parts.frozen.metrics()
         if parts.watch is not None:
             values |= parts.watch.loop_lag()
+        if parts.checkpoints is not None:
+            values |= parts.checkpoints.metrics()
         if parts.metrics is not None:
+            values["checkpoint/lost_lines"] = parts.lost_lines
             parts.metrics.log(self.version, values)
+        if parts.rollouts is not None:
+            await parts.rollouts.write()
+        self._unlogged = None
         if parts.console is not None:
             parts.console.show(self.version, values)
         return values
@@ -267,20 +402,101 @@ class Run:
         await self.publish()
         return await self.log(figures)
 
+    # -- rows of prompt and answer ---------------------------------------------------------------------------------
+
+    async def supervised(
+        self, rows: Sequence[Row], *, steps: int, rows_per_step: int = 64, lr_factor: float = 1.0
+    ) -> None:
+        """Warm start: make the first versions, up to ``steps``, by supervised updates alone, and publish the last one.
+
+        The loss is the cross-entropy of the answers' tokens, their mean over a step. Each step is one optimiser step
+        and makes a version: ``run.steps(n)`` goes on from there to ``n``. A resumed run makes those that are left.
+
+        Args:
+            rows: mappings with ``prompt``, text or messages, and ``answer``, text: a list, or what ``tasks/rows.py``
+                reads. They are rendered by the model's chat template.
+            rows_per_step: in another order each time through.
+            lr_factor: what ``trainer.lr`` and its schedule are multiplied by: such steps usually take a larger rate.
+
+        Raises:
+            ValueError: the rows cannot be trained; says which and why.
+        """
+        if self._rollouts is not None:
+            raise RuntimeError(
+                "supervised steps come before run.steps(...), whose groups would age: await run.mix(rows, share=...) "
+                "trains on rows beside them"
+            )
+        plan = plan_rows(rows, self.settings, rows_per_step, lr_factor=lr_factor)
+        if self.version >= steps:
+            return
+        actors, parts = self.actors, self._parts
+        await use_rows(actors.trainer, plan)
+        await parts.observer.begin()
+        while self.version < steps:
+            work = supervised_update(actors.trainer, actors.buffer, self.version, self.settings.update_limit_s)
+            await self.log(await self._updated(work))
+            if parts.checkpoints is not None:
+                await parts.checkpoints.after_step(self.version, self._position, last=False)
+        await self.publish()
+
+    async def mix(self, rows: Sequence[Row], *, share: float) -> None:
+        """From the next update on train on ``rows`` beside each batch: (1 - share) x the objective's loss + share x the
+        cross-entropy of the answers (arXiv:2508.11408).
+
+        A batch has as many rows as make them ``share`` of its sequences. They have no policy, so no lag.
+
+        Args:
+            rows: as for :meth:`supervised`.
+            share: above 0, below 1.
+
+        Raises:
+            ValueError: they cannot be trained; says why.
+        """
+        await use_rows(self.actors.trainer, plan_mixed_rows(rows, self.settings, share))
+
     # -- beside the loop -------------------------------------------------------------------------------------------
 
     async def evaluate(self, held_out: str = "") -> Evaluation:
-        """Play held-out items once each, greedily, by the versions that are served meanwhile; logs the result.
+        """Wait until the newest version is served, have it play held-out items as the settings say, and log the result.
 
-        ``held_out`` names a set, all of it; empty is the first one, as many items of it as the settings say. Raises
-        ValueError if the task has no such set.
+        ``held_out`` names a set, all of it; empty is all sets that the settings name, or the first one, as many items
+        of it as they say. Returns the result of the first set. Raises ValueError if the task has no such set.
+        """
+        return await self._parts.evaluations.play(self.version, held_out)
+
+    async def evaluate_after(self, step: int) -> None:
+        """Evaluate, if that is due after ``step``: now, or with ``evaluation.share`` beside the next steps.
+
+        An evaluation that is due while another one goes on is left out, and the console says so.
         """
         parts = self._parts
-        items = items_to_play(parts.task, held_out, self.settings.held_out)
-        # A version that cannot be delivered ends the evaluation, too.
-        result = await self.publisher.or_failed(evaluate(parts.actors.workers, items, held_out))
-        parts.show(result, self.version, held_out)
-        return parts.failures.counted(result, self.version)
+        if not self.settings.evaluates_after(step):
+            return
+        if not self.settings.evaluation.share:
+            await self.evaluate()
+        elif not await parts.evaluations.begin_beside(self.version):
+            parts.note(f"no evaluation after step {step}: the one before still goes on (--evaluation.share)")
+
+    @property
+    def best(self) -> Best | None:
+        """The best result of an evaluation so far, by ``evaluation.best_metric``."""
+        return self._best.best
+
+    async def load_frozen(self, model: FrozenModel, folder: Path) -> None:
+        """From here on a frozen model has the weights of another folder of the same shapes, such as one that
+        :meth:`save` wrote: an earlier version of the policy, as an opponent or a teacher. Its engines verify them.
+
+        Raises:
+            ValueError: the run has no such frozen model, or the folder holds another model; nothing has changed.
+        """
+        pools = [pool for pool in self.actors.frozen if pool.model == model]
+        if not pools:
+            asked = ", ".join(pool.model.name for pool in self.actors.frozen) or "none"
+            raise ValueError(
+                f"the run has no frozen model {getattr(model, 'name', model)!r} to load {folder} into; it has {asked}. "
+                "Ask for it by run.frozen(...) before run.start(...), and give load_frozen what that returned"
+            )
+        await pools[0].load(folder)
 
     async def save(self) -> None:
         """Write the model to ``model/`` in the run's folder, as a Hugging Face folder."""
@@ -288,6 +504,40 @@ class Run:
             raise RuntimeError("the run has no folder to save the model to")
         await save(self.actors.trainer, self.folder / "model", self.actors.model_bytes)
         self.saved = self.folder / "model"
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+
+    def _position(self, limit_s: float | None = None) -> Position:
+        return self._parts.position(self.settings.evaluation.best_metric, limit_s)
+
+    async def _checkpoints_settled(self) -> None:
+        if self._begun is not None and self._begun.checkpoints is not None:
+            await self._begun.checkpoints.settled()
+
+    async def _save_before_the_end(self, error: BaseException) -> None:
+        """Make a checkpoint of where the run is, whatever ends it, if trainer and buffer still live. Raises nothing."""
+        grace_s, lost = self.settings.checkpoint.grace_s, self._cluster is not None and self._cluster.interrupts.reason
+        if self._begun is None or self._begun.checkpoints is None or not grace_s or lost or self._rollouts_ended:
+            return
+        try:
+            await within(grace_s, self._save_progress(self._begun), "a last checkpoint", on="the disk")
+        except (Exception, asyncio.CancelledError) as failed:  # the end of the run has another reason, which is told
+            logger.error("no last checkpoint: %s", last_line(failed))
+
+    async def _save_progress(self, parts: Parts) -> None:
+        assert parts.checkpoints is not None
+        await parts.checkpoints.alive()
+        held = await parts.checkpoints.hold()
+        # A supervised update needs no batch.
+        if self._updating is not None and (held > self.version or self._rollouts is None):
+            await asyncio.wait([self._updating])  # waits: for an update that has its batch, which has a deadline
+            if not self._updating.cancelled() and self._updating.exception() is None:
+                self._note_update(self._updating.result())
+        if self._unlogged is not None:
+            await self.log(self._unlogged)
+        if self.version:
+            grace_s = self.settings.checkpoint.grace_s  # no step waits any more
+            await parts.checkpoints.now(self.version, lambda: self._position(grace_s))
 
     async def counts(self) -> Counts:
         """What the buffer has counted so far."""
@@ -297,15 +547,21 @@ class Run:
         """Wait until the newest version is served, close the buffer, and wait for the workers to end what they play."""
         if self._rollouts is None or self._rollouts_ended:
             return
-        self._rollouts_ended = True
+        await self._parts.evaluations.end()
         await self.publisher.settled()
+        await self._checkpoints_settled()
+        if self.version and (checkpoints := self._parts.checkpoints) is not None:  # also of a loop that was left early
+            await checkpoints.after_step(self.version, self._position, last=True)
+        await self._checkpoints_settled()
+        self._rollouts_ended = True
         # waits: for the buffer, within a deadline, then for the workers, which end with it
         await self._rollouts.aclose()
 
 
-def _patience(settings: RunSettings, on_gpu: bool) -> Patience:
-    # A generator may be restarted in the middle of a step.
-    return Patience(settings.update_limit_s, floor_s=settings.generator.start_limit_s(on_gpu) + 60)
+def _retrieve(update: asyncio.Future[list[dict[str, float]]]) -> None:
+    """Take the exception of an update that nobody awaits any more."""
+    if not update.cancelled():
+        update.exception()
 
 
 def launch(train: Callable[[Run, S], Awaitable[None]], settings: S, task: Callable[[S], Task] | None = None) -> None:
@@ -317,30 +573,69 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S, task: Callab
     Args:
         task: makes the task that ``train`` will start with, so that it is checked with the settings.
     """
+    if captures(train, settings):
+        return
+    leave_heap()
+    supervisor.follow_supervisor()
     try:
-        model = check(settings, devices(), None if task is None else task(settings))
+        settings, _ = prepare(settings, devices(), None if task is None else task(settings))
+        resumed = going_on(settings)
     except ValueError as error:
         sys.exit(f"error: {error}")
-    settings = resolve(settings, devices(), model)
-    with launch_cluster(PRELOADS) as cluster:
+    with (
+        going_on_after_a_loss(settings.checkpoint.restarts),
+        launch_cluster(PRELOADS, settings.checkpoint.grace_s) as cluster,
+    ):
         if cluster is None:  # a torchrun rank other than 0: its part was to host
             return
-        name = Path(sys.argv[0]).stem or "run"
-        folder = settings.output / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-        folder.mkdir(parents=True)
-        (folder / "settings.json").write_text(json.dumps(asdict(settings), indent=2, default=str))
+        folder = take_folder(settings, resumed)
+        for warning in loss_warnings(settings.trainer.loss, settings.trainer.updates_per_batch):
+            print(f"warning: {warning}")
         print(schedule(settings.groups_per_step, settings.rollout.group_size, settings.buffer), f"Run folder: {folder}")
         try:
-            saved = asyncio.run(_train(train, settings, cluster, folder.resolve()))
-        except EpisodesFail as error:  # what matters to the author is in its message, not in where it was raised
+            with noted(folder, cluster.interrupts):
+                saved = asyncio.run(_train(train, settings, cluster, folder, resumed))
+        except (EpisodesFail, FrozenRefused) as error:
+            # What matters to the author is in its message, not in where it was raised.
             sys.exit(f"error: {error}")
-        print(f"metrics, rollouts {'and the model ' if saved else ''}are in {folder.resolve()}")
+        except asyncio.CancelledError:
+            if (number := cluster.interrupts.received) is None:
+                raise
+            print(f"interrupted: exit code {128 + number}; {how_to_go_on(folder)}")
+            raise KeyboardInterrupt from None
+        print(f"metrics, rollouts {'and the model ' if saved else ''}are in {folder}")
 
 
 async def _train(
-    train: Callable[[Run, S], Awaitable[None]], settings: S, cluster: Cluster, folder: Path
+    train: Callable[[Run, S], Awaitable[None]], settings: S, cluster: Cluster, folder: Path, resumed: Resumed | None
 ) -> Path | None:
-    """The folder to which the recipe saved the model, if it did."""
-    async with Run.open(settings, cluster, folder) as run:
+    """The folder to which the recipe saved the model, if it did. Calls it again where the run keeps what lives."""
+    kept: Kept | None = None
+    while True:
+        runs: list[Run] = []
+        called = _called(train, settings, Run.open(settings, cluster, folder, resumed, kept), runs)
+        try:
+            # In a task of its own: what ends it, such as the watch, is not to end the next one.
+            return await asyncio.create_task(called)  # waits: as long as the run
+        except Exception as error:
+            cluster.interrupts.take_over = None
+            begun = runs[0]._begun if runs else None
+            if begun is None and kept is not None:
+                logger.error("the run does not go on with what it has kept: %s", last_line(error))
+                raise kept.cause from error
+            if begun is None:
+                raise
+            kept = await keep_what_lives(error, begun, settings, cluster, folder, resumed)
+            if kept is None:
+                raise
+            resumed = kept.resumed
+
+
+async def _called(
+    train: Callable[[Run, S], Awaitable[None]], settings: S, opened: AbstractAsyncContextManager[Run], runs: list[Run]
+) -> Path | None:
+    """Call a recipe with a run, which ``runs`` then has."""
+    async with opened as run:
+        runs.append(run)
         await train(run, settings)
     return run.saved

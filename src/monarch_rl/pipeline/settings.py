@@ -11,6 +11,8 @@ import psutil
 import torch
 
 from monarch_rl.buffer.settings import BufferSettings
+from monarch_rl.checkpoint.journal import JournalSettings
+from monarch_rl.checkpoint.settings import CheckpointSettings
 from monarch_rl.generator.gpu import check_driver, check_environment
 from monarch_rl.generator.replica_memory import check_cache
 from monarch_rl.generator.settings import (
@@ -26,6 +28,7 @@ from monarch_rl.model.tensors import model_bytes
 from monarch_rl.model.tokens import FolderTokenizer
 from monarch_rl.pipeline.memory import Sides, check_gpu_memory, plan_memory
 from monarch_rl.pipeline.recovery import RecoverySettings
+from monarch_rl.rollout.evaluation import EvaluationSettings
 from monarch_rl.rollout.settings import (
     SLOW_TOKENS_PER_S,
     RolloutSettings,
@@ -51,19 +54,24 @@ class RunSettings(CheckedSettings, flags=""):
     model: str = "Qwen/Qwen3-0.6B"
     """Hugging Face folder or Hub name of the model to train (Qwen3, Qwen3-MoE, Qwen2, Llama, Mistral, DeepSeek-V3)."""
     steps: Annotated[int, Range(1, 10**9)] = 250
-    """Optimiser steps."""
+    """Batches to train on, each of which makes a version: one optimiser step each, but for trainer.epochs and
+    trainer.minibatches."""
     colocate: bool = False
     """Have trainer ranks and replicas share devices, so that one GPU is enough. Memory is divided, and training and
     decoding slow each other down (docs/memory.md)."""
     groups_per_step: Annotated[int, Range(1, 1_000_000)] = 32
-    """Prompts of one optimiser step; each is played rollout.group-size times."""
+    """Prompts of one batch; each is played rollout.group-size times."""
     held_out: Annotated[int, Range(1, 1_000_000)] = 200
     """Held-out items of an evaluation."""
     evaluate_every: Annotated[int, Range(0, 10**9, "0 is only before and after training")] = 0
     """Steps between two evaluations while training goes on; 0 evaluates before and after training only. Generators
-    play the held-out items beside the training rollouts, and the next update waits for the evaluation."""
+    play the held-out items beside the training rollouts; the next update waits for it, unless evaluation.share is set.
+    """
     output: Path = Path("runs")
     """Folder in which the run's own folder is made."""
+    resume: str | None = None
+    """Folder of a run to go on with, from its newest checkpoint, or `auto`: the newest in `output` that has not
+    finished, if there is one. Give the flags of before with it; what differs is listed, and refused where it cannot."""
     update_deadline_s: Annotated[float | None, Range(30, FOREVER_S)] = None
     """Seconds that a step may take, its batch and its update, before the run fails. None is 600, or 300 and what the
     tokens of a turn take at 20 a second, if that is more. After the first step it is 10 times the longest recent
@@ -76,11 +84,20 @@ class RunSettings(CheckedSettings, flags=""):
     buffer: BufferSettings = field(default_factory=BufferSettings)
     weights: TransferSettings = field(default_factory=TransferSettings)
     recovery: RecoverySettings = field(default_factory=RecoverySettings)
+    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+    journal: JournalSettings = field(default_factory=JournalSettings)
 
     @property
     def first_replica_device(self) -> int:
         """The number of the first device that replicas take; trainer ranks take the first ones."""
         return 0 if self.colocate else self.trainer.ranks
+
+    @property
+    def first_frozen_device(self) -> int:
+        """The number of the first device that engines of frozen models take: none is shared."""
+        engine_ranks = self.generator.replicas * self.generator.tp
+        return max(self.trainer.ranks, engine_ranks) if self.colocate else self.trainer.ranks + engine_ranks
 
     @property
     def transfers(self) -> TransferSettings:
@@ -95,11 +112,6 @@ class RunSettings(CheckedSettings, flags=""):
         drawn_s = self.rollout.max_new_tokens / SLOW_TOKENS_PER_S
         return self.update_deadline_s or max(UPDATE_S, UPDATE_S / 2 + drawn_s)
 
-    @property
-    def new_tokens_per_episode(self) -> int:
-        """Tokens that an episode may draw, as far as the settings say; the ``constant`` aggregation divides by it."""
-        return self.trainer.loss.max_tokens or self.rollout.max_new_tokens
-
     def evaluates_after(self, step: int) -> bool:
         """Whether an evaluation is due after ``step``. After the last step a recipe evaluates in any case."""
         return self.evaluate_every > 0 and step % self.evaluate_every == 0 and step < self.steps
@@ -108,6 +120,13 @@ class RunSettings(CheckedSettings, flags=""):
 S = TypeVar("S", bound=RunSettings)
 UPDATE_S = 600.0
 """Seconds that a step may take, however few tokens are drawn for it."""
+
+
+def prepare(s: S, offered: Devices, task: Task | None = None) -> tuple[S, Path]:
+    """The settings with the values that automatic ones take, and the model's folder, after :func:`check`. Settings that
+    have been prepared stay as they are."""
+    model = check(s, offered, task)
+    return resolve(s, offered, model), model
 
 
 def check(s: RunSettings, offered: Devices, task: Task | None = None) -> Path:
@@ -123,6 +142,7 @@ def check(s: RunSettings, offered: Devices, task: Task | None = None) -> Path:
     _check_numbers(s, task)
     check_rollout(s.rollout, s.groups_per_step, s.trainer.data_ranks)
     s.buffer.window_for(s.groups_per_step)
+    _check_updates(s)
     _check_devices(s, offered)
     check_processes(s.rollout, os.cpu_count() or 1)
     check_attention(s.generator, on_gpu := offered.kind == "cuda")
@@ -202,6 +222,11 @@ def episode_limits(s: RunSettings, config: dict[str, Any], on_gpu: bool) -> dict
     return {name: tokens - s.trainer.keeps_expert_routes for name, tokens in limits.items()}
 
 
+def loss_tokens(s: RunSettings, limits: dict[str, int]) -> int:
+    """What the ``constant`` aggregation divides by. ``limits``: see :func:`episode_limits`."""
+    return s.trainer.loss.max_tokens or min(limits.values())
+
+
 def _check_numbers(s: RunSettings, task: Task | None) -> None:
     if s.rollout.min_p and s.generator.deterministic:
         raise ValueError("rollout.min-p cannot be used with generator.deterministic, which seeds every draw")
@@ -209,6 +234,18 @@ def _check_numbers(s: RunSettings, task: Task | None) -> None:
         raise ValueError(
             f"held-out {s.held_out} is more than the {items} held-out items of task {task.name}: lower it, or hold out "
             "more (task.held-out-size)"
+        )
+    missing = [name for name in s.evaluation.sets if task is not None and name not in task.held_out]
+    if missing and task is not None:
+        there = ", ".join(task.held_out) or "none"
+        raise ValueError(f"evaluation.sets {missing[0]}: task {task.name} has no such held-out set; there are {there}")
+
+
+def _check_updates(s: RunSettings) -> None:
+    if s.trainer.minibatches > s.groups_per_step:
+        raise ValueError(
+            f"trainer.minibatches {s.trainer.minibatches} is more than groups-per-step {s.groups_per_step}: a group is "
+            "not divided among mini-batches. Lower it, or take more groups"
         )
 
 

@@ -10,12 +10,14 @@ Rollout data does not pass through here: workers put groups into the buffer, tra
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from monarch.actor import ProcMesh
 
-from monarch_rl.buffer.actor import Buffer
+from monarch_rl.buffer.actor import Buffer, SavedBuffer
 from monarch_rl.buffer.settings import BufferSettings
+from monarch_rl.episode.group_bound import UNBOUNDED, GroupBound
 from monarch_rl.generator.actor import Generator
 from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.generator.memory import free_memory
@@ -26,9 +28,11 @@ from monarch_rl.model.folder import read_config
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
 from monarch_rl.model.tensors import model_bytes
 from monarch_rl.pipeline.actor_pool import ActorFactory, ActorPool
-from monarch_rl.pipeline.replicas import UpdateDispatch
+from monarch_rl.pipeline.frozen import FrozenPool
+from monarch_rl.pipeline.replicas import UpdateDispatch, answers
 from monarch_rl.rollout.scoring import PRELOAD as SCORING_PRELOAD
 from monarch_rl.rollout.settings import RolloutSettings
+from monarch_rl.rollout.stages import Stage
 from monarch_rl.rollout.worker import RolloutWorker
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.by_value import ByValue
@@ -69,12 +73,31 @@ UPDATE_GRACE_S = 15.0
 """Seconds after a rank's own deadline for its batch, in which its error can arrive."""
 
 
-async def start_buffer(cluster: Cluster, groups_per_step: int, settings: BufferSettings, version: int = 0) -> Buffer:
-    """Spawn the buffer actor on the first host. ``version``: optimiser steps done, and served, at the start."""
+async def start_buffer(
+    cluster: Cluster,
+    groups_per_step: int,
+    settings: BufferSettings,
+    version: int = 0,
+    bound: GroupBound = UNBOUNDED,
+    resumed: SavedBuffer | None = None,
+) -> Buffer:
+    """Spawn the buffer actor on the first host.
+
+    Args:
+        version: optimiser steps done, and served, at the start.
+        bound: what each group may hold.
+        resumed: what it goes on from instead of a version.
+    """
     buffer: Buffer = cluster.spawn("buffer", 1, preload="torch").spawn(
-        "buffer", Buffer, groups_per_step, settings, version
+        "buffer", Buffer, groups_per_step, settings, version, 0, resumed, bound
     )
     return buffer
+
+
+async def set_up_buffer(cluster: Cluster, buffer: Buffer) -> None:
+    """Wait until the buffer is there."""
+    await within(SET_UP_DEADLINE_S, buffer.setup.call_one(), "the buffer to come up", on="buffer")
+    await cluster.locate(cluster.named("buffer"))
 
 
 async def start_trainer(cluster: Cluster, plan: TrainerPlan, buffer: Buffer, first_device: int) -> Trainer:
@@ -87,7 +110,15 @@ async def start_trainer(cluster: Cluster, plan: TrainerPlan, buffer: Buffer, fir
         what += " and compile its blocks"
     limit_s = disk_limit_s(model_bytes(plan.model)) + plan.settings.compile_limit_s
     await within(limit_s, trainer.setup.call(), what, on="trainer ranks")
+    await cluster.locate(mesh)
     return trainer
+
+
+async def restore_trainer(trainer: Trainer, folder: Path, version: int, optimizer_steps: int, nbytes: int) -> None:
+    """Have all trainer ranks go on from a checkpoint of so many bytes."""
+    what = f"trainer ranks to read {folder}"
+    restoring = trainer.restore.call(str(folder), version, optimizer_steps)
+    await within(disk_limit_s(nbytes), restoring, what, on="the disk")
 
 
 async def start_generators(
@@ -97,6 +128,7 @@ async def start_generators(
     first_device: int,
     lora: LoraSettings = FULL_TRAINING,
     expert_routes: bool = False,
+    kept: ActorPool[Generator] | None = None,
 ) -> ActorPool[Generator]:
     """Spawn the generator replicas, one process mesh each, with their engines running.
 
@@ -104,10 +136,11 @@ async def start_generators(
         first_device: of replica 0; those of the others follow.
         lora: the trainer's; with adapters, a version is the adapter, or the weights that it is merged into.
         expert_routes: requests may ask which experts read each token.
+        kept: replicas of the same settings; those that answer stay, and one is enough to go on with.
 
     Raises RuntimeError if the one host of a run without GPUs has too little memory free for all of them.
     """
-    if cluster.devices.kind == "cpu" and cluster.num_hosts == 1:
+    if kept is None and cluster.devices.kind == "cpu" and cluster.num_hosts == 1:
         check_memory(read_config(model), settings, lora, free_memory(), engines=settings.replicas)
 
     def spawn(index: int) -> tuple[ProcMesh, Generator]:
@@ -122,8 +155,11 @@ async def start_generators(
         limit_s = settings.start_limit_s(cluster.devices.kind == "cuda") + CALL_DEADLINE_S
         await within(limit_s, start, f"{name} to start", on=name)
 
-    generators = ActorPool("generator", "generator", factory=ActorFactory(cluster, spawn, set_up))
-    await generators.start_all(settings.replicas)
+    async def join(index: int, generator: Generator) -> None:
+        await answers(f"generator {index}", generator)
+
+    generators = kept or ActorPool("generator", "generator", factory=ActorFactory(cluster, spawn, set_up))
+    await generators.start_all(settings.replicas, join=join if kept else None)
     return generators
 
 
@@ -136,35 +172,45 @@ async def start_rollout(
     generators: ActorPool[Generator],
     episode_limit: int,
     expert_routes: bool = False,
+    stages: ByValue[Sequence[Stage]] | None = None,
+    frozen: Sequence[FrozenPool] = (),
+    kept: ActorPool[RolloutWorker] | None = None,
 ) -> ActorPool[RolloutWorker]:
     """Spawn the rollout workers on the first host: a process mesh each, and a dispatcher of its own over all replicas.
 
     Args:
         episode_limit: tokens that an episode may have; one that would be longer ends there.
         expert_routes: episodes keep which experts of the generators read each token.
+        stages: what workers do with a group that was played, before they put it.
+        frozen: the engines of the models that episodes may ask.
+        kept: workers of the same settings, task and stages; those that can stay, and from now on play for ``buffer``.
     """
 
     def spawn(index: int) -> tuple[ProcMesh, RolloutWorker]:
         mesh = cluster.spawn(f"rollout{index}", 1, preload=SCORING_PRELOAD)
         name = f"rollout worker {index}"
-        return mesh, mesh.spawn("rollout", RolloutWorker, settings, task, str(model), name, expert_routes)
+        return mesh, mesh.spawn("rollout", RolloutWorker, settings, task, str(model), name, expert_routes, stages)
 
     async def set_up(index: int, worker: RolloutWorker) -> None:
         replicas = [generators.latest[replica] for replica in sorted(generators.latest)]
-        set_up = worker.setup.call_one(buffer, Dispatcher(replicas, settings.generate_limit_s), episode_limit)
+        models = [(pool.model, pool.dispatcher()) for pool in frozen]
+        dispatcher = Dispatcher(replicas, settings.generate_limit_s)
+        set_up = worker.setup.call_one(buffer, dispatcher, episode_limit, models)
         name = f"rollout worker {index}"
         await within(SET_UP_DEADLINE_S, set_up, f"{name} to set up", on=name)
 
-    workers = ActorPool("rollout worker", "rollout", factory=ActorFactory(cluster, spawn, set_up))
-    await workers.start_all(settings.workers)
+    workers = kept or ActorPool("rollout worker", "rollout")
+    workers.factory = ActorFactory(cluster, spawn, set_up)
+    await workers.start_all(settings.workers, join=set_up if kept else None)
     return workers
 
 
-def replica_updates(workers: ActorPool[RolloutWorker]) -> UpdateDispatch:
+def replica_updates(workers: ActorPool[RolloutWorker], frozen: Sequence[FrozenPool] = ()) -> UpdateDispatch:
     """A function that tells all rollout workers which replicas take no new requests, and which are lost.
 
     It is called for every version. Workers that have been told the same are called again only after ``REPEAT_S``: one
-    may have taken a replica for lost because of an error of its own, and would never ask it again.
+    may have taken a replica for lost because of an error of its own, and would never ask it again. Then they also hear
+    again which engines of ``frozen`` models are lost, of which they are told when something changes.
     """
     told: dict[int, tuple[RolloutWorker, list[int], list[int]]] = {}
     all_told_at = -math.inf
@@ -174,6 +220,8 @@ def replica_updates(workers: ActorPool[RolloutWorker]) -> UpdateDispatch:
         if now() > all_told_at + REPEAT_S:
             told.clear()
             all_told_at = now()
+            for pool in frozen:
+                await pool.tell_lost(workers)
         news = {i: worker for i, worker in workers.handles.items() if told.get(i) != (worker, paused, lost)}
         what = "to take note of the replicas"
         answers = await workers.ask(
@@ -204,7 +252,8 @@ def schedule(groups_per_step: int, group_size: int, buffer: BufferSettings) -> s
         "drop": "a group above the bound is dropped",
         "mask": "tokens above the bound are not trained",
     }[buffer.late]
-    return f"{batch}lag <= {buffer.max_policy_lag}; buffer of {slots} groups; {order} overtake another: {late}."
+    again = f", each in up to {buffer.replay} batches" if buffer.replay > 1 else ""
+    return f"{batch}lag <= {buffer.max_policy_lag}; buffer of {slots} groups{again}; {order} overtake another: {late}."
 
 
 async def update(trainer: Trainer, buffer: Buffer, version: int, patience: Patience) -> list[dict[str, float]]:

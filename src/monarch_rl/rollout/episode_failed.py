@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from monarch_rl.episode.failure import Failure, shortened
 from monarch_rl.rollout.tracebacks import describe
 
@@ -24,6 +26,8 @@ class EpisodeFailed(Exception):
         """What the policy was given first."""
         self.answer: str | None = None
         """The policy's last turn."""
+        self.messages: list[dict[str, Any]] = []
+        """All that was said, as JSON objects with role and content."""
         self.index: int | None = None
         """Which item was played."""
 

@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
+import logging
 from collections.abc import Awaitable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from monarch_rl.episode.episode import Episode
+from monarch_rl.episode.group_bound import UNBOUNDED, GroupBound
 from monarch_rl.episode.sampling import Sampling
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.model.conversation import Conversation
 from monarch_rl.rollout.episode_failed import EpisodeFailed
 from monarch_rl.rollout.handles import GeneratorHandle
-from monarch_rl.rollout.policy import OWN_CODE, EpisodePolicy, Means
-from monarch_rl.rollout.scoring import Scorer, ScoringFailed
+from monarch_rl.rollout.outside import PLAYING, JudgeFailed, Playing
+from monarch_rl.rollout.policy import OWN_CODE, Means, Play
+from monarch_rl.rollout.scoring import Scorer
+from monarch_rl.rollout.scoring_failed import ScoringFailed
+from monarch_rl.rollout.sequences import Outcomes
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.stops import Stops
 from monarch_rl.rollout.tracebacks import describe, suspended
 from monarch_rl.runtime.deadlines import ends_in_time
-from monarch_rl.tasks.task import ContextFull, EpisodeCode, Outcome, Reward, Task, as_outcome
+from monarch_rl.tasks.task import ContextFull, EpisodeCode, Returned, Task
 
+logger = logging.getLogger("monarch_rl")
 T = TypeVar("T")
+LEAVE_S = 5.0
+"""Seconds in which episodes that were cancelled may close what they opened, before their worker ends."""
+CONTEXT_FULL = object()
+"""Stands for what a coroutine would have returned."""
 
 
 class EpisodePlayer:
@@ -54,16 +63,31 @@ class EpisodePlayer:
             settings.episode_deadline_s,
             episode_limit,
         )
+        self._leaving: set[asyncio.Task[Any]] = set()
+        """The code of episodes that are over or cancelled, until it ends."""
 
-    async def play(self, task: Task, index: int, item: Any, sampling: Sampling, group: int) -> Episode:
+    async def leave(self) -> None:
+        """Wait until the code of cancelled episodes has closed what it opened, in ``finally`` or ``async with``, at
+        most :data:`LEAVE_S`."""
+        if not self._leaving:
+            return
+        _, stuck = await asyncio.wait(self._leaving, timeout=LEAVE_S)
+        if stuck:
+            logger.warning("%d cancelled episodes did not end within %g s; the process ends them", len(stuck), LEAVE_S)
+
+    async def play(
+        self, task: Task, index: int, item: Any, sampling: Sampling, group: int, share: GroupBound = UNBOUNDED
+    ) -> list[Episode]:
         """Play one episode.
 
         Args:
             index: of the item, for the report of a failure.
             sampling: how turns are drawn that say nothing else.
+            share: what it may become.
 
         Returns:
-            The episode; ``finish_reason`` is ``context`` if it had no room left, else that of its last turn.
+            The sequences that it became: one, or those of its seats in each of its branches. ``finish_reason`` is
+            ``context`` where there was no room left, else that of the last turn.
 
         Raises:
             EpisodeFailed: the episode's code raised, did not end in time or returned what is no reward, its first
@@ -72,78 +96,94 @@ class EpisodePlayer:
             DeadlineExceeded: the generator did not answer in time. It and other errors of the generator are not
                 this episode's fault: the first ends the run, others cost the worker.
         """
-        policy = EpisodePolicy(self._means, Conversation(self._template), sampling, group, task.full_context_reward)
+        conversation, reward = Conversation(self._template), task.full_context_reward
+        play = Play(self._means, conversation, sampling, group, reward, share)
+        playing = PLAYING.set(Playing(play.own_time, group))
         try:
-            return policy.episode(await self._outcome(task.episode, item, policy))
+            return play.sequences(await self._outcomes(task.episode, item, play))
         except EpisodeFailed as failed:
-            failed.tokens, failed.index = policy.drawn, index
-            failed.prompt, failed.answer = policy.prompt, policy.answer
+            failed.tokens, failed.index = play.drawn, index
+            failed.prompt, failed.answer, failed.messages = play.prompt, play.answer, play.messages
             raise
         finally:
-            policy.end()
+            play.end()
+            PLAYING.reset(playing)
 
-    async def _outcome(self, episode: EpisodeCode, item: Any, policy: EpisodePolicy) -> Outcome:
+    async def _outcomes(self, episode: EpisodeCode, item: Any, play: Play) -> Outcomes:
         """What the coroutine returned; see :meth:`play`."""
         try:
-            returned = await self._returned(episode, item, policy)
+            returned = await self._returned(episode, item, play)
         except (EpisodeFailed, asyncio.CancelledError):
             raise
-        except ContextFull:
-            returned = policy.reward_so_far
         except ScoringFailed as error:
             raise EpisodeFailed(error.reason, error.place, error.report) from error
+        except JudgeFailed as error:
+            raise EpisodeFailed(error.reason, report=error.report) from error
         except Exception as error:
-            if error is policy.broken:
+            if error is play.broken:
                 raise
             raise EpisodeFailed(f"episode raised {type(error).__name__}", *describe(error)) from error
-        if policy.broken is not None:
-            raise policy.broken
+        if play.broken is not None:
+            raise play.broken
         try:
-            return as_outcome(returned)
+            return play.outcomes_so_far() if returned is CONTEXT_FULL else play.outcomes(returned)
         except Exception as error:
             said = f"{type(error).__name__}: {error}"
-            report = f"{said}\nIt has to return a number, a dictionary of named parts, or an Outcome."
+            report = f"{said}\nIt has to return a number, a dictionary of named parts, or an Outcome: docs/tasks.md."
             raise EpisodeFailed("episode returned what cannot be used", report=report) from error
 
-    async def _returned(self, episode: EpisodeCode, item: Any, policy: EpisodePolicy) -> Reward:
+    async def _returned(self, episode: EpisodeCode, item: Any, play: Play) -> Any:
         """Run the coroutine as a task of its own, which is left alone when it does not end in time: one that ignores
         its cancellation must not hold up the group. Raises what it raises, and EpisodeFailed."""
-        coroutine: Any = episode(item, policy)
-        task = asyncio.ensure_future(_to_its_end(coroutine))
-        if not await ends_in_time(task, lambda: policy.own_time.clock, self._deadline_s):
+        coroutine: Any = episode(item, play.policy)
+        task = asyncio.ensure_future(to_its_end(_with_turn_rewards(coroutine, play)))
+        try:
+            in_time = await ends_in_time(task, lambda: play.own_time.clock, self._deadline_s)
+        finally:
+            if not task.done():
+                self._leaving.add(task)
+                task.add_done_callback(self._leaving.discard)
+        if not in_time:
             place, stack = suspended(coroutine)
+            if not stack:  # it has ended
+                place, stack = play.turn_rewards.suspended()
             task.cancel()
-            if policy.broken is not None:  # however its code came to wait
-                raise policy.broken
+            if play.broken is not None:  # however its code came to wait
+                raise play.broken
             report = f"{stack}\nIf it may take longer, raise --rollout.episode-deadline-s.".lstrip()
             raise EpisodeFailed(f"{OWN_CODE} took over {self._deadline_s:g} s", place, report)
         error = None if task.cancelled() else task.exception()
-        if policy.broken is not None:
-            raise policy.broken
+        if play.broken is not None:
+            raise play.broken
         if task.cancelled():
             raise EpisodeFailed("episode was cancelled by its own code")
         if error is not None:
             raise error
         returned = task.result()
-        if isinstance(returned, SystemExit):
-            raise EpisodeFailed("episode raised SystemExit", *describe(returned))
+        if isinstance(returned, BaseException):
+            raise EpisodeFailed(f"episode raised {type(returned).__name__}", *describe(returned))
         return returned
 
 
-async def _to_its_end(coroutine: Awaitable[T]) -> T | SystemExit:
-    """Await it; a SystemExit would end the event loop."""
+async def _with_turn_rewards(coroutine: Awaitable[Returned], play: Play) -> Any:
+    """What an episode returns, once the rewards of its turns are there, too."""
+    try:
+        returned: Any = await coroutine  # waits: the player has a deadline for it
+    except ContextFull:
+        returned = CONTEXT_FULL
+    await play.turn_rewards.settled()
+    return returned
+
+
+async def to_its_end(coroutine: Awaitable[T]) -> T | BaseException:
+    """Await it, and return what is raised beside Exceptions: SystemExit and KeyboardInterrupt would end the event loop,
+    others would pass for an error of the worker."""
     try:
         return await coroutine  # waits: the player has a deadline for it
-    except SystemExit as error:
+    except (Exception, asyncio.CancelledError):
+        raise
+    except BaseException as error:
         return error
-
-
-def episode_seed(seed: int | None, group_id: int, episode: int) -> int | None:
-    """A seed of 31 bits for one episode, the same in every process; None if draws are free."""
-    if seed is None:
-        return None
-    digest = hashlib.sha256(f"{seed}/{group_id}/{episode}".encode()).digest()
-    return int.from_bytes(digest[:4], "little") & 0x7FFFFFFF
 
 
 async def all_or_none(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

@@ -1,24 +1,35 @@
-"""The policy of one episode: what its coroutine calls, token-in, token-out."""
+"""The policy of one episode: what its coroutine calls, token-in, token-out.
+
+An :class:`EpisodePolicy` is a view on one line of the play (``branches.py``): the policy itself, one of its seats, or a
+fork of them. What all of them have in common is a :class:`Play`.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from monarch_rl.episode.episode import NO_VERSION, Episode, Turn
-from monarch_rl.episode.sampling import Completion, DrawLost, KeptSets, Sampling
+from monarch_rl.episode.episode import Episode, Turn
+from monarch_rl.episode.group_bound import GroupBound
+from monarch_rl.episode.sampling import Completion, DrawLost, Sampling
 from monarch_rl.model.conversation import Conversation
 from monarch_rl.model.messages import as_messages
 from monarch_rl.model.tools import Tools
+from monarch_rl.rollout.branches import Branch, Branches, Line
 from monarch_rl.rollout.episode_failed import EpisodeFailed
 from monarch_rl.rollout.handles import GeneratorHandle
-from monarch_rl.rollout.scoring import Scorer, ScoringFailed
+from monarch_rl.rollout.scoring import Scorer
+from monarch_rl.rollout.scoring_failed import ScoringFailed
+from monarch_rl.rollout.seeds import line_seed
+from monarch_rl.rollout.sequences import Outcomes, outcomes_of, rewards_so_far, sequences, untrained
 from monarch_rl.rollout.stops import Stops
+from monarch_rl.rollout.transcripts import as_rows
+from monarch_rl.rollout.turn_rewards import TurnRewards
+from monarch_rl.rollout.turn_sampling import after, applied
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadline_clock import DeadlineClock
 from monarch_rl.runtime.deadlines import within
@@ -37,28 +48,34 @@ class Means:
     generate_deadline_s: float
     episode_deadline_s: float
     episode_limit: int | None = None
-    """Tokens that an episode may have, prompts and drawn ones; None is any number."""
+    """Tokens that a sequence may have, prompts and drawn ones; None is any number."""
 
 
 class OwnTime:
-    """The clock of an episode's own code, from one turn of the policy to the next: it stands still during a turn."""
+    """The clock of an episode's own code, from one turn of the policy to the next: it stands still during a turn, and
+    while a judge is asked."""
 
-    __slots__ = ("_ended", "_seconds", "_wait", "clock")
+    __slots__ = ("_seconds", "_stops", "_wait", "clock", "ended")
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._ended = False
+        self._stops = 1
+        """Reasons to stand still: judges may be asked at once."""
+        self.ended = False
+        """The episode is over."""
         self.clock: DeadlineClock | None = None
         self.go_on()
 
     def go_on(self) -> None:
-        """Start at 0, unless the episode is over."""
-        if not self._ended:
+        """Start at 0 when no reason to stand still is left, unless the episode is over."""
+        self._stops -= 1
+        if not self._stops and not self.ended:
             self._wait = presence.begin_wait(OWN_CODE, "an episode's code", self._seconds)
             self.clock = DeadlineClock(self._seconds, OWN_CODE)
 
     def stop(self) -> None:
-        """Stand still."""
+        """Stand still, until :meth:`go_on` is called as often."""
+        self._stops += 1
         if self.clock is not None:
             presence.end_wait(self._wait)
             self.clock = None
@@ -66,34 +83,30 @@ class OwnTime:
     def end(self) -> None:
         """Stand still from here on."""
         self.stop()
-        self._ended = True
+        self.ended = True
 
 
-class EpisodePolicy:
-    """See :class:`monarch_rl.tasks.task.Policy`. One conversation, and the turns that it consists of so far.
+class Play:
+    """What the views on one play have in common.
 
     Args:
         conversation: an empty one.
         sampling: how turns are drawn that say nothing else.
         group: of the episode; the same for prompts that share a prefix.
+        share: what the play may become.
     """
 
     def __init__(
-        self, means: Means, conversation: Conversation, sampling: Sampling, group: int, reward_so_far: float
+        self,
+        means: Means,
+        conversation: Conversation,
+        sampling: Sampling,
+        group: int,
+        reward_so_far: float,
+        share: GroupBound,
     ) -> None:
-        self.reward_so_far = reward_so_far
-        self._means, self._sampling, self._group = means, sampling, group
-        self._conversation = conversation
-        self._drawing = False
-        self._context: list[int] = []
-        """What the policy was given since its last turn."""
-        self._turns: list[Turn] = []
-        self._expert_routes: list[np.ndarray] = []
-        """What each turn added, where routes are kept."""
-        self._finish_reason = ""
-        """Of the last turn."""
-        self.full = False
-        """Whether the context has ended a turn, or left no room for one."""
+        self.means, self.sampling, self.group = means, sampling, group
+        self.branches = Branches(Line(conversation, reward_so_far), share)
         self.prompt: str | None = None
         """What the policy was given first, as text."""
         self.answer: str | None = None
@@ -101,13 +114,125 @@ class EpisodePolicy:
         self.broken: Exception | None = None
         """What went wrong outside the episode's code: it is no matter of the coroutine, whatever that makes of it."""
         self.own_time = OwnTime(means.episode_deadline_s)
+        self.turn_rewards = TurnRewards()
+
+    @property
+    def policy(self) -> EpisodePolicy:
+        """What the coroutine is given."""
+        return EpisodePolicy(self, self.branches.all[0])
+
+    def end(self) -> None:
+        """The episode is over: code of it that still runs can draw nothing more."""
+        self.own_time.end()
+        self.turn_rewards.end()
+        self.broken = self.broken or RuntimeError("the episode is over")
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """All that was said so far at the first seat of the first branch, as JSON objects with role and content."""
+        line, *_ = self.branches.leaves[0].seats.values()
+        return as_rows(line.conversation.messages)
+
+    @property
+    def drawn(self) -> int:
+        """Trainable tokens so far."""
+        return sum(int(span.turn.trainable[span.start : span.end].sum()) for span in self.branches.spans)
+
+    def outcomes(self, returned: Any) -> Outcomes:
+        """What the coroutine returned. Raises TypeError or ValueError if it is something else than rewards."""
+        if isinstance(returned, Mapping) and returned and all(isinstance(key, EpisodePolicy) for key in returned):
+            by_branch = {key.branch: value for key, value in returned.items()}
+            if len(by_branch) < len(returned):
+                raise ValueError("several values were returned for a branch: name its seats, as in {'white': 1.0, ...}")
+            returned = by_branch
+        return outcomes_of(returned, self.branches)
+
+    def outcomes_so_far(self) -> Outcomes:
+        """What the play is worth if a full context ends it."""
+        return rewards_so_far(self.branches)
+
+    def sequences(self, outcomes: Outcomes) -> list[Episode]:
+        """What was played. Raises EpisodeFailed if there is nothing to train."""
+        played = sequences(self.branches, outcomes, self.sampling.truncated)
+        if not played:
+            full = [line for branch in self.branches.all for line in branch.lines.values() if line.full]
+            if full:
+                raise EpisodeFailed(
+                    f"prompt leaves no room within {self.means.episode_limit or self.branches.share.max_tokens} tokens",
+                    report=f"It has {len(full[0].conversation.ids)} tokens. Shorten prompts, or raise what gives the "
+                    "limit: --trainer.tokens-per-microbatch, --generator.context-length, "
+                    "--generator.max-total-tokens or --rollout.max-tokens.",
+                )
+            raise EpisodeFailed("episode ended without a reply", report="It has to await policy.reply(...) once.")
+        if self.sampling.temperature > 0 and not any(turn.trainable.any() for one in played for turn in one.turns):
+            raise EpisodeFailed(
+                "no turn of the episode can be trained",
+                report="All were drawn at another temperature than --rollout.temperature.",
+            )
+        excess = self.branches.share.excess(len(played), sum(sequence.num_tokens for sequence in played))
+        if excess is not None:
+            raise EpisodeFailed(
+                "episode is larger than its share of a group",
+                report=f"It has {excess} (--rollout.max-sequences, --rollout.max-tokens).",
+            )
+        return played
+
+
+class EpisodePolicy:
+    """See :class:`monarch_rl.tasks.task.Policy`: one line of a play.
+
+    Args:
+        branch: of the play.
+        name: of the seat; "" is the policy's own.
+    """
+
+    __slots__ = ("_line", "_means", "_name", "_play", "branch")
+
+    def __init__(self, play: Play, branch: Branch, name: str = "") -> None:
+        self._play, self._means, self._name = play, play.means, name
+        self.branch = branch
+        self._line = play.branches.seat(branch, name)
+
+    @property
+    def reward_so_far(self) -> float:
+        """See :attr:`monarch_rl.tasks.task.Policy.reward_so_far`."""
+        return self._line.reward_so_far
+
+    @reward_so_far.setter
+    def reward_so_far(self, reward: float) -> None:
+        self._line.reward_so_far = reward
+
+    @property
+    def turns(self) -> int:
+        """See :attr:`monarch_rl.tasks.task.Policy.turns`."""
+        return len(self._line.turns) - self._line.begun
+
+    @property
+    def turn_lengths(self) -> list[int]:
+        """See :attr:`monarch_rl.tasks.task.Policy.turn_lengths`."""
+        return [self._line.drawn(turn) for turn in range(self.turns)]
+
+    @property
+    def drawn(self) -> int:
+        """See :attr:`monarch_rl.tasks.task.Policy.drawn`."""
+        return sum(int(turn.trainable.sum()) for turn in self._line.turns)
+
+    def seat(self, name: str) -> EpisodePolicy:
+        """See :meth:`monarch_rl.tasks.task.Policy.seat`."""
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"a seat needs a name, got {name!r}")
+        return EpisodePolicy(self._play, self.branch, name)
+
+    def fork(self, turns: int | None = None, tokens: int | None = None) -> EpisodePolicy:
+        """See :meth:`monarch_rl.tasks.task.Policy.fork`."""
+        return EpisodePolicy(self._play, self._play.branches.fork(self.branch, turns, tokens), self._name)
 
     def read(self, messages: Said) -> None:
         """See :meth:`monarch_rl.tasks.task.Policy.read`."""
         said = as_messages(messages)
-        if self.prompt is None and said:
-            self.prompt = "".join(message.content for message in said)
-        self._conversation.read(said)
+        if self._play.prompt is None and said:
+            self._play.prompt = "".join(message.content for message in said)
+        self._line.conversation.read(said)
 
     async def reply(
         self,
@@ -120,37 +245,50 @@ class EpisodePolicy:
     ) -> Reply:
         """See :meth:`monarch_rl.tasks.task.Policy.reply`."""
         await self._check_turn()
-        sampling, stops = self._sampling, (stop,) if isinstance(stop, str) else tuple(stop)
+        line, own = self._line, self._play.sampling
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        sampling = replace(own, seed=line_seed(own.seed, line.number)) if line.number else own
         if max_new_tokens is not None or temperature is not None or stops:
             sampling = applied(sampling, max_new_tokens, temperature, self._means.stops.token_ids(stops))
+        begun, before = line.conversation.begun, line.begun_logprobs
+        if begun:
+            sampling = after(sampling, len(begun))
         asked = sampling.max_new_tokens
         self.read(messages)
-        self._context += self._conversation.add(tools=tools)
+        line.context += line.conversation.add(tools=tools)
         drawn: list[int] = []
         try:
             sampling = self._within_room(sampling)
             completion = await self._draw(sampling)
             if stops:
-                completion = self._means.stops.cut(completion, stops)
+                completion = self._means.stops.cut(completion, stops, begun)
             drawn, reason = completion.token_ids.tolist(), completion.finish_reason
         finally:  # also if no turn comes about: what it was given stands before the next one
-            turn = self._conversation.replied(drawn, completion.finish_reason if drawn else "length", stops)
-        self._add(completion, sampling)
+            turn = line.conversation.replied(drawn, completion.finish_reason if drawn else "length", stops)
+            if not drawn and line.begun:
+                line.begun = False
+                self.branch.turns += 1
         if reason == "length" and sampling.max_new_tokens < asked:
-            reason, self.full = "context", True
-        self.answer, self._finish_reason = turn.text, reason
-        return Reply(turn.text, drawn, completion.logprobs, reason, turn.raw, turn.thinking, turn.tool_calls)
+            reason, line.full = "context", True
+        self._add(completion, sampling, reason)
+        line.answers.append(turn.text)
+        self._play.answer = turn.text
+        logprobs = np.concatenate([before, completion.logprobs]) if begun else completion.logprobs
+        reply = Reply(turn.text, [*begun, *drawn], logprobs, reason, turn.raw, turn.thinking, turn.tool_calls)
+        self._play.turn_rewards.add(reply, line.turns[-1])
+        return reply
 
     async def _check_turn(self) -> None:
         """Raise what keeps the policy from another turn."""
-        if self.broken is None and not self._drawing and not self.full:
+        play, line = self._play, self._line
+        if play.broken is None and not line.drawing and not line.full:
             return
         await asyncio.sleep(0)  # a loop that catches everything must not block the worker
-        if self.broken is not None:
-            raise self.broken
-        if self._drawing:
+        if play.broken is not None:
+            raise play.broken
+        if line.drawing:
             raise RuntimeError("the policy is at its turn: await each policy.reply(...) before the next one")
-        raise ContextFull(f"the {len(self._conversation.ids)} tokens of the episode leave no room for another turn")
+        raise ContextFull(f"the {len(line.conversation.ids)} tokens of the episode leave no room for another turn")
 
     async def in_scorer(self, function: Callable[..., Reward], *args: Any) -> Outcome:
         """See :meth:`monarch_rl.tasks.task.Policy.in_scorer`."""
@@ -162,56 +300,72 @@ class EpisodePolicy:
         except (ScoringFailed, TypeError):
             raise
         except Exception as error:
-            self.broken = error
+            self._play.broken = error
             raise
 
     def _within_room(self, sampling: Sampling) -> Sampling:
         """For the next turn: with the tokens that the episode has room for, and the first expert routes to return."""
-        limit, length = self._means.episode_limit, len(self._conversation.ids)
+        length = len(self._line.conversation.ids)
         if not length:
             raise ValueError("the policy has nothing to read: give its first turn a prompt")
         routes_from = sampling.expert_routes_from
         if routes_from is not None:
-            routes_from = sum(map(len, self._expert_routes))
-        new_tokens = sampling.max_new_tokens
-        if limit is not None and length + new_tokens > limit:
-            new_tokens = limit - length
-            if new_tokens < 1:
-                self.full = True
-                raise ContextFull(f"{length} tokens leave no room for another one within {limit}")
-        if new_tokens == sampling.max_new_tokens and routes_from == sampling.expert_routes_from:
+            routes_from = sum(map(len, self._line.expert_routes))
+        new_tokens, began_at = min([sampling.max_new_tokens, *self._rooms(length)]), self._line.began_at
+        if new_tokens < 1:
+            self._line.full = True
+            raise ContextFull(f"{length} tokens leave no room for another one")
+        if began_at is None and new_tokens == sampling.max_new_tokens:
             return sampling
-        return replace(sampling, max_new_tokens=new_tokens, expert_routes_from=routes_from)
+        return replace(
+            sampling,
+            max_new_tokens=new_tokens,
+            expert_routes_from=routes_from,
+            conversation_version=began_at,
+        )
+
+    def _rooms(self, length: int) -> list[int]:
+        """Tokens that each limit leaves for the next turn."""
+        limit, room = self._means.episode_limit, self._play.branches.room(self._line)
+        return [*([limit - length] if limit is not None else []), *([room] if room is not None else [])]
 
     async def _draw(self, sampling: Sampling) -> Completion:
         """Have a turn drawn after the conversation. The clock of the episode's own code stands still meanwhile."""
-        what = f"turn {len(self._turns)} of an episode of group {self._group} from the generators"
+        play, line = self._play, self._line
+        what = f"turn {len(line.turns)} of an episode of group {play.group} from the generators"
         deadline_s = self._means.generate_deadline_s
-        self.own_time.stop()
-        self._drawing = True
+        play.own_time.stop()
+        line.drawing = sampling.max_new_tokens
         try:
-            drawing = self._means.generator.generate(self._conversation.ids, sampling, self._group)
+            drawing = self._means.generator.generate(line.conversation.ids, sampling, play.group)
             return await within(deadline_s, drawing, what, on="generators", flag="rollout.generate-deadline-s")
         except DrawLost as error:
-            self.broken = EpisodeFailed("the engine could not tell a token's kept set")
-            raise self.broken from error
+            play.broken = EpisodeFailed("the engine could not tell a token's kept set")
+            raise play.broken from error
         except Exception as error:
-            self.broken = error
+            play.broken = error
             raise
         finally:
-            self._drawing = False
-            self.own_time.go_on()
+            line.drawing = 0
+            play.own_time.go_on()
 
-    def _add(self, completion: Completion, sampling: Sampling) -> None:
+    def _add(self, completion: Completion, sampling: Sampling, reason: str) -> None:
         """Add the turn that has been drawn to the episode."""
+        line, own = self._line, self._play.sampling
         if sampling.expert_routes_from is not None:
-            rows = len(self._conversation.ids) - 1 - sampling.expert_routes_from
-            self._expert_routes.append(self._routes_of(completion, rows))
-        turn = Turn.from_completion(self._context, completion)
-        self._context = []
-        if sampling.temperature != self._sampling.temperature:
-            turn = _untrained(turn.token_ids, self._sampling.truncated)
-        self._turns.append(turn)
+            rows = len(line.conversation.ids) - 1 - sampling.expert_routes_from
+            line.expert_routes.append(self._routes_of(completion, rows))
+        if line.began_at is None and len(completion.policy_versions):
+            line.began_at = int(completion.policy_versions[0])
+        turn = Turn.from_completion(line.context, completion)
+        line.context = []
+        if sampling.temperature != own.temperature:
+            turn = untrained(turn, own.truncated)
+        if line.begun:
+            turn = line.go_on(turn)
+        line.turns.append(turn)
+        line.finish_reasons.append(reason)
+        self.branch.turns += 1
 
     def _routes_of(self, completion: Completion, rows: int) -> np.ndarray:
         """The ``rows`` of expert routes that a turn adds: one for the last token of the turn before, and one for each
@@ -220,63 +374,9 @@ class EpisodePolicy:
         expert_routes = completion.expert_routes
         if expert_routes is None or len(expert_routes) != rows:
             received = 0 if expert_routes is None else len(expert_routes)
-            self.broken = ValueError(
-                f"turn {len(self._turns)} of an episode of group {self._group} from the generators: expert routes of "
-                f"{rows} tokens were asked for, {received} were returned"
+            self._play.broken = ValueError(
+                f"turn {len(self._line.turns)} of an episode of group {self._play.group} from the generators: expert "
+                f"routes of {rows} tokens were asked for, {received} were returned"
             )
-            raise self.broken
+            raise self._play.broken
         return expert_routes
-
-    def end(self) -> None:
-        """The episode is over: code of it that still runs can draw nothing more."""
-        self.own_time.end()
-        self.broken = self.broken or RuntimeError("the episode is over")
-
-    @property
-    def drawn(self) -> int:
-        """Trainable tokens so far."""
-        return sum(int(turn.trainable.sum()) for turn in self._turns)
-
-    def episode(self, outcome: Outcome) -> Episode:
-        """What was played. Raises EpisodeFailed if there is nothing to train."""
-        if not self._turns:
-            limit, length = self._means.episode_limit, len(self._conversation.ids)
-            if self.full:
-                raise EpisodeFailed(
-                    f"prompt leaves no room within {limit} tokens",
-                    report=f"It has {length} tokens. Shorten prompts, or raise what gives the limit: "
-                    "--trainer.tokens-per-microbatch, --generator.context-length or --generator.max-total-tokens.",
-                )
-            raise EpisodeFailed("episode ended without a reply", report="It has to await policy.reply(...) once.")
-        if self._sampling.temperature > 0 and not self.drawn:
-            raise EpisodeFailed(
-                "no turn of the episode can be trained",
-                report="All were drawn at another temperature than --rollout.temperature.",
-            )
-        expert_routes = np.concatenate(self._expert_routes) if self._expert_routes else None
-        reason = "context" if self.full else self._finish_reason
-        return Episode(self._turns, outcome.reward, reason, outcome.info, expert_routes, parts=outcome.parts)
-
-
-def applied(
-    sampling: Sampling, max_new_tokens: int | None, temperature: float | None, stop_token_ids: Sequence[int]
-) -> Sampling:
-    """``sampling`` with what one turn asks for; None is as it is. Raises ValueError or TypeError if that cannot be."""
-    most = sampling.max_new_tokens
-    if max_new_tokens is not None and not 1 <= operator.index(max_new_tokens) <= most:
-        raise ValueError(f"max_new_tokens must be 1 to {most}, which is --rollout.max-new-tokens, got {max_new_tokens}")
-    if temperature is not None and not 0 <= temperature < float("inf"):
-        raise ValueError(f"temperature must not be negative, got {temperature}")
-    return replace(
-        sampling,
-        max_new_tokens=most if max_new_tokens is None else max_new_tokens,
-        temperature=sampling.temperature if temperature is None else temperature,
-        stop_token_ids=tuple(sorted({*sampling.stop_token_ids, *stop_token_ids})),
-    )
-
-
-def _untrained(token_ids: np.ndarray, truncated: bool) -> Turn:
-    """A turn of which no token is trained."""
-    n = len(token_ids)
-    kept_sets = KeptSets.none(n) if truncated else None
-    return Turn(token_ids, np.zeros(n, np.float32), np.full(n, NO_VERSION, np.int32), np.zeros(n, bool), kept_sets)

@@ -17,6 +17,7 @@ its deadline once and not twice.
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
 import math
 import os
@@ -33,6 +34,7 @@ from typing import Any
 from pebble import ProcessExpired, ProcessPool
 
 from monarch_rl.rollout.scorer_output import ScorerOutput, print_into
+from monarch_rl.rollout.scoring_failed import ScorerBroken, ScoringFailed
 from monarch_rl.rollout.tracebacks import describe, of_process, said
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.by_value import ByValue, to_bytes
@@ -41,13 +43,15 @@ from monarch_rl.runtime.deadlines import now
 from monarch_rl.runtime.fork_context import ForkContext
 from monarch_rl.runtime.heap import freeze_heap
 from monarch_rl.runtime.lifetime import die_with_parent, signal_name
-from monarch_rl.tasks.task import Outcome, Reward, as_outcome
+from monarch_rl.tasks.task import Outcome, as_outcome, as_outcomes
 
-ScoreFunction = Callable[..., Reward]
-"""Scores one answer."""
-Computed = tuple["Outcome | Raised", float]
-"""A score, or what was raised; and the seconds that it took."""
-Call = tuple["_Sent", "_Sent"]
+ScoreFunction = Callable[..., Any]
+"""Scores one answer, or all of a group."""
+Reading = Callable[[Any], Any]
+"""Makes plain values of what a function returned, in its process; raises TypeError or ValueError if that cannot be."""
+Computed = tuple[Any, float]
+"""A score, or what was :class:`Raised`; and the seconds that it took."""
+Call = tuple["_Sent", "_Sent", Reading]
 """A function and its arguments, on their way."""
 FUNCTIONS_KEPT = 64
 """Functions of which the bytes are kept; the newest ones."""
@@ -67,27 +71,12 @@ PRELOAD = "rollout"
 """Name of the fork server's preload for scoring processes."""
 
 
-class ScoringFailed(Exception):
-    """One score could not be computed; ``reason`` is short, without details, so that failures can be counted by it.
-
-    ``place`` and ``report`` are as in :class:`~monarch_rl.episode.failure.Failure`.
-    """
-
-    def __init__(self, reason: str, detail: str = "", place: str = "", report: str = "") -> None:
-        super().__init__(f"{reason}: {detail}" if detail else reason)
-        self.reason, self.place, self.report = reason, place, report
-
-
 class _Overstepped(TimeoutError):
     """A score overstepped its deadline; for ``lost_share`` of the time this process was stopped or had no core."""
 
     def __init__(self, lost_share: float) -> None:
         super().__init__()
         self.lost_share = lost_share
-
-
-class ScorerBroken(RuntimeError):
-    """No score can be computed any more: the scoring processes do not start. The worker is lost."""
 
 
 class Scorer:
@@ -135,10 +124,18 @@ class Scorer:
             ScorerBroken: the processes do not start.
             TypeError: the function or its arguments cannot be pickled.
         """
-        given = to_bytes(args, f"what {getattr(function, '__name__', function)} is given")
-        call = _Sent(self._sent(function)), _Sent(given)
+        call = self._call(function, args, as_outcome)
         computed = await self._score_with_others(call) if self._most_together() > 1 else None
-        return self._read(computed or await self._score_alone(call))
+        return self._read(computed or await self._score_alone(call))  # type: ignore[no-any-return]
+
+    async def score_group(self, function: ScoreFunction, *args: Any) -> list[Outcome]:
+        """As :meth:`score`, with a function that returns a reward for each of several episodes."""
+        computed = await self._score_alone(self._call(function, args, as_outcomes))
+        return self._read(computed)  # type: ignore[no-any-return]
+
+    def _call(self, function: ScoreFunction, args: tuple[Any, ...], reading: Reading) -> Call:
+        given = to_bytes(args, f"what {getattr(function, '__name__', function)} is given")
+        return _Sent(self._sent(function)), _Sent(given), reading
 
     def _sent(self, function: ScoreFunction) -> ByValue[ScoreFunction]:
         known = self._functions.get(id(function))
@@ -148,7 +145,7 @@ class Scorer:
                 del self._functions[next(iter(self._functions))]
         return known[1]
 
-    def _read(self, computed: Computed) -> Outcome:
+    def _read(self, computed: Computed) -> Any:
         result, seconds = computed
         self._recent.append(seconds)
         if isinstance(result, Raised):
@@ -225,7 +222,7 @@ class Scorer:
         """What ``function`` returns in a process of the pool.
 
         Raises _Overstepped if it oversteps the deadline, ProcessExpired if the process ended, BrokenProcessPool if
-        the pool does not run.
+        the pool does not run, ScoringFailed if shared memory is full.
         """
         if not self._works:
             await self._started(pool)
@@ -265,13 +262,14 @@ class Scorer:
 
         On a thread: it waits for the fork server, which may be at its imports, or stuck for minutes.
         """
-        if self._starting is None or self._starting[0] is not pool:
+        if self._starting is None or self._starting[0] is not pool or _has_failed(self._starting[1]):
             starting = asyncio.ensure_future(asyncio.to_thread(_start_processes, pool))
             self._starting = pool, starting
-        if not self._starting[1].done():
+        starting = self._starting[1]
+        if not starting.done():
             with presence.waiting("scoring processes to be started by the fork server"):
-                await asyncio.shield(self._starting[1])  # waits: EpisodePlayer has a deadline for an episode's code
-        self._starting[1].result()
+                await asyncio.shield(starting)  # waits: EpisodePlayer has a deadline for an episode's code
+        starting.result()
 
     async def _replace(self, pool: ProcessPool, error: BrokenProcessPool) -> None:
         """Make another pool if ``pool`` has worked before.
@@ -296,8 +294,18 @@ class Scorer:
         self._output.close()
 
 
+def _has_failed(task: asyncio.Task[None]) -> bool:
+    return task.done() and task.exception() is not None
+
+
 def _start_processes(pool: ProcessPool) -> None:
-    _ = pool.active  # what asks for it has to find it started; whether it is comes later
+    try:
+        _ = pool.active  # what asks for it has to find it started; whether it is comes later
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        detail = "their locks lie in /dev/shm, which is full: make room there, or enlarge it (docker --shm-size)"
+        raise ScoringFailed("scoring processes could not start", detail) from error
 
 
 def _end(pool: ProcessPool) -> None:
@@ -366,21 +374,25 @@ def _arrived(content: ByValue[ScoreFunction] | bytes) -> Any:
         return _Unreadable(error)
 
 
-def _run(function: ScoreFunction | _Unreadable, args: tuple[Any, ...] | _Unreadable) -> Computed:
+def _run(
+    function: ScoreFunction | _Unreadable, args: tuple[Any, ...] | _Unreadable, reading: Reading = as_outcome
+) -> Computed:
     """The score, or what was raised: SystemExit, too, must not end the scoring process's event loop."""
-    started = time.perf_counter()
-    outcome: Outcome | Raised
+    started, process = time.perf_counter(), os.getpid()
+    outcome: Any
     try:
         for part in (function, args):
             if isinstance(part, _Unreadable):
                 raise part.error
         # Plain numbers: they go into JSON, and a wrong one must cost this episode only.
-        outcome = as_outcome(function(*args))  # type: ignore[operator, misc]
+        outcome = reading(function(*args))  # type: ignore[operator, misc]
     except BaseException as error:
         place, report = describe(error)
         outcome = Raised(type(error).__name__, said(error), place, report)
+    if os.getpid() != process:  # a copy that the function has forked: two would answer, and take what comes next
+        os._exit(0)
     return outcome, time.perf_counter() - started
 
 
-def _run_all(calls: list[tuple[ScoreFunction | _Unreadable, tuple[Any, ...] | _Unreadable]]) -> list[Computed]:
+def _run_all(calls: list[tuple[Any, Any, Reading]]) -> list[Computed]:
     return [_run(*call) for call in calls]

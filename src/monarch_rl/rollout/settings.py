@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+from monarch_rl.episode.group_bound import GroupBound
 from monarch_rl.settings.ranges import FOREVER_S, CheckedSettings, Range
 
 logger = logging.getLogger("monarch_rl")
@@ -26,6 +27,9 @@ SLOW_TOKENS_PER_S = 20.0
 sequences of a large model."""
 MIN_GENERATE_S = 5.0
 """A turn may wait for a commit of new weights, which takes seconds: a shorter deadline ends every run."""
+SEQUENCES = 16
+"""That an episode may become, if nothing else is said: two seats and eight branches. What is held for each group has to
+have a bound (docs/buffer.md)."""
 MAX_TOP_K = 2048
 """Half the ids of a kept set that SGLang returns (``sampling_mask_max_tokens``): ties at the edge make sets larger."""
 
@@ -40,10 +44,16 @@ class RolloutSettings(CheckedSettings, flags="rollout"):
     """Groups that one worker plays at once. More than the buffer has slots brings nothing."""
     group_size: Annotated[int, Range(1, 1_000_000)] = 8
     """Episodes of one prompt, which are compared with each other (GRPO, arXiv:2402.03300, and most code use 8)."""
+    max_sequences: Annotated[int | None, Range(1, 100_000_000)] = None
+    """Sequences that a group may become, where episodes have seats or branches; each episode has an equal share. None
+    is 16 an episode."""
+    max_tokens: Annotated[int | None, Range(1, 2**31 - 1)] = None
+    """Tokens that the sequences of a group may have together, prompts included; each episode has an equal share. None
+    is `max_sequences` times those that one sequence may have."""
     max_new_tokens: Annotated[int, Range(1, 2**31 - 1)] = 64
     """Tokens of one turn; longer ones are cut."""
     temperature: Annotated[float, Range(0, 100)] = 1.0
-    """Of training rollouts; the held-out evaluation is greedy. 1 draws from the policy that is trained."""
+    """Of training rollouts; held-out episodes have evaluation.temperature. 1 draws from the policy that is trained."""
     top_k: Annotated[int, Range(0, MAX_TOP_K, "0 is off")] = 0
     """Draw from the k most likely tokens only; 0 draws from all. At most 2048. `top_p` and `min_p` need it, because the
     engine returns kept sets only then; where the vocabulary is larger they act among these k."""
@@ -72,6 +82,9 @@ class RolloutSettings(CheckedSettings, flags="rollout"):
     generate_deadline_s: Annotated[float | None, Range(0.1, FOREVER_S)] = None
     """Seconds of one turn of the policy; a longer one ends the run. None is 600, or what its tokens take at 20 a
     second, if that is more."""
+    logged_groups: Annotated[int, Range(0, 1_000_000, "0 is none")] = 1
+    """Groups of each step's batch that are written to rollouts.jsonl, drawn at random; 0 writes none. Costs a call of
+    every trainer rank and worker, and decoding, once a step."""
     slot_deadline_s: Annotated[float, Range(30, FOREVER_S)] = 3600.0
     """Seconds that a worker may wait for a free slot of the buffer, or for room, that is, for the trainer; a longer
     wait ends the run."""
@@ -84,15 +97,7 @@ class RolloutSettings(CheckedSettings, flags="rollout"):
     @property
     def template_options(self) -> dict[str, Any]:
         """``chat_options``. Raises ValueError if that is no JSON object."""
-        try:
-            options = json.loads(self.chat_options)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"rollout.chat-options {self.chat_options[:80]!r} is not JSON: {error}") from None
-        if not isinstance(options, dict):
-            raise ValueError(
-                f'rollout.chat-options must be an object, such as {{"enable_thinking": false}}, got {options!r:.80}'
-            )
-        return options
+        return template_options(self.chat_options, self.flag("chat_options"))
 
     @property
     def generate_limit_s(self) -> float:
@@ -103,6 +108,18 @@ class RolloutSettings(CheckedSettings, flags="rollout"):
     def truncated(self) -> bool:
         """Whether some tokens cannot be drawn."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    def bound(self, episode_limit: int | None = None) -> GroupBound:
+        """What a group may hold.
+
+        Args:
+            episode_limit: tokens that one sequence may have; None is any number.
+        """
+        sequences = self.group_size * SEQUENCES if self.max_sequences is None else self.max_sequences
+        tokens = self.max_tokens
+        if tokens is None and episode_limit is not None:
+            tokens = sequences * episode_limit
+        return GroupBound(sequences, tokens)
 
     def _check_truncation(self) -> None:
         if self.top_k == 1:
@@ -126,6 +143,17 @@ class RolloutSettings(CheckedSettings, flags="rollout"):
             )
 
 
+def template_options(text: str, flag: str) -> dict[str, Any]:
+    """The variables of a chat template in the JSON of a setting. Raises ValueError if that is no JSON object."""
+    try:
+        options = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{flag} {text[:80]!r} is not JSON: {error}") from None
+    if not isinstance(options, dict):
+        raise ValueError(f'{flag} must be an object, such as {{"enable_thinking": false}}, got {options!r:.80}')
+    return options
+
+
 def check_rollout(settings: RolloutSettings, groups_per_step: int, trainer_ranks: int) -> None:
     """Refuse rollouts that cannot be trained on: groups without advantages, steps that ranks cannot share equally.
 
@@ -133,6 +161,13 @@ def check_rollout(settings: RolloutSettings, groups_per_step: int, trainer_ranks
     """
     if settings.group_size < 2:
         raise ValueError("rollout.group-size must be at least 2: advantages compare the episodes of a group")
+    bounds = {"rollout.max-sequences": settings.max_sequences, "rollout.max-tokens": settings.max_tokens}
+    for flag, most in bounds.items():
+        if most is not None and most < settings.group_size:
+            raise ValueError(
+                f"{flag} {most} is less than one for each of the {settings.group_size} episodes of a group "
+                "(rollout.group-size): raise it"
+            )
     if settings.temperature < MIN_TEMPERATURE:
         raise ValueError(
             f"rollout.temperature must be above 0: greedy episodes of a group are all the same. Give at least "

@@ -1,23 +1,28 @@
-"""What a rollout worker counts, and the episodes that it keeps to look at. Evaluation episodes are in neither."""
+"""What a rollout worker counts. Evaluation episodes are not in it."""
 
 from __future__ import annotations
 
-import json
 import os
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, is_dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple
 
 from monarch_rl.episode.episode import Episode
-from monarch_rl.episode.failure import shortened
 from monarch_rl.rollout.episode_failed import EpisodeFailed
 
-MAX_SAMPLES = 256
-"""Newest episodes of a worker that are kept to look at."""
-SHOWN_CHARACTERS = 1000
-"""Of an item that is no JSON value."""
+
+class StageTime(NamedTuple):
+    """Sums over groups."""
+
+    groups: int = 0
+    waited_s: float = 0.0
+    """Seconds that they waited for their turn."""
+    seconds: float = 0.0
+    """Seconds that they were in the stage."""
+
+    def plus(self, groups: int, waited_s: float, seconds: float) -> StageTime:
+        return StageTime(self.groups + groups, self.waited_s + waited_s, self.seconds + seconds)
 
 
 @dataclass(slots=True)
@@ -41,59 +46,33 @@ class WorkerStats:
     """Tokens drawn for scored episodes."""
     failed_tokens: int = 0
     """Tokens drawn for episodes that failed."""
+    stages: dict[str, StageTime] = field(default_factory=dict)
+    """What groups spent in each stage."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """A training episode to look at."""
-
-    group_id: int
-    index: int
-    """Which item of the training set was played."""
-    item: Any
-    episode: Episode
-
-    def row(self, decode: Callable[[list[int]], str], show: Callable[[list[int]], str]) -> dict[str, Any]:
-        """As a JSON object.
-
-        Args:
-            decode: makes text of the ids of a turn, which takes milliseconds if they are many.
-            show: the same, with special tokens.
-        """
-        episode = self.episode
-        first = episode.turns[0]
-        versions = episode.policy_versions[episode.trainable]
-        return {
-            "group": self.group_id,
-            "task_index": self.index,
-            "item": _shown(self.item),
-            "prompt": show(first.token_ids[~first.trainable].tolist()),
-            "turns": [decode(turn.token_ids[turn.trainable].tolist()) for turn in episode.turns],
-            "reward": episode.reward,
-            "parts": episode.parts,
-            "info": episode.info,
-            "finish_reason": episode.finish_reason,
-            "tokens": episode.num_trainable,
-            "versions": [int(versions.min()), int(versions.max())] if len(versions) else [],
-        }
+def summed(workers: Iterable[WorkerStats]) -> WorkerStats:
+    """What several workers did together, under a name that none has; without the times of stages."""
+    total: dict[str, Any] = {}
+    for worker in workers:
+        for each in fields(worker):
+            value = getattr(worker, each.name)
+            if isinstance(value, dict) and each.name != "stages":
+                sums = total.setdefault(each.name, {})
+                sums.update({key: sums.get(key, 0) + count for key, count in value.items()})
+            elif isinstance(value, int | float) and each.name != "pid":
+                total[each.name] = total.get(each.name, 0) + value
+    return WorkerStats("before the run was resumed", 0, **total)
 
 
 class Statistics:
-    """Counts the groups and episodes of one worker, and keeps its newest episodes."""
+    """Counts the groups and episodes of one worker."""
 
     def __init__(self, worker: str) -> None:
         self._stats = WorkerStats(worker, os.getpid())
-        self._samples: deque[Sample] = deque(maxlen=MAX_SAMPLES)
 
     def stats(self) -> WorkerStats:
         """A copy of the counts."""
-        return replace(self._stats, failed=dict(self._stats.failed))
-
-    def take_samples(self, limit: int) -> list[Sample]:
-        """The newest ``limit`` episodes since the last call."""
-        newest = list(self._samples)[-limit:]
-        self._samples.clear()
-        return newest
+        return replace(self._stats, failed=dict(self._stats.failed), stages=dict(self._stats.stages))
 
     @contextmanager
     def group_waiting(self) -> Iterator[None]:
@@ -113,30 +92,26 @@ class Statistics:
         finally:
             self._stats.groups_playing -= 1
 
-    def add_episodes(self, group_id: int, index: int, item: Any, played: Sequence[Episode | EpisodeFailed]) -> None:
-        """Count what became of the episodes of a group, and keep those that did not fail."""
+    def add_episodes(self, played: Sequence[Sequence[Episode] | EpisodeFailed]) -> None:
+        """Count what became of the episodes of a group."""
         stats = self._stats
-        for episode in played:
-            if isinstance(episode, EpisodeFailed):
-                stats.failed[episode.reason] = stats.failed.get(episode.reason, 0) + 1
-                stats.failed_tokens += episode.tokens
+        for play in played:
+            if isinstance(play, EpisodeFailed):
+                stats.failed[play.reason] = stats.failed.get(play.reason, 0) + 1
+                stats.failed_tokens += play.tokens
             else:
                 stats.episodes += 1
-                stats.tokens += episode.num_trainable
-                stats.full_contexts += episode.finish_reason == "context"
-                self._samples.append(Sample(group_id, index, item, episode))
+                stats.tokens += sum(sequence.num_trainable for sequence in play)
+                stats.full_contexts += any(sequence.finish_reason == "context" for sequence in play)
+
+    def add_stage(self, name: str, waited_s: float, seconds: float) -> None:
+        """Count the time of a group in a stage."""
+        self._stats.stages[name] = self._stats.stages.get(name, StageTime()).plus(1, waited_s, seconds)
 
     def add_put(self) -> None:
         """Count a group that the buffer has."""
         self._stats.groups_put += 1
 
     def add_dropped(self) -> None:
-        """Count a group that had too few episodes to compare."""
+        """Count a group that had too few episodes to compare, or that a stage dropped."""
         self._stats.groups_dropped += 1
-
-
-def _shown(item: Any) -> Any:
-    """An item as a JSON value; what JSON does not know is its representation."""
-    if is_dataclass(item) and not isinstance(item, type):
-        item = asdict(item)
-    return json.loads(json.dumps(item, default=lambda value: shortened(repr(value), SHOWN_CHARACTERS), skipkeys=True))

@@ -40,15 +40,16 @@ class Stops:
                 found.update(ids)
         return tuple(sorted(found))
 
-    def cut(self, completion: Completion, stops: Sequence[str]) -> Completion:
-        """``completion`` up to the token that completes the first stop string; the whole if there is none."""
+    def cut(self, completion: Completion, stops: Sequence[str], begun: Sequence[int] = ()) -> Completion:
+        """``completion`` up to the token that completes the first stop string; the whole if there is none. What the
+        turn had ``begun`` with may hold a part of the string."""
         ids = completion.token_ids.tolist()
-        if not self._holds(ids, stops):
+        if not self._holds([*begun, *ids], stops):
             return completion
         low, high = 1, len(ids)  # the fewest tokens whose text holds one
         while low < high:
             middle = (low + high) // 2
-            low, high = (low, middle) if self._holds(ids[:middle], stops) else (middle + 1, high)
+            low, high = (low, middle) if self._holds([*begun, *ids[:middle]], stops) else (middle + 1, high)
         left_out = len(ids) - low
         routes, kept = completion.expert_routes, completion.kept_sets
         return Completion(

@@ -4,37 +4,42 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from monarch.actor import current_rank
 
-from monarch_rl.episode.episode import Episode, Group
-from monarch_rl.episode.failure import KINDS
-from monarch_rl.episode.packed import pack_group
+from monarch_rl.episode.episode import Group
+from monarch_rl.episode.group_bound import UNBOUNDED, GroupBound
+from monarch_rl.episode.sampled import TrainedEpisode
 from monarch_rl.episode.sampling import Sampling
 from monarch_rl.episode.ticket import Ticket
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.rollout.admissions import Admissions
-from monarch_rl.rollout.episode_failed import EpisodeFailed, item_failed
-from monarch_rl.rollout.evaluation import Evaluation
+from monarch_rl.rollout.episode_failed import EpisodeFailed
+from monarch_rl.rollout.evaluation import Evaluation, EvaluationPlan, Played, play_held_out
+from monarch_rl.rollout.frozen import AsksFrozenModels, FrozenModel, FrozenReplicas, connect
+from monarch_rl.rollout.group_rewards import GroupRewarder
+from monarch_rl.rollout.hand_in import HandIn
 from monarch_rl.rollout.handles import BUFFER_DEADLINE_S, BufferHandle, DispatchedGenerators
-from monarch_rl.rollout.outbox import Outbox
-from monarch_rl.rollout.play import EpisodePlayer, all_or_none, episode_seed
+from monarch_rl.rollout.items import made
+from monarch_rl.rollout.play import EpisodePlayer, all_or_none
+from monarch_rl.rollout.process_limits import bound_printing, check_open_files, end_copies
 from monarch_rl.rollout.scoring import Scorer
+from monarch_rl.rollout.seeds import episode_seed
 from monarch_rl.rollout.settings import RolloutSettings
+from monarch_rl.rollout.stages import Stage
 from monarch_rl.rollout.statistics import Statistics, WorkerStats
+from monarch_rl.rollout.transcripts import Transcripts, rows
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.by_value import ByValue
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.endpoint import concurrent_endpoint, lasting_endpoint
 from monarch_rl.runtime.heap import freeze_heap
-from monarch_rl.runtime.resilient import ResilientActor
 from monarch_rl.tasks.task import Task
 
-INLINE_TOKENS = 8192
-"""Tokens of a group that is packed on the event loop: that takes a millisecond or two, and a thread costs a part of it
-and holds up the loop likewise."""
+GREEDY = EvaluationPlan()
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,8 @@ class Resources:
         return cls(template, task, Scorer(settings.scorer_processes, settings.score_deadline_s, task.warm_up))
 
 
-class RolloutWorker(ResilientActor):
+# size: the endpoints of one actor, each a few lines and what they mean
+class RolloutWorker(AsksFrozenModels):
     """One process that plays groups.
 
     Args:
@@ -66,6 +72,7 @@ class RolloutWorker(ResilientActor):
         model: Hugging Face folder or Hub name, for its tokenizer.
         name: of this worker; empty takes its rank in the mesh.
         keep_expert_routes: keep by which experts the generators read each token; not of held-out items.
+        stages: what is done with a group that was played, before it is put.
     """
 
     def __init__(
@@ -75,31 +82,62 @@ class RolloutWorker(ResilientActor):
         model: str,
         name: str = "",
         keep_expert_routes: bool = False,
+        stages: ByValue[Sequence[Stage]] | None = None,
     ) -> None:
         self._settings = settings
-        self._handed = task
+        self._handed, self._handed_stages = task, stages
         self._model = model
         self._keep_expert_routes = keep_expert_routes
         self._name = name or f"rollout worker {current_rank().rank}"
         presence.register(self._name)
         self._scorer: Scorer | None = None
+        self._resources: Resources | None = None
         self._running: asyncio.Task[None] | None = None
+        self._evaluating: set[asyncio.Task[Evaluation]] = set()
         self._statistics = Statistics(self._name)
-        self._known_failures: set[tuple[str, str]] = set()
-        """Kinds of failures of which the buffer has the first."""
+        self._playing = asyncio.Semaphore(settings.concurrent_groups)
+        self._transcripts = Transcripts()
 
     @concurrent_endpoint
     async def setup(
-        self, buffer: BufferHandle, generator: DispatchedGenerators, episode_limit: int | None = None
+        self,
+        buffer: BufferHandle,
+        generator: DispatchedGenerators,
+        episode_limit: int | None = None,
+        frozen: Sequence[tuple[FrozenModel, FrozenReplicas]] = (),
     ) -> None:
         """Load what playing needs. Raises what loading raises (OSError, ValueError).
 
+        Called again, it gives up what it plays, and from then on plays for this buffer, and counts anew; what it has
+        loaded stays.
+
         Args:
             episode_limit: tokens that an episode may have, prompts and drawn ones; None is any number.
+            frozen: models that episodes may ask, and their engines.
         """
-        resources = await Resources.load(self._settings, self._handed, self._model)
-        self.connect(buffer, generator, resources, episode_limit)
+        await connect(frozen)
+        if self._resources is not None:
+            await self._give_up()
+            self._statistics = Statistics(self._name)  # what was counted before is the checkpoint's to know
+            self.connect(buffer, generator, self._resources, episode_limit)
+            return
+        self._resources = await Resources.load(self._settings, self._handed, self._model)
+        self.connect(buffer, generator, self._resources, episode_limit)
+        self.guard_process()
         freeze_heap()
+
+    async def _give_up(self) -> None:
+        """End what is played, for training and held out: whoever asked for it is no more."""
+        playing = [*self._evaluating, *([] if self._running is None else [self._running])]
+        for task in playing:
+            task.cancel()
+        ended = asyncio.gather(*playing, return_exceptions=True)
+        await within(BUFFER_DEADLINE_S, ended, "episodes that were cancelled to end", on="an episode's code")
+
+    def guard_process(self) -> None:
+        """Bound what episodes' code may do to this process, which is the worker's alone."""
+        bound_printing(f"the code of {self._name}")
+        end_copies()
 
     def connect(
         self,
@@ -112,8 +150,11 @@ class RolloutWorker(ResilientActor):
         self._buffer = buffer
         self._generator = generator
         self._template, self._task, self._scorer = resources.template, resources.task, resources.scorer
+        stages = () if self._handed_stages is None else self._handed_stages.load()
+        kept = self._transcripts if self._settings.logged_groups else None
+        self._hand_in = HandIn(buffer, self._name, self._settings.slot_deadline_s, stages, self._statistics, kept)
         self._admissions = Admissions(buffer, self._name, self._settings.slot_deadline_s)
-        self._outbox = Outbox(buffer, self._name, self._settings.slot_deadline_s)
+        self._group_rewards = GroupRewarder(resources.scorer, self._settings.episode_deadline_s)
         self._player = EpisodePlayer(generator, resources.template, self._settings, resources.scorer, episode_limit)
 
     @concurrent_endpoint
@@ -131,25 +172,37 @@ class RolloutWorker(ResilientActor):
             running.result()
 
     @lasting_endpoint
-    async def evaluate(self, indices: list[int], held_out: str = "") -> Evaluation:
-        """Play items of a held-out set (empty: the first one) once each, greedily, beside the training rollouts.
-        Nothing of it goes to the buffer."""
-        items = self._task.held_out_items(held_out)
-        places = asyncio.Semaphore(self._settings.concurrent_groups * self._settings.group_size)
-        sampling = Sampling(self._settings.max_new_tokens, 0.0, self._template.stop_token_ids)
+    async def evaluate(
+        self, indices: list[int], plan: EvaluationPlan = GREEDY, places: int | None = None
+    ) -> Evaluation:
+        """Play items of a held-out set beside the training rollouts. Nothing of it goes to the buffer.
 
-        async def play(index: int) -> Episode | EpisodeFailed:
-            async with places:
-                try:
-                    item = await asyncio.to_thread(lambda: items[index])
-                except Exception as error:
-                    return await self._reported(item_failed(error, index))
-                episode = await self._play_episode(item, index, sampling, group=-1 - index)
-                if isinstance(episode, Episode):
-                    presence.progress("held-out item played")
-                return episode
+        Args:
+            places: episodes at once; None is as many as are played for training.
+        """
+        settings = self._settings
+        playing = play_held_out(
+            plan,
+            self._task,
+            indices,
+            self._play_held_out,
+            max_new_tokens=settings.max_new_tokens,
+            stops=self._template.stop_token_ids,
+            item_deadline_s=settings.episode_deadline_s,
+            places=places or settings.concurrent_groups * settings.group_size,
+        )
+        self._evaluating.add(task := asyncio.ensure_future(playing))
+        task.add_done_callback(self._evaluating.discard)
+        result = await task  # waits: every wait of an episode has a deadline of its own
+        for failure in result.first.values():
+            await self._hand_in.note(failure)
+        return result
 
-        return Evaluation.of(await all_or_none([play(index) for index in indices]))
+    async def _play_held_out(self, task: Task, item: Any, index: int, sampling: Sampling, group: int) -> Played:
+        played = await self._play_episode(task, item, index, sampling, group)
+        if not isinstance(played, EpisodeFailed):
+            presence.progress("held-out item played")
+        return played
 
     @lasting_endpoint
     async def stats(self) -> WorkerStats:
@@ -157,11 +210,15 @@ class RolloutWorker(ResilientActor):
         return self._statistics.stats()
 
     @lasting_endpoint
-    async def samples(self, limit: int) -> list[dict[str, Any]]:
-        """The newest ``limit`` training episodes since the last call, as JSON objects to look at."""
-        newest, template = self._statistics.take_samples(limit), self._template
-        # Decoding long answers takes tens of milliseconds: on a thread, and only those that were asked for.
-        return await asyncio.to_thread(lambda: [sample.row(template.plain, template.decode) for sample in newest])
+    async def rollouts(
+        self, trained: list[TrainedEpisode], played_here: bool = True, again: bool = False
+    ) -> list[dict[str, Any]]:
+        """Episodes that were trained as rows to look at; unless ``played_here`` also those with messages elsewhere.
+        What was said before is forgotten, unless groups are trained ``again``."""
+        said = zip(trained, self._transcripts.take(trained, again), strict=True)
+        asked = [(one, messages) for one, messages in said if messages is not None or not played_here]
+        # Decoding takes milliseconds, and so may an item: on a thread.
+        return await asyncio.to_thread(rows, asked, self._task, self._template)
 
     @lasting_endpoint
     async def update_replicas(self, paused: list[int], lost: list[int]) -> None:
@@ -195,8 +252,10 @@ class RolloutWorker(ResilientActor):
             await asyncio.to_thread(scorer.close)
 
     async def _play_until_closed(self) -> None:
-        """Play ``concurrent_groups`` at once. The first place to end, by an error or the end of the run, ends all."""
-        places = [asyncio.ensure_future(self._play_groups()) for _ in range(self._settings.concurrent_groups)]
+        """Play ``concurrent_groups`` at once, while others are in stages. The first place to end, by an error or the
+        end of the run, ends all."""
+        count = self._settings.concurrent_groups + self._hand_in.places
+        places = [asyncio.ensure_future(self._play_groups()) for _ in range(count)]
         try:
             # waits: as long as the run; close() ends it
             done, _ = await asyncio.wait(places, return_when=asyncio.FIRST_COMPLETED)
@@ -206,70 +265,63 @@ class RolloutWorker(ResilientActor):
             for place in places:
                 place.cancel()
             await asyncio.gather(*places, return_exceptions=True)  # waits: they are done or cancelled
+            await self._player.leave()
 
     async def _play_groups(self) -> None:
         """Play one group after the other until the run ends."""
         while True:
-            with self._statistics.group_waiting():
-                ticket = await self._admissions.ticket()
-            if ticket is None:
-                return
-            with self._statistics.group_playing():
-                await self._play_group(ticket)
+            check_open_files()
+            async with self._playing:
+                with self._statistics.group_waiting():
+                    ticket = await self._admissions.ticket()
+                if ticket is None:
+                    return
+                with self._statistics.group_playing():
+                    item, group = await self._play_group(ticket)
+            if group is not None:
+                await self._hand_in.put(ticket, item, group)
 
-    async def _play_group(self, ticket: Ticket) -> None:
-        """Play a group and put it, or drop it if too few of its episodes are left to be compared."""
-        size, cursor = self._settings.group_size, ticket.task_cursor
+    async def _play_group(self, ticket: Ticket) -> tuple[Any, Group | None]:
+        """The item and the group that was played, which is dropped if too few of its episodes are left to compare."""
+        size, cursor, task = self._settings.group_size, ticket.task_cursor, self._task
         item: Any = None
-        played: list[Episode | EpisodeFailed]
+        played: list[Played]
         try:
-            item = await asyncio.to_thread(self._task.items, cursor)
-        except Exception as error:
-            played = [await self._reported(item_failed(error, cursor))] * size
+            item = await made(self._task.items, cursor, self._settings.episode_deadline_s)
+        except EpisodeFailed as failed:
+            played = [await self._hand_in.reported(failed)] * size
         else:
             seeds = [episode_seed(self._settings.seed, ticket.group_id, i) for i in range(size)]
+            task, item = self._task.player_of(item)
+            share, group = ticket.bound.share(size), ticket.group_id
             played = await all_or_none(
-                [self._play_episode(item, cursor, self._sampling(seed), ticket.group_id) for seed in seeds]
+                [self._play_episode(task, item, cursor, self._sampling(seed), group, share) for seed in seeds]
             )
-        self._statistics.add_episodes(ticket.group_id, cursor, item, played)
-        episodes = [episode for episode in played if isinstance(episode, Episode)]
-        failures = [episode for episode in played if isinstance(episode, EpisodeFailed)]
-        if len(episodes) >= min(2, size):
-            group = Group(ticket.group_id, cursor, episodes, len(failures), ticket.attempt, task=self._task.name)
-            await self._put(group)
-        else:
-            reason = Counter(failure.reason for failure in failures).most_common(1)[0][0]
-            await self._drop(ticket, reason, sum(episode.num_trainable for episode in episodes))
+            compared = await self._group_rewards.added(task, item, cursor, played)
+            played = [await self._hand_in.reported(e) if isinstance(e, EpisodeFailed) else e for e in compared]
+        self._statistics.add_episodes(played)
+        failures = [play for play in played if isinstance(play, EpisodeFailed)]
+        plays = [play for play in played if not isinstance(play, EpisodeFailed)]
+        for number, play in enumerate(plays):
+            for episode in play:
+                episode.play = number
+        episodes = [episode for play in plays for episode in play]
+        if len(plays) >= min(2, size):
+            return item, Group(ticket.group_id, cursor, episodes, len(failures), ticket.attempt, task=task.name)
+        reason = Counter(failure.reason for failure in failures).most_common(1)[0][0]
+        await self._hand_in.drop(ticket, reason, sum(episode.num_trainable for episode in episodes))
+        return item, None
 
-    async def _put(self, group: Group) -> None:
-        small = sum(episode.num_tokens for episode in group.episodes) <= INLINE_TOKENS
-        data = pack_group(group) if small else await asyncio.to_thread(pack_group, group)
-        await self._outbox.put(group.group_id, group.attempt, data)
-        self._statistics.add_put()
-        presence.progress("group put")
-
-    async def _drop(self, ticket: Ticket, reason: str, tokens: int) -> None:
-        drop = self._buffer.drop.call_one(ticket.group_id, reason, tokens, ticket.attempt)
-        await within(BUFFER_DEADLINE_S, drop, f"the buffer to drop group {ticket.group_id}", on="buffer")
-        self._statistics.add_dropped()  # it is no progress: a run that only drops groups does not go on
-
-    async def _play_episode(self, item: Any, index: int, sampling: Sampling, group: int) -> Episode | EpisodeFailed:
-        """The episode, or why it failed: failures are values here, so that they do not cancel other episodes."""
+    async def _play_episode(
+        self, task: Task, item: Any, index: int, sampling: Sampling, group: int, share: GroupBound = UNBOUNDED
+    ) -> Played:
+        """What an episode became, or why it failed: failures are values here, so that they do not cancel others."""
         if self._scorer is None:
             raise RuntimeError(f"{self._name} is not set up, or closed")
         try:
-            return await self._player.play(self._task, index, item, sampling, group)
+            return await self._player.play(task, index, item, sampling, group, share)
         except EpisodeFailed as failed:
-            return await self._reported(failed)
-
-    async def _reported(self, failed: EpisodeFailed) -> EpisodeFailed:
-        """The same, once it is sure that the first failure of its kind is shown."""
-        failure = failed.failure
-        if failure.kind not in self._known_failures and len(self._known_failures) < KINDS:
-            self._known_failures.add(failure.kind)
-            noted = self._buffer.note_failure.call_one(failure)
-            await within(BUFFER_DEADLINE_S, noted, "the buffer to take note of a failure", on="buffer")
-        return failed
+            return await self._hand_in.reported(failed)
 
     def _sampling(self, seed: int | None) -> Sampling:
         s, expert_routes_from = self._settings, 0 if self._keep_expert_routes else None

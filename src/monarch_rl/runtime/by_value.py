@@ -57,7 +57,7 @@ def _installed(path: Path) -> bool:
 
 
 class ByValue(Generic[T]):
-    """An object as bytes. Cheap to pickle again; a process reads the same bytes once.
+    """An object as bytes. Cheap to pickle again; a process reads the same bytes once. Equal if the bytes are.
 
     Raises TypeError, saying what cannot be sent, if cloudpickle refuses it.
     """
@@ -66,6 +66,12 @@ class ByValue(Generic[T]):
 
     def __init__(self, value: T, what: str = "") -> None:
         self._data = _by_value(value, what or repr(value))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ByValue) and self._data == other._data
+
+    def __hash__(self) -> int:
+        return hash(self._data)
 
     def load(self) -> T:
         """The object; in one process always the same one, as long as it is among the last ones read."""

@@ -33,6 +33,7 @@ from monarch_rl.runtime.meshes import members
 from monarch_rl.runtime.monarch_client import configure_monarch, shut_client_down
 from monarch_rl.runtime.monitor import ProcessMonitor
 from monarch_rl.runtime.network import free_port, host_address, nccl_environment
+from monarch_rl.runtime.scratch import folder_of_process
 from monarch_rl.runtime.signals import Interrupts, interrupts
 from monarch_rl.runtime.torchrun import Controller, Follower, Node, Rank, without_torchrun
 
@@ -95,6 +96,8 @@ class Cluster:
     monitors: list[tuple[str, list[ProcessMonitor]]] = field(default_factory=list)
     """Of every mesh spawned, but for those that were killed: its name, and the monitors of its processes, by rank.
     Read on the watch's thread, so it is replaced and never shortened."""
+    interrupts: Interrupts = field(default_factory=Interrupts)
+    """What signals do to the launch."""
     _device_names: tuple[tuple[str, ...], ...] = ()
     _preloads: frozenset[str] = frozenset()
     """Names of the preloads of every host's fork server."""
@@ -166,6 +169,10 @@ class Cluster:
         else:
             command.args = ["-m", actor_process.__name__]
         return command
+
+    def named(self, name: str) -> ProcMesh:
+        """The mesh of this name that was spawned last, of those that were not killed."""
+        return next(spawned.mesh for spawned in reversed(self._meshes) if spawned.name == name)
 
     async def locate(self, mesh: ProcMesh) -> None:
         """Ask a mesh's processes for their machine and pid, so that :meth:`kill` can end those that do not answer."""
@@ -252,7 +259,7 @@ async def _stop_or_warn(stop: Awaitable[Any], what: str) -> None:
 
 
 @contextmanager
-def launch_cluster(preloads: Sequence[Preload] = ()) -> Iterator[Cluster | None]:
+def launch_cluster(preloads: Sequence[Preload] = (), grace_s: float = 0.0) -> Iterator[Cluster | None]:
     """Start the hosts of this launch, and end everything at the end of the block.
 
     Every host imports ``preloads`` at once, for the processes that are spawned with one of them
@@ -265,7 +272,9 @@ def launch_cluster(preloads: Sequence[Preload] = ()) -> Iterator[Cluster | None]
             if cluster is not None:
                 asyncio.run(train(cluster))
 
-    Within the controller's block, the first SIGINT or SIGTERM raises KeyboardInterrupt; the second kills at once.
+    Within the controller's block, the first SIGINT, SIGTERM, SIGUSR1 or SIGHUP raises KeyboardInterrupt; the second
+    kills at once. So does a block that has not ended after ``grace_s`` and
+    :data:`~monarch_rl.runtime.signals.CLEAN_EXIT_S`.
     """
     _refuse_running_loop()
     if visible_devices():
@@ -275,6 +284,7 @@ def launch_cluster(preloads: Sequence[Preload] = ()) -> Iterator[Cluster | None]
         logger.warning("monarch was imported before monarch_rl: a dead process is noticed after up to 10 s, not 2 s")
     if not launched_by_torchrun():
         with interrupts() as interrupting:
+            interrupting.grace_s = grace_s
             host = start_host(None)
             with _attached(host, [Node(host.address, tuple(visible_devices()))], preloads, interrupting) as cluster:
                 yield cluster
@@ -282,11 +292,13 @@ def launch_cluster(preloads: Sequence[Preload] = ()) -> Iterator[Cluster | None]
     rank = Rank.from_environment()
     die_with_parent(signal.SIGTERM)  # the torchrun agent does not end its ranks when it is killed
     if rank.rank != 0:
-        with interrupts(raise_in_main=False):
+        with interrupts(raise_in_main=False) as interrupting:
+            interrupting.grace_s = grace_s
             _follow(Follower(rank), start_host)
         yield None
         return
     with interrupts() as interrupting:
+        interrupting.grace_s = grace_s
         controller = Controller(rank)
         # If the run fails, the followers notice the end of this process, after its traceback was printed.
         atexit.register(controller.close)
@@ -318,7 +330,9 @@ def _attached(
     lost, whatever else fails because of it."""
     try:
         host.when_lost(interrupting.end)
-        cluster = _attach(nodes, preloads)
+        # Monarch's client makes a folder of sockets as it starts, needs it while this process lives, and leaves it.
+        with folder_of_process().as_temporary_directory():
+            cluster = _attach(nodes, preloads, interrupting)
         try:
             yield cluster
         except Exception:
@@ -338,7 +352,7 @@ def _attached(
         host.end(HOST_DEADLINE_S)
 
 
-def _attach(nodes: Sequence[Node], preloads: Sequence[Preload]) -> Cluster:
+def _attach(nodes: Sequence[Node], preloads: Sequence[Preload], interrupting: Interrupts) -> Cluster:
     import monarch.actor
 
     configure_monarch()
@@ -348,7 +362,8 @@ def _attach(nodes: Sequence[Node], preloads: Sequence[Preload]) -> Cluster:
     workers = [node.address for node in nodes]
     hosts = monarch.actor.attach_to_workers(ca="trust_all_connections", workers=workers, name="hosts")
     names = tuple(node.devices for node in nodes)
-    cluster = Cluster(hosts, devices(), _device_names=names, _preloads=frozenset(each.name for each in preloads))
+    preloaded = frozenset(each.name for each in preloads)
+    cluster = Cluster(hosts, devices(), interrupts=interrupting, _device_names=names, _preloads=preloaded)
     monarch.actor.unhandled_fault_hook = cluster._on_fault  # the default interrupts the main thread
     asyncio.run(within(START_DEADLINE_S, hosts.initialized, f"the hosts at {workers} to come up", on="Monarch"))
     # Exit handlers run from the last to the first: this one before Monarch's own, which then has nothing to do.

@@ -5,6 +5,11 @@ hangs. So a process with a device says what it waits for. A piece of work, such 
 must end within :data:`FACTOR` times the longest so far for each of its tokens, and may always take :data:`FLOOR_S`.
 What takes long for reasons of its own has a limit of its own: the first two pieces of a kind, of which one loads
 kernels and connects NCCL; one in which kernels are compiled or a CUDA graph is captured; saving.
+
+A piece may have marks, such as one behind each block of a model and so behind its collectives: events on the device,
+which cost the host microseconds and make nobody wait. A mark that the device has passed is a sign of life: from then on
+what may pass until the next one counts, in the same way. So a long piece that goes on is not taken for one that hangs,
+nor does one that hangs half-way have the time of a whole one.
 """
 
 from __future__ import annotations
@@ -13,10 +18,11 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 FACTOR = 3.0
 """Of the longest piece so far: pieces of equal tokens differ by their lengths of sequences, and by what else the device
@@ -31,6 +37,8 @@ CAPTURE_S = 600.0
 """Seconds for a piece in which CUDA graphs are captured."""
 FEWEST_TOKENS = 256
 """A piece counts as at least this many tokens, because a small one takes as long."""
+MOST_MARKS = 4096
+"""Marks that are kept until the device has passed them, the newest ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,30 +53,59 @@ class Piece:
     """Seconds from then on after which the device counts as hung."""
 
 
+class Mark(Protocol):
+    """An event of a device: ``torch.Event``."""
+
+    def record(self) -> None:
+        """Enqueue it."""
+
+    def query(self) -> bool:
+        """Whether the device has passed it. Does not wait; called on another thread."""
+
+
 class DeviceWork:
     """The work of one process on its device; one piece at a time.
 
     Args:
-        on_change: is told of every change.
+        on_change: is told of every change but marks.
         clock: seconds; tests have their own.
+        make_mark: makes a mark; None has none.
     """
 
     def __init__(
-        self, on_change: Callable[[Piece | None], None] | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        on_change: Callable[[Piece | None], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        make_mark: Callable[[], Mark] | None = None,
     ) -> None:
-        self._on_change, self._clock = on_change, clock
+        self._on_change, self._clock, self._make_mark = on_change, clock, make_mark
         self._lock = threading.Lock()
         self._longest: dict[str, float | None] = {}
         """By kind, seconds a token; 0 once the first piece, which does not count, has ended."""
         self._piece: Piece | None = None
         self._kind, self._tokens, self._counts = "", 0, False
+        self._began = 0.0
         self._thread = 0
         """Which began the piece."""
+        self._marks: deque[Mark] = deque(maxlen=MOST_MARKS)
+        """Those that the device had not passed."""
+        self._longest_gap: dict[str, float] = {}
+        """By kind, seconds between two signs of life."""
 
     @property
     def piece(self) -> Piece | None:
-        """What is under way."""
-        return self._piece
+        """What is under way, since the last mark that the device has passed."""
+        with self._lock:
+            self._look_at_marks()
+            return self._piece
+
+    def mark(self) -> None:
+        """Put a mark behind what has been enqueued."""
+        if self._make_mark is not None:
+            mark = self._make_mark()
+            mark.record()
+            with self._lock:
+                self._marks.append(mark)
 
     def begin(self, kind: str, tokens: int | None = None, limit_s: float | None = None) -> None:
         """A piece begins; the one before is over.
@@ -86,7 +123,8 @@ class DeviceWork:
                 known = self._longest.get(kind)
                 limit_s = FIRST_S if known is None else max(FLOOR_S, FACTOR * known * self._tokens)
             what = kind if tokens is None else f"{kind} of {tokens} tokens"
-            self._set(Piece(what, self._clock(), limit_s))
+            self._began = self._clock()
+            self._set(Piece(what, self._began, limit_s))
 
     def end(self) -> None:
         """The piece under way is over, if there is one."""
@@ -116,11 +154,25 @@ class DeviceWork:
     def _close(self) -> None:
         if self._piece is None or not self._counts:
             return
-        a_token = (self._clock() - self._piece.since) / self._tokens
+        a_token = (self._clock() - self._began) / self._tokens
         if self._kind not in self._longest:
             self._longest[self._kind] = None
             return
         self._longest[self._kind] = max(self._longest[self._kind] or 0.0, a_token)
+
+    def _look_at_marks(self) -> None:
+        passed = False
+        while self._marks and self._marks[0].query():
+            self._marks.popleft()
+            passed = True
+        if not passed or self._piece is None:
+            return
+        since, limit_s = self._clock(), self._piece.limit_s
+        if self._counts and self._longest.get(self._kind) is not None:
+            gap = max(self._longest_gap.get(self._kind, 0.0), since - self._piece.since)
+            self._longest_gap[self._kind] = gap
+            limit_s = max(FLOOR_S, FACTOR * gap)
+        self._piece = replace(self._piece, since=since, limit_s=limit_s)
 
     def _set(self, piece: Piece | None) -> None:
         self._piece = piece
@@ -132,10 +184,14 @@ _work: DeviceWork | None = None
 """Of this process; None where its device is a CPU, whose work shows in the CPU's use."""
 
 
-def use_device(kind: str, on_change: Callable[[Piece | None], None] | None = None) -> None:
+def use_device(
+    kind: str,
+    on_change: Callable[[Piece | None], None] | None = None,
+    make_mark: Callable[[], Mark] | None = None,
+) -> None:
     """This process has work done by a device of this kind, and says so from now on; nothing is said of a CPU."""
     global _work
-    _work = None if kind == "cpu" else DeviceWork(on_change)
+    _work = None if kind == "cpu" else DeviceWork(on_change, make_mark=make_mark)
     if _work is not None:
         _notice_compilation()
 
@@ -148,6 +204,12 @@ def work() -> DeviceWork | None:
 def piece_under_way() -> Piece | None:
     """What this process's device has not ended."""
     return None if _work is None else _work.piece
+
+
+def mark() -> None:
+    """Put a mark behind what this process has enqueued on its device: see :meth:`DeviceWork.mark`."""
+    if _work is not None:
+        _work.mark()
 
 
 @contextmanager

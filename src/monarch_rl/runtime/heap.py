@@ -15,3 +15,17 @@ def freeze_heap() -> None:
     gc.collect()  # what is garbage already, such as tensors that a set-up left in a cycle, must not stay forever
     gc.freeze()
     atexit.register(gc.unfreeze)  # at the end objects are to go in the usual order, before their modules
+
+
+def leave_heap() -> None:
+    """Collect nothing at the end of this process: what cycles hold goes with it. Call it early, before other functions
+    are registered for the end, which then run before.
+
+    The interpreter collects several times while it takes its modules apart: most of what the end of a controller took.
+    """
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    gc.freeze()
+    gc.disable()

@@ -2,7 +2,8 @@
 
 It is the reaper of its descendants (PR_SET_CHILD_SUBREAPER), so that processes whose parent died, such as an engine's
 workers, remain its descendants. Its standard input is a pipe that the starter holds open. When the pipe closes, because
-the run has ended or the starter was killed, it kills its remaining descendants and ends.
+the run has ended or the starter was killed, it kills its remaining descendants and ends. Their temporary directory is a
+folder of its own (``scratch.py``), which it removes.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from monarch_rl.runtime import scratch
 from monarch_rl.runtime.fork_client import ADDRESS_VARIABLE
 from monarch_rl.runtime.fork_server import Preload, preloads_from_text, preloads_to_text, start_server
 from monarch_rl.runtime.lifetime import adopt_orphans, end_quickly, exit_code_of, signal_name
@@ -54,9 +57,12 @@ class HostProcess:
             variables["GLOO_SOCKET_IFNAME"] = loopback_interface()
         if preloads:
             variables[ADDRESS_VARIABLE] = f"monarch_rl-fork-{uuid.uuid4().hex}"
+        self.scratch = scratch.ScratchFolder()
+        """The temporary directory of its processes."""
+        arguments = [self.address, preloads_to_text(preloads), str(self.scratch.path)]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "monarch_rl.runtime.host", self.address, preloads_to_text(preloads)],
-            env={**environment, **variables},
+            [sys.executable, "-m", "monarch_rl.runtime.host", *arguments],
+            env={**environment, **variables, **self.scratch.variables()},
             stdin=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C in a terminal reaches the controller only, which ends the run cleanly
         )
@@ -110,6 +116,7 @@ class HostProcess:
                     process.kill()
         if lost is not None:
             self._kill_orphans()
+        self.scratch.remove()
 
     def _kill_orphans(self) -> None:
         """Kill what a lost host leaves: processes that are not tied to it or to one of its other processes."""
@@ -117,7 +124,7 @@ class HostProcess:
 
         for process in psutil.process_iter():
             with suppress(psutil.Error):
-                if process.environ().get(HOST_PID_VARIABLE) == str(self._process.pid):
+                if process.environ().get(HOST_PID_VARIABLE) == str(self._process.pid) and not _is_tracker(process):
                     process.kill()
 
 
@@ -142,8 +149,10 @@ def _end_descendants() -> None:
     grace = time.monotonic() + GRACE_S
     while (remaining := running()) and time.monotonic() < grace + GRACE_S:
         if time.monotonic() > grace:
-            logger.warning("killing processes left behind by the run: %s", [process.pid for process in remaining])
-            _send(signal.SIGKILL, remaining)
+            victims = [process for process in remaining if not _is_tracker(process)]
+            if victims:
+                logger.warning("killing processes left behind by the run: %s", [process.pid for process in victims])
+            _send(signal.SIGKILL, victims)
         time.sleep(0.05)
 
 
@@ -164,25 +173,45 @@ def _is_running(process: psutil.Process) -> bool:
         return False
 
 
-def _end_with_starter() -> None:
+def _is_tracker(process: psutil.Process) -> bool:
+    """Whether it is a process of ``multiprocessing`` that removes the semaphores of others, and ends, once they have
+    ended; nobody else knows their names."""
+    import psutil
+
+    try:
+        return any("multiprocessing.resource_tracker" in part for part in process.cmdline())
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _end_with_starter(folder: Path) -> None:
     sys.stdin.buffer.read()
     _end_descendants()
+    _remove_scratch(folder)
     os._exit(0)
+
+
+def _remove_scratch(folder: Path) -> None:
+    """Remove this host's folder, and its starter's if that was killed."""
+    scratch.remove(folder)
+    scratch.remove_left(folder.parent)
 
 
 def main() -> None:
     """Serve as a Monarch host at the address on the command line, until it is shut down or its starter ends."""
     adopt_orphans()
     os.environ[HOST_PID_VARIABLE] = str(os.getpid())
-    preloads = preloads_from_text(sys.argv[2])
+    preloads, folder = preloads_from_text(sys.argv[2]), Path(sys.argv[3])
+    scratch.keep(folder)
     if preloads:  # before this process has threads
         global _fork_server
         _fork_server = start_server(os.environ[ADDRESS_VARIABLE], preloads)
-    threading.Thread(target=_end_with_starter, name="end-with-starter", daemon=True).start()
+    threading.Thread(target=_end_with_starter, args=(folder,), name="end-with-starter", daemon=True).start()
     from monarch.actor import run_worker_loop_until_shutdown
 
     run_worker_loop_until_shutdown(address=sys.argv[1], ca="trust_all_connections")
     _end_descendants()
+    _remove_scratch(folder)
 
 
 if __name__ == "__main__":

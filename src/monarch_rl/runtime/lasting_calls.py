@@ -6,13 +6,15 @@ event loops, and introduces itself once to each actor that it calls (:meth:`Answ
 Monarch, which never returns. It fails when the actor's process is lost, and with it every call that is not answered.
 
     caller                               actor
-    attend(name, port) ---------------->              once; pending as long as both live
+    attend(name, port) ---------------->              once; pending as long as the actor lives
     answer_calls([(number, endpoint, arguments), ...]) ---->
            <---- port: [(number, rank, succeeded, result), ...]
 
 Calls that are made in one turn of the event loop travel together, and so do answers. What travels is pickled here and
 by plain pickle: arguments that cannot be read would end the actor if Monarch read them, an answer that cannot be read
 has no number, and Monarch's own pickler calls Python for every object.
+
+An actor is not told when a caller is lost. It forgets it when another process of the same name introduces itself.
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ from monarch.actor import ActorError, Channel, ValueMesh, context
 from monarch.actor import concurrent_endpoint as monarch_concurrent_endpoint
 from monarch.actor import endpoint as monarch_endpoint
 
+from monarch_rl.runtime import presence
+
 LASTING = "_monarch_rl_lasting"
 """Attribute of the methods that are called so."""
 Call = tuple[int, str, bytes]
@@ -49,28 +53,62 @@ class AnswersCalls:
     """The part of an actor that answers numbered calls."""
 
     @monarch_concurrent_endpoint(instrument=False)  # type: ignore[untyped-decorator,unused-ignore]
-    async def attend(self, caller: str, number: int, port: Any) -> None:
-        """Take calls of ``caller``, whose port this is, and say so as the answer to call ``number``. Never return."""
-        callers = vars(self).setdefault("_callers", {})
-        answers = callers.setdefault(caller, _AnswersToCaller(port))
+    async def attend(self, caller: str, name: str, number: int, port: Any) -> None:
+        """Take calls of ``caller``, whose port this is, and say so as the answer to call ``number``.
+
+        Return when another caller has this ``name``, unless it is empty; raise when no answer can be sent.
+        """
+        callers: dict[str, _AnswersToCaller] = vars(self).setdefault("_callers", {})
+        for replaced in [other for key, other in callers.items() if name and other.name == name and key != caller]:
+            replaced.end()
+        answers = callers.setdefault(caller, _AnswersToCaller(name, port))
         answers.add((number, context().message_rank.rank, True, pickle.dumps(None)))
-        await asyncio.Event().wait()  # waits: as long as the actor lives
+        try:
+            await asyncio.wait([answers.ended])  # waits: as long as the actor lives
+        finally:  # also where Monarch cancels this, before the actor's clean-up
+            callers.pop(caller, None)
+            await answers.stop()  # waits: for what is cancelled
+        answers.ended.result()
 
     @monarch_endpoint(instrument=False)  # type: ignore[untyped-decorator,unused-ignore]
     async def answer_calls(self, caller: str, calls: list[Call]) -> None:
         """Start to answer; a call waits for no other."""
-        answers: _AnswersToCaller = vars(self)["_callers"][caller]
+        answers: _AnswersToCaller | None = vars(self)["_callers"].get(caller)
+        if answers is None:  # its attend() has ended
+            return
         for call in calls:
             answers.start(self, call)
 
 
 class _AnswersToCaller:
-    """Sends one caller its answers; those that are ready in one turn of the event loop go together."""
+    """Sends one caller its answers; those that are ready in one turn of the event loop go together.
 
-    def __init__(self, port: Any) -> None:
-        self._port = port
+    Args:
+        name: of the caller's actor; empty if it has none.
+        port: of the caller.
+    """
+
+    def __init__(self, name: str, port: Any) -> None:
+        self.name, self._port = name, port
         self._ready: list[Answer] = []
         self._under_way: set[asyncio.Task[None]] = set()
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when the caller gets no more answers: with the error, or because another one has its name."""
+
+    def end(self, error: Exception | None = None) -> None:
+        if self.ended.done():
+            return
+        if error is None:
+            self.ended.set_result(None)
+        else:
+            self.ended.set_exception(error)
+
+    async def stop(self) -> None:
+        """Cancel the calls that are under way, without an answer."""
+        self.end()
+        for task in self._under_way:
+            task.cancel()
+        await asyncio.gather(*self._under_way, return_exceptions=True)  # waits: they are cancelled
 
     def start(self, actor: AnswersCalls, call: Call) -> None:
         task = asyncio.get_running_loop().create_task(self._answer(actor, *call))
@@ -92,13 +130,19 @@ class _AnswersToCaller:
         self.add(answer)
 
     def add(self, answer: Answer) -> None:
+        if self.ended.done():
+            return
         if not self._ready:
             asyncio.get_running_loop().call_soon(self._send)
         self._ready.append(answer)
 
     def _send(self) -> None:
+        """Send what is ready. An error ends ``attend``, and so reaches the caller: the event loop would only log it."""
         ready, self._ready = self._ready, []
-        self._port.send(ready)
+        try:
+            self._port.send(ready)
+        except Exception as error:
+            self.end(error)
 
 
 def _pickled_error(error: BaseException, name: str) -> bytes:
@@ -152,8 +196,12 @@ class _PendingCall:
             return
         self.results[rank] = result
         self.missing -= 1
-        if not self.missing:
+        if self.missing:
+            return
+        try:
             self.answer.set_result(self.to_answer([self.results[rank] for rank in sorted(self.results)]))
+        except Exception as error:
+            self.fail(error)
 
     def fail(self, error: Exception) -> None:
         if not self.answer.done():
@@ -179,6 +227,11 @@ class _Inbox:
         self._pending[number] = pending
         pending.answer.add_done_callback(lambda answer: self._forget(number, answer))
         return number, pending
+
+    def fail(self, number: int, error: Exception) -> None:
+        """Call ``number`` will not be answered."""
+        if number in self._pending:
+            self._pending[number].fail(error)
 
     def _forget(self, number: int, answer: asyncio.Future[Any]) -> None:
         del self._pending[number]
@@ -238,17 +291,28 @@ class _Line:
             self._send()
 
     def _send(self) -> None:
+        """Send what is to be sent. An error is that of these calls: the event loop would only log it."""
         calls, self._outbox = self._outbox, []
-        if calls and not self._is_lost:
+        if not calls or self._is_lost:
+            return
+        try:
             self._answer_calls.broadcast(self._inbox.name, calls)
+        except Exception as error:
+            for number, _, _ in calls:
+                self._inbox.fail(number, error)
 
     async def _attend(self, attend: Any, number: int, opened: _PendingCall) -> None:
+        name = presence.registered_name()
         try:
-            await attend.call(self._inbox.name, number, self._inbox.port)  # waits: as long as the actors live
+            await attend.call(self._inbox.name, name, number, self._inbox.port)  # waits: as long as the actors live
+            self._lose([opened, *self._pending], RuntimeError(f"another process that is {name} is answered instead"))
         except Exception as error:
-            self._is_lost = True
-            for pending in [opened, *self._pending]:
-                pending.fail(_named(error, pending.endpoint))
+            self._lose([opened, *self._pending], error)
+
+    def _lose(self, unanswered: list[_PendingCall], error: Exception) -> None:
+        self._is_lost = True
+        for pending in unanswered:
+            pending.fail(_named(error, pending.endpoint))
 
 
 def _named(error: Exception, endpoint: str) -> Exception:

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
 
+from monarch_rl.runtime import client_threads
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _owner: int | None = None
@@ -64,6 +66,7 @@ def end_quickly(code: int) -> NoReturn:
     That takes seconds with many libraries, joins threads that nobody needs, and those that go on meanwhile fail with
     tracebacks.
     """
+    client_threads.forget()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # it is closed

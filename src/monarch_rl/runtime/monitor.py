@@ -11,6 +11,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 import traceback
@@ -29,6 +30,12 @@ from monarch_rl.runtime.presence import Progress, Wait
 
 TASKS_SHOWN = 20
 """asyncio tasks of a loop that the stacks include."""
+_LIBRARIES = (
+    str(Path(__file__).parents[1]),
+    *(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+)
+_EVENT_LOOP = (asyncio.events.__file__, asyncio.base_events.__file__)
+"""The code that runs what is on an event loop."""
 STACKS_DEADLINE_S = 5.0
 """Seconds for py-spy to read another process's stacks; 0.1 is normal."""
 
@@ -56,6 +63,8 @@ class ProcessReport:
     """What its device has not ended."""
     helpers_pieces: dict[int, Piece] = field(default_factory=dict)
     """And those of the processes that work for it, by pid."""
+    blocked_at: str = ""
+    """File and line at which an event loop is that has not run for :data:`presence.PAUSE_S`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +132,22 @@ def own_report() -> ProcessReport:
         presence.helpers(),
         piece,
         helpers_pieces,
+        _blocked_at(),
     )
+
+
+def _blocked_at() -> str:
+    """Where the slowest event loop is, if it is blocked: the last line that is neither a library's nor ours of the code
+    that it runs; empty if it runs none."""
+    slowest = max(presence.heartbeats().values(), key=lambda of_loop: of_loop[0].overdue_s(), default=None)
+    if slowest is None or slowest[0].overdue_s() < presence.PAUSE_S:
+        return ""
+    frame = sys._current_frames().get(slowest[1])
+    while frame is not None and frame.f_code.co_filename not in _EVENT_LOOP:
+        if not frame.f_code.co_filename.startswith((*_LIBRARIES, "<")):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
 
 
 def machine() -> str:

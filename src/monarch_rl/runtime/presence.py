@@ -139,6 +139,11 @@ def current_name() -> str:
     return name or process_name() or f"process {os.getpid()}"
 
 
+def registered_name() -> str:
+    """The name of the actor registered on the running event loop; empty without one."""
+    return _names.get(asyncio.get_running_loop(), "")
+
+
 def paused_s() -> float:
     """Seconds for which the running event loop was paused so far; 0 if no actor is registered on it."""
     heartbeat = _heartbeats.get(_names.get(asyncio.get_running_loop(), ""))

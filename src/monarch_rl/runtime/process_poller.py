@@ -22,7 +22,7 @@ from monarch.actor import ActorError
 from monarch_rl.runtime import monitor
 from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.runtime.deadlines import DeadlineExceeded, within
-from monarch_rl.runtime.monitor import ProcessMonitor, ProcessState
+from monarch_rl.runtime.monitor import ProcessMonitor, ProcessReport, ProcessState
 from monarch_rl.runtime.stall import CONTROLLER, NOT_RUNNING, Process, RunPicture
 from monarch_rl.runtime.starvation import CoreTime
 
@@ -36,6 +36,8 @@ LAG_ALARM_S = 1.0
 """Event-loop lag above which an actor is named in the log: requests to it wait as long."""
 ALARM_EVERY_S = 60.0
 """Seconds between two log messages about the same actor, at least."""
+PLACES_NAMED = 20
+"""Lines that block the same actor that are named, each once."""
 
 
 @dataclass(slots=True)
@@ -68,6 +70,8 @@ class LoopLag:
         self._lock = threading.Lock()
         self._lags: dict[str, list[float]] = defaultdict(list)
         self._alarms: dict[str, float] = {}
+        self._places: dict[str, set[str]] = defaultdict(set)
+        """Lines that were named, by process."""
 
     def note(self, name: str, kind: str, lags: list[float]) -> None:
         """Add ``lags``, in seconds, of the process called ``name``."""
@@ -80,6 +84,17 @@ class LoopLag:
             self._alarms[name] = now
             logger.warning(
                 "the event loop of %s turned %.1f s too late: something blocks it, or it had no core", name, worst
+            )
+
+    def name_line(self, name: str, report: ProcessReport) -> None:
+        """Log the line that holds up the event loop of the process called ``name``, once."""
+        place = report.blocked_at
+        if place and place not in self._places[name] and len(self._places[name]) < PLACES_NAMED:
+            self._places[name].add(place)
+            logger.warning(
+                "%s holds up the event loop of %s, for %.1f s so far: what waits or computes there belongs on a thread "
+                "(asyncio.to_thread) or in a scoring process",
+                *(place, name, report.blocked_s),
             )
 
     def metrics(self) -> dict[str, float]:
@@ -150,6 +165,7 @@ class ProcessPoller:
             process.machine, process.report = report.machine, report
             if polled.last_answer is not None:  # the first report covers the start
                 self._lag.note(process.name, kind, report.lags)
+                self._lag.name_line(process.name, report)
             polled.last_answer = time.monotonic()
             await asyncio.sleep(self._interval_s)
 
@@ -174,6 +190,7 @@ class ProcessPoller:
         """All processes now, each inspected from outside, too."""
         own = monitor.own_report()
         self._lag.note(CONTROLLER, CONTROLLER, own.lags)
+        self._lag.name_line(CONTROLLER, own)
         picture = RunPicture({CONTROLLER: Process(CONTROLLER, own.pid, own.machine, own)}, self._silence_s)
         # Failed ones first: a replacement has the same name and takes the entry of the process it replaces.
         for polled in sorted(self._polled.values(), key=lambda polled: not polled.failed):
@@ -183,19 +200,15 @@ class ProcessPoller:
             picture.processes[process.name] = process
             if process.report is not None and not polled.failed:  # helpers end with the process they work for
                 process.piece = process.report.piece
-                if process.piece is not None:  # nobody begins another one while the process does not answer
-                    process.piece_s = process.report.now - process.piece.since + process.silent_s
+                if process.piece is not None:  # until it answered: it may have ended since
+                    process.piece_s = process.report.now - process.piece.since
                 for pid, name in process.report.helpers.items():
                     helper = picture.processes[name] = Process(name, pid, process.machine)
                     helper.piece = process.report.helpers_pieces.get(pid)
                     if helper.piece is not None:
                         helper.piece_s = process.report.now - helper.piece.since
         await self._inspect(picture)
-        for polled in self._polled.values():  # Monarch reports those it lost, unless they are only stopped
-            state = polled.process.state
-            shown = picture.processes.get(polled.process.name) is polled.process
-            if shown and polled.failed and (state is None or polled.process.lost):
-                del picture.processes[polled.process.name]
+        _leave_out_lost(picture, self._polled, self._cluster)
         self._forget_ended(picture)
         return picture
 
@@ -205,7 +218,7 @@ class ProcessPoller:
         for history in (self._cpu_history, self._not_running_since, self._pieces):
             for key in history.keys() - shown:
                 del history[key]
-        in_cluster = {id(handle) for _, monitors in self._cluster.monitors for handle in monitors}
+        in_cluster = _handles(self._cluster)
         for number, polled in list(self._polled.items()):
             is_shown = picture.processes.get(polled.process.name) is polled.process
             if polled.failed and not is_shown and number not in in_cluster:
@@ -310,3 +323,22 @@ class ProcessPoller:
         else:
             what = f"the end of {process.name}"
             await self._ask_on(process.machine, lambda there: there.kill.call_one(pid), what, None)
+
+
+def _handles(cluster: Cluster) -> set[int]:
+    """The ``id`` of the handle of each process that was not replaced."""
+    return {id(handle) for _, monitors in cluster.monitors for handle in monitors}
+
+
+def _leave_out_lost(picture: RunPicture, polled_by_handle: dict[int, _PolledProcess], cluster: Cluster) -> None:
+    """Leave out what Monarch has reported as lost, and is not only stopped. But one that was not replaced, and that
+    somebody waits for, stays: Monarch may have told this watch alone, and tell others two minutes later."""
+    in_cluster = _handles(cluster)
+    waits = [wait for process in picture.processes.values() for wait in process.waits]
+    awaited = {process.name for wait in waits for process in picture.waited_on(wait)}
+    for number, polled in polled_by_handle.items():
+        process = polled.process
+        shown = picture.processes.get(process.name) is process
+        stays = process.lost and number in in_cluster and process.name in awaited
+        if shown and polled.failed and not stays and (process.state is None or process.lost):
+            del picture.processes[process.name]

@@ -1,4 +1,5 @@
-"""Ctrl-C and SIGTERM end a run cleanly. A second signal, or a timeout, ends it at once. So can another thread."""
+"""Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP end a run cleanly. A second signal, or a timeout, ends it at once. So can
+another thread."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -18,6 +19,13 @@ logger = logging.getLogger("monarch_rl")
 
 CLEAN_EXIT_S = 20.0
 """Seconds from the first signal to the end of the process, even if something still runs."""
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""Batch systems send SIGUSR1 some time before they end a job, a terminal that closes SIGHUP."""
+
+
+def handled() -> list[signal.Signals]:
+    """:data:`HANDLED`, but no SIGHUP that whoever started this process has it ignore: nohup does."""
+    return [one for one in HANDLED if one != signal.SIGHUP or signal.getsignal(one) is not signal.SIG_IGN]
 
 
 class Interrupts:
@@ -30,6 +38,10 @@ class Interrupts:
         """Why another thread ends the block."""
         self.armed = False
         """Signals are handled: the block is in the main thread, and has not ended."""
+        self.grace_s = 0.0
+        """Seconds for what has to be saved, on top of :data:`CLEAN_EXIT_S`."""
+        self.take_over: Callable[[], object] | None = None
+        """Called on the running event loop in place of the interrupt: ends what runs there."""
 
     def end(self, reason: Exception) -> None:
         """End the block from another thread, as a signal would, but have it raise ``reason``."""
@@ -40,7 +52,8 @@ class Interrupts:
 
 @contextmanager
 def interrupts(*, raise_in_main: bool = True) -> Iterator[Interrupts]:
-    """Within the block the first SIGINT or SIGTERM raises KeyboardInterrupt in the main thread; the second one exits.
+    """Within the block the first signal of :data:`HANDLED` raises KeyboardInterrupt in the main thread; the second one
+    exits.
 
     A KeyboardInterrupt that leaves the block becomes SystemExit with the shell's code, 128 + the signal's number.
 
@@ -63,7 +76,8 @@ def interrupts(*, raise_in_main: bool = True) -> Iterator[Interrupts]:
         state.received = number
         if state.reason is None:
             logger.warning("%s: stopping (once more ends at once)", name)
-        watchdog = threading.Timer(CLEAN_EXIT_S, _exit_at_once, (number, state.reason))
+        limit_s = CLEAN_EXIT_S + state.grace_s
+        watchdog = threading.Timer(limit_s, _exit_at_once, (number, state.reason, limit_s))
         watchdog.daemon = True
         watchdog.start()
         if not raise_in_main:
@@ -72,9 +86,9 @@ def interrupts(*, raise_in_main: bool = True) -> Iterator[Interrupts]:
             loop = asyncio.get_running_loop()
         except RuntimeError:
             raise KeyboardInterrupt from None
-        loop.call_soon_threadsafe(_interrupt)
+        loop.call_soon_threadsafe(state.take_over or _interrupt)
 
-    previous: dict[int, Any] = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous: dict[int, Any] = {number: signal.signal(number, handle) for number in handled()}
     state.armed = True
     try:
         yield state
@@ -96,8 +110,8 @@ def _interrupt() -> None:
     raise KeyboardInterrupt
 
 
-def _exit_at_once(number: int, reason: Exception | None) -> None:
+def _exit_at_once(number: int, reason: Exception | None, limit_s: float) -> None:
     what = signal.Signals(number).name if reason is None else str(reason)
-    logger.error("not stopped %g s after %s: ending at once; the stacks follow", CLEAN_EXIT_S, what)
+    logger.error("not stopped %g s after %s: ending at once; the stacks follow", limit_s, what)
     faulthandler.dump_traceback(sys.stderr)
     os._exit(128 + number if reason is None else 1)

@@ -130,7 +130,8 @@ class Process:
                 seen += f" and {cpu}"
             return f"stopped answering {self.silent_s:.0f} s ago{seen}"
         if self.blocked_s >= silence_s:
-            return f"has blocked its event loop for {self.blocked_s:.0f} s; {process} {cpu}"
+            at = f" at {self.report.blocked_at}" if self.report is not None and self.report.blocked_at else ""
+            return f"has blocked its event loop for {self.blocked_s:.0f} s{at}; {process} {cpu}"
         return f"waits for nobody; {process} {cpu}" if not self.waits else f"answers; {process} {cpu}"
 
 

@@ -71,12 +71,15 @@ class Stalled(RuntimeError):
 class Watch:
     """The watch of one run; see the top of this file. :func:`watched` makes, starts and stops it."""
 
-    def __init__(self, cluster: Cluster, folder: Path, stall_s: float, recover: Recover | None) -> None:
+    def __init__(
+        self, cluster: Cluster, folder: Path, stall_s: float, recover: Recover | None, grace_s: float = 0.0
+    ) -> None:
         if stall_s <= 0:
             raise ValueError(f"stall_s must be positive, got {stall_s}")
         self.stalled: Stalled | None = None
         """Why the run was ended."""
         self._folder, self._stall_s, self._recover = folder, stall_s, recover
+        self._end_s = END_S + grace_s
         self._interval_s = stall_s / POLLS
         self._lag = LoopLag()
         self._poller = ProcessPoller(cluster, stall_s, self._interval_s, self._lag)
@@ -262,7 +265,7 @@ class Watch:
     async def _end(self, message: str, culprits: list[Process]) -> None:
         """End the run. Kill the culprits once its calls are cancelled: stopped processes would delay the end."""
         self.stalled = Stalled(message)
-        self._exit_timer = threading.Timer(END_S, _exit_at_once, (message,))
+        self._exit_timer = threading.Timer(self._end_s, _exit_at_once, (message, self._end_s))
         self._exit_timer.daemon = True
         self._exit_timer.start()
         if self._main_task is not None:
@@ -278,14 +281,18 @@ async def _awaited(awaitable: Awaitable[bool]) -> bool:
     return await awaitable  # waits: _try_recover keeps the deadline
 
 
-def _exit_at_once(message: str) -> None:
-    logger.error("not ended %g s after a stall was found: ending at once. %s", END_S, message)
+def _exit_at_once(message: str, limit_s: float) -> None:
+    logger.error("not ended %g s after a stall was found: ending at once. %s", limit_s, message)
     os._exit(1)
 
 
 @asynccontextmanager
 async def watched(
-    cluster: Cluster, folder: Path, stall_s: float = STALL_S, recover: Recover | None = None
+    cluster: Cluster,
+    folder: Path,
+    stall_s: float = STALL_S,
+    recover: Recover | None = None,
+    grace_s: float = 0.0,
 ) -> AsyncIterator[Watch]:
     """Watch over the run while the block runs.
 
@@ -295,13 +302,14 @@ async def watched(
         stall_s: seconds after which a process that cannot go on is a culprit.
         recover: asked to replace a culprit, or to go on without it, before the run ends because of it. Called on the
             event loop of the block. Without it the run ends.
+        grace_s: that the block may take on top of :data:`END_S` to end.
 
     Raises:
         Stalled: the run could not go on.
         ValueError: ``stall_s`` is not positive.
     """
     presence.register(CONTROLLER)
-    watch = Watch(cluster, folder, stall_s, recover)
+    watch = Watch(cluster, folder, stall_s, recover, grace_s)
     watch.start()
     try:
         yield watch

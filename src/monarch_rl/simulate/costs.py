@@ -128,6 +128,8 @@ class Costs:
     call_s: float = 0.0
     """Seconds of a call to an actor and its answer: under 1 ms on a quiet machine, several on busy cores. A step has
     about ten, one after the other. Requests to replicas do not pay it."""
+    stage: Distribution = field(default_factory=Distribution)
+    """Seconds that a group spends in stages (run.start(stages=...)) before it is put; a mean of 0 has no stage."""
 
     def __post_init__(self) -> None:
         if self.prompt_tokens < 1:

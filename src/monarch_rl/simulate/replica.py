@@ -136,6 +136,9 @@ class SimulatedReplica:
         return {
             "pid": os.getpid(),
             "generated_tokens": self._tokens * self._grain,
+            "turn_prompt_tokens": 0,
+            "turn_cached_tokens": 0,
+            "turn_reread_tokens": 0,
             "busy_seconds": self._busy_s,
             "request_seconds": self._request_s,
             "devices": self._devices,

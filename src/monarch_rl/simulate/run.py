@@ -14,7 +14,8 @@ import numpy as np
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.ledger import Counts
 from monarch_rl.buffer.settings import BufferSettings
-from monarch_rl.episode.packed import PackedShard
+from monarch_rl.episode.episode import Group
+from monarch_rl.episode.shard import PackedShard
 from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.generator.settings import GeneratorSettings, InFlight
 from monarch_rl.model.messages import Message, ParsedReply
@@ -23,6 +24,7 @@ from monarch_rl.pipeline.actors import Actors
 from monarch_rl.pipeline.run import Run
 from monarch_rl.pipeline.settings import RunSettings
 from monarch_rl.rollout.settings import RolloutSettings
+from monarch_rl.rollout.stages import Stage
 from monarch_rl.rollout.worker import Resources, RolloutWorker
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.by_value import ByValue
@@ -60,6 +62,8 @@ class Plan:
     """Groups that a worker plays at once; 0 is as many as the buffer has slots."""
     scorer_processes: int = 1
     """Scores that a worker computes at once."""
+    stage_concurrency: int = 8
+    """Groups that may be in stages at once, in each worker."""
     in_flight: InFlight = "continue"
     """What becomes of running sequences at a commit (generator.in-flight)."""
     buffer: BufferSettings = field(default_factory=BufferSettings)
@@ -67,7 +71,15 @@ class Plan:
     """Seed of all random numbers. It fixes the lengths whatever else is set, so settings can be compared."""
 
     def __post_init__(self) -> None:
-        for name in ("groups_per_step", "trainer_devices", "replicas", "tp", "workers", "scorer_processes"):
+        for name in (
+            "groups_per_step",
+            "trainer_devices",
+            "replicas",
+            "tp",
+            "workers",
+            "scorer_processes",
+            "stage_concurrency",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
         if self.group_size < 1 or self.concurrent_groups < 0:
@@ -233,6 +245,10 @@ class SimulatedTrainer:
         await asyncio.sleep(self._costs.trainer.step_s + self._token_s * shard.trainable_tokens)
         return {"tokens": float(shard.trainable_tokens), "wait_s": taken - started, "step_s": now() - taken}
 
+    async def trained_episodes(self, groups: int, seed: int) -> list[Any]:
+        """Its tokens mean nothing: there is nothing to look at."""
+        return []
+
     async def owned_runs(self) -> tuple[int, list[Any], list[Any]]:
         """A version of one element."""
         return 0, [("weights", (1,))], [("weights", 0, 1)]
@@ -279,7 +295,7 @@ class SimulatedWorker(RolloutWorker):
             slot_deadline_s=FOREVER_S,
         )
         task = Task(items := _Items(plan.seed, costs.equal_rewards), _play, {"held_out": items}, name="simulated")
-        super().__init__(settings, ByValue(task), "", name)
+        super().__init__(settings, ByValue(task), "", name, stages=ByValue(_stages(plan, costs)))
         self._costs = costs
         self._score_places = asyncio.Semaphore(plan.scorer_processes)
         prompt = max(1, round(costs.prompt_tokens / grain))
@@ -300,6 +316,15 @@ class SimulatedWorker(RolloutWorker):
             async with self._score_places:
                 await asyncio.sleep(seconds)
         return Outcome(reward)
+
+
+def _stages(plan: Plan, costs: Costs) -> list[Stage]:
+    """One that takes the seconds of all, if they take some."""
+
+    async def stage(entry: dict[str, Any], group: Group) -> None:
+        await asyncio.sleep(costs.stage.draw(entry["task"], ("stage", entry["task"])))
+
+    return [Stage(stage, concurrency=plan.stage_concurrency, deadline_s=FOREVER_S)] if costs.stage.average else []
 
 
 class SimulatedDispatcher(Dispatcher):

@@ -6,92 +6,19 @@ Questions(jsonl("gsm8k.jsonl"), reward, held_out=200)
 from __future__ import annotations
 
 import functools
-import inspect
-import json
 import random
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from monarch_rl.tasks.task import Message, Outcome, Policy, Task, as_outcome
+from monarch_rl.tasks.orders import ShuffledOrder
+from monarch_rl.tasks.rows import Row
+from monarch_rl.tasks.task import GroupRewards, Message, Outcome, Policy, Task, as_outcome, is_coroutine_function
 from monarch_rl.tasks.template import check_template, fill
 
-Row = Mapping[str, Any]
 RewardFunction = Callable[[Any, str], Any]
 """``reward(row, answer)``: a number, named parts, an :class:`Outcome`, or a coroutine that returns one of these."""
 SAMPLED = 16
 """Prompts that are made before a run, to see whether they fit."""
-
-
-class Rows(Sequence[Row]):
-    """Rows of a file, which every process reads for itself: only its path travels.
-
-    Args:
-        path: of the file.
-        read: all rows of the file.
-
-    Raises ValueError where rows are first asked for, if the file cannot be read or has changed since.
-    """
-
-    def __init__(self, path: str | Path, read: Callable[[Path], Sequence[Row]]) -> None:
-        self._path, self._read = Path(path).resolve(), read
-        self._size = self._path.stat().st_size if self._path.is_file() else -1
-        self._rows: Sequence[Row] | None = None
-
-    def __len__(self) -> int:
-        return len(self._all())
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._all()[index]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_rows": None}
-
-    def _all(self) -> Sequence[Row]:
-        if self._rows is None:
-            try:
-                self._rows = self._read(self._path)
-            except (OSError, ValueError) as error:
-                raise ValueError(f"rows of {self._path} cannot be read: {error}") from error
-            if self._path.stat().st_size != self._size:
-                raise ValueError(f"{self._path} has changed since the run began: processes would play other rows")
-        return self._rows
-
-
-def jsonl(path: str | Path) -> Rows:
-    """Rows of a file with one JSON object a line."""
-    return Rows(path, _read_jsonl)
-
-
-def parquet(path: str | Path) -> Rows:
-    """Rows of a parquet file."""
-    return Rows(path, _read_parquet)
-
-
-def _read_jsonl(path: Path) -> list[Row]:
-    rows: list[Row] = []
-    with path.open() as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                try:
-                    row = json.loads(line)
-                except ValueError as error:
-                    raise ValueError(f"line {number} is no JSON ({error})") from error
-                if not isinstance(row, dict):
-                    raise ValueError(f"line {number} is no JSON object: {line.strip()[:60]}")
-                rows.append(row)
-    return rows
-
-
-def _read_parquet(path: Path) -> list[Row]:
-    from pyarrow import ArrowException
-    from pyarrow.parquet import read_table
-
-    try:
-        rows: list[Row] = read_table(path).to_pylist()
-    except ArrowException as error:
-        raise ValueError(str(error)) from error
-    return rows
 
 
 class Questions(Task):
@@ -101,9 +28,10 @@ class Questions(Task):
     on nothing but the rows, ``held_out`` and ``seed``.
 
     Args:
-        rows: mappings of columns: a list, :func:`jsonl`, :func:`parquet`, or a data set of ``datasets``.
+        rows: mappings of columns: a list, or what ``rows.py`` reads: JSONL, parquet, a data set of ``datasets``.
         reward: called with the row and the answer's text. A function runs in a scoring process, with a deadline, so it
-            may be slow or hang; a coroutine runs in the worker.
+            may be slow or hang; a coroutine runs in the worker. If it has a function ``warm_up``, that is called once
+            in every worker and scoring process before.
         system: the system message; "" is none.
         template: the user's message, with the row's columns in braces.
         held_out: how many rows are held out, drawn at random; or sets of rows of their own, by name. Training plays no
@@ -111,6 +39,7 @@ class Questions(Task):
         name: for metrics.
         seed: of the order, and of which rows are held out.
         full_context_reward: of an episode that a full context ends.
+        group_rewards: rewards that compare the answers of a group (:class:`~monarch_rl.tasks.task.Task`).
     """
 
     def __init__(
@@ -124,6 +53,7 @@ class Questions(Task):
         name: str = "questions",
         seed: int = 0,
         full_context_reward: float = 0.0,
+        group_rewards: GroupRewards | None = None,
     ) -> None:
         asking = _Asking(reward, system, template)
         if isinstance(held_out, int):
@@ -132,7 +62,16 @@ class Questions(Task):
         else:
             split = _Split(rows, held_out, 0, template, seed)
             sets = held_out
-        super().__init__(split.item, asking.play, sets, name, full_context_reward, check=split.check)
+        super().__init__(
+            split.item,
+            asking.play,
+            sets,
+            name,
+            full_context_reward,
+            warm_up=getattr(reward, "warm_up", None),
+            check=split.check,
+            group_rewards=group_rewards,
+        )
 
 
 class _Asking:
@@ -140,8 +79,7 @@ class _Asking:
 
     def __init__(self, reward: RewardFunction, system: str, template: str) -> None:
         self._reward, self._system, self._template = reward, system, template
-        called = getattr(reward, "__call__", None)  # noqa: B004  that of an object may be a coroutine
-        self._in_worker = inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(called)
+        self._in_worker = is_coroutine_function(reward)
 
     async def play(self, row: Row, policy: Policy) -> Outcome:
         """The episode of a row."""
@@ -166,15 +104,17 @@ class _Split:
     ) -> None:
         self._rows, self._apart, self._count = rows, apart, count
         self._template, self._seed = template, seed
-        self._order = functools.lru_cache(maxsize=2)(self._shuffled)
 
     def __reduce__(self) -> Any:
         return _Split, (self._rows, self._apart, self._count, self._template, self._seed)
 
     def item(self, cursor: int) -> Row:
         """The row of a cursor."""
-        size = len(self._trained)
-        return self._rows[self._order(cursor // size)[cursor % size]]
+        return self._rows[self._order.place(cursor)]
+
+    @functools.cached_property
+    def _order(self) -> ShuffledOrder:
+        return ShuffledOrder(self._trained, f"order {self._seed}/")
 
     @functools.cached_property
     def held_out(self) -> list[int]:
@@ -198,11 +138,6 @@ class _Split:
         if not trained:
             raise ValueError(f"of {len(self._rows)} rows none is left to train on: all others have held-out prompts")
         return trained
-
-    def _shuffled(self, epoch: int) -> list[int]:
-        order = list(self._trained)
-        random.Random(f"order {self._seed}/{epoch}").shuffle(order)
-        return order
 
     def check(self) -> list[str]:
         """Prompts of the first rows. Raises ValueError saying what to change."""

@@ -65,15 +65,19 @@ class ReasoningGym(Task):
     """The task of one question, one answer and the data set's own score, which is computed in a scoring process.
 
     Cheap to make and to pickle: the data set is loaded where it is played.
+
+    Args:
+        full_context_reward: of an episode that a full context ends.
+        name: for metrics; empty is that of the data set.
     """
 
-    def __init__(self, settings: TaskSettings, full_context_reward: float = 0.0) -> None:
+    def __init__(self, settings: TaskSettings, full_context_reward: float = 0.0, name: str = "") -> None:
         train, held_out = TaskSource(settings), TaskSource(settings, "held_out")
         super().__init__(
             train.item,
             functools.partial(_play, settings),
             {"held_out": held_out},
-            name=settings.name,
+            name=name or settings.name,
             full_context_reward=full_context_reward,
             warm_up=functools.partial(load_data_set, settings, "train"),
             check=train.check,

@@ -1,43 +1,52 @@
 """The trainer mesh: one :class:`Trainer` actor a rank, all in one torch.distributed world of their own."""
 
+# size: the endpoints of one actor and the state that they share
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 
 import numpy as np
 from monarch.actor import current_rank
 
-from monarch_rl.algorithms.advantages import ADVANTAGES
 from monarch_rl.buffer.actor import Buffer
+from monarch_rl.checkpoint.folders import FileSum
 from monarch_rl.episode.packed import unpack_group
+from monarch_rl.episode.sampled import TrainedEpisode, trained_episodes
+from monarch_rl.episode.shard import PackedShard
 from monarch_rl.runtime import device_work, presence
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.endpoint import concurrent_endpoint, lasting_endpoint
 from monarch_rl.runtime.heap import freeze_heap
 from monarch_rl.runtime.network import host_address
 from monarch_rl.runtime.resilient import ResilientActor
-from monarch_rl.trainer.batch_metrics import batch_metrics
 from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.trainer.snapshots import Snapshots
 from monarch_rl.weights.endpoint import Sender, TransferSettings
-from monarch_rl.weights.finite import NotFinite
 from monarch_rl.weights.manifest import Manifest
 from monarch_rl.weights.transport import make_sender
 
 if TYPE_CHECKING:
     import torch
 
-    from monarch_rl.algorithms.advantages import Advantage
-    from monarch_rl.trainer.objective import Objective
+    from monarch_rl.episode.shard import SupervisedShard
+    from monarch_rl.trainer.advantages import BatchAdvantages
+    from monarch_rl.trainer.checkpoint import Staged
+    from monarch_rl.trainer.functions import LoadedFunctions, TrainingFunctions
     from monarch_rl.trainer.policy import Policy
     from monarch_rl.trainer.publishing import SnapshotPlan
     from monarch_rl.trainer.shards import NamedShape, Run
+    from monarch_rl.trainer.step_journal import EarlierSteps, KnownBatch, MadeAgain, StepJournal
+    from monarch_rl.trainer.supervised import SupervisedPlan, SupervisedRows
+
+logger = logging.getLogger("monarch_rl")
 
 T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
@@ -51,27 +60,23 @@ class TrainerPlan:
     """The Hugging Face folder to start from."""
     settings: TrainerSettings
     total_steps: int
-    """Optimiser steps of the run, for the learning-rate schedule."""
+    """Optimiser steps of the run, for the learning-rate schedule: several a batch, if there are several updates."""
     temperature: float
     """Of the sampling distribution."""
     max_new_tokens: int
     """Tokens that an episode may draw: the normaliser of the ``constant`` aggregation."""
-    advantage: Advantage | None = None
-    """Function of a group's rewards; None is the one that ``settings.loss`` names. It travels to the ranks by
-    cloudpickle, so a function of a script, a closure or a ``functools.partial`` will do."""
-    objective: Objective | None = None
-    """Loss of a micro-batch; None is :func:`reinforcement` with ``settings.loss``. With one, only the aggregation of
-    these settings acts, as ``MicroBatch.weights``. It travels like the advantage."""
+    functions: TrainingFunctions | None = None
+    """Advantage and objective; None are those that ``settings.loss`` names. With an objective of one's own, only the
+    aggregation of these settings acts, as ``MicroBatch.weights``."""
+    journal: Path | None = None
+    """Folder in which each rank keeps its batches; None keeps none."""
+    journal_bytes: int = 0
+    """That a rank keeps, at most."""
+    generation: int = 0
+    """How often the run was resumed."""
 
 
-def loss_functions(plan: TrainerPlan) -> tuple[Advantage, Objective]:
-    """The plan's own advantage and objective, and where it has none, what its loss settings name."""
-    from monarch_rl.trainer.objective import reinforcement
-
-    loss = plan.settings.loss
-    return plan.advantage or ADVANTAGES[loss.advantage], plan.objective or reinforcement(loss)
-
-
+# size: the endpoints of one actor and the state that they share
 class Trainer(ResilientActor):
     """One rank. All ranks get every call; training runs on one thread, checksums on another."""
 
@@ -81,16 +86,37 @@ class Trainer(ResilientActor):
         self._buffer = buffer
         # One thread for all of torch: FSDP and autograd keep state per thread.
         self._compute = ThreadPoolExecutor(1, "compute")
+        self._disk = ThreadPoolExecutor(1, "checkpoint")
+        self._made = 0, 0
+        """The version that the weights are, and the optimizer steps until then."""
         self._policy: Policy | None = None
+        self._functions: LoadedFunctions | None = None
         self._snapshots: Snapshots | None = None
         self._snapshot_plans: dict[int, SnapshotPlan] = {}
         """By the snapshot's index."""
+        self._trained: tuple[PackedShard, BatchAdvantages] | None = None
+        """This rank's share of the last batch, and the advantages of the whole batch."""
+        self._journal: StepJournal | None = None
+        self._earlier: EarlierSteps | None = None
+        self._rows: SupervisedRows | None = None
+        """What :meth:`supervised` trains on."""
+        self._mixed: SupervisedRows | None = None
+        """What :meth:`update` trains on beside its batches."""
+        self._rows_taken = 0
+        """Supervised rows that were trained so far."""
 
     @property
     def policy(self) -> Policy:
         if self._policy is None:
             raise RuntimeError("setup() must come first")
         return self._policy
+
+    @property
+    def functions(self) -> LoadedFunctions:
+        """What it trains with, and what that remembers."""
+        if self._functions is None:
+            raise RuntimeError("setup() must come first")
+        return self._functions
 
     @property
     def snapshots(self) -> Snapshots:
@@ -110,11 +136,19 @@ class Trainer(ResilientActor):
         """Join the world, build and load the model; returns the rank and how many parameters it publishes."""
 
         def build() -> Policy:
+            import torch
+
+            from monarch_rl.trainer.functions import TrainingFunctions
             from monarch_rl.trainer.policy import Policy
+            from monarch_rl.trainer.step_journal import StepJournal
 
             plan = self._plan
+            functions = plan.functions or TrainingFunctions.of_settings(plan.settings.loss, plan.settings.critic)
+            self._functions = functions.load()
             policy = Policy(plan.model, plan.settings, total_steps=plan.total_steps, temperature=plan.temperature)
-            device_work.use_device(policy.device.type)
+            device_work.use_device(policy.device.type, make_mark=partial(torch.Event, policy.device))
+            if plan.journal is not None:
+                self._journal = StepJournal.begin(plan.journal, plan.journal_bytes, plan, policy, plan.generation)
             return policy
 
         self._policy = await self._on(self._compute, build)
@@ -124,7 +158,8 @@ class Trainer(ResilientActor):
 
     @lasting_endpoint
     async def update(self, version: int, batch_deadline_s: float) -> dict[str, float]:
-        """Take this rank's share of the batch for the update from ``version``, and make one optimiser step.
+        """Take this rank's share of the batch for the update from ``version``, and train on it: one optimiser
+        step, or those that ``trainer.epochs`` and ``trainer.minibatches`` make of it.
 
         Args:
             version: the version being updated.
@@ -137,11 +172,9 @@ class Trainer(ResilientActor):
         Raises:
             DeadlineExceeded: no batch came in time; says what is missing.
             NotFinite: the gradient is not finite; names the step, and why.
+            ValueError: the advantage or the objective returned what cannot be used; names it and its place.
         """
-        from monarch_rl.trainer.batch import advantages_of, pack_shard
-
         plan, policy = self._plan, self.policy
-        advantage, objective = loss_functions(plan)
         started = time.perf_counter()
         packed = await within(
             batch_deadline_s + 10,
@@ -151,25 +184,86 @@ class Trainer(ResilientActor):
                 plan.settings.data_ranks,
                 plan.settings.tokens_per_microbatch,
                 batch_deadline_s,
+                self.functions.advantage_columns,
+                plan.settings.minibatches,
             ),
             f"the batch of step {version + 1}",
             on="buffer",
             flag="update-deadline-s",
         )
         taken = time.perf_counter()
-
-        def step() -> dict[str, float]:
-            aggregation = plan.settings.loss.aggregation
-            advantages = advantages_of(packed.rewards, advantage)
-            batches = pack_shard(packed.unpack(), advantages, aggregation, plan.max_new_tokens, policy.device)
-            figures = batch_metrics(packed, [of_group.numpy() for of_group in advantages])
-            try:
-                return policy.update(batches, objective) | figures
-            except NotFinite as error:
-                raise NotFinite(f"step {version + 1}: {error}") from error
-
-        metrics = await self._on(self._compute, step)
+        if self._mixed is not None:
+            packed.supervised = await self._take_rows(self._mixed, plan.settings.minibatches)
+        metrics = await self._train(packed, self._journal)
         return metrics | {"wait_s": taken - started, "step_s": time.perf_counter() - taken}
+
+    async def _train(self, packed: PackedShard, journal: StepJournal | None) -> dict[str, float]:
+        """Make the next version of a batch, and note it in the journal."""
+        from monarch_rl.trainer.step import train
+
+        version, policy = packed.version, self.policy
+        rows = 0 if packed.supervised is None else sum(part.episodes for part in packed.supervised.minibatches)
+        if journal is not None:
+            journal.took(packed)
+
+        def step() -> tuple[dict[str, float], BatchAdvantages]:
+            made = train(policy, packed, self.functions, self._plan.max_new_tokens)
+            self._made = version + 1, policy.checkpoint.optimizer_steps
+            self._rows_taken += rows
+            return made
+
+        metrics, advantages = await self._on(self._compute, step)
+        self._trained = packed, advantages
+        if journal is not None:
+            await self._on(self._compute, journal.made, version, metrics)
+        return metrics
+
+    # -- rows of prompt and answer: docs/algorithms.md -----------------------------------------------------------
+
+    @concurrent_endpoint
+    async def use_rows(self, plan: SupervisedPlan) -> int:
+        """From now on mix these rows into each batch; or, if their share is 1, have :meth:`supervised` train on them.
+        Returns how many there are.
+
+        Raises:
+            ValueError: they cannot be read.
+        """
+        from monarch_rl.trainer.supervised import load_rows
+
+        settings = self._plan.settings
+        budget, ranks = settings.tokens_per_microbatch, settings.data_ranks
+        rows = await asyncio.to_thread(load_rows, plan, self._plan.model, budget, ranks)
+        if plan.share < 1:
+            self._mixed = rows
+        else:
+            self._rows = rows
+        return len(rows)
+
+    @lasting_endpoint
+    async def supervised(self, version: int) -> dict[str, float]:
+        """Make the version after ``version`` by one optimiser step on rows alone.
+
+        Returns:
+            The metrics of :meth:`Policy.update_batch`, with ``wait_s`` and ``step_s``.
+
+        Raises:
+            NotFinite: the gradient is not finite; names the step, and why.
+            ValueError: a row cannot be trained; names it, and says why.
+        """
+        if self._rows is None:
+            raise RuntimeError("use_rows() must come first")
+        started = time.perf_counter()
+        packed = PackedShard.of_rows(version, await self._take_rows(self._rows, 1))
+        metrics = await self._train(packed, self._journal)
+        return metrics | {"wait_s": 0.0, "step_s": time.perf_counter() - started}
+
+    async def _take_rows(self, rows: SupervisedRows, minibatches: int) -> SupervisedShard:
+        return await asyncio.to_thread(rows.take, self._rows_taken, self.policy.data_rank, minibatches)
+
+    @lasting_endpoint
+    async def trained_episodes(self, groups: int, seed: int) -> list[TrainedEpisode]:
+        """This rank's episodes of ``groups`` groups, drawn at random from the batch that was trained last."""
+        return [] if self._trained is None else trained_episodes(*self._trained, groups, seed)
 
     @lasting_endpoint
     async def logprobs(self, groups: list[bytes], version: int) -> list[np.ndarray]:
@@ -270,6 +364,98 @@ class Trainer(ResilientActor):
         if self._snapshots is not None:
             self.sender.abort(why)
 
+    # -- checkpoints: docs/checkpoints.md ---------------------------------------------------------------------
+
+    @lasting_endpoint
+    async def stage(self) -> Staged:
+        """Copy to the host's memory what a checkpoint holds, after an update that is under way.
+
+        Raises:
+            RuntimeError: an update was left half made: the weights are no version.
+        """
+        return await self._on(self._compute, self._stage)
+
+    def _stage(self) -> Staged:
+        from monarch_rl.trainer.checkpoint import ROWS_TAKEN, Staged
+
+        started, checkpoint = time.perf_counter(), self.policy.checkpoint
+        version, steps = self._made
+        if checkpoint.optimizer_steps != steps:
+            raise RuntimeError(f"the update of version {version} was left half made: no checkpoint can be made of it")
+        with device_work.piece("a copy for a checkpoint"):
+            checkpoint.stage(self.functions.state_dict() | {ROWS_TAKEN: self._rows_taken})
+        return Staged(version, steps, time.perf_counter() - started)
+
+    @lasting_endpoint
+    async def write_checkpoint(self, folder: str) -> list[FileSum]:
+        """Write what was staged last to the folder of a checkpoint, while training goes on; returns this rank's files.
+
+        Raises:
+            CannotWrite: a rank could not; names it.
+        """
+        return await self._on(self._disk, self.policy.checkpoint.write, Path(folder))
+
+    @concurrent_endpoint
+    async def restore(self, folder: str, version: int, optimizer_steps: int) -> None:
+        """Go on from a checkpoint, which holds this version.
+
+        Raises:
+            ValueError: it is of another model, or of functions that remember other things.
+        """
+        from monarch_rl.trainer.checkpoint import ROWS_TAKEN
+
+        remembered = await self._on(self._compute, self.policy.checkpoint.restore, Path(folder), optimizer_steps)
+        self._rows_taken = remembered.pop(ROWS_TAKEN, 0)
+        self.functions.load_state_dict(remembered)
+        self._made = version, optimizer_steps
+
+    @concurrent_endpoint
+    async def journaled(self, generation: int) -> list[KnownBatch]:
+        """Look into the journal after :meth:`restore`; the batches that this rank can train again from there, one after
+        the other from the restored version on.
+
+        Args:
+            generation: of the run that made the checkpoint.
+        """
+        from monarch_rl.trainer.step_journal import EarlierSteps
+
+        plan = self._plan
+        if plan.journal is None:
+            return []
+        look = partial(EarlierSteps, plan.journal, plan, self.policy, self._made[0], generation)
+        try:
+            self._earlier = await self._on(self._compute, look)
+        except Exception as error:  # a journal is an aid, and is not to prevent a resume
+            logger.warning("no step is made again from the journal: %r", error)
+            return []
+        return self._earlier.known
+
+    @lasting_endpoint
+    async def make_again(self, version: int, last: bool) -> MadeAgain:
+        """Make the version after ``version`` again, of its batch in the journal. All ranks must be asked for it.
+
+        Args:
+            last: the journal is not asked again.
+
+        Raises:
+            NotFinite, ValueError: as :meth:`update`.
+        """
+        from monarch_rl.trainer.step_journal import MadeAgain
+
+        earlier = self._earlier
+        if earlier is None:
+            raise RuntimeError("journaled() must come first")
+        started = time.perf_counter()
+        packed = await asyncio.to_thread(earlier.batch, version)
+        metrics = await self._train(packed, None)
+        metrics |= {"wait_s": 0.0, "step_s": time.perf_counter() - started}
+        equal = await self._on(self._compute, earlier.equal, version)
+        if equal is None and self._journal is not None:  # else it would be taken for the step that ended the run
+            await self._on(self._compute, self._journal.made, version, metrics)
+        if last:
+            self._earlier = None
+        return MadeAgain(metrics, [group_id for group_id, _ in packed.group_ids], packed.lag_counts, equal)
+
     @concurrent_endpoint
     async def save(self, folder: str) -> None:
         """Write the model as a Hugging Face folder, and LoRA beside it: see :func:`save_model`."""
@@ -280,5 +466,7 @@ class Trainer(ResilientActor):
         """Leave the worlds that this rank is in."""
         if self._snapshots is not None:
             await self._snapshots.close()
+        if self._journal is not None:
+            await asyncio.to_thread(self._journal.close)
         if self._policy is not None:
             await self._on(self._compute, self._policy.close)

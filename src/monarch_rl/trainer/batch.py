@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from monarch_rl.algorithms.advantages import Advantage
 from monarch_rl.algorithms.aggregation import Aggregation, token_weights
-from monarch_rl.episode.episode import BatchShard, Episode
+from monarch_rl.algorithms.functions import Columns
+from monarch_rl.episode.episode import NO_VERSION, Episode
+from monarch_rl.episode.shard import BatchShard, MiniBatch
+from monarch_rl.trainer.advantages import BatchAdvantages
 from monarch_rl.trainer.attention_layout import AttentionLayout, Segment
 from monarch_rl.trainer.drawn_rows import DrawnRows, all_or_none
 from monarch_rl.trainer.layout import lay_out
@@ -46,8 +48,12 @@ class MicroBatch:
     """float32[N]: what each token counts in the loss."""
     lags: torch.Tensor
     """int64[N]: the version that the update starts from minus the one that drew the token."""
-    episodes: torch.Tensor
-    """int64[N]: the episode of each token, by its place among those that were packed."""
+    sequences: torch.Tensor
+    """int64[N], ascending: the episode of each token, by its place among those that were packed."""
+    num_sequences: int
+    """Episodes that were packed, with and without trainable tokens."""
+    columns: Columns[torch.Tensor] = field(default_factory=Columns)
+    """float32[N] by name: what stages or the trainer have filled in. All micro-batches have the same names."""
     kept_sets: tuple[torch.Tensor, torch.Tensor] | None = None
     """``(counts int64[M], ids int32[sum of counts])``: the ids that each token was drawn from, where the sampler cut
     the others off."""
@@ -57,6 +63,8 @@ class MicroBatch:
     """Inputs that belong to no episode: 1 on a rank without episodes."""
     separate_tokens: int = 0
     """Inputs that the episodes would have if they shared none."""
+    supervised: bool = False
+    """Rows of prompt and answer, which are trained by cross-entropy whatever the objective is."""
 
     @property
     def num_tokens(self) -> int:
@@ -66,28 +74,30 @@ class MicroBatch:
 
 def pack(
     episodes: Sequence[Episode],
-    advantages: torch.Tensor,
+    advantages: Sequence[torch.Tensor] | torch.Tensor,
     weights: torch.Tensor,
     version: int,
     device: torch.device,
     groups: Sequence[int] | None = None,
+    column_names: Sequence[str] = (),
 ) -> MicroBatch:
     """Pack episodes into a micro-batch.
 
     Args:
-        advantages: float32[E], of each episode.
+        advantages: of each episode: a scalar, or float32[n] of its n drawn tokens, also those that are masked.
         weights: float32[E], of each trainable token of an episode.
         version: of the policy being updated.
         groups: the number of each episode's group: what those of one group share is computed once. None shares
             nothing.
+        column_names: columns that all episodes have.
 
     Raises:
-        ValueError: some episodes have kept sets or expert routes and others do not, or expert routes are of another
-            number of tokens.
+        ValueError: some episodes have kept sets or expert routes and others do not, an episode lacks a column, or
+            expert routes or advantages are of another number of tokens.
     """
     _check_routes(episodes)
     layout = lay_out(episodes, range(len(episodes)) if groups is None else groups)
-    rows = DrawnRows.of(episodes, layout)
+    rows = DrawnRows.of(episodes, layout, column_names)
     # A rank without inputs still takes part in the collectives, with a token that does not count.
     padding = np.zeros(0 if layout.width else 1, np.int64)
 
@@ -106,10 +116,12 @@ def pack(
         targets=on_device(rows.targets),
         rows=None if rows.kinds is None else on_device(rows.kinds),
         behaviour_logprobs=on_device(rows.logprobs),
-        advantages=_per_token(advantages, counts, device),
+        advantages=_of_trained(episodes, advantages).to(device),
         weights=_per_token(weights, counts, device),
         lags=version - on_device(rows.versions).long(),
-        episodes=torch.arange(len(episodes), device=device).repeat_interleave(counts),
+        sequences=torch.arange(len(episodes), device=device).repeat_interleave(counts),
+        num_sequences=len(episodes),
+        columns=Columns({name: on_device(values) for name, values in rows.columns.items()}),
         kept_sets=None if kept_sets is None else (on_device(kept_sets.counts).long(), on_device(kept_sets.ids)),
         expert_routes=on_device(np.concatenate(layout.own_inputs(routes))).unsqueeze(0) if routes else None,
         padding=len(padding),
@@ -133,55 +145,72 @@ def _per_token(per_episode: torch.Tensor, counts: torch.Tensor, device: torch.de
     return per_episode.to(device).repeat_interleave(counts)
 
 
+def _of_trained(episodes: Sequence[Episode], advantages: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
+    """float32[N]: advantages, or what else drawn tokens have, of those that are trained: see :func:`pack`."""
+    found = [torch.zeros(0)]
+    for episode, values in zip(episodes, advantages, strict=True):
+        trained = torch.from_numpy(episode.trainable[1:])
+        if values.ndim:
+            drawn = torch.from_numpy(episode.trainable | (episode.policy_versions != NO_VERSION))
+            if int(drawn.sum()) != len(values):
+                raise ValueError(f"an episode that drew {int(drawn.sum())} tokens has advantages of {len(values)}")
+            by_token = torch.zeros(len(drawn)).masked_scatter(drawn, values.float())
+            found.append(by_token[1:][trained])
+        else:
+            found.append(values.float().expand(int(trained.sum())))
+    return torch.cat(found)
+
+
 def pack_shard(
     shard: BatchShard,
-    advantages: Sequence[torch.Tensor],
+    advantages: BatchAdvantages,
     aggregation: Aggregation,
     max_new_tokens: int,
     device: torch.device,
-) -> list[MicroBatch]:
-    """The micro-batches of one trainer rank, with the advantages and weights of the whole batch.
+    columns: Mapping[str, BatchAdvantages] | None = None,
+) -> list[list[MicroBatch]]:
+    """The micro-batches of one trainer rank, by mini-batch, with the advantages of the whole batch and weights that are
+    divided by the totals of their mini-batch.
 
     Args:
-        advantages: of the whole batch, one float[G] per group: see :func:`advantages_of`.
+        advantages: of the whole batch: see :func:`monarch_rl.trainer.advantages.advantages_of`.
         aggregation: how per-token losses become one number.
         max_new_tokens: tokens that an episode may draw, the normaliser of the ``constant`` aggregation.
+        columns: by name, further ones of the whole batch: float32[tokens that it drew] of each sequence.
     """
-    packed = []
-    for microbatch in shard.microbatches:
-        episodes = [episode for _, _, episode in microbatch]
-        weights = token_weights(
-            torch.tensor([episode.num_trainable for episode in episodes]),
-            aggregation,
-            batch_tokens=shard.trainable_tokens,
-            batch_episodes=shard.num_episodes,
-            max_tokens=max_new_tokens,
-        )
-        of_episodes = torch.tensor([float(advantages[group][place]) for group, place, _ in microbatch])
-        groups = [group for group, _, _ in microbatch]
-        packed.append(pack(episodes, of_episodes, weights, shard.version, device, groups))
-    return packed
+    return [
+        [
+            _pack_microbatch(microbatch, shard, part, advantages, aggregation, max_new_tokens, device, columns or {})
+            for microbatch in own
+        ]
+        for part, own in shard.by_minibatch(shard.microbatches)
+    ]
 
 
-def advantages_of(rewards: Sequence[np.ndarray], advantage: Advantage) -> list[torch.Tensor]:
-    """The advantages of a batch's episodes: one float[G] per group, from one float32[G] of rewards per group.
+def _pack_microbatch(
+    microbatch: Sequence[tuple[int, int, Episode]],
+    shard: BatchShard,
+    part: MiniBatch,
+    advantages: BatchAdvantages,
+    aggregation: Aggregation,
+    max_new_tokens: int,
+    device: torch.device,
+    columns: Mapping[str, BatchAdvantages],
+) -> MicroBatch:
+    episodes = [episode for _, _, episode in microbatch]
+    weights = token_weights(
+        torch.tensor([episode.num_trainable for episode in episodes]),
+        aggregation,
+        batch_tokens=part.trainable_tokens,
+        batch_episodes=part.episodes,
+        max_tokens=max_new_tokens,
+    )
 
-    Raises:
-        ValueError: the function returned another shape for a group; names it and where it is defined.
-    """
-    by_group = [advantage(torch.from_numpy(of_group)) for of_group in rewards]
-    for of_group, values in zip(rewards, by_group, strict=True):
-        if tuple(values.shape) != of_group.shape:
-            raise ValueError(
-                f"the advantage function {_place_of(advantage)} returned shape {list(values.shape)} for a group of "
-                f"{len(of_group)} episodes: return one value for each episode"
-            )
-    return by_group
+    def of_episodes(values: BatchAdvantages) -> list[torch.Tensor]:
+        return [values[group][place] for group, place, _ in microbatch]
 
-
-def _place_of(function: object) -> str:
-    """Name, file and line of a function; its text if it is no plain function."""
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return str(function)
-    return f"{getattr(function, '__name__', 'function')} ({code.co_filename}:{code.co_firstlineno})"
+    groups = [group for group, _, _ in microbatch]
+    made = pack(episodes, of_episodes(advantages), weights, shard.version, device, groups, shard.column_names)
+    for name, values in columns.items():
+        made.columns[name] = _of_trained(episodes, of_episodes(values)).to(device)
+    return made

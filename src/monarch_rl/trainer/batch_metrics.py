@@ -6,18 +6,19 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from monarch_rl.episode.packed import PackedShard
+from monarch_rl.episode.reward_parts import means_of_parts
+from monarch_rl.episode.shard import BatchOutcomes
 
 FULL_REWARD, NO_REWARD = 1.0, 0.0
 """From the first one up an answer is right, from the second one down it is wrong."""
 
 
-def batch_metrics(shard: PackedShard, advantages: Sequence[np.ndarray]) -> dict[str, float]:
+def batch_metrics(shard: BatchOutcomes, advantages: Sequence[np.ndarray]) -> dict[str, float]:
     """The metrics of a batch by the names of ``observe/registry.py``; equal on all ranks.
 
     Args:
         shard: of any rank: its ``rewards``, ``lengths``, ``cut``, ``tasks`` and ``parts`` are of the whole batch.
-        advantages: one float[G] per group of the batch.
+        advantages: one float array per group of the batch: of its episodes, or of their drawn tokens.
     """
     lags = shard.lag_counts
     rewards, lengths = np.concatenate(shard.rewards), np.concatenate(shard.lengths)
@@ -33,16 +34,43 @@ def batch_metrics(shard: PackedShard, advantages: Sequence[np.ndarray]) -> dict[
         "length/mean": float(np.mean(lengths)),
         "length/max": float(np.max(lengths)),
         "length/cut_share": float(np.mean(np.concatenate(shard.cut))),
-    } | _task_metrics(shard)
+    } | (_task_metrics(shard) | _turn_metrics(shard) | _replay_metrics(shard))
 
 
-def _task_metrics(shard: PackedShard) -> dict[str, float]:
-    """Mean reward of each task, and mean of each part of its reward over the episodes that have it."""
+def _replay_metrics(shard: BatchOutcomes) -> dict[str, float]:
+    """Only where groups may be trained again."""
+    return {"buffer/replayed_share": float(np.mean([uses > 0 for uses in shard.uses]))} if shard.uses else {}
+
+
+def _task_metrics(shard: BatchOutcomes) -> dict[str, float]:
+    """Mean reward and length of each task, and mean of each part of its reward over the episodes that have it; of each
+    of its seats, too."""
+    episodes: dict[str, list[tuple[float, dict[str, float], int]]] = {}
+    """Reward, parts and length, by task, and by task and seat."""
+    of_groups = zip(shard.tasks, shard.seats, shard.rewards, shard.parts, shard.lengths, strict=True)
+    for task, seats, rewards, parts, lengths in of_groups:
+        for seat, reward, of_episode, length in zip(seats, rewards, parts, lengths, strict=True):
+            for name in _names(task, seat):
+                episodes.setdefault(name, []).append((float(reward), of_episode, int(length)))
     values: dict[str, float] = {}
-    for task in dict.fromkeys(task for task in shard.tasks if task):
-        groups = [group for group, name in enumerate(shard.tasks) if name == task]
-        episodes = [parts for group in groups for parts in shard.parts[group]]
-        for part in dict.fromkeys(name for parts in episodes for name in parts):
-            values[f"reward/{task}/{part}"] = float(np.mean([parts[part] for parts in episodes if part in parts]))
-        values[f"reward/{task}/mean"] = float(np.mean(np.concatenate([shard.rewards[group] for group in groups])))
+    for name, of_name in episodes.items():
+        values |= {f"reward/{name}/{part}": mean for part, mean in means_of_parts([p for _, p, _ in of_name]).items()}
+        values[f"reward/{name}/mean"] = float(np.mean([reward for reward, _, _ in of_name]))
+        values[f"length/{name}/mean"] = float(np.mean([length for *_, length in of_name]))
     return values
+
+
+def _names(task: str, seat: str) -> tuple[str, ...]:
+    """Under which an episode is counted."""
+    return () if not task else (task, f"{task}/{seat}") if seat else (task,)
+
+
+def _turn_metrics(shard: BatchOutcomes) -> dict[str, float]:
+    """Mean of what turns alone were given, by task, and by task and seat."""
+    given: dict[str, list[float]] = {}
+    for task, seats, of_group in zip(shard.tasks, shard.seats, shard.turn_rewards, strict=True):
+        for seat, of_episode in zip(seats, of_group, strict=True):
+            rewards = [reward for reward in of_episode if reward is not None]
+            for name in _names(task, seat) if rewards else ():
+                given.setdefault(name, []).extend(rewards)
+    return {f"turn_reward/{name}": float(np.mean(rewards)) for name, rewards in given.items()}

@@ -33,10 +33,13 @@ class DrawnRows:
     """Of the M, where the sampler cut tokens off."""
     kinds: np.ndarray | None
     """int64[N]: which of the M; None is each once."""
+    columns: dict[str, np.ndarray]
+    """float32[N] by name. A token that several episodes share has the value of each."""
 
     @classmethod
-    def of(cls, episodes: Sequence[Episode], layout: RowLayout) -> DrawnRows:
-        """Raises ValueError if some episodes have kept sets and others do not."""
+    def of(cls, episodes: Sequence[Episode], layout: RowLayout, column_names: Sequence[str] = ()) -> DrawnRows:
+        """Raises ValueError if some episodes have kept sets and others do not, or lack a column."""
+        _check_columns(episodes, column_names)
         masks = [episode.trainable[1:] for episode in episodes]
 
         def drawn(values: list[np.ndarray], dtype: type) -> np.ndarray:
@@ -60,7 +63,16 @@ class DrawnRows:
             targets,
             kept_sets,
             kinds,
+            {name: drawn([episode.column(name)[1:] for episode in episodes], np.float32) for name in column_names},
         )
+
+
+def _check_columns(episodes: Sequence[Episode], names: Sequence[str]) -> None:
+    for episode in episodes:
+        for turn in episode.turns:
+            missing = [name for name in names if name not in turn.columns]
+            if missing:
+                raise ValueError(f"an episode has columns {sorted(turn.columns)}, but not {missing[0]}, as others have")
 
 
 def _distinct(

@@ -7,11 +7,12 @@ sharded by rows, or by experts, and held in fp32; all else is frozen.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch.distributed.tensor import DTensor
 from torchtitan.components.lora import LoRAConverter
 from torchtitan.models.common import Linear
@@ -19,8 +20,10 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
 from monarch_rl.model.lora import MLP_TARGETS, LoraSettings, lora_config, lora_names
+from monarch_rl.model.weight_files import naming
 from monarch_rl.trainer.moe import EXPERT_TARGETS, expert_lora_config, lora_parameters
 from monarch_rl.trainer.shards import NamedShape, local_run
+from monarch_rl.weights.runs import find_runs, memory_kind, stack_run
 
 _CONFIGS = {
     "q_proj": "wq",
@@ -32,6 +35,8 @@ _CONFIGS = {
     "down_proj": "w2",
 }
 """The field of torchtitan's config that builds each projection."""
+MERGED_BYTES = 64 << 20
+"""Bytes of experts that are merged at a time, unless a single one has more."""
 
 
 def add_lora(config: Decoder.Config, lora: LoraSettings) -> Decoder.Config:
@@ -105,7 +110,16 @@ def initialise_lora(shards: Mapping[str, torch.Tensor], tensors: Sequence[NamedS
 def merged_shards(
     weights: Mapping[str, torch.Tensor], lora: Mapping[str, torch.Tensor], scaling: float
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """This rank's shards of the weights that have LoRA, with it added: ``W + scaling * B A``.
+    """This rank's shards of the weights that have LoRA, with it added, one by one: see :func:`merged_runs`."""
+    for names, merged in merged_runs(weights, lora, scaling):
+        yield from zip(names, merged, strict=True)
+
+
+def merged_runs(
+    weights: Mapping[str, torch.Tensor], lora: Mapping[str, torch.Tensor], scaling: float
+) -> Iterator[tuple[list[str], torch.Tensor]]:
+    """This rank's shards of the weights that have LoRA, with it added: ``W + scaling * B A``, fp32[n, rows, columns].
+    At a time n experts of a layer, or one other weight.
 
     All ranks iterate together: each A is gathered in turn, except those of experts, which lie where the expert does.
 
@@ -113,12 +127,47 @@ def merged_shards(
         weights: fp32 weights by Hugging Face names, sharded like ``lora``; they are not changed.
         lora: A and B by peft's names.
     """
-    for name, weight in weights.items():
-        name_a, name_b = lora_names(name)
-        if name_a in lora:
-            a, b = lora[name_a], lora[name_b]
-            whole_a = a.full_tensor() if isinstance(a, DTensor) else a
-            yield name, torch.add(_local(weight), _local(b) @ whole_a, alpha=scaling)
+    named = [(name, lora_names(name)) for name in weights]
+    adapted = [_Adapted(name, weights[name], lora[a], lora[b]) for name, (a, b) in named if a in lora]
+    places = zip(*(one.places for one in adapted), strict=True)
+    for run in find_runs([one.kind for one in adapted], *places):
+        most = max(1, MERGED_BYTES // max(1, _local(adapted[run[0]].weight).nbytes))
+        for first in range(0, len(run), most):
+            members = [adapted[i] for i in run[first : first + most]]
+            yield [one.name for one in members], _merged(members, scaling)
+
+
+class _Adapted(NamedTuple):
+    """A weight and its LoRA."""
+
+    name: str
+    weight: torch.Tensor
+    a: torch.Tensor
+    b: torch.Tensor
+
+    @property
+    def kind(self) -> Hashable:
+        """What members of a run have in common. An A that is gathered makes a run of its own."""
+        return self.name if isinstance(self.a, DTensor) else tuple(map(memory_kind, self._held))
+
+    @property
+    def places(self) -> list[int]:
+        return [value.data_ptr() for value in self._held]
+
+    @property
+    def _held(self) -> list[torch.Tensor]:
+        """What this rank has of the three."""
+        return [_local(value) for value in (self.weight, self.a, self.b)]
+
+
+def _merged(run: list[_Adapted], scaling: float) -> torch.Tensor:
+    weight, b = (
+        stack_run([_local(value) for value in values[:2]], len(run))
+        for values in ([one.weight for one in run], [one.b for one in run])
+    )
+    gathered = run[0].a.full_tensor() if isinstance(run[0].a, DTensor) else None
+    a = stack_run([one.a for one in run[:2]], len(run)) if gathered is None else gathered.unsqueeze(0)
+    return torch.add(weight, torch.bmm(b, a), alpha=scaling)
 
 
 def _local(value: torch.Tensor) -> torch.Tensor:
@@ -135,9 +184,16 @@ def save_lora(
         tensors: whole ones, by peft's names.
         base: the folder of the model that the adapter belongs to.
         write: on one rank; all call it together, because each tensor is gathered.
+
+    Raises OSError, with the file's name, after all have been.
     """
     whole = {name: value.cpu().clone() for name, value in tensors}
     if write:
+        contents = {
+            "adapter_model.safetensors": save(whole, metadata={"format": "pt"}),
+            "adapter_config.json": (json.dumps(lora_config(lora, str(base)), indent=2) + "\n").encode(),
+        }
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(whole, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-        (folder / "adapter_config.json").write_text(json.dumps(lora_config(lora, str(base)), indent=2) + "\n")
+        for name, content in contents.items():
+            with naming(folder / name):
+                (folder / name).write_bytes(content)

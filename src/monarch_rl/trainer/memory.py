@@ -14,6 +14,9 @@ MASTER = 4
 """Bytes of a master weight, and of its gradient and its optimiser states: float32."""
 LOGITS = 5
 """Arrays of a chunk's logits at one time: they, their probabilities, what entropy is made of, and gradients."""
+LOGITS_OF_PARTS = 4
+"""The same where tensor-parallel ranks divide the vocabulary: they keep exponentials, not logits, and most are there
+in the forward pass, before the chunk's own gradients."""
 
 
 def trainer_memory(
@@ -34,17 +37,15 @@ def trainer_memory(
     states = -(-(model.lora or sizes.elements) // ranks)
     needed = {
         "parameters": (-(-sizes.elements // ranks) + -(-model.lora // ranks)) * MASTER,
+        "reference": 0 if model.lora or not settings.reference else -(-sizes.elements // ranks) * MASTER,
         "gradients": states * MASTER,
         "optimiser states": 2 * states * MASTER,
+        "critic": 4 * -(-critic_elements(sizes) // ranks) * MASTER if settings.critic.enabled else 0,
         "rotary cache": rotary_bytes(model, settings),
         "snapshots": snapshot_bytes(-(-model.version // ranks) * served, model.version * served, weights),
     }
-    # Tensor-parallel ranks divide what is computed: rows, heads and the vocabulary.
-    kept, again = (nbytes // settings.tp for nbytes in _activations(sizes, settings, item, on_gpu))
-    at_the_head, in_a_block = (
-        {purpose: nbytes // settings.tp for purpose, nbytes in part.items()}
-        for part in (_at_the_head(sizes, settings, item), _in_a_block(sizes, settings, item))
-    )
+    kept, again = _activations(sizes, settings, item, on_gpu)
+    at_the_head, in_a_block = _at_the_head(sizes, settings, item), _in_a_block(sizes, settings, item)
     # The peak is at the head or in the last block, when all activations are there.
     if sum(at_the_head.values()) > again + sum(in_a_block.values()):
         needed |= {"activations": kept} | at_the_head
@@ -55,6 +56,20 @@ def trainer_memory(
         groups = NARROW_COMMUNICATOR if weights.way in ("collective", "auto") else 0
         needed["NCCL buffers"] = NCCL_COMMUNICATOR * (ranks > 1) + groups
     return {purpose: nbytes for purpose, nbytes in needed.items() if nbytes}
+
+
+def checkpoint_bytes(model: TrainedModel, settings: TrainerSettings) -> int:
+    """Bytes in a host's memory, for each trainer rank on it, of the copy that a checkpoint is written from: weights and
+    the optimizer's two moments in float32, of LoRA alone with LoRA; and those of a critic. Pinned where it computes on
+    a GPU. They are taken with the first checkpoint and kept for the next one."""
+    critic = critic_elements(model.sizes) if settings.critic.enabled else 0
+    return 3 * MASTER * -(-((model.lora or model.sizes.elements) + critic) // settings.ranks)
+
+
+def critic_elements(sizes: ModelSizes) -> int:
+    """Weights of a critic, which has a head of one row instead of an LM head; as many again are its gradients, and
+    twice as many its optimiser states."""
+    return sizes.elements - sizes.lm_head + sizes.width
 
 
 def snapshot_bytes(shards: int, version: int, weights: TransferSettings) -> int:
@@ -77,7 +92,7 @@ def rotary_bytes(model: TrainedModel, settings: TrainerSettings) -> int:
     return min(settings.tokens_per_microbatch, model.positions) * 2 * model.sizes.head * MASTER
 
 
-def saved_bytes(sizes: ModelSizes, item: int, on_gpu: bool, *, sparse: bool) -> int:
+def saved_bytes(sizes: ModelSizes, item: int, on_gpu: bool, *, sparse: bool, tp: int = 1) -> int:
     """Bytes of a token that a block keeps for its backward pass, without checkpointing.
 
     Args:
@@ -85,58 +100,69 @@ def saved_bytes(sizes: ModelSizes, item: int, on_gpu: bool, *, sparse: bool) -> 
         item: bytes of an element that is computed.
         on_gpu: norms are one kernel there, and attention writes its result once.
         sparse: the block has experts.
+        tp: ranks that divide heads, rows and, beside attention and MLP, tokens. Each has what both take of all tokens.
     """
     query, key, width = sizes.query, sizes.key, sizes.width
     normed = 2 * width + (query + key if sizes.normed_heads else 0)
-    inputs = 2 * width + (2 if on_gpu else 3) * query + 2 * key
+    inputs = (2 if on_gpu else 3) * query + 2 * key
     if sparse:
         inputs += 4 * sizes.expert_hidden + 2 * sizes.chosen * width
     else:
         inputs += 4 * sizes.hidden
     norms = normed * item if on_gpu else 2 * normed * MASTER
-    return inputs * item + norms + 2 * sizes.head * MASTER
+    return 2 * width * item + 2 * sizes.head * MASTER + (inputs * item + norms) // tp
 
 
 def _kept_bytes(sizes: ModelSizes, settings: TrainerSettings, item: int, on_gpu: bool, *, sparse: bool) -> int:
     """Bytes of a token that a block keeps until its backward pass, as ``trainer.activation_checkpoint`` says."""
+    tp, width = settings.tp, sizes.width
     if settings.activation_checkpoint == "none":
-        return saved_bytes(sizes, item, on_gpu, sparse=sparse)
+        return saved_bytes(sizes, item, on_gpu, sparse=sparse, tp=tp)
     if settings.activation_checkpoint == "full":
-        return sizes.width * item
+        return width * item // tp
     # torchtitan's choice: every second product of matrices but those of experts, and on GPUs attention's result.
-    kept = sizes.width + (2 if on_gpu else 1) * sizes.query + sizes.key
-    return (kept if sparse else kept + sizes.hidden + sizes.width) * item
+    kept = width + (2 if on_gpu else 1) * sizes.query + sizes.key
+    if sparse:
+        return kept * item
+    # With several ranks the second width is a sum's part, of all tokens; and what sums are divided into is kept.
+    sums = 2 * width if tp > 1 else 0
+    return (width + (kept + sizes.hidden + sums) // tp) * item
 
 
 def _activations(sizes: ModelSizes, settings: TrainerSettings, item: int, on_gpu: bool) -> tuple[int, int]:
     """Bytes that all blocks keep, and what one block computes again for its backward pass."""
     tokens, kinds = settings.tokens_per_microbatch, {True: sizes.sparse, False: sizes.layers - sizes.sparse}
     kept = {sparse: _kept_bytes(sizes, settings, item, on_gpu, sparse=sparse) for sparse, n in kinds.items() if n}
-    whole = {sparse: saved_bytes(sizes, item, on_gpu, sparse=sparse) for sparse in kept}
+    whole = {sparse: saved_bytes(sizes, item, on_gpu, sparse=sparse, tp=settings.tp) for sparse in kept}
     # Beside the blocks: the embeddings' output, and what the last norm takes and gives.
-    ends = (2 * item + (item if on_gpu else 2 * MASTER)) * sizes.width
+    ends = (item + (item + (item if on_gpu else 2 * MASTER)) // settings.tp) * sizes.width
     again = max(whole[sparse] - kept[sparse] for sparse in kept)
     return tokens * (ends + sum(kept[sparse] * kinds[sparse] for sparse in kept)), tokens * again
 
 
 def _at_the_head(sizes: ModelSizes, settings: TrainerSettings, item: int) -> dict[str, int]:
     """Bytes that the LM head takes while it makes its gradient, beside what is kept all the time."""
-    weight = MASTER * sizes.embeddings
+    # Tensor-parallel ranks divide the vocabulary.
+    embeddings, vocabulary = sizes.embeddings // settings.tp, sizes.vocabulary // settings.tp
+    weight = MASTER * embeddings
     chunk = min(settings.logprob_chunk, settings.tokens_per_microbatch)
-    gradients = 2 if settings.tokens_per_microbatch > chunk else 1  # the sum so far, and a chunk's
+    # The sum so far, and a chunk's.
+    gradients = 2 if settings.tokens_per_microbatch > chunk and settings.tp == 1 else 1
+    arrays = LOGITS if settings.tp == 1 else LOGITS_OF_PARTS
     return {
-        "unsharded weights": item * sizes.embeddings,
+        "unsharded weights": item * embeddings,
         "LM head in fp32": (weight if item < MASTER else 0) + (0 if settings.lora.rank else gradients * weight),
-        "logits": LOGITS * chunk * sizes.vocabulary * MASTER,
+        "logits": arrays * chunk * vocabulary * MASTER,
     }
 
 
 def _in_a_block(sizes: ModelSizes, settings: TrainerSettings, item: int) -> dict[str, int]:
     """Bytes that the backward pass of a block takes, beside what is kept all the time."""
-    block = sizes.largest_layer + sizes.layer_experts // settings.expert_parallel
+    block = sizes.largest_layer // settings.tp + sizes.layer_experts // settings.expert_parallel
     gradients = 0 if settings.lora.rank else item + MASTER  # as they are computed, and as they are reduced
     hidden = max(sizes.hidden if sizes.sparse < sizes.layers else 0, sizes.expert_hidden)
+    tokens = settings.tokens_per_microbatch
     return {
         "unsharded weights": 2 * item * block + gradients * block,  # of this block and of the next one
-        "gradients of activations": settings.tokens_per_microbatch * item * (2 * hidden + 2 * sizes.width),
+        "gradients of activations": tokens * item * 2 * (hidden // settings.tp + sizes.width),
     }

@@ -28,6 +28,8 @@ from monarch_rl.trainer.shards import NamedShape, not_finite_part
 
 _LORA = re.compile(r"[._]lora_[ab](\.weight)?$")
 """In the module's names of LoRA's parameters, which no model folder holds: of projections, and of stacked experts."""
+HEAD = "lm_head.weight"
+"""torchtitan's name of the head's weight, and Hugging Face's."""
 EXPERT = re.compile(r"\.experts\.\d+\.")
 """In Hugging Face's name of an expert's tensor."""
 
@@ -38,9 +40,14 @@ class ShardedModel:
     With LoRA (``settings.lora``) those weights are frozen, and LoRA alone is trained.
 
     Needs an initialised torch.distributed world; every method is called by all ranks together.
+
+    Args:
+        values: the model has a head of its own that gives one number (``ValueHead``), instead of the folder's LM head.
     """
 
-    def __init__(self, folder: Path, settings: TrainerSettings, dims: ParallelDims, device: torch.device) -> None:
+    def __init__(
+        self, folder: Path, settings: TrainerSettings, dims: ParallelDims, device: torch.device, values: bool = False
+    ) -> None:
         self.folder = folder
         self.hf_config = read_config(folder)
         self.lora = settings.lora
@@ -52,6 +59,7 @@ class ShardedModel:
             logprob_chunk=settings.logprob_chunk,
             longest=settings.tokens_per_microbatch,
             half_on_gpu=settings.in_half_on_gpu(device.type == "cuda"),
+            values=values,
         )
         if self.lora.rank:
             config = add_lora(config, self.lora)
@@ -59,15 +67,16 @@ class ShardedModel:
         self._state_dict_adapter: StateDictAdapter = family.state_dict_adapter(config, None)
         if self.lora.rank:
             add_lora_names(self._state_dict_adapter)
-        self._load()
+        self._load({HEAD} if values else set())
         initialise_lora(self.lora_state(), self.lora_tensors(), self.lora.seed)
 
-    def _load(self) -> None:
-        state = self.hf_state()
+    def _load(self, own: set[str]) -> None:
+        """``own``: parameters that are not the folder's."""
+        state = {name: value for name, value in self.hf_state().items() if name not in own}
         dcp.load(state, storage_reader=self._state_dict_adapter.get_hf_storage_reader(str(self.folder)))
         _check_finite(state, self.folder)
         result = self.module.load_state_dict(self._state_dict_adapter.from_hf(state), strict=False)
-        missing = [key for key in result.missing_keys if not _LORA.search(key)]
+        missing = [key for key in result.missing_keys if not _LORA.search(key) and key not in own]
         if missing or result.unexpected_keys:
             raise ValueError(
                 f"{self.folder}: the weights do not match config.json: missing {missing}, "
@@ -88,6 +97,11 @@ class ShardedModel:
         enough for all ranks.
         """
         return self._named_shapes(self._parameters(lora=False))
+
+    def trained_state(self) -> dict[str, torch.Tensor]:
+        """This rank's shards of what is trained, and of buffers, under the module's own names: LoRA's alone with it.
+        The storage stays the same across steps."""
+        return self._parameters(lora=self.lora.rank > 0)
 
     def lora_state(self) -> dict[str, torch.Tensor]:
         """This rank's shards of LoRA under peft's names; empty without. The storage stays the same across steps."""

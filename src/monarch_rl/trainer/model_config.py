@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from torchtitan.config import ParallelismConfig
-from torchtitan.models.common import Embedding
+from torchtitan.models.common import Embedding, Linear
 from torchtitan.models.common.decoder import Decoder
 
 from monarch_rl.model.architecture import architecture_of
 from monarch_rl.model.features import check_features
 from monarch_rl.trainer.families import FAMILIES
 from monarch_rl.trainer.gqa import norm_config
-from monarch_rl.trainer.modules import LOADED, LogprobHead
+from monarch_rl.trainer.modules import LOADED, ZEROS, LogprobHead, ValueHead
 from monarch_rl.trainer.settings import TrainerSettings
 
 SPMD_BACKEND = "partial_dtensor"
@@ -29,13 +29,16 @@ def parallelism_config(settings: TrainerSettings) -> ParallelismConfig:
     )
 
 
-def model_config(hf: dict[str, Any], *, logprob_chunk: int, longest: int, half_on_gpu: bool) -> Decoder.Config:
+def model_config(
+    hf: dict[str, Any], *, logprob_chunk: int, longest: int, half_on_gpu: bool, values: bool = False
+) -> Decoder.Config:
     """torchtitan's model config for a Hugging Face ``config.json``.
 
     Args:
         logprob_chunk: tokens whose logits exist at one time.
         longest: tokens of the longest episode, to which rotary embeddings are prepared.
         half_on_gpu: it computes on a GPU in half precision.
+        values: it has a head that gives one number, which begins with zeros, instead of the LM head.
 
     Raises:
         ValueError: the model has a feature that is not supported.
@@ -43,16 +46,19 @@ def model_config(hf: dict[str, Any], *, logprob_chunk: int, longest: int, half_o
     family = FAMILIES[architecture_of(hf)]
     check_features(hf)
     dim, vocabulary = hf["hidden_size"], hf["vocab_size"]
+    head: Linear.Config = ValueHead.Config(in_features=dim, out_features=1, param_init=ZEROS)
+    if not values:
+        head = LogprobHead.Config(in_features=dim, out_features=vocabulary, param_init=LOADED, chunk=logprob_chunk)
     return family.model.Config(
         vocab_size=vocabulary,
         dim=dim,
         norm=norm_config(hf, dim),
-        enable_weight_tying=bool(hf.get("tie_word_embeddings", False)),
+        enable_weight_tying=not values and bool(hf.get("tie_word_embeddings", False)),
         tok_embeddings=Embedding.Config(
             num_embeddings=vocabulary,
             embedding_dim=dim,
             param_init=LOADED,
         ),
-        lm_head=LogprobHead.Config(in_features=dim, out_features=vocabulary, param_init=LOADED, chunk=logprob_chunk),
+        lm_head=head,
         layers=family.layers(hf, longest=longest, half_on_gpu=half_on_gpu),
     )

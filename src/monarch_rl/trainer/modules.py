@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from torchtitan.distributed import ParallelDims
@@ -20,11 +21,13 @@ from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Linear, RoPE
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.protocols.module import Module
 
-from monarch_rl.trainer.token_logprobs import DrawnTokens, TokenLogprobs
+from monarch_rl.trainer.token_logprobs import DrawnTokens, TokenLogprobs, joined
 from monarch_rl.trainer.vocabulary import VocabularyPart, logprobs_of
 
 LOADED = {"weight": skip_param_init}
 """Weights come from the model's folder: nothing is drawn at random."""
+ZEROS = {"weight": nn.init.zeros_}
+"""For what no folder has: the same on however many ranks."""
 
 
 _rotary_caches: WeakValueDictionary[tuple[object, ...], torch.Tensor] = WeakValueDictionary()
@@ -116,15 +119,35 @@ class LogprobHead(Linear):
             hidden_MD = self._part.share(hidden_MD)
         hidden = hidden_MD.split(self.chunk)
         parts = list(zip(hidden, drawn.split(self.chunk), strict=True))
-        compute = partial(_chunk_logprobs, temperature=drawn.temperature, part=self._part)
-        chunks = [
-            checkpoint(compute, hidden, weight, ids, kept_sets, use_reentrant=False)
-            for hidden, (ids, kept_sets) in parts[:-1]
-        ]
-        hidden_TD, (ids, kept_sets) = parts[-1]
-        chunks.append(compute(hidden_TD, weight, ids, kept_sets))
-        computed = TokenLogprobs(*(torch.cat(values) for values in zip(*chunks, strict=True)))
-        return computed if drawn.rows is None else TokenLogprobs(*(values[drawn.rows] for values in computed))
+        compute = partial(
+            _chunk_logprobs,
+            temperature=drawn.temperature,
+            part=self._part,
+            entropy_gradient=drawn.entropy_gradient,
+        )
+        chunks = [checkpoint(compute, hidden, weight, *asked, use_reentrant=False) for hidden, asked in parts[:-1]]
+        hidden_TD, asked = parts[-1]
+        computed = joined([*chunks, compute(hidden_TD, weight, *asked)])
+        rows = drawn.rows
+        return computed if rows is None else computed.each(lambda values: values[rows])
+
+
+class ValueHead(Linear):
+    """In place of the LM head, in a critic: a number for each position that it is asked for, in fp32."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):
+        pass
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.positions: torch.Tensor | None = None
+        """int64[M]: places in the row, for the next forward pass, which takes them away; None is all."""
+
+    def forward(self, hidden_BLD: torch.Tensor) -> torch.Tensor:
+        positions, self.positions = self.positions, None
+        hidden_MD = hidden_BLD[0] if positions is None else F.embedding(positions, hidden_BLD[0])
+        return torch.mv(hidden_MD.float(), self.weight.float()[0])
 
 
 def _local(value: torch.Tensor) -> torch.Tensor:
@@ -137,11 +160,13 @@ def _chunk_logprobs(
     weight_WD: torch.Tensor,
     ids_T: torch.Tensor,
     kept_sets: tuple[torch.Tensor, torch.Tensor] | None,
+    others_TK: torch.Tensor | None,
     *,
     temperature: float,
     part: VocabularyPart | None,
+    entropy_gradient: bool,
 ) -> TokenLogprobs:
     logits = F.linear(hidden_TD.float(), weight_WD)
     if temperature != 1.0:
         logits = logits / temperature
-    return logprobs_of(logits, ids_T, kept_sets, part)
+    return logprobs_of(logits, ids_T, kept_sets, part, entropy_gradient, others_TK)

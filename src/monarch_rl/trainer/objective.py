@@ -1,19 +1,24 @@
 """The loss of a micro-batch's trainable tokens: ratio, clip, correction, weight, composed from ``algorithms/``.
 
-A loss of your own is a function of the type :data:`Objective`: give it to the trainer as ``TrainerPlan.objective``.
+A loss of your own is a function of the type :data:`Objective`: give it to ``run.start(objective=...)``.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from monarch_rl.algorithms import corrections, losses
+from monarch_rl.algorithms import corrections, kl, losses, shaping
+from monarch_rl.algorithms.composition import CORRECTIONS, POLICY_LOSSES, Policies
+from monarch_rl.algorithms.distillation import reverse_kl, top_columns, top_k_divergence
+from monarch_rl.algorithms.functions import entropy_gradient, needs, other_tokens, place_of
 from monarch_rl.algorithms.mismatch import histogram
+from monarch_rl.algorithms.registry import Entry
 from monarch_rl.trainer.batch import MicroBatch
-from monarch_rl.trainer.settings import LossSettings
+from monarch_rl.trainer.loss_settings import LossSettings
 from monarch_rl.trainer.token_logprobs import TokenLogprobs
 
 FAR_RATIO = 2.0
@@ -21,52 +26,134 @@ FAR_RATIO = 2.0
 too)."""
 
 Sums = dict[str, torch.Tensor]
-"""Sums over tokens, by metric name, scalars or vectors; ``tokens`` is the number of tokens summed over."""
+"""Sums over tokens, by metric name, scalars; ``tokens`` is the number of tokens summed over. ``logprob_difference``
+alone is a vector, a histogram."""
 
 Objective = Callable[[TokenLogprobs, MicroBatch], tuple[torch.Tensor, Sums]]
 """``(log-probs of the micro-batch's tokens, micro-batch) -> (loss, sums)``: the loss is a scalar with gradient, a sum
-over tokens with ``batch.weights``; of the sums, ``tokens`` must be there."""
+over tokens with ``batch.weights``; of the sums, ``tokens`` must be there. Each of the others is logged as its mean
+over tokens, under its name after ``trainer/``."""
+
+OLD, REFERENCE, TEACHER = "old", "reference", "teacher"
+"""Columns: log-probs of the trainer's policy at the start of the batch, of the reference model, and of a teacher."""
+VALUE, RETURNS = "value", "returns"
+"""Columns: what the critic, before it was updated, expected before each drawn token that the sequence would still get;
+and what its values should have been."""
 
 
 def reinforcement(settings: LossSettings) -> Objective:
     """The policy-gradient objective that ``settings`` describe."""
 
     def objective(output: TokenLogprobs, batch: MicroBatch) -> tuple[torch.Tensor, Sums]:
-        keep = corrections.finite_tokens(batch.behaviour_logprobs)
-        logprobs, behaviour = output.logprobs[keep], batch.behaviour_logprobs[keep]
-        advantages, lags = batch.advantages[keep], batch.lags[keep]
-        weights, on_policy = batch.weights[keep] * corrections.lag_discount(lags, settings.lag_discount), lags == 0
-        # One optimiser step a batch: the trainer's policy when the batch was formed is the current one.
-        old = logprobs.detach()
-        reference = old if settings.ratio_to == "trainer" else behaviour
-        loss = losses.clipped_ratio(logprobs, reference, advantages, settings.clip_low, settings.clip_high)
-        importance = torch.ones_like(loss)
-        if settings.ratio_to == "trainer" and settings.importance_cap > 0:
-            importance = corrections.truncated_importance_weights(old, behaviour, settings.importance_cap)
-        mismatch = corrections.mismatch_k3(old, behaviour)
-        clipped = losses.clip_fraction(old, reference, settings.clip_low, settings.clip_high)
-        sums = {
-            "tokens": torch.ones_like(old).sum(),
-            "entropy": output.entropies[keep].sum(),
-            "logprob": old.sum(),
-            "importance_weight": importance.sum(),
-            "clipped": clipped.sum(),
-            "mismatch_k3_all": mismatch.sum(),
-            "on_policy_tokens": on_policy.sum(),
-            "mismatch_k3_on_policy": mismatch[on_policy].sum(),
-            "logprob_difference": histogram((old - behaviour)[on_policy]),
-            "masked_nonfinite": (~keep).sum(),
-            "kept_mass": output.kept_mass[keep].sum(),
-            "ratio_outside": ((old - behaviour).abs() > math.log(FAR_RATIO)).sum(),
-        }
-        return (loss * importance * weights).sum(), sums
+        policies = _policies(output, batch, settings)
+        policy = POLICY_LOSSES[settings.policy_loss].rule(policies, settings)
+        importance = _importance(policies, settings)
+        loss, sums = _total(policy.loss, importance, output, batch, policies, settings)
+        return loss, sums | {"clipped": policy.limited.sum()}
 
-    return objective
+    return _marked(objective, settings, *settings.needed_columns)
+
+
+def distillation(settings: LossSettings) -> Objective:
+    """The reverse KL to the teacher, token by token: of ``settings`` all counts but policy loss and advantage.
+
+    Raises:
+        ValueError: the settings change advantages, which are not read, or judge by them.
+    """
+    if settings.positives_only or "opsm" in settings.applied_corrections or settings.takes_kl_from_reward:
+        raise ValueError(
+            "the objective distillation reads no advantages: leave out trainer.loss.positives-only, the correction "
+            "opsm and kl-in reward, or take the advantage of that name instead (trainer.loss.advantage distillation)"
+        )
+
+    ids, logprobs = top_columns(settings.teacher_top)
+
+    def objective(output: TokenLogprobs, batch: MicroBatch) -> tuple[torch.Tensor, Sums]:
+        policies, teacher = _policies(output, batch, settings), batch.columns[TEACHER]
+        sums = {"reverse_kl": (policies.new.detach() - teacher).sum()}
+        loss = reverse_kl(policies.new, teacher)
+        if output.others is not None:
+            most_likely = torch.stack([batch.columns[name] for name in logprobs], -1)
+            loss = top_k_divergence(output.others, most_likely, settings.teacher_divergence == "forward")
+            sums["top_k_kl"] = loss.detach().sum()
+        loss, further = _total(loss, _importance(policies, settings), output, batch, policies, settings)
+        return loss, further | sums
+
+    marked = _marked(objective, settings, *settings.needed_columns, TEACHER, *logprobs)
+    return other_tokens(ids)(marked) if ids else marked
+
+
+def _marked(objective: Objective, settings: LossSettings, *columns: str) -> Objective:
+    if settings.entropy_coefficient:
+        objective = entropy_gradient(objective)
+    return needs(*columns)(objective)
+
+
+def _importance(policies: Policies, settings: LossSettings) -> torch.Tensor:
+    """float32[N], without gradient: the product of the corrections' weights."""
+    importance = torch.ones_like(policies.old)
+    for name in settings.applied_corrections:
+        importance = importance * CORRECTIONS[name].weights(policies, settings)
+    return importance
+
+
+def _total(
+    loss: torch.Tensor,
+    importance: torch.Tensor,
+    output: TokenLogprobs,
+    batch: MicroBatch,
+    policies: Policies,
+    settings: LossSettings,
+) -> tuple[torch.Tensor, Sums]:
+    """The loss of a micro-batch, and its sums, from the loss of each token, float32[N], before its corrections: with
+    the KL to the reference and the entropy."""
+    loss = loss * importance
+    sums = _sums(output, batch, policies) | {"importance_weight": importance.sum()}
+    if settings.kl_coefficient:
+        divergence = kl.ESTIMATES[settings.kl_estimate](policies.new, batch.columns[REFERENCE])
+        sums["kl_reference"] = divergence.detach().sum()
+        if settings.kl_in == "loss":
+            loss = loss + settings.kl_coefficient * importance * divergence
+    if settings.entropy_coefficient:
+        loss = loss - settings.entropy_coefficient * output.entropies
+    weights = batch.weights * corrections.lag_discount(batch.lags, settings.lag_discount)
+    return (loss * weights).sum(), sums
+
+
+def _policies(output: TokenLogprobs, batch: MicroBatch, settings: LossSettings) -> Policies:
+    """With the advantages as the settings change them."""
+    old, behaviour = batch.columns.get(OLD, output.logprobs.detach()), batch.behaviour_logprobs
+    advantages = batch.advantages
+    if settings.takes_kl_from_reward:
+        divergence = kl.ESTIMATES[settings.kl_estimate](output.logprobs.detach(), batch.columns[REFERENCE])
+        advantages = advantages - settings.kl_coefficient * divergence
+    if settings.positives_only:
+        advantages = shaping.positives_only(advantages)
+    ratio_to = old if settings.ratio_to == "trainer" else behaviour
+    return Policies(output.logprobs, old, behaviour, ratio_to, advantages, batch.sequences)
+
+
+def _sums(output: TokenLogprobs, batch: MicroBatch, policies: Policies) -> Sums:
+    """What is measured whatever the objective is."""
+    new, difference, on_policy = policies.new.detach(), policies.old - policies.behaviour, batch.lags == 0
+    mismatch = corrections.mismatch_k3(policies.old, policies.behaviour)
+    return {
+        "tokens": torch.ones_like(new).sum(),
+        "entropy": output.entropies.detach().sum(),
+        "logprob": new.sum(),
+        "drift_k3": corrections.mismatch_k3(new, policies.old).sum(),
+        "mismatch_k3_all": mismatch.sum(),
+        "on_policy_tokens": on_policy.sum(),
+        "mismatch_k3_on_policy": mismatch[on_policy].sum(),
+        "logprob_difference": histogram(difference[on_policy]),
+        "kept_mass": output.kept_mass.sum(),
+        "ratio_outside": (difference.abs() > math.log(FAR_RATIO)).sum(),
+    }
 
 
 def supervised(output: TokenLogprobs, batch: MicroBatch) -> tuple[torch.Tensor, Sums]:
     """Cross-entropy of the trainable tokens, for a warm start: the policy gradient with an advantage of 1."""
-    logprobs, entropies, _ = output
+    logprobs, entropies = output.logprobs, output.entropies
     loss = losses.policy_gradient(logprobs, torch.ones_like(logprobs))
     sums = {
         "tokens": torch.ones_like(loss).sum(),
@@ -74,3 +161,48 @@ def supervised(output: TokenLogprobs, batch: MicroBatch) -> tuple[torch.Tensor, 
         "logprob": logprobs.detach().sum(),
     }
     return (loss * batch.weights).sum(), sums
+
+
+def rows_objective(output: TokenLogprobs, batch: MicroBatch) -> tuple[torch.Tensor, Sums]:
+    """:func:`supervised` for rows beside a batch: their sums have names of their own, and they count none of its
+    tokens."""
+    loss, sums = supervised(output, batch)
+    row_sums = {"supervised_tokens": sums["tokens"], "supervised_loss": -sums["logprob"]}
+    return loss, {"tokens": torch.zeros_like(sums["tokens"])} | row_sums
+
+
+OBJECTIVES: dict[str, Entry[Callable[[LossSettings], Objective]]] = {
+    "reinforcement": Entry(lambda: reinforcement, "the policy gradient that trainer.loss describes"),
+    "distillation": Entry(lambda: distillation, "reverse KL to the column `teacher`, token by token"),
+    "supervised": Entry(lambda: lambda _: supervised, "cross-entropy of the drawn tokens"),
+}
+"""By the names that ``run.start(objective=...)`` knows."""
+
+
+def call(objective: Objective, output: TokenLogprobs, batch: MicroBatch) -> tuple[torch.Tensor, Sums]:
+    """The loss of a micro-batch and its sums, without gradient.
+
+    Raises:
+        ValueError: the objective returned something else; names it and where it is defined.
+    """
+    returned: Any = objective(output, batch)
+    if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[1], dict):
+        raise _refused(objective, f"{returned!r:.100}", "a pair of the loss and a dictionary of sums")
+    loss, sums = returned
+    if not isinstance(loss, torch.Tensor) or loss.ndim or not loss.is_floating_point():
+        what = f"a loss of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else f"the loss {loss!r:.100}"
+        raise _refused(objective, what, "a scalar, the sum over tokens of their losses with batch.weights")
+    if not loss.requires_grad:
+        raise _refused(objective, "a loss without gradient", "a loss that is computed from the log-probs it was given")
+    if "tokens" not in sums:
+        raise _refused(objective, f"the sums {sorted(sums)}", "a sum named 'tokens', the number of tokens summed over")
+    values = {name: torch.as_tensor(value, device=loss.device).detach() for name, value in sums.items()}
+    vectors = [name for name, value in values.items() if value.ndim and name != "logprob_difference"]
+    if vectors:
+        shape = list(values[vectors[0]].shape)
+        raise _refused(objective, f"{vectors[0]} of shape {shape}", "sums over tokens, which are scalars")
+    return loss, values
+
+
+def _refused(objective: Objective, returned: str, instead: str) -> ValueError:
+    return ValueError(f"the objective {place_of(objective)} returned {returned}: return {instead}")

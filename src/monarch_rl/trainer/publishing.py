@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from monarch_rl.model.folder import sparse_layers
 from monarch_rl.model.lora import lora_names
 from monarch_rl.runtime.streams import finish_current
-from monarch_rl.trainer.lora import merged_shards
+from monarch_rl.trainer.lora import merged_runs
 from monarch_rl.trainer.model import EXPERT, ShardedModel
 from monarch_rl.trainer.shards import NamedShape, Run, by_rows, has_columns, is_owner, local_run, row_run
 from monarch_rl.weights.checksum import tensor_checksum
@@ -41,6 +41,15 @@ def _joined(
     for run in find_runs(kinds, *([x.data_ptr() for x in memory] for memory in (sources, targets))):
         target, source = (stack_run([memory[i] for i in run[:2]], len(run)) for memory in (targets, sources))
         yield target, source
+
+
+def _copy_computed(values: torch.Tensor, places: list[torch.Tensor]) -> None:
+    """Copy n tensors, stacked, to their flat places; none are sent of a tensor of which this rank has no row."""
+    if not places:
+        return
+    rows = values.flatten(1)
+    for run in find_runs([memory_kind(place) for place in places], [place.data_ptr() for place in places]):
+        stack_run([places[i] for i in run[:2]], len(run)).copy_(rows[run.start : run.stop])
 
 
 class PublishedWeights:
@@ -110,17 +119,17 @@ class PublishedWeights:
             if plan.copies:
                 targets, sources = zip(*plan.copies, strict=True)
                 torch._foreach_copy_(targets, sources)
-            for name, value in self._computed():
-                if name in plan.places:
-                    plan.places[name].view(value.shape).copy_(value)
+            for names, values in self._computed():
+                _copy_computed(values, [plan.places[name] for name in names if name in plan.places])
         finish_current(self._device)  # others read the copy, and the next step changes its source
 
-    def _computed(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What this rank sends of a version and has no copy of, fp32. All ranks iterate together."""
+    def _computed(self) -> Iterator[tuple[list[str], torch.Tensor]]:
+        """What this rank sends of a version and has no copy of: names of n tensors, and these, fp32[n, rows, columns].
+        All ranks iterate together."""
         if self._sends_merged:
-            yield from merged_shards(*self._weights_with_lora, self._model.lora.scaling)
+            yield from merged_runs(*self._weights_with_lora, self._model.lora.scaling)
         else:
-            yield from ((name, local_run(by_rows(value))[0]) for name, value in self._divided.items())
+            yield from (([name], local_run(by_rows(value))[0][None]) for name, value in self._divided.items())
 
     @cached_property
     def _local_runs(self) -> dict[str, tuple[torch.Tensor, int]]:

@@ -5,6 +5,7 @@ Tensor-parallel ranks compute the same tokens, which one of them counts.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 
 import torch
@@ -22,20 +23,49 @@ def reduced_metrics(totals: Sums, sparse_layers: Sequence[int], counts: bool) ->
         totals: of this rank, by metric name; the same names on all ranks.
         sparse_layers: the model's layers that have experts.
         counts: this rank counts its tokens.
+
+    Raises:
+        ValueError: other ranks have sums of other names.
     """
     names = sorted(totals)
+    device = totals[names[0]].device
+    check_agreement(
+        zlib.crc32(repr([(name, totals[name].numel()) for name in names]).encode()),
+        device,
+        f"trainer ranks have sums of different names; this one has {names}. The objective must return the same names "
+        "for every micro-batch, also for one without tokens",
+    )
     values = torch.cat([totals[name].to(torch.float32).reshape(-1) for name in names])
     dist.all_reduce(values if counts else values.zero_())
     reduced = dict(zip(names, values.cpu().split([totals[name].numel() for name in names]), strict=True))
     from_vectors = _expert_route_metrics(reduced, sparse_layers) | _difference_metrics(reduced)
     sums = {name: float(value) for name, value in reduced.items()}
-    totals_alone = [name for name in ("loss", "tokens", "masked_nonfinite") if name in sums]
+    totals_alone = [name for name in ("loss", "tokens", "masked_nonfinite", "masked_episodes") if name in sums]
     metrics: dict[str, float] = {name: sums.pop(name) for name in totals_alone}
     if "on_policy_tokens" in sums:
         count = sums.pop("on_policy_tokens")
         metrics["on_policy_share"] = count / max(metrics["tokens"], 1)
         metrics["mismatch_k3_on_policy"] = sums.pop("mismatch_k3_on_policy") / max(count, 1)
+    if "supervised_tokens" in sums:
+        metrics["supervised_tokens"] = count = sums.pop("supervised_tokens")
+        metrics["supervised_loss"] = sums.pop("supervised_loss") / max(count, 1)
     return metrics | {name: value / max(metrics["tokens"], 1) for name, value in sums.items()} | from_vectors
+
+
+def summed(value: float, device: torch.device) -> float:
+    """The sum over all ranks."""
+    total = torch.tensor(value, device=device)
+    dist.all_reduce(total)
+    return float(total)
+
+
+def check_agreement(value: int, device: torch.device, complaint: str) -> None:
+    """Raise ValueError with ``complaint`` on all ranks if they have not called this with the same value."""
+    bounds = torch.tensor([value, -value], device=device)
+    dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
+    most, least = bounds.tolist()
+    if most != -least:
+        raise ValueError(complaint)
 
 
 def _expert_route_metrics(reduced: Sums, sparse_layers: Sequence[int]) -> dict[str, float]:

@@ -7,11 +7,12 @@ when it is complete. So whoever is killed meanwhile, a folder of that name holds
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -19,8 +20,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torchtitan.config import TORCH_DTYPE_MAP
 
-from monarch_rl.model.folder import TEXT_FILES, saved_dtype
-from monarch_rl.model.weight_files import FILE_BYTES, WeightFile, index_of, plan_files
+from monarch_rl.model.folder import TEXT_FILES, read_object, saved_dtype
+from monarch_rl.model.weight_files import FILE_BYTES, WeightFile, index_of, naming, plan_files
 from monarch_rl.runtime import device_work
 from monarch_rl.runtime.deadlines import disk_limit_s
 from monarch_rl.runtime.store import world_store
@@ -36,8 +37,8 @@ SHORTEST_POLL_S, LONGEST_POLL_S = 1e-3, 0.05
 """Between two questions whether all ranks have come."""
 
 
-def save_model(model: ShardedModel, folder: Path, file_bytes: int = FILE_BYTES) -> None:
-    """Write a Hugging Face folder: safetensors in the dtype of the source folder, config and tokenizer.
+def save_model(model: ShardedModel, folder: Path, file_bytes: int = FILE_BYTES, dtype_name: str = "") -> None:
+    """Write a Hugging Face folder: safetensors, config and tokenizer.
 
     LoRA is merged into its weights, and also written by itself to the folder ``<name>_adapter`` beside it, in fp32, for
     peft; it belongs to the model that training started from. All ranks call it together.
@@ -45,12 +46,14 @@ def save_model(model: ShardedModel, folder: Path, file_bytes: int = FILE_BYTES) 
     Args:
         folder: seen by all ranks. One that exists is replaced when the new one is complete.
         file_bytes: see :func:`~monarch_rl.model.weight_files.plan_files`.
+        dtype_name: torch's name of the weights' dtype; empty is that of the source folder.
 
     Raises:
         RuntimeError: another rank could not write, or had not after :func:`disk_limit_s`; names it.
-        OSError: this one could not.
+        OSError: this one could not; names the file. What was written stays in :func:`partial_folder`, which the next
+            save to ``folder`` replaces.
     """
-    dtype = TORCH_DTYPE_MAP.get(saved_dtype(model.hf_config), torch.float32)
+    dtype = TORCH_DTYPE_MAP.get(dtype_name or saved_dtype(model.hf_config), torch.float32)
     files = plan_files(model.hf_tensors(), DTYPE_NAMES[dtype], file_bytes)
     limit_s = disk_limit_s(sum(file.nbytes for file in files))
     with device_work.piece("a save of the model", limit_s=limit_s):
@@ -62,11 +65,13 @@ def _save(model: ShardedModel, folder: Path, files: list[WeightFile], dtype: tor
     with ranks.together("make the files"):
         if first:
             _make(partial, files, model.folder)
+            _name_dtype(partial / "config.json", dtype)
     with ranks.together("write the weights"):
         _write(model, partial, files, dtype)
     adapter = lora_folder(folder)
     if model.lora.rank:
-        save_lora(partial_folder(adapter), model.whole_lora(), model.lora, model.folder, write=first)
+        with ranks.together("write the adapter"):
+            save_lora(partial_folder(adapter), model.whole_lora(), model.lora, model.folder, write=first)
     with ranks.together("give the folder its name"):
         if first and model.lora.rank:
             _name(partial_folder(adapter), adapter)
@@ -95,25 +100,83 @@ def _make(partial: Path, files: list[WeightFile], source: Path) -> None:
     for name, text in index_of(files).items():
         (partial / name).write_text(text)
     for planned in files:
-        with (partial / planned.name).open("wb") as written:
+        with naming(partial / planned.name), (partial / planned.name).open("wb") as written:
             written.write(planned.header)
             written.truncate(planned.nbytes)
 
 
+def _name_dtype(config: Path, dtype: torch.dtype) -> None:
+    """Have a model's config say in which dtype its weights are."""
+    values, name = read_object(config), str(dtype).removeprefix("torch.")
+    if saved_dtype(values) != name:
+        key = "dtype" if "dtype" in values else "torch_dtype"
+        config.write_text(json.dumps(values | {key: name}, indent=2) + "\n")
+
+
+def save_adapter(model: ShardedModel, folder: Path) -> None:
+    """Write LoRA alone, in fp32, for peft: see :func:`save_model`. All ranks call it together."""
+    first = dist.get_rank() == 0
+    save_lora(partial_folder(folder), model.whole_lora(), model.lora, model.folder, write=first)
+    if first:
+        _name(partial_folder(folder), folder)
+
+
 def _write(model: ShardedModel, partial: Path, files: list[WeightFile], dtype: torch.dtype) -> None:
-    """Write what this rank holds. All ranks call it together."""
-    place_of = {name: (number, place) for number, file in enumerate(files) for name, place in file.places.items()}
-    descriptors = [os.open(partial / file.name, os.O_WRONLY) for file in files]
-    try:
-        with torch.no_grad():
-            for name, local, start in _values(model):
-                number, place = place_of[name]
-                _write_run(descriptors[number], place + start * dtype.itemsize, local.flatten(), dtype)
-        for descriptor in descriptors:
-            os.fsync(descriptor)
-    finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
+    """Write what this rank holds. All ranks call it together.
+
+    One that cannot write goes on to take part in gathering tensors, because others wait for it there, and raises at the
+    end.
+    """
+    failed: OSError | None = None
+    with ExitStack() as open_files, torch.no_grad():
+        written = _PlannedFiles(partial, files, dtype, open_files)
+        for name, local, start in _values(model):
+            if failed is None:
+                failed = written.write(name, local.flatten(), start)
+        failed = failed or written.flush()
+    if failed is not None:
+        raise failed
+
+
+class _PlannedFiles:
+    """The files of a folder that is written.
+
+    Args:
+        folder: where they lie, with room for the weights.
+        dtype: of the weights in them.
+        open_files: closes them.
+    """
+
+    def __init__(self, folder: Path, files: list[WeightFile], dtype: torch.dtype, open_files: ExitStack) -> None:
+        self._folder, self._dtype, self._open_files = folder, dtype, open_files
+        self._places = {name: (file.name, place) for file in files for name, place in file.places.items()}
+        self._descriptors: dict[str, int] = {}
+
+    def write(self, name: str, run: torch.Tensor, start: int) -> OSError | None:
+        """Write elements of tensor ``name``, from its ``start``-th on; returns what prevented it."""
+        file, place = self._places[name]
+        try:
+            with naming(self._folder / file):
+                _write_run(self._descriptor(file), place + start * self._dtype.itemsize, run, self._dtype)
+        except OSError as error:
+            return error
+        return None
+
+    def flush(self) -> OSError | None:
+        """Have what was written on the disk; returns what prevented it."""
+        try:
+            for file, descriptor in self._descriptors.items():
+                with naming(self._folder / file):
+                    os.fsync(descriptor)
+        except OSError as error:
+            return error
+        return None
+
+    def _descriptor(self, file: str) -> int:
+        if file not in self._descriptors:
+            self._descriptors[file] = os.open(self._folder / file, os.O_WRONLY)
+            self._open_files.callback(os.close, self._descriptors[file])
+        return self._descriptors[file]
 
 
 def _write_run(descriptor: int, place: int, run: torch.Tensor, dtype: torch.dtype) -> None:

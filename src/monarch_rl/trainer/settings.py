@@ -5,46 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from monarch_rl.algorithms.advantages import AdvantageName
-from monarch_rl.algorithms.aggregation import Aggregation
 from monarch_rl.model.architecture import DEEPSEEK_V3, architecture_of
 from monarch_rl.model.folder import num_experts, sparse_layers
 from monarch_rl.model.lora import FULL_TRAINING, MLP_TARGETS, LoraSettings
 from monarch_rl.model.tensors import expected_tensors, projections
 from monarch_rl.settings.ranges import CheckedSettings, Range
+from monarch_rl.trainer.critic_settings import NO_CRITIC, CriticSettings
+from monarch_rl.trainer.loss_settings import LossSettings
 
 RouterReplay = Literal["off", "compare", "replay"]
 COMPILE_LIMIT_S = 1800.0
 """For one block of each kind, forward and backward; on a crowded machine without a cache, minutes each."""
 Checkpointing = Literal["none", "selective", "full"]
-
-
-@dataclass(frozen=True)
-class LossSettings(CheckedSettings, flags="trainer.loss"):
-    """The policy-gradient loss: advantage x ratio x correction, then aggregation."""
-
-    advantage: AdvantageName = "dr_grpo"
-    """`dr_grpo`: R - mean (arXiv:2503.20783); `grpo`: (R - mean) / std (arXiv:2402.03300)."""
-    ratio_to: Literal["trainer", "behaviour"] = "trainer"
-    """The denominator of the clipped ratio: the trainer's own policy when the batch was formed (then the importance
-    weight corrects for staleness), or the policy that drew the token (then the clip bounds staleness)."""
-    clip_low: Annotated[float, Range(0, 0.999)] = 0.2
-    """Ratio floor is 1 - clip_low (PPO, arXiv:1707.06347). It matters with `ratio_to behaviour` only: with one update
-    a batch, the ratio to the trainer's own policy is 1."""
-    clip_high: Annotated[float, Range(0, 1000)] = 0.28
-    """Ratio ceiling is 1 + clip_high (DAPO, arXiv:2503.14476). It matters where the floor does."""
-    importance_cap: Annotated[float, Range(0, 1_000_000, "0 is off")] = 2.0
-    """Truncated importance sampling: tokens weigh min(pi_trainer / pi_engine, cap); with `ratio_to trainer` only.
-    Larger is less biased and noisier; 0 switches it off."""
-    lag_discount: Annotated[float, Range(0, 1, "1 is off")] = 1.0
-    """Tokens weigh lag_discount ** lag (a heuristic); 1 is off. A smaller value trusts stale tokens less, and learns
-    less from them."""
-    aggregation: Aggregation = "constant"
-    """`constant` divides by episodes x `max_tokens` (Dr.GRPO), `token_mean` by tokens (DAPO), `sequence_mean` by each
-    episode's tokens and then by episodes (GRPO)."""
-    max_tokens: Annotated[int, Range(0, 2**31 - 1, "0 is rollout.max-new-tokens")] = 0
-    """What `constant` divides by: about the tokens that an episode may draw. 0 is rollout.max-new-tokens, which is
-    right for one turn; with k turns give k times that, or the gradient is larger by it."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +57,12 @@ class TrainerSettings(CheckedSettings, flags="trainer"):
     tokens_per_microbatch: Annotated[int, Range(1, 100_000_000)] = 8192
     """Tokens of one forward pass of one rank, which counts what episodes of a group share once, and the longest episode
     that can be trained. More takes more memory."""
+    epochs: Annotated[int, Range(1, 1000)] = 1
+    """How often a batch is gone over. 1 is the default of TRL, verl and slime: each further pass is an optimiser step
+    (or `minibatches` of them) for no new rollouts, on tokens that are older by what the passes before have changed."""
+    minibatches: Annotated[int, Range(1, 1_000_000)] = 1
+    """Optimiser steps into which a batch is divided, by groups; not more than `groups-per-step`. More are smaller
+    steps, later ones on tokens that the first have made older. A version is a batch trained, whatever this says."""
     activation_checkpoint: Checkpointing = "none"
     """torchtitan's activation checkpointing: less memory for a second forward pass."""
     compile: bool = False
@@ -97,6 +75,12 @@ class TrainerSettings(CheckedSettings, flags="trainer"):
     """Dtype of forward and backward; the master weights are fp32. `auto`: bfloat16 on GPUs, float32 on CPUs."""
     lora: LoraSettings = FULL_TRAINING
     """Low-rank adapters instead of full training."""
+    reference: bool = False
+    """Keep the model that training starts from on the trainer's devices, and fill the column `reference` with its
+    log-probs, which `trainer.loss.kl-coefficient` reads. It takes 4 bytes a parameter, shared among the ranks, and a
+    forward pass a batch; with LoRA the pass alone."""
+    critic: CriticSettings = NO_CRITIC
+    """A critic, which the advantage `gae` needs."""
     loss: LossSettings = LossSettings()
     """The policy-gradient loss."""
 
@@ -119,6 +103,11 @@ class TrainerSettings(CheckedSettings, flags="trainer"):
         return COMPILE_LIMIT_S if self.compile else 0.0
 
     @property
+    def updates_per_batch(self) -> int:
+        """Optimiser steps that are made of one batch."""
+        return self.epochs * self.minibatches
+
+    @property
     def data_ranks(self) -> int:
         """How many parts a batch is cut into: tensor-parallel ranks compute the same one."""
         return self.ranks // self.tp
@@ -133,6 +122,11 @@ class TrainerSettings(CheckedSettings, flags="trainer"):
             )
         if self.tp > 1 and self.lora.rank:
             raise ValueError(f"trainer.lora cannot be trained with trainer.tp {self.tp}: leave trainer.tp at 1")
+        if self.tp > 1 and self.critic.enabled:
+            raise ValueError(
+                f"trainer.critic.lr: a critic's head has one row, which trainer.tp {self.tp} ranks cannot divide: "
+                "leave trainer.tp at 1"
+            )
         if self.ranks % self.expert_parallel:
             raise ValueError(
                 f"trainer.expert-parallel {self.expert_parallel} must divide trainer.ranks, which is {self.ranks}"

@@ -66,11 +66,37 @@ class _AddGradients(torch.autograd.Function):
         return total, None
 
 
+class _Entropy(torch.autograd.Function):
+    """Entropies of logits whose normaliser is known. Beside the logits it keeps nothing of their size, and makes two
+    tensors of it at a time."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_TW: torch.Tensor, normaliser_T: torch.Tensor, part: VocabularyPart | None
+    ) -> torch.Tensor:
+        entropies_T = torch.special.entr((logits_TW - normaliser_T.unsqueeze(-1)).exp_()).sum(-1)
+        if part is not None:
+            dist.all_reduce(entropies_T, group=part.group)
+        ctx.save_for_backward(logits_TW, normaliser_T, entropies_T)
+        return entropies_T
+
+    @staticmethod
+    def backward(ctx: Any, grad_T: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        """``dH / dz_j = -p_j (log p_j + H)``; all ranks have the same gradient of H, and each its own logits."""
+        logits_TW, normaliser_T, entropies_T = ctx.saved_tensors
+        probabilities_TW = (logits_TW - normaliser_T.unsqueeze(-1)).exp_()
+        result_TW = torch.special.entr(probabilities_TW)
+        result_TW.sub_(probabilities_TW.mul_(entropies_T.unsqueeze(-1))).mul_(grad_T.unsqueeze(-1))
+        return result_TW, None, None
+
+
 def logprobs_of(
     logits_TW: torch.Tensor,
     ids_T: torch.Tensor,
     kept_sets: tuple[torch.Tensor, torch.Tensor] | None,
     part: VocabularyPart | None = None,
+    entropy_gradient: bool = False,
+    others_TK: torch.Tensor | None = None,
 ) -> TokenLogprobs:
     """The :class:`TokenLogprobs` of T tokens.
 
@@ -80,6 +106,8 @@ def logprobs_of(
         kept_sets: ``(counts int64[T], ids int32[sum of counts])`` that the tokens were drawn from; None is the whole
             vocabulary.
         part: of the vocabulary, of which these are the logits; None is all of it.
+        entropy_gradient: the entropies have a gradient, too.
+        others_TK: further ids, int64, whose log-probs in the same places are asked for, too.
     """
     kept_mass = torch.ones(len(ids_T), device=logits_TW.device)
     if kept_sets is not None:
@@ -90,13 +118,11 @@ def logprobs_of(
         with torch.no_grad():
             kept_mass = (_logsumexp(logits_TW, part) - log_mass).exp()
     normaliser = _logsumexp(logits_TW, part)
-    logprobs = _at(logits_TW, ids_T, part) - normaliser
-    with torch.no_grad():
-        if part is None:
-            entropies = torch.special.entr(logits_TW.softmax(-1)).sum(-1)
-        else:
-            entropies = part.add(torch.special.entr((logits_TW - normaliser.unsqueeze(-1)).exp_()).sum(-1))
-    return TokenLogprobs(logprobs, entropies, kept_mass)
+    logprobs = _at(logits_TW, ids_T.unsqueeze(-1), part).squeeze(-1) - normaliser
+    others = None if others_TK is None else _at(logits_TW, others_TK, part) - normaliser.unsqueeze(-1)
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+        entropies: torch.Tensor = _Entropy.apply(logits_TW, normaliser.detach(), part)
+    return TokenLogprobs(logprobs, entropies, kept_mass, others)
 
 
 def _left_out(
@@ -122,12 +148,12 @@ def _logsumexp(logits_TW: torch.Tensor, part: VocabularyPart | None) -> torch.Te
     return part.add((logits_TW - highest_T.unsqueeze(-1)).exp().sum(-1)).log() + highest_T
 
 
-def _at(logits_TW: torch.Tensor, ids_T: torch.Tensor, part: VocabularyPart | None) -> torch.Tensor:
-    """Each token's own logit."""
+def _at(logits_TW: torch.Tensor, ids_TK: torch.Tensor, part: VocabularyPart | None) -> torch.Tensor:
+    """The logits of K ids for each token."""
     if part is None:
-        return logits_TW.gather(-1, ids_T.unsqueeze(-1)).squeeze(-1)
+        return logits_TW.gather(-1, ids_TK)
     width = logits_TW.shape[1]
-    places_T = ids_T - part.first
-    here_T = (places_T >= 0) & (places_T < width)
-    found_T = logits_TW.gather(-1, places_T.clamp(0, width - 1).unsqueeze(-1)).squeeze(-1)
-    return part.add(torch.where(here_T, found_T, 0.0))
+    places_TK = ids_TK - part.first
+    here_TK = (places_TK >= 0) & (places_TK < width)
+    found_TK = logits_TW.gather(-1, places_TK.clamp(0, width - 1))
+    return part.add(torch.where(here_TK, found_TK, 0.0))

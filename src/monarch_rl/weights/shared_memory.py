@@ -151,7 +151,7 @@ class SharedMemoryReceiver:
         return await self._thread.run(numbers.tolist)
 
     def abort(self, why: str) -> None:
-        """Nothing to do: only trainer ranks are waited for, and the run ends with them."""
+        """Nothing to do: only trainer ranks are waited for, and ``close`` comes when they are lost."""
 
     async def close(self) -> None:
         self._thread.close()

@@ -1,0 +1,82 @@
+"""On-policy distillation: a teacher says, token by token, what it thinks of what the student has written.
+
+    python recipes/grpo.py                                                          a run trains the teacher
+    python tools/export.py runs/grpo-<date>-<time>-<pid> .cache/tiny-teacher
+    python recipes/distill.py
+
+The student draws. A frozen engine has the teacher read that, while other groups are played, and the student is trained
+to minimise the reverse KL divergence at each token (docs/algorithms.md). The task's reward is measured alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+import tyro
+
+from monarch_rl.generator.frozen import FrozenSettings
+from monarch_rl.pipeline.run import Run, launch
+from monarch_rl.pipeline.settings import RunSettings
+from monarch_rl.rollout.settings import RolloutSettings
+from monarch_rl.rollout.teachers import teacher
+from monarch_rl.settings.ranges import Range
+from monarch_rl.tasks.reasoning_gym import ReasoningGym, TaskSettings
+from monarch_rl.tasks.task import Task
+from monarch_rl.trainer.objective import distillation, reinforcement
+from monarch_rl.trainer.settings import LossSettings, TrainerSettings
+
+TASK = TaskSettings(
+    name="spell_backward", config='{"min_word_len": 3, "max_word_len": 5}', template="{word} -> ", pass_mark=1.0
+)
+TRAINER = TrainerSettings(lr=3e-4, lr_warmup_steps=5, loss=LossSettings(aggregation="token_mean"))
+ROLLOUT = RolloutSettings(max_new_tokens=8, concurrent_groups=64)
+
+
+@dataclass(frozen=True)
+class Settings(RunSettings):
+    """On-policy distillation (see the top of this file)."""
+
+    model: str = ".cache/tiny-qwen3"
+    """Hugging Face folder or Hub name of the student."""
+    teacher: str = ".cache/tiny-teacher"
+    """Hugging Face folder or Hub name of the teacher. It has the student's tokenizer, and may be larger."""
+    frozen: FrozenSettings = field(default_factory=FrozenSettings)
+    """Those of the teacher."""
+    snapshot_every: Annotated[int, Range(0, 10**9, "0 is never")] = 0
+    """Versions after which the teacher takes over the student's weights (self-distillation; give the student's own
+    folder as `teacher`). 0 is never."""
+    by: Literal["loss", "advantage"] = "loss"
+    """`loss`: the divergence is minimised itself. `advantage`: log teacher - log student is each token's advantage in
+    the policy gradient of `trainer.loss`."""
+    steps: int = 100
+    """Optimiser steps."""
+    evaluate_every: int = 20
+    """Steps between two evaluations; 0 evaluates before and after training only."""
+    task: TaskSettings = field(default_factory=lambda: TASK)
+    trainer: TrainerSettings = field(default_factory=lambda: TRAINER)
+    rollout: RolloutSettings = field(default_factory=lambda: ROLLOUT)
+
+
+def task(s: Settings) -> Task:
+    return ReasoningGym(s.task)
+
+
+async def train(run: Run, s: Settings) -> None:
+    reader = run.frozen("teacher", s.teacher, s.frozen, snapshot_every=s.snapshot_every)
+    # The stage fills the column `teacher`. To have rewards count, too: stages=[reference(reader)], advantage="dr_grpo",
+    # --trainer.loss.kl-coefficient 1 --trainer.loss.kl-estimate k1 --trainer.loss.kl-in reward.
+    objective = distillation(s.trainer.loss) if s.by == "loss" else reinforcement(s.trainer.loss)
+    stages = [teacher(reader, top=s.trainer.loss.teacher_top)]
+    await run.start(task(s), advantage="distillation", objective=objective, stages=stages)
+    if run.resumed is None:
+        await run.evaluate()
+    async for step in run.steps(s.steps):
+        await run.step()
+        await run.evaluate_after(step)
+    await run.save()
+    await run.evaluate()
+
+
+if __name__ == "__main__":
+    launch(train, tyro.cli(Settings, description=__doc__), task)

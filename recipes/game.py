@@ -1,0 +1,93 @@
+"""Self-play: one model sits on both sides of a game, and learns from who wins.
+
+    python tools/make_tiny_model.py --output .cache/tiny-digits --task.name count_bits \\
+        --task.config '{"max_n": 400}' --task.template '{number} -> ' --task.held-out-size 20
+    python recipes/game.py
+
+Nim: two players take one to three stones in turn, and who takes the last one wins. Each side is a seat of the policy,
+with its own conversation, reward and advantage. What it learns is measured against the model that it started from.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Annotated, Any
+
+import tyro
+
+from monarch_rl.algorithms.advantages import dr_grpo
+from monarch_rl.algorithms.seats import BySeat
+from monarch_rl.pipeline.run import Run, launch
+from monarch_rl.pipeline.settings import RunSettings
+from monarch_rl.rollout.frozen import FrozenModel
+from monarch_rl.rollout.settings import RolloutSettings
+from monarch_rl.settings.ranges import Range
+from monarch_rl.tasks.task import Policy, Task
+from monarch_rl.trainer.objective import reinforcement
+from monarch_rl.trainer.settings import LossSettings, TrainerSettings
+
+SEATS = ("first", "second")
+TRAINER = TrainerSettings(lr=3e-4, lr_warmup_steps=5, loss=LossSettings(max_tokens=12))
+ROLLOUT = RolloutSettings(max_new_tokens=2, concurrent_groups=32)
+
+
+@dataclass(frozen=True)
+class Settings(RunSettings):
+    """Self-play of Nim (see the top of this file)."""
+
+    model: str = ".cache/tiny-digits"
+    """Hugging Face folder or Hub name of the model to train."""
+    steps: int = 200
+    """Optimiser steps."""
+    groups_per_step: int = 16
+    """Games with different numbers of stones of one optimiser step; each is played rollout.group-size times."""
+    evaluate_every: int = 20
+    """Steps between two evaluations; 0 evaluates before and after training only."""
+    held_out: int = 136
+    """Games against the model as it was: each number of stones, from both sides, four times."""
+    stones: Annotated[int, Range(4, 1000)] = 20
+    """Stones that a game has at most."""
+    trainer: TrainerSettings = field(default_factory=lambda: TRAINER)
+    rollout: RolloutSettings = field(default_factory=lambda: ROLLOUT)
+
+
+async def play(game: dict[str, Any], policy: Policy, start: FrozenModel | None = None) -> dict[str, float]:
+    """One game; ``game["start"]`` is the seat of the model that the policy started from, if that plays."""
+    players: dict[str, Any] = {seat: policy.seat(seat) for seat in SEATS}
+    if start is not None and game["start"]:
+        players[game["start"]] = start.conversation()
+    stones = game["stones"]
+    for seat in itertools.cycle(SEATS):
+        move = await players[seat].reply(f"{stones} -> ", temperature=1.0 if seat == game["start"] else None)
+        stones -= {"2": 2, "3": 3}.get(move.text, 1)  # whatever is no move takes one stone
+        if stones <= 0:
+            return {player: 1.0 if player == seat else -1.0 for player in SEATS}
+    raise AssertionError
+
+
+def task(s: Settings, start: FrozenModel | None = None) -> Task:
+    def game(cursor: int) -> dict[str, Any]:
+        return {"stones": 4 + cursor % (s.stones - 3), "start": ""}
+
+    held_out = [game(cursor) | {"start": seat} for _ in range(4) for cursor in range(s.stones - 3) for seat in SEATS]
+    return Task(game, partial(play, start=start), {"start": held_out}, name="nim")
+
+
+async def train(run: Run, s: Settings) -> None:
+    start = run.frozen("start", s.model)
+    # Each seat is compared with the same seat in the other games from the same number of stones. SeatBaselines() is the
+    # other way: a running mean of each seat's rewards (RAE, arXiv:2506.24119).
+    await run.start(task(s, start), advantage=BySeat(dr_grpo), objective=reinforcement(s.trainer.loss))
+    if run.resumed is None:
+        await run.evaluate()
+    async for step in run.steps(s.steps):
+        await run.step()
+        if s.evaluates_after(step):
+            await run.evaluate()  # accuracy: the share of games won against the start
+    await run.evaluate()
+
+
+if __name__ == "__main__":
+    launch(train, tyro.cli(Settings, description=__doc__), task)

@@ -1,0 +1,110 @@
+"""Learn to use tools: 23*47+58 is too much for a tiny model's head, and a calculator does it in two calls.
+
+    python tools/make_tiny_model.py --recipe recipes/tools.py --steps 200 --output .cache/tiny-tools
+    python recipes/tools.py
+
+The first command makes a tiny model and shows it how a call is written. A third of the steps shown leave calls out and
+say the answer at once, so the model often guesses. That calls pay is left to reinforcement learning.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import tyro
+
+from monarch_rl.algorithms.advantages import dr_grpo
+from monarch_rl.model.messages import Message, assistant, tool, user
+from monarch_rl.pipeline.run import Run, launch
+from monarch_rl.pipeline.settings import RunSettings
+from monarch_rl.rollout.evaluation import EvaluationSettings
+from monarch_rl.rollout.run_tools import run_tools
+from monarch_rl.rollout.settings import RolloutSettings
+from monarch_rl.tasks.task import Outcome, Policy, Task
+from monarch_rl.trainer.objective import reinforcement
+from monarch_rl.trainer.settings import TrainerSettings
+
+
+def multiply(a: int, b: int) -> int:
+    """Multiply two numbers.
+
+    Args:
+        a: the first.
+        b: the second.
+    """
+    return a * b
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: the first.
+        b: the second.
+    """
+    return a + b
+
+
+TOOLS = [multiply, add]
+ROLLOUT = RolloutSettings(max_new_tokens=28, concurrent_groups=32, tool_parser="pythonic")
+Numbers = tuple[int, int, int]
+
+
+def problem(index: int) -> Numbers:
+    """One of 729,000: a, b and c of a*b+c. No two indices below that give the same."""
+    number = index * 450_539 % 729_000
+    return 10 + number // 8100, 10 + number // 90 % 90, 10 + number % 90
+
+
+def demonstration(index: int) -> list[Message]:
+    """A conversation that shows the format, for tools/make_tiny_model.py."""
+    (a, b, c), draw = problem(3 * index + 2), random.Random(index)
+    said = [user(f"{a}*{b}+{c}")]
+    for call, result in ((f"multiply(a={a},b={b})", a * b), (f"add(a={a * b},b={c})", a * b + c)):
+        if draw.random() < 1 / 3:
+            break
+        said += [assistant(f"[{call}]"), tool(str(result))]
+    return [*said, assistant(str(a * b + c))]
+
+
+async def episode(item: Numbers, policy: Policy) -> Outcome:
+    (a, b, c), rounds = item, 0
+    reply = await policy.reply(f"{a}*{b}+{c}", tools=TOOLS)
+    while reply.tool_calls and rounds < 4:
+        reply, rounds = await policy.reply(await run_tools(reply.tool_calls, TOOLS)), rounds + 1
+    return Outcome(float(reply.text.strip() == str(a * b + c)), {"rounds_of_calls": rounds})
+
+
+@dataclass(frozen=True)
+class Settings(RunSettings):
+    """Learn to use tools (see the top of this file)."""
+
+    model: str = ".cache/tiny-tools"
+    """Hugging Face folder or Hub name of the model to train."""
+    steps: int = 30
+    """Optimiser steps."""
+    groups_per_step: int = 16
+    """Problems of one optimiser step; each is played rollout.group-size times."""
+    trainer: TrainerSettings = field(default_factory=lambda: TrainerSettings(lr=3e-4, lr_warmup_steps=5))
+    rollout: RolloutSettings = field(default_factory=lambda: ROLLOUT)
+    # Drawn as in training: greedily, a policy that calls in 51 of 100 cases would always call.
+    evaluation: EvaluationSettings = field(default_factory=lambda: EvaluationSettings(temperature=1.0))
+
+
+def task(s: Settings) -> Task:
+    held_out = [problem(3 * index + 1) for index in range(s.held_out)]
+    return Task(lambda cursor: problem(3 * cursor), episode, {"held_out": held_out}, name="calculator")
+
+
+async def train(run: Run, s: Settings) -> None:
+    await run.start(task(s), advantage=dr_grpo, objective=reinforcement(s.trainer.loss))
+    if run.resumed is None:
+        await run.evaluate()
+    async for _ in run.steps(s.steps):
+        await run.step()
+    await run.evaluate()
+
+
+if __name__ == "__main__":
+    launch(train, tyro.cli(Settings, description=__doc__), task)

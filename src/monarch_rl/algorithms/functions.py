@@ -1,0 +1,96 @@
+"""What a recipe's own advantage or objective says about itself, and how messages call it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
+
+_NEEDS, _OF_BATCH, _ENTROPY, _OTHERS = "needed_columns", "of_batch", "entropy_gradient", "other_tokens"
+
+
+def needs(*columns: str) -> Callable[[F], F]:
+    """Decorator of an advantage or an objective: the columns that it reads. That somebody fills them is checked before
+    anything is spawned. An object may have the attribute ``needed_columns`` instead."""
+
+    def mark(function: F) -> F:
+        setattr(function, _NEEDS, (*needed_columns(function), *columns))
+        return function
+
+    return mark
+
+
+def of_batch(function: F) -> F:
+    """Decorator of an advantage: it is called once with the views of all groups of a batch, not once for each group."""
+    setattr(function, _OF_BATCH, True)
+    return function
+
+
+def entropy_gradient(function: F) -> F:
+    """Decorator of an objective: its loss contains the entropies, which have a gradient then. That takes memory and
+    time, so without it they have none."""
+    setattr(function, _ENTROPY, True)
+    return function
+
+
+def other_tokens(names: Sequence[str]) -> Callable[[F], F]:
+    """Decorator of an objective: it reads ``output.others``, the policy's log-probs of further tokens in the place of
+    each that was drawn. Columns of these ``names``, which it needs, too, hold their ids."""
+
+    def mark(function: F) -> F:
+        setattr(function, _OTHERS, tuple(names))
+        return needs(*names)(function)
+
+    return mark
+
+
+def other_token_columns(function: object) -> tuple[str, ...]:
+    """The columns that hold the ids of further tokens whose log-probs an objective reads."""
+    found: tuple[str, ...] = getattr(_inner(function, _OTHERS), _OTHERS, ())
+    return found
+
+
+def needed_columns(function: object) -> tuple[str, ...]:
+    """The columns that a function has said to read; those of what a ``functools.partial`` calls, too."""
+    found: tuple[str, ...] = getattr(_inner(function, _NEEDS), _NEEDS, ())
+    return found
+
+
+def is_of_batch(function: object) -> bool:
+    """Whether an advantage takes all groups of a batch at once."""
+    return bool(getattr(_inner(function, _OF_BATCH), _OF_BATCH, False))
+
+
+def differentiates_entropy(function: object) -> bool:
+    """Whether an objective's loss contains the entropies."""
+    return bool(getattr(_inner(function, _ENTROPY), _ENTROPY, False))
+
+
+def _inner(function: object, attribute: str) -> object:
+    while not hasattr(function, attribute) and hasattr(function, "func"):
+        function = function.func
+    return function
+
+
+def place_of(function: object) -> str:
+    """Name, file and line of a function, of what a partial calls, or of an object's ``__call__``; its text where these
+    are not known."""
+    while hasattr(function, "func"):
+        function = function.func
+    name = getattr(function, "__name__", type(function).__name__)
+    called = function if hasattr(function, "__code__") else type(function).__dict__.get("__call__")
+    code = getattr(called, "__code__", None)
+    return str(function) if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"
+
+
+class Columns(dict[str, T]):
+    """Columns by name. One that is not there is refused with what to do."""
+
+    def __missing__(self, name: str) -> T:
+        here = f"here are {', '.join(sorted(self))}" if self else "there are none here"
+        raise ValueError(
+            f"there is no column {name!r}, {here}. Decorate the function that reads it with @needs({name!r}) "
+            "(monarch_rl.algorithms.functions), and give run.start() a stage that fills it"
+        )

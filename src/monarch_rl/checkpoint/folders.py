@@ -1,0 +1,233 @@
+"""Checkpoints as folders: each appears complete or not at all, with a manifest that has the checksum of every file.
+
+    checkpoints/step-000120/manifest.json      version, generation, positions in the run's files, files with checksums
+                            trainer/           torch.distributed.checkpoint: each trainer rank's shards
+                            buffer.groups      complete groups, and which others had begun
+    checkpoints/latest -> step-000120, best -> step-000100
+
+All is written to ``.step-000120.partial`` and flushed, then renamed. Whoever is killed meanwhile, and whatever the disk
+refuses, a folder without a dot is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger("monarch_rl")
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+TRAINER = "trainer"
+"""The folder of the trainer ranks' shards."""
+GROUPS = "buffer.groups"
+"""The file of the buffer."""
+LATEST, BEST = "latest", "best"
+"""Links to checkpoints."""
+_NAME = re.compile(r"step-(\d+)$")
+_CHUNK = 1 << 22
+
+
+class BrokenCheckpoint(ValueError):
+    """A checkpoint cannot be read; the message names the file and what is wrong with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileSum:
+    """A file of a checkpoint, by its path in the checkpoint's folder."""
+
+    path: str
+    nbytes: int
+    crc32: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What is known of a checkpoint without reading its tensors."""
+
+    version: int
+    """Batches trained."""
+    optimizer_steps: int
+    generation: int
+    """How often the run had been resumed when it was made."""
+    seconds: float
+    """Of the run so far."""
+    positions: dict[str, int]
+    """Bytes of the run's own files, by path in its folder: a resumed run goes on from there."""
+    counters: dict[str, Any] = field(default_factory=dict)
+    """What the metrics count over the run, and no actor keeps."""
+    metric: float | None = None
+    """Value of the metric that decides which checkpoint is the best, at the last evaluation."""
+    packages: dict[str, str] = field(default_factory=dict)
+    """Versions of what computed it."""
+    ranks: int = 1
+    """Trainer ranks that wrote it; any number may read it."""
+    files: list[FileSum] = field(default_factory=list)
+    format: int = FORMAT
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.nbytes for file in self.files)
+
+
+def folder_of(root: Path, version: int) -> Path:
+    """Of the checkpoint of a version; ``root`` is the folder of all."""
+    return root / f"step-{version:06d}"
+
+
+def partial_of(root: Path, version: int) -> Path:
+    """Where it is written before it is complete."""
+    return root / f".step-{version:06d}.partial"
+
+
+def file_sum(root: Path, path: Path) -> FileSum:
+    """Of a file below ``root``, as the disk gives it back."""
+    crc = nbytes = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            crc, nbytes = zlib.crc32(chunk, crc), nbytes + len(chunk)
+    return FileSum(path.relative_to(root).as_posix(), nbytes, crc)
+
+
+def begin(root: Path, version: int) -> Path:
+    """Make the folder to write to, without what a process that was killed has left of others. Raises OSError."""
+    for left in root.glob(".step-*.partial"):
+        shutil.rmtree(left)
+    partial = partial_of(root, version)
+    (partial / TRAINER).mkdir(parents=True)
+    return partial
+
+
+def discard(root: Path, version: int) -> None:
+    """Remove what was written of a checkpoint that will not be complete."""
+    shutil.rmtree(partial_of(root, version), ignore_errors=True)
+
+
+def commit(root: Path, manifest: Manifest) -> Path:
+    """Give a checkpoint its name, once all its files are written and flushed. Raises OSError."""
+    partial, folder = partial_of(root, manifest.version), folder_of(root, manifest.version)
+    write_whole(partial / MANIFEST, json.dumps(asdict(manifest), indent=1) + "\n")
+    flush(partial / TRAINER)
+    flush(partial)
+    replaced = root / f".{folder.name}.replaced.partial"
+    if folder.exists():  # of the same version, before the run was resumed
+        folder.rename(replaced)
+    partial.rename(folder)
+    flush(root)
+    shutil.rmtree(replaced, ignore_errors=True)
+    point(root / LATEST, folder)
+    return folder
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file so that whoever reads it, or loses power, sees the old one or the new one. Raises OSError."""
+    fresh = path.with_name(f".{path.name}.new")
+    with fresh.open("wb") as file:
+        file.write(content if isinstance(content, bytes) else content.encode())
+        file.flush()
+        os.fsync(file.fileno())
+    fresh.rename(path)
+
+
+def flush(folder: Path) -> None:
+    """Have the disk hold a folder's entries."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def point(link: Path, folder: Path) -> None:
+    """Let ``link`` name a checkpoint beside it, at once."""
+    fresh = link.with_name(f".{link.name}.new")
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(folder.name)
+    fresh.rename(link)
+
+
+def complete(root: Path) -> dict[int, Path]:
+    """The checkpoints in a folder, by version, oldest first."""
+    found = {int(match[1]): path for path in root.glob("step-*") if (match := _NAME.match(path.name))}
+    return dict(sorted(found.items()))
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Raises BrokenCheckpoint."""
+    try:
+        values = json.loads((folder / MANIFEST).read_text())
+    except (OSError, ValueError) as error:
+        raise BrokenCheckpoint(f"{folder / MANIFEST} cannot be read ({error})") from error
+    if values.get("format") != FORMAT:
+        raise BrokenCheckpoint(f"{folder / MANIFEST} has format {values.get('format')}; this program reads {FORMAT}")
+    return Manifest(**values | {"files": [FileSum(**file) for file in values["files"]]})
+
+
+def verify(folder: Path) -> Manifest:
+    """Read every file of a checkpoint and compare it with the manifest. Raises BrokenCheckpoint."""
+    manifest = read_manifest(folder)
+    for expected in manifest.files:
+        try:
+            found = file_sum(folder, folder / expected.path)
+        except OSError as error:
+            raise BrokenCheckpoint(f"{folder / expected.path} cannot be read ({error})") from error
+        if found.nbytes != expected.nbytes:
+            raise BrokenCheckpoint(f"{folder / expected.path} has {found.nbytes} bytes, not {expected.nbytes}")
+        if found.crc32 != expected.crc32:
+            raise BrokenCheckpoint(f"{folder / expected.path} is not what was written: its checksum differs")
+    return manifest
+
+
+def newest_whole(root: Path) -> tuple[Path, Manifest]:
+    """The newest checkpoint of which every file is as it was written. Says which newer ones are not.
+
+    Raises:
+        BrokenCheckpoint: there is none.
+    """
+    broken: list[str] = []
+    for folder in reversed(complete(root).values()):
+        try:
+            return folder, verify(folder)
+        except BrokenCheckpoint as error:
+            logger.error("%s: an earlier checkpoint is taken", error)
+            broken.append(str(error))
+    raise BrokenCheckpoint("; ".join(broken) or f"{root} has no checkpoint")
+
+
+def keep(root: Path, newest: int, by_metric: bool = False) -> None:
+    """Remove all checkpoints but the ``newest``, and the one with the largest metric if that is asked for."""
+    folders = complete(root)
+    kept = set(list(folders)[-newest:])
+    if by_metric and (best := _best(folders.items())) is not None:
+        kept.add(best)
+        point(root / BEST, folders[best])
+    for version in folders.keys() - kept:
+        # Renamed first: half of a checkpoint must not have a name that is taken for a whole one.
+        gone = partial_of(root, version)
+        with suppress(OSError):
+            folders[version].rename(gone)
+            shutil.rmtree(gone)
+
+
+def _best(folders: Iterable[tuple[int, Path]]) -> int | None:
+    """The version with the largest metric; None if none has one. Of several the oldest: a checkpoint has the metric of
+    the last evaluation before it, so the weights of later ones moved on since."""
+    values = dict(_metrics(folders))
+    return max(values, key=lambda version: (values[version], -version), default=None)
+
+
+def _metrics(folders: Iterable[tuple[int, Path]]) -> Iterator[tuple[int, float]]:
+    for version, folder in folders:
+        with suppress(BrokenCheckpoint):
+            metric = read_manifest(folder).metric
+            if metric is not None:
+                yield version, metric

@@ -1,0 +1,271 @@
+"""The journal of a run: each step's batch as the trainer ranks took it, and what the step made of it.
+
+    journal/plan-0.pickle                        model, settings and functions of the trainer, by value
+            plan-1.pickle ...                    the same after each resume of the run
+            rank0/000000.journal, 000001...      of each rank: records (``records.py``), the oldest files are dropped
+
+For each step a rank writes a record ``BTCH``, its share of the batch (:class:`PackedShard`), before it computes, and a
+record ``STEP``, the checksum of its weights after the update and the metrics, after that. So the batch of a step that
+was never made is there, too. ``tools/replay.py`` makes the updates again.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import pickle
+import queue
+import threading
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Annotated, Any
+
+import numpy as np
+
+from monarch_rl.checkpoint.folders import write_whole
+from monarch_rl.checkpoint.records import MAGIC, Record, pack_record, read_records
+from monarch_rl.checkpoint.values import decode, encode
+from monarch_rl.episode.packed import FORMAT
+from monarch_rl.episode.shard import MiniBatch, PackedShard, SupervisedShard
+from monarch_rl.runtime.by_value import ByValue
+from monarch_rl.settings.ranges import CheckedSettings, Range
+
+logger = logging.getLogger("monarch_rl")
+
+BATCH, STEP, OPENED = "BTCH", "STEP", "OPEN"
+FOLDER = "journal"
+PLAN = "plan-{generation}.pickle"
+QUEUED = 8
+"""Records that wait for the disk; further ones are left out and counted. A step makes two."""
+FILES = 8
+"""Files of a rank within its bytes: the oldest is dropped as a whole."""
+COMPRESSION = 1
+"""zlib's fastest: on the batches of the main job 6 was 5 % smaller and took three times as long."""
+END_S = 30.0
+"""Seconds for the last records when the rank ends."""
+
+
+@dataclass(frozen=True)
+class JournalSettings(CheckedSettings, flags="journal"):
+    """What a run keeps to make its updates again (docs/journal.md)."""
+
+    mib: Annotated[int, Range(0, 10**9, "0 keeps none")] = 0
+    """MiB of the newest batches that each trainer rank keeps in the run's folder; 0 keeps none. A run that goes on from
+    a checkpoint trains those after it again. A trained token takes 5 to 10 bytes, its prompt less; the
+    checksum of the weights reads them once a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What a step has made."""
+
+    checksums: np.ndarray
+    """int64[tensors]: of this rank's part of each weight after the update, in the order of the model's parameters."""
+    figures: dict[str, float]
+    """The metrics of the update."""
+
+
+class JournalWriter:
+    """Appends to one rank's part of the journal, on a thread of its own: callers never wait for the disk.
+
+    What cannot be written is left out, said once, and counted.
+
+    Args:
+        folder: ``journal/`` of the run.
+        rank: of the trainer.
+        most_bytes: of this rank's files.
+        about: plain values that a reader needs to know of the writer.
+    """
+
+    def __init__(self, folder: Path, rank: int, most_bytes: int, about: dict[str, Any] | None = None) -> None:
+        self._folder = folder / f"rank{rank}"
+        self._most = max(most_bytes, 1)
+        self._about = {"format": FORMAT.decode(), **(about or {})}
+        self.lost = 0
+        """Records that could not be written."""
+        self._file: IO[bytes] | None = None
+        self._written = 0
+        self._waiting: queue.Queue[tuple[str, int, Any] | None] = queue.Queue(QUEUED)
+        self._thread = threading.Thread(target=self._write_all, name="journal", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    def batch(self, shard: PackedShard) -> None:
+        """Append this rank's share of the batch that updates ``shard.version``."""
+        self._append(BATCH, shard.version, shard)
+
+    def made(self, version: int, made: Made) -> None:
+        """Append what the update of ``version`` has made."""
+        self._append(STEP, version, made)
+
+    def close(self) -> None:
+        """Write what waits, within :data:`END_S`, and end."""
+        atexit.unregister(self.close)
+        try:
+            self._waiting.put(None, timeout=END_S)
+        except queue.Full:
+            return
+        self._thread.join(END_S)
+
+    def _append(self, kind: str, version: int, value: Any) -> None:
+        try:
+            self._waiting.put_nowait((kind, version, value))
+        except queue.Full:
+            self._lose(f"the disk is slower than training: {QUEUED} records wait")
+
+    def _lose(self, why: object) -> None:
+        self.lost += 1
+        if self.lost == 1:
+            logger.warning("the journal in %s has gaps from here on: %s", self._folder, why)
+
+    def _write_all(self) -> None:
+        while (waiting := self._waiting.get()) is not None:  # waits: as long as the rank lives
+            kind, version, value = waiting
+            try:
+                self._write(Record(kind, version, zlib.compress(encode(value), COMPRESSION)))
+            except Exception as error:  # whatever it is, training goes on
+                self._lose(f"{type(error).__name__}: {error}")
+                self._end_file()  # half of a record may be in it
+        self._end_file()
+
+    def _write(self, record: Record) -> None:
+        data = pack_record(record)
+        if self._file is None or self._written + len(data) > self._most // FILES:
+            self._begin_file(record.version)
+        assert self._file is not None
+        self._file.write(data)
+        self._file.flush()
+        self._written += len(data)
+
+    def _begin_file(self, version: int) -> None:
+        """The next file, after the oldest are dropped for which there is no room."""
+        self._end_file()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        known = files_of(self._folder)
+        sizes = [path.stat().st_size for path in known]
+        while known and sum(sizes) > self._most - self._most // FILES:
+            known.pop(0).unlink()
+            sizes.pop(0)
+        number = int(known[-1].stem) + 1 if known else 0
+        self._file = (self._folder / f"{number:06d}.journal").open("xb")
+        opened = pack_record(Record(OPENED, version, zlib.compress(encode(self._about), COMPRESSION)))
+        self._file.write(MAGIC + opened)
+        self._written = len(MAGIC) + len(opened)
+
+    def _end_file(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            try:
+                file.close()
+            except OSError as error:
+                self._lose(error)
+
+
+def files_of(folder: Path) -> list[Path]:
+    """The files of one rank, oldest first."""
+    return sorted(folder.glob("*.journal"))
+
+
+class JournalReader:
+    """One rank's part of a journal: what is there of each step.
+
+    A run that was resumed makes some versions anew: what was written of a version, and of all later ones, before it was
+    written again does not count.
+
+    Args:
+        folder: ``journal/`` of the run.
+        since: of earlier versions nothing is kept in memory.
+
+    Raises ValueError if a file has another format.
+    """
+
+    def __init__(self, folder: Path, rank: int, since: int = 0) -> None:
+        self._since = since
+        self._batches: dict[int, bytes] = {}
+        self._made: dict[int, bytes] = {}
+        self._made_by: dict[int, dict[str, Any]] = {}
+        self._abouts: dict[int, dict[str, Any]] = {}
+        self.about: dict[str, Any] = {}
+        """What the writer said of itself last."""
+        for path in files_of(folder / f"rank{rank}"):
+            for record in read_records(path):
+                self._take(path, record)
+
+    def _take(self, path: Path, record: Record) -> None:
+        if record.kind == OPENED:
+            self.about = decode(zlib.decompress(record.data))
+            if self.about["format"] != FORMAT.decode():
+                raise ValueError(
+                    f"{path} holds episodes of format {self.about['format']}; this program reads {FORMAT.decode()}"
+                )
+        elif record.kind == BATCH:
+            if record.version <= max(self._batches, default=-1):
+                self._batches = {version: data for version, data in self._batches.items() if version < record.version}
+                self._made = {version: data for version, data in self._made.items() if version < record.version}
+            if record.version >= self._since:
+                self._batches[record.version] = record.data
+                self._abouts[record.version] = self.about
+        elif record.kind == STEP and record.version >= self._since:
+            self._made[record.version] = record.data
+            self._made_by[record.version] = self.about
+
+    @property
+    def versions(self) -> list[int]:
+        """The versions of which the batch is here, ascending."""
+        return sorted(self._batches)
+
+    def batch(self, version: int) -> PackedShard:
+        """The batch that updates ``version``. Raises KeyError if it is not here."""
+        classes = PackedShard, MiniBatch, SupervisedShard
+        shard: PackedShard = decode(zlib.decompress(self._batches[version]), *classes)
+        return shard
+
+    def about_batch(self, version: int) -> dict[str, Any]:
+        """What the writer of this batch said of itself. Raises KeyError if the batch is not here."""
+        return self._abouts[version]
+
+    def about_made(self, version: int) -> dict[str, Any] | None:
+        """What the writer of :meth:`made` said of itself; None if that is not here."""
+        return self._made_by.get(version) if version in self._made else None
+
+    def made(self, version: int) -> Made | None:
+        """What the update of ``version`` has made; None if that is not here."""
+        data = self._made.get(version)
+        made: Made | None = None if data is None else decode(zlib.decompress(data), Made)
+        return made
+
+    @property
+    def nbytes(self) -> int:
+        """Of the records of all batches and steps."""
+        return sum(len(data) for kept in (self._batches, self._made) for data in kept.values())
+
+
+def journal_of(folder: Path, rank: int, tp: int, since: int = 0) -> tuple[JournalReader, JournalReader]:
+    """What a rank's steps have made, and the batches that it took. Tensor-parallel neighbours take the same part of a
+    batch, which the first of them has written."""
+    own, writer = JournalReader(folder, rank, since), rank - rank % tp
+    return own, own if writer == rank else JournalReader(folder, writer, since)
+
+
+def write_plan(folder: Path, plan: Any, generation: int = 0) -> None:
+    """Write what trainer ranks are made from, functions by value.
+
+    Args:
+        generation: how often the run was resumed; each resume may have other ranks and settings.
+
+    Raises OSError.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / PLAN.format(generation=generation), pickle.dumps(ByValue(plan, "the trainer's plan")))
+
+
+def read_plan(folder: Path, generation: int = 0) -> Any:
+    """What :func:`write_plan` wrote. It is a pickle, which can run code: read those of your own runs.
+
+    Raises ValueError if there is none.
+    """
+    path = folder / PLAN.format(generation=generation)
+    if not path.is_file():
+        raise ValueError(f"there is no {path}: for a journal start the run with --journal.mib 1024")
+    return pickle.loads(path.read_bytes()).load()

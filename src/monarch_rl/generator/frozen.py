@@ -1,0 +1,199 @@
+"""Engines whose weights never change: judges, reference and teacher models, opponents."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal, TypedDict
+
+import numpy as np
+import torch
+from safetensors import safe_open
+
+from monarch_rl.episode.reading import TopLogprobs
+from monarch_rl.generator.replica import Replica
+from monarch_rl.generator.settings import GeneratorSettings, resolve_dtype
+from monarch_rl.model.reward_head import read_frozen
+from monarch_rl.model.tensors import expected_tensors
+from monarch_rl.runtime.endpoint import concurrent_endpoint, lasting_endpoint
+from monarch_rl.settings.ranges import FOREVER_S, CheckedSettings, Range
+from monarch_rl.weights.area import Area
+from monarch_rl.weights.checksum import tensor_checksum
+from monarch_rl.weights.manifest import Manifest, lay_out
+
+
+@dataclass(frozen=True)
+class FrozenSettings(CheckedSettings, flags="frozen"):
+    """A frozen model: its engines, and what is asked of them. As for generators where nothing else is said."""
+
+    replicas: Annotated[int, Range(1, 100_000)] = 1
+    """Engines, one process mesh each, each with a whole copy of the model."""
+    tp: Annotated[int, Range(1, 1024)] = 1
+    """Engine ranks of a replica (tensor parallel), each with a device of its own."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Dtype that is served. `auto` is bfloat16 on a GPU, float32 on a CPU."""
+    context_length: Annotated[int, Range(0, 100_000_000, "0 is the model's own")] = 0
+    """Tokens that prompt and answer may have together; 0 takes the model's own limit."""
+    max_running_requests: Annotated[int | None, Range(1, 65_536)] = None
+    """Requests that a replica computes at once; more wait in the engine. None is 256 on a GPU, and 64 on a CPU."""
+    max_total_tokens: Annotated[int, Range(0, 10**9, "0 is automatic")] = 0
+    """Tokens the KV cache holds per replica. 0 is what fits a GPU, and 65,536 on a CPU."""
+    memory_fraction: Annotated[float, Range(0, 0.99, "0 is automatic")] = 0.0
+    """Share of a GPU's memory for weights and KV cache; 0 computes it. No effect on a CPU."""
+    max_new_tokens: Annotated[int, Range(1, 2**31 - 1)] = 256
+    """Tokens of an answer that says nothing else."""
+    chat_options: str = "{}"
+    """Variables of the model's chat template, as a JSON object: {"enable_thinking": false}."""
+    request_deadline_s: Annotated[float, Range(0.1, FOREVER_S)] = 600.0
+    """Seconds that a request may take, with the wait for a replica that takes the place of a lost one; a longer one
+    costs the episode."""
+    request_losses: Annotated[int, Range(0, 1_000_000)] = 2
+    """Replicas that a request may outlive, and is asked again. After one more loss it costs the episode: a request by
+    which engines end must not end all of them."""
+    start_deadline_s: Annotated[float | None, Range(30, FOREVER_S)] = None
+    """Seconds an engine may take to start. None is as for a generator."""
+
+    @property
+    def engine(self) -> GeneratorSettings:
+        """What the engines are started with."""
+        return GeneratorSettings(
+            replicas=self.replicas,
+            tp=self.tp,
+            dtype=self.dtype,
+            context_length=self.context_length,
+            max_running_requests=self.max_running_requests,
+            max_total_tokens=self.max_total_tokens,
+            memory_fraction=self.memory_fraction,
+            start_deadline_s=self.start_deadline_s,
+            in_flight="drain",
+        )
+
+
+class FrozenStats(TypedDict):
+    """Counts of a frozen engine since its start."""
+
+    requests: int
+    """Answered."""
+    read_tokens: int
+    """Of their prompts, and of sequences of which log-probs or a reward were asked."""
+    drawn_tokens: int
+    busy_seconds: float
+    """Seconds in which a request was in the engine."""
+    devices: int
+    pid: int
+    child_pids: list[int]
+    """SGLang's processes."""
+
+
+class FrozenEngine(Replica):
+    """A replica of a frozen model. ``setup`` first; then ask it through a dispatcher."""
+
+    _dtype = "auto"
+
+    @concurrent_endpoint
+    async def setup(self, name: str, model_path: str, settings: GeneratorSettings, index: int) -> np.ndarray:
+        """Start the engine and verify its weights; returns their checksums, int64[tensors].
+
+        SGLang loads the folder by itself. Then the checksum of every tensor in the folder's files is compared with that
+        of the engine's parameters, where they lie.
+
+        Args:
+            name: what this process is called: ``"frozen judge 0"``.
+            model_path: Hugging Face folder.
+            settings: of all replicas.
+            index: of this one.
+
+        Raises:
+            WeightMismatch: the engine holds other weights than the files.
+        """
+        await self._start(name, model_path, settings, index)
+        self._dtype = settings.dtype
+        manifest, checksums = await asyncio.to_thread(file_checksums, Path(model_path), settings.dtype)
+        await self._running.verify_frozen(manifest, checksums)
+        return checksums
+
+    @lasting_endpoint
+    async def load(self, model_path: str) -> np.ndarray:
+        """Serve the weights of another folder, once what is being drawn has ended; verified as :meth:`setup` does.
+
+        Returns their checksums, int64[tensors].
+
+        Raises:
+            CommitError, WeightMismatch, OSError, SafetensorError: the engine could not load them, and answers no more.
+        """
+        # Also files that cannot be read lose the replica: it must not go on with the weights of before.
+        return await self._answered(self._load(Path(model_path)))
+
+    async def _load(self, folder: Path) -> np.ndarray:
+        manifest, area, checksums = await asyncio.to_thread(file_version, folder, self._dtype)
+        engine = self._running
+        await engine.commit(engine.version + 1, manifest, area.handle, checksums)
+        return checksums
+
+    @lasting_endpoint
+    async def logprobs(self, ids: list[int], start: int, temperature: float) -> np.ndarray:
+        """See :meth:`~monarch_rl.generator.reading.Readings.logprobs`."""
+        return await self._answered(self._running.readings.logprobs(ids, start, temperature))
+
+    @lasting_endpoint
+    async def top_logprobs(self, ids: list[int], k: int, start: int, temperature: float) -> TopLogprobs:
+        """See :meth:`~monarch_rl.generator.reading.Readings.top_logprobs`."""
+        return await self._answered(self._running.readings.top_logprobs(ids, k, start, temperature))
+
+    @lasting_endpoint
+    async def rewards(self, ids: list[int]) -> np.ndarray:
+        """See :meth:`~monarch_rl.generator.reading.Readings.rewards`."""
+        return await self._answered(self._running.readings.rewards(ids))
+
+    @lasting_endpoint
+    async def stats(self) -> FrozenStats:
+        """Counts since the start."""
+        engine = self._running
+        return {
+            "requests": engine.finished_requests + engine.readings.requests,
+            "read_tokens": engine.prompt_tokens + engine.readings.tokens,
+            "drawn_tokens": engine.generated_tokens,
+            "busy_seconds": engine.clock.seconds,
+            "devices": self._devices,
+            "pid": os.getpid(),
+            "child_pids": engine.child_pids,
+        }
+
+
+def file_checksums(folder: Path, dtype: str) -> tuple[Manifest, np.ndarray]:
+    """What an engine of a folder must hold: its tensors as served, and the checksum of each, int64[tensors].
+
+    Reads the files tensor by tensor, which the engine has just done: they are in the page cache.
+    """
+    manifest = _manifest(folder, dtype)
+    sums = {name: int(tensor_checksum(tensor)) for name, tensor in _tensors(folder, manifest)}
+    return manifest, np.array([sums[name] for name in manifest.names], np.int64)
+
+
+def file_version(folder: Path, dtype: str) -> tuple[Manifest, Area, np.ndarray]:
+    """The tensors of a folder as a version that an engine can commit, and the checksum of each."""
+    manifest = _manifest(folder, dtype)
+    area, sums = Area(manifest.nbytes), dict[str, int]()
+    specs = dict(zip(manifest.names, manifest.tensors, strict=True))
+    for name, tensor in _tensors(folder, manifest):
+        specs[name].view(area.buffer).copy_(tensor)
+        sums[name] = int(tensor_checksum(tensor))
+    return manifest, area, np.array([sums[name] for name in manifest.names], np.int64)
+
+
+def _manifest(folder: Path, dtype: str) -> Manifest:
+    served = getattr(torch, resolve_dtype(dtype, torch.accelerator.is_available()))
+    specs, nbytes = lay_out((name, shape, served) for name, shape in expected_tensors(read_frozen(folder)).items())
+    return Manifest(specs, nbytes, ())
+
+
+def _tensors(folder: Path, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
+    """In the served dtype, file by file."""
+    names = set(manifest.names)
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in names & set(file.keys()):
+                yield name, file.get_tensor(name).to(manifest.tensors[0].dtype)

@@ -1,0 +1,113 @@
+"""Files of lines that a run appends to. A disk that is full or read-only costs lines, not the run."""
+
+from __future__ import annotations
+
+import logging
+import os
+from contextlib import suppress
+from pathlib import Path
+
+logger = logging.getLogger("monarch_rl")
+
+
+class LineFile:
+    """Appends to a file. A line is there whole or not at all, also if the disk is full or the process is killed.
+
+    What cannot be written is counted, and said once until the disk takes lines again. One thread appends.
+
+    Args:
+        path: a file of the run's folder; made with its first line. What stands after its last line is removed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._could_not = self._not_tried = 0
+        """Lines that could not be written, and those that :meth:`lose` was told of, by another thread perhaps."""
+        self._descriptor: int | None = None
+        self._size = 0
+        self._refused = False
+
+    @property
+    def lost(self) -> int:
+        """Lines that are not in the file."""
+        return self._could_not + self._not_tried
+
+    def append(self, *lines: str) -> bool:
+        """Append lines, given without their ends, all of them or none; returns whether they were written."""
+        if not lines:
+            return True
+        try:
+            self._write("".join(f"{line}\n" for line in lines).encode())
+        except OSError as error:
+            self._note_refused(error, len(lines))
+            return False
+        if self._refused:
+            logger.warning("%s can be written again; %d lines are lost", self.path, self.lost)
+            self._refused = False
+        return True
+
+    def lose(self, lines: int, reason: str) -> None:
+        """Count lines that were not even tried; said the first time."""
+        if not self._not_tried:
+            logger.error("%s: lines are left out, and counted, while %s", self.path, reason)
+        self._not_tried += lines
+
+    def position(self) -> int:
+        """Bytes of the file, which the disk holds when this returns. Raises OSError."""
+        if self._descriptor is not None or self.path.exists():  # with lines of the run before it was resumed
+            os.fsync(self._open())
+        return self._size
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _write(self, data: bytes) -> None:
+        descriptor = self._open()
+        try:
+            written = os.write(descriptor, data)
+            if written < len(data):
+                written += os.write(descriptor, data[written:])  # says why
+        except OSError:
+            with suppress(OSError):  # a device has no size
+                os.ftruncate(descriptor, self._size)
+            raise
+        self._size += written
+
+    def _open(self) -> int:
+        if self._descriptor is None:
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+            self._size = _end_of_lines(descriptor)
+            self._descriptor = descriptor
+        return self._descriptor
+
+    def _note_refused(self, error: OSError, lines: int) -> None:
+        self._could_not += lines
+        if not self._refused:
+            logger.error("%s cannot be written (%s): the run goes on without", self.path, error.strerror or error)
+        self._refused = True
+
+
+def truncate(path: Path, nbytes: int) -> None:
+    """Cut a file off behind what a checkpoint knows of it; one that is shorter, or not there, is left as it is.
+
+    Raises OSError.
+    """
+    with suppress(FileNotFoundError):
+        if path.stat().st_size > nbytes:
+            os.truncate(path, nbytes)
+
+
+def _end_of_lines(descriptor: int) -> int:
+    """Remove what stands after the last line, of a process that was killed; returns the size."""
+    size = end = os.fstat(descriptor).st_size
+    while end:
+        start = max(0, end - 65536)
+        if (last := os.pread(descriptor, end - start, start).rfind(b"\n")) >= 0:
+            end = start + last + 1
+            break
+        end = start
+    if end < size:
+        os.ftruncate(descriptor, end)
+    return end

@@ -1,0 +1,250 @@
+"""The checkpoints of a run: when one is due, what goes into it, and which stay. docs/checkpoints.md has the picture.
+
+    between two steps    trainer ranks copy to the host's memory, the buffer remembers its groups: all that a step pays
+    meanwhile            both write to .step-000120.partial
+    then                 manifest, rename, and older ones are removed
+
+A disk that refuses a checkpoint costs that checkpoint: the run goes on, and the next one is tried when it is due.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Protocol
+
+from monarch_rl.buffer.actor import Buffer
+from monarch_rl.checkpoint import folders
+from monarch_rl.checkpoint.folders import FileSum, Manifest
+from monarch_rl.checkpoint.settings import CheckpointSettings
+from monarch_rl.pipeline.actor_pool import last_line
+from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, disk_limit_s, now, within
+from monarch_rl.trainer.actor import Trainer
+from monarch_rl.trainer.checkpoint import Staged
+
+logger = logging.getLogger("monarch_rl")
+
+FOLDER = "checkpoints"
+"""In the run's folder."""
+PACKAGES = ("monarch_rl", "torch", "torchtitan", "torchmonarch", "sglang", "transformers", "numpy")
+"""Whose versions decide what a resumed run computes."""
+ALIVE_S = 5.0
+"""Seconds for trainer and buffer to answer at the end of a run; Monarch notices a lost process within two."""
+COPIES = 3
+"""Of the model's weights in float32, that a checkpoint holds: AdamW keeps two moments."""
+
+
+class Savers(Protocol):
+    """The actors that write a checkpoint."""
+
+    @property
+    def trainer(self) -> Trainer: ...
+
+    @property
+    def buffer(self) -> Buffer: ...
+
+    @property
+    def model_bytes(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where a run is, as the controller knows it."""
+
+    seconds: float = 0.0
+    """Of the run so far."""
+    files: dict[str, int] = field(default_factory=dict)
+    """Bytes of the run's own files, by path in its folder."""
+    counters: dict[str, Any] = field(default_factory=dict)
+    metric: float | None = None
+    """The one that decides which checkpoint is the best."""
+
+
+class Checkpoints:
+    """Makes the checkpoints of one run, and keeps some.
+
+    Args:
+        run: the run's folder.
+        note: shows a line.
+        version: that the run begins with.
+        generation: how often the run was resumed.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        savers: Savers,
+        settings: CheckpointSettings,
+        note: Callable[[str], None],
+        version: int = 0,
+        generation: int = 0,
+    ) -> None:
+        self.saved: int | None = version or None
+        """Version of the newest that is whole."""
+        self.failed = 0
+        """That the disk has refused."""
+        self._root, self._savers, self._settings, self._note = run / FOLDER, savers, settings, note
+        self._generation = generation
+        self._begun_version, self._begun_at = version, now()
+        self._refused = False
+        self._copy_s = self._write_s = 0.0
+        self._nbytes = 0
+        self._writing: asyncio.Task[None] | None = None
+
+    # -- when ------------------------------------------------------------------------------------------------------
+
+    async def after_step(self, version: int, position: Callable[[], Position], last: bool) -> None:
+        """Begin a checkpoint if one is due, or if this was the ``last`` step; returns after the local copy. One that
+        is due while the disk still writes the one before is begun after a later step."""
+        s = self._settings
+        due = s.due(version - self._begun_version, now() - self._begun_at)
+        due |= last and version != self.saved and bool(s.every_steps or s.every_minutes)
+        if due and self._writing is not None and last:
+            await self.settled()
+        if due and not self.writing:
+            await self.begin(version, position)
+
+    @property
+    def writing(self) -> bool:
+        """Whether the disk does not have yet what was begun."""
+        return self._writing is not None and not self._writing.done()
+
+    async def settled(self) -> None:
+        """Wait until the disk has what was begun."""
+        if self._writing is not None:
+            await self._writing  # waits: its calls have deadlines
+
+    async def now(self, version: int, position: Callable[[], Position]) -> bool:
+        """Make a checkpoint at once, for the end of a run; returns whether it is there."""
+        await self.settled()
+        if self.saved != version:
+            await self.begin(version, position)
+            await self.settled()
+        return self.saved == version
+
+    async def hold(self) -> int:
+        """Have the buffer give out no more batches; returns the version that there is after an update under way."""
+        call = self._savers.buffer.hold.call_one()
+        return await within(CALL_DEADLINE_S, call, "the buffer to give out no more batches", on="buffer")
+
+    async def _staged(self) -> Staged:
+        """Have the trainer ranks copy what they hold, after an update that is under way.
+
+        Raises:
+            RuntimeError: the ranks hold different versions.
+        """
+        call = self._savers.trainer.stage.call()
+        what = "trainer ranks to copy what a checkpoint holds"
+        ranks = await within(CALL_DEADLINE_S + disk_limit_s(0), call, what, on="trainer ranks")
+        copies = list(ranks.values())
+        if len({copy.version for copy in copies}) > 1:
+            raise RuntimeError(f"trainer ranks hold versions {sorted(copy.version for copy in copies)}")
+        return replace(copies[0], seconds=max(copy.seconds for copy in copies))
+
+    async def alive(self) -> None:
+        """Raise at once if a trainer rank or the buffer is lost: no checkpoint can be made then."""
+        calls = self._savers.trainer.ready.call(), self._savers.buffer.counts.call_one()
+        for who, call in zip(("trainer ranks", "buffer"), calls, strict=True):
+            await within(ALIVE_S, call, f"{who} to answer before a last checkpoint", on=who)
+
+    def metrics(self) -> dict[str, float]:
+        """By the names of docs/metrics.md."""
+        values = {"checkpoint/failed": float(self.failed)}
+        if self._nbytes:
+            values["checkpoint/copy_ms"], values["checkpoint/write_s"] = 1e3 * self._copy_s, self._write_s
+            values["checkpoint/mib"] = self._nbytes / 2**20
+            values["checkpoint/step"] = float(self.saved or 0)
+        return values
+
+    # -- one checkpoint --------------------------------------------------------------------------------------------
+
+    async def begin(self, version: int, position: Callable[[], Position]) -> None:
+        """Begin one, due or not, if none is being written; returns after the local copy."""
+        self._begun_version, self._begun_at = version, now()
+        try:
+            at = await asyncio.to_thread(position)
+            stage = self._savers.buffer.stage.call_one()
+            copy, groups = await asyncio.gather(
+                self._staged(), within(CALL_DEADLINE_S, stage, "the buffer to remember its groups", on="buffer")
+            )
+            if {copy.version, groups} != {version}:
+                raise RuntimeError(f"the trainer is at version {copy.version}, the buffer at {groups}")
+        except Exception as error:
+            self._note_failed(version, error)
+            return
+        self._copy_s = copy.seconds
+        self._writing = asyncio.create_task(self._write(copy, at))
+
+    async def _write(self, copy: Staged, position: Position) -> None:
+        started = now()
+        try:
+            partial = await asyncio.to_thread(folders.begin, self._root, copy.version)
+            shards = await self._write_parts(partial)
+            manifest = Manifest(
+                copy.version,
+                copy.optimizer_steps,
+                self._generation,
+                position.seconds,
+                position.files,
+                position.counters,
+                position.metric,
+                await asyncio.to_thread(versions_of_packages),
+                len(shards),
+                [file for of_rank in shards for file in of_rank],
+            )
+            folder, manifest = await asyncio.to_thread(self._finish, partial, manifest)
+        except Exception as error:
+            self._note_failed(copy.version, error)
+            await asyncio.to_thread(folders.discard, self._root, copy.version)
+            return
+        self.saved, self._refused = copy.version, False
+        self._write_s, self._nbytes = now() - started, manifest.nbytes
+        size = f"{manifest.nbytes / 1e6:,.1f} MB"
+        self._note(f"checkpoint of step {copy.version} ({size}, {self._write_s:.1f} s) in {folder}")
+
+    async def _write_parts(self, partial: Path) -> list[list[FileSum]]:
+        """Have all write their parts; returns the trainer's files, by rank. Raises what the first failure raised."""
+        # The disk is not a process of the run: waiting for a slow one is no stall.
+        limit_s = disk_limit_s(COPIES * self._savers.model_bytes) + CALL_DEADLINE_S
+        parts: list[Awaitable[Any]] = [
+            self._savers.trainer.write_checkpoint.call(str(partial)),
+            self._savers.buffer.write_checkpoint.call_one(str(partial / folders.GROUPS)),
+        ]
+        writes = [within(limit_s, part, f"a part of the checkpoint {partial}", on="the disk") for part in parts]
+        answers = await asyncio.gather(*writes, return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        shards: Any = answers[0]
+        return list(shards.values())
+
+    def _finish(self, partial: Path, manifest: Manifest) -> tuple[Path, Manifest]:
+        manifest = replace(manifest, files=[*manifest.files, folders.file_sum(partial, partial / folders.GROUPS)])
+        folder = folders.commit(self._root, manifest)
+        folders.keep(self._root, self._settings.keep, self._settings.keep_best)
+        return folder, manifest
+
+    def _note_failed(self, version: int, error: Exception) -> None:
+        self.failed += 1
+        if not self._refused:
+            last = f"the last one is of step {self.saved}" if self.saved else "there is none before it"
+            logger.error(
+                "no checkpoint of step %d: %s; %s. While the run goes on, the next one is tried when it is due",
+                *(version, last_line(error), last),
+            )
+        self._refused = True
+
+
+def versions_of_packages() -> dict[str, str]:
+    """Of those installed."""
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,105 @@
+"""A run that has lost trainer ranks or the buffer, and neither its controller nor a host, keeps what still lives.
+
+    the recipe's function     raises, as where the run ends; files are closed
+    trainer and buffer        all their processes are killed; new ones start from the newest checkpoint
+    engines                   stay: what they draw fails, and they are sent the restored version, and verify it
+    rollout workers           stay: they give up what they play, and play for the new buffer
+    the recipe's function     is called again, with a run that is resumed
+
+So a run goes on once from each checkpoint. If it is lost again before there is a newer one, or cannot be restored so,
+it ends, and whoever started it (``runtime/supervisor.py``, torchrun) starts all of it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from monarch_rl.checkpoint.folders import complete
+from monarch_rl.pipeline.actor_pool import last_line
+from monarch_rl.pipeline.actors import Actors
+from monarch_rl.pipeline.checkpoints import FOLDER, Checkpoints
+from monarch_rl.pipeline.lost_processes import LostProcesses
+from monarch_rl.pipeline.parts import Parts
+from monarch_rl.pipeline.recovery import LOSSES
+from monarch_rl.pipeline.resume import Resumed, open_run, take_folder
+from monarch_rl.pipeline.run_folder import may_go_on
+from monarch_rl.pipeline.settings import RunSettings
+from monarch_rl.runtime.cluster import Cluster
+from monarch_rl.runtime.deadlines import now
+
+logger = logging.getLogger("monarch_rl")
+
+LOST = "trainer with its buffer"
+"""What messages and ``losses.jsonl`` call both: neither goes on without the other."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a run goes on with."""
+
+    actors: Actors
+    """Of which trainer and buffer have been killed."""
+    resumed: Resumed
+    cause: Exception
+    """What ended the run first."""
+    lost_at: float
+    """Seconds of the event loop's clock."""
+    losses: LostProcesses
+
+    def note_returned(self) -> None:
+        """The run has what it lost."""
+        self.losses.note_returned(LOST, now() - self.lost_at)
+        self.losses.close()
+
+
+async def keep_what_lives(
+    error: Exception, parts: Parts, settings: RunSettings, cluster: Cluster, folder: Path, before: Resumed | None
+) -> Kept | None:
+    """What a run that ``error`` has ended goes on with; None if it has to end.
+
+    Args:
+        parts: of the run.
+        before: what it went on from already.
+    """
+    interrupts, checkpoints = cluster.interrupts, parts.checkpoints
+    may = settings.checkpoint.restarts > 0 and may_go_on(error) and not (interrupts.received or interrupts.reason)
+    since = 0 if before is None else before.version
+    if not may or checkpoints is None:
+        return None
+    if not (checkpoints.writing or max(complete(folder / FOLDER), default=0) > since) or not await _lost(checkpoints):
+        return None
+    lost_at, losses = now(), LostProcesses(settings.recovery.per_s, folder / LOSSES)
+    losses.note_lost(LOST, error)
+    try:
+        for name in ("trainer", "buffer"):
+            await cluster.kill(cluster.named(name))
+        await checkpoints.settled()
+        resumed = await asyncio.to_thread(_open_newer, folder, settings, since)
+        print(f"going on with {folder} from {resumed.checkpoint.name}, engines and workers kept: {last_line(error)}")
+        await asyncio.to_thread(take_folder, settings, resumed)
+    except Exception as refused:  # what ended the run first is told
+        logger.error("the run does not go on with what it has kept: %s", last_line(refused))
+        losses.close()
+        return None
+    return Kept(parts.actors, resumed, error, lost_at, losses)
+
+
+def _open_newer(folder: Path, settings: RunSettings, since: int) -> Resumed:
+    """As :func:`open_run`. Raises ValueError, too, if no checkpoint after step ``since`` is whole."""
+    resumed = open_run(folder, settings)
+    if resumed.version <= since:
+        raise ValueError(f"the newest checkpoint that is whole is {resumed.checkpoint.name}, where it went on already")
+    return resumed
+
+
+async def _lost(checkpoints: Checkpoints) -> bool:
+    """Whether a trainer rank or the buffer does not answer."""
+    try:
+        await checkpoints.alive()
+    except Exception as error:
+        logger.debug("not alive: %s", error)
+        return True
+    return False

@@ -1,0 +1,63 @@
+"""What a run consists of once its actors are there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from monarch_rl.observe.console import Console
+from monarch_rl.observe.metrics import Metrics
+from monarch_rl.pipeline.actors import Actors
+from monarch_rl.pipeline.checkpoints import Checkpoints, Position
+from monarch_rl.pipeline.evaluation import Evaluations
+from monarch_rl.pipeline.failures import Failures
+from monarch_rl.pipeline.frozen_meter import FrozenMeter
+from monarch_rl.pipeline.observer import Observer
+from monarch_rl.pipeline.publishing import Publisher
+from monarch_rl.pipeline.recovery import Recovery
+from monarch_rl.pipeline.rollout_log import RolloutLog
+from monarch_rl.runtime.watch import Watch
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a run consists of once its actors are there."""
+
+    actors: Actors
+    publisher: Publisher
+    observer: Observer
+    recovery: Recovery
+    failures: Failures
+    frozen: FrozenMeter
+    watch: Watch | None
+    metrics: Metrics | None
+    rollouts: RolloutLog | None
+    console: Console | None
+    evaluations: Evaluations
+    checkpoints: Checkpoints | None
+    """None where nothing is written."""
+
+    def note(self, text: str) -> None:
+        """Show a line."""
+        if self.console is not None:
+            self.console.note(text)
+
+    def position(self, best: str, limit_s: float | None = None) -> Position:
+        """Where the run is. Has the disk hold its files. Raises OSError.
+
+        Args:
+            best: the metric that decides which checkpoint is the best.
+            limit_s: seconds for the disk to hold each; None is as few as a step can wait.
+        """
+        if self.metrics is None or self.rollouts is None:
+            return Position()
+        files = {
+            self.metrics.path.name: self.metrics.position(limit_s),
+            self.rollouts.lines.path.name: self.rollouts.position(limit_s),
+        }
+        return Position(self.metrics.seconds, files, self.observer.counters(), self.metrics.latest.get(best))
+
+    @property
+    def lost_lines(self) -> float:
+        """Lines of the run's files that the disk refused."""
+        refused = [] if self.metrics is None or self.rollouts is None else [self.metrics.lines, self.rollouts.lines]
+        return float(sum(file.lost for file in refused))

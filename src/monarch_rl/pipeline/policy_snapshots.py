@@ -1,0 +1,49 @@
+"""Frozen models that take over the policy's weights after every so many versions, and are the policy of then."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+
+from monarch_rl.pipeline.actors import Actors
+from monarch_rl.pipeline.start import save
+
+KEPT = 2
+"""Folders: the newest, and the one before it, which an engine that comes up may still be reading."""
+
+
+async def take_snapshots(actors: Actors, version: int, folder: Path | None, resumed: bool = False) -> None:
+    """Have the engines serve ``version``, which was published, where that is due: where it, or one that was made since
+    the version published before it, is a multiple of ``snapshot_every``.
+
+    Args:
+        folder: of the run; None if it has none. Snapshots are written to ``snapshots/`` in it, and the older ones
+            removed.
+        resumed: the run goes on from ``version``: it is due for all, whatever their number of versions is.
+
+    Raises:
+        RuntimeError: the run has no folder.
+    """
+    following = [pool for pool in actors.frozen if pool.plan.snapshot_every]
+    due = [pool for pool in following if version and (resumed or pool.is_due(version))]
+    for pool in following:
+        pool.published_version = version
+    if not due:
+        return
+    if folder is None:
+        raise RuntimeError("the run has no folder for snapshots of the policy, which frozen models are to take over")
+    written = folder / "snapshots" / f"version-{version:08d}"
+    await save(actors.trainer, written, actors.model_bytes)
+    # waits: each load has a deadline
+    await asyncio.gather(*(pool.load(written, version) for pool in due))
+    await asyncio.to_thread(_remove_older, written.parent, {pool.folder for pool in following})
+
+
+def _remove_older(folder: Path, served: set[Path]) -> None:
+    """Folders that are not the newest ones, and that nobody serves."""
+    written = sorted(path for path in folder.glob("version-*") if path.name.removeprefix("version-").isdigit())
+    for path in written[:-KEPT]:
+        if path not in served:
+            shutil.rmtree(path)
+            shutil.rmtree(path.with_name(f"{path.name}_adapter"), ignore_errors=True)  # of a run with LoRA

@@ -1,0 +1,218 @@
+"""Going on with a run: which one, whether these settings can, and its folder as the checkpoint knows it.
+
+``--resume RUN`` names a run's folder, ``--resume auto`` takes the newest of this recipe that has not finished and that
+no process works at. A recipe that is started again after a loss, by torchrun or by the process that watches over it,
+resumes by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from monarch_rl.buffer.actor import SavedBuffer
+from monarch_rl.checkpoint.folders import GROUPS, BrokenCheckpoint, Manifest, complete, newest_whole, write_whole
+from monarch_rl.observe.lines import LineFile, truncate
+from monarch_rl.pipeline.checkpoints import FOLDER, versions_of_packages
+from monarch_rl.pipeline.run_folder import BEST, SETTINGS, STATE, launcher, new_folder, read_state, recipe_name
+from monarch_rl.pipeline.settings import RunSettings
+from monarch_rl.runtime import folder_lock, supervisor
+
+logger = logging.getLogger("monarch_rl")
+
+RESUMES = "resumes.jsonl"
+"""File of the run's folder: each time that it was resumed."""
+BOUND = ("groups_per_step", "buffer.max_policy_lag", "buffer.window", "buffer.late", "buffer.replay")
+"""Settings by which slots were counted: with others the bound on the lag would not hold for the groups here."""
+SCHEDULE = tuple(f"trainer.lr{of}" for of in ("", "_warmup_steps", "_decay_ratio", "_decay_type", "_min_factor"))
+"""Settings of which the learning rates so far were made."""
+MODEL = ("trainer.lora.rank", "trainer.lora.targets", "trainer.lora.alpha")
+"""Settings that say which tensors there are."""
+NOT_COMPARED = ("resume", "output")
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a run goes on from."""
+
+    run: Path
+    """The run's folder."""
+    checkpoint: Path
+    manifest: Manifest
+    generation: int
+    """How often the run was resumed, this time included: the versions that it makes are of this generation."""
+    differences: tuple[str, ...] = ()
+    """Between its settings and packages and those of before, a line each."""
+
+    @property
+    def version(self) -> int:
+        return self.manifest.version
+
+    @property
+    def buffer(self) -> SavedBuffer:
+        return SavedBuffer(self.checkpoint / GROUPS, self.generation)
+
+    def __str__(self) -> str:
+        return f"Resumed after step {self.version} (resume {self.generation} of this run), from {self.checkpoint}"
+
+
+def going_on(settings: RunSettings) -> Resumed | None:
+    """What this launch goes on from; None begins a new run.
+
+    Raises:
+        ValueError: the run that is named has no checkpoint that is whole, still goes on elsewhere, or cannot go on with
+            these settings.
+    """
+    if os.environ.get("RANK", "0") != "0":  # only the controller looks
+        return None
+    run = _wanted(settings)
+    if run is None:
+        return None
+    if not folder_lock.take(run):
+        pid = read_state(run).get("pid", "of which nothing is known")
+        raise ValueError(
+            f"resume {run}: the run still goes on, in process {pid}; it can be resumed when that has ended"
+        )
+    return open_run(run, settings)
+
+
+def _wanted(settings: RunSettings) -> Path | None:
+    """The folder of the run to go on with."""
+    if (again := os.environ.get(supervisor.RESUMES)) is not None:
+        return Path(again)
+    if settings.resume is not None and settings.resume != "auto":
+        folder = Path(settings.resume)
+        if not complete(folder / FOLDER):
+            raise ValueError(f"resume {folder}: there is no checkpoint in {folder / FOLDER}; give the folder of a run")
+        return folder
+    if settings.resume is None and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
+        return None
+    runs = [path.parent for path in settings.output.glob(f"{recipe_name()}-*/{STATE}")]
+    runs = [run for run in sorted(runs, key=_started) if _goes_on(run, any_launcher=settings.resume is not None)]
+    return next((run for run in reversed(runs) if folder_lock.take(run)), None)  # others still go on
+
+
+def open_run(run: Path, settings: RunSettings) -> Resumed:
+    """The newest whole checkpoint of a run.
+
+    Raises:
+        ValueError: it cannot go on with these settings, or no checkpoint is whole; says why.
+    """
+    try:
+        checkpoint, manifest = newest_whole(run / FOLDER)
+    except BrokenCheckpoint as error:
+        raise ValueError(f"resume {run}: {error}") from error
+    before = json.loads((run / SETTINGS).read_text())
+    differences = [f"{name} {old} -> {new}" for name, old, new in changes(before, plain(settings))]
+    check_same(before, plain(settings))
+    installed = versions_of_packages()
+    differences += [
+        f"{package} {version} -> {installed.get(package, 'none')}"
+        for package, version in manifest.packages.items()
+        if installed.get(package) != version
+    ]
+    return Resumed(run.resolve(), checkpoint.resolve(), manifest, _times_resumed(run) + 1, tuple(differences))
+
+
+def how_to_go_on(run: Path) -> str:
+    """What to tell who has interrupted a run."""
+    if not complete(run / FOLDER):
+        return "it has no checkpoint to go on from"
+    return f"--resume {run} goes on with it"
+
+
+def take_folder(settings: RunSettings, resumed: Resumed | None) -> Path:
+    """The run's folder, with its settings: a new one, or that of the run that goes on, as its checkpoint knows it.
+
+    Raises OSError.
+    """
+    folder = new_folder(settings.output) if resumed is None else resumed.run
+    folder_lock.take(folder)
+    if resumed is not None:
+        _cut_back(resumed)
+        print("; ".join([str(resumed), *resumed.differences]))
+    write_whole(folder / SETTINGS, json.dumps(plain(settings), indent=2))
+    return folder
+
+
+def _cut_back(resumed: Resumed) -> None:
+    """Cut the run's files off behind the checkpoint, and note in its folder that it is resumed."""
+    for name, nbytes in resumed.manifest.positions.items():
+        truncate(resumed.run / name, nbytes)
+    with suppress(FileNotFoundError):  # a result of weights that are no more would be the best of all that come
+        if json.loads((resumed.run / BEST).read_text())["version"] > resumed.version:
+            (resumed.run / BEST).unlink()
+    note = LineFile(resumed.run / RESUMES)
+    row = {"time": time.time(), "generation": resumed.generation, "step": resumed.version}
+    note.append(json.dumps(row | {"checkpoint": resumed.checkpoint.name, "differences": resumed.differences}))
+    note.close()
+
+
+def plain(settings: RunSettings) -> dict[str, Any]:
+    """As ``settings.json`` has them."""
+    values: dict[str, Any] = json.loads(json.dumps(asdict(settings), default=str))
+    return values
+
+
+def check_same(before: dict[str, Any], after: dict[str, Any]) -> None:
+    """Refuse settings that a resumed run cannot have. Raises ValueError with the setting, and what it was."""
+    schedule = list(SCHEDULE)
+    if before["trainer"]["lr_min_factor"] != 1:
+        schedule += ["steps", "trainer.epochs", "trainer.minibatches"]
+    reasons = dict.fromkeys(BOUND, "the bound on the lag was counted with the former")
+    reasons |= dict.fromkeys(schedule, "the schedule of the learning rate was made with the former")
+    reasons |= dict.fromkeys(MODEL, "the checkpoint's tensors are of the former")
+    if after["trainer"]["reference"]:
+        reasons["model"] = "the reference is read from it"
+    if after["trainer"]["critic"]["lr"] and not before["trainer"].get("critic", {}).get("lr"):
+        reasons["trainer.critic.lr"] = "the checkpoint has no critic"
+    if after["trainer"]["lora"]["rank"]:
+        reasons["model"] = "the checkpoint has LoRA's weights alone"
+    for name, old, new in changes(before, after):
+        if name in reasons:
+            flag = name.replace("_", "-")
+            raise ValueError(f"{flag} {new} cannot go on with this run: it was {old}, and {reasons[name]}")
+
+
+def changes(before: dict[str, Any], after: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Name, old and new value of the settings that differ."""
+    old, new = dict(_flat(before)), dict(_flat(after))
+    for name in old | new:
+        if name not in NOT_COMPARED and old.get(name) != new.get(name):
+            yield name, old.get(name), new.get(name)
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _goes_on(run: Path, any_launcher: bool) -> bool:
+    state = read_state(run)
+    mistake = state.get("state") == "failed" and not state.get("goes_on")  # torchrun itself interrupts what it restarts
+    return (
+        state.get("state") != "finished"
+        and (any_launcher or (state.get("launcher") == launcher() and not mistake))
+        and bool(complete(run / FOLDER))
+    )
+
+
+def _started(run: Path) -> float:
+    return (run / SETTINGS).stat().st_mtime
+
+
+def _times_resumed(run: Path) -> int:
+    try:
+        return len((run / RESUMES).read_text().splitlines())
+    except FileNotFoundError:
+        return 0

@@ -1,0 +1,161 @@
+"""What episodes' code may do to the process that plays it: print, open files, fork. Each has a bound, and is said."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import gc
+import mmap
+import os
+import resource
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections import Counter
+from contextlib import suppress
+from typing import Any
+
+from monarch_rl.rollout.scorer_output import SHOWN_BYTES, WINDOW_S
+from monarch_rl.rollout.tracebacks import place_of
+
+FILES_SHARE = 0.9
+"""Of the files that a process may open, from which on it is replaced: what is left is for connections of its own."""
+FILES_SHOWN = 3
+"""Kinds of open files that are named."""
+
+
+class FilesLeaked(RuntimeError):
+    """Episodes have left so many files open that the worker has to be replaced."""
+
+
+def check_open_files() -> None:
+    """Raise FilesLeaked before the process can open no more files, because then it can do nothing else either."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if most == resource.RLIM_INFINITY or _lowest_free(most) < FILES_SHARE * most:
+        return
+    gc.collect()  # it closes files that only a circle of objects holds
+    lowest = _lowest_free(most)
+    if lowest < FILES_SHARE * most:
+        return
+    kinds = Counter(_targets()).most_common(FILES_SHOWN)
+    named = ", ".join(f"{target} ({count} times)" for target, count in kinds)
+    raise FilesLeaked(
+        f"{lowest} of {most} files that this process may open are open, most often {named}. Episodes have to close "
+        "what they open, by `with`, `async with` or `finally`"
+    )
+
+
+def _lowest_free(most: int) -> int:
+    """The lowest number that is free: all below are open files."""
+    try:
+        number = os.open(os.devnull, os.O_RDONLY)
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+        return most
+    os.close(number)
+    return number
+
+
+def _targets() -> list[str]:
+    """What the open files are; sockets and pipes by their kind. None of them if there is no file left to look with."""
+    targets = []
+    with suppress(OSError):
+        for number in os.listdir("/proc/self/fd"):
+            with suppress(OSError):  # the folder's own
+                targets.append(os.readlink(f"/proc/self/fd/{number}").partition(":[")[0])
+    return targets
+
+
+class BoundedStream:
+    """A standard stream on which a process prints no more than :data:`SHOWN_BYTES` in :data:`WINDOW_S` seconds.
+
+    Args:
+        stream: what it stands for.
+        owner: who prints, in words.
+    """
+
+    def __init__(self, stream: Any, owner: str) -> None:
+        self._stream, self._owner = stream, owner
+        self._left, self._window_ends, self._left_out = 0, 0.0, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Print the text, or the part of it that may be printed."""
+        moment = time.monotonic()
+        if moment >= self._window_ends:
+            if self._left_out:
+                self._stream.write(f"\n[{self._left_out:,} characters that {self._owner} printed were left out]\n")
+            self._left, self._window_ends, self._left_out = SHOWN_BYTES, moment + WINDOW_S, 0
+        shown = text[: self._left]
+        if shown:
+            self._stream.write(shown)
+        self._left -= len(shown)
+        if len(shown) < len(text):
+            if not self._left_out:
+                limit = f"more than {SHOWN_BYTES // 1024} KiB within {WINDOW_S:g} s"
+                self._stream.write(f"\n[{self._owner} has printed {limit}: the rest is left out]\n")
+            self._left_out += len(text) - len(shown)
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        """Like ``write``."""
+        for line in lines:
+            self.write(line)
+
+
+def bound_printing(owner: str) -> None:
+    """From now on bound what ``print`` shows of this process. Loggers that were set up before print as they did."""
+    if not isinstance(sys.stdout, BoundedStream):  # another worker of this process
+        streams: Any = BoundedStream(sys.stdout, owner), BoundedStream(sys.stderr, owner)
+        sys.stdout, sys.stderr = streams
+
+
+_copies: _EndsCopies | None = None
+
+
+class _EndsCopies:
+    """Ends copies of this process where they come back to its event loop."""
+
+    def __init__(self) -> None:
+        self._loop = weakref.ref(asyncio.get_running_loop())
+        self._thread = threading.get_ident()
+        self._said = mmap.mmap(-1, 1)
+        """One byte that all copies share: whether one of them was shown."""
+
+    def after_fork(self) -> None:
+        """In a copy: end it once the code that forked waits or ends. Whatever it does until then is its own affair:
+        ``multiprocessing`` never comes back."""
+        loop: Any = self._loop()
+        if loop is None or threading.get_ident() != self._thread or not loop.is_running():
+            return
+        stack = list(traceback.walk_stack(sys._getframe()))[::-1]
+        place = place_of((frame.f_code.co_filename, line) for frame, line in stack)
+        # What else was ready is for the original to do: the copy has the same connections.
+        loop._ready.clear()
+        loop.call_soon(self._end, place)
+
+    def _end(self, place: str) -> None:
+        if not self._said[0]:
+            self._said[0] = 1
+            with suppress(OSError):
+                os.write(2, f"an episode has forked its worker at {place}: copies are ended\n".encode())
+        os._exit(0)
+
+
+def end_copies() -> None:
+    """From now on, copies of this process (``os.fork``) that the running event loop's code makes end where they come
+    back to it: they would read from the worker's connections, and play its episodes, too."""
+    global _copies
+    if _copies is None:
+        os.register_at_fork(after_in_child=_after_fork)
+    _copies = _EndsCopies()
+
+
+def _after_fork() -> None:
+    if _copies is not None:
+        _copies.after_fork()

@@ -1,0 +1,164 @@
+"""What was said in the groups that a worker has put, until they are trained; an episode as a row to look at."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import asdict, is_dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from monarch_rl.episode.episode import Episode, Group
+from monarch_rl.episode.failure import shortened
+from monarch_rl.episode.packed import unpack_episode
+from monarch_rl.episode.sampled import TrainedEpisode
+from monarch_rl.model.chat import ChatTemplate
+from monarch_rl.model.messages import Message
+from monarch_rl.tasks.task import Task
+
+KEPT_CHARACTERS = 64 * 2**20
+"""Of all messages that a worker keeps; the oldest groups are forgotten first."""
+MESSAGE_CHARACTERS = 256
+"""That a message counts beside its content: about the bytes of its dictionary."""
+SHOWN_CHARACTERS = 1000
+"""Of an item that is no JSON value."""
+
+Messages = list[dict[str, Any]]
+"""Of an episode, as JSON objects."""
+
+
+class Transcripts:
+    """The messages of the groups that one worker has put. Token ids alone do not tell who said what.
+
+    Args:
+        characters: that are kept.
+    """
+
+    def __init__(self, characters: int = KEPT_CHARACTERS) -> None:
+        self._most, self._kept = characters, 0
+        self._groups: OrderedDict[tuple[int, int], tuple[list[Messages], int]] = OrderedDict()
+        """By group and attempt: the messages of each episode, and their characters."""
+
+    def add(self, group: Group) -> None:
+        """Keep the messages of a group."""
+        messages = [episode.messages for episode in group.episodes]
+        size = sum(MESSAGE_CHARACTERS + len(message["content"]) for of_episode in messages for message in of_episode)
+        if (group.group_id, group.attempt) in self._groups:
+            self._forget((group.group_id, group.attempt))
+        self._groups[group.group_id, group.attempt] = messages, size
+        self._kept += size
+        while self._kept > self._most:
+            self._forget(next(iter(self._groups)))
+
+    def take(self, trained: Sequence[TrainedEpisode], again: bool = False) -> list[Messages | None]:
+        """The messages of episodes of one step, None where they are not here. Groups that were admitted before all of
+        theirs are forgotten, unless groups are trained ``again``."""
+        messages = [self.of(one.group_id, one.attempt, one.place) for one in trained]
+        if not again:
+            self.forget_before(min((one.group_id for one in trained), default=0))
+        return messages
+
+    def of(self, group_id: int, attempt: int, place: int) -> Messages | None:
+        """The messages of an episode; None if its group is not here."""
+        messages, _ = self._groups.get((group_id, attempt), ([], 0))
+        return messages[place] if place < len(messages) else None
+
+    def forget_before(self, group_id: int) -> None:
+        """Forget the groups that were admitted before this one."""
+        for key in [key for key in self._groups if key[0] < group_id]:
+            self._forget(key)
+
+    def _forget(self, key: tuple[int, int]) -> None:
+        self._kept -= self._groups.pop(key)[1]
+
+
+def rows(
+    asked: Sequence[tuple[TrainedEpisode, Messages | None]], task: Task, template: ChatTemplate
+) -> list[dict[str, Any]]:
+    """Episodes and what was said in them as rows, with the items as the tasks that played them know them."""
+    items = [task.player_of(task.items(trained.task_index))[1] for trained, _ in asked]
+    return [row(*one, item, template) for one, item in zip(asked, items, strict=True)]
+
+
+def row(trained: TrainedEpisode, messages: Messages | None, item: Any, template: ChatTemplate) -> dict[str, Any]:
+    """An episode that was trained as a JSON object: a line of ``rollouts.jsonl`` (docs/run_folder.md).
+
+    Decoding long answers takes tens of milliseconds.
+
+    Args:
+        messages: that were said; None if nobody knows any more.
+        item: that was played.
+    """
+    episode = unpack_episode(trained.data)
+    turns = [_decoded(turn.token_ids, turn.trainable, template) for turn in episode.turns]
+    return {
+        "step": trained.step,
+        "group": trained.group_id,
+        "episode": trained.place,
+        "play": trained.play,
+        "seat": trained.seat,
+        "task": trained.task,
+        "task_index": trained.task_index,
+        "item": shown(item),
+        "messages": messages,
+        "prompt": turns[0]["read"],
+        "turns": turns,
+        "reward": trained.reward,
+        "parts": trained.parts,
+        "advantage": trained.advantage,
+        "info": episode.info,
+        "finish_reason": episode.finish_reason,
+        "tokens": episode.num_trainable,
+        "versions": version_runs(episode),
+    }
+
+
+def _decoded(token_ids: np.ndarray, trainable: np.ndarray, template: ChatTemplate) -> dict[str, str]:
+    """What the policy read before a turn, and what it drew, with special tokens."""
+    # Drawn tokens come last. A turn that is not trained, because it was drawn in another way, counts as read.
+    drawn = int(np.argmax(trainable)) if trainable.any() else len(trainable)
+    return {"read": template.decode(token_ids[:drawn].tolist()), "drawn": template.decode(token_ids[drawn:].tolist())}
+
+
+def version_runs(episode: Episode) -> list[list[int]]:
+    """``[version, tokens]`` of the trainable tokens of an episode, in order."""
+    versions = episode.policy_versions[episode.trainable]
+    starts = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)] if len(versions) else []
+    return [[int(versions[start]), end - start] for start, end in pairwise(starts)]
+
+
+def shown(item: Any) -> Any:
+    """An item as a JSON value. What JSON does not know is its representation; so is the whole of an item that cannot be
+    copied or written, or holds numbers that JSON has not (NaN, infinity): an item to look at ends no run."""
+    try:
+        value = asdict(item) if is_dataclass(item) and not isinstance(item, type) else item
+        return json.loads(json.dumps(value, default=_represented, skipkeys=True, allow_nan=False))
+    except Exception:  # whatever copying or writing an object of the task's raises
+        return _represented(item)
+
+
+def _represented(value: Any) -> str:
+    try:
+        return shortened(repr(value), SHOWN_CHARACTERS)
+    except Exception as error:  # as above
+        return f"<{type(value).__name__}: its representation raised {type(error).__name__}>"
+
+
+def as_rows(messages: Sequence[Message]) -> Messages:
+    """Messages (``model/messages.py``) as JSON objects, without what they do not have."""
+    return [_as_row(message) for message in messages]
+
+
+def _as_row(message: Message) -> dict[str, Any]:
+    """By hand, because ``asdict`` would be a tenth of what an episode costs its worker."""
+    row: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        row["tool_calls"] = [asdict(call) for call in message.tool_calls]
+    if message.name:
+        row["name"] = message.name
+    if message.tool_call_id:
+        row["tool_call_id"] = message.tool_call_id
+    return row

@@ -1,0 +1,30 @@
+"""In which order items are taken, again and again."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Sequence
+
+
+class ShuffledOrder:
+    """Takes each of some places once, then each again in another order, and so on.
+
+    Args:
+        places: that are taken.
+        name: of the orders: the same name and places give the same ones.
+    """
+
+    def __init__(self, places: Sequence[int], name: str) -> None:
+        self._places, self._name = places, name
+        self._order = functools.lru_cache(maxsize=2)(self._shuffled)
+
+    def place(self, cursor: int) -> int:
+        """The place of a cursor, 0, 1, 2, ..."""
+        epoch, number = divmod(cursor, len(self._places))
+        return self._order(epoch)[number]
+
+    def _shuffled(self, epoch: int) -> list[int]:
+        order = list(self._places)
+        random.Random(f"{self._name}{epoch}").shuffle(order)
+        return order

@@ -1,0 +1,150 @@
+"""Rows to make questions of: JSONL and parquet files, and data sets of Hugging Face's ``datasets``.
+
+Only where the rows are travels to other processes, each of which reads them for itself; so every machine needs them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Row = Mapping[str, Any]
+
+
+class StoredRows(Sequence[Row]):
+    """Rows that are read when they are first asked for.
+
+    Raises ValueError then, if they cannot be read, or are not those that were read where they were made.
+    """
+
+    def __init__(self) -> None:
+        self._rows: Sequence[Row] | None = None
+
+    def __len__(self) -> int:
+        return len(self._all())
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._all()[index]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_rows": None}
+
+    def _all(self) -> Sequence[Row]:
+        if self._rows is None:
+            self._rows = self._read()
+        return self._rows
+
+    @abstractmethod
+    def _read(self) -> Sequence[Row]: ...
+
+
+class FileRows(StoredRows):
+    """Rows of a file.
+
+    Args:
+        path: of the file.
+        reader: returns all rows of the file.
+    """
+
+    def __init__(self, path: str | Path, reader: Callable[[Path], Sequence[Row]]) -> None:
+        super().__init__()
+        self._path, self._reader = Path(path).resolve(), reader
+        self._size = self._path.stat().st_size if self._path.is_file() else -1
+
+    def _read(self) -> Sequence[Row]:
+        try:
+            rows = self._reader(self._path)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"rows of {self._path} cannot be read: {error}") from error
+        if self._path.stat().st_size != self._size:
+            raise ValueError(f"{self._path} has changed since the run began: processes would play other rows")
+        return rows
+
+
+class DataSetRows(StoredRows):
+    """Rows of a data set of ``datasets``. Arguments as for :func:`data_set`."""
+
+    def __init__(self, source: str | Path, config: str | None, split: str, options: Mapping[str, Any]) -> None:
+        super().__init__()
+        folder = Path(source)
+        self._source = str(folder.resolve()) if folder.is_dir() else str(source)
+        self._config, self._split, self._options = config, split, options
+        self._size: int | None = None
+        """Rows, where they have been read before."""
+
+    def _read(self) -> Sequence[Row]:
+        of = f"{self._source}{f' ({self._config})' if self._config else ''}, split {self._split}"
+        try:
+            rows: Sequence[Row] = self._load()
+        except Exception as error:  # the library raises what it likes
+            raise ValueError(f"the data set {of} cannot be loaded: {error or repr(error)}") from error
+        if self._size not in (None, len(rows)):
+            raise ValueError(f"the data set {of} has {len(rows)} rows, and had {self._size} where the run began")
+        self._size = len(rows)
+        return rows
+
+    def _load(self) -> Any:
+        import datasets
+
+        saved = Path(self._source)
+        if (saved / "dataset_dict.json").is_file():
+            return datasets.load_from_disk(self._source)[self._split]
+        if (saved / "state.json").is_file():
+            return datasets.load_from_disk(self._source)
+        return datasets.load_dataset(self._source, self._config, split=self._split, **self._options)
+
+
+def jsonl(path: str | Path) -> StoredRows:
+    """Rows of a file with one JSON object a line."""
+    return FileRows(path, _read_jsonl)
+
+
+def parquet(path: str | Path) -> StoredRows:
+    """Rows of a parquet file."""
+    return FileRows(path, _read_parquet)
+
+
+def data_set(source: str | Path, config: str | None = None, *, split: str = "train", **options: Any) -> StoredRows:
+    """Rows of a data set that ``datasets`` loads.
+
+    Args:
+        source: a folder, of data files or written by ``save_to_disk``, or a name on the Hugging Face Hub.
+        config: which one, where the data set has several.
+        split: such as ``train`` or ``train[:1000]``.
+        options: more for ``datasets.load_dataset``, such as ``revision``, which keeps a run repeatable.
+
+    Raises ValueError if ``datasets`` is not installed.
+    """
+    if importlib.util.find_spec("datasets") is None:
+        raise ValueError(f"rows of {source} need the package datasets: pip install datasets")
+    return DataSetRows(source, config, split, options)
+
+
+def _read_jsonl(path: Path) -> list[Row]:
+    rows: list[Row] = []
+    with path.open() as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                try:
+                    row = json.loads(line)
+                except ValueError as error:
+                    raise ValueError(f"line {number} is no JSON ({error})") from error
+                if not isinstance(row, dict):
+                    raise ValueError(f"line {number} is no JSON object: {line.strip()[:60]}")
+                rows.append(row)
+    return rows
+
+
+def _read_parquet(path: Path) -> list[Row]:
+    from pyarrow import ArrowException
+    from pyarrow.parquet import read_table
+
+    try:
+        rows: list[Row] = read_table(path).to_pylist()
+    except ArrowException as error:
+        raise ValueError(str(error)) from error
+    return rows

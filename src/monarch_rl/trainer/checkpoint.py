@@ -1,0 +1,189 @@
+"""What a trainer rank puts into a checkpoint, and how it goes on from one."""
+
+from __future__ import annotations
+
+import io
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from monarch_rl.checkpoint.folders import TRAINER, FileSum, file_sum
+from monarch_rl.checkpoint.tensors import StagedTensors, checkpoint_group, names, read
+from monarch_rl.runtime.deadlines import disk_limit_s
+from monarch_rl.trainer.shards import not_finite_part
+from monarch_rl.weights.finite import NotFinite
+
+if TYPE_CHECKING:  # a process that only reads manifests must not import torchtitan before platform.prepare()
+    from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
+
+    from monarch_rl.trainer.critic import Critic
+    from monarch_rl.trainer.model import ShardedModel
+
+REMEMBERED = "functions.{rank}.pt"
+"""The file of each rank with what its advantage and objective remember."""
+_MODEL, _OPTIMIZER, _CRITIC, _CRITIC_OPTIMIZER = "model.", "optimizer.", "critic.", "critic_optimizer."
+"""What names of tensors begin with."""
+
+
+ROWS_TAKEN = "supervised rows"
+"""Among what is remembered: how many were trained."""
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A copy that is ready to be written."""
+
+    version: int
+    optimizer_steps: int
+    seconds: float = 0.0
+    """That the copy took."""
+
+
+class TrainerCheckpoint:
+    """Of one rank: the weights that are trained in fp32, the optimizer's state, the schedule, random states; of a
+    critic its weights and its optimizer's state, too.
+
+    With LoRA these are LoRA's weights: the others are those of the model's folder. All ranks make it together.
+    """
+
+    def __init__(
+        self,
+        model: ShardedModel,
+        optimizers: OptimizersContainer,
+        schedulers: LRSchedulersContainer,
+        device: torch.device,
+        critic: Critic | None = None,
+    ) -> None:
+        self._model, self._optimizers, self._schedulers, self._device = model, optimizers, schedulers, device
+        self._critic = critic
+        modules = [model.module] + ([] if critic is None else [critic.model.module])
+        nbytes = 3 * sum(4 * parameter.numel() for module in modules for parameter in module.parameters())
+        self._group = checkpoint_group(disk_limit_s(nbytes))
+        self._staged = StagedTensors(device)
+        self._remembered = io.BytesIO()
+        self._random = f"random.{dist.get_rank()}"
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Made so far."""
+        return int(self._schedulers.state_dict()["last_epoch"])
+
+    def stage(self, remembered: Mapping[str, Any]) -> None:
+        """Copy all of it to the host's memory.
+
+        Args:
+            remembered: by advantage and objective of this rank, from batch to batch.
+        """
+        self._staged.stage(self._trained() | self._random_states())
+        self._remembered.seek(0)
+        self._remembered.truncate()
+        torch.save(dict(remembered), self._remembered)
+
+    def write(self, folder: Path) -> list[FileSum]:
+        """Write the copy into the checkpoint's folder; returns this rank's files. All ranks call it together, on a
+        thread of its own.
+
+        Raises:
+            CannotWrite: a rank could not write, or has a weight that is not finite, from which no run could go on. All
+                raise it.
+        """
+        files = self._staged.write(folder / TRAINER, folder, self._group, _check_finite)
+        path = folder / TRAINER / REMEMBERED.format(rank=dist.get_rank())
+        with path.open("wb") as file:
+            file.write(self._remembered.getbuffer())
+            file.flush()
+            os.fsync(file.fileno())
+        return [*files, file_sum(folder, path)]
+
+    def restore(self, folder: Path, optimizer_steps: int) -> dict[str, Any]:
+        """Go on from a checkpoint; returns what this rank ``remembered``, or the first one if this rank was none then.
+        All ranks call it together; there may be more or fewer than those that wrote it.
+
+        Raises:
+            ValueError: it is of another model or optimizer.
+        """
+        from torchtitan.components.optimizer.utils import init_optim_state
+
+        saved = names(folder / TRAINER)
+        critic = [] if self._critic is None else list(self._critic.optimizers)
+        for optimizers, kind in ((self._optimizers, _OPTIMIZER), (critic, _CRITIC_OPTIMIZER)):
+            if any(name.startswith(kind) for name in saved):  # it has none before its first step
+                for optimizer in optimizers:
+                    init_optim_state(optimizer)
+        # A rank that none was before, or on another kind of device, keeps the states that it began with.
+        states = {name: state for name, state in self._random_states().items() if name in saved}
+        read(self._trained() | states, folder / TRAINER, self._group)
+        self._set_random_states(states)
+        with warnings.catch_warnings():  # torch takes a rate that is asked for, but not for a step, for a mistake
+            warnings.simplefilter("ignore")
+            self._schedulers.load_state_dict({"last_epoch": optimizer_steps})
+        for optimizer, scheduler in zip(self._optimizers, self._schedulers, strict=True):
+            for parameters, lr in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+                parameters["lr"] = lr
+        path = folder / TRAINER / REMEMBERED.format(rank=dist.get_rank())
+        if not path.exists():
+            path = folder / TRAINER / REMEMBERED.format(rank=0)
+        # Its manifest has the checksum of what this program wrote: no objects from elsewhere are unpickled.
+        remembered: dict[str, Any] = torch.load(path, weights_only=False)
+        return remembered
+
+    def restore_weights(self, folder: Path) -> None:
+        """Take the weights of a checkpoint, and nothing else. All ranks call it together.
+
+        Raises:
+            ValueError: it is of another model.
+        """
+        read(self._weights(), folder / TRAINER, self._group)
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        return _weights_of(self._model, _MODEL)
+
+    def _trained(self) -> dict[str, torch.Tensor]:
+        """All that updates change."""
+        own = self._weights() | _optimizer_states(self._optimizers, _OPTIMIZER)
+        if self._critic is None:
+            return own
+        critic = _weights_of(self._critic.model, _CRITIC) | _optimizer_states(
+            self._critic.optimizers, _CRITIC_OPTIMIZER
+        )
+        return own | critic
+
+    def _random_states(self) -> dict[str, torch.Tensor]:
+        states = {f"{self._random}.cpu": torch.get_rng_state()}
+        if self._device.type == "cuda":
+            states[f"{self._random}.cuda"] = torch.cuda.get_rng_state(self._device)
+        return states
+
+    def _set_random_states(self, states: dict[str, torch.Tensor]) -> None:
+        for name, state in states.items():
+            if name.endswith(".cpu"):
+                torch.set_rng_state(state)
+            else:
+                torch.cuda.set_rng_state(state, self._device)
+
+
+def _weights_of(model: ShardedModel, kind: str) -> dict[str, torch.Tensor]:
+    return {f"{kind}{name}": value for name, value in model.trained_state().items()}
+
+
+def _optimizer_states(optimizers: OptimizersContainer, kind: str) -> dict[str, torch.Tensor]:
+    """By the parameter's name and that of the state; none before the first step."""
+    return {
+        f"{kind}{name}.{key}": value
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for name, parameter in zip(group["param_names"], group["params"], strict=True)
+        for key, value in optimizer.state[parameter].items()
+    }
+
+
+def _check_finite(name: str, value: torch.Tensor) -> None:
+    reason = not_finite_part(value) if name.startswith((_MODEL, _CRITIC)) else None
+    if reason is not None:
+        raise NotFinite(f"{name.removeprefix(_MODEL)} {reason}")

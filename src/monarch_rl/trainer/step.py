@@ -1,0 +1,110 @@
+"""A batch on a trainer rank: advantages, packing, the updates. On the thread that computes; all ranks call it
+together."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+
+from monarch_rl.algorithms.functions import place_of
+from monarch_rl.episode.shard import BatchShard, PackedShard
+from monarch_rl.trainer.advantages import (
+    BatchAdvantages,
+    advantages_of,
+    fingerprint,
+    flat,
+    group_views,
+    with_overlong_penalty,
+)
+from monarch_rl.trainer.batch import pack_shard
+from monarch_rl.trainer.batch_metrics import batch_metrics
+from monarch_rl.trainer.functions import LoadedFunctions
+from monarch_rl.trainer.objective import rows_objective
+from monarch_rl.trainer.policy import Policy
+from monarch_rl.trainer.reduction import check_agreement
+from monarch_rl.trainer.supervised import mixed, pack_rows
+from monarch_rl.trainer.value_columns import value_columns, value_metrics
+from monarch_rl.weights.finite import NotFinite
+
+logger = logging.getLogger("monarch_rl")
+
+
+def train(
+    policy: Policy,
+    packed: PackedShard,
+    functions: LoadedFunctions,
+    max_tokens: int,
+) -> tuple[dict[str, float], BatchAdvantages]:
+    """Train on this rank's share of a batch, and on supervised rows where it has some: one optimiser step, or several.
+    A critic is asked for its values before that, and learns after it.
+
+    Args:
+        max_tokens: the normaliser of the ``constant`` aggregation.
+
+    Returns:
+        The metrics of :meth:`Policy.update_batch` and of :func:`batch_metrics`, and the advantages of the whole batch.
+
+    Raises:
+        NotFinite: gradient or loss is not finite; names the step, the cause and the objective.
+        ValueError: advantage or objective returned what cannot be used, or ranks got different advantages.
+    """
+    if not packed.rewards:
+        return train_rows(policy, packed), []
+    advantage, objective, loss = functions.advantage, functions.objective, policy.settings.loss
+    where, critic, epochs = f"step {packed.version + 1}", policy.critic, policy.settings.epochs
+    if critic is not None:
+        with _not_finite_in(where):
+            packed = critic.with_values(packed)
+    views = [with_overlong_penalty(view, loss) for view in group_views(packed)]
+    advantages = advantages_of(views, advantage)
+    check_agreement(
+        fingerprint(advantages),
+        policy.device,
+        f"the advantage {place_of(advantage)} returned different values on different trainer ranks: it must depend on "
+        "nothing but the groups that it was given, no random numbers, clocks or orders of sets",
+    )
+    shard = packed.unpack()
+    columns = {} if critic is None else value_columns(views, critic.settings)
+    minibatches = pack_shard(shard, advantages, loss.aggregation, max_tokens, policy.device, columns)
+    trained = minibatches if packed.supervised is None else mixed(minibatches, packed.supervised, policy.device)
+    learns = critic is None or not critic.warming_up
+    with _not_finite_in(where, f". The objective is {place_of(objective)}"):
+        metrics = policy.update_batch(trained, objective, epochs, learns)
+    if not math.isfinite(metrics["loss"]):
+        said = f"the objective {place_of(objective)} returned a loss that is {metrics['loss']}"
+        raise NotFinite(f"{where}: {said}, although its gradient is finite")
+    for number, microbatch in enumerate(chain.from_iterable(minibatches)):
+        _report_left_out(policy.left_out.get(id(microbatch), {}), number, shard)
+    if critic is not None:
+        with _not_finite_in(where):
+            metrics |= critic.update_batch(minibatches, epochs) | value_metrics(columns)
+    return metrics | batch_metrics(packed, flat(advantages)), advantages
+
+
+def train_rows(policy: Policy, packed: PackedShard) -> dict[str, float]:
+    """One optimiser step on rows of prompt and answer alone. Raises NotFinite as :func:`train`."""
+    assert packed.supervised is not None
+    minibatches = pack_rows(packed.supervised, policy.device)
+    with _not_finite_in(f"step {packed.version + 1}, which is supervised"):
+        return policy.update_batch(minibatches, rows_objective, lr_factor=packed.supervised.lr_factor)
+
+
+@contextmanager
+def _not_finite_in(where: str, more: str = "") -> Iterator[None]:
+    """Say in which step a number was not finite, and ``more``."""
+    try:
+        yield
+    except NotFinite as error:
+        raise NotFinite(f"{where}: {error}{more}") from error
+
+
+def _report_left_out(causes: dict[int, str], microbatch: int, shard: BatchShard) -> None:
+    """Name the episodes of a micro-batch that were not trained because a number of theirs is not finite."""
+    for place, cause in causes.items():
+        group, episode, _ = shard.microbatches[microbatch][place]
+        task = f" of task {shard.tasks[group]}" if shard.tasks[group] else ""
+        what = f"step {shard.version + 1}: episode {episode} of item {shard.items[group]}{task}"
+        logger.warning("%s is not trained: its %s is not finite", what, cause)

@@ -1,0 +1,146 @@
+"""What a trainer rank writes to the run's journal: its share of each batch, and what the step made of it. And what it
+reads there once the run goes on from a checkpoint: the steps after that."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from monarch_rl.algorithms.functions import place_of
+from monarch_rl.checkpoint.journal import JournalWriter, Made, journal_of, write_plan
+from monarch_rl.episode.shard import PackedShard
+from monarch_rl.trainer.checksums import weights_checksums
+from monarch_rl.trainer.policy import Policy
+
+logger = logging.getLogger("monarch_rl")
+
+
+class StepJournal:
+    """Of one rank. Tensor-parallel neighbours take the same part of a batch, which the first of them writes."""
+
+    def __init__(self, policy: Policy, writer: JournalWriter) -> None:
+        self._policy, self._writer = policy, writer
+        self._writes_batches = policy.rank % policy.settings.tp == 0
+
+    @classmethod
+    def begin(cls, folder: Path, nbytes: int, plan: Any, policy: Policy, generation: int) -> StepJournal:
+        """Begin to write; the first rank also writes the plan of this generation of the run. Raises OSError."""
+        if policy.rank == 0:
+            write_plan(folder, plan, generation)
+        about = {
+            "generation": generation,
+            "ranks": policy.world_size,
+            "threads": torch.get_num_threads(),
+            "torch": str(torch.__version__),
+            "trained_as": trained_as(plan),
+        }
+        return cls(policy, JournalWriter(folder, policy.rank, nbytes, about))
+
+    def took(self, shard: PackedShard) -> None:
+        """Note this rank's share, before anything is computed."""
+        if self._writes_batches:
+            self._writer.batch(shard)
+
+    def made(self, version: int, figures: dict[str, float]) -> None:
+        """Note what the update of ``version`` has made. Reads all weights; on the thread that computes."""
+        self._writer.made(version, Made(weights_checksums(self._policy), figures))
+
+    def close(self) -> None:
+        """Write what is on its way."""
+        self._writer.close()
+
+
+@dataclass(frozen=True, slots=True)
+class MadeAgain:
+    """A step that a rank has made again from the journal."""
+
+    metrics: dict[str, float]
+    """Of the update, as the trainer's ``update`` returns them."""
+    group_ids: list[int]
+    """Of the whole batch."""
+    lag_counts: np.ndarray
+    """int64[L]: tokens of the whole batch by lag."""
+    equal: bool | None
+    """Whether this rank's weights are those that it had then, bit for bit; None if the run did not get to say."""
+
+
+class KnownBatch(NamedTuple):
+    """A batch of the journal that a rank could train again; equal on all ranks if it is the same batch."""
+
+    version: int
+    generation: int
+    """Of the run that took it."""
+    sum: int
+    """CRC-32 of what all ranks know of it: its groups, and how many tokens and rows."""
+
+
+class EarlierSteps:
+    """What the journal has of the steps after a checkpoint that this rank's weights are of.
+
+    Args:
+        folder: ``journal/`` of the run.
+        plan: of the trainer now (:class:`TrainerPlan`).
+        version: that the checkpoint holds.
+        generation: of the run that made the checkpoint.
+
+    Raises ValueError if the journal has another format, and OSError.
+    """
+
+    def __init__(self, folder: Path, plan: Any, policy: Policy, version: int, generation: int) -> None:
+        self._policy = policy
+        self._own, self._batches = journal_of(folder, policy.rank, policy.settings.tp, since=version - 1)
+        self.known: list[KnownBatch] = []
+        """One after the other from the checkpoint's version on."""
+        if self._is_equal(version - 1, generation) is False:
+            logger.warning("the journal is of other weights than the checkpoint: no step is made again from it")
+            return
+        alike, there = trained_as(plan), set(self._batches.versions)
+        while version in there and self._may_be_made(version, generation, plan.generation, alike):
+            shard = self.batch(version)
+            rows = [] if shard.supervised is None else shard.supervised.minibatches
+            content = shard.group_ids, shard.trainable_tokens, shard.num_episodes, [row.episodes for row in rows]
+            taken_by = self._batches.about_batch(version)["generation"]
+            self.known.append(KnownBatch(version, taken_by, zlib.crc32(repr(content).encode())))
+            version += 1
+
+    def _may_be_made(self, version: int, checkpoint: int, generation: int, alike: str) -> bool:
+        """Whether the batch follows a checkpoint of generation ``checkpoint`` and was cut for ranks that train as these
+        do. One of which nobody knows that its step ended may be what ended the run: it is tried once."""
+        about = self._batches.about_batch(version)
+        if not checkpoint <= about["generation"] < generation:
+            return False
+        if about.get("trained_as") != alike:
+            logger.warning("step %d is not made again from the journal: it was trained in another way", version + 1)
+            return False
+        return self._own.made(version) is not None or about["generation"] == generation - 1
+
+    def batch(self, version: int) -> PackedShard:
+        """This rank's share of the batch that updates ``version``, one of :attr:`known`."""
+        return self._batches.batch(version)
+
+    def equal(self, version: int) -> bool | None:
+        """Whether the weights are those that the update of ``version`` made then; None if that is not here. Reads all
+        weights; on the thread that computes."""
+        return self._is_equal(version, self._batches.about_batch(version)["generation"])
+
+    def _is_equal(self, version: int, generation: int) -> bool | None:
+        """The same; what was made before ``generation`` does not count: a run went back since."""
+        made, about = self._own.made(version), self._own.about_made(version)
+        if made is None or about is None or about["generation"] < generation:
+            return None
+        return bool(np.array_equal(made.checksums, weights_checksums(self._policy)))
+
+
+def trained_as(plan: Any) -> str:
+    """What decides how a batch is trained, to compare: settings, and where the functions stand."""
+    functions = None if plan.functions is None else plan.functions.load()
+    places = functions and (place_of(functions.advantage), place_of(functions.objective), functions.advantage_columns)
+    content = plan.settings, plan.temperature, plan.max_new_tokens, places
+    return hashlib.sha256(repr(content).encode()).hexdigest()

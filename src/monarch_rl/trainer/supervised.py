@@ -1,0 +1,175 @@
+"""Rows of prompt and answer: which of them a step has, how the ranks share them, and their micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from monarch_rl.algorithms.packing import SharingGroup, plan_microbatches
+from monarch_rl.episode.episode import NO_VERSION, Episode, Turn
+from monarch_rl.episode.shard import MiniBatch, SupervisedShard
+from monarch_rl.runtime.by_value import ByValue
+from monarch_rl.tasks.orders import ShuffledOrder
+from monarch_rl.tasks.rows import Row
+
+if TYPE_CHECKING:
+    import torch
+
+    from monarch_rl.trainer.batch import MicroBatch
+
+PROMPT, ANSWER = "prompt", "answer"
+"""The columns of a row."""
+Tokenise = Callable[[Row], tuple[list[int], list[int]]]
+"""The ids of a row's prompt and answer."""
+
+
+@dataclass(frozen=True)
+class SupervisedPlan:
+    """What a trainer rank needs to know of rows that it trains on."""
+
+    rows: ByValue[Sequence[Row]]
+    rows_per_step: int
+    share: float = 1.0
+    """Of a step's loss; 1 is steps of rows alone."""
+    lr_factor: float = 1.0
+    """What the learning rate of a step of rows alone is multiplied by."""
+    chat_options: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the model's chat template."""
+
+
+class SupervisedRows:
+    """The rows of one plan, in another order each time through.
+
+    Which rows a step has depends on nothing but the rows and the cursor: how many were trained before.
+
+    Args:
+        tokenise: see there.
+        token_budget: tokens of one micro-batch.
+        data_ranks: into how many parts a step is cut.
+    """
+
+    def __init__(self, plan: SupervisedPlan, tokenise: Tokenise, token_budget: int, data_ranks: int) -> None:
+        self.plan, self._rows = plan, plan.rows.load()
+        self._tokenise, self._token_budget, self._data_ranks = tokenise, token_budget, data_ranks
+        self._order = ShuffledOrder(range(len(self._rows)), "supervised ")
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def take(self, cursor: int, data_rank: int, minibatches: int = 1) -> SupervisedShard:
+        """One rank's part of the rows from ``cursor`` on. All ranks have equally many micro-batches, balanced: see
+        :func:`plan_microbatches`.
+
+        Raises:
+            ValueError: a row has no prompt or answer, or more tokens than a micro-batch; names it.
+        """
+        count = self.plan.rows_per_step
+        rows = [self._tokens(self._order.place(cursor + number)) for number in range(count)]
+        parts: list[MiniBatch] = []
+        lengths: list[list[tuple[int, int]]] = []
+        token_ids: list[int] = []
+        for start, end in pairwise(number * count // minibatches for number in range(minibatches + 1)):
+            groups = [SharingGroup([len(prompt) + len(answer)], [0], [0]) for prompt, answer in rows[start:end]]
+            own = plan_microbatches(groups, self._token_budget, self._data_ranks)[data_rank]
+            parts.append(MiniBatch(len(own), sum(len(answer) for _, answer in rows[start:end]), end - start))
+            for microbatch in own:
+                chosen = [rows[start + group] for group, _ in microbatch]
+                lengths.append([(len(prompt) + len(answer), len(prompt)) for prompt, answer in chosen])
+                token_ids += [token for prompt, answer in chosen for token in (*prompt, *answer)]
+        return SupervisedShard(
+            share=self.plan.share,
+            lr_factor=self.plan.lr_factor,
+            minibatches=parts,
+            lengths=lengths,
+            token_ids=np.asarray(token_ids, np.int32),
+        )
+
+    def _tokens(self, place: int) -> tuple[list[int], list[int]]:
+        try:
+            prompt, answer = self._tokenise(self._rows[place])
+        except (KeyError, ValueError) as error:
+            raise ValueError(f"supervised row {place} cannot be trained: {error}") from error
+        if not prompt:
+            raise ValueError(f"supervised row {place} cannot be trained: its prompt has no token to answer")
+        if (tokens := len(prompt) + len(answer)) > self._token_budget:
+            raise ValueError(
+                f"supervised row {place} has {tokens} tokens: shorten it or leave it out, or raise "
+                f"trainer.tokens-per-microbatch, which is {self._token_budget}"
+            )
+        return prompt, answer
+
+
+def load_rows(plan: SupervisedPlan, model: Path, token_budget: int, data_ranks: int) -> SupervisedRows:
+    """On a trainer rank: the rows, rendered by the model's chat template. Takes seconds for the imports.
+
+    Raises:
+        ValueError: the rows cannot be read.
+    """
+    from monarch_rl.model.chat import ChatTemplate
+    from monarch_rl.model.conversation import Conversation
+
+    template = ChatTemplate(str(model), plan.chat_options)
+
+    def tokenise(row: Row) -> tuple[list[int], list[int]]:
+        return Conversation(template).add(row[PROMPT]), template.turn(row[ANSWER])
+
+    return SupervisedRows(plan, tokenise, token_budget, data_ranks)
+
+
+def check_rows(rows: Sequence[Row]) -> None:
+    """Raise ValueError if there are no rows, or the first one has no prompt or answer."""
+    if not len(rows):
+        raise ValueError("there are no supervised rows to train on")
+    missing = [name for name in (PROMPT, ANSWER) if name not in rows[0]]
+    if missing:
+        raise ValueError(
+            f"supervised rows need {PROMPT} (text, or messages) and {ANSWER} (text), and the first one has "
+            f"{', '.join(map(str, rows[0])) or 'nothing'}: name its columns so"
+        )
+    if not isinstance(rows[0][ANSWER], str):
+        raise ValueError(f"the {ANSWER} of a supervised row is text, and the first one has {rows[0][ANSWER]!r:.80}")
+
+
+def pack_rows(shard: SupervisedShard, device: torch.device) -> list[list[MicroBatch]]:
+    """The micro-batches of one trainer rank, by mini-batch: the weights of each, over all ranks, add up to the share
+    of the rows."""
+    import torch
+
+    from monarch_rl.trainer.batch import pack
+
+    episodes, microbatches = iter(_episodes(shard)), iter(shard.lengths)
+    parts: list[list[MicroBatch]] = []
+    for count, tokens, _ in shard.minibatches:
+        part = []
+        for _ in range(count):
+            rows = [next(episodes) for _ in next(microbatches)]
+            weights = torch.full((len(rows),), shard.share / max(tokens, 1))
+            part.append(replace(pack(rows, torch.zeros(len(rows)), weights, 0, device), supervised=True))
+        parts.append(part)
+    return parts
+
+
+def _episodes(shard: SupervisedShard) -> list[Episode]:
+    """Each row as one turn, of which the answer is trained."""
+    found, start = [], 0
+    for tokens, prompt in (row for rows in shard.lengths for row in rows):
+        ids, versions = shard.token_ids[start : start + tokens], np.full(tokens, NO_VERSION, np.int32)
+        turn = Turn(ids, np.zeros(tokens, np.float32), versions, np.arange(tokens) >= prompt)
+        found.append(Episode([turn], 0.0, "stop"))
+        start += tokens
+    return found
+
+
+def mixed(
+    minibatches: Sequence[Sequence[MicroBatch]], shard: SupervisedShard, device: torch.device
+) -> list[list[MicroBatch]]:
+    """Each mini-batch of a batch with its part of the rows: (1 - share) x its loss + share x theirs."""
+    for batch in (batch for part in minibatches for batch in part):
+        batch.weights = (1 - shard.share) * batch.weights
+    rows = pack_rows(shard, device)
+    return [[*part, *of_rows] for part, of_rows in zip(minibatches, rows, strict=True)]

@@ -1,0 +1,137 @@
+"""Checkpoints as folders: whole or not there, checked, and as many as are to be kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from monarch_rl.checkpoint import folders
+from monarch_rl.checkpoint.folders import TRAINER, BrokenCheckpoint, Manifest, complete, newest_whole
+from monarch_rl.checkpoint.settings import CheckpointSettings
+
+MANIFEST = Manifest(0, 0, 0, 1.5, {"metrics.jsonl": 7})
+
+
+def made(root: Path, version: int, metric: float | None = None) -> Path:
+    partial = folders.begin(root, version)
+    (partial / TRAINER / "shard").write_bytes(os.urandom(1000))
+    files = [folders.file_sum(partial, partial / TRAINER / "shard")]
+    return folders.commit(root, replace(MANIFEST, version=version, metric=metric, files=files))
+
+
+def test_a_checkpoint_is_read_as_it_was_written(tmp_path: Path) -> None:
+    folder = made(tmp_path, 3, 0.5)
+    manifest = folders.verify(folder)
+    assert (manifest.version, manifest.metric, manifest.positions) == (3, 0.5, {"metrics.jsonl": 7})
+    assert manifest.nbytes == 1000 and newest_whole(tmp_path) == (folder, manifest)
+    assert os.readlink(tmp_path / "latest") == "step-000003"
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove", "manifest"])
+def test_a_damaged_checkpoint_is_named_and_an_earlier_one_is_taken(tmp_path: Path, damage: str) -> None:
+    earlier, folder = made(tmp_path, 3), made(tmp_path, 6)
+    shard = folder / TRAINER / "shard"
+    data = bytearray(shard.read_bytes())
+    data[500] ^= 1
+    if damage == "flip":
+        shard.write_bytes(data)
+    elif damage == "cut":
+        shard.write_bytes(data[:999])
+    elif damage == "remove":
+        shard.unlink()
+    else:
+        (folder / "manifest.json").write_text("{")
+    with pytest.raises(BrokenCheckpoint, match=str(folder / "manifest.json" if damage == "manifest" else shard)):
+        folders.verify(folder)
+    assert newest_whole(tmp_path)[0] == earlier
+    (earlier / TRAINER / "shard").unlink()
+    with pytest.raises(BrokenCheckpoint, match="step-000006.*; .*step-000003"):
+        newest_whole(tmp_path)
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from tests.checkpoint import test_folders as t
+top, left = Path(sys.argv[1]), 0
+def killed(frame, event, argument):
+    if event == "call" and frame.f_code.co_filename.endswith(("checkpoint/folders.py", "shutil.py")):
+        def line(frame, event, argument):
+            global left
+            left -= event == "line"
+            if left <= 0:
+                os.kill(os.getpid(), 9)
+            return line
+        return line
+lines = code = 1
+while code:
+    root = top / str(lines)
+    for version in (6, 9):
+        t.made(root, version)
+    child = os.fork()
+    if child == 0:
+        left = lines
+        sys.settrace(killed)
+        t.made(root, 9)
+        t.folders.keep(root, 1)
+        sys.settrace(None)
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code in (0, -9), code
+    lines += 1
+"""
+
+
+def test_a_kill_at_any_line_leaves_whole_checkpoints_only(tmp_path: Path) -> None:
+    """While one is made, replaces an older one of the same step, and the older ones are removed."""
+    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=True, timeout=300)
+    roots = list(tmp_path.iterdir())
+    assert len(roots) > 50, "no kill came while a folder was removed"
+    for root in roots:
+        for folder in complete(root).values():
+            folders.verify(folder)
+        assert complete(root), f"no checkpoint is left at line {root.name}"
+        made(root, 12)
+        assert not list(root.glob(".step-*")), "what a kill had left is still there"
+
+
+@given(st.lists(st.sampled_from([None, 0.1, 0.5, 0.9]), min_size=1, max_size=8), st.integers(1, 3), st.booleans())
+def test_the_newest_stay_and_the_best(
+    tmp_path_factory: pytest.TempPathFactory, metrics: list[float | None], newest: int, best: bool
+) -> None:
+    root = tmp_path_factory.mktemp("kept")
+    everything: dict[int, float | None] = {}
+    for version, metric in enumerate(metrics, 1):
+        made(root, version, metric)
+        folders.keep(root, newest, best)
+        everything[version] = metric
+        expected = sorted(everything)[-newest:]
+        measured = {v: m for v, m in everything.items() if m is not None}
+        if best and measured:
+            # One that was removed before is gone: what stays is the best of those that were there.
+            expected = sorted({*expected, max(measured, key=lambda v: (measured[v], -v))})
+        assert list(complete(root)) == expected
+        everything = {v: everything[v] for v in expected}
+
+
+def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
+    folder = made(tmp_path, 1)
+    values = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(values | {"format": 9}))
+    with pytest.raises(BrokenCheckpoint, match="has format 9; this program reads 1"):
+        folders.verify(folder)
+
+
+def test_when_a_checkpoint_is_due() -> None:
+    assert not CheckpointSettings().due(steps=0, seconds=1e6)
+    assert CheckpointSettings(every_minutes=15).due(1, 900) and not CheckpointSettings(every_minutes=15).due(1, 899)
+    assert CheckpointSettings(every_steps=5, every_minutes=0).due(5, 0)
+    assert not CheckpointSettings(every_minutes=0).due(10**6, 1e9)

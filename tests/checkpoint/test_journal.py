@@ -1,0 +1,213 @@
+"""The journal's files: whatever is cut off or spoilt, what is read is what was written."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from monarch_rl.buffer.order import Batch
+from monarch_rl.buffer.shards import Way, cut
+from monarch_rl.checkpoint.journal import FILES, JournalReader, JournalWriter, Made, files_of, read_plan, write_plan
+from monarch_rl.checkpoint.records import MAGIC, OVERHEAD, Record, pack_record, read_records
+from monarch_rl.checkpoint.values import decode, encode
+from monarch_rl.episode.packed import PackedGroup, pack_group
+from monarch_rl.episode.shard import MiniBatch, PackedShard, SupervisedShard
+from tests.buffer.helpers import group
+
+ARRAYS = arrays.arrays(
+    st.sampled_from([np.dtype(name) for name in ("i4", "i8", "f4", "f8", "bool", "u1", "u2")]),
+    arrays.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4),
+)
+PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary() | ARRAYS
+VALUES = st.recursive(
+    PLAIN, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4), max_leaves=12
+)
+RECORDS = st.lists(st.builds(Record, st.sampled_from(["BTCH", "STEP"]), st.integers(-1, 2**40), st.binary(max_size=60)))
+
+
+def same(found: Any, expected: Any) -> bool:
+    if isinstance(expected, np.ndarray):
+        return found.dtype == expected.dtype and found.shape == expected.shape and found.tobytes() == expected.tobytes()
+    if isinstance(expected, dict):
+        return list(found) == list(expected) and all(same(found[key], value) for key, value in expected.items())
+    if isinstance(expected, list):
+        return len(found) == len(expected) and all(map(same, found, expected))
+    return type(found) is type(expected) and (found == expected or found != found)
+
+
+@given(VALUES)
+def test_values_come_back_as_they_were(value: Any) -> None:
+    assert same(decode(encode(value)), value)
+
+
+def test_dataclasses_come_back_as_what_they_were() -> None:
+    record = Record("BTCH", 3, b"x")
+    assert decode(encode([record, None]), Record) == [record, None]
+    with pytest.raises(ValueError, match="a Record was written by another version of this program"):
+        decode(encode(record))
+
+
+@given(VALUES, st.data())
+def test_a_value_that_was_cut_off_is_refused(value: Any, data: st.DataObject) -> None:
+    packed = encode(value)
+    length = data.draw(st.integers(0, len(packed) - 1))
+    with pytest.raises(ValueError):
+        decode(packed[:length])
+
+
+@given(RECORDS, st.data())
+def test_of_a_file_that_was_cut_off_all_whole_records_are_read(records: list[Record], data: st.DataObject) -> None:
+    packed = [pack_record(record) for record in records]
+    whole = MAGIC + b"".join(packed)
+    length = data.draw(st.integers(0, len(whole)))
+    ends = np.cumsum([len(MAGIC), *map(len, packed)])
+    expected = records[: max(0, int((ends <= length).sum()) - 1)]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "0.journal"
+        path.write_bytes(whole[:length])
+        assert list(read_records(path)) == expected
+        path.write_bytes(whole[:length] + bytes(data.draw(st.integers(0, 40))))  # a hole that was never filled
+        found = list(read_records(path))  # zeros may complete a record that ends in zeros
+        assert found[: len(expected)] == expected and found == records[: len(found)]
+
+
+@given(RECORDS.filter(bool), st.data())
+def test_a_spoilt_byte_costs_its_record_and_what_follows(records: list[Record], data: st.DataObject) -> None:
+    packed = [pack_record(record) for record in records]
+    ends = np.cumsum([len(MAGIC), *map(len, packed)])
+    place = data.draw(st.integers(len(MAGIC), int(ends[-1]) - 1))
+    spoilt = bytearray(MAGIC + b"".join(packed))
+    spoilt[place] ^= data.draw(st.integers(1, 255))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "0.journal"
+        path.write_bytes(spoilt)
+        assert list(read_records(path)) == records[: int((ends <= place).sum()) - 1]
+
+
+def test_another_format_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "0.journal").write_bytes(b"MRLJNL99")
+    with pytest.raises(ValueError, match="MRLJNL99"):
+        list(read_records(tmp_path / "0.journal"))
+    with pytest.raises(ValueError, match="there is no .*plan-0.pickle: for a journal start the run with --journal.mib"):
+        read_plan(tmp_path)
+
+
+def shards(version: int, ranks: int) -> list[PackedShard]:
+    groups = [group(2 * version + g, [version] * 3, [version] * (2 + g)) for g in range(2)]
+    packed = [PackedGroup.read(pack_group(one)) for one in groups]
+    return cut(Batch(version, packed, None, np.asarray([10], np.int64)), Way(ranks, 1000, minibatches=2))
+
+
+SUPERVISED = SupervisedShard(
+    share=0.25,
+    lr_factor=2.0,
+    minibatches=[MiniBatch(1, 3, 2), MiniBatch(1, 0, 0)],
+    lengths=[[(3, 1), (2, 1)], []],
+    token_ids=np.asarray([5, 6, 7, 8, 9], np.int32),
+)
+
+
+def check_equal(found: PackedShard, expected: PackedShard) -> None:
+    for field in fields(PackedShard):
+        np.testing.assert_equal(_lists(getattr(found, field.name)), _lists(getattr(expected, field.name)))
+
+
+def _lists(value: Any) -> Any:
+    if is_dataclass(value):
+        return [_lists(getattr(value, field.name)) for field in fields(value)]
+    return [_lists(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def test_what_a_rank_took_is_read_as_it_was(tmp_path: Path) -> None:
+    """Also with supervised rows beside the groups, or with these alone."""
+    taken = {version: shards(version, 2) for version in range(5)}
+    for of_rank in taken[1]:
+        of_rank.supervised = SUPERVISED
+    taken[2] = [PackedShard.of_rows(2, SUPERVISED) for _ in range(2)]
+    for rank in range(2):
+        writer = JournalWriter(tmp_path, rank, 10**6, {"threads": 1})
+        for version, of_ranks in taken.items():
+            _patiently(writer, of_ranks[rank])
+            if version < 4:
+                writer.made(version, Made(np.asarray([version, -rank], np.int64), {"loss": 0.1 * version}))
+        writer.close()
+        reader = JournalReader(tmp_path, rank)
+        assert reader.versions == [0, 1, 2, 3, 4] and reader.about["threads"] == 1
+        for version, of_ranks in taken.items():
+            check_equal(reader.batch(version), of_ranks[rank])
+            made = reader.made(version)
+            if version == 4:
+                assert made is None
+                continue
+            assert made is not None and made.checksums.tolist() == [version, -rank]
+            assert made.figures == {"loss": 0.1 * version}
+
+
+@settings(max_examples=30)
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=4), st.lists(st.integers(1, 6), min_size=4, max_size=4))
+def test_what_a_resumed_run_makes_anew_replaces_what_was(starts: list[int], steps: list[int]) -> None:
+    """Each run begins at a version that the one before has reached, or at one before."""
+    expected: dict[int, int] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        reached = 0
+        for run, (start, count) in enumerate(zip(starts, steps, strict=False)):
+            first = min(start, reached)
+            reached = first + count
+            writer = JournalWriter(Path(folder), 0, 10**6)
+            for version in range(first, reached):
+                (shard,) = shards(version, 1)
+                shard.tasks = [f"run {run}"] * 2
+                _patiently(writer, shard)
+            writer.close()
+            expected = {version: was for version, was in expected.items() if version < first}
+            expected |= dict.fromkeys(range(first, reached), run)
+        reader = JournalReader(Path(folder), 0)
+        assert {version: int(reader.batch(version).tasks[0][4:]) for version in reader.versions} == expected
+
+
+def _patiently(writer: JournalWriter, shard: PackedShard) -> None:
+    """Append a batch once there is room for it and for what it makes."""
+    while not writer._waiting.empty():
+        threading.Event().wait(0.001)
+    writer.batch(shard)
+
+
+def test_the_newest_batches_stay_within_the_bound(tmp_path: Path) -> None:
+    most = 8000
+    writer = JournalWriter(tmp_path, 0, most)
+    for version in range(200):
+        (shard,) = shards(version, 1)
+        _patiently(writer, shard)
+    writer.close()
+    files = files_of(tmp_path / "rank0")
+    assert sum(path.stat().st_size for path in files) <= most and len(files) > FILES // 2
+    versions = JournalReader(tmp_path, 0).versions
+    assert versions[-1] == 199 and versions == list(range(versions[0], 200)) and len(versions) > 4
+    assert writer.lost == 0
+
+
+def test_a_disk_that_refuses_is_said_once_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "rank0").write_text("a file where the folder should be")
+    writer = JournalWriter(tmp_path, 0, 10**6)
+    for version in range(3):
+        _patiently(writer, shards(version, 1)[0])
+    writer.close()
+    assert writer.lost == 3
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert "has gaps from here on" in warning
+
+
+def test_the_plan_takes_its_functions_along(tmp_path: Path) -> None:
+    bias = 2.0
+    write_plan(tmp_path, {"advantage": lambda rewards: rewards + bias})
+    assert read_plan(tmp_path)["advantage"](1.0) == 3.0
+    assert OVERHEAD == 24

@@ -1,0 +1,130 @@
+"""Files of lines: whole lines only, and a disk that is full or read-only ends nothing."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import resource
+import select
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from monarch_rl.observe import disk_thread
+from monarch_rl.observe.lines import LineFile, truncate
+from monarch_rl.observe.metrics import Metrics
+
+
+@contextmanager
+def disk_of(nbytes: int) -> Iterator[None]:
+    """No file of this process grows beyond so many bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_costs_whole_lines_and_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = LineFile(tmp_path / "lines")
+    assert file.append("a" * 50)
+    with disk_of(100), caplog.at_level(logging.WARNING):
+        assert not any(file.append("b" * 70) for _ in range(3))
+        assert file.append("c" * 20), "a shorter line fits"
+    assert file.append("d", "e") and file.lost == 3 and file.position() == 51 + 21 + 4
+    assert [line[0] for line in file.path.read_text().splitlines()] == ["a", "c", "d", "e"]
+    assert len(caplog.records) == 2 and "3 lines are lost" in caplog.text
+
+
+def test_a_folder_that_cannot_be_written_to_costs_lines(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    file = LineFile(tmp_path / "file" / "lines")
+    assert not file.append("a") and file.lost == 1
+    full = LineFile(Path("/dev/full"))
+    assert not full.append("a") and not full.append("b", "c") and full.lost == 3
+
+
+def test_half_a_line_of_a_process_that_was_killed_is_removed(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    path.write_text("whole\n" + "half" * 50_000)
+    file = LineFile(path)
+    assert file.append("next") and path.read_text() == "whole\nnext\n"
+    truncate(path, 6)
+    assert path.read_text() == "whole\n"
+    truncate(path, 100)
+    truncate(tmp_path / "none", 3)
+    assert path.read_text() == "whole\n"
+
+
+def test_lines_of_before_count_where_none_is_added(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    assert LineFile(path).position() == 0 and not path.exists()
+    path.write_text("whole\nhalf")
+    assert LineFile(path).position() == 6
+
+
+def test_a_disk_that_stalls_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A pipe that is full, and that nobody reads, blocks who writes. What has not begun at the end is given up."""
+    monkeypatch.setattr(disk_thread, "WAITING", 20)
+    monkeypatch.setattr(disk_thread, "ANSWER_S", 0.2)
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    pipe = os.open(tmp_path / "metrics.jsonl", os.O_RDWR | os.O_NONBLOCK)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(pipe, b"\n")
+    metrics = Metrics(tmp_path)
+    for step in range(1000):
+        metrics.log(step, {"reward/mean": 0.5})
+    assert metrics.lines.lost in (979, 980), "20 wait, and one is perhaps under way"
+    with pytest.raises(OSError, match="the disk"):
+        metrics.position()
+    metrics.close()
+    written, deadline = b"", time.monotonic() + 60
+    while metrics._disk._thread.is_alive() or select.select([pipe], [], [], 0)[0]:
+        assert time.monotonic() < deadline, "the thread does not end"
+        with suppress(BlockingIOError):
+            written += os.read(pipe, 65536)
+    os.close(pipe)
+    steps = [json.loads(line)["step"] for line in written.split(b"\n") if line]
+    assert steps in ([], [0]) and len(steps) + metrics.lines.lost == 1000
+    assert "writes of metrics are given up" in caplog.text and caplog.text.count("lines are left out") == 1
+
+
+def test_a_slow_disk_is_said_once_whether_or_not_it_takes_lines_between(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = LineFile(tmp_path / "lines")
+    for _ in range(3):
+        file.lose(2, "the disk is slower than the run")
+        assert file.append("a")
+    assert file.lost == 6 and len(caplog.records) == 1 and "slower than the run" in caplog.text
+
+
+def test_an_error_ends_no_thread_that_writes(caplog: pytest.LogCaptureFixture) -> None:
+    done: list[str] = []
+    disk = disk_thread.DiskThread("lines", lambda: done.append("last"))
+    disk.begin(lambda: [][0], lambda: done.append("refused"))
+    assert disk.answer(lambda: "here") == "here" and "IndexError" in caplog.text
+    with pytest.raises(ValueError, match="answered so"):
+        disk.answer(lambda: int("answered so"))
+    disk.close()
+    assert done == ["last"] and not disk._thread.is_alive()
+
+
+def test_metrics_go_on_without_a_disk_and_with_it_again(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path)
+    metrics.log(1, {"reward/mean": 0.5})
+    with disk_of(metrics.position()):
+        metrics.log(2, {"reward/mean": 0.5})
+        metrics.position()
+    metrics.log(3, {"reward/mean": 0.5})
+    metrics.close()
+    assert [json.loads(line)["step"] for line in metrics.path.read_text().splitlines()] == [1, 3]
+    assert metrics.lines.lost == 1

@@ -1,0 +1,225 @@
+"""When checkpoints are made, and of which version. Over simulated actors, whose trainer has nothing to write."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import resource
+import subprocess
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from monarch_rl.buffer.settings import BufferSettings
+from monarch_rl.buffer.state_file import read_state
+from monarch_rl.checkpoint.folders import GROUPS, TRAINER, complete, read_manifest
+from monarch_rl.checkpoint.settings import CheckpointSettings
+from monarch_rl.pipeline.run import Run
+from monarch_rl.simulate.clock import run_virtual
+from monarch_rl.simulate.costs import Costs
+from monarch_rl.simulate.handles import LocalMesh
+from monarch_rl.simulate.run import Plan, SimulatedTrainer, run_settings, simulated_actors
+from monarch_rl.trainer.checkpoint import Staged
+from monarch_rl.trainer.supervised import SupervisedPlan
+
+PLAN = Plan(groups_per_step=4, group_size=2, trainer_devices=1, replicas=2, buffer=BufferSettings(1))
+DISK_S = 300.0
+"""Virtual seconds that a checkpoint takes, in which many steps could be made."""
+SUPERVISED_S = 3.0
+"""Of a supervised step."""
+
+
+class SavingTrainer(SimulatedTrainer):
+    """Whose checkpoint is a number, and whose disk is slow."""
+
+    version = copies = 0
+    plans: Sequence[SupervisedPlan] = ()
+    """Of the rows that it was handed."""
+
+    async def update(self, version: int, batch_deadline_s: float) -> dict[str, float]:
+        figures = await super().update(version, batch_deadline_s)
+        self.version = version + 1
+        return figures
+
+    async def use_rows(self, plan: SupervisedPlan) -> int:
+        self.plans = [*self.plans, plan]
+        return len(plan.rows.load())
+
+    async def supervised(self, version: int) -> dict[str, float]:
+        await asyncio.sleep(SUPERVISED_S)
+        self.version = version + 1
+        return {"supervised_loss": 1.0, "tokens": 0.0, "wait_s": 0.0, "step_s": SUPERVISED_S}
+
+    async def stage(self) -> Staged:
+        self.copies += 1
+        return Staged(self.version, self.version)
+
+    async def write_checkpoint(self, folder: str) -> list[Any]:
+        (Path(folder) / TRAINER / "shard").write_bytes(bytes(100_000))
+        await asyncio.sleep(DISK_S)
+        return []
+
+
+@asynccontextmanager
+async def begun(folder: Path, checkpoints: CheckpointSettings) -> AsyncIterator[tuple[Run, SavingTrainer]]:
+    actors = simulated_actors(PLAN, Costs(), grain=8)
+    trainer = SavingTrainer(Costs(), PLAN.trainer_devices, 8, actors.buffer)
+    mesh: Any = LocalMesh([trainer])
+    async with Run.open(replace(run_settings(PLAN, 1e9), checkpoint=checkpoints), folder=folder) as run:
+        await run.begin(replace(actors, trainer=mesh))
+        yield run, trainer
+
+
+def newest(folder: Path) -> int:
+    """Its version, which all parts have."""
+    version, path = list(complete(folder / "checkpoints").items())[-1]
+    assert read_manifest(path).version == read_state(path / GROUPS)["version"] == version
+    return version
+
+
+@pytest.mark.parametrize("under_way_s", [0.0, 1.0, 100.0])
+def test_a_batch_that_comes_while_the_run_ends_costs_no_checkpoint(tmp_path: Path, under_way_s: float) -> None:
+    """The disk still writes another checkpoint; the update under way has its batch, or none yet."""
+
+    async def ends() -> None:
+        async with begun(tmp_path, CheckpointSettings(every_steps=1, grace_s=1e6)) as (run, trainer):
+            async for step in run.steps(100):
+                await run.step()
+                if step == 2:
+                    updating = asyncio.ensure_future(run.update())
+                    await asyncio.sleep(under_way_s)
+                    updating.cancel()
+                    copies = trainer.copies
+                    try:
+                        raise KeyError("a mistake")
+                    finally:
+                        seen.extend([run, trainer, copies])
+
+    seen: list[Any] = []
+    with pytest.raises(KeyError, match="a mistake"):
+        run_virtual(ends())
+    run, trainer, copies = seen
+    assert newest(tmp_path) == run.version == trainer.version >= 2
+    assert trainer.copies == copies + 1, "the model is copied once"
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == run.version
+
+
+@pytest.mark.parametrize(("minutes", "saved"), [(1e6, [2]), (0.0, [])])
+def test_a_loop_that_is_left_early_ends_with_a_checkpoint(tmp_path: Path, minutes: float, saved: list[int]) -> None:
+    """Unless none are to be made between steps: what comes after the loop may still fail."""
+
+    async def left() -> None:
+        async with begun(tmp_path, CheckpointSettings(every_minutes=minutes)) as (run, _):
+            async for step in run.steps(100):
+                await run.step()
+                if step == 2:
+                    break
+
+    run_virtual(left())
+    assert list(complete(tmp_path / "checkpoints")) == saved
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount("-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder))
+    yield folder
+    while subprocess.run(["umount", "--lazy", str(folder)], capture_output=True).returncode == 0:
+        pass
+
+
+def mount(*arguments: str) -> None:
+    try:
+        subprocess.run(["mount", *arguments], check=True, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"a disk of its own needs the right to mount: {getattr(error, 'stderr', error)}")
+
+
+def fill(disk: Path) -> None:
+    with suppress(OSError), (disk / "filler").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+
+
+def empty(disk: Path) -> None:
+    (disk / "filler").unlink()
+
+
+def refuse_bytes(disk: Path) -> None:
+    """No file of this process may grow: needs no rights, unlike the others."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+def accept_bytes(disk: Path) -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+
+
+def make_read_only(disk: Path) -> None:
+    folder = str(disk / "checkpoints")
+    mount("--bind", folder, folder)
+    mount("-o", "remount,bind,ro", folder)
+
+
+def make_writable(disk: Path) -> None:
+    subprocess.run(["umount", str(disk / "checkpoints")], check=True, timeout=60)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own thread ends
+@pytest.mark.parametrize(
+    ("refuse", "accept"), [(refuse_bytes, accept_bytes), (fill, empty), (make_read_only, make_writable)]
+)
+@pytest.mark.usefixtures("capsys")  # pytest's own files could not grow
+def test_a_disk_that_refuses_for_a_while_costs_lines_and_checkpoints_but_no_step(
+    request: pytest.FixtureRequest,
+    caplog: pytest.LogCaptureFixture,
+    refuse: Callable[[Path], None],
+    accept: Callable[[Path], None],
+) -> None:
+    """It is said once and counted; the last good checkpoint stays, and the next one is made when the disk takes it."""
+    disk: Path = request.getfixturevalue("tmp_path" if refuse is refuse_bytes else "small_disk")
+    failed, kept = [], set[int]()
+
+    async def goes_on() -> None:
+        async with begun(disk, CheckpointSettings(every_steps=2, every_minutes=0)) as (run, _):
+            async for step in run.steps(14):
+                figures = await run.step()
+                failed.append(figures["checkpoint/failed"])
+                await run._checkpoints_settled()
+                if step == 5:
+                    await asyncio.to_thread(refuse, disk)
+                if step == 11:
+                    kept.update(complete(disk / "checkpoints"))
+                    await asyncio.to_thread(accept, disk)
+        assert run.version == 14
+
+    with caplog.at_level(logging.WARNING):
+        try:
+            run_virtual(goes_on())
+        finally:
+            accept_bytes(disk)
+    assert failed[:6] == [0] * 6 and 2 <= failed[-1] <= 3 and kept == {2, 4}
+    assert newest(disk) == 14
+    said = [record.getMessage() for record in caplog.records]
+    assert sum("no checkpoint of step 6: " in text and "the last one is of step 4" in text for text in said) == 1
+    assert sum("no checkpoint of step" in text for text in said) == 1
+    rows = [json.loads(line) for line in (disk / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == 14 - rows[-1]["checkpoint/lost_lines"] and (rows[0]["step"], rows[-1]["step"]) == (1, 14)
+    assert (len(rows) < 14) == (refuse is not make_read_only)
+
+
+def test_the_last_step_has_one_checkpoint(tmp_path: Path) -> None:
+    async def whole() -> int:
+        async with begun(tmp_path, CheckpointSettings(every_minutes=1e6)) as (run, trainer):
+            async for _ in run.steps(3):
+                await run.step()
+        return trainer.copies
+
+    assert run_virtual(whole()) == 1 and list(complete(tmp_path / "checkpoints")) == [3]

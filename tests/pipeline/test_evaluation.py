@@ -1,0 +1,136 @@
+"""Evaluations between steps and beside them, over simulated actors; the best one is remembered."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from monarch_rl.buffer.settings import BufferSettings
+from monarch_rl.pipeline.evaluation import Best, BestResult, items_to_play
+from monarch_rl.pipeline.run import Run
+from monarch_rl.rollout.evaluation import EvaluationSettings
+from monarch_rl.simulate.costs import Costs
+from monarch_rl.simulate.run import Plan, run_settings, simulated_actors
+from monarch_rl.tasks.task import Task
+from tests.pipeline.test_run import virtual
+
+PLAN = Plan(groups_per_step=4, group_size=2, trainer_devices=1, replicas=2, buffer=BufferSettings(1))
+
+
+@asynccontextmanager
+async def begun(evaluation: EvaluationSettings, folder: Path | None = None) -> AsyncIterator[Run]:
+    settings = replace(run_settings(PLAN, 1e6), held_out=40, evaluate_every=1, steps=20, evaluation=evaluation)
+    async with Run.open(settings, folder=folder) as run:
+        await run.begin(simulated_actors(PLAN, Costs(), grain=8))
+        yield run
+
+
+@virtual
+async def test_between_steps_one_version_plays_all_items_and_is_named() -> None:
+    async with begun(EvaluationSettings()) as run:
+        async for step in run.steps(3):
+            await run.step()
+            result = await run.evaluate()
+            assert result.versions == (step, step) and f"version {step}" in str(result)
+
+
+def test_beside_training_steps_go_on_and_all_versions_are_named(tmp_path: Path) -> None:
+    @virtual
+    async def test() -> None:
+        async with begun(EvaluationSettings(share=0.02), tmp_path) as run:
+            async for step in run.steps(12):
+                await run.step()
+                await run.evaluate_after(step)
+        lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+        results = [line for line in lines if "held_out/accuracy" in line]
+        steps = [line["step"] for line in lines if "held_out/accuracy" not in line]
+        assert steps == list(range(1, 13))
+        assert 1 < len(results) < 12, "evaluations do not take several steps each"
+        for line in results:
+            assert line["step"] - 1 <= line["held_out/oldest_version"] < line["held_out/newest_version"] <= 12
+        assert lines.index(results[0]) > lines.index(next(line for line in lines if line["step"] == 2))
+
+    test()
+
+
+@virtual
+async def test_what_an_evaluation_beside_training_raises_ends_the_run() -> None:
+    with pytest.raises(ValueError, match="no held-out set 'missing'"):
+        async with begun(EvaluationSettings(share=0.5, sets=("missing",))) as run:
+            async for step in run.steps(3):
+                await run.step()
+                await run.evaluate_after(step)
+
+
+def test_a_best_result_that_the_disk_refuses_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kept = BestResult("held_out/reward", tmp_path / "run")
+    for version, value in enumerate((0.5, 0.75)):
+        assert kept.note({"held_out/reward": value}, version) == Best("held_out/reward", value, version)
+    assert caplog.text.count("best.json cannot be written (No such file or directory): the run goes on without") == 1
+    (tmp_path / "run").mkdir()
+    assert kept.note({"held_out/reward": 1.0}, 3) == BestResult("held_out/reward", tmp_path / "run").best
+
+
+def test_the_best_result_is_remembered_and_told(tmp_path: Path) -> None:
+    kept = BestResult("held_out/reward", tmp_path)
+    values = [(0.5, 1), (0.5, 2), (0.25, 3), (0.75, 4)]
+    noted = [kept.note({"held_out/reward": value, "held_out/accuracy": 1.0}, version) for value, version in values]
+    first, last = Best("held_out/reward", 0.5, 1), Best("held_out/reward", 0.75, 4)
+    assert noted == [first, None, None, last] and kept.note({"other": 2.0}, 5) is None
+    assert BestResult("held_out/reward", tmp_path).best == last
+    assert BestResult("held_out/accuracy", tmp_path).best is None
+    assert not list(tmp_path.glob(".*"))
+
+    @virtual
+    async def test() -> None:
+        told: list[Best] = []
+
+        async def tell(best: Best) -> None:
+            told.append(best)
+
+        async with begun(EvaluationSettings(best="held_out/reward")) as run:
+            run.on_best.append(tell)
+            await run.evaluate()
+            assert run.best is not None and told == [run.best] and run.best.version == 0
+            await run.evaluate()
+            assert len(told) == 1
+
+    test()
+
+
+@virtual
+async def test_the_first_of_named_sets_tells_which_version_is_the_best() -> None:
+    async with begun(EvaluationSettings(sets=("held_out",))) as run:
+        await run.evaluate()
+        assert run.best is not None and run.best.metric == "held_out/held_out/accuracy"
+
+
+def test_a_best_metric_that_is_none_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    @virtual
+    async def test() -> None:
+        async with begun(EvaluationSettings(best="held_out/sums/accuracy")) as run:
+            await run.evaluate("held_out")
+            assert not caplog.messages, "one set alone may lack it"
+            for _ in range(2):
+                await run.evaluate()
+
+    with caplog.at_level("WARNING", "monarch_rl"):
+        test()
+    (said,) = caplog.messages
+    assert "no best version is remembered: held_out/sums/accuracy" in said and "held_out/reward" in said
+
+
+def test_an_empty_held_out_set_is_refused_by_name() -> None:
+    async def episode(item: object, policy: object) -> float:
+        return 1.0
+
+    task = Task(int, episode, {"test": [], "hard": [1, 2]}, name="sums")
+    for held_out in ("", "test"):
+        with pytest.raises(ValueError, match="held-out set 'test' of task sums is empty: give it items"):
+            items_to_play(task, held_out, 5)
+    assert items_to_play(task, "hard", 5) == 2

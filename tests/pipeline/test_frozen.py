@@ -1,0 +1,547 @@
+"""Frozen models before anything is spawned: what is refused and planned; and who is told of a lost engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import zlib
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from monarch.actor import ActorError
+
+from monarch_rl.episode.sampling import GenerationError
+from monarch_rl.generator.connection import ReplicaLost
+from monarch_rl.generator.dispatcher import Dispatcher
+from monarch_rl.generator.frozen import FrozenEngine, FrozenSettings
+from monarch_rl.generator.replica_memory import VERSIONS
+from monarch_rl.generator.sglang_engine import EngineStopped
+from monarch_rl.pipeline.actor_pool import ActorFactory, ActorPool
+from monarch_rl.pipeline.frozen import (
+    FolderChanged,
+    FrozenPlan,
+    FrozenPlans,
+    FrozenPool,
+    check_free_memory,
+    check_frozen_devices,
+    frozen_memory,
+    plan_frozen,
+    start_all_frozen,
+    with_memory,
+)
+from monarch_rl.pipeline.frozen_meter import FrozenMeter
+from monarch_rl.pipeline.policy_snapshots import take_snapshots
+from monarch_rl.pipeline.recovery import AllActorsLost, Recovery, RecoverySettings
+from monarch_rl.pipeline.run import Run
+from monarch_rl.pipeline.settings import RunSettings
+from monarch_rl.rollout import frozen
+from monarch_rl.rollout.frozen import FrozenRefused
+from monarch_rl.rollout.settings import RolloutSettings
+from monarch_rl.runtime.deadlines import DeadlineExceeded
+from monarch_rl.runtime.devices import Devices, TooFewDevices
+from monarch_rl.runtime.lasting_calls import LASTING
+from tests.model.chat_helpers import write_model
+from tests.recipe.running import random_model
+from tools.make_tiny_model import Settings as TinyModel
+from tools.make_tiny_model import write_random_model
+from tools.memory import MODELS, device_bytes
+
+CPU = Devices("cpu", 1, 8)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_model(tmp_path_factory.mktemp("frozen") / "tiny")
+
+
+def plan(folder: Path, name: str = "judge", policy: Path | None = None, **settings: Any) -> FrozenPlan:
+    return plan_frozen(name, str(folder), FrozenSettings(**settings), str(policy or folder), CPU)
+
+
+def test_a_plan_has_what_a_handle_needs(folder: Path) -> None:
+    made = plan(folder, replicas=2, tp=2, context_length=100, max_new_tokens=7, chat_options='{"a": 1}')
+    assert (made.kind, made.ranks, made.model.limit, made.model.max_new_tokens) == ("frozen judge", 4, 94, 7)
+    assert (made.model.chat_options, made.model.foreign, made.model.labels) == ({"a": 1}, "", 0)
+    for drawn, known in (
+        (RolloutSettings(temperature=0.7), (0.7, False)),
+        (RolloutSettings(temperature=0.0), (1.0, False)),
+        (RolloutSettings(top_k=5, keep_sampling_mask=True), (1.0, True)),
+    ):
+        model = plan_frozen("judge", str(folder), FrozenSettings(), str(folder), CPU, rollout=drawn).model
+        assert (model.temperature, model.rollouts_truncated) == known
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"name": "Judge 1"}, "a frozen model is called 'Judge 1': give a name of small letters"),
+        ({"tp": 3}, "frozen model judge: .*does not divide the model"),
+        ({"context_length": 10**6}, "frozen model judge: .*more than the model's own limit"),
+        ({"chat_options": "[]"}, "frozen model judge: frozen.chat-options must be an object"),
+        ({"replicas": 0}, "frozen.replicas must be at least 1"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(folder: Path, settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        plan(folder, **settings)
+
+
+def test_a_folder_that_is_none_or_damaged_is_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="frozen model judge: .*no such model"):
+        plan(tmp_path / "missing")
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["GPT2LMHeadModel"]}))
+    with pytest.raises(ValueError, match="GPT2LMHeadModel is not supported.*Qwen3ForSequenceClassification"):
+        plan(tmp_path, policy=folder)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen3ForSequenceClassification"]}))
+    with pytest.raises(ValueError, match="no .*safetensors"):
+        plan(tmp_path, policy=folder)
+
+
+def test_a_model_with_another_tokenizer_says_that_its_ids_are_others(folder: Path, tmp_path: Path) -> None:
+    other = random_model(tmp_path / "other")
+    write_model(other, "qwen3")
+    config = json.loads((other / "config.json").read_text())
+    assert config["vocab_size"] < 1000, "the model is not looked at here"
+    assert "tokens differ" in plan(folder, policy=other).model.foreign
+
+
+def test_engines_take_the_devices_after_all_others(folder: Path) -> None:
+    plans = [plan(folder, replicas=2), plan(folder, "teacher", tp=2)]
+    check_frozen_devices(4, CPU, plans)
+    with pytest.raises(TooFewDevices, match="5 for trainer and generators, 4 for frozen models: 2 of frozen judge"):
+        check_frozen_devices(5, CPU, plans)
+
+
+def test_a_run_refuses_two_of_one_name_and_keeps_none_that_it_refuses(folder: Path) -> None:
+    plans, given = FrozenPlans(), FrozenSettings()
+    plans.add("judge", str(folder), given, str(folder), 4, CPU)
+    for name, replicas, said in (
+        ("judge", 1, "called 'judge' already"),
+        ("Teacher", 1, "small"),
+        ("large", 9, "CPU ranks"),
+    ):
+        with pytest.raises(FrozenRefused, match=said):
+            plans.add(name, str(folder), FrozenSettings(replicas=replicas), str(folder), 4, CPU)
+    plans.add("teacher", str(folder), given, str(folder), 4, CPU)
+    assert [plan.model.name for plan in plans] == ["judge", "teacher"]
+    again = FrozenPlans([FrozenPool(plans[0])])
+    assert again.add("judge", str(folder), given, str(folder), 4, CPU) is plans[0].model, "its engines are there"
+    assert again.add("teacher", str(folder), given, str(folder), 4, CPU) != plans[1].model
+    others = FrozenPlans([FrozenPool(plans[0])])
+    assert others.add("judge", str(folder), FrozenSettings(replicas=2), str(folder), 4, CPU) != plans[0].model
+
+
+def test_engines_that_are_not_asked_for_again_are_ended_before_others_take_their_devices(folder: Path) -> None:
+    """Also those that are asked for on other devices than they have; those that stay keep their processes."""
+    did: list[str] = []
+
+    async def kill(mesh: Any) -> None:
+        did.append(f"end {mesh.name}")
+
+    async def nothing(*_: Any) -> np.ndarray:
+        return np.zeros(1)
+
+    engine = SimpleNamespace(setup=SimpleNamespace(call_one=nothing), ready=SimpleNamespace(call_one=nothing))
+
+    def spawn(name: str, *_: Any, first_device: int, **__: Any) -> Any:
+        did.append(f"{name} on {first_device}")
+        return SimpleNamespace(name=name, spawn=lambda *_: engine)
+
+    cluster: Any = SimpleNamespace(kill=kill, locate=nothing, spawn=spawn, devices=CPU, num_hosts=1)
+    judge, teacher, other = (plan(folder, name, max_total_tokens=4096) for name in ("judge", "teacher", "other"))
+
+    async def start() -> None:
+        before = await start_all_frozen(cluster, [judge, teacher], 4, 0)
+        after = await start_all_frozen(cluster, [judge, other], 4, 0, before)
+        assert after[0] is before[0] and after[1] not in before
+        await start_all_frozen(cluster, [other], 4, 0, after)
+
+    asyncio.run(start())
+    assert did[:2] == ["frozen_judge0 on 4", "frozen_teacher0 on 5"]
+    assert did[2:4] == ["end frozen_teacher0", "frozen_other0 on 5"]
+    assert sorted(did[4:6]) == ["end frozen_judge0", "end frozen_other0"] and did[6:] == ["frozen_other0 on 4"]
+
+
+def test_weights_for_a_model_that_the_run_has_not_are_refused_with_a_sentence(folder: Path) -> None:
+    asked, other = plan(folder), plan(folder, "teacher")
+
+    async def test() -> None:
+        async with Run.open(RunSettings(model=str(folder))) as run:
+            run._begun = SimpleNamespace(actors=SimpleNamespace(frozen=[FrozenPool(asked)]), checkpoints=None)  # type: ignore[assignment]
+            with pytest.raises(
+                ValueError, match="no frozen model 'teacher' .*; it has judge. Ask for it by run.frozen"
+            ):
+                await run.load_frozen(other.model, folder)
+
+    asyncio.run(test())
+
+
+def test_the_memory_plan_of_a_gpu_counts_log_probs_and_no_versions() -> None:
+    gpu = Devices("cuda", 1, 8, device_bytes(80))
+    small, large = MODELS["Qwen3-0.6B"], MODELS["Qwen3-32B"]
+    needed = frozen_memory(small, FrozenSettings().engine, gpu.memory)
+    assert VERSIONS not in needed and needed["log-probs of prompts"] > 2**30
+    automatic = with_memory(small, FrozenSettings(), gpu).memory_fraction
+    assert 0.5 < automatic < 0.95
+    assert with_memory(small, FrozenSettings(memory_fraction=0.3), gpu).memory_fraction == 0.3
+    gpu = Devices("cuda", 1, 8, device_bytes(40))
+    with pytest.raises(ValueError, match=r"a replica needs .* GiB at its peak .*weights.*: raise frozen\.tp"):
+        with_memory(large, FrozenSettings(context_length=4096), gpu)
+    assert with_memory(large, FrozenSettings(context_length=4096, tp=4), gpu).memory_fraction > 0
+
+
+def test_a_machine_without_gpus_needs_room_for_all_engines(folder: Path) -> None:
+    plans = [plan(folder, max_total_tokens=4096), plan(folder, "teacher", replicas=2, max_total_tokens=4096)]
+    check_free_memory(plans, beside=0, free_bytes=1 << 30)
+    with pytest.raises(RuntimeError, match="the engines need generators 1.0, frozen teacher"):
+        check_free_memory(plans, beside=1 << 30, free_bytes=1 << 30)
+
+
+# ---- engines that are lost -------------------------------------------------------------------------------------------
+
+
+def sums(folder: str) -> np.ndarray:
+    """Of the files that a folder has now."""
+    return np.array([zlib.crc32(path.read_bytes()) for path in sorted(Path(folder).glob("*.safetensors"))])
+
+
+class Engine:
+    """A handle of a frozen engine; ``fail`` ends it."""
+
+    def __init__(self, answers: Any = None) -> None:
+        self.end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.asked = 0
+        self._answers = answers
+        self.pid = id(self)
+        self.loaded: list[str] = []
+        self.loads = 0
+        for name in ("lives", "logprobs", "stats", "load", "setup"):
+            setattr(self, name, SimpleNamespace(call_one=getattr(self, f"_{name}")))
+
+    async def _lives(self) -> None:
+        await asyncio.shield(self.end)
+
+    async def _logprobs(self) -> Any:
+        self.asked += 1
+        if isinstance(self._answers, Exception):
+            raise self._answers
+        return self._answers
+
+    async def _setup(self, name: str, folder: str, settings: Any, index: int) -> np.ndarray:
+        return sums(folder)
+
+    async def _load(self, folder: str) -> np.ndarray:
+        self.loaded.append(folder)
+        found = sums(folder)
+        self.loads += 1
+        await asyncio.sleep(0.01)
+        self.loads -= 1
+        assert not self.loads, "one engine loads once at a time"
+        if isinstance(self._answers, Exception):
+            raise self._answers
+        return found
+
+    async def _stats(self) -> dict[str, Any]:
+        counts = {"requests": self.asked, "read_tokens": 10 * self.asked, "drawn_tokens": self.asked}
+        return counts | {"busy_seconds": 0.5, "devices": 2, "pid": self.pid, "child_pids": []}
+
+
+class Worker:
+    """A handle of a rollout worker that notes what it is told of frozen engines."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[Any, ...]] = []
+        self.deaf = False
+        never = asyncio.get_running_loop().create_future()
+        self.lives = SimpleNamespace(call_one=lambda: asyncio.shield(never))
+        self.update_frozen = SimpleNamespace(call_one=self._update)
+        self.replace_frozen = SimpleNamespace(call_one=self._replace)
+
+    async def _update(self, key: str, lost: list[int]) -> None:
+        self.told.append(("lost", lost))
+
+    async def _replace(self, key: str, index: int, handle: Any) -> None:
+        if self.deaf:
+            raise DeadlineExceeded("waited 60 s")
+        self.told.append(("new", index, handle))
+
+
+class Stage:
+    """Two engines of a frozen model called ``generator``, a generator and two workers."""
+
+    def __init__(self, folder: Path, made: FrozenPlan, restarts: int = 3) -> None:
+        self.started: list[Engine] = []
+        self.broken = False
+        cluster: Any = SimpleNamespace(kill=self._nothing, locate=self._nothing)
+        self.pool = FrozenPool(made, ActorFactory[FrozenEngine](cluster, self._spawn, self._set_up))
+        self.engines = [Engine(), Engine()]
+        self.pool.handles = dict(enumerate(self.engines))  # type: ignore[arg-type]
+        self.pool.latest = dict(self.pool.handles)
+        self.told: list[tuple[Any, ...]] = []
+        replicas: Any = SimpleNamespace(
+            update_replicas=lambda paused, lost: self.told.append(("lost", lost)),
+            replace=lambda index, handle: self.told.append(("new", index, handle)),
+        )
+        frozen._connected[made.model.key] = frozen.Connected(None, None, replicas)  # type: ignore[arg-type]
+        self.workers = [Worker(), Worker()]
+        workers: ActorPool[Any] = ActorPool("rollout worker", "rollout", dict(enumerate(self.workers)))
+        generators: ActorPool[Any] = ActorPool("generator", "generator", {0: Engine()})
+        publisher: Any = SimpleNamespace(on_lost=None, lost={})
+        settings = RecoverySettings(restarts=restarts)
+        self.recovery = Recovery(generators, workers, publisher, SimpleNamespace(), settings, folder, [self.pool])  # type: ignore[arg-type]
+        self.file = folder / "losses.jsonl"
+
+    async def _nothing(self, mesh: Any) -> None: ...
+
+    def _spawn(self, index: int) -> tuple[Any, Any]:
+        self.started.append(Engine())
+        return f"mesh {index}", self.started[-1]
+
+    async def _set_up(self, index: int, engine: Any) -> None:
+        await asyncio.sleep(0.01)
+        if self.broken:
+            raise RuntimeError("no device")
+        await self.pool.set_up(index, engine, on_gpu=False)
+
+    async def until(self, condition: Callable[[], Any]) -> None:
+        async with asyncio.timeout(10):
+            while not condition():
+                await asyncio.sleep(0.001)
+
+
+def on_stage(tmp_path: Path, folder: Path, test: Callable[[Stage], Awaitable[None]], restarts: int = 3) -> None:
+    async def go() -> None:
+        await test(Stage(tmp_path, plan(folder, "generator"), restarts))
+
+    asyncio.run(go())
+    frozen._connected.clear()
+
+
+@pytest.mark.parametrize(
+    "culprit", ["", "frozen generator 1", "the engine of frozen generator 1", "frozen_generator1 0"]
+)
+def test_everybody_is_told_of_a_lost_engine_and_of_the_new_one(tmp_path: Path, folder: Path, culprit: str) -> None:
+    """Whoever asks it: workers, and the controller itself. A frozen model may be called as other processes are."""
+
+    async def test(stage: Stage) -> None:
+        async with stage.recovery.supervising():
+            await asyncio.sleep(0)
+            if culprit:
+                assert await stage.recovery.recover(culprit)
+            else:
+                stage.engines[1].end.set_exception(RuntimeError("Killed(sig=9)"))
+            await stage.until(lambda: stage.recovery.metrics()["recovery/returned"])
+        (new,) = stage.started
+        for told in (stage.told, *(worker.told for worker in stage.workers)):
+            assert told == [("lost", [1]), ("new", 1, new), ("lost", [])]
+        handles: dict[int, Any] = dict(stage.pool.handles)
+        assert handles == {0: stage.engines[0], 1: new}
+        assert [json.loads(line)["who"] for line in stage.file.read_text().splitlines()] == ["frozen generator 1"] * 2
+
+    on_stage(tmp_path, folder, test)
+
+
+def test_a_run_without_engines_of_a_frozen_model_ends(tmp_path: Path, folder: Path) -> None:
+    async def test(stage: Stage) -> None:
+        stage.broken = True
+        with pytest.raises(AllActorsLost, match="no frozen generator is left. The first loss was that of frozen"):
+            async with stage.recovery.supervising():
+                for engine in stage.engines:
+                    engine.end.set_exception(RuntimeError("Killed(sig=9)"))
+                await asyncio.sleep(30)
+        assert len(stage.started) == 2, "each is started once more"
+
+    on_stage(tmp_path, folder, test, restarts=1)
+
+
+def test_a_worker_that_does_not_take_note_of_a_new_engine_is_lost(tmp_path: Path, folder: Path) -> None:
+    async def test(stage: Stage) -> None:
+        stage.workers[1].deaf = True
+        with pytest.raises(BaseException, match="release"):  # the stage has no buffer that gives its groups to others
+            async with stage.recovery.supervising():
+                stage.engines[0].end.set_exception(RuntimeError("Killed(sig=9)"))
+                await asyncio.sleep(30)
+        assert "rollout worker 1" in stage.file.read_text()
+
+    on_stage(tmp_path, folder, test)
+
+
+def test_all_engines_load_another_folder_and_so_does_one_that_comes_up_meanwhile(tmp_path: Path, folder: Path) -> None:
+    later = random_model(tmp_path / "later")
+    other = tmp_path / "other"
+    write_random_model(other, TinyModel(hidden_size=32, layers=2))
+
+    async def test(stage: Stage) -> None:
+        with pytest.raises(ValueError, match="frozen generator: .*other holds another model than"):
+            await stage.pool.load(other)
+        assert stage.pool.folder == folder and not stage.engines[0].loaded
+        stage.engines[1]._answers = ActorError(EngineStopped("exit code -9"), "load failed")  # to be replaced
+        starting = asyncio.ensure_future(stage.pool.start(1))
+        await asyncio.sleep(0)
+        await stage.pool.load(later)
+        assert stage.engines[0].loaded == [str(later)]
+        await starting
+        assert stage.started[0].loaded == [str(later)] and stage.pool.folder == later
+
+    on_stage(tmp_path, folder, test)
+
+
+def test_an_engine_that_comes_up_from_a_folder_that_was_written_since_does_not_serve(
+    tmp_path: Path, folder: Path
+) -> None:
+    """Else it would answer by other weights than the engines beside it. Loading the folder again is the way on."""
+    saved = tmp_path / "saved"
+    shutil.copytree(folder, saved)
+
+    async def test(stage: Stage) -> None:
+        await stage.pool.load(saved)
+        await stage.pool.start(1)
+        (file,) = saved.glob("*.safetensors")
+        file.write_bytes(file.read_bytes()[:-1] + b"x")
+        with pytest.raises(FolderChanged, match="frozen generator 1 found other weights in .*saved than"):
+            await stage.pool.start(1)
+        await stage.pool.load(saved)
+        await stage.pool.start(1)
+
+    on_stage(tmp_path, folder, test)
+
+
+def test_an_engine_that_comes_up_while_others_load_ends_with_the_newest(tmp_path: Path, folder: Path) -> None:
+    """Whenever the two meet, also where the folder keeps its name, and never with two loads at once."""
+    later = random_model(tmp_path / "later")
+
+    async def test(stage: Stage) -> None:
+        for turns in range(8):
+            starting = asyncio.ensure_future(stage.pool.start(1))
+            await asyncio.sleep(0.004 * turns)
+            await asyncio.gather(stage.pool.load(later), stage.pool.load(folder))
+            newest = stage.pool.folder
+            engine: Any = await starting
+            assert engine.loaded or turns, "it began before both"
+            assert not engine.loaded or engine.loaded[-1] == str(newest) == stage.engines[0].loaded[-1]
+
+    on_stage(tmp_path, folder, test)
+
+
+def test_a_model_takes_over_the_policys_weights_after_every_so_many_versions(tmp_path: Path, folder: Path) -> None:
+    """At once where a run goes on. Folders that nobody serves any more are removed."""
+
+    async def saved(target: str) -> None:
+        shutil.copytree(folder, target, dirs_exist_ok=True)
+
+    async def test(stage: Stage) -> None:
+        stage.pool.plan = replace(stage.pool.plan, snapshot_every=2)
+        trainer = SimpleNamespace(save=SimpleNamespace(call=saved))
+        actors: Any = SimpleNamespace(frozen=(stage.pool,), trainer=trainer, model_bytes=0)
+        for version in range(8):
+            await take_snapshots(actors, version, tmp_path)
+            assert stage.pool.version == (version - version % 2 or None)
+        await take_snapshots(actors, 7, tmp_path, resumed=True)
+        written = [tmp_path / "snapshots" / f"version-{version:08d}" for version in (2, 4, 6, 7)]
+        assert stage.engines[0].loaded == [str(path) for path in written] and stage.pool.version == 7
+        assert [path.exists() for path in written] == [False, False, True, True]
+        for version, served in ((10, 10), (10, 10), (11, 10), (13, 13), (15, 15), (16, 16)):  # some are not published
+            await take_snapshots(actors, version, tmp_path)
+            assert stage.pool.version == served
+        stage.pool.plan = replace(stage.pool.plan, snapshot_every=0)
+        await take_snapshots(actors, 18, None)
+        stage.pool.plan = replace(stage.pool.plan, snapshot_every=2)
+        with pytest.raises(RuntimeError, match="has no folder for snapshots"):
+            await take_snapshots(actors, 18, None)
+
+    on_stage(tmp_path, folder, test)
+    other = tmp_path / "other"
+    write_random_model(other, TinyModel(hidden_size=32, layers=2))
+    with pytest.raises(ValueError, match="frozen model me: .* other tensors than the policy.*give the policy's own"):
+        plan_frozen("me", str(other), FrozenSettings(), str(folder), CPU, snapshot_every=2)
+
+
+def test_an_engine_that_cannot_read_a_folder_is_lost(tmp_path: Path) -> None:
+    """Else it would go on with the weights of before, and all would believe that it had loaded the others."""
+
+    async def test() -> None:
+        engine: Any = FrozenEngine()
+        load: Any = getattr(vars(FrozenEngine)["load"]._method, LASTING)
+        with pytest.raises((OSError, ValueError)) as raised:
+            await load(engine, str(tmp_path / "missing"))
+        assert engine._failed.done() and engine._failed.result() is raised.value
+
+    asyncio.run(test())
+
+
+def test_metrics_add_up_over_engines_that_came_one_after_the_other(folder: Path) -> None:
+    async def test() -> None:
+        pool = FrozenPool(plan(folder))
+        first, second = Engine(1), Engine(1)
+        meter = FrozenMeter([pool])
+        for engine, asked in ((first, 3), (second, 4)):
+            pool.handles = {0: engine}  # type: ignore[dict-item]
+            engine.asked = asked
+            values = await meter.metrics()
+        assert values == {
+            "frozen/judge/requests": 7,
+            "frozen/judge/read_tokens": 70,
+            "frozen/judge/drawn_tokens": 7,
+            "frozen/judge/device_s": 2.0,
+        }
+        pool.handles[1] = other = Engine(1)  # type: ignore[assignment]
+        other.asked, other.pid = 5, second.pid
+        assert (await meter.metrics())["frozen/judge/requests"] == 12, "another machine has the same pids"
+
+    asyncio.run(test())
+
+
+# ---- requests that endpoints answer ----------------------------------------------------------------------------------
+
+
+def ask(dispatcher: Dispatcher, group: int = 0) -> Awaitable[Any]:
+    return dispatcher.call(group, "return log-probs", lambda handle: handle.logprobs.call_one())
+
+
+def test_a_call_outlives_lost_engines_within_a_bound() -> None:
+    async def test() -> None:
+        lost = ActorError(EngineStopped("exit code -9"), "logprobs failed")
+        engines: list[Any] = [Engine(lost), Engine(lost), Engine(np.ones(2))]
+        answer = await ask(Dispatcher(engines, 10, "frozen judge", losses=2))
+        assert answer.tolist() == [1, 1] and [engine.asked for engine in engines] == [1, 1, 1]
+        with pytest.raises(ReplicaLost, match="exit code -9"):
+            await ask(Dispatcher(engines[:2], 10, "frozen judge", losses=1))
+
+    asyncio.run(test())
+
+
+def test_a_refusal_is_the_callers_and_costs_no_engine() -> None:
+    async def test() -> None:
+        refusing: Any = Engine(ActorError(GenerationError("too long"), "logprobs failed"))
+        dispatcher = Dispatcher([refusing], 10, "frozen judge", losses=2)
+        for asked in (1, 2):
+            with pytest.raises(GenerationError, match="too long"):
+                await ask(dispatcher)
+            assert refusing.asked == asked and not dispatcher._lost
+
+    asyncio.run(test())
+
+
+def test_without_an_engine_a_call_waits_for_the_next_one_and_says_so_when_it_is_late() -> None:
+    async def test() -> None:
+        lost: Any = Engine(ActorError(EngineStopped("exit code -9"), "logprobs failed"))
+        fresh: Any = Engine(np.ones(1))
+        dispatcher = Dispatcher([lost], 10, "frozen judge", "frozen.request-deadline-s", losses=2)
+        asking = asyncio.ensure_future(ask(dispatcher))  # type: ignore[arg-type]
+        while not dispatcher._lost:
+            await asyncio.sleep(0)
+        dispatcher.replace(0, fresh)
+        dispatcher.update_replicas([], [])
+        assert (await asking).tolist() == [1]
+        late = Dispatcher([lost], 0.05, "frozen judge", "frozen.request-deadline-s", losses=2)
+        with pytest.raises(DeadlineExceeded, match="a frozen judge that takes requests .*frozen judge 0 was lost"):
+            await ask(late)
+
+    asyncio.run(test())

@@ -1,0 +1,68 @@
+"""What updates are made again with: no ranks are started. tests/recipe/test_recipe.py replays a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from monarch_rl.algorithms.advantages import SeatBaselines
+from monarch_rl.algorithms.functions import needed_columns
+from monarch_rl.algorithms.group_view import GroupView
+from monarch_rl.checkpoint.journal import JournalReader, JournalWriter, write_plan
+from monarch_rl.pipeline.replay import functions_of, generation_of
+from monarch_rl.runtime.by_value import ByValue
+from monarch_rl.trainer.actor import TrainerPlan
+from monarch_rl.trainer.advantages import advantages_of, fingerprint
+from monarch_rl.trainer.functions import TrainingFunctions
+from monarch_rl.trainer.loss_settings import LossSettings
+from monarch_rl.trainer.objective import Objective, supervised
+from monarch_rl.trainer.settings import TrainerSettings
+from tests.checkpoint.test_journal import shards
+from tools.replay import objective_of
+
+
+def plan_of(functions: TrainingFunctions | None = None, loss: LossSettings | None = None) -> TrainerPlan:
+    return TrainerPlan(Path("model"), TrainerSettings(loss=loss or LossSettings()), 1, 1.0, 8, functions)
+
+
+def test_a_replay_goes_on_with_what_the_functions_remembered() -> None:
+    """Also where another objective takes the place of the run's."""
+    functions = TrainingFunctions.of(SeatBaselines(), "reinforcement", LossSettings())
+    run, groups = functions.load(), [GroupView.of([1.0, 3.0])]
+    advantages_of(groups, run.advantage)
+    saved = run.state_dict()
+    expected = fingerprint(advantages_of(groups, run.advantage))
+    other: ByValue[Objective] = ByValue(supervised, "the objective")
+    for objective in (None, other):
+        replayed = functions_of(plan_of(functions), objective, saved)
+        assert fingerprint(advantages_of(groups, replayed.advantage)) == expected
+    begun = functions_of(plan_of(functions), None, {})
+    assert fingerprint(advantages_of(groups, begun.advantage)) != expected
+
+
+def test_a_replay_takes_policy_losses_by_name() -> None:
+    plan = plan_of(loss=LossSettings(policy_loss="pg", corrections=()))
+    assert needed_columns(functions_of(plan, None, {}).objective) == ()
+    gspo = functions_of(plan, objective_of("gspo", plan), {}).objective
+    assert needed_columns(gspo) == ("old",)
+    assert functions_of(plan, objective_of("supervised", plan), {}).objective is not None
+    with pytest.raises(ValueError, match="there is no objective 'gsp'"):
+        objective_of("gsp", plan)
+
+
+def test_steps_before_a_resume_with_other_ranks_are_not_mixed_with_those_after_it(tmp_path: Path) -> None:
+    """Two ranks make steps 1 to 4; the run goes on after step 3, on one rank, and later on one again."""
+    for generation, (ranks, versions) in enumerate(((2, range(4)), (1, range(3, 6)), (1, range(6, 8)))):
+        write_plan(tmp_path, TrainerPlan(Path("model"), TrainerSettings(ranks=ranks), 1, 1.0, 8), generation)
+        writer = JournalWriter(tmp_path, 0, 10**6, {"generation": generation})
+        for version in versions:
+            writer.batch(shards(version, ranks)[0])
+        writer.close()
+    reader = JournalReader(tmp_path, 0)
+    assert generation_of(tmp_path, reader, 0, 3) == 0
+    assert generation_of(tmp_path, reader, 3, 8) == 2, "the settings are the same"
+    with pytest.raises(ValueError, match=r"step 3 was made with other .* than step 5 \(trainer.ranks 2 and 1\)"):
+        generation_of(tmp_path, reader, 0, 5)
+    with pytest.raises(ValueError, match="the journal lacks step 9"):
+        generation_of(tmp_path, reader, 3, 9)

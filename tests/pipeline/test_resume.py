@@ -1,0 +1,195 @@
+"""Which settings a resumed run may have, and how its folder is cut back."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from monarch_rl.buffer.settings import BufferSettings
+from monarch_rl.checkpoint import folders
+from monarch_rl.checkpoint.folders import GROUPS, Manifest
+from monarch_rl.model.lora import LoraSettings
+from monarch_rl.pipeline import resume
+from monarch_rl.pipeline.evaluation import BestResult
+from monarch_rl.pipeline.run_folder import note_state, recipe_name
+from monarch_rl.pipeline.settings import RunSettings
+from monarch_rl.runtime import folder_lock, supervisor
+from monarch_rl.trainer.critic_settings import CriticSettings
+from monarch_rl.trainer.settings import TrainerSettings
+
+
+def finished_step(settings: RunSettings, version: int = 3, name: str = "1") -> Path:
+    """A run with a checkpoint, after which it went on."""
+    run = settings.output / f"{recipe_name()}-{name}"
+    run.mkdir(parents=True, exist_ok=True)
+    (run / "settings.json").write_text(json.dumps(resume.plain(settings)))
+    (run / "metrics.jsonl").write_text("before\nafter\n")
+    partial = folders.begin(run / "checkpoints", version)
+    (partial / GROUPS).write_bytes(b"groups")
+    files = [folders.file_sum(partial, partial / GROUPS)]
+    folders.commit(run / "checkpoints", Manifest(version, version, 0, 9.0, {"metrics.jsonl": 7}, files=files))
+    note_state(run, "failed", "a loss", goes_on=True)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (RunSettings(groups_per_step=8), "groups-per-step 8 cannot go on with this run: it was 32, and the bound"),
+        (RunSettings(buffer=BufferSettings(1)), "buffer.max-policy-lag 1 cannot .*: it was 2, and the bound"),
+        (RunSettings(trainer=TrainerSettings(lr=1e-5)), "trainer.lr 1e-05 cannot .* schedule of the learning rate"),
+    ],
+)
+def test_settings_that_break_the_bound_or_the_schedule_are_refused(
+    tmp_path: Path, changed: RunSettings, said: str
+) -> None:
+    run = finished_step(RunSettings(output=tmp_path))
+    with pytest.raises(ValueError, match=said):
+        resume.going_on(replace(changed, output=tmp_path, resume=str(run)))
+
+
+def test_more_steps_are_refused_only_where_the_schedule_depends_on_them(tmp_path: Path) -> None:
+    run = finished_step(RunSettings(output=tmp_path))
+    more = RunSettings(output=tmp_path, resume=str(run), steps=300, held_out=7)
+    resumed = resume.going_on(more)
+    assert resumed is not None and {"steps 250 -> 300", "held_out 200 -> 7"} <= set(resumed.differences)
+    decaying = RunSettings(output=tmp_path / "other", trainer=TrainerSettings(lr_min_factor=0.1))
+    run = finished_step(decaying)
+    with pytest.raises(ValueError, match="steps 300 cannot go on"):
+        resume.going_on(replace(decaying, steps=300, resume=str(run)))
+
+
+@pytest.mark.parametrize("flag", ["epochs", "minibatches"])
+def test_more_updates_a_batch_are_refused_where_the_schedule_depends_on_them(tmp_path: Path, flag: str) -> None:
+    constant, twice = RunSettings(output=tmp_path), dict[str, Any]({flag: 2})
+    run = finished_step(constant)
+    more = replace(constant, resume=str(run), trainer=TrainerSettings(**twice))
+    resumed = resume.going_on(more)
+    assert resumed is not None and f"trainer.{flag} 1 -> 2" in resumed.differences
+    decaying = RunSettings(output=tmp_path / "other", trainer=TrainerSettings(lr_min_factor=0.1))
+    run = finished_step(decaying)
+    with pytest.raises(ValueError, match=f"trainer.{flag} 2 cannot go on .*: it was 1, and the schedule"):
+        resume.going_on(replace(decaying, resume=str(run), trainer=TrainerSettings(lr_min_factor=0.1, **twice)))
+
+
+@pytest.mark.parametrize(
+    ("trainer", "said"),
+    [
+        (TrainerSettings(lora=LoraSettings(4)), "the checkpoint has LoRA's weights alone"),
+        (TrainerSettings(reference=True), "the reference is read from it"),
+    ],
+)
+def test_another_model_is_refused_where_a_checkpoint_does_not_hold_all_weights(
+    tmp_path: Path, trainer: TrainerSettings, said: str
+) -> None:
+    run = finished_step(RunSettings(output=tmp_path, trainer=trainer))
+    other = RunSettings(model="other/model", output=tmp_path, resume=str(run), trainer=trainer)
+    with pytest.raises(ValueError, match=f"model other/model cannot go on .*: it was Qwen/Qwen3-0.6B, and {said}"):
+        resume.going_on(other)
+    whole = RunSettings(output=tmp_path / "whole")
+    run = finished_step(whole)
+    resumed = resume.going_on(replace(whole, model="other/model", resume=str(run)))
+    assert resumed is not None and "model Qwen/Qwen3-0.6B -> other/model" in resumed.differences
+
+
+def test_a_run_without_a_critic_does_not_go_on_with_one(tmp_path: Path) -> None:
+    without, with_one = TrainerSettings(), TrainerSettings(critic=CriticSettings(lr=1e-5))
+    run = finished_step(RunSettings(output=tmp_path, trainer=without))
+    settings = json.loads((run / "settings.json").read_text())
+    del settings["trainer"]["critic"]  # a run from before there were any
+    (run / "settings.json").write_text(json.dumps(settings))
+    assert resume.going_on(RunSettings(output=tmp_path, resume=str(run), trainer=without)) is not None
+    with pytest.raises(ValueError, match="trainer.critic.lr 1e-05 cannot go on with this run: .* has no critic"):
+        resume.going_on(RunSettings(output=tmp_path, resume=str(run), trainer=with_one))
+    run = finished_step(RunSettings(output=tmp_path / "other", trainer=with_one))
+    faster = replace(with_one, critic=CriticSettings(lr=1e-4))
+    resumed = resume.going_on(RunSettings(output=tmp_path / "other", resume=str(run), trainer=faster))
+    assert resumed is not None and "trainer.critic.lr 1e-05 -> 0.0001" in resumed.differences
+
+
+def test_the_folder_is_cut_back_to_the_checkpoint_and_the_resume_recorded(tmp_path: Path) -> None:
+    settings = RunSettings(output=tmp_path)
+    run = finished_step(settings)
+    for generation in (1, 2):
+        resumed = resume.going_on(replace(settings, resume=str(run), held_out=7))
+        assert resumed is not None and (resumed.version, resumed.generation) == (3, generation)
+        assert resume.take_folder(settings, resumed) == run.resolve()
+    assert (run / "metrics.jsonl").read_text() == "before\n"
+    rows = [json.loads(line) for line in (run / "resumes.jsonl").read_text().splitlines()]
+    assert [(row["generation"], row["step"]) for row in rows] == [(1, 3), (2, 3)]
+    assert "held_out 200 -> 7" in rows[0]["differences"]
+
+
+@pytest.mark.parametrize(("version", "stays"), [(3, True), (4, False)])
+def test_a_best_result_of_weights_that_are_no_more_is_forgotten(tmp_path: Path, version: int, stays: bool) -> None:
+    settings = RunSettings(output=tmp_path)
+    run = finished_step(settings)
+    BestResult("held_out/accuracy", run).note({"held_out/accuracy": 0.5}, version)
+    resume.take_folder(settings, resume.going_on(replace(settings, resume=str(run))))
+    assert (BestResult("held_out/accuracy", run).best is not None) == stays
+
+
+def test_auto_takes_the_newest_run_that_has_not_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = RunSettings(output=tmp_path, resume="auto")
+    assert resume.going_on(settings) is None
+    first, second, third = (finished_step(settings, name=name) for name in "123")
+    for age, run in enumerate((third, second, first)):
+        os.utime(run / "settings.json", (1e9 - age, 1e9 - age))
+    note_state(third, "finished")
+    resumed = resume.going_on(settings)
+    assert resumed is not None and resumed.run == second.resolve()
+    assert resume.going_on(replace(settings, resume=None)) is None, "nobody asked for it"
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    resumed = resume.going_on(replace(settings, resume=None))
+    assert resumed is not None and resumed.run == second.resolve(), "torchrun has started it again"
+    note_state(second, "failed", "a mistake", goes_on=False)
+    resumed = resume.going_on(replace(settings, resume=None))
+    assert resumed is not None and resumed.run == first.resolve(), "what ended by a mistake would meet it again"
+    monkeypatch.setenv(supervisor.RESUMES, str(first))
+    resumed = resume.going_on(settings)
+    assert resumed is not None and resumed.run == first.resolve()
+
+
+HOLDS = """
+import sys
+from pathlib import Path
+from monarch_rl.runtime import folder_lock
+print(folder_lock.take(Path(sys.argv[1])), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_run_that_still_goes_on_is_refused_by_name_and_passed_over_by_auto(tmp_path: Path) -> None:
+    settings = RunSettings(output=tmp_path, resume="auto")
+    older, newer = (finished_step(settings, name=name) for name in "12")
+    os.utime(older / "settings.json", (1e9, 1e9))
+    command = [sys.executable, "-c", HOLDS]
+    with subprocess.Popen([*command, str(newer)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == "True\n"
+        with pytest.raises(ValueError, match=f"resume {newer}: the run still goes on, in process {os.getpid()}"):
+            resume.going_on(replace(settings, resume=str(newer)))
+        resumed = resume.going_on(settings)
+        assert resumed is not None and resumed.run == older.resolve()
+        tried = subprocess.run([*command, str(older)], input="", capture_output=True, text=True, timeout=60)
+        assert tried.stdout == "False\n", "it is locked from here on"
+        holder.kill()
+        holder.wait(60)
+        resumed = resume.going_on(settings)
+        assert resumed is not None and resumed.run == newer.resolve()
+    for run in (older, newer):
+        folder_lock.release(run)
+
+
+def test_a_run_without_a_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
+    assert resume.how_to_go_on(tmp_path / "none") == "it has no checkpoint to go on from"
+    run = finished_step(RunSettings(output=tmp_path))
+    assert resume.how_to_go_on(run) == f"--resume {run} goes on with it"
+    with pytest.raises(ValueError, match="resume .*: there is no checkpoint in .*; give the folder of a run"):
+        resume.going_on(RunSettings(output=tmp_path, resume=str(tmp_path / "none")))

@@ -1,0 +1,114 @@
+"""Supervised steps among the versions of a run, and what rows are mixed in. Over simulated actors; what rows teach is
+in tests/trainer/test_policy.py, a real run in tests/recipe/test_recipe.py."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from monarch_rl.buffer.ledger import Counts
+from monarch_rl.checkpoint.folders import complete
+from monarch_rl.checkpoint.settings import CheckpointSettings
+from monarch_rl.pipeline.run import Run
+from monarch_rl.pipeline.settings import RunSettings
+from monarch_rl.pipeline.supervised import plan_mixed_rows, plan_rows
+from monarch_rl.rollout.settings import RolloutSettings
+from monarch_rl.simulate.clock import run_virtual
+from monarch_rl.trainer.settings import TrainerSettings
+from tests.pipeline.test_checkpoints import SUPERVISED_S, begun, newest
+
+ROWS = [{"prompt": f"{n} + {n} = ", "answer": str(2 * n)} for n in range(10)]
+NONE = CheckpointSettings(every_minutes=0.0, grace_s=0.0)
+
+
+def test_supervised_steps_make_the_first_versions_and_the_bound_holds_after_them(tmp_path: Path) -> None:
+    """With a lag of 1 at most, a group that was drawn by the model as it was could not be trained after 3 versions."""
+
+    async def warm() -> tuple[list[int], Counts]:
+        async with begun(tmp_path, NONE) as (run, trainer):
+            await run.supervised(ROWS, steps=3, rows_per_step=5, lr_factor=2.0)
+            assert (await run.counts()).published in (0, 3) and trainer.plans[0].rows_per_step == 5
+            await run.supervised(ROWS, steps=3)  # of a recipe that was resumed
+            await run.mix(ROWS, share=0.2)
+            steps = []
+            async for step in run.steps(8):
+                steps.append(step)
+                await run.step()
+                counts = await run.counts()
+            assert [plan.share for plan in trainer.plans] == [1.0, 0.2]
+            return steps, counts
+
+    steps, counts = run_virtual(warm())
+    assert steps == [4, 5, 6, 7, 8]
+    assert counts.trained == 5 * 4 and not counts.dropped and counts.version == 8
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    assert ["trainer/supervised_loss" in row for row in rows] == [True] * 3 + [False] * 5
+    assert [row["buffer/admitted"] for row in rows[:3]] == [0, 0, 0]
+
+
+def test_a_warm_start_that_is_interrupted_is_saved(tmp_path: Path) -> None:
+    """With the step under way: it waits for nothing that could be missing."""
+
+    async def ends() -> None:
+        async with begun(tmp_path, CheckpointSettings(every_steps=2, grace_s=1e6)) as (run, _):
+            seen.append(run)
+            warming = asyncio.ensure_future(run.supervised(ROWS, steps=100))
+            await asyncio.sleep(2.5 * SUPERVISED_S)
+            warming.cancel()
+            raise KeyError("a mistake")
+
+    seen: list[Run] = []
+    with pytest.raises(KeyError, match="a mistake"):
+        run_virtual(ends())
+    assert newest(tmp_path) == seen[0].version >= 3
+    assert 2 in complete(tmp_path / "checkpoints")
+
+
+def test_supervised_steps_come_before_groups(tmp_path: Path) -> None:
+    async def late() -> None:
+        async with begun(tmp_path, NONE) as (run, _):
+            async for _step in run.steps(2):
+                await run.step()
+                with pytest.raises(RuntimeError, match=r"come before run\.steps.* run\.mix\(rows, share=\.\.\.\)"):
+                    await run.supervised(ROWS, steps=5)
+
+    run_virtual(late())
+
+
+def settings(minibatches: int = 1) -> RunSettings:
+    return RunSettings(
+        groups_per_step=4, trainer=TrainerSettings(minibatches=minibatches), rollout=RolloutSettings(group_size=8)
+    )
+
+
+def test_mixed_rows_are_their_share_of_the_sequences() -> None:
+    for share in (0.01, 0.1, 0.5, 0.9):
+        plan = plan_mixed_rows(ROWS, settings(), share)
+        assert plan.share == share
+        assert plan.rows_per_step == 1 or abs(plan.rows_per_step / (plan.rows_per_step + 32) - share) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"share": 0.0}, "share 0 of supervised rows must be above 0 and below 1"),
+        ({"share": 1.0}, "share 1 of supervised rows must be above 0 and below 1"),
+        ({"share": 0.05, "s": settings(minibatches=4)}, "makes 2 rows a batch, fewer than trainer.minibatches 4"),
+        ({"share": 0.5, "rows": []}, "there are no supervised rows"),
+    ],
+)
+def test_a_mixture_that_cannot_be_is_refused(arguments: dict[str, Any], said: str) -> None:
+    given: dict[str, Any] = {"rows": ROWS, "s": settings()}
+    with pytest.raises(ValueError, match=said):
+        plan_mixed_rows(**given | arguments)
+
+
+@pytest.mark.parametrize("numbers", [{"rows_per_step": 0}, {"rows_per_step": 1, "lr_factor": 0.0}])
+def test_numbers_that_cannot_be_are_refused(numbers: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="must be positive"):
+        plan_rows(ROWS, settings(), **numbers)

@@ -1,0 +1,50 @@
+"""A run whose episodes ask a frozen model: its engine is killed, and nobody notices but the log."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.recipe.running import ends_by, goes_on, process_named, wait_for_line
+from tests.runtime.launched import Launched, Start
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+
+def youngest_engine(run: Launched) -> psutil.Process:
+    """The scheduler of SGLang that was started last."""
+    processes = [psutil.Process(int(line.split()[0])) for line in run.left() if "sglang::scheduler" in line]
+    return max(processes, key=psutil.Process.create_time)
+
+
+def test_a_lost_judge_is_replaced_and_its_requests_are_asked_again(start: Start, model: Path, tmp_path: Path) -> None:
+    """The actor's process, then the engine's alone, which by then is the youngest. Episodes that wait for the only
+    judge are not lost, and the new engines hold what was loaded last (``judged.py``)."""
+    script = Path(__file__).with_name("judged.py")
+    small = ["--held-out=8", "--groups-per-step=4", "--rollout.group-size=4", "--trainer.ranks=1", "--steps=5000"]
+    folders = [f"--model={model}", f"--output={tmp_path / 'runs'}"]
+    small += ["--generator.replicas=1", "--trainer.lr=1e-2", "--trainer.loss.kl-coefficient=0.01"]
+    run = start([sys.executable, str(script), *folders, *small])
+    found: re.Match[str] | None = wait_for_line(run, r"^step 3/")
+    for find in (lambda run: process_named(run, "frozen_judge0-0"), youngest_engine):
+        find(run).kill()
+        found = wait_for_line(run, r"^frozen judge 0 is back after", after=found)
+        goes_on(run, found)
+    ends_by(run, signal.SIGINT, 130, to_group=True)
+    (file,) = (tmp_path / "runs").glob("*/metrics.jsonl")
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    last = rows[-1]
+    assert (last["recovery/lost"], last["recovery/returned"]) == (2, 2)
+    assert not [name for name in last if name.startswith("dropped/")], "no episode is lost with a judge"
+    episodes = 16 * last["step"]
+    assert last["frozen/judge/requests"] > episodes, "three requests an episode; those of a lost engine are not known"
+    assert last["frozen/judge/read_tokens"] > 4 * episodes and last["frozen/judge/drawn_tokens"] > 0
+    started, later = (row["trainer/kl_reference"] for row in rows[:2])
+    assert started < 1e-9 < 1e-6 < later, "a stage fills the column of the reference"
+    assert 0 < rows[0]["frozen/judge/device_s"] < last["frozen/judge/device_s"]

@@ -1,0 +1,131 @@
+"""A run that loses what it cannot do without goes on by itself, and is the run that it would have been."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from monarch_rl.checkpoint.folders import complete, verify
+from monarch_rl.runtime.network import free_port
+from tests.recipe.running import GONE_S, RUN_S, ends_by, process_named, recipe, wait_for_line
+from tests.runtime.launched import TORCHRUN, Launched, Start
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(4 * RUN_S)]
+
+STEPS = 40
+KEPT = r"^going on with \S+ from step-0000\d\d, engines and workers kept: \S"
+AGAIN = r"^steps? [\d to]+ made again from the journal; the weights are those of before, bit for bit, after all [1-9]"
+LIVING = ("sglang::scheduler", "generator0-0", "rollout0-0")
+"""Processes that a run keeps when it loses a trainer rank or the buffer."""
+SUPERVISED = [sys.executable, "-m", "monarch_rl.runtime.supervisor"]
+
+
+def controller(folder: Path) -> psutil.Process:
+    """The recipe's own process."""
+    return psutil.Process(json.loads((folder / "run.json").read_text())["pid"])
+
+
+def two_steps_more(run: Launched, after: re.Match[str]) -> None:
+    """Wait until the run has shown them, so that the journal has what the first one made."""
+    wait_for_line(run, r"^step \d+/", after=wait_for_line(run, r"^step \d+/", after=after))
+
+
+def folder_of(output: Path) -> Path:
+    (folder,) = output.iterdir()
+    return folder
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    """The metrics of the steps; evaluations are left out."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "lag/max" in row]
+
+
+def test_a_lost_trainer_rank_buffer_or_controller_costs_no_batch_that_the_journal_has(
+    start: Start, model: Path, tmp_path: Path
+) -> None:
+    """Steps after the checkpoint are made again, bit for bit. Each group is trained once, each step is logged once, and
+    nothing is above the bound. Engines and workers stay, unless it is the controller that is lost."""
+    output = tmp_path / "runs"
+    often = ["--checkpoint.every-steps=10", f"--steps={STEPS}", "--generator.replicas=1", "--stall-s=8"]
+    run = start([*SUPERVISED, *recipe(model, output, *often, "--journal.mib=8", "--checkpoint.restarts=3")])
+    said = wait_for_line(run, r"^checkpoint of step 10 ")
+    living = {name: process_named(run, name).pid for name in LIVING}
+    for victim, number in (("trainer-1", signal.SIGKILL), ("buffer-0", signal.SIGKILL), ("trainer-0", signal.SIGSTOP)):
+        two_steps_more(run, said)
+        process_named(run, victim).send_signal(number)
+        said = wait_for_line(run, AGAIN, after=wait_for_line(run, KEPT, after=said))
+        said = wait_for_line(run, r"^checkpoint of step ", after=said)
+    assert {name: process_named(run, name).pid for name in LIVING} == living
+    two_steps_more(run, said)
+    controller(folder_of(output)).kill()
+    said = wait_for_line(run, r"^going on with .*\(restart 1 of 3\): the controller ended by SIGKILL$", after=said)
+    said = wait_for_line(run, AGAIN, after=said)
+    said = wait_for_line(run, r"^step \d+/", after=said)
+    process_named(run, "buffer-0").kill()
+    wait_for_line(run, r"^going on with ", after=said)
+    assert run.wait(RUN_S) == 0, run.output()
+    run.assert_gone(GONE_S)
+
+    folder = folder_of(output)
+    rows = rows_of(folder)
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert [row["buffer/trained"] for row in rows] == [8 * row["step"] for row in rows]
+    assert max(row["lag/max"] for row in rows) <= 2
+    seconds = [row["seconds"] for row in rows]
+    assert seconds == sorted(seconds)
+    board = EventAccumulator(str(folder / "tensorboard"))
+    board.Reload()
+    assert [event.step for event in board.Scalars("reward/mean")] == [row["step"] for row in rows]
+    steps_of: dict[int, set[int]] = {}
+    for row in map(json.loads, (folder / "rollouts.jsonl").read_text().splitlines()):
+        steps_of.setdefault(row["group"], set()).add(row["step"])
+    assert len(steps_of) >= STEPS and all(len(steps) == 1 for steps in steps_of.values()), "a group was trained twice"
+    resumes = [json.loads(line) for line in (folder / "resumes.jsonl").read_text().splitlines()]
+    assert [row["generation"] for row in resumes] == [1, 2, 3, 4, 5]
+    losses = [json.loads(line) for line in (folder / "losses.jsonl").read_text().splitlines()]
+    assert {row["who"] for row in losses} == {"trainer with its buffer"}, "no engine or worker was taken for lost"
+    assert not any(row["differences"] for row in resumes)
+    for checkpoint in complete(folder / "checkpoints").values():
+        verify(checkpoint)
+
+
+def test_sigusr1_saves_and_says_how_to_go_on_and_other_settings_are_listed_or_refused(
+    start: Start, model: Path, tmp_path: Path
+) -> None:
+    """It goes on with other numbers of trainer ranks, replicas and machines."""
+    output = tmp_path / "runs"
+    command = [sys.executable, *recipe(model, output, "--steps=500", "--generator.replicas=1")]
+    run = start(command)
+    wait_for_line(run, r"^step 2/")
+    ends_by(run, signal.SIGUSR1, 138)
+    folder = folder_of(output)
+    assert f"interrupted: exit code 138; --resume {folder} goes on with it" in run.output()
+    (version,) = complete(folder / "checkpoints")
+    assert [row["step"] for row in rows_of(folder)] == list(range(1, version + 1))
+
+    refused = start([*command, "--resume=auto", "--groups-per-step=4"])
+    assert refused.wait(RUN_S) == 1
+    assert "error: groups-per-step 4 cannot go on with this run: it was 8, and the bound" in refused.output()
+
+    machines = ["--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d", "--local-addr=127.0.0.1"]
+    others = ["--resume=auto", f"--steps={version + 2}", "--held-out=4", "--trainer.ranks=1", "--generator.replicas=2"]
+    job = [*TORCHRUN, *machines, f"--rdzv-endpoint=127.0.0.1:{free_port()}", *command[1:], *others]
+    agents = [start(job), start(job)]
+    said = ""
+    for agent in agents:
+        assert agent.wait(RUN_S) == 0, agent.output()
+        agent.assert_gone(GONE_S)
+        said += agent.output()
+    assert [row["step"] for row in rows_of(folder)] == list(range(1, version + 3))
+    for differs in ("trainer.ranks 2 -> 1", "held_out 8 -> 4", "generator.replicas 1 -> 2"):
+        assert differs in said
+    assert json.loads((folder / "run.json").read_text())["state"] == "finished"

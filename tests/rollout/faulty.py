@@ -1,0 +1,184 @@
+"""Rollout workers in a process of their own, whose episodes do what may harm it: ``faulty.py FOLDER``
+
+It prints a line of JSON: by the fault, what the worker did, how it ended, and what was reported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import resource
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from monarch_rl.episode.failure import Failure
+from monarch_rl.episode.sampling import Completion, Sampling
+from monarch_rl.episode.ticket import Ticket
+from monarch_rl.model.chat import ChatTemplate
+from monarch_rl.rollout.scoring import Scorer
+from monarch_rl.rollout.settings import RolloutSettings
+from monarch_rl.rollout.worker import Resources, RolloutWorker
+from monarch_rl.runtime.by_value import ByValue
+from monarch_rl.runtime.monitor import own_report
+from monarch_rl.simulate.handles import LocalMesh
+from monarch_rl.tasks.task import Policy, Task
+
+GROUPS, SIZE = 40, 2
+PRINTED = 10**7
+OPENED = "/dev/zero"
+LEFT_OPEN: list[Any] = []
+CLOSED: list[int] = []
+BLOCKED_AT: list[str] = []
+"""What the monitor of the process said of the line that blocked it."""
+
+
+class Generator:
+    """Answers with the end token."""
+
+    def __init__(self, end: int) -> None:
+        self._end = end
+
+    async def generate(self, prompt_ids: list[int], sampling: Sampling, group: int) -> Completion:
+        await asyncio.sleep(0.001)
+        return Completion(np.asarray([self._end]), np.zeros(1, np.float32), np.zeros(1, np.int32), "stop")
+
+
+class Buffer:
+    """Gives a slot for each group once, and ends the run after so many."""
+
+    def __init__(self, ends_after: int) -> None:
+        self.given, self.put, self.dropped = 0, 0, 0
+        self._ends_after = ends_after
+        self.told: list[Failure] = []
+        self.ended = asyncio.Event()
+
+    async def admit_many(self, worker: str, limit: int, timeout_s: float) -> list[Ticket]:
+        if self.given == GROUPS:
+            await self.ended.wait()
+            return []
+        self.given += 1
+        return [Ticket(self.given - 1, self.given - 1)]
+
+    async def put_if_room(self, *groups: bytes) -> list[bool]:
+        self.put += len(groups)
+        self._check()
+        return [True] * len(groups)
+
+    async def drop(self, group_id: int, reason: str, tokens: int, attempt: int) -> None:
+        self.dropped += 1
+        self._check()
+
+    async def note_failure(self, failure: Failure) -> None:
+        self.told.append(failure)
+
+    def _check(self) -> None:
+        if self.put + self.dropped == self._ends_after:
+            self.ended.set()
+
+
+async def forks(item: int, policy: Policy) -> float:
+    """Both copies go on, wait, and return."""
+    await policy.reply("a")
+    os.fork()
+    await policy.reply("b")
+    return float(item)
+
+
+async def prints(item: int, policy: Policy) -> float:
+    await policy.reply("a")
+    for _ in range(PRINTED // GROUPS // SIZE // 100):
+        print("." * 99)
+    return float(item)
+
+
+async def leaks(item: int, policy: Policy) -> float:
+    await policy.reply("a")
+    LEFT_OPEN.extend(open(OPENED) for _ in range(5))  # noqa: SIM115  that is the fault
+    return float(item)
+
+
+async def leaks_at_once(item: int, policy: Policy) -> float:
+    """More than there is room for, within the first groups."""
+    await policy.reply("a")
+    LEFT_OPEN.extend(open(OPENED) for _ in range(150))  # noqa: SIM115  that is the fault
+    return float(item)
+
+
+async def stays(item: int, policy: Policy) -> float:
+    """The first ones are still there when the run ends; what they opened takes a while to close."""
+    await policy.reply("a")
+    try:
+        if item == 0:
+            await asyncio.Event().wait()
+    finally:
+        await asyncio.sleep(0.05)
+        if item == 0:
+            CLOSED.append(item)
+    return float(item)
+
+
+async def blocks(item: int, policy: Policy) -> float:
+    """One episode holds up all others until the watch would see it."""
+    await policy.reply("a")
+    if item == 0 and not BLOCKED_AT:
+        seen = threading.Event()
+        threading.Thread(target=look, args=[seen]).start()
+        seen.wait(60)
+    return float(item)
+
+
+def look(seen: threading.Event) -> None:
+    """From another thread, as a monitor does."""
+    while not (place := own_report().blocked_at):
+        time.sleep(0.05)
+    BLOCKED_AT.append(place)
+    seen.set()
+
+
+EPISODES = {function.__name__: function for function in (forks, prints, leaks, leaks_at_once, stays, blocks)}
+
+
+async def play(fault: str, folder: str) -> dict[str, Any]:
+    template = ChatTemplate(folder)
+    task = Task(lambda cursor: cursor, EPISODES[fault])
+    settings = RolloutSettings(concurrent_groups=2, group_size=SIZE)
+    buffer = Buffer(GROUPS - (fault == "stays"))
+    worker = RolloutWorker(settings, ByValue(task), folder, "rollout worker 0")
+    handle: Any = LocalMesh([buffer])
+    worker.connect(handle, Generator(template.stop_token_ids[0]), Resources(template, task, Scorer(1, 10.0)))  # type: ignore[arg-type]
+    worker.guard_process()
+    actor: Any = LocalMesh([worker])
+    ended = ""
+    try:
+        await actor.run.call_one()
+    except Exception as error:
+        ended = f"{type(error).__name__}: {error}"
+    closed = len(CLOSED)
+    while LEFT_OPEN:
+        LEFT_OPEN.pop().close()
+    stats = await actor.stats.call_one()
+    await actor.close.call_one()
+    told = [asdict(failure) for failure in buffer.told]
+    blocked = {"blocked_at": BLOCKED_AT[-1:]}
+    return {"put": buffer.put, "failed": stats.failed, "told": told, "ended": ended, "closed": closed} | blocked
+
+
+def main() -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+    output = os.dup(1)  # a line of its own, whatever episodes print
+    results = {fault: asyncio.run(play(fault, sys.argv[1])) for fault in EPISODES}
+    with suppress(ChildProcessError):
+        while True:  # a copy that lived on would be waited for
+            os.wait()
+    os.write(output, f"\n{json.dumps(results)}\n".encode())
+
+
+if __name__ == "__main__":
+    main()

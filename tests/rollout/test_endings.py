@@ -1,0 +1,146 @@
+"""However an episode's code ends: what it opened is closed, and what it raises costs no other episode."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from monarch_rl.episode.sampling import Sampling
+from monarch_rl.model.chat import ChatTemplate
+from monarch_rl.rollout.episode_failed import EpisodeFailed
+from monarch_rl.rollout.play import EpisodePlayer, all_or_none
+from monarch_rl.simulate.clock import run_virtual
+from monarch_rl.tasks.task import Policy
+from tests.rollout.test_play import SETTINGS, Echo, Silent, line_of, play, task
+
+
+class Opened:
+    """What an episode opens; closing it takes turns of the event loop."""
+
+    def __init__(self) -> None:
+        self.opened = self.closed = 0
+
+    @asynccontextmanager
+    async def connection(self) -> AsyncIterator[None]:
+        self.opened += 1
+        try:
+            yield
+        finally:
+            for _ in range(10):
+                await asyncio.sleep(0.01)
+            self.closed += 1
+
+
+@pytest.fixture
+def template(model: str) -> ChatTemplate:
+    return ChatTemplate(model)
+
+
+def test_what_an_episode_opened_is_closed_when_it_is_cancelled(template: ChatTemplate) -> None:
+    """Late by its own fault; cancelled with its group while it plays and while it runs code of its own; and all of it
+    before the worker ends."""
+    opened = Opened()
+
+    async def late(item: Any, policy: Policy) -> float:
+        async with opened.connection():
+            await asyncio.Event().wait()
+        return 1.0
+
+    async def at_its_turn(item: Any, policy: Policy) -> float:
+        async with opened.connection():
+            await policy.reply("guess")
+        return 1.0
+
+    async def test() -> None:
+        player = EpisodePlayer(Silent(), template, SETTINGS)
+        with pytest.raises(EpisodeFailed, match="took over 0.2 s"):
+            await player.play(task(late), 0, "", Sampling(), 0)
+        await player.leave()
+        assert (opened.opened, opened.closed) == (1, 1)
+        playing = [player.play(task(episode), 0, "", Sampling(), 0) for episode in (late, at_its_turn) * 3]
+        group = asyncio.ensure_future(all_or_none(playing))
+        while opened.opened < 7:
+            await asyncio.sleep(0)
+        group.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await group
+        assert opened.closed < 7
+        await player.leave()
+        assert opened.closed == 7
+
+    run_virtual(test())
+
+
+def test_one_that_does_not_close_holds_up_the_end_for_a_bounded_time(
+    template: ChatTemplate, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def stubborn(item: Any, policy: Policy) -> float:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.Event().wait()
+        return 1.0
+
+    async def test() -> None:
+        player = EpisodePlayer(Echo(template, "8"), template, SETTINGS)
+        with pytest.raises(EpisodeFailed, match="took over 0.2 s"):
+            await player.play(task(stubborn), 0, "", Sampling(), 0)
+        await player.leave()
+
+    run_virtual(test())
+    assert "1 cancelled episodes did not end within 5 s" in caplog.text
+
+
+async def recurses(item: Any, policy: Policy) -> float:
+    await policy.reply("a")
+    return deeper(0)
+
+
+def deeper(depth: int) -> float:
+    return deeper(depth + 1)
+
+
+async def awaits_itself(item: Any, policy: Policy) -> float:
+    return await awaits_itself(item, policy)
+
+
+async def interrupts(item: Any, policy: Policy) -> float:
+    raise KeyboardInterrupt
+
+
+class Ends(BaseException):
+    """Of a library that ends what it runs by an exception of its own."""
+
+
+async def raises_no_exception(item: Any, policy: Policy) -> float:
+    await policy.reply("a")
+    raise Ends("enough")
+
+
+async def in_too_many_parts(item: Any, policy: Policy) -> dict[str, float]:
+    await policy.reply("a")
+    return {str(part): 0.0 for part in range(1000)}
+
+
+@pytest.mark.parametrize(
+    ("episode", "reason", "report", "line"),
+    [
+        (recurses, "episode raised RecursionError", "in deeper", (deeper, "return")),
+        (awaits_itself, "episode raised RecursionError", "in awaits_itself", (awaits_itself, "return")),
+        (interrupts, "episode raised KeyboardInterrupt", "in interrupts", (interrupts, "raise")),
+        (raises_no_exception, "episode raised Ends", "enough", (raises_no_exception, "enough")),
+        (in_too_many_parts, "episode returned what cannot be used", "1000", None),
+    ],
+)
+def test_what_would_end_the_event_loop_or_fill_the_metrics_costs_its_episode(
+    template: ChatTemplate, episode: Any, reason: str, report: str, line: tuple[Any, str] | None
+) -> None:
+    with pytest.raises(EpisodeFailed) as failed:
+        play(Echo(template, "8"), template, episode)
+    assert failed.value.reason == reason and report in failed.value.report
+    assert len(failed.value.report) < 10_000
+    assert failed.value.place == ("" if line is None else f"{__file__}:{line_of(*line)}")

@@ -1,0 +1,178 @@
+"""Results of evaluations: what is joined, what is counted, how it is drawn."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from monarch_rl.algorithms.estimates import wilson_interval
+from monarch_rl.episode.episode import Episode
+from monarch_rl.episode.sampling import Sampling
+from monarch_rl.rollout.evaluation import Evaluation, EvaluationPlan, EvaluationSettings, Played, play_held_out
+from monarch_rl.tasks.task import Task
+from tests.rollout.test_statistics import failed
+from tests.rollout.test_statistics import played as sequence
+
+
+def played(reward: float) -> list[Episode]:
+    return [sequence(reward)]
+
+
+def named(episodes: Sequence[Sequence[Played]]) -> list[tuple[str, Sequence[Played]]]:
+    return [("sums", of_item) for of_item in episodes]
+
+
+async def rewarded(item: Any, policy: Any) -> float:
+    return 1.0
+
+
+def test_failed_items_of_an_evaluation_count_as_0() -> None:
+    episodes: list[list[Played]] = [
+        [played(1.0)],
+        [failed("score hung", 2)],
+        [played(0.5)],
+        [played(1.0)],
+    ]
+    evaluation = Evaluation.of(EvaluationPlan(), range(4), named(episodes))
+    np.testing.assert_array_equal(evaluation.rewards, np.asarray([[1], [0], [0.5], [1]], np.float32))
+    low, high = wilson_interval(0.5, 4)
+    assert evaluation.metrics() == {
+        "held_out/accuracy": 0.5,
+        "held_out/reward": 0.625,
+        "held_out/failed": 1.0,
+        "held_out/score": 2.5 / 3,
+        "held_out/accuracy_low": low,
+        "held_out/accuracy_high": high,
+        "held_out/oldest_version": 5.0,
+        "held_out/newest_version": 6.0,
+    }
+    assert str(evaluation) == (
+        "versions 5 to 6: held-out accuracy 50.0% [15.0%, 85.0%], mean reward 0.625, 1 failed: score hung"
+    )
+
+
+def test_several_episodes_of_an_item_give_pass_at_k() -> None:
+    plan = EvaluationPlan("hard", 4, 1.0)
+    right = [[1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1]]
+    episodes = named([[played(float(x)) for x in of_item] for of_item in right])
+    evaluation = Evaluation.of(plan, range(3), episodes)
+    values = evaluation.metrics()
+    assert values["held_out/hard/accuracy"] == pytest.approx(5 / 12)
+    assert values["held_out/hard/pass_at_4"] == pytest.approx(2 / 3)
+    assert values["held_out/hard/pass_at_4_low"] < 2 / 3 < values["held_out/hard/pass_at_4_high"]
+    other = Evaluation.of(EvaluationPlan("", 4, 1.0, (2,)), range(3), episodes)
+    assert other.metrics()["held_out/pass_at_2"] == pytest.approx((0.5 + 0 + 1) / 3)
+
+
+def test_the_results_of_several_workers_are_told_by_task() -> None:
+    plan = EvaluationPlan("easy")
+    first = Evaluation.of(
+        plan, [0, 2, 4], [("sums", [played(1.0)]), ("words", [failed("score hung", 2)]), ("sums", [played(0.5)])]
+    )
+    second = Evaluation.of(plan, [3, 1], [("words", [failed("score raised KeyError", 2)]), ("words", [played(0.25)])])
+    values = Evaluation.joined([first, second]).metrics()
+    expected = {
+        "held_out/easy/accuracy": 0.2,
+        "held_out/easy/reward": pytest.approx(0.35),
+        "held_out/easy/failed": 2.0,
+        "held_out/easy/sums/accuracy": 0.5,
+        "held_out/easy/sums/reward": 0.75,
+        "held_out/easy/sums/failed": 0.0,
+        "held_out/easy/sums/score": 0.75,
+        "held_out/easy/words/accuracy": 0.0,
+        "held_out/easy/words/reward": pytest.approx(0.25 / 3),
+        "held_out/easy/words/failed": 2.0,
+        "held_out/easy/words/score": 0.25,
+    }
+    assert {name: values[name] for name in expected} == expected
+    rest = values.keys() - expected.keys()
+    assert all(name.endswith(("_low", "_high", "_version")) for name in rest) and "held_out/easy/score" not in values
+
+
+def test_seats_are_told_by_themselves_and_their_mean_is_the_episodes() -> None:
+    def game(white: float, black: float) -> list[Episode]:
+        return [replace(sequence(white), seat="white"), replace(sequence(black), seat="black")]
+
+    parts = [Evaluation.of(EvaluationPlan(), [i], named([[game(*of)]])) for i, of in enumerate([(1, -1), (0.5, 0.25)])]
+    joined = Evaluation.joined([*parts, Evaluation.of(EvaluationPlan(), [2], named([[failed("score hung", 2)]]))])
+    np.testing.assert_array_equal(joined.rewards, np.asarray([[0], [0.375], [0]], np.float32))
+    values = joined.metrics()
+    assert (values["held_out/seat/white"], values["held_out/seat/black"]) == (0.75, -0.375)
+    assert (values["held_out/score"], values["held_out/failed"]) == (0.1875, 1.0)
+
+
+@given(st.permutations(range(6)), st.integers(1, 5))
+def test_a_result_is_the_same_whoever_played_its_items(order: list[int], cut: int) -> None:
+    """Whichever items a worker played, in whatever order."""
+    plan = EvaluationPlan("", 2, 1.0)
+
+    def result(indices: list[int]) -> Evaluation:
+        return Evaluation.of(plan, indices, named([[played(i / 10), played(i / 20)] for i in indices]))
+
+    joined, whole = Evaluation.joined([result(order[:cut]), result(order[cut:])]), result(list(range(6)))
+    np.testing.assert_array_equal(joined.indices, whole.indices)
+    np.testing.assert_array_equal(joined.rewards, whole.rewards)
+    assert joined.metrics() == whole.metrics() and joined.versions == (5, 6)
+
+
+def test_each_episode_has_its_own_seed_and_the_same_one_each_time() -> None:
+    drawn: list[tuple[int, Sampling]] = []
+    task = Task(int, rewarded, {"held_out": [0, 10, 20]})
+
+    async def play(task: Task, item: Any, index: int, sampling: Sampling, group: int) -> Played:
+        assert item == 10 * index and group == -1 - index
+        drawn.append((index, sampling))
+        return played(1.0)
+
+    def seeds(plan: EvaluationPlan) -> list[tuple[int, int | None]]:
+        drawn.clear()
+        playing = play_held_out(plan, task, [2, 0], play, max_new_tokens=8, stops=(1,), item_deadline_s=60, places=2)
+        assert asyncio.run(playing).indices.tolist() == [0, 2]
+        assert {sampling.temperature for _, sampling in drawn} == {plan.temperature}
+        return sorted((index, sampling.seed) for index, sampling in drawn if sampling.seed is not None)
+
+    first = seeds(EvaluationPlan("", 3, 0.7, seed=4))
+    assert len({seed for _, seed in first}) == 6 and seeds(EvaluationPlan("", 3, 0.7, seed=4)) == first
+    assert not {seed for _, seed in seeds(EvaluationPlan("", 3, 0.7, seed=5))} & {seed for _, seed in first}
+    assert seeds(EvaluationPlan()) == []
+
+
+def test_items_that_raise_or_are_not_made_in_time_cost_their_episodes_only() -> None:
+    let_go = threading.Event()
+
+    class Items(list[int]):
+        def __getitem__(self, index: int) -> int:  # type: ignore[override]
+            if index == 1:
+                let_go.wait(60)
+            return [0, 10, 20, 30][index]
+
+    async def play(task: Task, item: Any, index: int, sampling: Sampling, group: int) -> Played:
+        if index == 3:
+            let_go.set()
+        return played(1.0)
+
+    task = Task(int, rewarded, {"held_out": Items(range(5))})
+    playing = play_held_out(
+        EvaluationPlan(), task, [0, 1, 2, 3, 4], play, max_new_tokens=8, stops=(1,), item_deadline_s=0.2, places=1
+    )
+    result = asyncio.run(playing)
+    assert result.rewards.tolist() == [[1], [0], [1], [1], [0]]
+    assert result.failed == {"item took over 0.2 s to be made": 1, "item raised IndexError when it was made": 1}
+    report = result.first["item took over 0.2 s to be made"].report
+    assert "item 1 from the task" in report and "--rollout.episode-deadline-s" in report
+
+
+def test_settings_that_cannot_work_are_refused() -> None:
+    with pytest.raises(ValueError, match="greedy episodes of an item are all the same"):
+        EvaluationSettings(samples=2)
+    with pytest.raises(ValueError, match=r"evaluation.pass-at 3 cannot be estimated from evaluation.samples 2"):
+        EvaluationSettings(samples=2, temperature=1.0, pass_at=(2, 3))
+    assert [EvaluationSettings(share=0.25).places(64, workers) for workers in (1, 2, 100)] == [16, 8, 1]

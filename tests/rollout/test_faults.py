@@ -1,0 +1,85 @@
+"""Faults of episodes' code that would harm the process that plays them: each is said, and bounded."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rollout import faulty
+from tests.rollout.test_play import line_of
+
+ROOT = Path(__file__).parents[2]
+PROCESS_S = 180.0
+
+
+@dataclass
+class Faulty:
+    """What workers in a process of their own did, by the fault, and what was written on both streams."""
+
+    results: dict[str, dict[str, Any]]
+    output: str
+    errors: str
+
+
+@pytest.fixture(scope="module")
+def faults(model: str) -> Faulty:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.rollout.faulty", model],
+        capture_output=True,
+        text=True,
+        timeout=PROCESS_S,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    *output, line = done.stdout.strip().splitlines()
+    return Faulty(json.loads(line), "\n".join(output), done.stderr)
+
+
+def test_a_copy_of_the_worker_ends_where_it_leaves_the_episode_that_forked(faults: Faulty) -> None:
+    result, errors = faults.results["forks"], faults.errors
+    assert (result["put"], result["failed"], result["ended"]) == (faulty.GROUPS, {}, "")
+    place = f"{faulty.__file__}:{line_of(faulty.forks, 'os.fork')}"
+    assert errors.count("forked") == errors.count(f"an episode has forked its worker at {place}: copies are ended") == 1
+
+
+def test_what_episodes_print_is_shown_up_to_a_bound_that_is_said(faults: Faulty) -> None:
+    result, output = faults.results["prints"], faults.output
+    assert (result["put"], result["failed"]) == (faulty.GROUPS, {})
+    assert 2**15 < len(output) < 2**19
+    assert output.count("[the code of rollout worker 0 has printed more than 64 KiB within 60 s: the rest is left") >= 1
+
+
+def test_files_that_are_left_open_cost_the_worker_before_it_can_open_no_more(faults: Faulty) -> None:
+    result = faults.results["leaks"]
+    assert 10 < result["put"] < faulty.GROUPS and not result["failed"]
+    assert result["ended"].startswith("FilesLeaked: ") and " of 256 files" in result["ended"]
+    assert f"most often {faulty.OPENED} (" in result["ended"] and "Episodes have to close" in result["ended"]
+
+
+def test_an_episode_that_can_open_no_file_is_lost_and_shown_and_the_worker_after_it(faults: Faulty) -> None:
+    result = faults.results["leaks_at_once"]
+    assert result["failed"] and set(result["failed"]) == {"episode raised OSError"}
+    (told,) = result["told"]
+    line = line_of(faulty.leaks_at_once, "LEFT_OPEN")
+    assert told["place"] == f"{faulty.__file__}:{line}" and "Too many open files" in told["report"]
+    assert result["ended"].startswith("FilesLeaked: ")
+
+
+def test_episodes_that_the_end_of_the_run_cancels_close_what_they_opened(faults: Faulty) -> None:
+    result = faults.results["stays"]
+    assert (result["put"], result["ended"]) == (faulty.GROUPS - 1, "")
+    assert result["closed"] == faulty.SIZE
+
+
+def test_an_episode_that_blocks_the_workers_loop_is_named_with_its_line(faults: Faulty) -> None:
+    result = faults.results["blocks"]
+    assert result["blocked_at"] == [f"{faulty.__file__}:{line_of(faulty.blocks, 'seen.wait')}"]
+    assert (result["put"], result["failed"], result["ended"]) == (faulty.GROUPS, {}, "")

@@ -1,0 +1,254 @@
+"""A judge behind an OpenAI-compatible endpoint: a server of the test, which also misbehaves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import pickle
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from monarch_rl.rollout import remote_judge
+from monarch_rl.rollout.outside import JudgeFailed
+from monarch_rl.rollout.remote_judge import RemoteJudge, RemoteReply
+
+KEY = "sk-very-secret"
+Answer = tuple[int, str, str]
+"""Status, headers, body."""
+HANG: Answer = (0, "", "")
+CUT: Answer = (-1, "", "")
+"""The connection ends in the middle of the answer."""
+
+
+def said(text: str, **more: Any) -> Answer:
+    message = {"choices": [{"message": {"role": "assistant", "content": text}, "finish_reason": "stop"}], **more}
+    return 200, "", json.dumps(message)
+
+
+@dataclass
+class Server:
+    """Answers requests with ``answers``, the last one again and again; keeps what was asked."""
+
+    answers: list[Answer]
+    asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    """Head and body of each request."""
+    open: int = 0
+    most_open: int = 0
+    """Requests that were there at one time."""
+    gate: asyncio.Event | None = None
+    """If set, answers wait for it."""
+    url: str = ""
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while head := (await reader.readuntil(b"\r\n\r\n")).decode():
+                (length,) = [int(line.split(":")[1]) for line in head.lower().splitlines() if "content-length" in line]
+                self.asked.append((head, json.loads(await reader.readexactly(length))))
+                self.open += 1
+                self.most_open = max(self.open, self.most_open)
+                status, headers, body = self.answers[min(len(self.asked), len(self.answers)) - 1]
+                if self.gate is not None:
+                    await self.gate.wait()
+                if status == 0:
+                    await asyncio.Event().wait()
+                length = len(body.encode()) + 100 * (status < 0)
+                writer.write(f"HTTP/1.1 {abs(status) * 200 if status < 0 else status} X\r\n{headers}".encode())
+                writer.write(f"Content-Length: {length}\r\n\r\n{body}".encode())
+                await writer.drain()
+                self.open -= 1
+                if status < 0:
+                    return
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return
+        finally:
+            writer.close()
+
+
+@asynccontextmanager
+async def serving(*answers: Answer, **settings: Any) -> AsyncIterator[tuple[Server, RemoteJudge]]:
+    server = Server(list(answers))
+    listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
+    server.url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}/v1"
+    given: dict[str, Any] = {"key_variable": "JUDGE_KEY", "deadline_s": 30.0} | settings
+    judge = RemoteJudge(server.url, "some-model", **given)
+    try:
+        yield server, judge
+    finally:
+        await judge.close()
+        listening.close()
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_judge, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(60):
+            await test()
+
+    asyncio.run(bounded())
+
+
+def test_an_answer_and_what_was_asked_for_it() -> None:
+    async def test() -> None:
+        good = said("yes", usage={"prompt_tokens": 7, "completion_tokens": 1})
+        async with serving(good) as (server, judge):
+            judge = pickle.loads(pickle.dumps(judge))
+            messages = [{"role": "system", "content": "Judge."}, {"role": "user", "content": "right?"}]
+            reply = await judge.reply(messages, max_new_tokens=4, temperature=0.5, stop="\n")
+            assert reply == RemoteReply("yes", "stop", prompt_tokens=7, completion_tokens=1)
+            ((head, body),) = server.asked
+            assert head.startswith("POST /v1/chat/completions ") and f"Bearer {KEY}" in head
+            assert body == {
+                "model": "some-model",
+                "messages": messages,
+                "max_tokens": 4,
+                "temperature": 0.5,
+                "stop": ["\n"],
+            }
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        (429, "Retry-After: 0\r\n", "slow down"),
+        (500, "", "oops"),
+        (200, "", "<html>no JSON"),
+        (200, "", "[]"),
+        (200, "", '{"choices": []}'),
+        (200, "", '{"choices": [{"message": {"content": null}}]}'),
+        HANG,
+        CUT,
+    ],
+)
+def test_what_may_pass_is_asked_again(bad: Answer) -> None:
+    async def test() -> None:
+        async with serving(bad, bad, said("yes"), attempt_deadline_s=0.3) as (server, judge):
+            assert (await judge.reply("right?")).text == "yes"
+            assert len(server.asked) == 3
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason", "report"),
+    [
+        (
+            (500, "", "out of memory"),
+            "remote judge answered with status 500",
+            "status 500: out of memory\n3 attempts at",
+        ),
+        ((200, "", "{}"), "remote judge answered what cannot be used", "KeyError: 'choices' in '{}'\n3 attempts"),
+        (HANG, "remote judge did not answer", "nothing in 0.3 s\n3 attempts"),
+    ],
+)
+def test_attempts_are_bounded_and_the_last_error_is_shown(bad: Answer, reason: str, report: str) -> None:
+    async def test() -> None:
+        async with serving(bad, attempt_deadline_s=0.3, retries=2) as (server, judge):
+            with pytest.raises(JudgeFailed) as failed:
+                await judge.reply("right?")
+            assert failed.value.reason == reason and failed.value.report.startswith(report)
+            assert len(server.asked) == 3
+
+    run(test)
+
+
+def test_a_refusal_is_final_and_the_key_is_never_shown(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        refusal = (401, "", f"no such key: {KEY}")
+        async with serving(refusal) as (server, judge):
+            with pytest.raises(JudgeFailed, match="(?s)status 401: no such key: .*JUDGE_KEY, which is set") as failed:
+                await judge.reply("right?")
+            assert len(server.asked) == 1
+            assert KEY not in f"{failed.value} {failed.value.report} {judge}"
+
+    caplog.set_level(logging.DEBUG)
+    run(test)
+    assert KEY not in caplog.text
+
+
+@pytest.mark.parametrize("key", ["sk-secret\r\nX-Other: 1", "sk-secret\N{EURO SIGN}"])
+def test_a_key_that_cannot_be_sent_is_not_shown(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    async def test() -> None:
+        async with serving(said("yes")) as (server, judge):
+            monkeypatch.setenv("JUDGE_KEY", key)
+            with pytest.raises(JudgeFailed, match="(?s)could not be asked.*the variable JUDGE_KEY") as failed:
+                await judge.reply("right?")
+            assert "secret" not in f"{failed.value} {failed.value.report}" and not server.asked
+
+    run(test)
+
+
+def test_the_line_break_of_a_keys_file_is_none_of_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        async with serving(said("yes")) as (server, judge):
+            monkeypatch.setenv("JUDGE_KEY", f"{KEY}\n")
+            await judge.reply("right?")
+            assert f"Bearer {KEY}" in str(server.asked)
+
+    run(test)
+
+
+def test_nobody_listens() -> None:
+    async def test() -> None:
+        async with serving(said("")) as (server, judge):
+            gone = RemoteJudge(server.url, "m", retries=1)
+        with pytest.raises(JudgeFailed, match="remote judge could not be reached: ConnectError"):
+            await gone.reply("right?")
+        await gone.close()
+
+    run(test)
+
+
+def test_a_deadline_bounds_all_attempts_and_pauses() -> None:
+    async def test() -> None:
+        slow = (429, "Retry-After: 1000\r\n", "later")
+        async with serving(slow, deadline_s=3.0, retries=100) as (server, judge):
+            with pytest.raises(JudgeFailed, match="(?s)did not answer in time.*status 429: later"):
+                await judge.reply("right?")
+            assert len(server.asked) == 1, "the server asked for a pause"
+
+    run(test)
+
+
+def test_so_many_requests_at_once_and_no_more() -> None:
+    async def test() -> None:
+        async with serving(said("yes"), concurrency=3) as (server, judge):
+            server.gate = asyncio.Event()
+            asking = [asyncio.ensure_future(judge.reply(str(i))) for i in range(10)]
+            while len(server.asked) < 3:
+                await asyncio.sleep(0.01)
+            server.gate.set()
+            assert [reply.text for reply in await asyncio.gather(*asking)] == ["yes"] * 10
+            assert server.most_open == 3 and len(server.asked) == 10
+
+    run(test)
+
+
+def test_an_endless_answer_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_judge, "MOST_BYTES", 1000)
+
+    async def test() -> None:
+        async with serving(said("x" * 5000), retries=0) as (_, judge):
+            with pytest.raises(JudgeFailed, match="more than 1,000 bytes"):
+                await judge.reply("right?")
+
+    run(test)
+
+
+def test_settings_that_cannot_work() -> None:
+    with pytest.raises(ValueError, match=r"judge\.url 'judges' must begin with http"):
+        RemoteJudge("judges", "m")
+    with pytest.raises(ValueError, match=r"judge\.concurrency must be at least 1"):
+        RemoteJudge("http://x", "m", concurrency=0)

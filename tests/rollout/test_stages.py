@@ -1,0 +1,259 @@
+"""Stages on made-up groups: what they may do, and what they cost when they fail."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from monarch_rl.episode.episode import Fork, Group
+from monarch_rl.episode.failure import KINDS
+from monarch_rl.episode.packed import pack_group, unpack_group
+from monarch_rl.rollout.stages import DropGroup, Stage, StageFailed, Stages, columns_filled
+from tests.buffer.helpers import group
+
+Times = list[tuple[str, float, float]]
+
+
+def run(stages: list[Stage], *groups: Group) -> tuple[list[StageFailed | None], Times]:
+    """All groups at once, with the items 0, 1, ..."""
+    times: Times = []
+
+    async def all_groups() -> list[StageFailed | None]:
+        of_worker = Stages(stages, lambda *time: times.append(time))
+
+        async def one(item: int, of_item: Group) -> StageFailed | None:
+            try:
+                await of_worker.run(item, of_item)
+            except StageFailed as failed:
+                return failed
+            return None
+
+        return await asyncio.gather(*(one(item, of_item) for item, of_item in enumerate(groups)))
+
+    return asyncio.run(all_groups()), times
+
+
+def made(group_id: int = 0) -> Group:
+    """Two episodes of two turns."""
+    one, other = group(group_id, [0, 0, 1], [0]), group(group_id, [1], [1, 1])
+    for episode, second in zip(one.episodes, other.episodes, strict=True):
+        episode.turns += second.turns
+    return one
+
+
+async def teacher(item: Any, group: Group) -> None:
+    for episode in group.episodes:
+        episode.fill_column("teacher", episode.token_ids + item + 0.5)
+
+
+async def judge(item: Any, group: Group) -> None:
+    for episode in group.episodes:
+        episode.reward += float(episode.column("teacher").sum())
+        episode.turns[0].reward = -1.0
+
+
+async def picky(item: Any, group: Group) -> None:
+    if item:
+        raise DropGroup("too easy")
+
+
+def test_stages_fill_columns_and_change_rewards_one_after_the_other() -> None:
+    groups = [made(0), made(1)]
+    (first, second), times = run([Stage(teacher, fills=("teacher",)), Stage(judge), Stage(picky)], *groups)
+    assert first is None and second is not None
+    assert (second.reason, second.failure) == ("stage picky: too easy", None)
+    for item, of_item in enumerate(unpack_group(pack_group(of_item)) for of_item in groups):
+        for number, episode in enumerate(of_item.episodes):
+            values = episode.token_ids + item + np.float32(0.5)
+            assert episode.column("teacher").tolist() == np.where(episode.trainable, values, 0).tolist()
+            assert episode.reward == pytest.approx(number + values[episode.trainable].sum())
+            assert [turn.reward for turn in episode.turns] == [-1.0, None]
+    assert sorted(name for name, _, _ in times) == ["judge"] * 2 + ["picky"] * 2 + ["teacher"] * 2
+
+
+async def in_float32(item: Any, group: Group) -> None:
+    for number, episode in enumerate(group.episodes):
+        episode.reward = np.float32(number + 0.5)  # type: ignore[assignment]
+        episode.parts = {"style": np.ones(3, np.float32).mean()}  # type: ignore[dict-item]
+        episode.turns[1].reward = np.float32(0.25)  # type: ignore[assignment]
+
+
+def test_rewards_that_a_stage_computes_in_numpy_are_plain_numbers_when_they_are_handed_in() -> None:
+    group = made()
+    (failed,), _ = run([Stage(in_float32)], group)
+    assert failed is None
+    for number, episode in enumerate(unpack_group(pack_group(group)).episodes):
+        assert (episode.reward, episode.parts) == (number + 0.5, {"style": 1.0})
+        assert [turn.reward for turn in episode.turns] == [None, 0.25]
+
+
+async def typo(item: Any, group: Group) -> None:
+    group.episode[0].reward = 1.0  # type: ignore[attr-defined]
+
+
+async def hang(item: Any, group: Group) -> None:
+    while True:
+        try:
+            await asyncio.sleep(600)
+        except asyncio.CancelledError:  # as a library may
+            await asyncio.sleep(0.1)
+            return
+
+
+async def leave(item: Any, group: Group) -> None:
+    raise SystemExit(3)
+
+
+async def cancel_itself(item: Any, group: Group) -> None:
+    raise asyncio.CancelledError
+
+
+def no_coroutine(item: Any, group: Group) -> Any:
+    return group.episodes[99]
+
+
+async def nothing(item: Any, group: Group) -> None: ...
+
+
+async def half(item: Any, group: Group) -> None:
+    group.episodes[0].fill_column("teacher", np.zeros(group.episodes[0].num_tokens))
+
+
+async def not_finite(item: Any, group: Group) -> None:
+    for episode in group.episodes:
+        episode.fill_column("teacher", np.where(np.arange(episode.num_tokens) == 3, np.nan, 1.0))
+
+
+async def bad_reward(item: Any, group: Group) -> None:
+    group.episodes[1].reward = float("inf")
+
+
+async def text_reward(item: Any, group: Group) -> None:
+    group.episodes[1].reward = "much"  # type: ignore[assignment]
+
+
+async def bad_part(item: Any, group: Group) -> None:
+    group.episodes[1].parts["style"] = float("nan")
+
+
+async def bad_turn_reward(item: Any, group: Group) -> None:
+    group.episodes[1].turns[1].reward = float("nan")
+
+
+async def bad_info(item: Any, group: Group) -> None:
+    group.episodes[0].info["ids"] = np.zeros(2)
+
+
+async def no_episode(item: Any, group: Group) -> None:
+    group.episodes.clear()
+
+
+async def one_episode_less(item: Any, group: Group) -> None:
+    del group.episodes[0]
+
+
+async def another_fork(item: Any, group: Group) -> None:
+    group.episodes[1].fork = Fork(1, 1)
+
+
+async def another_order(item: Any, group: Group) -> None:
+    group.episodes.reverse()
+
+
+CANNOT = "left what cannot be trained"
+FAILURES: list[tuple[Callable[[Any, Group], Any], tuple[str, ...], str, str]] = [
+    (typo, (), "raised AttributeError", "'Group' object has no attribute 'episode'"),
+    (hang, (), "took over 0.2 s", "await asyncio.sleep(600)"),
+    (leave, (), "raised SystemExit", "raise SystemExit(3)"),
+    (cancel_itself, (), "raised CancelledError", "Group 7"),
+    (no_coroutine, (), "raised IndexError", "group.episodes[99]"),
+    (lambda item, group: 1, (), "raised TypeError", "is no coroutine: write `async def`"),
+    (nothing, ("teacher",), CANNOT, "has to fill the columns teacher, but teacher is not there"),
+    (half, ("teacher",), CANNOT, "turn 0 of episode 0 has columns ['teacher'], turn 0 of episode 1 has []"),
+    (not_finite, ("teacher",), CANNOT, "Column teacher of episode 0 is nan at token 3 of 8"),
+    (bad_reward, (), CANNOT, "Episode 1: the reward is inf, not a finite number of float32."),
+    (text_reward, (), CANNOT, "Episode 1: could not convert to a reward: 'much' is text"),
+    (bad_part, (), CANNOT, "Episode 1: parts of a reward must be finite numbers of float32: style is nan."),
+    (bad_turn_reward, (), CANNOT, "Episode 1: turn 1: the reward is nan, not a finite number of float32."),
+    (bad_info, (), CANNOT, "Episode 0: Object of type ndarray is not JSON serializable."),
+    (no_episode, (), CANNOT, "It was given 2 episodes and left 0, or others: they must stay the same"),
+    (one_episode_less, (), CANNOT, "It was given 2 episodes and left 1, or others"),
+    (another_fork, (), CANNOT, "left 2, or others: they must stay the same"),
+    (another_order, (), CANNOT, "Raise DropGroup(reason) to drop a group."),
+]
+
+
+@pytest.mark.parametrize(
+    ("function", "fills", "reason", "report"), FAILURES, ids=[case[0].__name__ for case in FAILURES]
+)
+def test_a_stage_that_fails_costs_its_group_and_shows_why(
+    function: Callable[[Any, Group], Awaitable[None]], fills: tuple[str, ...], reason: str, report: str
+) -> None:
+    async def only_the_first(item: Any, group: Group) -> None:
+        if item:
+            await teacher(item, group)
+        else:
+            await function(item, group)
+
+    only_the_first = function if "coroutine" in report or function is no_coroutine else only_the_first  # type: ignore[assignment]
+    stage = Stage(only_the_first, fills=fills, deadline_s=0.2, name="mine")
+    (failed, other), _ = run([stage], made(7), made(8))
+    assert failed is not None and failed.reason == f"stage mine {reason}"
+    assert failed.failure is not None and report in failed.failure.report
+    assert "Group 7, item 7" in failed.failure.report
+    if only_the_first is not function:
+        assert other is None
+    if reason.startswith(("raised A", "raised I", "raised S", "took")):
+        assert __file__ in failed.failure.place
+
+
+def test_as_many_groups_are_in_a_stage_as_it_says_and_waiting_is_told_apart() -> None:
+    inside, most = 0, 0
+
+    async def slow(item: Any, group: Group) -> None:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        await asyncio.sleep(0.05)
+        inside -= 1
+
+    failed, times = run([Stage(slow, concurrency=2, deadline_s=60)], *(made(i) for i in range(6)))
+    assert failed == [None] * 6 and most == 2
+    assert sorted(round(waited_s / seconds) for _, waited_s, seconds in times)[:2] == [0, 0]
+    assert max(waited_s for _, waited_s, _ in times) >= 0.09
+
+
+def test_waiting_for_a_turn_is_not_counted_against_the_deadline() -> None:
+    async def slow(item: Any, group: Group) -> None:
+        await asyncio.sleep(0.3)
+
+    began = time.monotonic()
+    failed, _ = run([Stage(slow, concurrency=1, deadline_s=0.9)], *(made(i) for i in range(4)))
+    assert failed == [None] * 4 and time.monotonic() - began > 0.9
+
+
+def test_ever_new_reasons_are_counted_together() -> None:
+    async def fussy(item: Any, group: Group) -> None:
+        raise DropGroup(f"score {item}" + "!" * 1000 * (item % 2))
+
+    failed, _ = run([Stage(fussy)], *(made(i) for i in range(3 * KINDS)))
+    reasons = {one.reason for one in failed if one is not None}
+    assert len(reasons) == KINDS + 1 and "stage fussy: other reasons" in reasons
+    assert max(map(len, reasons)) < 120
+
+
+def test_stages_are_checked_when_they_are_made() -> None:
+    assert Stage(functools.partial(teacher)).name == "partial" and Stage(teacher).name == "teacher"
+    assert columns_filled([Stage(teacher, fills=("a", "b")), Stage(judge)]) == {"a": "teacher", "b": "teacher"}
+    with pytest.raises(ValueError, match="two stages are called 'teacher'"):
+        columns_filled([Stage(teacher), Stage(teacher)])
+    with pytest.raises(ValueError, match="stages 'teacher' and 'judge' both fill the column 'a'"):
+        columns_filled([Stage(teacher, fills=("a",)), Stage(judge, fills=("a",))])
+    with pytest.raises(ValueError, match="stage judge: concurrency must be at least 1 and deadline_s above 0"):
+        Stage(judge, concurrency=0)

@@ -1,0 +1,37 @@
+"""A process does not take its interpreter apart before Monarch's threads have ended."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+LINGERS = """
+import ctypes, sys, threading, time
+from monarch_rl.runtime import client_threads
+from monarch_rl.runtime.lifetime import end_quickly
+
+named = threading.Event()
+
+def linger():
+    ctypes.CDLL(None).prctl(15, client_threads.NAME.encode())  # PR_SET_NAME
+    named.set()
+    time.sleep(1.0)
+    print("ended", flush=True)
+
+threading.Thread(target=linger, daemon=True).start()
+named.wait(60)
+print(client_threads.running(), flush=True)
+if sys.argv[1] == "quickly":
+    end_quickly(3)
+sys.exit(3)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(("how", "said"), [("in the usual way", "1\nended\n"), ("quickly", "1\n")])
+def test_threads_of_monarch_end_before_the_interpreter(how: str, said: str) -> None:
+    """A process that ends quickly leaves the interpreter as it is, and waits for nobody."""
+    done = subprocess.run([sys.executable, "-c", LINGERS, how], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (3, said), done.stderr

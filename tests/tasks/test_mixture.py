@@ -1,0 +1,162 @@
+"""Mixtures: which task a group is of, which of its items, and who plays them."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from monarch_rl.tasks.mixture import BLOCK, Mixture, Schedule, apportioned
+from monarch_rl.tasks.questions import Questions
+from monarch_rl.tasks.task import Policy, Task
+
+WEIGHTS = st.lists(st.floats(0, 100), min_size=1, max_size=6).filter(lambda weights: sum(weights) > 0)
+
+
+def questions(name: str, size: int, held_out: int = 0) -> Questions:
+    rows = [{"question": f"{name} {index}"} for index in range(size)]
+    return Questions(rows, lambda row, answer: float(answer == row["question"]), name=name, held_out=held_out)
+
+
+def named(name: str, **more: Any) -> Task:
+    async def episode(item: Any, policy: Policy) -> float:
+        return float(f"{name} plays {item}" == policy)  # type: ignore[comparison-overlap]
+
+    return Task(lambda cursor: cursor, episode, name=name, **more)
+
+
+@given(weights=WEIGHTS, block=st.integers(1, 70), seed=st.integers(0, 3), blocks=st.integers(1, 40))
+def test_the_shares_are_those_of_the_weights(weights: list[float], block: int, seed: int, blocks: int) -> None:
+    schedule, total = Schedule(tuple(weights), block, seed), sum(weights)
+    counts = Counter[int]()
+    for number in range(blocks):
+        counts.update(schedule.place(cursor)[0] for cursor in range(number * block, (number + 1) * block))
+        for task, weight in enumerate(weights):
+            due = (number + 1) * block * weight / total
+            assert abs(counts[task] - due) <= 1 + math.log(len(weights)) + 1e-6  # a group or two, after any block
+            assert weight or not counts[task]
+
+
+@given(weights=WEIGHTS, block=st.integers(1, 40), seed=st.integers(0, 3), varying=st.booleans())
+def test_each_task_is_asked_for_all_of_its_items_in_turn(
+    weights: list[float], block: int, seed: int, varying: bool
+) -> None:
+    def changing(weight: float) -> Callable[[int], float]:
+        return lambda step: weight * (1.5 + math.sin(step))
+
+    given_weights = tuple(map(changing, weights)) if varying else tuple(weights)
+    schedule = Schedule(given_weights, block, seed)
+    places = [schedule.place(cursor) for cursor in range(400)]
+    for task in range(len(weights)):
+        own = [own_cursor for place, own_cursor in places if place == task]
+        assert sorted(own) == list(range(len(own)))  # none is skipped, none comes twice
+    again = cloudpickle.loads(cloudpickle.dumps(schedule))
+    cursors = random.Random(seed).sample(range(400), 40)
+    assert [again.place(cursor) for cursor in cursors] == [places[cursor] for cursor in cursors]  # resumed anywhere
+
+
+@given(quotas=st.lists(st.floats(-1, 20), min_size=1, max_size=8), seats=st.integers(0, 100))
+def test_seats_are_given_out_whole(quotas: list[float], seats: int) -> None:
+    counts = apportioned(quotas, seats)
+    assert sum(counts) == seats and min(counts) >= 0
+
+
+def test_all_items_of_every_task_are_played_before_one_comes_again() -> None:
+    small, large = questions("small", 5, held_out=2), questions("large", 40)
+    mixture = Mixture({small: 1, large: 3})
+    played = [mixture.player_of(mixture.items(cursor)) for cursor in range(160)]
+    assert Counter(task.name for task, _ in played) == {"small": 40, "large": 120}
+    for task, size in ((small, 3), (large, 40)):
+        own = [item["question"] for player, item in played if player is task]
+        epochs = [own[start : start + size] for start in range(0, len(own) - size + 1, size)]
+        assert len(epochs) > 1 and all(len(set(epoch)) == size for epoch in epochs)
+    assert len({task.name for task, _ in played[:BLOCK]}) == 2
+
+
+def test_a_weight_may_be_a_function_of_the_step() -> None:
+    easy, hard = named("easy"), named("hard")
+    mixture = Mixture({easy: lambda step: 4 - step, hard: lambda step: step}, groups_per_step=8)
+    steps = [Counter(mixture.player_of(mixture.items(8 * step + i))[0].name for i in range(8)) for step in range(7)]
+    assert [step["hard"] for step in steps] == [0, 2, 4, 6, 8, 8, 8]  # below 0 counts as 0
+    travelled = cloudpickle.loads(cloudpickle.dumps(mixture))
+    assert [travelled.items(cursor) for cursor in range(56)] == [mixture.items(cursor) for cursor in range(56)]
+
+
+def test_each_item_is_played_by_its_own_task() -> None:
+    inner = Mixture({named("a"): 1, named("b", full_context_reward=0.5): 1}, name="inner")
+    mixture = Mixture({inner: 1, named("c"): 1})
+
+    async def play(item: Any) -> tuple[str, Any]:
+        task, own = mixture.player_of(item)
+        assert await mixture.episode(item, f"{task.name} plays {own}") == 1.0
+        return task.name, task.full_context_reward
+
+    async def play_all() -> set[tuple[str, Any]]:
+        return {await play(mixture.items(cursor)) for cursor in range(64)}
+
+    assert asyncio.run(play_all()) == {("a", 0.0), ("b", 0.5), ("c", 0.0)}
+
+    async def other(item: Any, policy: Policy) -> float:
+        return 7.0
+
+    task, own = mixture.played_by(other).player_of(mixture.items(0))
+    assert task.episode is other and own == mixture.player_of(mixture.items(0))[1]
+
+
+def test_held_out_sets_of_all_tasks_have_names_and_the_first_one_mixes_them() -> None:
+    named_sets = {"easy": [{"question": "e"}], "hard": [{"question": "h"}, {"question": "i"}]}
+    sums = Questions([{"question": "s"}], lambda row, answer: 0.0, name="sums", held_out=named_sets)
+    mixture = Mixture({sums: 1, questions("words", 12, held_out=4): 1, questions("none", 2): 1})
+    assert list(mixture.held_out) == ["held_out", "sums/easy", "sums/hard", "words/held_out"]
+    first = mixture.held_out_items()
+    tasks = [mixture.player_of(first[index])[0].name for index in range(len(first))]
+    assert Counter(tasks) == {"sums": 1, "words": 4} and tasks.index("sums") == 2
+    hard = mixture.held_out_items("sums/hard")
+    assert [mixture.player_of(hard[index])[1]["question"] for index in range(len(hard))] == ["h", "i"]
+    with pytest.raises(IndexError):
+        first[5]
+    with pytest.raises(ValueError, match="no held-out items"):
+        Mixture({questions("none", 2): 1}).held_out_items()
+
+
+def test_the_checks_and_preparations_of_all_tasks_are_made() -> None:
+    prepared: list[str] = []
+    tasks = {named(name, warm_up=functools.partial(prepared.append, name), check=lambda: ["p"]): 1 for name in "ab"}
+    mixture = Mixture(tasks)
+    assert mixture.check() == ["p", "p"] and mixture.warm_up is not None
+    mixture.warm_up()
+    assert prepared == ["a", "b"]
+    with pytest.raises(ValueError, match="broken: there are no rows"):
+        Mixture({questions("fine", 2): 1, questions("broken", 0): 1}).check()
+
+
+@pytest.mark.parametrize(
+    ("weights", "more", "message"),
+    [
+        ({}, {}, "a mixture of no tasks"),
+        ({"a": 1, "b": -1}, {}, "must not be negative: b has -1"),
+        ({"a": 1, "b": math.nan}, {}, "must not be negative: b has nan"),
+        ({"a": math.inf}, {}, "must be a finite number"),
+        ({"a": 0, "b": 0}, {}, "no weight of the mixture is above 0 in step 0"),
+        ({"a": lambda step: 1.0}, {}, "give the mixture groups_per_step=s.groups_per_step"),
+        ({"a": lambda step: -1.0}, {"groups_per_step": 2}, "no weight of the mixture is above 0 in step 0"),
+        ({"a": 1}, {"groups_per_step": 0}, "groups_per_step must be at least 1"),
+    ],
+)
+def test_a_mixture_that_cannot_be_is_refused(weights: dict[str, Any], more: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Mixture({named(name): weight for name, weight in weights.items()}, **more).check()
+
+
+def test_tasks_of_one_name_are_refused() -> None:
+    with pytest.raises(ValueError, match="need different names, got a, a: give each its name="):
+        Mixture({named("a"): 1, named("a"): 2})

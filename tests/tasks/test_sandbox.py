@@ -1,0 +1,264 @@
+"""The sandbox against programs that try to get out of it, or to take more than they may."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import pickle
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from monarch_rl.rollout.scoring import Scorer
+from monarch_rl.rollout.scoring_failed import ScoringFailed
+from monarch_rl.tasks.sandbox import Ran, Sandbox
+
+MARK = "left-by-a-program-in-a-sandbox"
+
+
+@pytest.fixture(scope="module")
+def sandbox() -> Sandbox:
+    if shutil.which("bwrap") is None:
+        pytest.skip("bubblewrap is not installed: apt install bubblewrap")
+    return Sandbox(seconds=4, memory_mib=256, files_mib=2, output_bytes=4096)
+
+
+def test_a_program_reads_prints_and_ends(sandbox: Sandbox) -> None:
+    ran = sandbox.run("import sys\na, b = map(int, input().split())\nprint(a * b)\nsys.exit(3)", "6 7\n")
+    assert ran == Ran("42\n", "", 3) and not ran.ok
+    ran = sandbox.run("open('/tmp/a', 'w').write('x' * 1000)\nprint(len(open('/tmp/a').read()))")
+    assert ran.ok and ran.stdout == "1000\n"
+    ran = sandbox.run("print('before', flush=True)\nraise KeyError('no')")
+    assert (ran.stdout, ran.exit_code) == ("before\n", 1)
+    assert sandbox.run("raise SystemExit(200)") == Ran("", "", 200), "no signal has the number 72"
+    assert sandbox.run("import os\nos.kill(os.getpid(), 11)").ended == "ended by SIGSEGV"
+    assert 'File "/program.py", line 2' in ran.stderr and "KeyError: 'no'" in ran.stderr
+    assert "SyntaxError" in sandbox.run("def").stderr
+    again = pickle.loads(pickle.dumps(sandbox))
+    assert again == sandbox and again.run("print(1)").stdout == "1\n"
+
+
+def test_it_has_no_network(sandbox: Sandbox) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0)
+        code = f"import socket\nsocket.create_connection(('127.0.0.1', {server.getsockname()[1]}), 2)"
+        assert "ConnectionRefusedError" in sandbox.run(code).stderr
+        with pytest.raises(BlockingIOError):
+            server.accept()
+    ran = sandbox.run("import socket\ns = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)\ns.connect(('9.9.9.9', 53))")
+    assert "Network is unreachable" in ran.stderr
+
+
+def test_it_reads_no_file_but_its_own(sandbox: Sandbox, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text(MARK)
+    tmp_path.chmod(0o755)
+    for path in (secret, "/etc/passwd", "/etc/shadow", Path.home(), "/home", "/proc/1/environ", "/sys", Path.cwd()):
+        ran = sandbox.run(f"import os\nprint(os.listdir({str(path)!r}) if os.path.isdir({str(path)!r}) else '')")
+        assert ran.stdout.strip() in ("", "[]"), path
+        assert "No such file" in sandbox.run(f"open({str(path)!r})").stderr or path in ("/home",), path
+    inside = sandbox.run("import os\nprint(sorted(os.listdir('/')), sorted(os.listdir('/tmp')), dict(os.environ))")
+    assert "program.py" in inside.stdout and "[]" in inside.stdout
+    os.environ[MARK] = MARK
+    try:
+        assert MARK not in sandbox.run("import os\nprint(os.environ)").stdout
+    finally:
+        del os.environ[MARK]
+
+
+@pytest.mark.parametrize("folder", ["/", "/usr", "/usr/lib", "/dev", "/dev/shm", "/etc"])
+def test_it_writes_nowhere_but_in_tmp(sandbox: Sandbox, folder: str) -> None:
+    ran = sandbox.run(
+        f"import os\nos.makedirs({folder!r}, exist_ok=True)\nopen({folder + '/' + MARK!r}, 'w').write('x')"
+    )
+    assert not ran.ok and ("Read-only file system" in ran.stderr or "Permission denied" in ran.stderr)
+    assert not (Path(folder) / MARK).exists()
+
+
+def test_what_it_writes_is_bounded_and_gone(sandbox: Sandbox) -> None:
+    many = "for i in range(100): open(f'/tmp/{i}', 'wb').write(bytes(2**17))"
+    assert "No space left" in sandbox.run(many).stderr
+    assert sandbox.run("import os\nprint(os.listdir('/tmp'))").stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import os\nos.fork()",
+        "import os\nwhile True: os.fork()",
+        "import subprocess\nsubprocess.run(['/bin/true'])",
+        "import threading\nthreading.Thread(target=print).start()",
+    ],
+)
+def test_it_starts_no_other_process(sandbox: Sandbox, code: str) -> None:
+    ran = sandbox.run(code)
+    assert not ran.ok and ("Resource temporarily unavailable" in ran.stderr or "can't start new thread" in ran.stderr)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "x = bytearray(4 * 2**30)",
+        "x = []\nwhile True: x.append(bytearray(2**20))",
+        "import mmap\nx = mmap.mmap(-1, 4 * 2**30)",
+    ],
+)
+def test_its_memory_is_bounded(sandbox: Sandbox, code: str) -> None:
+    ran = sandbox.run(code)
+    assert not ran.ok and ("MemoryError" in ran.stderr or "Cannot allocate memory" in ran.stderr), ran
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "shmget(0, 2**28, 0o1600)",  # memory that counts towards no limit of a process
+        "memfd_create(b'a', 0)",
+        "unshare(0x10000000)",  # a user namespace, in which it would be root
+        "mount(b'a', b'/tmp', b'tmpfs', 0, 0)",
+        "ptrace(0, 0, 0, 0)",
+    ],
+)
+def test_calls_that_no_limit_bounds_are_refused(sandbox: Sandbox, call: str) -> None:
+    code = f"import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\nprint(libc.{call}, ctypes.get_errno())"
+    assert sandbox.run(code).stdout == f"-1 {errno.EPERM}\n"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import resource\nresource.setrlimit(resource.RLIMIT_AS, (2**40, 2**40))",
+        "import os\nos.setuid(0)",
+        "import os\nos.chroot('/tmp')",
+        "import os\nos.mknod('/tmp/disk', 0o60666, os.makedev(8, 0))",
+        "import os\nos.nice(-5)",
+    ],
+)
+def test_it_gets_no_rights_back(sandbox: Sandbox, code: str) -> None:
+    stderr = sandbox.run(code).stderr
+    words = ("not allowed to raise", "Operation not permitted", "Invalid argument", "Permission denied")
+    assert any(word in stderr for word in words), stderr
+
+
+def test_its_time_is_bounded(sandbox: Sandbox) -> None:
+    quick = Sandbox(seconds=0.5)
+    for code in (
+        "while True: pass",
+        "import time\ntime.sleep(60)",
+        "import os, time\nos.close(1)\nos.close(2)\ntime.sleep(60)",
+    ):
+        began = time.monotonic()
+        ran = quick.run("print('begun', flush=True)\n" + code)
+        assert ran == Ran("begun\n", "", None, "took over 0.5 s") and time.monotonic() - began < 30
+    ignoring = (
+        "import signal\nfor n in range(1, 30):\n  try: signal.signal(n, signal.SIG_IGN)\n  except OSError: pass\n"
+    )
+    assert quick.run(ignoring + "while True: pass").ended == "took over 0.5 s"
+
+
+def test_its_output_is_bounded(sandbox: Sandbox) -> None:
+    for stream in ("stdout", "stderr"):
+        ran = sandbox.run(f"import sys\nsys.{stream}.write('x' * 10_000_000)")
+        assert ran.ended == "printed over 4096 bytes" and getattr(ran, stream) == "x" * 4096
+
+
+def test_it_reaches_no_process_outside(sandbox: Sandbox) -> None:
+    bystander = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        code = (
+            "import os, signal\nprint(os.getppid())\nfor pid in (os.getppid(), %d, %d, -1):\n  try: os.kill(pid, 9)\n"
+        )
+        code += "  except OSError as e: print(e.strerror, flush=True)\n"
+        ran = sandbox.run(code % (os.getpid(), bystander.pid))
+        assert ran.stdout.startswith("1\n")  # the parent that it sees is bubblewrap
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait(10)
+    crash = sandbox.run("import ctypes\nctypes.string_at(0)")
+    assert crash.ended == "ended by SIGSEGV" and crash.exit_code is None
+
+
+def test_nothing_is_left_of_it_when_its_owner_is_killed(sandbox: Sandbox, tmp_path: Path) -> None:
+    code = (
+        "from monarch_rl.tasks.sandbox import Sandbox\n"
+        "sandbox = Sandbox(seconds=600)\n"
+        f"sandbox.run('import time\\nprint(1)\\ntime.sleep(600)  # {MARK}')\n"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        deadline = time.monotonic() + 60
+        while not _sandboxes(owner.pid):
+            assert time.monotonic() < deadline and owner.poll() is None
+            time.sleep(0.05)
+        started = _sandboxes(owner.pid)
+    finally:
+        owner.kill()
+        owner.wait(10)
+    deadline = time.monotonic() + 30
+    while any(Path(f"/proc/{pid}").exists() for pid in started):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _sandboxes(owner: int) -> list[int]:
+    """The processes of bubblewrap below ``owner``."""
+    children = Path(f"/proc/{owner}/task/{owner}/children").read_text().split()
+    return [int(pid) for pid in children if "bwrap" in Path(f"/proc/{pid}/cmdline").read_text()]
+
+
+def test_many_run_at_once(sandbox: Sandbox) -> None:
+    answers: dict[int, str] = {}
+    threads = [
+        threading.Thread(target=lambda n=n: answers.update({n: sandbox.run(f"print({n} ** 2)").stdout}))
+        for n in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert answers == {n: f"{n * n}\n" for n in range(8)}
+
+
+def test_a_reward_runs_it_in_a_scoring_process(sandbox: Sandbox) -> None:
+    def passes(row: dict[str, str], answer: str) -> float:
+        return float(sandbox.run(answer, row["given"]).stdout == row["printed"])
+
+    async def scores() -> list[float]:
+        scorer = Scorer(1, deadline_s=60.0)
+        row = {"given": "3", "printed": "9\n"}
+        try:
+            answers = ("print(int(input()) ** 2)", "print(6)", "while True: print('x')")
+            return [(await scorer.score(passes, row, answer)).reward for answer in answers]
+        finally:
+            await asyncio.to_thread(scorer.close)
+
+    try:
+        assert asyncio.run(asyncio.wait_for(scores(), 120)) == [1.0, 0.0, 0.0]
+    except ScoringFailed as error:
+        raise AssertionError(error.report) from error
+
+
+def test_a_machine_that_cannot_isolate_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ValueError, match="apt install bubblewrap"):
+        Sandbox()
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # that of these tests is closed to other users
+        Path(folder).chmod(0o755)
+        (stand_in := Path(folder) / "bwrap").write_text("#!/bin/sh\necho 'no namespaces: not permitted' >&2\nexit 1\n")
+        stand_in.chmod(0o755)
+        monkeypatch.setenv("PATH", folder)
+        with pytest.raises(ValueError, match="cannot isolate programs .*no namespaces.* needs bubblewrap 0.7"):
+            Sandbox()
+
+
+def test_settings_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ValueError, match="sandbox.seconds"):
+        Sandbox(seconds=0)

@@ -1,0 +1,95 @@
+"""benchmarks/algorithms.py: that it runs everything that has a name, and what it makes of finished runs."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tyro
+
+from monarch_rl.algorithms.advantages import ADVANTAGES
+from monarch_rl.algorithms.composition import CORRECTIONS, POLICY_LOSSES
+from monarch_rl.trainer.loss_settings import LossSettings
+from monarch_rl.trainer.objective import OBJECTIVES
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def imported(name: str) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))  # where the benchmark finds its parts
+        return importlib.import_module(name)
+
+
+@pytest.fixture(scope="module")
+def cases() -> Any:
+    return imported("algorithms_cases")
+
+
+@pytest.fixture(scope="module")
+def algorithms() -> Any:
+    return imported("algorithms")
+
+
+def test_every_name_of_the_registry_is_run_or_said_to_need_more(cases: Any) -> None:
+    flags = [case.flags for case in cases.plan((0, 1, 2, 3, 4))]
+    named = {word for of_case in flags for word in of_case}
+    known = named | set(cases.NEEDS_MORE) | {"reinforcement"}
+    assert not {*ADVANTAGES, *POLICY_LOSSES, *CORRECTIONS, *OBJECTIVES} - known
+
+
+def test_the_flags_of_every_case_are_settings(cases: Any) -> None:
+    """What a loss refuses would be found after hours."""
+    prefix = "--trainer.loss."
+    for flags in cases.FLAGS.values():
+        words, of_loss = list[str](), False
+        for word in flags:
+            of_loss = word.startswith(prefix) if word.startswith("--") else of_loss
+            words += [word.replace(prefix, "--")] if of_loss else []
+        found = tyro.cli(LossSettings, args=words)
+        assert found.policy_loss in flags or "--trainer.loss.policy-loss" not in flags
+
+
+def row(step: int, **values: float) -> dict[str, Any]:
+    names = ("trainer/entropy", "trainer/mismatch_k3_all", "trainer/clipped", "trainer/grad_norm", "lag/mean")
+    return {"step": step, "reward/mean": 0.5, "trainer/tokens": 90.0} | dict.fromkeys(names, 0.25) | values
+
+
+def finished(algorithms: Any, cases: Any, name: str, lag: int, seed: int, end: float) -> dict[str, Any]:
+    """A line of the results file."""
+    rows = [{"step": 0, "held_out/accuracy": 0.2}, *(row(step) for step in range(1, 11))]
+    rows += [{"step": 10, "held_out/accuracy": end}]
+    rows[-2]["wasted/tokens"] = 100.0
+    case = cases.Case(name, lag, seed)
+    arguments = algorithms.arguments_of(case, 10)
+    return {"name": name, "lag": lag, "seed": seed, "steps": 10, "arguments": arguments} | algorithms.figures(rows)
+
+
+def test_what_is_there_is_shown_and_what_is_not_is_said(
+    algorithms: Any, cases: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ends = [("dapo", 0, 0, 0.8), ("dapo", 0, 1, 0.6), ("dapo", 8, 0, 0.5), ("dapo", 8, 1, 0.4), ("rows", 2, 0, 0.3)]
+    lines = [finished(algorithms, cases, *end) for end in ends[:-1]]
+    results = tmp_path / "results.jsonl"
+    results.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    algorithms.main(algorithms.Settings(show=True, results=results, steps=10, seeds=(0, 1)))
+    said = capsys.readouterr().out
+    assert "| dapo | 0 | 2 | 20.0% | 70.0% | -57.1% to 197.1% | 0.25 to 0.25 |" in said
+    assert "dapo: lag 8 ends -25.0% beside lag 0 (95 %: -88.5% to +38.5%; 2 seeds)." in said
+    assert "10.0%" in said  # 100 tokens of 1000 are wasted
+    assert (
+        "gspo (lag 8, seed 1)" in said
+        and "dapo (lag 8, seed 1)" not in said
+        and "advantage gae (lag 2, seed 0)" in said
+    )
+    assert json.loads(said.splitlines()[-1])["runs"] == 4
+
+
+def test_the_interval_is_students(algorithms: Any) -> None:
+    low, high = imported("algorithms_table").interval([0.1, 0.2, 0.3])
+    half = 4.303 * 0.1 / math.sqrt(3)
+    assert (low, high) == (pytest.approx(0.2 - half), pytest.approx(0.2 + half))

@@ -1,0 +1,53 @@
+"""Which model tools/evaluate.py takes: nothing is played. tests/recipe/test_recipe.py plays a run's held-out items."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from monarch_rl.pipeline.exporting import Source
+from tests.pipeline.test_resume import RunSettings, finished_step
+from tools import evaluate
+
+
+def test_a_run_without_a_saved_model_is_evaluated_by_its_newest_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So is a checkpoint that is named. A saved model is taken as it is."""
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
+    (base / "model.safetensors").write_bytes(b"")
+    run = finished_step(RunSettings(output=tmp_path / "runs", model=str(base)))
+    exported: list[Source] = []
+
+    def export(source: Source, folder: Path) -> None:
+        exported.append(source)
+        folder.mkdir()
+
+    monkeypatch.setattr(evaluate, "export", export)
+    for place in (run, run / "checkpoints" / "step-000003"):
+        with evaluate.model_of(str(place)) as model:
+            assert Path(model).is_dir()
+        assert not Path(model).exists()
+        assert exported.pop().checkpoint == (run / "checkpoints" / "step-000003").resolve() and not exported
+    (run / "model").mkdir()
+    for name, taken in ((str(run), str(run / "model")), ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B")):
+        with evaluate.model_of(name) as model:
+            assert model == taken and not exported
+
+
+def test_to_the_recipe_the_model_is_what_the_run_began_with(tmp_path: Path) -> None:
+    (tmp_path / "settings.json").write_text('{"model": "Qwen/Qwen3-0.6B"}')
+    assert evaluate.begun_with(str(tmp_path), "runs/grpo/model") == "Qwen/Qwen3-0.6B"
+    assert evaluate.begun_with("Qwen/Qwen3-4B", "Qwen/Qwen3-4B") == "Qwen/Qwen3-4B"
+
+
+def test_a_run_that_has_saved_nothing_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "settings.json").write_text("{}")
+    with (
+        pytest.raises(ValueError, match="has neither a checkpoint .* nor a saved model"),
+        evaluate.model_of(str(tmp_path)),
+    ):
+        pass

@@ -1,0 +1,181 @@
+"""Episodes of the recipes, played by tools/play.py in one engine."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import runpy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from benchmarks.lines import PROGRAMS
+from monarch_rl.episode.sampling import Completion, Sampling
+from monarch_rl.model.chat import ChatTemplate
+from monarch_rl.pipeline.recipes import load_recipe
+from monarch_rl.pipeline.standalone import Table, engine_of, host_for, serve_frozen, table
+from monarch_rl.rollout.episode_failed import EpisodeFailed
+from monarch_rl.rollout.settings import RolloutSettings
+from monarch_rl.runtime.by_value import register_modules
+from monarch_rl.runtime.cluster import Cluster
+from monarch_rl.runtime.devices import Devices
+from monarch_rl.tasks.task import Policy, Task
+from tests.model.chat_helpers import write_model
+from tests.recipe.running import ROOT, random_model
+from tools.evaluate import evaluate_at
+from tools.make_tiny_model import conversations
+from tools.play import COLOURS, play_at, show_message
+
+RECIPES = ROOT / "recipes"
+CPU = Devices("cpu", 1, 8)
+
+
+def test_a_recipes_flags_reach_its_settings_and_its_task() -> None:
+    recipe = load_recipe(
+        RECIPES / "grpo.py", ["--task.name=chain_sum", "--task.template={question}", "--task.config={}"]
+    )
+    assert recipe.task.name == "chain_sum" and set(recipe.functions) >= {"advantage", "objective"}
+    with pytest.raises(SystemExit):
+        load_recipe(RECIPES / "grpo.py", ["--task.nam=x"])
+
+
+def test_the_program_whose_lines_are_counted_has_a_task() -> None:
+    task = load_recipe(PROGRAMS / "calculator_monarch_rl.py", []).task
+    assert task.items(3) == task.items(3) and len(task.held_out["held_out"]) == 200
+
+
+def test_a_file_that_launches_nothing_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty.py").write_text("print('nothing')\n")
+    with pytest.raises(ValueError, match="launches no run"):
+        load_recipe(tmp_path / "empty.py", [])
+
+
+class Silent:
+    """An engine that ends each turn at once."""
+
+    async def generate(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
+        return Completion(np.array([1]), np.full(1, -0.5, np.float32), np.zeros(1, np.int64), "stop")
+
+
+async def failing(item: dict[str, Any], policy: Policy) -> float:
+    reply = await policy.reply(f"{item['word']} -> ")
+    raise KeyError(reply.finish_reason)
+
+
+async def forking(item: Any, policy: Policy) -> list[float]:
+    return [float(bool(await branch.reply(str(item)))) for branch in (policy, policy.fork(), policy.fork())]
+
+
+def test_an_episode_has_its_share_of_the_groups_bound(tmp_path: Path) -> None:
+    template = ChatTemplate(write_model(tmp_path, "qwen3"))
+    task = Task(lambda cursor: cursor, forking)
+
+    async def played(most: int) -> Any:
+        settings = RolloutSettings(group_size=2, max_sequences=most)
+        return await Table(Silent(), template, settings, task, 64).train_episode(0)  # type: ignore[arg-type]
+
+    assert len(asyncio.run(played(6))) == 3
+    failed = asyncio.run(played(4))
+    assert isinstance(failed, EpisodeFailed) and "GroupFull" in failed.reason
+
+
+def test_the_frozen_models_of_a_recipe_are_planned_or_refused(tmp_path: Path) -> None:
+    model = random_model(tmp_path / "tiny")
+    (plan,) = load_recipe(RECIPES / "game.py", [f"--model={model}"]).frozen
+    assert (plan.model.name, plan.model.model, plan.settings.replicas) == ("start", str(model), 1)
+    with pytest.raises(ValueError, match="frozen model start: .*no such model"):
+        load_recipe(RECIPES / "game.py", [f"--model={tmp_path / 'missing'}"])
+    with host_for(load_recipe(RECIPES / "own_data.py", []).frozen) as cluster:
+        assert cluster is None
+
+
+def test_roles_have_colours_and_text_is_as_it_is() -> None:
+    text = io.StringIO()
+    console = Console(file=text, width=20, force_terminal=True, color_system="standard")
+    for role in COLOURS:
+        show_message({"role": role, "content": f"[bold]{role}[/bold] says more than a line"}, console)
+    printed = text.getvalue()
+    for colour, role in zip(("35", "36", "32", "33"), COLOURS, strict=True):
+        assert f"\x1b[1;{colour}m{role:>9}  \x1b[0m\x1b[{colour}m[bold]{role}[/bold] says more than a line" in printed
+
+
+class Showing:
+    """An engine that draws the next turn of a conversation, if it is given all that stands before it."""
+
+    def __init__(self, ids: list[int], learned: list[bool]) -> None:
+        self._ids, self._learned = ids, learned
+
+    async def generate(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
+        start = len(prompt_ids)
+        assert prompt_ids == self._ids[:start]
+        drawn = self._ids[start : start + [*self._learned[start:], False].index(False)]
+        assert 0 < len(drawn) <= sampling.max_new_tokens
+        return Completion(np.array(drawn), np.full(len(drawn), -0.5, np.float32), np.zeros(len(drawn), int), "stop")
+
+
+def test_what_the_tools_recipe_shows_is_what_its_episodes_read_and_draw(tmp_path: Path) -> None:
+    """The tiny model learns it from the first to the last token; the tools that are called give the right answers."""
+    path = RECIPES / "tools.py"
+    model, shown = random_model(tmp_path / "tiny", recipe=path), runpy.run_path(str(path))
+    recipe = load_recipe(path, [f"--model={model}"])
+    template = ChatTemplate(str(model), tool_parser=recipe.settings.rollout.tool_parser)
+    task = replace(recipe.task, items=lambda index: shown["problem"](3 * index + 2))
+    example = conversations(template.tokenizer, path)
+
+    async def rounds(index: int) -> float:
+        ids, learned = example(index)
+        opened = Table(Showing(ids, learned), template, recipe.settings.rollout, task, 256)  # type: ignore[arg-type]
+        played = await opened.train_episode(index)
+        assert not isinstance(played, EpisodeFailed), played
+        (episode,) = played
+        end = len(ids) - learned[::-1].index(True)
+        assert np.concatenate([turn.token_ids for turn in episode.turns]).tolist() == ids[:end]
+        assert np.concatenate([turn.trainable for turn in episode.turns]).tolist() == learned[:end]
+        assert episode.reward == 1.0 and episode.parts["rounds_of_calls"] == len(episode.turns) - 1
+        return episode.parts["rounds_of_calls"]
+
+    assert {asyncio.run(rounds(index)) for index in range(20)} == {0, 1, 2}
+
+
+@pytest.mark.heavy
+def test_episodes_of_the_recipes_are_played_and_printed(tmp_path: Path) -> None:
+    """Also against a frozen model, whose engine is in a process of its own."""
+    model = random_model(tmp_path / "tiny", recipe=RECIPES / "tools.py")
+    flags = [f"--model={model}"]
+    recipes = {name: load_recipe(RECIPES / f"{name}.py", flags) for name in ("grpo", "own_data", "tools")}
+    game = load_recipe(RECIPES / "game.py", [*flags, "--stones=5", "--held-out=4"])
+    register_modules(RECIPES / "grpo.py")
+    own = recipes["own_data"]
+
+    async def test(cluster: Cluster | None) -> dict[str, str]:
+        tasks = {name: recipe.task for name, recipe in recipes.items()}
+        tasks["failing"] = replace(own.task.played_by(failing), name="failing")
+        shown: dict[str, str] = {}
+        async with engine_of(recipes["grpo"].settings, CPU) as (engine, folder):
+            for name, task in tasks.items():
+                text = io.StringIO()
+                settings = recipes[name].settings if name in recipes else own.settings
+                async with table(settings, task, folder, engine, CPU) as opened:
+                    failed = await play_at(opened, range(2), Console(file=text, width=200))
+                assert failed == (2 if name == "failing" else 0)
+                shown[name] = text.getvalue()
+            await serve_frozen(cluster, game.frozen, game.settings, folder)
+            async with table(game.settings, game.task, folder, engine, CPU) as opened:
+                against_start = await evaluate_at(opened, game, "", 4)
+        assert not against_start.failed and against_start.rewards.shape == (4, 1)
+        assert set(against_start.rewards.ravel().tolist()) <= {-1.0, 0.0, 1.0}
+        return shown
+
+    with host_for(game.frozen) as cluster:
+        shown = asyncio.run(test(cluster))
+    for name in ("grpo", "own_data"):
+        assert shown[name].count("user  ") == shown[name].count("assistant  ") == 2
+        assert shown[name].count(" -> ") >= 2 and shown[name].count("reward ") == 2
+    assert "item 1" in shown["own_data"]
+    assert shown["tools"].count("user  ") == 2 and "rounds_of_calls" in shown["tools"]
+    assert "KeyError" in shown["failing"] and Path(__file__).name in shown["failing"]
+    assert "raise KeyError(reply.finish_reason)" in shown["failing"] and "rollout/play.py" not in shown["failing"]

@@ -1,0 +1,144 @@
+"""Checkpoints on every rank of a torchrun job:  checkpoint_ranks.py FOLDER MODEL NAME [write|read]
+
+``write``: makes three updates, a checkpoint that a full disk refuses one rank, one that is written while a fourth
+update is made, and saves the model after a fifth. ``read``: goes on from the checkpoint, makes the same two, and saves.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
+
+from monarch_rl.algorithms.advantages import gae
+from monarch_rl.buffer.order import Batch
+from monarch_rl.buffer.shards import Way, cut
+from monarch_rl.checkpoint.tensors import CannotWrite
+from monarch_rl.episode.packed import PackedGroup, pack_group
+from monarch_rl.model.lora import LoraSettings
+from monarch_rl.trainer.critic_settings import NO_CRITIC, CriticSettings
+from monarch_rl.trainer.functions import LoadedFunctions
+from monarch_rl.trainer.objective import reinforcement
+from monarch_rl.trainer.policy import Policy
+from monarch_rl.trainer.settings import TrainerSettings
+from monarch_rl.trainer.step import train
+from tests.trainer.batches import LR, MAX_NEW_TOKENS, batch, shard
+from tests.trainer.ranks import packed
+
+UPDATES, AT = 5, 3
+WRITERS = 2
+"""Ranks that wrote the checkpoint."""
+FULL_BYTES = 20_000
+WARMUP = AT + 1
+"""Of the critic: the checkpoint is made when the policy has not learned yet."""
+
+
+def update(policy: Policy, step: int) -> None:
+    if policy.critic is not None:
+        update_both(policy, step)
+        return
+    part = shard(batch(step), step, policy.rank, policy.world_size, token_budget=50)
+    policy.update(packed(part, policy), reinforcement(policy.settings.loss))
+
+
+def update_both(policy: Policy, step: int) -> None:
+    groups = [PackedGroup.read(pack_group(group)) for group in batch(step)]
+    trainable = np.asarray([sum(group.trainable for group in groups)])
+    part = cut(Batch(step, groups, None, trainable), Way(policy.world_size, 50))[policy.rank]
+    functions = LoadedFunctions(gae, reinforcement(policy.settings.loss))  # type: ignore[arg-type]
+    metrics, _ = train(policy, part, functions, MAX_NEW_TOKENS)
+    assert metrics["critic/grad_norm"] > 0
+
+
+def save(policy: Policy, folder: Path) -> None:
+    policy.save(folder)
+    if policy.critic is not None:
+        state = policy.critic.model.trained_state().items()
+        whole = {f"critic.{n}": v.full_tensor() for n, v in state if isinstance(v, DTensor)}
+        if policy.rank == 0:
+            save_file(whole, folder / "critic.safetensors")
+        dist.barrier()
+
+
+def refused_by_a_full_disk(policy: Policy, folder: Path) -> None:
+    """The rank that cannot write says so, and the other one is not held up."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if policy.rank == policy.world_size - 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (FULL_BYTES, before[1]))
+    with pytest.raises(CannotWrite, match=f"trainer rank {policy.world_size - 1}: .*"):
+        policy.checkpoint.write(folder)
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def draws_of(folder: Path, name: str, rank: int) -> Path:
+    """The file of the random numbers that a rank drew after its copy was made."""
+    return folder / f"{name}.draws.{rank}"
+
+
+def write(policy: Policy, folder: Path, name: str) -> None:
+    for step in range(AT):
+        update(policy, step)
+    policy.checkpoint.stage({})
+    refused_by_a_full_disk(policy, folder / f"{name}_full")
+    torch.manual_seed(100 + policy.rank)
+    policy.checkpoint.stage({"advantage": {"mean": 0.5}, "objective": {"rank": policy.rank}})
+    torch.save(torch.rand(4), draws_of(folder, name, policy.rank))
+    failures: list[BaseException] = []
+
+    def beside() -> None:
+        try:
+            policy.checkpoint.write(folder / f"{name}_checkpoint")
+        except BaseException as error:
+            failures.append(error)
+
+    writing = threading.Thread(target=beside)
+    writing.start()
+    update(policy, AT)  # changes what was copied, not the copy
+    writing.join(60)
+    assert not failures, failures
+    for step in range(AT + 1, UPDATES):
+        update(policy, step)
+    save(policy, folder / f"{name}_whole")
+
+
+def read(policy: Policy, folder: Path, name: str) -> None:
+    steps = AT if policy.critic is None else 0
+    remembered = policy.checkpoint.restore(folder / f"{name}_checkpoint", steps)
+    rank = policy.rank if policy.rank < WRITERS else 0
+    assert remembered == {"advantage": {"mean": 0.5}, "objective": {"rank": rank}}
+    assert policy.checkpoint.optimizer_steps == steps
+    if policy.rank < WRITERS:
+        assert torch.equal(torch.rand(4), torch.load(draws_of(folder, name, policy.rank)))
+    for step in range(AT, UPDATES):
+        update(policy, step)
+    save(policy, folder / f"{name}_resumed_{policy.world_size}")
+
+
+def main(folder: Path, model: str, name: str, does: str) -> None:
+    torch.set_num_threads(1)
+    lora = LoraSettings(rank=4) if "lora" in name else LoraSettings()
+    settings = TrainerSettings(
+        ranks=int(os.environ["WORLD_SIZE"]),
+        lr=LR,
+        weight_decay=0.1,
+        lr_warmup_steps=2,
+        lr_min_factor=0.1,
+        lora=lora,
+        critic=CriticSettings(lr=LR, warmup=WARMUP) if name == "critic" else NO_CRITIC,
+    )
+    policy = Policy(folder / model, settings, total_steps=UPDATES)
+    (write if does == "write" else read)(policy, folder, name)
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])

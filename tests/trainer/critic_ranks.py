@@ -1,0 +1,116 @@
+"""A critic on every rank of a torchrun job:  critic_ranks.py FOLDER
+
+Writes what it has learned to ``critic.<ranks>``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from functools import partial
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+
+from monarch_rl.algorithms.advantages import gae
+from monarch_rl.buffer.order import Batch
+from monarch_rl.buffer.shards import Way, cut
+from monarch_rl.checkpoint.tensors import local_of
+from monarch_rl.episode.episode import Group
+from monarch_rl.episode.packed import PackedGroup, pack_group
+from monarch_rl.episode.shard import PackedShard
+from monarch_rl.model.lora import LoraSettings
+from monarch_rl.trainer.batch import pack
+from monarch_rl.trainer.critic_settings import CriticSettings
+from monarch_rl.trainer.functions import LoadedFunctions
+from monarch_rl.trainer.objective import reinforcement
+from monarch_rl.trainer.policy import Policy
+from monarch_rl.trainer.settings import TrainerSettings
+from monarch_rl.trainer.step import train
+from tests.trainer.batches import LR, MAX_NEW_TOKENS, batch
+
+CRITIC_LR, STEPS, COMPARED = 1e-2, 8, 3
+"""Updates, and those that are made on one rank, too."""
+
+
+def part_of(policy: Policy, groups: list[Group], oldest: int | None = None, minibatches: int = 1) -> PackedShard:
+    packed = [PackedGroup.read(pack_group(group)) for group in groups]
+    trainable = np.asarray([sum(group.trainable for group in packed)])
+    way = Way(policy.world_size, 50, minibatches=minibatches)
+    return cut(Batch(0, packed, oldest, trainable), way)[policy.rank]
+
+
+def foreseeable(step: int) -> list[Group]:
+    """A batch in which the first drawn token decides the reward."""
+    groups = batch(step)
+    for episode in (episode for group in groups for episode in group.episodes):
+        episode.reward = float(episode.token_ids[episode.trainable][0] % 2)
+    return groups
+
+
+def check_values(folder: Path) -> None:
+    """The column has, for every token that any rank's episodes drew, what the head makes of the policy's last hidden
+    state before it: the model is the policy's, as it began. Of tokens that are masked for their lag, too."""
+    generator = torch.Generator().manual_seed(1)
+    settings = TrainerSettings(ranks=int(os.environ["WORLD_SIZE"]), critic=CriticSettings(lr=CRITIC_LR))
+    policy = Policy(folder / "model", settings, total_steps=1)
+    critic = policy.critic
+    assert critic is not None
+    head = critic.model.module.lm_head.weight
+    assert isinstance(head, DTensor)
+    row = torch.randn(head.shape, generator=generator)
+    with torch.no_grad():
+        head.to_local().copy_(row[: len(head.to_local())])
+    groups = batch(1)
+    column = critic.with_values(part_of(policy, groups, oldest=2)).columns["value"]
+    policy.module._skip_lm_head = True
+    for group, of_group in zip(groups, column, strict=True):
+        for episode, found in zip(group.episodes, of_group, strict=True):
+            alone = pack([episode], torch.zeros(1), torch.zeros(1), 0, policy.device)
+            with torch.no_grad():
+                hidden = policy.module(alone.token_ids, positions=alone.positions, attention_masks=alone.attention)
+            expected = hidden[0, alone.drawn_after] @ row[0]
+            np.testing.assert_allclose(found, expected.numpy(), atol=1e-5)
+
+
+def learn(folder: Path, model: str, steps: int = STEPS, **settings: object) -> list[dict[str, float]]:
+    """Several updates from one batch, whose first one only the critic learns from; their metrics."""
+    critic = CriticSettings(lr=CRITIC_LR, warmup=1, lam=0.95, clip=0.2)
+    made = TrainerSettings(ranks=int(os.environ["WORLD_SIZE"]), lr=LR, critic=critic, **settings)  # type: ignore[arg-type]
+    policy = Policy(folder / model, made, total_steps=steps)
+    advantage = partial(gae, gamma=critic.gamma, lam=critic.lam)
+    functions = LoadedFunctions(advantage, reinforcement(made.loss))  # type: ignore[arg-type]
+    weights = [local_of(weight) for weight in policy.model.trained_state().values()]
+    found, before = [], [weight.clone() for weight in weights]
+    for step in range(steps):
+        part = part_of(policy, foreseeable(0), minibatches=made.minibatches)
+        part.version = step
+        metrics, advantages = train(policy, part, functions, MAX_NEW_TOKENS)
+        drawn = torch.cat(list(chain(*advantages)))
+        assert abs(float(drawn.mean())) < 1e-5 and abs(float(drawn.std()) - 1) < 1e-3
+        changed = any(not torch.equal(a, b) for a, b in zip(before, weights, strict=True))
+        assert changed == (step > 0), "in the critic's warm-up the policy stays as it is"
+        assert metrics["optimizer_steps"] == step * made.updates_per_batch
+        found.append({name: value for name, value in metrics.items() if name.startswith("critic/")})
+    return found
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    check_values(folder)
+    steps = COMPARED if os.environ["WORLD_SIZE"] == "1" else STEPS
+    once = learn(folder, "model", steps)
+    assert once[0]["critic/value"] == 0 and once[0]["critic/clipped"] == 0
+    found = [once, learn(folder, "model", steps, epochs=2, minibatches=2)]
+    if steps == STEPS:
+        found += [learn(folder, "model", lora=LoraSettings(rank=4)), learn(folder, "moe")]
+    if os.environ["RANK"] == "0":
+        (folder / f"critic.{os.environ['WORLD_SIZE']}").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

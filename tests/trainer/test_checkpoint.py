@@ -1,0 +1,52 @@
+"""A trainer goes on from its checkpoint: bit for bit on as many ranks, on others up to the order of sums."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from monarch_rl.checkpoint.folders import TRAINER
+from tests.trainer.programs import run_program, saved
+from tools.gpu_parts.common import TINY, Bench, make_model
+
+KINDS = ("full", "lora", "critic")
+"""What is trained; with a critic, the policy learns only after the checkpoint."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With checkpoints of two ranks, and models that were trained without a break."""
+    made = tmp_path_factory.mktemp("checkpoints")
+    make_model(Bench(torch.device("cpu"), made), TINY, "model")
+    for name in KINDS:
+        run_program("checkpoint_ranks.py", made, "model", name, "write", ranks=2)
+    return made
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_resumed_weights_equal_the_uninterrupted_ones_bit_for_bit(folder: Path, name: str) -> None:
+    """Also those of a checkpoint that was written beside an update, after one that a full disk had refused a rank. Each
+    rank goes on with its own random numbers."""
+    run_program("checkpoint_ranks.py", folder, "model", name, "read", ranks=2)
+    expected, resumed = saved(folder / f"{name}_whole"), saved(folder / f"{name}_resumed_2")
+    start = saved(folder / "model")
+    assert expected.keys() == resumed.keys()
+    for tensor, value in expected.items():
+        assert torch.equal(resumed[tensor], value), tensor
+    assert sum(not torch.equal(start[tensor], value) for tensor, value in expected.items() if tensor in start) > 5
+    if name == "critic":
+        assert expected["critic.lm_head.weight"].abs().min() > 0
+    assert not (folder / f"{name}_full" / TRAINER / ".metadata").exists()
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_checkpoint_of_two_ranks_is_read_by_fewer_and_more(folder: Path, ranks: int) -> None:
+    """Sums of other parts of a batch differ in the last bits, and Adam divides by the gradient's size."""
+    run_program("checkpoint_ranks.py", folder, "model", "full", "read", ranks=ranks)
+    expected, resumed = saved(folder / "full_whole"), saved(folder / f"full_resumed_{ranks}")
+    start = saved(folder / "model")
+    for tensor, value in expected.items():
+        moved = (value - start[tensor]).abs().max()
+        assert (resumed[tensor] - value).abs().max() <= 0.02 * moved, tensor

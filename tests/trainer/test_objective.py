@@ -1,0 +1,273 @@
+"""The objective that settings describe: every part of it in the loss, as a formula of numpy's; what settings refuse."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from monarch_rl.algorithms.composition import CORRECTIONS, POLICY_LOSSES
+from monarch_rl.algorithms.functions import Columns, differentiates_entropy, needed_columns, other_token_columns
+from monarch_rl.algorithms.group_view import GroupView
+from monarch_rl.trainer.advantages import with_overlong_penalty
+from monarch_rl.trainer.batch import MicroBatch, pack
+from monarch_rl.trainer.finite_episodes import finite_only
+from monarch_rl.trainer.loss_settings import LossSettings, loss_warnings
+from monarch_rl.trainer.objective import call, distillation, reinforcement
+from monarch_rl.trainer.token_logprobs import TokenLogprobs
+from tests.trainer.batches import batch
+
+CPU = torch.device("cpu")
+
+
+def made(seed: int = 1, columns: bool = True) -> tuple[TokenLogprobs, MicroBatch]:
+    """Tokens of four episodes under policies that are near each other."""
+    microbatch = pack(batch(seed)[0].episodes, torch.tensor([1.0, -1.0, 0.5, -0.5]), torch.full((4,), 0.25), seed, CPU)
+    rng = np.random.default_rng(seed)
+    n = len(microbatch.advantages)
+
+    def near(spread: float) -> torch.Tensor:
+        return microbatch.behaviour_logprobs + torch.from_numpy(rng.normal(0, spread, n)).float()
+
+    if columns:
+        microbatch = replace(microbatch, columns=Columns({"old": near(0.1), "reference": near(0.3)}))
+    logprobs = near(0.2).requires_grad_()
+    entropies = torch.from_numpy(rng.uniform(1, 3, n)).float().requires_grad_()
+    return TokenLogprobs(logprobs, entropies, torch.ones(n)), microbatch
+
+
+def loss_of(**settings: Any) -> tuple[float, dict[str, torch.Tensor], TokenLogprobs, MicroBatch]:
+    output, microbatch = made()
+    loss, sums = call(reinforcement(LossSettings(**settings)), output, microbatch)
+    loss.backward()
+    return loss.item(), sums, output, microbatch
+
+
+def numbers(output: TokenLogprobs, microbatch: MicroBatch) -> dict[str, np.ndarray]:
+    tensors = {
+        "new": output.logprobs,
+        "entropies": output.entropies,
+        "behaviour": microbatch.behaviour_logprobs,
+        "advantages": microbatch.advantages,
+        "weights": microbatch.weights,
+        **microbatch.columns,
+    }
+    return {name: tensor.detach().double().numpy() for name, tensor in tensors.items()}
+
+
+def clipped(d: dict[str, np.ndarray], advantages: np.ndarray) -> np.ndarray:
+    ratio = np.exp(d["new"] - d["old"])
+    return np.minimum(ratio * advantages, np.clip(ratio, 0.8, 1.28) * advantages)
+
+
+def test_the_default_is_the_clipped_ratio_to_the_old_policy_times_the_truncated_weight() -> None:
+    found, sums, output, microbatch = loss_of()
+    d = numbers(output, microbatch)
+    weight = np.minimum(np.exp(d["old"] - d["behaviour"]), 2)
+    assert found == pytest.approx(-(clipped(d, d["advantages"]) * weight * d["weights"]).sum(), rel=1e-5)
+    assert sums["importance_weight"].item() == pytest.approx(weight.sum(), rel=1e-5)
+    drift = np.exp(d["new"] - d["old"]) - 1 - (d["new"] - d["old"])
+    assert sums["drift_k3"].item() == pytest.approx(drift.sum(), rel=1e-3)
+
+
+def test_kl_and_entropy_are_added_to_the_loss_with_their_coefficients() -> None:
+    found, sums, output, microbatch = loss_of(kl_coefficient=0.3, kl_estimate="k2", entropy_coefficient=0.1)
+    d = numbers(output, microbatch)
+    weight = np.minimum(np.exp(d["old"] - d["behaviour"]), 2)
+    divergence = (d["new"] - d["reference"]) ** 2 / 2
+    gain = weight * (clipped(d, d["advantages"]) - 0.3 * divergence) + 0.1 * d["entropies"]
+    assert found == pytest.approx(-(gain * d["weights"]).sum(), rel=1e-5)
+    assert sums["kl_reference"].item() == pytest.approx(divergence.sum(), rel=1e-5)
+    assert output.entropies.grad is not None
+    np.testing.assert_allclose(output.entropies.grad, -0.1 * d["weights"], rtol=1e-6)
+
+
+def test_kl_in_the_reward_changes_the_advantage_and_has_no_gradient_of_its_own() -> None:
+    found, _, output, microbatch = loss_of(kl_coefficient=0.3, kl_estimate="k1", kl_in="reward")
+    d = numbers(output, microbatch)
+    weight = np.minimum(np.exp(d["old"] - d["behaviour"]), 2)
+    advantages = d["advantages"] - 0.3 * (d["new"] - d["reference"])
+    assert found == pytest.approx(-(clipped(d, advantages) * weight * d["weights"]).sum(), rel=1e-5)
+
+
+def test_distillation_is_the_teachers_divergence_with_the_weights_of_what_was_drawn() -> None:
+    output, microbatch = made()
+    microbatch.columns["teacher"] = microbatch.behaviour_logprobs - 0.3
+    settings = LossSettings(kl_coefficient=0.2, kl_estimate="k2", entropy_coefficient=0.1)
+    loss, sums = call(distillation(settings), output, microbatch)
+    d = numbers(output, microbatch)
+    weight, apart = np.minimum(np.exp(d["old"] - d["behaviour"]), 2), d["new"] - d["teacher"]
+    cost = weight * (apart**2 / 2 + 0.2 * (d["new"] - d["reference"]) ** 2 / 2) - 0.1 * d["entropies"]
+    assert loss.item() == pytest.approx((cost * d["weights"]).sum(), rel=1e-5)
+    assert sums["reverse_kl"].item() == pytest.approx(apart.sum(), rel=1e-5)
+    assert set(needed_columns(distillation(settings))) == {"old", "reference", "teacher"}
+    top = LossSettings(teacher_top=1, teacher_divergence="forward", corrections=())
+    microbatch.columns |= {"teacher_id_0": torch.zeros(len(d["new"])), "teacher_logprob_0": torch.tensor([0.6]).log()}
+    likely = torch.full((len(d["new"]), 1), 0.2).log().requires_grad_()
+    loss, sums = call(distillation(top), output._replace(others=likely), microbatch)
+    divergence = 0.6 * np.log(0.6 / 0.2) + 0.4 * np.log(0.4 / 0.8)
+    assert loss.item() == pytest.approx(divergence * d["weights"].sum(), rel=1e-4)
+    assert sums["top_k_kl"].item() == pytest.approx(divergence * len(d["new"]), rel=1e-4)
+    assert other_token_columns(distillation(top)) == ("teacher_id_0",) and not other_token_columns(
+        distillation(settings)
+    )
+    with pytest.raises(ValueError, match="which the drawn token alone does not tell: give trainer.loss.teacher-top"):
+        LossSettings(teacher_divergence="forward")
+    for changes in ({"positives_only": True}, {"corrections": ("opsm",)}, {"kl_coefficient": 0.1, "kl_in": "reward"}):
+        with pytest.raises(ValueError, match=r"reads no advantages: leave out trainer\.loss\.positives-only"):
+            distillation(LossSettings(**changes))  # type: ignore[arg-type]
+
+
+def test_positives_only() -> None:
+    _, _, output, microbatch = loss_of(positives_only=True, policy_loss="pg")
+    assert output.logprobs.grad is not None
+    assert ((output.logprobs.grad != 0) == (microbatch.advantages > 0)).all()
+
+
+CHOICES = list(
+    itertools.product(POLICY_LOSSES, ("trainer", "behaviour"), (None, (), *((name,) for name in CORRECTIONS)))
+)
+
+
+@pytest.mark.parametrize(("policy_loss", "ratio_to", "corrections"), CHOICES)
+def test_every_combination_trains_or_is_refused_by_the_name_of_a_flag(
+    policy_loss: str, ratio_to: Any, corrections: Any
+) -> None:
+    """In float32, and with nothing that is not finite."""
+    try:
+        settings = LossSettings(policy_loss=policy_loss, ratio_to=ratio_to, corrections=corrections)
+    except ValueError as error:
+        assert str(error).startswith("trainer.loss.")
+        return
+    output, microbatch = made()
+    loss, sums = call(reinforcement(settings), output, microbatch)
+    loss.backward()
+    assert loss.dtype == torch.float32 and output.logprobs.grad is not None and output.logprobs.grad.isfinite().all()
+    dropped = "sequence_mask" in settings.applied_corrections
+    assert dropped or output.logprobs.grad.abs().sum() > 0
+    assert all(value.isfinite().all() for value in sums.values())
+
+
+def test_an_objective_names_the_columns_and_gradients_that_it_needs() -> None:
+    def needed(**settings: Any) -> set[str]:
+        return set(needed_columns(reinforcement(LossSettings(**settings))))
+
+    assert needed() == {"old"}
+    assert needed(policy_loss="pg", corrections=()) == needed(ratio_to="behaviour") == set()
+    assert needed(policy_loss="decoupled") == {"old"}
+    assert needed(ratio_to="behaviour", kl_coefficient=0.1) == {"reference"}
+    assert not differentiates_entropy(reinforcement(LossSettings()))
+    assert differentiates_entropy(reinforcement(LossSettings(entropy_coefficient=0.1)))
+
+
+def test_without_old_logprobs_the_policy_that_is_updated_is_the_old_one() -> None:
+    output, microbatch = made(columns=False)
+    (loss, sums), n = call(reinforcement(LossSettings(corrections=())), output, microbatch), len(output.logprobs)
+    assert loss.item() == pytest.approx(-(microbatch.advantages * microbatch.weights).sum().item(), rel=1e-6)
+    assert sums["drift_k3"] == 0 and sums["clipped"] == 0 and sums["tokens"] == n
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"policy_loss": "ppo"}, "trainer.loss.policy-loss must be one of pg, ppo_clip, cispo"),
+        ({"corrections": ("tis", "none")}, "trainer.loss.corrections must be .* each one of tis, icepop"),
+        ({"corrections": ("tis", "icepop")}, "corrections tis icepop: at most one of tis and icepop"),
+        ({"corrections": ("opsm", "opsm")}, "corrections opsm opsm: .* each once"),
+        ({"corrections": ("tis",), "ratio_to": "behaviour"}, "corrections tis weighs by .* so does ratio-to behaviour"),
+        ({"corrections": ("icepop",), "policy_loss": "decoupled"}, "and so does the policy loss decoupled"),
+        (
+            {"policy_loss": "decoupled", "ratio_to": "behaviour"},
+            "ratio-to behaviour: the policy loss decoupled has both",
+        ),
+        ({"policy_loss": "pg", "ratio_to": "behaviour"}, "ratio-to behaviour: the policy loss pg has no ratio"),
+        ({"policy_loss": "sapo", "clip_low": 0.1}, "trainer.loss.clip-low: the policy loss sapo has no clip"),
+        (
+            {"policy_loss": "gspo", "dual_clip": 3.0},
+            "trainer.loss.dual-clip is for ppo_clip, and the policy loss is gspo",
+        ),
+        ({"dual_clip": 1.1}, "dual-clip 1.1 must be above the clip's ceiling, 1.28"),
+        ({"icepop_range": (2.0, 0.5)}, "icepop-range 2 0.5: give the lowest first"),
+        ({"overlong_buffer": 5}, "overlong-buffer 5 is more than trainer.loss.overlong-limit 0"),
+        (
+            {"advantage": "max_rl", "overlong_limit": 100},
+            "max_rl needs rewards .* and .*overlong-limit 100",
+        ),
+        ({"kl_coefficient": 0.1, "kl_estimate": "k1"}, "kl-estimate k1 in the loss: its gradient is zero"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        LossSettings(**settings)
+
+
+@pytest.mark.parametrize("policy_loss", ["cispo", "gspo", "sapo", "dppo_tv", "decoupled"])
+def test_a_ratio_that_is_1_by_construction_warns(policy_loss: str) -> None:
+    (warning,) = loss_warnings(LossSettings(policy_loss=policy_loss), 1)
+    assert "is 1 by construction" in warning and f"policy-loss {policy_loss}" in warning
+    assert loss_warnings(LossSettings(policy_loss=policy_loss), 2) == []
+    if policy_loss != "decoupled":
+        assert loss_warnings(LossSettings(policy_loss=policy_loss, ratio_to="behaviour"), 1) == []
+    else:
+        assert "nothing is limited" not in warning and "above behaviour-cap 5" in warning
+    assert loss_warnings(LossSettings(), 1) == []
+    assert len(loss_warnings(LossSettings(clip_high=0.3), 1)) == 1
+
+
+def test_a_tokens_clip_with_gspo_warns() -> None:
+    (warning,) = loss_warnings(LossSettings(policy_loss="gspo", ratio_to="behaviour", clip_low=0.2, clip_high=0.2), 1)
+    assert "clip-low 0.2 and clip-high 0.2 with gspo" in warning
+
+
+def test_the_overlong_penalty_lowers_rewards_before_advantages() -> None:
+    group = GroupView.of([1.0, 1.0, 0.0], lengths=[10, 18, 20])
+    shaped = with_overlong_penalty(group, LossSettings(overlong_limit=20, overlong_penalty=0.5))
+    assert shaped.rewards.tolist() == [1.0, 0.75, -0.5]
+    assert with_overlong_penalty(group, LossSettings()) is group
+
+
+# -- numbers that are not finite --------------------------------------------------------------------------------------
+
+CAUSES = {
+    "log-prob of the trainer": -torch.inf,
+    "log-prob of the engine": torch.inf,
+    "column 'reference'": torch.nan,
+}
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_a_number_that_is_not_finite_costs_its_episode_and_nothing_else(cause: str) -> None:
+    settings = LossSettings(kl_coefficient=0.1, entropy_coefficient=0.1)
+    output, microbatch = made()
+    wrong = int((microbatch.sequences == 2).nonzero()[0])
+    logprobs, behaviour, columns = output.logprobs.detach(), microbatch.behaviour_logprobs, microbatch.columns
+    of_cause = {
+        "log-prob of the trainer": logprobs,
+        "log-prob of the engine": behaviour,
+        "column 'reference'": columns["reference"],
+    }
+    others = replace(microbatch, weights=microbatch.weights * (microbatch.sequences != 2))
+    expected, _ = reinforcement(settings)(output, others)
+    expected.backward()
+    assert output.logprobs.grad is not None
+
+    of_cause[cause][wrong] = CAUSES[cause]
+    again = output._replace(logprobs=logprobs.requires_grad_())
+    chosen, trained, left_out = finite_only(again, microbatch)
+    assert left_out.causes == {2: cause} and left_out.tokens == int((microbatch.sequences == 2).sum())
+    loss, sums = call(reinforcement(settings), chosen, trained)
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert sums["tokens"] == len(logprobs) - left_out.tokens
+    assert again.logprobs.grad is not None
+    torch.testing.assert_close(again.logprobs.grad, output.logprobs.grad)
+
+
+def test_where_all_is_finite_nothing_is_copied() -> None:
+    output, microbatch = made()
+    chosen, trained, left_out = finite_only(output, microbatch)
+    assert chosen is output and trained is microbatch and not left_out.causes

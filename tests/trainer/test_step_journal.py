@@ -1,0 +1,106 @@
+"""Which steps of a journal a rank makes again after a checkpoint. tests/recipe/test_resume.py has runs that do."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from monarch_rl.checkpoint.journal import JournalWriter, Made, write_plan
+from monarch_rl.pipeline.made_again import common, said_of
+from monarch_rl.trainer import step_journal
+from monarch_rl.trainer.actor import TrainerPlan
+from monarch_rl.trainer.functions import TrainingFunctions
+from monarch_rl.trainer.loss_settings import LossSettings
+from monarch_rl.trainer.settings import TrainerSettings
+from monarch_rl.trainer.step_journal import EarlierSteps, KnownBatch, trained_as
+from tests.checkpoint.test_journal import shards
+
+PLAN = TrainerPlan(Path("model"), TrainerSettings(ranks=1), 1, 1.0, 8, generation=2)
+WEIGHTS = np.arange(3)
+"""Checksums of the weights that the rank has."""
+RANK: Any = SimpleNamespace(rank=0, settings=SimpleNamespace(tp=1))
+
+
+@pytest.fixture(autouse=True)
+def weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_journal, "weights_checksums", lambda policy: WEIGHTS)
+
+
+def journal(folder: Path, *generations: tuple[TrainerPlan, list[int]], made: np.ndarray = WEIGHTS) -> Path:
+    """By generation: its plan, and the versions of which it has the batch; negative ones ended in their steps."""
+    for generation, (plan, versions) in enumerate(generations):
+        write_plan(folder, replace(plan, generation=generation), generation)
+        writer = JournalWriter(folder, 0, 10**6, {"generation": generation, "trained_as": trained_as(plan)})
+        for version in versions:
+            writer.batch(shards(abs(version), 1)[0])
+            if version >= 0:
+                writer.made(version, Made(made, {}))
+        writer.close()
+    return folder
+
+
+def versions(folder: Path, checkpoint: int, generation: int) -> list[int]:
+    return [batch.version for batch in EarlierSteps(folder, PLAN, RANK, checkpoint, generation).known]
+
+
+def test_all_that_follow_the_checkpoint_without_a_gap(tmp_path: Path) -> None:
+    """A run that was resumed from version 4, which had made 6 before."""
+    folder = journal(tmp_path, (PLAN, [0, 1, 2, 3, 4, 5, 6]), (PLAN, [4, 5, 7]))
+    assert versions(folder, 2, 0) == versions(folder, 2, 0) == [2, 3, 4, 5]
+    assert versions(folder, 4, 1) == [4, 5] and versions(folder, 6, 1) == []
+    assert versions(folder, 3, 1) == [], "generation 0 made that batch after another version 3"
+    earlier = EarlierSteps(folder, PLAN, RANK, 2, 0)
+    assert earlier.batch(5).version == 5 and earlier.equal(5) is True
+
+
+def test_a_journal_of_other_weights_is_not_for_this_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = journal(tmp_path, (PLAN, [0, 1, 2]), made=WEIGHTS + 1)
+    with caplog.at_level(logging.WARNING):
+        assert versions(folder, 2, 0) == [] and versions(folder, 0, 0) == [0, 1, 2]
+    assert "of other weights than the checkpoint" in caplog.text
+
+
+def test_a_batch_whose_step_never_ended_is_tried_once(tmp_path: Path) -> None:
+    """It may be what ended the run."""
+    once = journal(tmp_path / "once", (PLAN, []), (PLAN, [2, 3, -4]))
+    assert versions(once, 2, 1) == [2, 3, 4]
+    twice = journal(tmp_path / "twice", (PLAN, [2, 3, -4]), (PLAN, []))
+    assert versions(twice, 2, 0) == [2, 3]
+
+
+def test_batches_for_other_ranks_or_functions_are_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    two = replace(PLAN, settings=TrainerSettings(ranks=2))
+    own = replace(PLAN, functions=TrainingFunctions.of(lambda group: group.rewards, "reinforcement", LossSettings()))
+    folder = journal(tmp_path, (two, [0, 1]), (PLAN, [2, 3]))
+    with caplog.at_level(logging.WARNING):
+        assert versions(folder, 1, 0) == [] and versions(folder, 2, 0) == [2, 3]
+    assert "step 2 is not made again from the journal: it was trained in another way" in caplog.text
+    assert len({trained_as(plan) for plan in (PLAN, two, own, replace(own, total_steps=9))}) == 3
+
+
+def test_what_was_made_before_the_run_went_back_is_not_compared(tmp_path: Path) -> None:
+    """Of a rank that writes no batches, as a tensor-parallel neighbour, nothing says that they were taken anew."""
+    folder = journal(tmp_path, (PLAN, [0, 1, 2]), made=WEIGHTS + 1)
+    assert versions(folder, 2, 1) == [], "the batch is of generation 0"
+    assert EarlierSteps(folder, PLAN, RANK, 2, 1)._is_equal(1, 1) is None
+
+
+def test_ranks_make_again_what_all_of_them_have() -> None:
+    first, second, other = KnownBatch(4, 0, 11), KnownBatch(5, 0, 12), KnownBatch(5, 1, 13)
+    assert common([[first, second], [first, second]]) == 2
+    assert common([[first, second], [first, other]]) == 1, "each took another batch as its last one"
+    assert common([[first, second], [first]]) == 1 and common([[first], []]) == 0
+
+
+def test_what_is_said_of_the_weights() -> None:
+    assert said_of("step 3", [None]).endswith("; there is nothing to compare the weights with")
+    assert said_of("steps 3 to 5", [True, True, None]).endswith("bit for bit, after all 2 that can be compared")
+    assert said_of("steps 3 to 5", [True, False, None]).endswith("than before, after 1 of 2 that can be compared")

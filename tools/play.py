@@ -1,0 +1,110 @@
+"""Plays episodes of a recipe without a trainer, and prints them: what was said, in colours by role, and the reward.
+
+    python tools/play.py recipes/own_data.py --episodes 3
+    python tools/play.py recipes/grpo.py --model .cache/tiny-qwen3 --task.name spell_backward
+
+The recipe's own flags follow. Its initial model (`--model`) plays in a real engine, as rollout workers would have it
+play: the same items, the same chat template, the same sampling. Frozen models that the recipe asks have their own
+engines, as in a run. What an episode's code raises is shown with the place in that code. Rewards that compare a group,
+and stages, are not computed. Exit code 1 if an episode failed, 2 if the settings cannot work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from monarch_rl.episode.episode import Episode
+from monarch_rl.pipeline.program import run_program
+from monarch_rl.pipeline.recipes import Recipe, load_recipe
+from monarch_rl.pipeline.standalone import Table, engine_of, host_for, serve_frozen, table
+from monarch_rl.rollout.episode_failed import EpisodeFailed
+from monarch_rl.runtime.by_value import register_modules
+from monarch_rl.runtime.cluster import Cluster
+from monarch_rl.runtime.devices import devices
+
+COLOURS = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
+"""By role."""
+
+
+async def play(recipe: Recipe, episodes: int, first: int, console: Console, cluster: Cluster | None = None) -> int:
+    """Play training items ``first``, ``first`` + 1, ... and print them; returns how many episodes failed.
+
+    Args:
+        cluster: for the engines of the recipe's frozen models.
+    """
+    offered = devices()
+    async with (
+        engine_of(recipe.settings, offered, recipe.task) as (engine, model),
+        table(recipe.settings, recipe.task, model, engine, offered) as opened,
+    ):
+        await serve_frozen(cluster, recipe.frozen, recipe.settings, model)
+        return await play_at(opened, range(first, first + episodes), console)
+
+
+async def play_at(opened: Table, indices: range, console: Console) -> int:
+    """Play these training items and print them; returns how many episodes failed."""
+    failed = 0
+    for index in indices:
+        played = await opened.train_episode(index)
+        console.rule(Text(f"{opened.task.name}, item {index}"), align="left")
+        if isinstance(played, EpisodeFailed):
+            show(played, console)
+        else:
+            for number, sequence in enumerate(played):
+                if len(played) > 1:
+                    console.print(Text(described(sequence, number), style="bold"))
+                show(sequence, console)
+        failed += isinstance(played, EpisodeFailed)
+    return failed
+
+
+def described(sequence: Episode, number: int) -> str:
+    """Which sequence of its episode it is."""
+    seat = f", seat {sequence.seat}" if sequence.seat else ""
+    fork = sequence.fork
+    return f"sequence {number}{seat}" + (f", from turn {fork.turns} of sequence {fork.sequence} on" if fork else "")
+
+
+def show(played: Episode | EpisodeFailed, console: Console) -> None:
+    """Print a sequence of an episode, or an episode that failed."""
+    for message in played.messages:
+        show_message(message, console)
+    if isinstance(played, EpisodeFailed):
+        console.print(Text(f"failed: {played.failure}", style="bold red"), soft_wrap=True)
+        return
+    parts = "".join(f", {name} {value:g}" for name, value in played.parts.items())
+    info = f" {played.info}" if played.info else ""
+    ended = f"{played.num_trainable} tokens drawn, ended by {played.finish_reason}"
+    console.print(Text(f"reward {played.reward:g}{parts} ({ended}){info}", style="bold"), soft_wrap=True)
+
+
+def show_message(message: dict[str, Any], console: Console) -> None:
+    """Print who says what."""
+    style = COLOURS.get(message["role"], "")
+    said = Text.assemble((f"{message['role']:>9}  ", f"bold {style}"), (message["content"], style))
+    console.print(said, soft_wrap=True)
+
+
+def main() -> int:
+    """The exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("recipe", type=Path, help="the recipe's file; its flags follow (python RECIPE --help)")
+    parser.add_argument("--episodes", type=int, default=3, help="how many to play, one item each (default 3)")
+    parser.add_argument("--first", type=int, default=0, help="cursor of the first training item (default 0)")
+    own, flags = parser.parse_known_args()
+    recipe = load_recipe(own.recipe, flags)
+    register_modules(own.recipe)
+    with host_for(recipe.frozen) as cluster:
+        return 1 if asyncio.run(play(recipe, own.episodes, own.first, Console(), cluster)) else 0
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -1,0 +1,144 @@
+"""Makes updates of a run again, from its journal, without engines or rollouts.
+
+    python tools/replay.py runs/grpo-20260101-120000-1 --from 100 --to 120
+    python tools/replay.py RUN --from 100 --to 120 --objective recipes/mine.py:my_loss
+    python tools/replay.py RUN --open 117
+
+Prints for each step whether the weights after it are those of the run, bit for bit, on every trainer rank, and loss,
+gradient norm, KL and clipped share beside those of the run. With another objective the same batches make other updates,
+each from the weights that the one before has made. `--open` shows the episodes of a step, token by token, as its update
+saw them. Needs a run with `--journal.mib` above 0 (docs/journal.md). Exit code 1 if weights differ under the run's own
+objective.
+"""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from monarch_rl.checkpoint.journal import FOLDER, JournalReader, read_plan
+from monarch_rl.pipeline.program import run_program
+from monarch_rl.pipeline.replay import (
+    OpenedEpisode,
+    ReplayedStep,
+    ReplayJob,
+    compared,
+    generation_of,
+    replay,
+    starting_point,
+)
+from monarch_rl.runtime.by_value import ByValue
+
+
+def objective_of(name: str, plan: Any) -> ByValue[Any]:
+    """The objective or the policy loss of this name, or ``FILE:FUNCTION``. Raises ValueError if there is none, or if
+    the run's other settings of the loss do not go with it."""
+    from monarch_rl.algorithms.composition import POLICY_LOSSES
+    from monarch_rl.algorithms.registry import named
+    from monarch_rl.trainer.objective import OBJECTIVES, reinforcement
+
+    path, _, function = name.rpartition(":")
+    if name in POLICY_LOSSES:
+        return ByValue(reinforcement(replace(plan.settings.loss, policy_loss=name)), f"the policy loss {name}")
+    if not path:
+        return ByValue(named(OBJECTIVES, name, "objective")(plan.settings.loss), f"the objective {name}")
+    found = runpy.run_path(path, run_name="replayed").get(function)
+    if not callable(found):
+        raise ValueError(f"{path} has no function {function}")
+    return ByValue(found, f"the objective {name}")
+
+
+def job_of(run: Path, first: int | None, last: int | None, objective: str, opened: int | None) -> tuple[ReplayJob, int]:
+    """What to make again, and the first step to show."""
+    journal = run / FOLDER
+    reader = JournalReader(journal, 0)
+    if opened is not None and first is None:
+        first = last = opened
+    known = reader.versions
+    first = first or (known[0] + 1 if known else 1)
+    last = last or (known[-1] + 1 if known else 1)
+    start, checkpoint, steps = starting_point(run, first)
+    generation = generation_of(journal, reader, start, last)
+    own = objective_of(objective, read_plan(journal, generation)) if objective else None
+    return ReplayJob(journal, start, last, checkpoint, steps, own, generation, opened), first
+
+
+def show_opened(episodes: list[OpenedEpisode], model: Path, console: Console) -> None:
+    """Print episodes token by token: text, advantage, ratio and lag."""
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    for episode in episodes:
+        title = f"group {episode.group}, episode {episode.place}: reward {episode.reward:g}, {episode.finish_reason}"
+        console.rule(Text(title), align="left")
+        console.print(Text(tokenizer.decode(episode.prompt), style="dim"), soft_wrap=True)
+        console.print(Text(f"{'token':24}{'advantage':>12}{'ratio':>10}{'lag':>5}", style="bold"))
+        rows = zip(episode.token_ids, episode.advantages, episode.ratios, episode.lags, strict=True)
+        for token, advantage, ratio, lag in rows:
+            style = "" if 0.5 <= ratio <= 2 else "red"
+            console.print(Text(f"{tokenizer.decode([token])!r:24}{advantage:12.4f}{ratio:10.4f}{lag:5}", style=style))
+
+
+def sizes(journal: Path) -> str:
+    """The bytes of a journal beside those of token ids (int32) and log-probs (float32) alone."""
+    tokens = trained = written = 0
+    folders = sorted(journal.glob("rank*"))
+    for folder in folders:
+        reader = JournalReader(journal, int(folder.name.removeprefix("rank")))
+        written += reader.nbytes
+        for version in reader.versions:
+            for episode in (e for places in reader.batch(version).unpack().microbatches for _, _, e in places):
+                tokens, trained = tokens + episode.num_tokens, trained + episode.num_trainable
+    if not tokens:
+        raise ValueError(f"{journal} has no batch")
+    alone = 4 * tokens + 4 * trained
+    return (
+        f"{tokens:,} tokens, {trained:,} of them trained, of {len(folders)} ranks: {written / tokens:.2f} bytes each, "
+        f"{written / alone:.2f} times token ids and log-probs alone"
+    )
+
+
+def verdict(steps: list[ReplayedStep]) -> str:
+    """In one sentence."""
+    known = [step for step in steps if step.equal is not None]
+    equal = sum(bool(step.equal) for step in known)
+    first = next((f"; the first that differs is {step.step}" for step in known if not step.equal), "")
+    return f"the weights after {equal} of {len(known)} steps are those of the run, bit for bit{first}"
+
+
+def main() -> int:
+    """The exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="the run's folder")
+    parser.add_argument("--from", dest="first", type=int, help="first step to show (default: the first in the journal)")
+    parser.add_argument("--to", dest="last", type=int, help="last step (default: the last in the journal)")
+    parser.add_argument(
+        "--objective", default="", help="objective, policy loss (such as gspo) or FILE:FUNCTION, in place of the run's"
+    )
+    parser.add_argument("--open", dest="opened", type=int, help="step whose episodes are shown")
+    parser.add_argument("--bytes", action="store_true", help="print what the journal takes, and end")
+    own = parser.parse_args()
+    if own.bytes:
+        print(sizes(own.run / FOLDER))
+        return 0
+    job, first = job_of(own.run, own.first, own.last, own.objective, own.opened)
+    steps, opened = replay(job)
+    shown = [step for step in steps if step.step >= first]
+    print(compared(shown))
+    console = Console()
+    if own.opened is not None:
+        show_opened(opened, read_plan(job.journal, job.generation).model, console)
+    if own.objective:
+        return 0
+    print(verdict(shown))
+    return 0 if all(step.equal is not False for step in shown) else 1
+
+
+if __name__ == "__main__":
+    run_program(main)
