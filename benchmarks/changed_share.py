@@ -22,6 +22,8 @@ from typing import Any
 import numpy as np
 import tyro
 
+from monarch_rl.trainer.loss_settings import LossSettings
+
 from monarch_rl.trainer.policy import Policy  # isort: skip  # it prepares the platform before torch is imported
 
 import torch
@@ -29,13 +31,16 @@ import torch.distributed as dist
 
 from monarch_rl.algorithms.advantages import ADVANTAGES
 from monarch_rl.algorithms.packing import SharingGroup, plan_microbatches
-from monarch_rl.episode.episode import BatchShard, Episode, Group, Turn
+from monarch_rl.episode.episode import Episode, Group, Turn
+from monarch_rl.episode.packed import PackedGroup, pack_group
 from monarch_rl.episode.prefixes import prefix_tree
+from monarch_rl.episode.shard import BatchShard, outcomes
 from monarch_rl.model.folder import resolve_model
 from monarch_rl.runtime.network import free_port
-from monarch_rl.trainer.batch import MicroBatch, advantages_of, pack_shard
+from monarch_rl.trainer.advantages import advantages_of, group_views
+from monarch_rl.trainer.batch import MicroBatch, pack_shard
 from monarch_rl.trainer.objective import reinforcement
-from monarch_rl.trainer.settings import LossSettings, TrainerSettings
+from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.trainer.shards import local_run
 from monarch_rl.weights.delta import encode, stats, wire_bound
 
@@ -105,16 +110,16 @@ def make_batch(s: Settings, text: np.ndarray[Any, Any], step: int, policy: Polic
     mine = plan_microbatches(sharing, policy.settings.tokens_per_microbatch, policy.world_size)[policy.rank]
     drawn = sum(episode.num_trainable for whole in groups for episode in whole.episodes)
     shard = BatchShard(
+        **outcomes([PackedGroup.read(pack_group(whole)) for whole in groups]),
         version=step,
-        rewards=[whole.rewards for whole in groups],
         microbatches=[[(g, e, groups[g].episodes[e]) for g, e in places] for places in mine],
         trainable_tokens=drawn,
         lag_counts=np.asarray([drawn]),
     )
     loss = policy.settings.loss
-    return pack_shard(
-        shard, advantages_of(shard.rewards, ADVANTAGES[loss.advantage]), loss.aggregation, s.tokens, policy.device
-    )
+    advantages = advantages_of(group_views(shard), ADVANTAGES[loss.advantage].make())
+    (microbatches,) = pack_shard(shard, advantages, loss.aggregation, s.tokens, policy.device)
+    return microbatches
 
 
 def served(policy: Policy) -> torch.Tensor:
@@ -126,7 +131,7 @@ def served(policy: Policy) -> torch.Tensor:
 def measure(s: Settings, model: Path, text: np.ndarray[Any, Any], lr: float) -> dict[str, Any]:
     # Behaviour log-probs are unknown: without importance weights they do not matter.
     ranks = int(os.environ["WORLD_SIZE"])
-    settings = TrainerSettings(ranks=ranks, lr=lr, loss=LossSettings(importance_cap=0.0))
+    settings = TrainerSettings(ranks=ranks, lr=lr, loss=LossSettings(corrections=()))
     policy = Policy(model, settings, total_steps=s.steps)
     previous = served(policy)
     wire = torch.empty(wire_bound(previous.numel(), BUCKET_BYTES), dtype=torch.uint8, device=policy.device)

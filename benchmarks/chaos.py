@@ -1,16 +1,19 @@
-"""Does a run go on when every kind of replaceable process is killed, stopped, ended and made to fail?
+"""Does a run go on when every kind of process is killed, stopped, ended and made to fail?
 
     python benchmarks/chaos.py
-    python benchmarks/chaos.py --seed 3 --steps 200
+    python benchmarks/chaos.py --seed 3
+    python benchmarks/chaos.py --stall-s 8 --stuck-s 4     stopped processes are missed sooner (the test)
 
-A real run of recipes/grpo.py on the tiny model, with two replicas and two rollout workers. One fault after the other is
-injected; order, victims and pauses follow from the seed. Then the run goes on to its end. Checked: it ends well, the
-lag bound holds at every step, every batch is full, every admitted group is accounted for, every lost process came back,
-and no process is left. Prints a table (docs/failures.md) and, last, the figures as one line of JSON.
+A real run of recipes/grpo.py on the tiny model, under the supervisor, with two replicas, two rollout workers and a
+checkpoint every other step. One fault after the other is injected; order, victims and pauses follow from the seed. Then
+it ends. Checked: it ends well, the lag bound holds at every step, every batch is full, every admitted group is
+accounted for, every lost process came back, and no process and no temporary file is left. Prints a table
+(docs/failures.md) and, last, the figures as one line of JSON.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -29,11 +32,13 @@ import psutil
 from processes import name_of
 from reporting import run_benchmark
 
+from monarch_rl.runtime.lifetime import die_with_parent
+
 ROOT = Path(__file__).parents[1]
 RECIPE = Path(__file__).with_name("chaos_recipe.py")
 RUN_S = 1200.0
 """Seconds for the whole run."""
-FAULT_S = 180.0
+FAULT_S = 600.0
 """Seconds from a fault until the process is back, on cores that are shared."""
 GONE_S = 15.0
 """Seconds after the end of the run by which its last process has ended."""
@@ -45,8 +50,11 @@ class Settings:
 
     seed: int = 0
     """Seed of order, victims and pauses."""
-    steps: int = 300
-    """Steps of the run: enough to last until all faults have happened."""
+    stall_s: float = 15.0
+    """Of the run: seconds after which a process that cannot go on is missed."""
+    stuck_s: float | None = None
+    """Seconds after a score's deadline at which scoring processes of which none ends a score are replaced; None is what
+    the project takes."""
     pause_s: float = 2.0
     """Longest pause between a return and the next fault."""
 
@@ -63,31 +71,50 @@ class Fault:
         return f"{self.kind}: {self.what}"
 
 
-OWNERS = {"generator": "generator actor", "engine": "generator actor", "scorer": "rollout worker"}
+OWNERS = {
+    "generator": "generator actor",
+    "engine": "generator actor",
+    "scorer": "rollout worker",
+    "trainer rank": "trainer",
+}
 """The actor to which a process of a kind belongs, as ``processes.name_of`` calls it."""
-SIGNALLED = ("generator", "engine", "rollout worker", "scorer")
-FAULTS = [Fault(kind, what) for kind in SIGNALLED for what in ("SIGKILL", "SIGSTOP")]
-FAULTS += [Fault("rollout worker", what) for what in ("exception", "os._exit")]
+REPLACED = ("generator", "engine", "rollout worker", "scorer")
+RESTORED = ("trainer rank", "buffer", "controller")
+"""After their loss the run goes on from its last checkpoint."""
+FAULTS = [Fault(kind, what) for kind in (*REPLACED, "trainer rank", "buffer") for what in ("SIGKILL", "SIGSTOP")]
+FAULTS += [Fault(kind, "os._exit") for kind in ("rollout worker", "trainer rank")]
+FAULTS += [Fault("rollout worker", "exception"), Fault("controller", "SIGKILL")]
 
 
 class Run:
     """The run, seen from outside: its processes, and what it writes."""
 
-    def __init__(self, s: Settings, scratch: Path) -> None:
-        self._scratch, self._mark = scratch, uuid.uuid4().hex
-        self.log = scratch / "log"
+    def __init__(self, scratch: Path, *flags: str, stuck_s: float | None = None) -> None:
+        """Start it.
+
+        Args:
+            scratch: a folder for all that it writes.
+            flags: of the recipe.
+            stuck_s: of :class:`Settings`.
+        """
+        self.scratch, self._mark = scratch, uuid.uuid4().hex
+        self.log, self.temporary = scratch / "log", scratch / "t"
+        self.temporary.mkdir()
         sizes = ["--groups-per-step=8", "--held-out=16", "--rollout.workers=2", "--rollout.concurrent-groups=16"]
-        flags = [f"--steps={s.steps}", f"--output={scratch}/runs", "--recovery.restarts=10", *sizes]
+        more = ["--steps=1000000", f"--output={scratch}/runs", "--recovery.restarts=1000", *sizes, *flags]
+        arguments = [str(scratch), "" if stuck_s is None else str(stuck_s), *more]
         # SGLang's processes change their title, which by default destroys the environment that they are found by.
         environment = {**os.environ, "MONARCH_RL_CHAOS": self._mark, "SPT_NOENV": "1", "OMP_NUM_THREADS": "1"}
+        environment["TMPDIR"] = str(self.temporary)
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, str(RECIPE), str(scratch), *flags],
+                [sys.executable, "-m", "monarch_rl.runtime.supervisor", str(RECIPE), *arguments],
                 cwd=ROOT,
                 env=environment,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=functools.partial(die_with_parent, signal.SIGTERM),  # noqa: PLW1509 - there are no threads
             )
 
     def processes(self) -> list[psutil.Process]:
@@ -103,22 +130,32 @@ class Run:
 
     def victim(self, kind: str, index: int) -> psutil.Process:
         """The process of this kind and index; among a worker's scoring processes, the first."""
+        if kind == "controller":
+            (text,) = [path.read_text() for path in self.scratch.glob("runs/*/run.json")]
+            return psutil.Process(json.loads(text)["pid"])
         processes = self.processes()
-        owner = f"{OWNERS.get(kind, kind)} {index}"
+        owner = "buffer" if kind == "buffer" else f"{OWNERS.get(kind, kind)} {index}"
         (actor,) = [process for process in processes if _name(process) == owner]
         if kind not in ("engine", "scorer"):
             return actor
         group = os.getpgid(actor.pid)  # what an actor starts is in its process group
         return next(p for p in processes if _name(p) == kind and os.getpgid(p.pid) == group)
 
+    def keepable(self) -> set[psutil.Process]:
+        """The generators, their engines and the rollout workers, which may stay where trainer ranks are lost."""
+        kinds = ("generator actor", "engine", "rollout worker")
+        return {process for process in self.processes() if _name(process).startswith(kinds)}
+
     def rows(self, name: str) -> list[dict[str, Any]]:
         """The lines of a file of the run's folder."""
-        texts = [path.read_text() for path in self._scratch.glob(f"runs/*/{name}")]
+        texts = [path.read_text() for path in self.scratch.glob(f"runs/*/{name}")]
         return [json.loads(line) for text in texts for line in text.splitlines()]
 
     def said(self) -> str:
-        """The end of what the run has printed."""
-        return "\n".join(self.log.read_text().splitlines()[-100:])
+        """The end of what the run has printed, without most steps."""
+        lines = self.log.read_text().splitlines()
+        shown = [line for place, line in enumerate(lines) if place >= len(lines) - 20 or not line.startswith("step ")]
+        return "\n".join(shown[-1000:])
 
     def steps(self) -> list[dict[str, Any]]:
         return [row for row in self.rows("metrics.jsonl") if "time/step_s" in row]
@@ -138,6 +175,27 @@ class Run:
         shown = len(self.steps())
         self.until(lambda: len(self.steps()) > shown, "another step")
 
+    def until_next_checkpoint(self) -> None:
+        """Wait for one since the run last went on."""
+        resumed = next((row["step"] for row in reversed(self.rows("resumes.jsonl"))), 0)
+
+        def newer() -> bool:
+            made = self.scratch.glob("runs/*/checkpoints/step-*")
+            return any(int(path.name.removeprefix("step-")) > resumed for path in made)
+
+        self.until(newer, "a newer checkpoint")
+
+    def finish(self) -> None:
+        """Have it end after its next step, and wait until nothing is left of it. Raises if it does not end well."""
+        (self.scratch / "end").touch()
+        if self.process.wait(RUN_S) != 0:
+            raise RuntimeError(f"exit code {self.process.returncode}:\n{self.said()}")
+        deadline = time.monotonic() + GONE_S
+        while left := [*self.processes(), *self.temporary.iterdir()]:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"left behind: {left}")
+            time.sleep(0.1)
+
     def end(self) -> None:
         """Kill all processes that are left."""
         for process in self.processes():
@@ -151,14 +209,25 @@ def _name(process: psutil.Process) -> str:
         return ""
 
 
-def strike(run: Run, fault: Fault, index: int, scratch: Path) -> dict[str, Any]:
+def strike(run: Run, fault: Fault, index: int) -> dict[str, Any]:
     """Inject ``fault``; return after how many seconds it was noticed, and after how many the process was back."""
+    if fault.kind in REPLACED:
+        (run.scratch / "slow").touch()
+    try:
+        return _strike(run, fault, index)
+    finally:
+        (run.scratch / "slow").unlink(missing_ok=True)
+
+
+def _strike(run: Run, fault: Fault, index: int) -> dict[str, Any]:
     victim = run.until(lambda: _found(lambda: run.victim(fault.kind, index)), f"a {fault.kind}")
-    struck = time.time()
+    before, struck = run.keepable(), time.time()
     if fault.what.startswith("SIG"):
         victim.send_signal(signal.Signals[fault.what])
     else:
-        (scratch / f"{fault.what}-{index}").touch()
+        (run.scratch / f"{fault.what}{'.' if fault.kind == 'trainer rank' else '-'}{index}").touch()
+    if fault.kind in RESTORED:
+        return _restored(run, struck, before)
     if fault.kind == "scorer":
         run.until(lambda: _found(lambda: run.victim("scorer", index).pid != victim.pid), "another scorer")
         seconds = time.time() - struck
@@ -175,6 +244,26 @@ def strike(run: Run, fault: Fault, index: int, scratch: Path) -> dict[str, Any]:
     return {"noticed_s": noticed - struck, "back_s": back - struck, "happened": happened}
 
 
+def _restored(run: Run, struck: float, before: set[psutil.Process]) -> dict[str, Any]:
+    """How the run went on from a checkpoint: noticed when it began to, back with its next step.
+
+    Args:
+        before: the processes of the run that it may keep.
+    """
+
+    def last(name: str) -> Any:
+        return next((row for row in reversed(run.rows(name)) if row["time"] > struck), None)
+
+    resumed = run.until(lambda: last("resumes.jsonl"), "the run to go on from its checkpoint")
+    lost = next((row for row in run.rows("losses.jsonl") if row["time"] > struck and "cause" in row), None)
+    run.until(lambda: any(row["step"] > resumed["step"] for row in run.steps()), "a step after the checkpoint")
+    stayed = len(before & run.keepable())
+    others = "the others stayed" if stayed == len(before) else f"{stayed} of {len(before)} others stayed"
+    happened = f"trainer and buffer started again; {others}" if stayed else "all processes started again"
+    noticed = (lost or resumed)["time"]
+    return {"noticed_s": noticed - struck, "back_s": time.time() - struck, "happened": happened, "stayed": stayed}
+
+
 def _found(look: Callable[[], Any]) -> Any:
     """The result of the search, or None while there is none."""
     try:
@@ -183,27 +272,20 @@ def _found(look: Callable[[], Any]) -> Any:
         return None
 
 
-def check(run: Run, s: Settings) -> dict[str, float]:
-    """Return the figures of the run. Raises if it did not end as it should."""
-    if run.process.wait(RUN_S) != 0:
-        raise RuntimeError(f"exit code {run.process.returncode}:\n{run.said()}")
-    deadline = time.monotonic() + GONE_S
-    while left := run.processes():
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"left behind: {left}")
-        time.sleep(0.1)
+def check(run: Run) -> dict[str, float]:
+    """Return the figures of a run that has ended. Raises if it is not as it should be."""
     steps = run.steps()
     wrong = [row for row in steps if row["lag/max"] > 2 or row["buffer/trained"] != 8 * row["step"]]
     for row in steps:
         dropped = sum(count for name, count in row.items() if name.startswith("dropped/") and "episode" not in name)
         if row["buffer/admitted"] != row["buffer/trained"] + row["buffer/playing"] + row["buffer/complete"] + dropped:
             wrong.append(row)
-    if wrong or [row["step"] for row in steps] != list(range(1, s.steps + 1)):
+    if wrong or [row["step"] for row in steps] != list(range(1, len(steps) + 1)):
         raise RuntimeError(f"{len(steps)} steps, of which wrong: {wrong}")
-    last = steps[-1]
-    if last["recovery/lost"] != last["recovery/returned"]:
-        raise RuntimeError(f"{last['recovery/lost']} losses, {last['recovery/returned']} returns")
-    return {"steps": len(steps), "largest_lag": max(row["lag/max"] for row in steps), "losses": last["recovery/lost"]}
+    lost, returned = (sum(key in row for row in run.rows("losses.jsonl")) for key in ("cause", "back_after_s"))
+    if lost != returned:
+        raise RuntimeError(f"{lost} losses, {returned} returns")
+    return {"steps": len(steps), "largest_lag": max(row["lag/max"] for row in steps), "losses": lost}
 
 
 def main(s: Settings) -> None:
@@ -213,20 +295,21 @@ def main(s: Settings) -> None:
     subprocess.run(make_model, cwd=ROOT, check=True, timeout=RUN_S)
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
-        run = Run(s, scratch)
+        run = Run(scratch, "--checkpoint.every-steps=2", f"--stall-s={s.stall_s}", stuck_s=s.stuck_s)
         try:
             rows = []
             run.until(run.steps, "the first step", RUN_S)
             for fault in faults:
                 run.until_next_step()
+                if fault.kind in RESTORED:
+                    run.until_next_checkpoint()
                 time.sleep(rng.uniform(0.0, s.pause_s))
-                (scratch / "slow").touch()  # a fast machine makes many steps until a stopped process is missed
-                struck = strike(run, fault, rng.randrange(2), scratch)
-                (scratch / "slow").unlink()
+                struck = strike(run, fault, rng.randrange(2))
                 rows.append({"fault": str(fault)} | struck)
                 noticed, back = struck["noticed_s"], struck["back_s"]
                 print(f"{fault}: noticed after {noticed:.1f} s, back after {back:.1f} s", flush=True)
-            figures = check(run, s)
+            run.finish()
+            figures = check(run)
         finally:
             run.end()
     print("\n| fault | what happened | noticed after s | back after s |\n|---|---|---|---|")

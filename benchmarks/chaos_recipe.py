@@ -1,7 +1,11 @@
-"""recipes/grpo.py with rollout workers that fail on demand, for chaos.py: ``chaos_recipe.py FOLDER ARGUMENTS...``
+"""recipes/grpo.py with processes that fail on demand, for chaos.py and soak.py.
 
-Worker 1 raises once FOLDER/exception-1 is there, and ends its process once FOLDER/os._exit-1 is. While FOLDER/slow is
-there, updates are delayed, so that the steps of a run outlast its faults on a slow machine, too.
+    chaos_recipe.py FOLDER STUCK_S ARGUMENTS...
+
+Worker 1 raises once FOLDER/exception-1 is there, and ends its process once FOLDER/os._exit-1 is; trainer rank 1 once
+FOLDER/os._exit.1 is. While FOLDER/slow is there, updates are delayed: a fast machine makes many steps until a stopped
+process is missed. The loop ends after the step at which FOLDER/end is there. Scoring processes of which none ends a
+score are replaced STUCK_S after a score's deadline; empty is what the project takes.
 """
 
 from __future__ import annotations
@@ -13,18 +17,23 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 import tyro
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
 import grpo  # noqa: E402
 
+from monarch_rl.episode.episode import Group  # noqa: E402
 from monarch_rl.episode.ticket import Ticket  # noqa: E402
 from monarch_rl.pipeline import run, start  # noqa: E402
+from monarch_rl.rollout import scoring  # noqa: E402
 from monarch_rl.rollout.worker import RolloutWorker  # noqa: E402
 from monarch_rl.runtime.lifetime import die_with_parent  # noqa: E402
+from monarch_rl.trainer.actor import Trainer  # noqa: E402
+from monarch_rl.trainer.objective import reinforcement  # noqa: E402
 
-FOLDER = Path(sys.argv[1])
+FOLDER, STUCK_S = Path(sys.argv[1]), float(sys.argv[2] or scoring.STUCK_S)
 SLOW_S = 4.0
 update = run.update
 
@@ -32,14 +41,29 @@ update = run.update
 class FailingWorker(RolloutWorker):
     """Fails when it begins a group."""
 
-    async def _play_group(self, ticket: Ticket) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        scoring.STUCK_S = STUCK_S
+
+    async def _play_group(self, ticket: Ticket) -> tuple[Any, Group | None]:
         index = self._name.split()[-1]
         for fault in FOLDER.glob(f"*-{index}"):
             fault.unlink()
             if fault.name.startswith("os._exit"):
                 os._exit(3)
             raise RuntimeError("what a user has written may fail")
-        await super()._play_group(ticket)
+        return await super()._play_group(ticket)
+
+
+class FailingTrainer(Trainer):
+    """Fails when it copies its weights."""
+
+    def _copy(self, index: int, views: list[torch.Tensor]) -> None:
+        fault = FOLDER / f"os._exit.{self.policy.rank}"
+        if fault.exists():
+            fault.unlink()
+            os._exit(3)
+        super()._copy(index, views)
 
 
 async def slow_update(*arguments: Any) -> Any:
@@ -49,8 +73,20 @@ async def slow_update(*arguments: Any) -> Any:
     return await update(*arguments)
 
 
+async def train(going: run.Run, s: grpo.Settings) -> None:
+    """The recipe's loop, until it is told to end."""
+    loss = s.trainer.loss
+    await going.start(grpo.task(s), advantage=loss.advantage, objective=reinforcement(loss))
+    async for step in going.steps(s.steps):
+        await going.step()
+        await going.evaluate_after(step)
+        if (FOLDER / "end").exists():
+            break
+
+
 if __name__ == "__main__":
     die_with_parent(signal.SIGTERM)  # however the driver ends, no run stays behind
     start.RolloutWorker = FailingWorker  # type: ignore[misc]
+    start.Trainer = FailingTrainer  # type: ignore[misc]
     run.update = slow_update  # type: ignore[assignment]
-    run.launch(grpo.train, tyro.cli(grpo.Settings, args=sys.argv[2:]))
+    run.launch(train, tyro.cli(grpo.Settings, args=sys.argv[3:]))

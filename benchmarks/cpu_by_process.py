@@ -26,7 +26,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
 import grpo  # noqa: E402
 
-from monarch_rl.algorithms.advantages import ADVANTAGES  # noqa: E402
 from monarch_rl.pipeline.run import Run, launch  # noqa: E402
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, within  # noqa: E402
 from monarch_rl.trainer.objective import reinforcement  # noqa: E402
@@ -105,7 +104,7 @@ async def wait_until_idle(run: Run) -> None:
 async def train(run: Run, s: Settings) -> None:
     """The recipe's loop, with a look at all processes at its beginning, end and afterwards."""
     loss = s.trainer.loss
-    await run.start(grpo.task(s), advantage=ADVANTAGES[loss.advantage], objective=reinforcement(loss))
+    await run.start(grpo.task(s), advantage=loss.advantage, objective=reinforcement(loss))
     async for step in run.steps(s.warm_up + s.steps + 1):
         if step == s.warm_up + 1:
             tree = ProcessTree(os.getpid())

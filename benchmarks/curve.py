@@ -1,64 +1,113 @@
-"""Draw the curves of a run: reward, lag, and how idle each side was, step by step. The last line is JSON."""
+"""Draw the curves of runs: reward, held-out accuracy, lag, and how idle each side was, step by step.
+
+    python benchmarks/curve.py runs/grpo-20260101-120000-1
+    python benchmarks/curve.py runs/a runs/b runs/c --output seeds.png    # of one recipe, with several seeds
+
+Of several runs each has its colour, and what they reach is printed with its spread. The last line is JSON.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tyro
+from reporting import short
+
+Rows = Sequence[dict[str, Any]]
+"""Of the metrics of a run."""
+ACCURACY = "held_out/accuracy"
+PANELS = (
+    ("reward", ("reward/mean",)),
+    ("held-out accuracy", (ACCURACY,)),
+    ("lag", ("lag/mean", "lag/max")),
+    ("idle share", ("trainer/idle_share", "generator/idle_share")),
+)
+STYLES = ("-", ":")
+"""Of the metrics of a panel."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Draw the curves of a run."""
+    """Draw the curves of runs (see the top of this file)."""
 
-    run: tyro.conf.Positional[Path]
-    """Run folder, or its metrics.jsonl."""
+    runs: tyro.conf.Positional[tuple[Path, ...]]
+    """Run folders, or their metrics.jsonl."""
     output: Path = Path("curve.png")
     """PNG file to write."""
     title: str = ""
     """Heading."""
 
 
-PANELS = (
-    ("reward", ("reward/mean",)),
-    ("lag", ("lag/mean", "lag/max")),
-    ("idle share", ("trainer/idle_share", "generator/idle_share")),
-)
+def rows_of(run: Path) -> Rows:
+    """The metrics of a run folder, or of its file."""
+    path = run / "metrics.jsonl" if run.is_dir() else run
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def main(settings: Settings) -> None:
+def values(rows: Rows, name: str) -> list[float]:
+    """A metric in the rows that have it."""
+    return [row[name] for row in rows if row.get(name) is not None]
+
+
+def figures(rows: Rows) -> dict[str, Any]:
+    """Where a run began and where it ended."""
+    rewards, held_out = values(rows, "reward/mean"), values(rows, ACCURACY)
+    part = max(1, len(rewards) // 5)
+    return {
+        "steps": len(rewards),
+        "held_out_accuracy": held_out,
+        "reward_first_fifth": float(np.mean(rewards[:part])),
+        "reward_last_fifth": float(np.mean(rewards[-part:])),
+    }
+
+
+def spread(before: Sequence[float], after: Sequence[float]) -> dict[str, float]:
+    """Mean over runs and, of several, sample standard deviation, of two figures of each and of their difference."""
+    found = {}
+    for name, of_runs in (("before", before), ("after", after), ("rise", np.subtract(after, before))):
+        found[f"{name}_mean"] = float(np.mean(of_runs))
+        if len(before) > 1:
+            found[f"{name}_standard_deviation"] = float(np.std(of_runs, ddof=1))
+    return found
+
+
+def draw(runs: Sequence[Rows], output: Path, title: str = "") -> None:
+    """Draw all panels; each run has its colour, each metric of a panel its style."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    path = settings.run / "metrics.jsonl" if settings.run.is_dir() else settings.run
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    steps = [row for row in rows if "reward/mean" in row]
-    figure, axes = pyplot.subplots(len(PANELS), 1, sharex=True, figsize=(8, 8), layout="constrained")
+    figure, axes = pyplot.subplots(len(PANELS), 1, sharex=True, figsize=(8, 10), layout="constrained")
     for axis, (label, names) in zip(axes, PANELS, strict=True):
-        for name in names:
-            axis.plot([row["step"] for row in steps], [row[name] for row in steps], label=name)
+        for name, style in zip(names, STYLES, strict=False):
+            for number, rows in enumerate(runs):
+                points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+                marker = "o" if name == ACCURACY else None
+                axis.plot(*zip(*points, strict=True), style, marker=marker, color=f"C{number}", linewidth=1)
+            axis.plot([], [], style, color="black", label=name)
         axis.set_ylabel(label)
-        axis.legend()
+        axis.legend(fontsize="small")
         axis.grid(alpha=0.3)
     axes[-1].set_xlabel("optimiser step")
-    held_out = [row["held_out/accuracy"] for row in rows if "held_out/accuracy" in row]
-    figure.suptitle(settings.title)
-    figure.savefig(settings.output, dpi=100)
-    rewards = [row["reward/mean"] for row in steps]
-    part = max(1, len(rewards) // 5)
-    first, last = float(np.mean(rewards[:part])), float(np.mean(rewards[-part:]))
-    summary = {
-        "steps": len(steps),
-        "held_out_accuracy": held_out,
-        "reward_first_fifth": first,
-        "reward_last_fifth": last,
-    }
-    print(json.dumps(summary))
+    figure.suptitle(title)
+    figure.savefig(output, dpi=100)
+
+
+def main(settings: Settings) -> None:
+    runs = [rows_of(run) for run in settings.runs]
+    draw(runs, settings.output, settings.title)
+    found = [figures(rows) for rows in runs]
+    for run, of_run in zip(settings.runs, found, strict=True):
+        print(run.name, short(of_run))
+    held_out = [of_run["held_out_accuracy"] for of_run in found if of_run["held_out_accuracy"]]
+    differ = spread([of_run[0] for of_run in held_out], [of_run[-1] for of_run in held_out]) if held_out else {}
+    print(json.dumps(short({"runs": found, **differ})))
 
 
 if __name__ == "__main__":

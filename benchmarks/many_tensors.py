@@ -278,7 +278,7 @@ def engine_side(s: Settings, manifest: Manifest) -> dict[str, Any]:
 
     def commit() -> None:
         sheets.reverse()
-        order = load_staged.write_order(0, area.handle, sheets[0].handle)
+        order = load_staged.write_order(0, area.handle, sheets[0].handle, 0)
         load_staged.load(model, [(order, torch.empty(0))])
 
     commit()

@@ -29,7 +29,6 @@ import torch
 from reporting import run_benchmark, short
 from safetensors.torch import load_file
 
-from monarch_rl.algorithms.advantages import ADVANTAGES
 from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.generator.engine import Engine
 from monarch_rl.generator.scheduler_process import quiet_imports
@@ -94,7 +93,7 @@ async def train(cluster: Cluster, s: Settings, model: Path, scratch: Path) -> li
 
     async with Run.open(replace(job, model=str(model)), cluster) as run:
         loss = job.trainer.loss
-        await run.start(grpo.task(job), advantage=ADVANTAGES[loss.advantage], objective=reinforcement(loss))
+        await run.start(grpo.task(job), advantage=loss.advantage, objective=reinforcement(loss))
         async for _ in run.steps(s.steps):
             await keep(run)
             await run.update()

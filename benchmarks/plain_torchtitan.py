@@ -39,7 +39,8 @@ class PlainTorchtitan:
 
     Args:
         folder: the model.
-        settings: the trainer's; the loss settings are not used.
+        settings: the trainer's; of the loss settings none is used. With ``reference`` a frozen copy of the model runs
+            on each micro-batch first.
         total_steps: of the schedule.
         device: of this rank.
         fuse_qkv: q, k and v in one matrix, like torchtitan's own recipes. The trainer keeps them apart, like Hugging
@@ -51,47 +52,12 @@ class PlainTorchtitan:
     ) -> None:
         self._device = device
         self._max_grad_norm = settings.max_grad_norm
-        hf = read_config(folder)
-        family = FAMILIES[architecture_of(hf)]
-        on_gpu = device.type == "cuda"
-        dtype = settings.computes_in(on_gpu)
-        config: Any = model_config(
-            hf,
-            logprob_chunk=settings.logprob_chunk,
-            longest=settings.tokens_per_microbatch,
-            half_on_gpu=on_gpu and dtype != "float32",
-        )
-        head = config.lm_head
-        config.lm_head = Linear.Config(
-            in_features=head.in_features, out_features=head.out_features, param_init=head.param_init
-        )
-        if fuse_qkv:
-            _fuse(config)
-        parallelism = ParallelismConfig(spmd_backend=SPMD_BACKEND)
-        config.update_from_config(config=types.SimpleNamespace(parallelism=parallelism))
-        self._dims = ParallelDims.from_config(parallelism, torch.distributed.get_world_size())
+        self._dims = ParallelDims.from_config(_parallelism(), torch.distributed.get_world_size())
         self._dims.build_mesh()
-        with torch.device("meta"):
-            module = config.build()
-        checkpointing = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
-        self._model: Any = family.parallelize(
-            module,
-            parallel_dims=self._dims,
-            training=TrainingConfig(mixed_precision_param=dtype),
-            parallelism=parallelism,
-            compile_config=CompileConfig(),
-            ac_config=checkpointing[settings.activation_checkpoint],
-            dump_folder="",
-        )
-        force_sum_reduction(self._model)
-        self._model.to_empty(device=device)
-        with torch.no_grad():
-            self._model.init_states()
-        state_dict_adapter: Any = family.state_dict_adapter(config, str(folder))
-        state = state_dict_adapter.to_hf(self._model.state_dict())
-        dcp.load(state, storage_reader=state_dict_adapter.get_hf_storage_reader(str(folder)))
-        self._model.load_state_dict(state_dict_adapter.from_hf(state), strict=False)
-        self._model.train()
+        self._model = _load(folder, settings, self._dims, device, fuse_qkv).train()
+        self._reference: Any = None
+        if settings.reference:
+            self._reference = _load(folder, settings, self._dims, device, fuse_qkv).requires_grad_(False)
         self._loss = CrossEntropyLoss(CrossEntropyLoss.Config())
         self._optimizers = default_adamw(
             lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay
@@ -117,6 +83,8 @@ class PlainTorchtitan:
         valid = valid.to(self._device)
         all_valid = valid if mesh is None else dist_utils.dist_sum_tensor(valid, mesh)
         total = torch.zeros((), device=self._device)
+        if self._reference is not None:
+            self._run_reference(microbatches, all_valid)
         for token_ids, positions, labels, attention in microbatches:
             logits = self._model(token_ids, positions=positions, attention_masks=attention)
             loss, _ = self._loss(logits, labels, all_valid)
@@ -133,6 +101,60 @@ class PlainTorchtitan:
         dist_utils.dist_max(total * all_valid / valid, mesh)
         dist_utils.dist_sum(valid, mesh)
         return float(mean)
+
+    @torch.no_grad()
+    def _run_reference(
+        self, microbatches: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, AttentionLayout]], valid: torch.Tensor
+    ) -> None:
+        """The same forward pass and cross-entropy by the frozen model."""
+        for token_ids, positions, labels, attention in microbatches:
+            self._loss(self._reference(token_ids, positions=positions, attention_masks=attention), labels, valid)
+
+
+def _parallelism() -> ParallelismConfig:
+    return ParallelismConfig(spmd_backend=SPMD_BACKEND)
+
+
+def _load(folder: Path, settings: TrainerSettings, dims: ParallelDims, device: torch.device, fuse_qkv: bool) -> Any:
+    """The model with its weights, sharded."""
+    hf = read_config(folder)
+    family = FAMILIES[architecture_of(hf)]
+    on_gpu = device.type == "cuda"
+    dtype = settings.computes_in(on_gpu)
+    config: Any = model_config(
+        hf,
+        logprob_chunk=settings.logprob_chunk,
+        longest=settings.tokens_per_microbatch,
+        half_on_gpu=on_gpu and dtype != "float32",
+    )
+    head = config.lm_head
+    config.lm_head = Linear.Config(
+        in_features=head.in_features, out_features=head.out_features, param_init=head.param_init
+    )
+    if fuse_qkv:
+        _fuse(config)
+    config.update_from_config(config=types.SimpleNamespace(parallelism=_parallelism()))
+    with torch.device("meta"):
+        module = config.build()
+    checkpointing = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
+    model: Any = family.parallelize(
+        module,
+        parallel_dims=dims,
+        training=TrainingConfig(mixed_precision_param=dtype),
+        parallelism=_parallelism(),
+        compile_config=CompileConfig(),
+        ac_config=checkpointing[settings.activation_checkpoint],
+        dump_folder="",
+    )
+    force_sum_reduction(model)
+    model.to_empty(device=device)
+    with torch.no_grad():
+        model.init_states()
+    state_dict_adapter: Any = family.state_dict_adapter(config, str(folder))
+    state = state_dict_adapter.to_hf(model.state_dict())
+    dcp.load(state, storage_reader=state_dict_adapter.get_hf_storage_reader(str(folder)))
+    model.load_state_dict(state_dict_adapter.from_hf(state), strict=False)
+    return model
 
 
 def labelled(batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, AttentionLayout]:

@@ -1,16 +1,23 @@
-"""The processes of a run: what each one is, and what CPU time and memory it uses.
+"""The processes of a run: what each one is, what CPU time and memory it uses, and whether it grows.
 
 Looking costs a few milliseconds a run. What a process uses between the last look and its end is not seen.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+import numpy as np
 import psutil
+
+SHARED_MEMORY = Path("/dev/shm")
+GOAL_MIB = 5.0
+"""By which a process may grow in 1,000 steps."""
 
 MESHES = {
     "trainer": "trainer",
@@ -21,8 +28,8 @@ MESHES = {
     "scorer": "scorer",
 }
 """Roles by what a process's title begins with: actors have the name of their mesh there, without its number."""
-NOT_YET = ("other", "fork server")
-"""What a process may seem to be before it has its title."""
+NOT_YET = ("other", "fork server", "stand-in")
+"""What a process may seem to be at first: before it has its title, or before it starts without the server."""
 TITLE = re.compile(r"([a-z]+)(\d*)(?:-(\d+))?( @ |$)")
 """Of an actor's process: mesh, number of the mesh, rank in it, and the host."""
 
@@ -128,3 +135,60 @@ class ProcessTree:
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue  # it has just ended
         return dict(totals)
+
+
+@dataclass(frozen=True)
+class Look:
+    """What one process had at one time."""
+
+    step: int
+    mib: float
+    """Of its own memory: neither files nor shared memory."""
+    descriptors: int
+    threads: int
+
+
+def look_at(pid: int, step: int) -> Look | None:
+    """What a process has now. None if it ends meanwhile."""
+    folder = Path(f"/proc/{pid}")
+    try:
+        kib = re.search(r"^Anonymous:\s+(\d+) kB", (folder / "smaps_rollup").read_text(), re.MULTILINE)
+        descriptors, threads = (len(os.listdir(folder / what)) for what in ("fd", "task"))
+    except OSError:
+        return None
+    return None if kib is None else Look(step, int(kib[1]) / 1024, descriptors, threads)
+
+
+def growth(looks: Sequence[Look]) -> float:
+    """MiB by 1,000 steps: the slope of a line through the second half; 0 within one step."""
+    half = looks[len(looks) // 2 :]
+    if half[-1].step == half[0].step:
+        return 0.0
+    return 1000 * float(np.polyfit([look.step for look in half], [look.mib for look in half], 1)[0])
+
+
+def above_goal(slopes: Mapping[str, float]) -> str:
+    """Which roles grow by more than ``GOAL_MIB``, in words."""
+    over = [f"{role} {slope:.1f}" for role, slope in slopes.items() if slope > GOAL_MIB]
+    return f"above {GOAL_MIB:g} MiB by 1,000 steps: {', '.join(over) or 'none'}"
+
+
+def shared_inodes(pid: int) -> set[int]:
+    """Inodes of the files in /dev/shm that a process has mapped now: those of semaphores are mapped by other names.
+    Empty if it ends meanwhile."""
+    try:
+        return set(map(int, re.findall(r" (\d+) +/dev/shm/", Path(f"/proc/{pid}/maps").read_text())))
+    except OSError:
+        return set()
+
+
+def shared_files(inodes: Iterable[int]) -> list[str]:
+    """The files in /dev/shm with these inodes. Files of other programs are there, too."""
+    wanted, found = set(inodes), list[str]()
+    for path in SHARED_MEMORY.iterdir():
+        try:
+            if path.stat().st_ino in wanted:
+                found.append(path.name)
+        except FileNotFoundError:
+            continue  # it has just been removed
+    return found

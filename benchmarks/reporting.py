@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 import tyro
 
+from monarch_rl.runtime.scratch import temporary_directory
+
 S = TypeVar("S")
 
 
@@ -25,6 +27,8 @@ def run_benchmark(main: Callable[[S], None], settings: type[S], description: str
     """Call ``main`` with the settings of the command line; a ValueError is reported as a wrong setting."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
-        main(tyro.cli(settings, description=description))
+        given = tyro.cli(settings, description=description)
+        with temporary_directory():
+            main(given)
     except ValueError as error:
         sys.exit(f"error: {error}")

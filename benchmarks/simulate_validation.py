@@ -185,6 +185,9 @@ class SleepingGenerator(Actor):
         return {
             "pid": os.getpid(),
             "generated_tokens": self._tokens,
+            "turn_prompt_tokens": 0,
+            "turn_cached_tokens": 0,
+            "turn_reread_tokens": 0,
             "busy_seconds": self._busy_s,
             "request_seconds": self._request_s,
             "devices": 1,

@@ -1,208 +1,191 @@
-"""Does anything grow? Runs the main job for many steps and prints what each process gains in 1,000 of them.
+"""Does a long run go on through faults of every kind, does anything grow, and is anything left of it?
 
-    python benchmarks/soak.py
-    python benchmarks/soak.py --steps 600 --looks 20 --generator.replicas 1
+    python benchmarks/soak.py                          two hours
+    python benchmarks/soak.py --minutes 20 --pause-s 15
 
-Prints, by role, MiB of a process's own memory at the start, in the middle and at the end, its growth by 1,000 steps
-(the slope over the second half), its file descriptors, its threads, and of those with actors the objects that Python's
-collector knows, asyncio's tasks, and the keys in torch's store; then the files in /dev/shm that were not there before
-the run. A process's own memory is what /proc/PID/smaps_rollup calls Anonymous: neither files nor shared memory, and a
-page that a forked process shares with its parent counts from the start. The last line is JSON.
+A run of recipes/grpo.py on the tiny model under its supervisor, with two replicas, two rollout workers, checkpoints and
+held-out items beside training. One fault after another is injected: those of chaos.py, in every round in another order.
+Then it ends. Checked: it ends well; every step is there once, no token above the lag bound, every batch
+full, every admitted group accounted for; no group was trained twice; no process, no temporary file and no file in
+/dev/shm is left.
+
+Prints every fault, and by role MiB of a process's own memory (Anonymous in /proc/PID/smaps_rollup), descriptors and
+threads at the start, in the middle and at the end of the longest life of such a process, with its growth by 1,000 steps
+(the slope over the second half of that life). The last line is JSON.
 """
 
 from __future__ import annotations
 
-import asyncio
-import gc
 import json
-import os
+import random
 import re
+import statistics
+import subprocess
 import sys
+import tempfile
+import threading
 import time
-from dataclasses import dataclass, field, replace
+from collections import defaultdict
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import tyro
-from monarch.actor import Actor
-from processes import ProcessTree
-from reporting import short
+import psutil
+from chaos import FAULTS, RESTORED, ROOT, RUN_S, Fault, Run, check, strike
+from processes import Look, above_goal, growth, look_at, name_of, shared_files, shared_inodes
+from reporting import run_benchmark, short
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
-
-import grpo  # noqa: E402
-
-from monarch_rl.algorithms.advantages import ADVANTAGES  # noqa: E402
-from monarch_rl.pipeline.run import Run, launch  # noqa: E402
-from monarch_rl.runtime import presence  # noqa: E402
-from monarch_rl.runtime.cluster import Cluster  # noqa: E402
-from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, within  # noqa: E402
-from monarch_rl.runtime.endpoint import concurrent_endpoint  # noqa: E402
-from monarch_rl.runtime.meshes import members  # noqa: E402
-from monarch_rl.trainer.objective import reinforcement  # noqa: E402
-from monarch_rl.trainer.settings import TrainerSettings  # noqa: E402
-
-SHARED_MEMORY = Path("/dev/shm")
-FILES_BEFORE = {path.name for path in SHARED_MEMORY.iterdir()}
-GOAL_MIB = 5.0
-"""By which a process may grow in 1,000 steps."""
+LEAST_LOOKS = 8
+"""At a process, for its growth to be told."""
 
 
 @dataclass(frozen=True)
-class Settings(grpo.Settings):
-    """Growth of each process of a long run (see the top of this file)."""
+class Settings:
+    """A long run with faults (see the top of this file)."""
 
-    steps: int = 3000
-    """Optimiser steps of the run."""
-    groups_per_step: int = 4
-    """Groups of a step: small steps show what grows by the step as well as large ones."""
-    looks: int = 60
-    """Times that all processes are measured, evenly spread."""
-    trainer: TrainerSettings = field(default_factory=lambda: replace(grpo.Settings().trainer, lr=1e-5))
-
-
-@dataclass(frozen=True)
-class Look:
-    """What one process had at one time."""
-
-    step: int
-    mib: float
-    """Of anonymous memory."""
-    descriptors: int
-    threads: int
-    objects: int | None = None
-    """That Python's collector knows; None in a process without actors."""
-    tasks: int | None = None
-    """Of the event loops of its actors."""
-    store_keys: int | None = None
-    """In the store of its torch.distributed world."""
+    minutes: float = 120.0
+    """From the first step to the last fault."""
+    pause_s: float = 60.0
+    """Longest pause between a return and the next fault."""
+    look_s: float = 10.0
+    """Seconds between two looks at all processes."""
+    seed: int = 0
+    """Seed of order, victims and pauses."""
 
 
-COUNTS = ("descriptors", "threads", "objects", "tasks", "store_keys")
+@dataclass
+class Watcher:
+    """Looks at all processes of the run, on a thread of its own."""
+
+    run: Run
+    look_s: float
+    lives: dict[tuple[str, int], list[Look]] = field(default_factory=lambda: defaultdict(list))
+    """By role and pid."""
+    shared: set[int] = field(default_factory=set)
+    """Inodes of the files in /dev/shm that its processes have had."""
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    def watch(self) -> None:
+        while not self.ended.wait(self.look_s):
+            steps = self.run.steps()
+            for process in self.run.processes():
+                self._look(process, steps[-1]["step"] if steps else 0)
+
+    def _look(self, process: psutil.Process, step: int) -> None:
+        try:
+            name = name_of(process.name(), process.cmdline(), process.environ())
+        except (psutil.Error, OSError):  # it has just ended
+            return
+        self.shared |= shared_inodes(process.pid)
+        if (look := look_at(process.pid, step)) is not None:
+            self.lives[re.sub(r" \d+$", "", name), process.pid].append(look)
+
+    def longest(self) -> dict[str, list[Look]]:
+        """By role: the looks at the process that saw most steps."""
+        found: dict[str, list[Look]] = {}
+        for (role, _), looks in self.lives.items():
+            span = looks[-1].step - looks[0].step
+            if len(looks) >= LEAST_LOOKS and (role not in found or span > found[role][-1].step - found[role][0].step):
+                found[role] = looks
+        return dict(sorted(found.items()))
 
 
-def own_counts() -> tuple[int, dict[str, Any]]:
-    """This process, and what it can count of itself only."""
-    import torch.distributed as dist
-
-    gc.collect()
-    store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
-    tasks = sum(len(asyncio.all_tasks(loop)) for loop in presence.loops())
-    keys = None if store is None else store.num_keys()
-    return os.getpid(), {"objects": len(gc.get_objects()), "tasks": tasks, "store_keys": keys}
-
-
-class Counter(Actor):
-    """Lives in the processes of all actors."""
-
-    @concurrent_endpoint
-    async def counts(self) -> tuple[int, dict[str, Any]]:
-        return own_counts()
+def inject(run: Run, s: Settings) -> list[dict[str, Any]]:
+    """Faults, one after the other, until the time is over."""
+    rng, struck, waiting = random.Random(s.seed), list[dict[str, Any]](), list[Fault]()
+    until = time.monotonic() + 60 * s.minutes
+    while time.monotonic() < until:
+        waiting = waiting or rng.sample(FAULTS, len(FAULTS))
+        fault = waiting.pop()
+        run.until_next_step()
+        if fault.kind in RESTORED:
+            run.until_next_checkpoint()
+        time.sleep(rng.uniform(0.0, s.pause_s))
+        row = strike(run, fault, rng.randrange(2))
+        struck.append({"fault": str(fault), "step": run.steps()[-1]["step"]} | row)
+        print(f"{fault}: noticed after {row['noticed_s']:.1f} s, back after {row['back_s']:.1f} s", flush=True)
+    return struck
 
 
-class Soak:
-    """What was measured so far.
-
-    Args:
-        cluster: its processes are measured, and all that descends from this one.
-    """
-
-    def __init__(self, cluster: Cluster) -> None:
-        self._tree = ProcessTree(os.getpid())
-        spawned = [mesh.mesh.spawn("counter", Counter) for mesh in cluster._meshes]
-        self._counters: list[Counter] = [counter for counters in spawned for counter in members(counters)]
-        self.looks: dict[tuple[str, int], list[Look]] = {}
-        """By role and pid."""
-        self.shared_files: list[int] = []
-        """In /dev/shm, at each look."""
-        self.seconds: list[float] = []
-
-    async def look(self, step: int) -> None:
-        """Measure all processes of the run."""
-        calls = [counter.counts.call_one() for counter in self._counters]
-        counted = [await within(CALL_DEADLINE_S, call, "the counts of a process", on="Monarch") for call in calls]
-        counts = dict([own_counts(), *counted])
-        self._tree.look()
-        for process, name in self._tree.running():
-            looked = _look(process.pid, step)
-            if looked is not None:
-                looked = replace(looked, **counts.get(process.pid, {}))
-                self.looks.setdefault((name, process.pid), []).append(looked)
-        self.shared_files.append(len({path.name for path in SHARED_MEMORY.iterdir()} - FILES_BEFORE))
-        self.seconds.append(time.monotonic())
-
-    def by_role(self) -> dict[str, list[Look]]:
-        """The processes that were there from the first look to the last; of those of one role, the one that grew most,
-        with the number of them behind its name."""
-        longest = max(len(looks) for looks in self.looks.values())
-        roles: dict[str, list[list[Look]]] = {}
-        for (role, _), looks in self.looks.items():
-            if len(looks) == longest:
-                roles.setdefault(role, []).append(looks)
-        return {
-            role if len(of_role) == 1 else f"{role} (most of {len(of_role)})": max(of_role, key=growth)
-            for role, of_role in sorted(roles.items())
-        }
+def check_rollouts(run: Run) -> int:
+    """The groups that were logged; each was trained in one step. Raises if one was in two."""
+    steps_of: dict[int, set[int]] = {}
+    for row in run.rows("rollouts.jsonl"):
+        steps_of.setdefault(row["group"], set()).add(row["step"])
+    if twice := {group: steps for group, steps in steps_of.items() if len(steps) > 1}:
+        raise RuntimeError(f"groups that were trained twice: {twice}")
+    return len(steps_of)
 
 
-def _look(pid: int, step: int) -> Look | None:
-    """None if the process ends meanwhile."""
-    try:
-        kib = re.search(r"^Anonymous:\s+(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE)
-        descriptors, threads = (len(os.listdir(f"/proc/{pid}/{what}")) for what in ("fd", "task"))
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if kib is None else Look(step, int(kib[1]) / 1024, descriptors, threads)
+def check_made_again(run: Run) -> int:
+    """The steps that were made again from the journal. Raises if there are none, or their weights are others."""
+    said = re.findall(
+        r"^steps? (\d+)(?: to (\d+))? made again from the journal; (.*)$", run.log.read_text(), re.MULTILINE
+    )
+    steps = sum(int(last or first) - int(first) + 1 for first, last, _ in said)
+    if not any("bit for bit" in weights for *_, weights in said) or any("others" in weights for *_, weights in said):
+        raise RuntimeError(f"{steps} steps were made again from the journal: {said}")
+    return steps
 
 
-def growth(looks: list[Look]) -> float:
-    """MiB by 1,000 steps: the slope of a line through the second half."""
-    half = looks[len(looks) // 2 :]
-    return 1000 * float(np.polyfit([look.step for look in half], [look.mib for look in half], 1)[0])
-
-
-async def train(run: Run, s: Settings) -> None:
-    """The recipe's loop without evaluations, with looks at all processes."""
-    loss = s.trainer.loss
-    await run.start(grpo.task(s), advantage=ADVANTAGES[loss.advantage], objective=reinforcement(loss))
-    assert run._cluster is not None
-    soak = Soak(run._cluster)
-    every = max(1, s.steps // s.looks)
-    async for step in run.steps(s.steps):
-        await run.step()
-        if step % every == 0:
-            await soak.look(step)
-    report(soak, s)
-
-
-def report(soak: Soak, s: Settings) -> None:
-    """Print the table, then all figures as one line of JSON."""
-    print(f"{s.steps} steps in {soak.seconds[-1] - soak.seconds[0]:.0f} s")
-    memory = f"{'MiB: start':>10s} {'middle':>7s} {'end':>7s} {'by 1,000 steps':>14s}"
-    print(f"{'process':38s} {memory}  {'  '.join(f'{name:>17s}' for name in COUNTS)}")
-    by_role = soak.by_role()
-    for role, looks in by_role.items():
+def report(struck: list[dict[str, Any]], watcher: Watcher) -> dict[str, Any]:
+    """Print a table of faults and one of processes; returns the figures."""
+    print("\n| fault | times | noticed after s, median | back after s, median | longest |\n|---|---|---|---|---|")
+    by_fault: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in struck:
+        by_fault[row["fault"]].append(row)
+    for name, rows in sorted(by_fault.items()):
+        noticed, back = ([row[key] for row in rows] for key in ("noticed_s", "back_s"))
+        medians = f"{statistics.median(noticed):.1f} | {statistics.median(back):.1f} | {max(back):.1f}"
+        print(f"| {name} | {len(rows)} | {medians} |")
+    print(f"\n{'process':20s} {'steps':>6s} {'MiB: start':>10s} {'middle':>7s} {'end':>7s} {'by 1,000 steps':>14s}")
+    longest = watcher.longest()
+    for role, looks in longest.items():
         three = looks[0], looks[len(looks) // 2], looks[-1]
-        memory = "    " + " ".join(f"{look.mib:7.1f}" for look in three) + f" {growth(looks):14.2f}"
-        counts = ["/".join(str(getattr(look, name) or "-") for look in three) for name in COUNTS]
-        print(f"{role:38s} {memory[1:]}  {'  '.join(f'{count:>17s}' for count in counts)}")
-    files = soak.shared_files
-    print(f"files in {SHARED_MEMORY}: {files[0]} / {files[len(files) // 2]} / {files[-1]}")
-    slopes = {role: growth(looks) for role, looks in by_role.items()}
-    over = [f"{role} {slope:.1f}" for role, slope in slopes.items() if slope > GOAL_MIB]
-    print(f"above {GOAL_MIB:g} MiB by 1,000 steps: {', '.join(over) or 'none'}")
-    figures: dict[str, Any] = {
-        "benchmark": "soak",
-        "steps": s.steps,
-        "mib_by_1000_steps": slopes,
-        "mib": {role: [look.mib for look in looks] for role, looks in by_role.items()},
-        "shared_files": files,
-    }
-    for name in COUNTS:
-        figures[name] = {role: [getattr(look, name) for look in looks] for role, looks in by_role.items()}
-    print(json.dumps(short(figures)))
+        memory = f"{three[0].mib:10.1f} {three[1].mib:7.1f} {three[2].mib:7.1f} {growth(looks):14.2f}"
+        counts = "/".join(str(look.descriptors) for look in three), "/".join(str(look.threads) for look in three)
+        print(f"{role:20s} {looks[-1].step - looks[0].step:6d} {memory}  descriptors {counts[0]}, threads {counts[1]}")
+    slopes = {role: growth(looks) for role, looks in longest.items()}
+    print(above_goal(slopes))
+    return {"mib_by_1000_steps": slopes, "longest_life_steps": {r: x[-1].step - x[0].step for r, x in longest.items()}}
+
+
+def main(s: Settings) -> None:
+    make_model = [sys.executable, "tools/make_tiny_model.py"]  # if it is not there
+    subprocess.run(make_model, cwd=ROOT, check=True, timeout=RUN_S)
+    with tempfile.TemporaryDirectory() as folder:
+        flags = ["--checkpoint.every-steps=20", "--evaluate-every=25", "--evaluation.share=0.2", "--journal.mib=16"]
+        run = Run(Path(folder), *flags)
+        watcher = Watcher(run, s.look_s)
+        watching = threading.Thread(target=watcher.watch, daemon=True)
+        watching.start()
+        try:
+            run.until(run.steps, "the first step", RUN_S)
+            started = time.monotonic()
+            struck = inject(run, s)
+            run.until_next_step()
+            minutes = (time.monotonic() - started) / 60
+            watcher.ended.set()
+            watching.join(60)
+            run.finish()
+        finally:
+            watcher.ended.set()
+            run.end()
+        steps, resumes = run.steps(), len(run.rows("resumes.jsonl"))
+        check(run)
+        groups, again = check_rollouts(run), check_made_again(run)
+        evaluations = sum("held_out/accuracy" in row for row in run.rows("metrics.jsonl"))
+        if left := shared_files(watcher.shared):
+            raise RuntimeError(f"left in shared memory: {left}")
+        print(f"{minutes:.0f} minutes, {len(steps)} steps, {len(struck)} faults, {resumes} resumes, ", end="")
+        print(f"{again} steps made again bit for bit, ", end="")
+        print(f"{evaluations} evaluations; each of {groups} groups that were logged was trained once; nothing is left")
+        figures = {"benchmark": "soak", "minutes": minutes, "steps": len(steps), "resumes": resumes} | report(
+            struck, watcher
+        )
+    more = {"made_again": again, "evaluations": evaluations, "faults": struck}
+    print(json.dumps(short(figures | more)))
 
 
 if __name__ == "__main__":
-    launch(train, tyro.cli(Settings, description=__doc__))
+    run_benchmark(main, Settings, __doc__)

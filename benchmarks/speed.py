@@ -16,7 +16,7 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +27,7 @@ import speed_recipe
 import speed_swap
 import speed_trainer
 from reporting import run_benchmark, short
+from speed_trainer import Training
 
 from monarch_rl.generator.scheduler_process import quiet_imports
 from monarch_rl.generator.settings import GeneratorSettings
@@ -43,7 +44,7 @@ NOT_MEASURED = [
     "idle shares do not see a side that is busy but waits for a core",
 ]
 
-Part = Literal["trainer", "generator", "swap", "recipe"]
+Part = Literal["trainer", "reference", "generator", "swap", "recipe"]
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Settings:
     requests: int = 64
     """Requests in flight at the generator."""
     rounds: int = 12
-    """Steps of the trainer that are timed, and of each yardstick."""
+    """Steps of the trainer that are timed, and of each yardstick; in the parts trainer and reference."""
     generator_rounds: int = 12
     """Rounds of requests that are timed, on each side."""
     swaps: int = 8
@@ -72,7 +73,7 @@ class Settings:
     """Optimiser steps of the recipe's run."""
     skip: int = 3
     """Its first steps, which are left out because the pipeline is still filling."""
-    parts: tuple[Part, ...] = ("trainer", "generator", "swap", "recipe")
+    parts: tuple[Part, ...] = ("trainer", "reference", "generator", "swap", "recipe")
     """What to measure."""
     recipe_arguments: tuple[str, ...] = ()
     """Further arguments of the recipe."""
@@ -93,6 +94,10 @@ class Settings:
             raise ValueError("one replica is measured: leave generator.replicas at 1")
 
 
+Measure = Callable[[str, Awaitable[dict[str, Any]]], Awaitable[None]]
+"""``measure(name, figures of a part)``."""
+
+
 async def measure_parts(cluster: Cluster, s: Settings, model: Path) -> dict[str, Any]:
     """Measure trainer, generator and swap, one after the other; the parts that are not measured are idle."""
     vocabulary = int(read_config(model)["vocab_size"])
@@ -108,7 +113,22 @@ async def measure_parts(cluster: Cluster, s: Settings, model: Path) -> dict[str,
         figures.update(found)
         show(name, found, time.perf_counter() - started)
 
-    started = time.perf_counter()
+    training = await speed_trainer.Training.start(cluster, plan, groups, steps)
+    if "trainer" in s.parts:
+        await part("trainer", speed_trainer.measure(training, s.rounds, s.deadline_s))
+    if "reference" in s.parts:
+        with_reference = speed_trainer.measure_with_reference(cluster, plan, groups, s.rounds, s.deadline_s)
+        await part("reference", with_reference)
+    if {"generator", "swap"} & set(s.parts):
+        await measure_generator(cluster, s, model, training, load, part)
+    await within(CALL_DEADLINE_S, training.trainer.close.call(), "trainer ranks to leave their world")
+    return figures
+
+
+async def measure_generator(
+    cluster: Cluster, s: Settings, model: Path, training: Training, load: speed_generator.Load, part: Measure
+) -> None:
+    """The parts with an engine; ``training`` publishes to it."""
     quiet_imports()
     async with AsyncExitStack() as stack:
         bare = []
@@ -116,21 +136,13 @@ async def measure_parts(cluster: Cluster, s: Settings, model: Path) -> dict[str,
             for shipped in (True, False):
                 engine = speed_generator.bare_engine(model, s.generator, shipped)
                 bare.append(await stack.enter_async_context(engine))
-        training, generator = await asyncio.gather(
-            speed_trainer.Training.start(cluster, plan, groups, steps),
-            speed_generator.start(cluster, model, s.generator, s.trainer.ranks),
-        )
-        print(f"all is up after {time.perf_counter() - started:.0f} s", flush=True)
-        if "trainer" in s.parts:
-            await part("trainer", speed_trainer.measure(training, s.rounds, s.deadline_s))
+        generator = await speed_generator.start(cluster, model, s.generator, s.trainer.ranks)
         if bare:
             await part("generator", speed_generator.measure(generator, *bare, load, s.generator_rounds))
     if "swap" in s.parts:
         dtype = served_dtype(s.generator, cluster)
         await part("swap", speed_swap.measure(training, generator, load, s.swaps, dtype, s.deadline_s))
     await within(CALL_DEADLINE_S, generator.shutdown.call_one(), "the generator to end its engine")
-    await within(CALL_DEADLINE_S, training.trainer.close.call(), "trainer ranks to leave their world")
-    return figures
 
 
 def show(name: str, found: dict[str, Any], seconds: float) -> None:

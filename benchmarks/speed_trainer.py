@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,8 @@ LOSS_BOUND = 1e-4
 OURS, PLAIN, FUSED = "trainer", "plain", "fused"
 """The sides. The yardsticks are torchtitan with the trainer's model config, and with q, k and v fused like in its
 own recipes."""
+COEFFICIENT = 1e-3
+"""Of KL and entropy, where they are measured; any but 0 costs the same."""
 
 
 class TrainerBeside(Trainer):
@@ -36,11 +37,11 @@ class TrainerBeside(Trainer):
     _labelled: list[Any]
 
     @concurrent_endpoint
-    async def plain_setup(self, groups: list[bytes]) -> None:
+    async def plain_setup(self, groups: list[bytes], names: list[str]) -> None:
         """Load the plain models, and prepare this rank's part of the batch as torchtitan's data loader would."""
-        await self._on(self._compute, self._set_up_plain, [unpack_group(data) for data in groups])
+        await self._on(self._compute, self._set_up_plain, [unpack_group(data) for data in groups], names)
 
-    def _set_up_plain(self, groups: list[Group]) -> None:
+    def _set_up_plain(self, groups: list[Group], names: list[str]) -> None:
         import torch
         from plain_torchtitan import PlainTorchtitan, labelled
 
@@ -50,7 +51,7 @@ class TrainerBeside(Trainer):
         plan, policy = self._plan, self.policy
         self._plain = {
             name: PlainTorchtitan(plan.model, plan.settings, plan.total_steps, policy.device, fuse_qkv=name == FUSED)
-            for name in (PLAIN, FUSED)
+            for name in names
         }
         episodes = [episode for group in groups for episode in group.episodes]
         # What the buffer does with the same groups, but for what their episodes share.
@@ -88,11 +89,13 @@ class Training:
 
     @classmethod
     async def start(
-        cls, cluster: Cluster, plan: TrainerPlan, groups: list[Group], steps: int, first_device: int = 0
+        cls, cluster: Cluster, plan: TrainerPlan, groups: list[Group], steps: int, first_device: int = 0, name: str = ""
     ) -> Training:
-        """``steps``: the largest number of steps that will be made."""
-        buffer = cluster.spawn(f"buffer{first_device}", 1).spawn("buffer", Buffer, len(groups), BufferSettings(steps))
-        mesh = cluster.spawn(f"trainer{first_device}", plan.settings.ranks, first_device=first_device)
+        """``steps``: the largest number of steps that will be made; ``name``: of meshes, where there are several on the
+        same devices."""
+        name = name or str(first_device)
+        buffer = cluster.spawn(f"buffer{name}", 1).spawn("buffer", Buffer, len(groups), BufferSettings(steps))
+        mesh = cluster.spawn(f"trainer{name}", plan.settings.ranks, first_device=first_device)
         await init_torch_distributed_env(mesh)
         trainer = mesh.spawn("trainer", TrainerBeside, plan, buffer)
         deadline = SET_UP_DEADLINE_S
@@ -138,15 +141,33 @@ def make_groups(vocabulary: int, groups: int, group_size: int, prompt: int, answ
     return found
 
 
-async def measure(training: Training, rounds: int, deadline_s: float) -> dict[str, Any]:
-    """Rounds of one step each of the trainer and of both yardsticks; the first round warms up.
+@dataclass
+class Timed:
+    """Of each side, for each round but the first."""
 
-    A ratio is the median over rounds of yardstick / trainer: 1 is as fast as torchtitan, less is slower.
-    """
-    trainer = training.trainer
+    seconds: dict[str, list[float]]
+    """Of a step, on the slowest rank."""
+    cpu_seconds: dict[str, list[float]]
+    """Of all ranks."""
+    calls: list[float]
+    """Seconds of the calls of the trainer."""
+
+    def ratio(self, yardstick: str) -> float:
+        return _ratio(self.seconds[yardstick], self.seconds[OURS])
+
+    @property
+    def cpu_ratio(self) -> float:
+        return _ratio(self.cpu_seconds[PLAIN], self.cpu_seconds[OURS])
+
+    def step_ms(self, name: str) -> float:
+        return statistics.median(self.seconds[name]) * 1e3
+
+
+async def take_turns(training: Training, yardsticks: list[str], rounds: int, deadline_s: float) -> Timed:
+    """Rounds of one step each of the trainer and of the yardsticks; the first round warms up."""
+    trainer, deadline = training.trainer, SET_UP_DEADLINE_S
     data = [pack_group(group) for group in training.groups]
-    deadline = SET_UP_DEADLINE_S
-    await within(deadline, trainer.plain_setup.call(data), "trainer ranks to load plain torchtitan")
+    await within(deadline, trainer.plain_setup.call(data, yardsticks), "trainer ranks to load plain torchtitan")
 
     async def ours() -> tuple[float, float, float]:
         call, metrics = await training.step(deadline_s)
@@ -162,39 +183,60 @@ async def measure(training: Training, rounds: int, deadline_s: float) -> dict[st
         answers = await within(deadline, trainer.cpu_seconds.call(), "the CPU time of trainer ranks")
         return float(sum(answers.values()))
 
-    sides: dict[str, Callable[[], Awaitable[tuple[float, float, float]]]] = {
-        OURS: ours,
-        PLAIN: lambda: plain(PLAIN),
-        FUSED: lambda: plain(FUSED),
-    }
-    names = list(sides)
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    cpu_seconds: dict[str, list[float]] = {name: [] for name in sides}
-    calls = []
+    names = [OURS, *yardsticks]
+    timed = Timed({name: [] for name in names}, {name: [] for name in names}, [])
     for turn in range(rounds + 1):
         logprobs = []
         for name in names if turn % 2 else reversed(names):  # no side is always the first
             before = await cpu()
-            step, logprob, call = await sides[name]()
+            step, logprob, call = await (ours() if name == OURS else plain(name))
             logprobs.append(logprob)
             if turn:
-                cpu_seconds[name].append(await cpu() - before)
-                seconds[name].append(step)
-                calls += [call] if name == OURS else []
+                timed.cpu_seconds[name].append(await cpu() - before)
+                timed.seconds[name].append(step)
+                timed.calls += [call] if name == OURS else []
         if turn == 0:
             _check_same_batch(logprobs)
+    return timed
+
+
+async def measure(training: Training, rounds: int, deadline_s: float) -> dict[str, Any]:
+    """The trainer beside both yardsticks.
+
+    A ratio is the median over rounds of yardstick / trainer: 1 is as fast as torchtitan, less is slower.
+    """
+    timed = await take_turns(training, [PLAIN, FUSED], rounds, deadline_s)
     tokens = sum(episode.num_tokens - 1 for group in training.groups for episode in group.episodes)
     return {
-        "trainer_step_ratio": _ratio(seconds[PLAIN], seconds[OURS]),
-        "trainer_step_ratio_fused_qkv": _ratio(seconds[FUSED], seconds[OURS]),
-        "trainer_call_ratio": _ratio(seconds[PLAIN], calls),
-        "trainer_cpu_ratio": _ratio(cpu_seconds[PLAIN], cpu_seconds[OURS]),
-        "trainer_step_ms": statistics.median(seconds[OURS]) * 1e3,
-        "trainer_call_ms": statistics.median(calls) * 1e3,
-        "torchtitan_step_ms": statistics.median(seconds[PLAIN]) * 1e3,
-        "torchtitan_fused_qkv_step_ms": statistics.median(seconds[FUSED]) * 1e3,
+        "trainer_step_ratio": timed.ratio(PLAIN),
+        "trainer_step_ratio_fused_qkv": timed.ratio(FUSED),
+        "trainer_call_ratio": _ratio(timed.seconds[PLAIN], timed.calls),
+        "trainer_cpu_ratio": timed.cpu_ratio,
+        "trainer_step_ms": timed.step_ms(OURS),
+        "trainer_call_ms": statistics.median(timed.calls) * 1e3,
+        "torchtitan_step_ms": timed.step_ms(PLAIN),
+        "torchtitan_fused_qkv_step_ms": timed.step_ms(FUSED),
         "trainer_step_tokens": tokens,
         "trainer_rounds": rounds,
+    }
+
+
+async def measure_with_reference(
+    cluster: Cluster, plan: TrainerPlan, groups: list[Group], rounds: int, deadline_s: float
+) -> dict[str, Any]:
+    """A trainer whose loss has the KL to a reference model and the entropy, beside plain torchtitan that runs a frozen
+    model on the same tokens before its step."""
+    loss = replace(plan.settings.loss, kl_coefficient=COEFFICIENT, entropy_coefficient=COEFFICIENT)
+    settings = replace(plan.settings, reference=True, loss=loss)
+    training = await Training.start(cluster, replace(plan, settings=settings), groups, 1 + rounds, name="_reference")
+    timed = await take_turns(training, [PLAIN], rounds, deadline_s)
+    await within(SET_UP_DEADLINE_S, training.trainer.close.call(), "trainer ranks to leave their world")
+    return {
+        "reference_step_ratio": timed.ratio(PLAIN),
+        "reference_cpu_ratio": timed.cpu_ratio,
+        "reference_step_ms": timed.step_ms(OURS),
+        "torchtitan_reference_step_ms": timed.step_ms(PLAIN),
+        "reference_rounds": rounds,
     }
 
 

@@ -3,7 +3,7 @@
 Starts the main job with few steps and reads the CPU time of every process below it, until the first step is in
 ``metrics.jsonl``. Prints the seconds at which the run's folder was there
 (settings checked, hosts up), the held-out items were played, and the first step was done; then the seconds from the
-last metrics to the end of the last process. The last line is JSON.
+last metrics to the end of each process, and until the model had its name. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 
 from processes import ProcessTree
@@ -54,6 +55,7 @@ def measure(s: Settings, scratch: Path) -> dict[str, object]:
     assert process.stdout is not None
     os.set_blocking(process.stdout.fileno(), False)
     at_first_step: dict[str, float] = {}
+    last_seen: dict[str, float] = {}
     last_output, ended = started, None
     with log.open("wb") as output:
         while ended is None or any(tree.running()):
@@ -67,6 +69,7 @@ def measure(s: Settings, scratch: Path) -> dict[str, object]:
                 last_output = now
             _note_phases(scratch, phases, now - started)
             tree.look()
+            last_seen |= dict.fromkeys((name for _, name in tree.running()), time.time())
             if "first step" in phases and not at_first_step:
                 at_first_step = tree.cpu_s()
             if ended is None and process.poll() is not None:
@@ -74,13 +77,16 @@ def measure(s: Settings, scratch: Path) -> dict[str, object]:
             time.sleep(LOOK_S)
     if process.returncode:
         raise RuntimeError(f"exit code {process.returncode}: {log.read_text()[-3000:]}")
-    saved = next(scratch.glob("*/metrics.jsonl")).stat().st_mtime
+    logged = next(scratch.glob("*/metrics.jsonl")).stat().st_mtime
+    for model in scratch.glob("*/model"):
+        last_seen["(model saved)"] = model.stat().st_ctime
     return {
         "wall_s": phases,
         "cpu_s": at_first_step,
         "cpu_s_total": sum(at_first_step.values()),
         "end_s": time.monotonic() - last_output,
-        "end_from_last_metrics_s": time.time() - saved,
+        "end_from_last_metrics_s": time.time() - logged,
+        "end_by_process_s": dict(sorted(((name, at - logged) for name, at in last_seen.items()), key=itemgetter(1))),
         "traceback": "Traceback" in log.read_text(),
         "log": log.read_text(),
     }
@@ -102,6 +108,9 @@ def main(s: Settings) -> None:
     print(result.pop("log"))
     print(f"{'CPU-seconds to the first step':32}")
     for name, seconds in result["cpu_s"].items():  # type: ignore[attr-defined]
+        print(f"  {name:30}{seconds:8.2f}")
+    print(f"{'seconds, last metrics to the end':32}")
+    for name, seconds in result["end_by_process_s"].items():  # type: ignore[attr-defined]
         print(f"  {name:30}{seconds:8.2f}")
     print(json.dumps({"benchmark": "startup", **short(result)}))
 

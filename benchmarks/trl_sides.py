@@ -99,8 +99,11 @@ def recipe_arguments(job: Job, model: Path, seed: int, steps: int) -> list[str]:
 
 
 def ours(side: Side, arguments: list[str], folder: Path) -> list[str]:
-    """The command of our side."""
-    return [sys.executable, str(ROOT / "recipes" / "grpo.py"), *arguments, *side.arguments, "--output", str(folder)]
+    """The command of our side. TRL's loss is divided by the tokens that a completion may have."""
+    tokens = tyro.cli(grpo.Settings, args=arguments).rollout.max_new_tokens
+    loss = ["--trainer.loss.max-tokens", str(tokens)]
+    recipe = str(ROOT / "recipes" / "grpo.py")
+    return [sys.executable, recipe, *arguments, *loss, *side.arguments, "--output", str(folder)]
 
 
 def theirs(python: Path, description: Path, devices: int) -> list[str]:
@@ -127,8 +130,8 @@ def describe(arguments: list[str], side: Side, seed: int, held_out: int, folder:
         "weight_decay": s.trainer.weight_decay,
         "lr_warmup_steps": s.trainer.lr_warmup_steps,
         "max_grad_norm": s.trainer.max_grad_norm,
-        "clip_low": s.trainer.loss.clip_low,
-        "clip_high": s.trainer.loss.clip_high,
+        "clip_low": s.trainer.loss.clip[0],
+        "clip_high": s.trainer.loss.clip[1],
         "loss_type": LOSS_TYPES[s.trainer.loss.aggregation],
         "scale_rewards": REWARD_SCALES[s.trainer.loss.advantage],
         "threads": side.threads,

@@ -1,0 +1,104 @@
+"""What algorithms.py runs: every objective, correction and advantage that has a name, at which lag, in which order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from monarch_rl.algorithms.advantages import ADVANTAGES
+from monarch_rl.algorithms.composition import CORRECTIONS, POLICY_LOSSES
+
+LOSS, ADVANTAGE = "--trainer.loss.policy-loss", "--trainer.loss.advantage"
+TO_BEHAVIOUR = ("--trainer.loss.ratio-to", "behaviour")
+CORRECTED = "--trainer.loss.corrections"
+FOUR: dict[str, tuple[str, ...]] = {
+    "dapo": (LOSS, "ppo_clip", *TO_BEHAVIOUR),
+    "gspo": (LOSS, "gspo", *TO_BEHAVIOUR, "--trainer.loss.aggregation", "sequence_mean"),
+    "cispo": (LOSS, "cispo", *TO_BEHAVIOUR),
+    "decoupled": (LOSS, "decoupled"),
+}
+"""The objectives that are compared with all seeds, at both lags. The ratio is to the policy that drew the tokens: to
+the trainer's own it is 1 with one update a batch, and all are the policy gradient. ``decoupled`` has that ratio as a
+weight."""
+LAGS, OTHER_LAG = (0, 8), 2
+WITH: dict[str, tuple[str, ...]] = {"gae": ("--trainer.critic.lr", "1e-3")}
+"""Flags that an advantage needs beside its name."""
+TEACHER = "a teacher, as in recipes/distill.py"
+NEEDS_MORE = {
+    "distillation": TEACHER,
+    "sequence_distillation": TEACHER,
+    "supervised": "rows of prompt and answer",
+}
+"""Names of advantages and objectives that the main job alone cannot run, and what they need."""
+MORE: dict[str, tuple[str, ...]] = {
+    "dapo, dual clip 3": (*FOUR["dapo"], "--trainer.loss.dual-clip", "3"),
+    "dapo, opsm": (*FOUR["dapo"], CORRECTED, "opsm"),
+    "gspo, clip 0.2": (*FOUR["gspo"], "--trainer.loss.clip-low", "0.2", "--trainer.loss.clip-high", "0.2"),
+    "gspo, opsm": (*FOUR["gspo"], CORRECTED, "opsm"),
+    "lag discount 0.8": ("--trainer.loss.lag-discount", "0.8"),
+    "token mean": ("--trainer.loss.aggregation", "token_mean"),
+    "sequence mean": ("--trainer.loss.aggregation", "sequence_mean"),
+    "positives only": ("--trainer.loss.positives-only",),
+    "overlong penalty": ("--trainer.loss.overlong-limit", "8", "--trainer.loss.overlong-buffer", "2"),
+    "entropy bonus 0.01": ("--trainer.loss.entropy-coefficient", "0.01"),
+    "KL in the loss (k2, 0.01)": ("--trainer.reference", "--trainer.loss.kl-coefficient", "0.01")
+    + ("--trainer.loss.kl-estimate", "k2"),
+    "KL in the reward (k1, 0.01)": ("--trainer.reference", "--trainer.loss.kl-coefficient", "0.01")
+    + ("--trainer.loss.kl-estimate", "k1", "--trainer.loss.kl-in", "reward"),
+    "dapo, 2 epochs": (LOSS, "ppo_clip", "--trainer.epochs", "2"),
+    "decoupled, 2 mini-batches": (LOSS, "decoupled", "--trainer.minibatches", "2"),
+}
+"""Settings that are no names of the registry, and combinations."""
+MENDING = ("dapo, dual clip 3", "dapo, opsm", "gspo, clip 0.2", "gspo, opsm")
+"""Combinations for stale tokens, at the larger lag only."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run of the benchmark."""
+
+    name: str
+    lag: int
+    seed: int
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Of recipes/grpo.py."""
+        return FLAGS[self.name]
+
+
+def _of_losses() -> dict[str, tuple[str, ...]]:
+    """Policy losses that are none of the four."""
+    there = {flags[1] for flags in FOUR.values()} | {"pg"}
+    ratios = {name: not loss.weighs_behaviour for name, loss in POLICY_LOSSES.items() if name not in there}
+    return {name: (LOSS, name, *(TO_BEHAVIOUR if ratio else ())) for name, ratio in ratios.items()}
+
+
+def _of_corrections() -> dict[str, tuple[str, ...]]:
+    """The policy gradient without and with each correction."""
+    given: dict[str, tuple[str, ...]] = {"no correction": ()} | {name: (name,) for name in CORRECTIONS}
+    return {f"pg, {name}": (LOSS, "pg", CORRECTED, *names) for name, names in given.items()}
+
+
+def _of_advantages() -> dict[str, tuple[str, ...]]:
+    return {
+        f"advantage {name}": (ADVANTAGE, name, *WITH.get(name, ())) for name in ADVANTAGES if name not in NEEDS_MORE
+    }
+
+
+OTHERS = _of_losses() | _of_corrections() | _of_advantages() | {k: v for k, v in MORE.items() if k not in MENDING}
+FLAGS = FOUR | OTHERS | MORE
+"""By the names of the cases. What a case does not say is the default: advantage ``dr_grpo``, loss ``ppo_clip`` with the
+ratio to the trainer, correction ``tis``."""
+
+
+def plan(seeds: tuple[int, ...]) -> list[Case]:
+    """All runs, the most valuable first: the four with the first seed, corrections at the larger lag, the four with two
+    seeds more, everything else, the four with the seeds that are left."""
+
+    def four(some: tuple[int, ...]) -> list[Case]:
+        return [Case(name, lag, seed) for seed in some for lag in LAGS for name in FOUR]
+
+    at_once, after = seeds[:3], seeds[3:]
+    mending = [Case(name, LAGS[-1], seeds[0]) for name in (*_of_corrections(), *MENDING)]
+    others = [Case(name, OTHER_LAG, seeds[0]) for name in OTHERS]
+    return four(at_once[:1]) + mending + four(at_once[1:]) + others + four(after)

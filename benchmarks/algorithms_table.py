@@ -1,0 +1,119 @@
+"""Table and plot of algorithms.py, from the lines of its results file."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from algorithms_cases import FOUR, LAGS
+
+from monarch_rl.algorithms.estimates import wilson_interval
+
+HELD_OUT = 200
+"""Items of an evaluation."""
+STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}
+"""Half the width of a 95 % interval in standard errors of the mean, by degrees of freedom (Student's t)."""
+Rows = list[dict[str, Any]]
+COLUMNS = (
+    ("entropy", "entropy_first_tenth", "entropy_last_tenth"),
+    ("KL to the drawing policy", "kl"),
+    ("largest", "kl_max"),
+    ("clipped", "clipped"),
+    ("weight", "weight"),
+    ("wasted tokens", "wasted"),
+    ("groups of equal rewards", "equal_groups"),
+)
+"""Headings and figures, beside accuracy. Shares have a heading in ``SHARES``."""
+SHARES = {"clipped", "wasted tokens", "groups of equal rewards"}
+
+
+def interval(values: list[float], items: int = HELD_OUT) -> tuple[float, float]:
+    """95 % interval of a mean over seeds, by Student's t; of one seed the interval of its share of ``items``."""
+    if len(values) == 1:
+        return wilson_interval(values[0], items)
+    half = STUDENT[min(len(values) - 1, 4)] * float(np.std(values, ddof=1)) / math.sqrt(len(values))
+    return float(np.mean(values)) - half, float(np.mean(values)) + half
+
+
+def grouped(rows: Rows) -> dict[tuple[str, int], Rows]:
+    """Runs by case and lag, in the order of the table."""
+    found: dict[tuple[str, int], Rows] = defaultdict(list)
+    for row in rows:
+        found[row["name"], row["lag"]].append(row)
+    return dict(sorted(found.items(), key=lambda item: (item[0][0] not in FOUR, item[0][1])))
+
+
+def accuracies(runs: Rows, place: int) -> list[float]:
+    """Of each run, at an evaluation."""
+    return [run["accuracy"][place][1] for run in runs]
+
+
+def table(rows: Rows) -> str:
+    """A line for each case and lag, means over seeds; then how much the four objectives lose by the lag."""
+    head = ["", "lag", "seeds", "accuracy: start", "end", "95 %", *(column[0] for column in COLUMNS)]
+    lines = [head, ["---"] * len(head)]
+    for (name, lag), runs in grouped(rows).items():
+        ends = accuracies(runs, -1)
+        low, high = interval(ends)
+        accuracy = [f"{np.mean(accuracies(runs, 0)):.1%}", f"{np.mean(ends):.1%}", f"{low:.1%} to {high:.1%}"]
+        lines.append([name, str(lag), str(len(runs)), *accuracy, *(_cell(runs, *column) for column in COLUMNS)])
+    shown = ["\n".join("| " + " | ".join(line) + " |" for line in lines), *losses_by_lag(rows)]
+    return "\n\n".join(shown)
+
+
+def _cell(runs: Rows, heading: str, *names: str) -> str:
+    means = [float(np.mean([run[name] for run in runs])) for name in names]
+    return " to ".join(f"{mean:.1%}" if heading in SHARES else f"{mean:.3g}" for mean in means)
+
+
+def losses_by_lag(rows: Rows) -> list[str]:
+    """For each of the four a sentence: accuracy at the larger lag minus that at the smaller, of the same seeds."""
+    by_case, sentences = grouped(rows), []
+    for name in FOUR:
+        near, far = ({run["seed"]: run for run in by_case.get((name, lag), [])} for lag in LAGS)
+        seeds = sorted(near.keys() & far.keys())
+        if not seeds:
+            continue
+        differences = [far[seed]["accuracy"][-1][1] - near[seed]["accuracy"][-1][1] for seed in seeds]
+        said = f"{name}: lag {LAGS[1]} ends {np.mean(differences):+.1%} beside lag {LAGS[0]}"
+        if len(seeds) > 1:
+            low, high = interval(differences)
+            said += f" (95 %: {low:+.1%} to {high:+.1%}; {len(seeds)} seeds)"
+        sentences.append(said + (", of one seed." if len(seeds) == 1 else "."))
+    return sentences
+
+
+def draw(rows: Rows, path: Path) -> None:
+    """Held-out accuracy over steps of the four, and at the end of everything."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    by_case = grouped(rows)
+    figure, (curves, ends) = pyplot.subplots(1, 2, figsize=(13, 0.24 * len(by_case) + 3), layout="constrained")
+    colours = dict(zip(FOUR, pyplot.rcParams["axes.prop_cycle"].by_key()["color"], strict=False))
+    for (name, lag), runs in by_case.items():
+        if name not in FOUR or lag not in LAGS:
+            continue
+        steps = [step for step, _ in runs[0]["accuracy"]]
+        means = np.mean([[value for _, value in run["accuracy"]] for run in runs], axis=0)
+        style = "-" if lag == LAGS[0] else "--"
+        curves.plot(steps, means, style, color=colours[name], marker=".", label=f"{name}, lag {lag} ({len(runs)})")
+    curves.set(xlabel="optimiser step", ylabel="held-out accuracy, mean over seeds (their number)")
+    curves.legend(fontsize="small")
+    curves.grid(alpha=0.3)
+    for place, ((name, _), runs) in enumerate(by_case.items()):
+        values = accuracies(runs, -1)
+        low, high = interval(values)
+        ends.plot([low, high], [place, place], color=colours.get(name, "gray"), alpha=0.6)
+        ends.plot(values, [place] * len(values), ".", color=colours.get(name, "gray"))
+        ends.plot(accuracies(runs, 0), [place] * len(values), "|", color="black", alpha=0.4)
+    ends.set_yticks(range(len(by_case)), [f"{name}, lag {lag}" for name, lag in by_case], fontsize="small")
+    ends.invert_yaxis()
+    ends.set(xlabel="held-out accuracy after training: seeds, 95 %; black: before", xlim=(0, 1))
+    ends.grid(alpha=0.3, axis="x")
+    figure.savefig(path, dpi=90)

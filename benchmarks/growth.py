@@ -1,0 +1,181 @@
+"""Does anything grow? Runs the main job for many steps and prints what each process gains in 1,000 of them.
+
+    python benchmarks/growth.py
+    python benchmarks/growth.py --steps 600 --looks 20 --generator.replicas 1
+
+Prints, by role, MiB of a process's own memory at the start, in the middle and at the end, its growth by 1,000 steps
+(the slope over the second half), its file descriptors, its threads, and of those with actors the objects that Python's
+collector knows, asyncio's tasks, and the keys in torch's store; then the files in /dev/shm that processes of the run
+have mapped. A process's own memory is what /proc/PID/smaps_rollup calls Anonymous: neither files nor shared memory, and
+a page that a forked process shares with its parent counts from the start. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import tyro
+from monarch.actor import Actor
+from processes import SHARED_MEMORY, Look, ProcessTree, above_goal, growth, look_at, shared_files, shared_inodes
+from reporting import short
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
+
+import grpo  # noqa: E402
+
+from monarch_rl.pipeline.run import Run, launch  # noqa: E402
+from monarch_rl.runtime import presence  # noqa: E402
+from monarch_rl.runtime.cluster import Cluster  # noqa: E402
+from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, within  # noqa: E402
+from monarch_rl.runtime.endpoint import concurrent_endpoint  # noqa: E402
+from monarch_rl.runtime.meshes import members  # noqa: E402
+from monarch_rl.trainer.objective import reinforcement  # noqa: E402
+from monarch_rl.trainer.settings import TrainerSettings  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Settings(grpo.Settings):
+    """Growth of each process of a long run (see the top of this file)."""
+
+    steps: int = 3000
+    """Optimiser steps of the run."""
+    groups_per_step: int = 4
+    """Groups of a step: small steps show what grows by the step as well as large ones."""
+    looks: int = 60
+    """Times that all processes are measured, evenly spread."""
+    trainer: TrainerSettings = field(default_factory=lambda: replace(grpo.Settings().trainer, lr=1e-5))
+
+
+@dataclass(frozen=True)
+class Counted(Look):
+    """With what a process can count of itself only."""
+
+    objects: int | None = None
+    """That Python's collector knows; None in a process without actors."""
+    tasks: int | None = None
+    """Of the event loops of its actors."""
+    store_keys: int | None = None
+    """In the store of its torch.distributed world."""
+
+
+COUNTS = ("descriptors", "threads", "objects", "tasks", "store_keys")
+
+
+def own_counts() -> tuple[int, dict[str, Any]]:
+    """This process, and what it can count of itself only."""
+    import torch.distributed as dist
+
+    gc.collect()
+    store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
+    tasks = sum(len(asyncio.all_tasks(loop)) for loop in presence.loops())
+    keys = None if store is None else store.num_keys()
+    return os.getpid(), {"objects": len(gc.get_objects()), "tasks": tasks, "store_keys": keys}
+
+
+class Counter(Actor):
+    """Lives in the processes of all actors."""
+
+    @concurrent_endpoint
+    async def counts(self) -> tuple[int, dict[str, Any]]:
+        return own_counts()
+
+
+class Growth:
+    """What was measured so far.
+
+    Args:
+        cluster: its processes are measured, and all that descends from this one.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._tree = ProcessTree(os.getpid())
+        spawned = [mesh.mesh.spawn("counter", Counter) for mesh in cluster._meshes]
+        self._counters: list[Counter] = [counter for counters in spawned for counter in members(counters)]
+        self.looks: dict[tuple[str, int], list[Counted]] = {}
+        """By role and pid."""
+        self.shared_files: list[int] = []
+        """In /dev/shm, at each look."""
+        self._shared: set[int] = set()
+        """Inodes of the files there that processes of the run have had."""
+        self.seconds: list[float] = []
+
+    async def look(self, step: int) -> None:
+        """Measure all processes of the run."""
+        calls = [counter.counts.call_one() for counter in self._counters]
+        counted = [await within(CALL_DEADLINE_S, call, "the counts of a process", on="Monarch") for call in calls]
+        counts = dict([own_counts(), *counted])
+        self._tree.look()
+        for process, name in self._tree.running():
+            looked = look_at(process.pid, step)
+            self._shared |= shared_inodes(process.pid)
+            if looked is not None:
+                counted = Counted(**vars(looked), **counts.get(process.pid, {}))
+                self.looks.setdefault((name, process.pid), []).append(counted)
+        self.shared_files.append(len(shared_files(self._shared)))
+        self.seconds.append(time.monotonic())
+
+    def by_role(self) -> dict[str, list[Counted]]:
+        """The processes that were there from the first look to the last; of those of one role, the one that grew most,
+        with the number of them behind its name."""
+        longest = max(len(looks) for looks in self.looks.values())
+        roles: dict[str, list[list[Counted]]] = {}
+        for (role, _), looks in self.looks.items():
+            if len(looks) == longest:
+                roles.setdefault(role, []).append(looks)
+        return {
+            role if len(of_role) == 1 else f"{role} (most of {len(of_role)})": max(of_role, key=growth)
+            for role, of_role in sorted(roles.items())
+        }
+
+
+async def train(run: Run, s: Settings) -> None:
+    """The recipe's loop without evaluations, with looks at all processes."""
+    loss = s.trainer.loss
+    await run.start(grpo.task(s), advantage=loss.advantage, objective=reinforcement(loss))
+    assert run._cluster is not None
+    growing = Growth(run._cluster)
+    every = max(1, s.steps // s.looks)
+    async for step in run.steps(s.steps):
+        await run.step()
+        if step % every == 0:
+            await growing.look(step)
+    report(growing, s)
+
+
+def report(growing: Growth, s: Settings) -> None:
+    """Print the table, then all figures as one line of JSON."""
+    print(f"{s.steps} steps in {growing.seconds[-1] - growing.seconds[0]:.0f} s")
+    memory = f"{'MiB: start':>10s} {'middle':>7s} {'end':>7s} {'by 1,000 steps':>14s}"
+    print(f"{'process':38s} {memory}  {'  '.join(f'{name:>17s}' for name in COUNTS)}")
+    by_role = growing.by_role()
+    for role, looks in by_role.items():
+        three = looks[0], looks[len(looks) // 2], looks[-1]
+        memory = "    " + " ".join(f"{look.mib:7.1f}" for look in three) + f" {growth(looks):14.2f}"
+        counts = ["/".join(str(getattr(look, name) or "-") for look in three) for name in COUNTS]
+        print(f"{role:38s} {memory[1:]}  {'  '.join(f'{count:>17s}' for count in counts)}")
+    files = growing.shared_files
+    print(f"files in {SHARED_MEMORY}: {files[0]} / {files[len(files) // 2]} / {files[-1]}")
+    slopes = {role: growth(looks) for role, looks in by_role.items()}
+    print(above_goal(slopes))
+    figures: dict[str, Any] = {
+        "benchmark": "growth",
+        "steps": s.steps,
+        "mib_by_1000_steps": slopes,
+        "mib": {role: [look.mib for look in looks] for role, looks in by_role.items()},
+        "shared_files": files,
+    }
+    for name in COUNTS:
+        figures[name] = {role: [getattr(look, name) for look in looks] for role, looks in by_role.items()}
+    print(json.dumps(short(figures)))
+
+
+if __name__ == "__main__":
+    launch(train, tyro.cli(Settings, description=__doc__))
