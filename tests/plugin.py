@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from monarch_rl.runtime.scratch import temporary_directory
+from monarch_rl.runtime.scratch import folder_of_process
 from tests.costs import Cost, table
 from tests.process_tree import ProcessTree
 
@@ -37,7 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # Engines that tests start in their own process, and torchrun, leave files; tmp_path is to stay where it was.
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     temporary = ExitStack()
-    temporary.enter_context(temporary_directory())
+    temporary.enter_context(folder_of_process().as_temporary_directory())
     config.add_cleanup(temporary.close)
 
 

@@ -22,6 +22,13 @@ from monarch_rl.runtime.scratch import ScratchFolder
 print(ScratchFolder().path, flush=True)
 sys.stdin.read()
 """
+LISTENS = """
+from monarch_rl.runtime.scratch import folder_of_process
+with folder_of_process().as_temporary_directory():
+    from multiprocessing.connection import Listener
+    listener = Listener(family="AF_UNIX")
+print(folder_of_process().path.parent)
+"""
 
 
 def test_a_folder_is_removed_by_the_next_once_its_process_was_killed(temporary: Path) -> None:
@@ -80,6 +87,12 @@ def test_the_temporary_directory_of_a_block_is_there_for_its_length(
         assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).parent == temporary, "what is compiled stays"
     assert tempfile.gettempdir() == os.environ["TMPDIR"] == str(temporary)
     assert not list(temporary.iterdir()) and "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+
+
+def test_a_folder_of_a_process_is_removed_after_what_multiprocessing_puts_there(temporary: Path) -> None:
+    ended = subprocess.run([sys.executable, "-c", LISTENS], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0 and not ended.stderr, ended.stderr
+    assert ended.stdout.strip() == str(temporary) and not list(temporary.iterdir())
 
 
 def test_a_path_too_long_for_sockets_is_not_taken(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,9 @@ from tests.trainer.batches import LR, STEPS, WEIGHT_DECAY, batch, shard
 from tests.trainer.ranks import check_snapshot, packed
 
 Values = dict[str, torch.Tensor]
+ROUNDINGS = 16.0
+"""Rounding errors of the largest logit that a result may be off by: another order of sums and another processor's
+instructions move it by up to 7 in 1,500 examples."""
 
 
 def rows(policy: Policy) -> dict[str, MicroBatch]:
@@ -126,7 +129,8 @@ def check_parts_of_a_vocabulary() -> None:
         errors = [float((a - b).abs().max() / (1 + b.abs().max())) for a, b in zip(found, expected, strict=True)]
         worst = torch.tensor(errors)
         dist.all_reduce(worst, dist.ReduceOp.MAX)
-        assert worst.max() < 5e-5, worst  # logits of hundreds: their rounding alone is 3e-5
+        largest = float((hidden @ weight.T).abs().max())
+        assert worst.max() < ROUNDINGS * torch.finfo().eps * (1 + largest), worst
 
     check()
 

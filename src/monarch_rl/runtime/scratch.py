@@ -10,7 +10,6 @@ killed.
 
 from __future__ import annotations
 
-import atexit
 import fcntl
 import functools
 import getpass
@@ -22,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 PREFIX, UNLOCKED = "monarch_rl-", ".monarch_rl-"
@@ -32,6 +32,8 @@ MARK = 0o1700
 Unlike a file in the folder, it is there until the folder is gone."""
 LOCKED_S = 3600.0
 """Seconds within which a folder that was made is locked, by far."""
+AFTER_OTHERS = -200
+"""When a process's folder is removed at its exit: ``multiprocessing`` removes at -100 what it has put there."""
 MOST_BYTES = 80
 """Of a folder's path: that of a Unix socket has at most 107, and libraries put theirs into folders of their own."""
 TEMPORARY = "TMPDIR"
@@ -89,9 +91,10 @@ def temporary_directory() -> Iterator[Path]:
 
 @functools.cache
 def folder_of_process() -> ScratchFolder:
-    """The folder of what a library makes once in a process and needs until its end, as Monarch's client does."""
+    """The folder of what a library makes once in a process and needs until its end, as Monarch's client does. It is
+    removed at the end of the interpreter, after what ``multiprocessing`` has put there."""
     folder = ScratchFolder()
-    atexit.register(folder.remove)
+    Finalize(None, folder.remove, exitpriority=AFTER_OTHERS)
     return folder
 
 
