@@ -117,7 +117,7 @@ def make_batch(s: Settings, text: np.ndarray[Any, Any], step: int, policy: Polic
         lag_counts=np.asarray([drawn]),
     )
     loss = policy.settings.loss
-    advantages = advantages_of(group_views(shard), ADVANTAGES[loss.advantage].make())
+    advantages = advantages_of(group_views(shard), ADVANTAGES[loss.advantage]())
     (microbatches,) = pack_shard(shard, advantages, loss.aggregation, s.tokens, policy.device)
     return microbatches
 

@@ -185,7 +185,7 @@ def our_step(policy: Policy, sequences: list[Sequence], loss: Loss) -> tuple[dic
         groups.append(PackedGroup.read(packed))
     batch = Batch(0, groups, None, np.asarray([sum(group.trainable for group in groups)]))
     (shard,) = cut(batch, Way(1, policy.settings.tokens_per_microbatch))
-    advantage = loss.advantage or ADVANTAGES[loss.ours.advantage].make()
+    advantage = loss.advantage or ADVANTAGES[loss.ours.advantage]()
     metrics, _ = train(policy, shard, LoadedFunctions(advantage, reinforcement(loss.ours)), NEW_TOKENS)
     return metrics, gradients(policy)
 

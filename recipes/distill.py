@@ -65,7 +65,7 @@ def task(s: Settings) -> Task:
 async def train(run: Run, s: Settings) -> None:
     reader = run.frozen("teacher", s.teacher, s.frozen, snapshot_every=s.snapshot_every)
     # The stage fills the column `teacher`. To have rewards count, too: stages=[reference(reader)], advantage="dr_grpo",
-    # --trainer.loss.kl-coefficient 1 --trainer.loss.kl-estimate k1 --trainer.loss.kl-in reward.
+    # --trainer.loss.kl-coefficient 1 --trainer.loss.kl-in reward.
     objective = distillation(s.trainer.loss) if s.by == "loss" else reinforcement(s.trainer.loss)
     stages = [teacher(reader, top=s.trainer.loss.teacher_top)]
     await run.start(task(s), advantage="distillation", objective=objective, stages=stages)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monarch_rl.algorithms.kl import ESTIMATES, k1, k2, k3
+from monarch_rl.algorithms.kl import ESTIMATES, Estimate, k1, k2, k3
 
 SEEDS = st.integers(0, 2**32 - 1)
 POLICY = torch.tensor([0.3, -0.4, 1.0, 0.1, -1.2], dtype=torch.float64)
@@ -64,16 +64,21 @@ def test_in_the_loss_k1_pulls_nowhere_k2_to_the_reference_and_k3_by_the_other_di
     torch.testing.assert_close(gradient_of_loss(k3), gradient("forward"))
 
 
-def test_in_the_reward_k1_has_the_gradient_of_the_divergence() -> None:
-    logits = POLICY.clone().requires_grad_()
-    policy = logits.log_softmax(0)
-    drawn, penalty = policy.detach().exp(), k1(policy.detach(), REFERENCE)
-    (drawn * penalty * policy).sum().backward()  # the policy gradient of -k1 as an advantage, to be minimised
-    found = logits.grad
+def test_in_the_reward_k1_alone_has_the_gradient_of_the_divergence() -> None:
+    def gradient_of_reward(estimate: Estimate) -> torch.Tensor:
+        logits = POLICY.clone().requires_grad_()
+        policy = logits.log_softmax(0)
+        drawn, penalty = policy.detach().exp(), estimate(policy.detach(), REFERENCE)
+        (drawn * penalty * policy).sum().backward()  # the policy gradient of the advantage -penalty, to be minimised
+        assert logits.grad is not None
+        return logits.grad
+
     logits = POLICY.clone().requires_grad_()
     divergence(logits.log_softmax(0), REFERENCE).backward()
-    assert found is not None and logits.grad is not None
-    torch.testing.assert_close(found, logits.grad)
+    assert logits.grad is not None
+    torch.testing.assert_close(gradient_of_reward(k1), logits.grad)
+    for other in (k2, k3):
+        assert (gradient_of_reward(other) - logits.grad).norm() > 0.05 * logits.grad.norm()
 
 
 @pytest.mark.parametrize("name", ESTIMATES)

@@ -78,7 +78,7 @@ def round_trip(folder: Path, name: str, settings: TrainerSettings, written: str)
 def packed(part: BatchShard, policy: Policy) -> list[MicroBatch]:
     """The micro-batches of a shard, by the policy's loss settings."""
     loss = policy.settings.loss
-    advantages = advantages_of(group_views(part), ADVANTAGES[loss.advantage].make())
+    advantages = advantages_of(group_views(part), ADVANTAGES[loss.advantage]())
     (microbatches,) = pack_shard(part, advantages, loss.aggregation, MAX_NEW_TOKENS, policy.device)
     return microbatches
 
@@ -148,7 +148,7 @@ def train_several(folder: Path, name: str) -> None:
     policy = Policy(folder / "qwen3", settings, total_steps=STEPS * settings.updates_per_batch)
     for step in range(STEPS):
         part = divided(batch(step), step, policy.rank, policy.world_size, token_budget=30, minibatches=2)
-        advantages = advantages_of(group_views(part), ADVANTAGES[loss.advantage].make())
+        advantages = advantages_of(group_views(part), ADVANTAGES[loss.advantage]())
         minibatches = pack_shard(part, advantages, loss.aggregation, MAX_NEW_TOKENS, policy.device)
         assert len(minibatches) == 2 and len(minibatches[1]) > 1
         metrics = policy.update_batch(minibatches, reinforcement(loss), settings.epochs)

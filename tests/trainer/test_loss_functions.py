@@ -87,7 +87,7 @@ def test_a_recipes_own_objective_is_the_one_that_is_differentiated() -> None:
 def test_names_are_functions(name: str) -> None:
     loss = LossSettings(advantage=name, corrections=())
     for functions in (sent(name, "reinforcement", loss), TrainingFunctions.of_settings(loss)):
-        assert place_of(functions.advantage.load()) == place_of(ADVANTAGES[name].make())
+        assert place_of(functions.advantage.load()) == place_of(ADVANTAGES[name]())
         output, made = one_microbatch()
         found, _ = functions.objective.load()(output, made)
         assert float(found) == float(-(made.advantages * made.weights).sum())  # ratio and weights are 1
@@ -102,6 +102,14 @@ def test_a_name_that_nobody_has_is_refused_with_all_names() -> None:
         TrainingFunctions.of("max_rl", supervised, LossSettings(overlong_limit=100))
     with pytest.raises(ValueError, match=r"trainer.loss.advantage must be one of .*grpo.*, got 'grp'"):
         LossSettings(advantage="grp")
+
+
+def test_an_advantage_of_the_settings_that_the_recipe_replaces_is_refused() -> None:
+    said = r"trainer\.loss\.advantage grpo: the recipe gives run\.start\(\) the advantage "
+    replacing: list[tuple[Any, str]] = [("rloo", "'rloo'"), (leave_one_out, "leave_one_out ")]
+    for advantage, name in replacing:
+        with pytest.raises(ValueError, match=said + name):
+            TrainingFunctions.of(advantage, supervised, LossSettings(advantage="grpo"))
 
 
 def test_what_cannot_travel_is_refused_before_anything_is_spawned() -> None:
@@ -167,6 +175,20 @@ def test_a_view_shows_the_group(seed: int) -> None:
             assert view.turn_lengths[place].tolist() == [turn.trainable.sum() for turn in episode.turns]
             assert view.turn_rewards[place].tolist() == [turn.reward or 0.0 for turn in episode.turns]
             assert view.columns["value"][place].tolist() == episode.column("value")[episode.trainable].tolist()
+
+
+def test_an_advantage_that_writes_into_its_view_leaves_the_batch_as_it_was() -> None:
+    group = groups_of_turns(1, columns=("value",))[0]
+    read = outcomes([PackedGroup.read(pack_group(group))], ["value"])
+    part = BatchShard(**read, version=0, trainable_tokens=1, lag_counts=np.ones(1), microbatches=[])
+    (view,) = group_views(part)
+    for written in (view.rewards, view.lengths, view.plays, *view.columns["value"], *view.turn_rewards):
+        written -= 7
+    assert part.rewards[0].tolist() == [episode.reward for episode in group.episodes]
+    (again,) = group_views(part)
+    assert (again.lengths == view.lengths + 7).all() and (again.plays == view.plays + 7).all()
+    for after, before in zip(again.columns["value"], view.columns["value"], strict=True):
+        assert torch.allclose(after, before + 7)
 
 
 @given(st.integers(0, 2**16), st.none() | st.integers(0, 2))
@@ -328,6 +350,8 @@ def test_the_reference_has_one_source_and_every_group_its_engines_logprobs() -> 
     said = "'reference' would be filled by --trainer.reference and by the stage 'mine': leave one"
     with pytest.raises(ValueError, match=said):
         check_columns(functions, {"teacher": "teacher", "reference": "mine"}, reference=True)
+    with pytest.raises(ValueError, match=r"trainer\.reference: the objective objective .* does not read the column"):
+        check_columns(TrainingFunctions.of_settings(LossSettings()), {}, reference=True)
 
 
 def test_a_column_that_was_not_asked_for_is_refused_with_what_to_do() -> None:
@@ -414,5 +438,6 @@ def test_settings_of_a_critic_that_contradict_themselves_are_refused() -> None:
 def test_help_and_docs_explain_each_advantage() -> None:
     helped = inspect.getsource(LossSettings)
     documented = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+    table = documented.split("## Advantages")[1].split("\n\n")[2].splitlines()  # ends at an empty line
     for name in ADVANTAGES:
-        assert f"`{name}`: " in helped and f"\n| `{name}` " in documented, name
+        assert f"`{name}`: " in helped and any(line.startswith(f"| `{name}` ") for line in table), name

@@ -87,11 +87,30 @@ def test_kl_and_entropy_are_added_to_the_loss_with_their_coefficients() -> None:
 
 
 def test_kl_in_the_reward_changes_the_advantage_and_has_no_gradient_of_its_own() -> None:
-    found, _, output, microbatch = loss_of(kl_coefficient=0.3, kl_estimate="k1", kl_in="reward")
+    found, _, output, microbatch = loss_of(kl_coefficient=0.3, kl_in="reward")
     d = numbers(output, microbatch)
     weight = np.minimum(np.exp(d["old"] - d["behaviour"]), 2)
-    advantages = d["advantages"] - 0.3 * (d["new"] - d["reference"])
+    advantages = d["advantages"] - 0.3 * (d["old"] - d["reference"])
     assert found == pytest.approx(-(clipped(d, advantages) * weight * d["weights"]).sum(), rel=1e-5)
+
+
+def test_kl_in_the_loss_is_weighed_where_the_policy_loss_itself_weighs_what_another_policy_drew() -> None:
+    flags: dict[str, Any] = {"ratio_to": "behaviour", "clip_low": 0.2, "clip_high": 0.28}
+    with_kl, _, output, microbatch = loss_of(**flags, kl_coefficient=0.3, kl_estimate="k2", importance_cap=1.5)
+    without, *_ = loss_of(**flags)
+    d = numbers(output, microbatch)
+    weight = np.minimum(np.exp(d["old"] - d["behaviour"]), 1.5)
+    divergence = (d["new"] - d["reference"]) ** 2 / 2
+    assert with_kl - without == pytest.approx((0.3 * weight * divergence * d["weights"]).sum(), rel=1e-4)
+    assert set(LossSettings(**flags, kl_coefficient=0.3).needed_columns) == {"old", "reference"}
+
+
+def test_tokens_that_decoupled_drops_count_as_limited() -> None:
+    _, sums, output, microbatch = loss_of(policy_loss="decoupled", behaviour_cap=0.9)
+    d = numbers(output, microbatch)
+    ratio, rho = np.exp(d["new"] - d["old"]), np.exp(d["old"] - d["behaviour"])
+    limited = (ratio < 0.8) | (ratio > 1.2) | (rho > 0.9)
+    assert sums["clipped"].item() == limited.sum() > ((ratio < 0.8) | (ratio > 1.2)).sum()
 
 
 def test_distillation_is_the_teachers_divergence_with_the_weights_of_what_was_drawn() -> None:
@@ -120,6 +139,9 @@ def test_distillation_is_the_teachers_divergence_with_the_weights_of_what_was_dr
     for changes in ({"positives_only": True}, {"corrections": ("opsm",)}, {"kl_coefficient": 0.1, "kl_in": "reward"}):
         with pytest.raises(ValueError, match=r"reads no advantages: leave out trainer\.loss\.positives-only"):
             distillation(LossSettings(**changes))  # type: ignore[arg-type]
+    for unread in ({"ratio_to": "behaviour"}, {"policy_loss": "decoupled"}):
+        with pytest.raises(ValueError, match=r"has no ratio and no policy loss: leave out trainer\.loss\.ratio-to"):
+            distillation(LossSettings(**unread))  # type: ignore[arg-type]
 
 
 def test_positives_only() -> None:
@@ -159,7 +181,7 @@ def test_an_objective_names_the_columns_and_gradients_that_it_needs() -> None:
     assert needed() == {"old"}
     assert needed(policy_loss="pg", corrections=()) == needed(ratio_to="behaviour") == set()
     assert needed(policy_loss="decoupled") == {"old"}
-    assert needed(ratio_to="behaviour", kl_coefficient=0.1) == {"reference"}
+    assert needed(ratio_to="behaviour", kl_coefficient=0.1) == {"old", "reference"}
     assert not differentiates_entropy(reinforcement(LossSettings()))
     assert differentiates_entropy(reinforcement(LossSettings(entropy_coefficient=0.1)))
 
@@ -198,6 +220,20 @@ def test_without_old_logprobs_the_policy_that_is_updated_is_the_old_one() -> Non
             "max_rl needs rewards .* and .*overlong-limit 100",
         ),
         ({"kl_coefficient": 0.1, "kl_estimate": "k1"}, "kl-estimate k1 in the loss: its gradient is zero"),
+        ({"tau_negative": 2.0}, "tau-negative: nothing reads it, because the policy loss is ppo_clip"),
+        ({"max_change": 0.1}, "max-change: nothing reads it"),
+        ({"behaviour_cap": 2.0}, "behaviour-cap: nothing reads it"),
+        (
+            {"ratio_to": "behaviour", "importance_cap": 4.0},
+            "importance-cap: nothing reads it, because the corrections are none",
+        ),
+        ({"icepop_range": (0.1, 3.0)}, "icepop-range: nothing reads it, because the corrections are tis"),
+        ({"sequence_range": (0.1, 3.0)}, "sequence-range: nothing reads it"),
+        ({"opsm_kl": 0.1}, "opsm-kl: nothing reads it"),
+        ({"kl_in": "reward"}, "kl-in: nothing reads it, because trainer.loss.kl-coefficient is 0"),
+        ({"kl_estimate": "k2"}, "kl-estimate: nothing reads it"),
+        ({"overlong_penalty": 0.5}, "overlong-penalty: nothing reads it, because trainer.loss.overlong-limit is 0"),
+        ({"aggregation": "token_mean", "max_tokens": 8}, "max-tokens: nothing reads it, because .* token_mean"),
     ],
 )
 def test_what_contradicts_itself_is_refused(settings: dict[str, Any], said: str) -> None:
@@ -218,6 +254,14 @@ def test_a_ratio_that_is_1_by_construction_warns(policy_loss: str) -> None:
     assert len(loss_warnings(LossSettings(clip_high=0.3), 1)) == 1
 
 
+def test_several_updates_without_a_ratio_and_another_estimate_in_the_reward_warn() -> None:
+    (warning,) = loss_warnings(LossSettings(policy_loss="pg"), 4)
+    assert "pg with 4 updates a batch" in warning and loss_warnings(LossSettings(policy_loss="pg"), 1) == []
+    (warning,) = loss_warnings(LossSettings(kl_coefficient=0.1, kl_in="reward", kl_estimate="k3"), 1)
+    assert "kl-estimate k3 with kl-in reward: its gradient is not that of KL(pi, reference)" in warning
+    assert loss_warnings(LossSettings(kl_coefficient=0.1, kl_in="reward"), 1) == []
+
+
 def test_a_tokens_clip_with_gspo_warns() -> None:
     (warning,) = loss_warnings(LossSettings(policy_loss="gspo", ratio_to="behaviour", clip_low=0.2, clip_high=0.2), 1)
     assert "clip-low 0.2 and clip-high 0.2 with gspo" in warning
@@ -228,6 +272,12 @@ def test_the_overlong_penalty_lowers_rewards_before_advantages() -> None:
     shaped = with_overlong_penalty(group, LossSettings(overlong_limit=20, overlong_penalty=0.5))
     assert shaped.rewards.tolist() == [1.0, 0.75, -0.5]
     assert with_overlong_penalty(group, LossSettings()) is group
+    turns = [torch.tensor([10, 8]), torch.tensor([0, 10])]
+    branches = GroupView.of(
+        [1.0, 1.0], lengths=[18, 10], plays=torch.zeros(2), forks=[None, (0, 1)], turn_lengths=turns
+    )
+    shaped = with_overlong_penalty(branches, LossSettings(overlong_limit=20, overlong_penalty=0.5))
+    assert shaped.rewards.tolist() == [0.75, 0.5], "the second is 10 + 10 tokens long"
 
 
 # -- numbers that are not finite --------------------------------------------------------------------------------------

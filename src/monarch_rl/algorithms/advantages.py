@@ -5,7 +5,7 @@ An advantage of your own is a function of the recipe, given to ``run.start(advan
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal, cast
 
 import torch
@@ -13,7 +13,6 @@ import torch
 from monarch_rl.algorithms.distillation import distillation, sequence_distillation
 from monarch_rl.algorithms.functions import needs, of_batch
 from monarch_rl.algorithms.group_view import Advantage, GroupView, PerToken
-from monarch_rl.algorithms.registry import Entry
 from monarch_rl.algorithms.returns import group_advantages
 
 
@@ -134,18 +133,18 @@ class SeatBaselines:
         self.baselines = dict(state)
 
 
-ADVANTAGES: dict[str, Entry[Advantage]] = {
-    "dr_grpo": Entry(lambda: dr_grpo, "R - mean (arXiv:2503.20783)"),
-    "grpo": Entry(lambda: grpo, "(R - mean) / std (arXiv:2402.03300)"),
-    "rloo": Entry(lambda: rloo, "R - mean of the others (arXiv:2402.14740)"),
-    "max_rl": Entry(lambda: max_rl, "(R - mean) / mean (arXiv:2602.02710)"),
-    "reinforce_pp": Entry(lambda: cast(Advantage, reinforce_pp), "(R - mean) / std of the batch (arXiv:2501.03262)"),
-    "seat_baselines": Entry(SeatBaselines, "R - running mean of the seat (arXiv:2506.24119)"),
-    "gae": Entry(lambda: cast(Advantage, gae), "normalised lambda-return minus the column `value` (arXiv:1506.02438)"),
-    "distillation": Entry(lambda: distillation, "log teacher - log policy, of the column `teacher`"),
-    "sequence_distillation": Entry(lambda: sequence_distillation, "the same, summed to the end (arXiv:2306.08543)"),
+ADVANTAGES: dict[str, Callable[[], Advantage]] = {
+    "dr_grpo": lambda: dr_grpo,
+    "grpo": lambda: grpo,
+    "rloo": lambda: rloo,
+    "max_rl": lambda: max_rl,
+    "reinforce_pp": lambda: cast(Advantage, reinforce_pp),
+    "seat_baselines": SeatBaselines,
+    "gae": lambda: cast(Advantage, gae),
+    "distillation": lambda: distillation,
+    "sequence_distillation": lambda: sequence_distillation,
 }
-"""By their names in the settings."""
+"""What makes them, by their names in the settings: a new one for each run, because some remember."""
 
 if TYPE_CHECKING:
     AdvantageName = str

@@ -10,6 +10,10 @@ import torch
 
 from monarch_rl.algorithms.sequences import sequence_means
 
+LOG_RATIO_BOUND = 20.0
+"""Beyond ``exp(20)``, either way, a ratio is that and has no gradient: in float32 it would become infinite at 88, and
+infinity times an advantage of 0 is NaN."""
+
 
 def truncated_importance_weights(
     old_logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor, cap: float = 2.0
@@ -100,12 +104,13 @@ def finite_tokens(*logprobs: torch.Tensor) -> torch.Tensor:
 
 
 def mismatch_k3(old_logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor) -> torch.Tensor:
-    """The k3 estimate of KL(behaviour || old) at each token: ``rho - 1 - log rho`` (Schulman, 2020).
+    """The k3 estimate of KL(behaviour || old) at each token: ``rho - 1 - log rho`` (Schulman, 2020), its exponent
+    within ``LOG_RATIO_BOUND``.
 
     Its mean over tokens drawn under the trainer's own version is the mismatch of engine and trainer.
     """
     log_ratio = old_logprobs.detach() - behaviour_logprobs
-    return torch.expm1(log_ratio) - log_ratio
+    return torch.expm1(log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)) - log_ratio
 
 
 def lag_discount(lags: torch.Tensor, factor: float) -> torch.Tensor:

@@ -11,12 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from monarch_rl.algorithms.corrections import capped_behaviour_weights
+from monarch_rl.algorithms.corrections import LOG_RATIO_BOUND, capped_behaviour_weights
 from monarch_rl.algorithms.sequences import sequence_means
-
-LOG_RATIO_BOUND = 20.0
-"""Beyond ``exp(20)``, either way, a ratio is that and has no gradient: in float32 it would become infinite at 88, and
-infinity times an advantage of 0 is NaN."""
 
 
 class TokenLoss(NamedTuple):
@@ -25,7 +21,7 @@ class TokenLoss(NamedTuple):
     loss: torch.Tensor
     """float[N], with gradient."""
     limited: torch.Tensor
-    """bool[N]: tokens whose ratio is outside the rule's range, for metrics."""
+    """bool[N]: tokens whose ratio is outside the rule's range, and those that it drops, for metrics."""
 
 
 def ratio_of(logprobs: torch.Tensor, old_logprobs: torch.Tensor) -> torch.Tensor:
@@ -184,7 +180,7 @@ def decoupled(
     """
     clipped = clipped_ratio(logprobs, old_logprobs, advantages, clip_low, clip_high)
     weight = capped_behaviour_weights(old_logprobs, behaviour_logprobs, behaviour_cap)
-    return TokenLoss(clipped.loss * weight, clipped.limited)
+    return TokenLoss(clipped.loss * weight, clipped.limited | (weight == 0.0))
 
 
 def _clipped_gain(ratio: torch.Tensor, advantages: torch.Tensor, clip_low: float, clip_high: float) -> torch.Tensor:

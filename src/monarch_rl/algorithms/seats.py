@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from monarch_rl.algorithms.functions import Columns
-from monarch_rl.algorithms.group_view import GroupView, Remembers
+from monarch_rl.algorithms.functions import Columns, is_of_batch, needed_columns, place_of
+from monarch_rl.algorithms.group_view import GroupView, PerToken, PerTurn, Remembers, Values
 
 
 class BySeat:
@@ -18,19 +18,48 @@ class BySeat:
     What one seat wins another may lose, so the mean of all says nothing; and who moves first may win more often.
 
     Args:
-        advantage: from a group to float[S], such as ``dr_grpo``.
+        advantage: from a group to its advantages, such as ``dr_grpo``.
+
+    Raises:
+        ValueError: it takes all groups of a batch at once.
     """
 
-    def __init__(self, advantage: Callable[[GroupView], torch.Tensor]) -> None:
+    def __init__(self, advantage: Callable[[GroupView], Values]) -> None:
+        if is_of_batch(advantage):
+            raise ValueError(
+                f"BySeat({place_of(advantage)}): it takes all groups of a batch at once, and a seat is a part of one "
+                "group. Give an advantage of one group"
+            )
         self.advantage = advantage
+        self.needed_columns = needed_columns(advantage)
 
-    def __call__(self, group: GroupView) -> torch.Tensor:
-        """float32[S]."""
-        values = torch.zeros(len(group))
+    def __call__(self, group: GroupView) -> Values:
+        """What the advantage returns for each seat, in the order of the sequences.
+
+        Raises:
+            ValueError: it returned something else, or not the same kind for each seat.
+        """
+        found: list[Any] = [None] * len(group)
+        kinds = set()
         for seat in dict.fromkeys(group.seats):
             places = [place for place, other in enumerate(group.seats) if other == seat]
-            values[places] = self.advantage(part(group, places))
-        return values
+            returned = self.advantage(part(group, places))
+            kinds.add(type(returned))
+            values = returned.values if isinstance(returned, PerTurn | PerToken) else returned
+            if len(values) != len(places):
+                raise ValueError(
+                    f"the advantage {place_of(self.advantage)} returned {len(values)} values for the {len(places)} "
+                    f"sequences of seat {seat!r}"
+                )
+            for place, value in zip(places, values, strict=True):
+                found[place] = value
+        if len(kinds) > 1:
+            names = " and ".join(sorted(kind.__name__ for kind in kinds))
+            raise ValueError(
+                f"the advantage {place_of(self.advantage)} returned {names}: return one kind for all seats"
+            )
+        (kind,) = kinds
+        return kind(found) if issubclass(kind, PerTurn | PerToken) else torch.stack(found)
 
     def state_dict(self) -> dict[str, Any]:
         """What the advantage keeps from batch to batch; empty if it keeps nothing."""

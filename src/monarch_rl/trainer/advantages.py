@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from monarch_rl.algorithms.branch_means import branch_means
+from monarch_rl.algorithms.branch_means import branch_means, paths
 from monarch_rl.algorithms.functions import Columns, is_of_batch, place_of
 from monarch_rl.algorithms.group_view import Advantage, GroupView, PerToken, PerTurn
 from monarch_rl.algorithms.shaping import overlong_penalty
@@ -29,12 +29,13 @@ def group_views(batch: BatchOutcomes) -> list[GroupView]:
 
 def _group_view(batch: BatchOutcomes, group: int) -> GroupView:
     drawn, given = batch.turn_lengths[group], batch.turn_rewards[group]
-    columns = {name: list(map(torch.from_numpy, by_group[group])) for name, by_group in batch.columns.items()}
+    # Copies: an advantage may write into what it was given, and metrics and the critic read the batch afterwards.
+    columns = {name: list(map(torch.tensor, by_group[group])) for name, by_group in batch.columns.items()}
     return GroupView(
-        rewards=torch.from_numpy(batch.rewards[group]),
-        lengths=torch.from_numpy(batch.lengths[group]),
-        cut=torch.from_numpy(batch.cut[group]),
-        plays=torch.from_numpy(batch.plays[group]),
+        rewards=torch.tensor(batch.rewards[group]),
+        lengths=torch.tensor(batch.lengths[group]),
+        cut=torch.tensor(batch.cut[group]),
+        plays=torch.tensor(batch.plays[group]),
         seats=batch.seats[group],
         forks=batch.forks[group],
         parts=batch.parts[group],
@@ -55,10 +56,12 @@ def _by_sequence(
 
 
 def with_overlong_penalty(group: GroupView, loss: LossSettings) -> GroupView:
-    """A group whose rewards are lowered for long answers, if ``overlong_limit`` is set."""
+    """A group whose rewards are lowered for long answers, if ``overlong_limit`` is set. A branch is as long as all that
+    was drawn on its way."""
     if not loss.overlong_limit:
         return group
-    penalty = loss.overlong_penalty * overlong_penalty(group.lengths, loss.overlong_limit, loss.penalised_tokens)
+    lengths = torch.tensor([len(path.tokens) for path in paths(group)], dtype=torch.int32)
+    penalty = loss.overlong_penalty * overlong_penalty(lengths, loss.overlong_limit, loss.penalised_tokens)
     return replace(group, rewards=group.rewards + penalty)
 
 

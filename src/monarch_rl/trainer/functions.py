@@ -57,12 +57,13 @@ class TrainingFunctions:
             critic: fills the column ``value``, if there is one, and tells ``gae`` how to discount.
 
         Raises:
-            ValueError: there is no function of this name, or the settings do not go with it; or a
-                ``functools.partial`` of ``gae`` discounts in another way than the critic.
+            ValueError: there is no function of this name, or the settings do not go with it, or name another
+                advantage; or a ``functools.partial`` of ``gae`` discounts in another way than the critic.
             TypeError: a function cannot be sent to other processes; says why.
         """
+        _check_advantage(advantage, loss)
         if isinstance(advantage, str):
-            name, advantage = advantage, named(ADVANTAGES, advantage, "advantage")
+            name, advantage = advantage, named(ADVANTAGES, advantage, "advantage")()
             loss = replace(loss, advantage=name)  # refuses what does not go with it
         advantage = _discounted(advantage, critic)
         if isinstance(objective, str):
@@ -118,6 +119,18 @@ class LoadedFunctions:
         return {kind: function for kind, function in functions.items() if isinstance(function, Remembers)}
 
 
+def _check_advantage(advantage: Advantage | str, loss: LossSettings) -> None:
+    """Refuse an advantage of the settings that is not the one which the recipe gives."""
+    if loss.advantage == LossSettings().advantage:
+        return
+    given = repr(advantage) if isinstance(advantage, str) else place_of(advantage)
+    if given not in (repr(loss.advantage), place_of(ADVANTAGES[loss.advantage]())):
+        raise ValueError(
+            f"trainer.loss.advantage {loss.advantage}: the recipe gives run.start() the advantage {given}. Leave the "
+            "flag out, or have the recipe give s.trainer.loss.advantage"
+        )
+
+
 def _discounted(advantage: Advantage, critic: CriticSettings) -> Advantage:
     """``gae`` discounts as the critic does, because that learns the sum of advantage and value; others stay as they
     are. Raises ValueError if a partial has values of its own, other ones."""
@@ -137,8 +150,8 @@ def _discounted(advantage: Advantage, critic: CriticSettings) -> Advantage:
 def check_columns(
     functions: TrainingFunctions, filled: Mapping[str, str], reference: bool = False, critic: bool = False
 ) -> None:
-    """Refuse functions that read columns which nobody fills, a critic that nobody asks, and columns that both a stage
-    and the trainer fill.
+    """Refuse functions that read columns which nobody fills, a critic and a reference that nobody asks, and columns
+    that both a stage and the trainer fill.
 
     Args:
         filled: columns, and the stages that fill them.
@@ -154,6 +167,12 @@ def check_columns(
             "leave one of them out"
         )
     kinds = {"advantage": functions.advantage.load(), "objective": functions.objective.load()}
+    if reference and REFERENCE not in needed_columns(kinds["objective"]):
+        raise ValueError(
+            f"trainer.reference: the objective {place_of(kinds['objective'])} does not read the column {REFERENCE!r}, "
+            "for which a whole copy of the model would be kept. Give trainer.loss.kl-coefficient, such as 0.001, or "
+            "leave the reference out"
+        )
     if critic:
         _check_critic(kinds, filled)
     for kind, function in kinds.items():

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from monarch_rl.algorithms.advantages import AdvantageName
 from monarch_rl.algorithms.aggregation import Aggregation
 from monarch_rl.algorithms.composition import CORRECTIONS, POLICY_LOSSES, CorrectionName, PolicyLoss, PolicyLossName
+from monarch_rl.algorithms.kl import EstimateName
 from monarch_rl.settings.ranges import CheckedSettings, Range
 
 WIDE_FOR_SEQUENCES = 0.01
@@ -77,11 +78,11 @@ class LossSettings(CheckedSettings, flags="trainer.loss"):
     kl_coefficient: Annotated[float, Range(0, 1000, "0 is off")] = 0.0
     """Weight of the KL divergence from a reference model, whose log-probs the column `reference` holds; 0 is off, as in
     TRL, verl and slime."""
-    kl_estimate: Literal["k1", "k2", "k3"] = "k3"
-    """How it is estimated at each token: `k3` is GRPO's; in the loss `k2` has the gradient of KL(pi, reference); `k1`
-    belongs in the reward (arXiv:2506.09477)."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Whether the estimate is a part of the loss, or is taken from the token's advantage."""
+    kl_estimate: EstimateName | None = None
+    """How it is estimated at each token. None is `k3` in the loss, as in GRPO, and `k1` in the reward. In the loss `k2`
+    has the gradient of KL(pi, reference), in the reward `k1` (arXiv:2506.09477)."""
     entropy_coefficient: Annotated[float, Range(0, 1000, "0 is off")] = 0.0
     """Weight of the entropy of the policy, which the loss then raises; 0 is off. It takes a few tensors of a chunk's
     logits more (trainer.logprob-chunk)."""
@@ -123,7 +124,12 @@ class LossSettings(CheckedSettings, flags="trainer.loss"):
         """Those given, or those by default."""
         if self.corrections is not None:
             return self.corrections
-        return () if self._weighs_behaviour else ("tis",)
+        return () if self.weighs_behaviour else ("tis",)
+
+    @property
+    def estimates_kl_by(self) -> EstimateName:
+        """The estimate given, or that by default."""
+        return self.kl_estimate or ("k1" if self.kl_in == "reward" else "k3")
 
     @property
     def takes_kl_from_reward(self) -> bool:
@@ -135,20 +141,22 @@ class LossSettings(CheckedSettings, flags="trainer.loss"):
         return POLICY_LOSSES[self.policy_loss]
 
     @property
-    def _weighs_behaviour(self) -> bool:
+    def weighs_behaviour(self) -> bool:
         """Whether the policy loss itself divides by the policy that drew."""
         return self.ratio_to == "behaviour" or self._policy_loss.weighs_behaviour
 
     @property
     def needed_columns(self) -> tuple[str, ...]:
         """Columns that the loss reads: ``old``, ``reference``."""
-        old = self._policy_loss.has_ratio and self.ratio_to == "trainer" or bool(self.applied_corrections)
+        ratio = self._policy_loss.has_ratio and self.ratio_to == "trainer"
+        old = ratio or bool(self.applied_corrections) or self.kl_coefficient > 0
         return ("old",) * old + ("reference",) * bool(self.kl_coefficient)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_parameters()
         self._check_corrections()
+        self._check_that_all_is_read()
         if self.kl_coefficient and self.kl_in == "loss" and self.kl_estimate == "k1":
             raise ValueError(
                 "trainer.loss.kl-estimate k1 in the loss: its gradient is zero in expectation, whatever the reference. "
@@ -191,6 +199,28 @@ class LossSettings(CheckedSettings, flags="trainer.loss"):
             if low > high:
                 raise ValueError(f"{self.flag(bounds)} {low:g} {high:g}: give the lowest first, then the highest")
 
+    def _check_that_all_is_read(self) -> None:
+        """Refuse values that change nothing."""
+        applied = self.applied_corrections
+        corrects = f"the corrections are {' '.join(applied) or 'none'}"
+        capped = "tis" in applied or (self.kl_coefficient > 0 and self.kl_in == "loss" and self.weighs_behaviour)
+        loss = f"the policy loss is {self.policy_loss}"
+        for names, reads, instead in (
+            (("tau_positive", "tau_negative"), self.policy_loss == "sapo", loss),
+            (("max_change",), self.policy_loss == "dppo_tv", loss),
+            (("behaviour_cap",), self.policy_loss == "decoupled", loss),
+            (("importance_cap",), capped, corrects),
+            (("icepop_range",), "icepop" in applied, corrects),
+            (("sequence_range",), "sequence_mask" in applied, corrects),
+            (("opsm_kl",), "opsm" in applied, corrects),
+            (("kl_in", "kl_estimate"), self.kl_coefficient > 0, "trainer.loss.kl-coefficient is 0"),
+            (("overlong_penalty",), self.overlong_limit > 0, "trainer.loss.overlong-limit is 0"),
+            (("max_tokens",), self.aggregation == "constant", f"the aggregation is {self.aggregation}"),
+        ):
+            for name in names:
+                if not reads and getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                    raise ValueError(f"{self.flag(name)}: nothing reads it, because {instead}. Leave it out")
+
     def _check_corrections(self) -> None:
         given = self.applied_corrections
         weights = [name for name in given if CORRECTIONS[name].weighs_behaviour]
@@ -198,7 +228,7 @@ class LossSettings(CheckedSettings, flags="trainer.loss"):
             raise ValueError(
                 f"trainer.loss.corrections {' '.join(given)}: at most one of tis and icepop, and each once"
             )
-        if weights and self._weighs_behaviour:
+        if weights and self.weighs_behaviour:
             by = "ratio-to behaviour" if self.ratio_to == "behaviour" else f"the policy loss {self.policy_loss}"
             raise ValueError(
                 f"trainer.loss.corrections {weights[0]} weighs by pi_trainer / pi_engine, and so does {by}: "
@@ -207,7 +237,7 @@ class LossSettings(CheckedSettings, flags="trainer.loss"):
 
 
 def loss_warnings(loss: LossSettings, updates_per_batch: int) -> list[str]:
-    """Sentences on settings that work, but hardly as they were meant."""
+    """Sentences on settings of the objective ``reinforcement`` that work, but hardly as they were meant."""
     said = []
     clips = loss.clip_low is not None or loss.clip_high is not None or bool(loss.dual_clip)
     if updates_per_batch == 1 and loss.ratio_to == "trainer" and (loss.policy_loss not in ("pg", "ppo_clip") or clips):
@@ -222,6 +252,16 @@ def loss_warnings(loss: LossSettings, updates_per_batch: int) -> list[str]:
         said.append(
             f"trainer.loss.policy-loss {loss.policy_loss}: with one update a batch (trainer.epochs 1, "
             f"trainer.minibatches 1) the ratio to the trainer's own policy is 1 by construction, so {left}"
+        )
+    if updates_per_batch > 1 and loss.policy_loss == "pg":
+        said.append(
+            f"trainer.loss.policy-loss pg with {updates_per_batch} updates a batch: from the second on tokens are not "
+            "weighed by what the first has changed, and nothing bounds it. Give ppo_clip, or one update"
+        )
+    if loss.takes_kl_from_reward and loss.estimates_kl_by != "k1":
+        said.append(
+            f"trainer.loss.kl-estimate {loss.estimates_kl_by} with kl-in reward: its gradient is not that of "
+            "KL(pi, reference). Give k1, or kl-in loss"
         )
     if loss.policy_loss == "gspo" and max(loss.clip) > WIDE_FOR_SEQUENCES:
         said.append(

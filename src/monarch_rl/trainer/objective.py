@@ -16,7 +16,6 @@ from monarch_rl.algorithms.composition import CORRECTIONS, POLICY_LOSSES, Polici
 from monarch_rl.algorithms.distillation import reverse_kl, top_columns, top_k_divergence
 from monarch_rl.algorithms.functions import entropy_gradient, needs, other_tokens, place_of
 from monarch_rl.algorithms.mismatch import histogram
-from monarch_rl.algorithms.registry import Entry
 from monarch_rl.trainer.batch import MicroBatch
 from monarch_rl.trainer.loss_settings import LossSettings
 from monarch_rl.trainer.token_logprobs import TokenLogprobs
@@ -58,8 +57,13 @@ def distillation(settings: LossSettings) -> Objective:
     """The reverse KL to the teacher, token by token: of ``settings`` all counts but policy loss and advantage.
 
     Raises:
-        ValueError: the settings change advantages, which are not read, or judge by them.
+        ValueError: the settings change advantages or the policy loss, which are not read, or judge by them.
     """
+    if settings.ratio_to != "trainer" or settings.policy_loss != LossSettings().policy_loss:
+        raise ValueError(
+            "the objective distillation has no ratio and no policy loss: leave out trainer.loss.ratio-to and "
+            "trainer.loss.policy-loss, or take the advantage of that name instead (trainer.loss.advantage distillation)"
+        )
     if settings.positives_only or "opsm" in settings.applied_corrections or settings.takes_kl_from_reward:
         raise ValueError(
             "the objective distillation reads no advantages: leave out trainer.loss.positives-only, the correction "
@@ -110,14 +114,23 @@ def _total(
     loss = loss * importance
     sums = _sums(output, batch, policies) | {"importance_weight": importance.sum()}
     if settings.kl_coefficient:
-        divergence = kl.ESTIMATES[settings.kl_estimate](policies.new, batch.columns[REFERENCE])
+        divergence = kl.ESTIMATES[settings.estimates_kl_by](policies.new, batch.columns[REFERENCE])
         sums["kl_reference"] = divergence.detach().sum()
         if settings.kl_in == "loss":
-            loss = loss + settings.kl_coefficient * importance * divergence
+            loss = loss + settings.kl_coefficient * _importance_of_kl(importance, policies, settings) * divergence
     if settings.entropy_coefficient:
         loss = loss - settings.entropy_coefficient * output.entropies
     weights = batch.weights * corrections.lag_discount(batch.lags, settings.lag_discount)
     return (loss * weights).sum(), sums
+
+
+def _importance_of_kl(importance: torch.Tensor, policies: Policies, settings: LossSettings) -> torch.Tensor:
+    """float32[N]: the corrections' weights. Where the policy loss itself weighs tokens that another policy drew, and no
+    correction does, the KL has a weight of its own: it is an expectation under the policy."""
+    if not settings.weighs_behaviour:
+        return importance
+    cap = settings.importance_cap
+    return importance * corrections.truncated_importance_weights(policies.old, policies.behaviour, cap)
 
 
 def _policies(output: TokenLogprobs, batch: MicroBatch, settings: LossSettings) -> Policies:
@@ -125,7 +138,7 @@ def _policies(output: TokenLogprobs, batch: MicroBatch, settings: LossSettings) 
     old, behaviour = batch.columns.get(OLD, output.logprobs.detach()), batch.behaviour_logprobs
     advantages = batch.advantages
     if settings.takes_kl_from_reward:
-        divergence = kl.ESTIMATES[settings.kl_estimate](output.logprobs.detach(), batch.columns[REFERENCE])
+        divergence = kl.ESTIMATES[settings.estimates_kl_by](old, batch.columns[REFERENCE])  # one for all updates
         advantages = advantages - settings.kl_coefficient * divergence
     if settings.positives_only:
         advantages = shaping.positives_only(advantages)
@@ -171,10 +184,10 @@ def rows_objective(output: TokenLogprobs, batch: MicroBatch) -> tuple[torch.Tens
     return loss, {"tokens": torch.zeros_like(sums["tokens"])} | row_sums
 
 
-OBJECTIVES: dict[str, Entry[Callable[[LossSettings], Objective]]] = {
-    "reinforcement": Entry(lambda: reinforcement, "the policy gradient that trainer.loss describes"),
-    "distillation": Entry(lambda: distillation, "reverse KL to the column `teacher`, token by token"),
-    "supervised": Entry(lambda: lambda _: supervised, "cross-entropy of the drawn tokens"),
+OBJECTIVES: dict[str, Callable[[LossSettings], Objective]] = {
+    "reinforcement": reinforcement,
+    "distillation": distillation,
+    "supervised": lambda _: supervised,
 }
 """By the names that ``run.start(objective=...)`` knows."""
 
