@@ -34,12 +34,12 @@ from typing import Any
 from pebble import ProcessExpired, ProcessPool
 
 from monarch_rl.rollout.scorer_output import ScorerOutput, print_into
+from monarch_rl.rollout.scoring_calls import CallsUnderWay
 from monarch_rl.rollout.scoring_failed import ScorerBroken, ScoringFailed
 from monarch_rl.rollout.tracebacks import describe, of_process, said
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.by_value import ByValue, to_bytes
 from monarch_rl.runtime.deadline_clock import DeadlineClock
-from monarch_rl.runtime.deadlines import now
 from monarch_rl.runtime.fork_context import ForkContext
 from monarch_rl.runtime.heap import freeze_heap
 from monarch_rl.runtime.lifetime import die_with_parent, signal_name
@@ -61,8 +61,8 @@ TOGETHER_DEADLINE_S, TOGETHER_DEADLINE_SHARE = 0.4, 0.1
 """Deadline of a call of several scores: this, or this share of the deadline of one score if that is more."""
 REMEMBERED = 64
 STUCK_S = 30.0
-"""If no score ends for its deadline and this many seconds more, the processes count as stuck: a new process needs
-seconds for its imports and its data."""
+"""If for its deadline and this many seconds more neither a score ends nor one that was asked for before, the processes
+count as stuck: a new process needs seconds for its imports and its data."""
 LOST_SHARE = 0.5
 """Share of the time that the machine, or a stop, must take from a score that is late for it to be computed once more:
 on a busy machine every process waits at times."""
@@ -113,8 +113,7 @@ class Scorer:
         self._starting: tuple[ProcessPool, asyncio.Task[None]] | None = None
         """The pool whose processes are being started, or were last."""
         self._replacing = asyncio.Lock()
-        self._progressed = 0.0
-        """When the last score ended; seconds of the event loop's clock."""
+        self._under_way = CallsUnderWay()
 
     async def score(self, function: ScoreFunction, *args: Any) -> Outcome:
         """Run ``function(*args)`` in the pool; the function travels by value.
@@ -231,7 +230,8 @@ class Scorer:
         future = asyncio.wrap_future(pool.schedule(function, args=args, timeout=deadline_s))
         clock = DeadlineClock(deadline_s, "a score")
         try:
-            await self._ends(future, clock)
+            limit_s, half_s = self.deadline_s + STUCK_S, self.deadline_s / 2
+            await self._under_way.ends(future, pool, limit_s, half_s, clock.lost_share)
             result = future.result()
         except TimeoutError as error:
             raise _Overstepped(clock.lost_share()) from error
@@ -239,23 +239,6 @@ class Scorer:
             future.cancel()
         self._works = True
         return result
-
-    async def _ends(self, future: asyncio.Future[Any], clock: DeadlineClock) -> None:
-        """Wait until a score ends, and have ``clock`` read half-way through the deadline. Raises BrokenProcessPool if
-        no score ends for ``deadline_s`` and :data:`STUCK_S` seconds of a machine that has cores for the run."""
-        limit_s, half_s, began = self.deadline_s + STUCK_S, self.deadline_s / 2, now()
-        await asyncio.wait({future}, timeout=half_s)
-        if not future.done():
-            clock.lost_share()
-            stuck = DeadlineClock(limit_s - half_s, "any score")
-        while not future.done():
-            if self._progressed > began:
-                began, stuck = now(), DeadlineClock(limit_s, "any score")
-            window_s = stuck.next_window_s()
-            if window_s is None:
-                raise BrokenProcessPool(f"no score was computed for {limit_s:g} s")
-            await asyncio.wait({future}, timeout=window_s)
-        self._progressed = now()
 
     async def _started(self, pool: ProcessPool) -> None:
         """Wait until the processes of a pool are started, which pebble does where it is first asked for anything.
@@ -286,7 +269,8 @@ class Scorer:
                 raise ScorerBroken(message) from error
             # The old pool must end first: its threads may still read from pipes whose numbers a new pool would get.
             await asyncio.to_thread(_end, pool)
-            self._pool, self._works, self._progressed = self._make_pool(), False, now()
+            self._pool, self._works = self._make_pool(), False
+            self._under_way.give_up(pool)
 
     def close(self) -> None:
         """End the processes. Blocks for a moment; call it off the event loop."""

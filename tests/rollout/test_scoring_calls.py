@@ -1,0 +1,83 @@
+"""Calls of pools whose processes may be stopped: which of them wait for nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any
+
+import pytest
+from pebble import ProcessPool
+
+from monarch_rl.rollout.scoring_calls import CallsUnderWay
+
+LIMIT_S = 0.4
+
+
+async def ends(calls: CallsUnderWay, pool: ProcessPool, future: asyncio.Future[Any]) -> str:
+    try:
+        await calls.ends(future, pool, LIMIT_S, LIMIT_S / 4, lambda: None)
+    except BrokenProcessPool as error:
+        return str(error)
+    return "ended"
+
+
+def test_calls_behind_a_call_do_not_show_that_its_process_works() -> None:
+    async def test() -> None:
+        loop, calls, pool = asyncio.get_running_loop(), CallsUnderWay(), ProcessPool(1)
+        futures = [loop.create_future() for _ in range(40)]
+        waiting = [asyncio.ensure_future(ends(calls, pool, future)) for future in futures]
+        for future in futures[1:]:
+            if waiting[0].done():
+                break
+            await asyncio.sleep(LIMIT_S / 8)
+            future.set_result(None)
+        assert await waiting[0] == f"no score was computed for {LIMIT_S:g} s"
+        assert await waiting[1] == "ended" and not futures[-1].done(), "it did not wait for all others"
+        for task in waiting:
+            task.cancel()
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
+def test_calls_before_a_call_show_that_its_pool_works() -> None:
+    async def test() -> None:
+        loop, calls, pool, other = asyncio.get_running_loop(), CallsUnderWay(), ProcessPool(1), ProcessPool(1)
+        before = [loop.create_future() for _ in range(3)]
+        waiting = [asyncio.ensure_future(ends(calls, pool, future)) for future in before]
+        waiting.append(asyncio.ensure_future(ends(calls, other, loop.create_future())))
+        last = loop.create_future()
+        waiting.append(asyncio.ensure_future(ends(calls, pool, last)))
+        began = loop.time()
+        for future in before:
+            await asyncio.sleep(LIMIT_S / 2)
+            future.set_result(None)
+        assert await waiting[-1] == f"no score was computed for {LIMIT_S:g} s"
+        assert loop.time() - began > 1.5 * LIMIT_S, "it waited longer, because others came before it"
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
+def test_the_calls_of_a_pool_that_is_given_up_end_at_once_and_those_of_another_go_on() -> None:
+    async def test() -> None:
+        loop, calls, given_up, kept = asyncio.get_running_loop(), CallsUnderWay(), ProcessPool(1), ProcessPool(1)
+        lost, going_on = loop.create_future(), loop.create_future()
+        waiting = [asyncio.ensure_future(ends(calls, *of)) for of in ((given_up, lost), (kept, going_on))]
+        await asyncio.sleep(0)
+        calls.give_up(given_up)
+        assert await waiting[0] == "the pool was given up" and not waiting[1].done()
+        going_on.set_result(None)
+        assert await waiting[1] == "ended"
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
+def test_what_a_call_raises_is_left_to_the_caller() -> None:
+    async def test() -> None:
+        calls, future = CallsUnderWay(), asyncio.get_running_loop().create_future()
+        future.set_exception(TimeoutError())
+        assert await ends(calls, ProcessPool(1), future) == "ended"
+        with pytest.raises(TimeoutError):
+            future.result()
+
+    asyncio.run(asyncio.wait_for(test(), 60))
