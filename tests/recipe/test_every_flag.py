@@ -6,6 +6,7 @@ Flags are read from the settings, recipes from their folder: a new one is tested
 from __future__ import annotations
 
 import ast
+import asyncio
 import contextlib
 import dataclasses
 import importlib
@@ -17,18 +18,22 @@ import sys
 import types
 import typing
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import pytest
 import tyro
 
 from monarch_rl.checkpoint.folders import GROUPS
+from monarch_rl.pipeline.run import Run
 from monarch_rl.pipeline.settings import RunSettings, check
+from monarch_rl.runtime.by_value import ByValue
+from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.runtime.devices import Devices
 from monarch_rl.settings.ranges import Range, limits
-from monarch_rl.trainer.functions import TrainingFunctions, check_columns
+from monarch_rl.tasks.task import Task
 from tests.recipe.running import ROOT, finished, random_model
 from tests.runtime.launched import Start
 
@@ -57,7 +62,7 @@ def settings(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     defaults = importlib.import_module(f"recipes.{request.param}").Settings()  # `tools` alone is a folder's name, too
     made: RunSettings = replace(defaults, model=str(models.get(request.param, models[""])), output=tmp_path)
-    return made
+    return with_flag(made, "teacher", made.model) if hasattr(made, "teacher") else made
 
 
 def name_of(settings: RunSettings) -> str:
@@ -121,16 +126,28 @@ def by_command_line(settings: RunSettings, flag: str, words: list[str]) -> RunSe
         raise ValueError(re.sub(r"[\s\u2500-\u257f]+|-{5,}", " ", error.getvalue())) from None
 
 
+class Spawning(Exception):
+    """Raised where a recipe's run would spawn its actors."""
+
+
 def accept(settings: RunSettings) -> Path:
-    """What ``launch`` and ``start`` check: the settings, the task that the recipe makes of them, and whether somebody
-    fills the columns that advantage and objective read. Raises ValueError."""
+    """What ``launch`` checks, and then the run, with what the recipe hands over, until actors would be spawned. Raises
+    ValueError."""
     recipes = [sys.modules[base.__module__] for base in type(settings).__mro__]
-    task = next(vars(recipe)["task"] for recipe in recipes if "task" in vars(recipe))
-    model = check(settings, OFFERED, task(settings))
-    trainer = settings.trainer
-    functions = TrainingFunctions.of_settings(trainer.loss, trainer.critic)
-    check_columns(functions, {}, trainer.reference, trainer.critic.enabled)
-    return model
+    recipe = next(vars(recipe) for recipe in recipes if "train" in vars(recipe))
+    check(settings, OFFERED, recipe["task"](settings))
+    cluster = cast(Cluster, types.SimpleNamespace(devices=OFFERED))
+
+    async def begun() -> None:
+        await recipe["train"](Run(settings, AsyncExitStack(), cluster), settings)
+
+    async def spawn(_: Cluster, settings: RunSettings, task: ByValue[Task], model: Path, *__: Any, **___: Any) -> None:
+        raise Spawning(model)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Spawning) as reached:
+        patch.setattr("monarch_rl.pipeline.run.start_actors", spawn)
+        asyncio.run(begun())
+    return cast(Path, reached.value.args[0])
 
 
 def refusal(settings: RunSettings, flag: str, value: Any, hint: Any, wrong: str) -> str | None:
@@ -156,7 +173,7 @@ def names(words: str, flag: str) -> bool:
 
     A flag of one word is any sentence's: such a message begins with it, or has its dashes.
     """
-    before = r"(?<![\w.-])" if re.search("[.-]", flag) else r"^(?:.*Error parsing \w+: )?(?:no such )?"
+    before = r"(?<![\w.-])" if re.search("[.-]", flag) else r"^(?:.*Error parsing \w+: )?(?:no such |frozen model )?"
     return re.search(rf"(?:{before}|(?<![\w-])--){re.escape(flag)}(?![\w-]|'s|\.\w)", words) is not None
 
 
