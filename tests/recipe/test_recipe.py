@@ -549,6 +549,18 @@ def test_bad_settings_on_the_command_line(arguments: list[str], code: int, said:
     assert "Traceback" not in done.stderr and not done.stdout
 
 
+def test_a_mistake_in_the_code_of_a_task_is_shown_with_its_traceback(tmp_path: Path) -> None:
+    """Also a ValueError, which ends with one line where this package raised it."""
+    script = tmp_path / "mine.py"
+    lines = [f"import sys; sys.path.insert(0, {str(RECIPE.parent)!r})", "import grpo", "def task(s):"]
+    lines += ["    return int('no number')", "grpo.launch(grpo.train, grpo.Settings(), task)"]
+    script.write_text("\n".join(lines))
+    done = on_command_line(sys.executable, str(script))
+    assert done.returncode == 1 and not done.stdout
+    assert f'File "{script}", line 4, in task\n' in done.stderr
+    assert done.stderr.endswith("\nValueError: invalid literal for int() with base 10: 'no number'\n")
+
+
 @pytest.mark.heavy
 def test_more_ranks_than_torchrun_started(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # GPUs would be counted instead

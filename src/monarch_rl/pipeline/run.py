@@ -53,6 +53,7 @@ from monarch_rl.pipeline.supervised import plan_mixed_rows, plan_rows, supervise
 from monarch_rl.rollout.evaluation import Evaluation
 from monarch_rl.rollout.frozen import FrozenModel, FrozenRefused
 from monarch_rl.rollout.stages import Stage, columns_filled
+from monarch_rl.rollout.tracebacks import raised_in_package
 from monarch_rl.runtime import supervisor
 from monarch_rl.runtime.by_value import ByValue, register_modules
 from monarch_rl.runtime.cluster import Cluster, devices, launch_cluster
@@ -581,6 +582,8 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S, task: Callab
         settings, _ = prepare(settings, devices(), None if task is None else task(settings))
         resumed = going_on(settings)
     except ValueError as error:
+        if not raised_in_package(error):  # but by the recipe's own code: its author needs the traceback
+            raise
         sys.exit(f"error: {error}")
     with (
         going_on_after_a_loss(settings.checkpoint.restarts),

@@ -14,7 +14,8 @@ from monarch_rl.episode.failure import shortened
 
 REPORT_CHARACTERS = 6000
 """Of one traceback: an exception may quote megabytes."""
-_CALLERS = tuple(str(Path(__file__).parents[1] / room) for room in ("rollout", "runtime", "tasks/task.py"))
+_PACKAGE = f"{Path(__file__).parents[1]}/"
+_CALLERS = tuple(_PACKAGE + room for room in ("rollout", "runtime", "tasks/task.py"))
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _STACK_LINE = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in ', re.MULTILINE)
 """Of a stack that faulthandler has written."""
@@ -35,6 +36,12 @@ def said(error: BaseException) -> str:
     """The exception's own words, without its type."""
     last = "".join(traceback.format_exception_only(type(error), error)).strip()
     return shortened(last.partition(": ")[2], REPORT_CHARACTERS)
+
+
+def raised_in_package(error: BaseException) -> bool:
+    """Whether this package raised it, not code that it called: then its words say enough without a traceback."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_code.co_filename.startswith(_PACKAGE)
 
 
 def suspended(coroutine: Coroutine[Any, Any, Any]) -> tuple[str, str]:
