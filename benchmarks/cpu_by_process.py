@@ -43,7 +43,7 @@ class Settings(grpo.Settings):
     """Steps that are counted."""
     warm_up: int = 10
     """Steps before, which are not."""
-    idle_s: float = 10.0
+    idle_s: float = 60.0
     """Seconds in which all workers wait, and are counted."""
 
 
@@ -53,9 +53,9 @@ class Snapshot:
 
     seconds: dict[tuple[str, str], float]
     """CPU seconds by names of process and thread."""
-    episodes: int
+    episodes: int = 0
     """Played by all workers."""
-    requests: int
+    requests: int = 0
     """Answered by all replicas."""
 
     def since(self, before: Snapshot) -> Snapshot:
@@ -75,8 +75,8 @@ class Snapshot:
         return sorted(of_process.items(), key=lambda item: -item[1])
 
 
-async def take_snapshot(run: Run, tree: ProcessTree) -> Snapshot:
-    """The CPU time of all processes up to now."""
+def cpu_seconds(tree: ProcessTree) -> dict[tuple[str, str], float]:
+    """The CPU time of all processes up to now, by names of process and thread."""
     seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
     tree.look()
     for process, name in tree.running():
@@ -84,6 +84,12 @@ async def take_snapshot(run: Run, tree: ProcessTree) -> Snapshot:
             fields = (task / "stat").read_text()
             thread, rest = fields[fields.index("(") + 1 : fields.rindex(")")], fields[fields.rindex(")") + 2 :].split()
             seconds[name, thread] += (int(rest[11]) + int(rest[12])) / TICKS
+    return seconds
+
+
+async def take_snapshot(run: Run, tree: ProcessTree) -> Snapshot:
+    """The CPU time of all processes up to now, and what they have done."""
+    seconds = cpu_seconds(tree)
     actors = run.actors
     calls = [worker.stats.call_one() for worker in actors.workers.handles.values()]
     played = [await within(CALL_DEADLINE_S, call, "the stats of a worker", on="rollout workers") for call in calls]
@@ -113,9 +119,9 @@ async def train(run: Run, s: Settings) -> None:
             last = await take_snapshot(run, tree)
             await run.publisher.settled()
             await wait_until_idle(run)
-            idle_before = await take_snapshot(run, tree)
+            idle_before = Snapshot(cpu_seconds(tree))  # nobody is asked: to answer would be work
             await asyncio.sleep(s.idle_s)
-            idle = (await take_snapshot(run, tree)).since(idle_before)
+            idle = Snapshot(cpu_seconds(tree)).since(idle_before)
         await run.step()
     report(last.since(first), idle, s)
 

@@ -18,7 +18,8 @@ from monarch_rl.generator import dispatcher as module
 from monarch_rl.generator.connection import Answering, ReplicaLost
 from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.generator.parts import UNFINISHED, OnPart, finish_reason_of
-from monarch_rl.runtime.deadlines import DeadlineExceeded, lose
+from monarch_rl.runtime.deadlines import DeadlineExceeded, lose, now
+from monarch_rl.simulate.clock import run_virtual
 
 COMPLETION = Completion(np.zeros(1, np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), "stop")
 
@@ -137,6 +138,48 @@ def test_a_request_past_its_deadline_names_the_replica() -> None:
         assert dispatcher.in_flight == (0, 0)
 
     asyncio.run(play())
+
+
+class SlowConnection:
+    """Replaces a connection: after some seconds of virtual time its replica is lost, or never."""
+
+    def __init__(self, lost_after_s: float | None = None) -> None:
+        self._lost_after_s = lost_after_s
+
+    async def ask(self, *_: object) -> Completion:
+        if self._lost_after_s is None:
+            await asyncio.get_running_loop().create_future()
+        else:
+            await asyncio.sleep(self._lost_after_s)
+        raise ReplicaLost("it was killed")
+
+
+@pytest.mark.parametrize(
+    ("connections", "late"),
+    [
+        ([SlowConnection(), SlowConnection()], "generator 0 to answer a request of group 7"),
+        ([SlowConnection(20.0), SlowConnection(20.0), SlowConnection()], "generator 2 to answer a request of group 7"),
+        ([SlowConnection(20.0), SlowConnection(60.0)], "generator 1 to answer a request of group 7"),
+        ([SlowConnection(20.0)], "a generator that takes requests of group 7; generator 0 was lost: it was killed"),
+    ],
+)
+def test_a_request_has_one_deadline_whatever_replicas_are_lost(connections: list[Any], late: str) -> None:
+    """In virtual time; also what other endpoints answer."""
+
+    async def play() -> None:
+        for request in ("generate", "call"):
+            dispatcher = Dispatcher(connections, 60.0)
+            dispatcher._connections = connections
+            if request == "generate":
+                asking: Any = dispatcher.generate([1, 2], Sampling(), 7)
+            else:
+                asking = dispatcher.call(7, "answer a request of group 7", lambda connection: connection.ask())
+            began = now()
+            with pytest.raises(DeadlineExceeded, match=f"waited 60 s, since .* for {late}"):
+                await asking
+            assert 60.0 <= now() - began < 61.0
+
+    run_virtual(play())
 
 
 def test_who_is_told_of_a_loss_before_his_call_fails_asks_another_one() -> None:

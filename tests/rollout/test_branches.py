@@ -25,7 +25,7 @@ from monarch_rl.simulate.clock import run_virtual
 from monarch_rl.tasks.task import ContextFull, GroupFull, Outcome, Policy, Task
 from tests.rollout.helpers import CHARACTERS
 
-SETTINGS = RolloutSettings(episode_deadline_s=0.2, generate_deadline_s=60.0)
+SETTINGS = RolloutSettings(episode_deadline_s=0.2)
 
 
 @dataclass

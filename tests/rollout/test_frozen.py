@@ -73,7 +73,7 @@ def judge(tmp_path: Path) -> FrozenModel:
 
 
 async def played(generator: Any, template: ChatTemplate, episode: Any, group: int = 3) -> Episode:
-    player = EpisodePlayer(generator, template, replace(SETTINGS, generate_deadline_s=60.0))
+    player = EpisodePlayer(generator, template, SETTINGS)
     (sequence,) = await player.play(task(episode), 7, "", Sampling(), group)
     return sequence
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from typing import Any
 
@@ -71,6 +72,7 @@ def test_the_token_that_decides_is_found(template: ChatTemplate, decisive: int, 
 
     class Six(Engine):
         async def generate(self, prompt_ids: list[int], sampling: Sampling, group: int) -> Completion:
+            await asyncio.sleep(0)  # all probes are at the same turn
             n, odd = sampling.max_new_tokens, len(self.drawn) % 2  # so that probes differ, whatever the seed
             ids = np.asarray([2 * self.draws.randrange(len(CHARACTERS) // 2) + odd for _ in range(n)])
             self.drawn.append(Completion(ids, np.zeros(n, np.float32), np.zeros(n, int), "length"))

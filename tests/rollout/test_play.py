@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from monarch_rl.episode.episode import Episode
 from monarch_rl.episode.sampling import Completion, DrawLost, Sampling
+from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.model.conversation import Conversation
 from monarch_rl.model.messages import user
@@ -36,7 +37,7 @@ from tests.model.test_conversation import template as chat_template
 from tests.rollout.helpers import CHARACTERS
 
 T = TypeVar("T")
-SETTINGS = RolloutSettings(episode_deadline_s=0.2, generate_deadline_s=0.2)
+SETTINGS = RolloutSettings(episode_deadline_s=0.2)
 
 
 class Echo:
@@ -51,6 +52,7 @@ class Echo:
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling, group: int) -> Completion:
         self.prompts.append(list(prompt_ids))
+        await asyncio.sleep(0)  # as one that asks a replica
         return self.completion
 
 
@@ -449,6 +451,18 @@ class Silent:
         raise AssertionError
 
 
+class SilentReplica:
+    """Takes requests and never answers one."""
+
+    def __init__(self) -> None:
+        self.answer = self.generate = self
+
+    async def call_one(self, connection: str, port: Any) -> None:
+        await asyncio.Event().wait()
+
+    def broadcast(self, connection: str, requests: bytes) -> None: ...
+
+
 class BrokenScorer:
     async def score(self, function: Any, *args: Any) -> Outcome:
         raise ScorerBroken("gone")
@@ -466,9 +480,14 @@ async def stubborn(item: Any, policy: Policy) -> float:
 def test_what_is_not_the_episodes_fault_is_raised_as_it_is_whatever_its_code_makes_of_it(
     template: ChatTemplate,
 ) -> None:
+    settings = replace(SETTINGS, generate_deadline_s=0.2)
+    replica: Any = SilentReplica()
     for episode in (guessing, stubborn):
-        with pytest.raises(DeadlineExceeded, match="turn 0 of an episode of group 5 from the generators"):
-            play(Silent(), template, episode, group=5)
+        player = EpisodePlayer(Dispatcher([replica], settings.generate_limit_s), template, settings)
+        with pytest.raises(
+            DeadlineExceeded, match=r"for generator 0 to .* of group 5 .*--rollout\.generate-deadline-s"
+        ):
+            run(player.play(task(episode), 7, "", Sampling(), 5))
     with pytest.raises(ScorerBroken):
         play(Echo(template, "8"), template, stubborn, scorer=BrokenScorer())
 
@@ -501,7 +520,7 @@ def test_an_episode_is_stopped_by_its_own_time_alone_and_draws_nothing_afterward
 
     async def test() -> None:
         with pytest.raises(EpisodeFailed, match="the episode's own code took over 0.2 s"):
-            player = EpisodePlayer(slow, template, replace(SETTINGS, generate_deadline_s=60.0))
+            player = EpisodePlayer(slow, template, SETTINGS)
             await player.play(task(episode), 0, "", Sampling(), 0)
         while not after:
             await asyncio.sleep(0)

@@ -31,6 +31,7 @@ PRELOADS = [
     Preload("threads", ("tests.runtime.starts_a_thread",), after="numbers"),
     Preload("broken", ("tests.runtime.does_not_exist",)),
     Preload("slow", ("tests.runtime.waits_for_a_file",)),
+    Preload("unwatched", ("tests.runtime.fails_to_watch",)),
 ]
 DEADLINE_S = 60.0
 
@@ -196,6 +197,43 @@ def test_what_nobody_waits_for_any_more_is_not_forked(
     assert exit_code(status) == 3
     os.close(status)
     assert not (tmp_path / "given up").exists(), "requests are answered in turn: this one was before the next"
+
+
+def test_without_descriptors_a_request_is_refused_and_later_ones_are_served(
+    server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A process that lacks some of the descriptors that it was to get would go wrong later."""
+    begin(monkeypatch, tmp_path / "first", "exit 3")
+    pid, status = fork("small", PROGRAM)
+    stage = server.stage(pid).pid
+    assert exit_code(status) == 3
+    os.close(status)
+    limits = resource.prlimit(stage, resource.RLIMIT_NOFILE)
+    highest = max(int(name) for name in os.listdir(f"/proc/{stage}/fd"))
+    resource.prlimit(stage, resource.RLIMIT_NOFILE, (highest + 1 + fork_client.FIXED_FDS + 5, limits[1]))
+    begin(monkeypatch, tmp_path / "refused", "exit 3")
+    with pytest.raises(NoForkServer):
+        fork("small", PROGRAM, fds=[0] * 20)
+    assert not (tmp_path / "refused").exists()
+    resource.prlimit(stage, resource.RLIMIT_NOFILE, limits)
+    begin(monkeypatch, tmp_path / "next", "exit 3")
+    _, status = fork("small", PROGRAM)
+    assert exit_code(status) == 3
+    os.close(status)
+
+
+def test_a_process_that_cannot_be_watched_is_ended_and_refused(
+    server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    begin(monkeypatch, tmp_path / "refused", "sleep")
+    with pytest.raises(NoForkServer, match="the fork server refused"):
+        fork("unwatched", PROGRAM)
+    begin(monkeypatch, tmp_path / "next", "sleep")
+    pid, status = fork("unwatched", PROGRAM)
+    assert [child.pid for child in server.stage(pid).children()] == [pid]
+    os.kill(pid, signal.SIGKILL)
+    assert exit_code(status) == -signal.SIGKILL
+    os.close(status)
 
 
 def test_a_claim_is_taken_once() -> None:

@@ -113,8 +113,9 @@ class Machine:
         passed_s = self.now - self._began
         return Look(self.now, {1: CoreTime((1 - self._share) * passed_s, self._share * passed_s)})
 
-    def waits(self, seconds: float, pause_s: float = 0.0) -> float:
-        """The seconds that a wait takes until its deadline has passed; this process pauses in its first half."""
+    def waits(self, seconds: float, pause_s: float = 0.0, ended: float = 1.0) -> float:
+        """The seconds until a deadline has passed; this process pauses in its first half. At a share ``ended`` of that
+        half one wait is over, and another one goes on with its clock."""
         began, windows = self.now, 0
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(deadline_clock.asyncio, "get_running_loop", lambda: self)
@@ -125,15 +126,15 @@ class Machine:
             while (window_s := clock.next_window_s()) is not None:
                 assert window_s > 0 and windows < 200, "it reads all the time"
                 windows += 1
-                self.now += window_s
+                self.now += window_s * (ended if windows == 1 else 1.0)
                 if windows == 1:
                     self.now, self.paused_s = self.now + pause_s, self.paused_s + pause_s
         return self.now - began
 
 
-@given(st.floats(0, 1), st.floats(1.0, 3600.0))
-def test_a_deadline_is_as_much_longer_as_the_machine_is_slower(share: float, seconds: float) -> None:
-    waited_s = Machine(share).waits(seconds)
+@given(st.floats(0, 1), st.floats(1.0, 3600.0), st.floats(0, 1))
+def test_a_deadline_is_as_much_longer_as_the_machine_is_slower(share: float, seconds: float, ended: float) -> None:
+    waited_s = Machine(share).waits(seconds, ended=ended)
     slower = 1 / (1 - share) if share < 1 else math.inf
     not_worth_it_s = max(0.05 * seconds, 0.4)
     assert waited_s >= min(STRETCH * seconds, (seconds - not_worth_it_s) * slower) * (1 - 1e-6)
@@ -148,6 +149,7 @@ def test_a_pause_of_the_waiter_does_not_count_however_long(pause_s: float, secon
 @pytest.mark.parametrize("seconds", [0.01, 0.9])
 def test_a_short_deadline_is_kept_to_the_letter(seconds: float) -> None:
     assert Machine(0.9).waits(seconds) == pytest.approx(seconds)
+    assert Machine(0.9).waits(seconds, ended=0.3) == pytest.approx(seconds)
 
 
 def test_a_process_that_shares_its_core_has_longer() -> None:

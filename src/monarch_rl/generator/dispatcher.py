@@ -22,6 +22,7 @@ from monarch.actor import ActorError
 from monarch_rl.episode.sampling import Completion, GenerationError, Sampling
 from monarch_rl.generator.connection import ReplicaConnection, ReplicaHandle, ReplicaLost
 from monarch_rl.generator.parts import finish_reason_of, join_parts
+from monarch_rl.runtime.deadline_clock import DeadlineClock
 from monarch_rl.runtime.deadlines import ProcessLost, within
 
 logger = logging.getLogger("monarch_rl")
@@ -45,7 +46,7 @@ class Dispatcher:
         """
         Args:
             replicas: handles of one :class:`Replica` each.
-            deadline_s: seconds a request may take.
+            deadline_s: seconds a request may take, with the replicas that it outlives.
             kind: what messages call a replica.
             flag: the setting that ``deadline_s`` comes from.
             losses: replicas that a request may outlive; None is any number.
@@ -100,13 +101,14 @@ class Dispatcher:
 
         Raises:
             GenerationError: the engine refused the request.
-            DeadlineExceeded: the replica did not answer in time (the message names it), or no replica took requests in
-                time (the message lists those that are lost, and why).
+            DeadlineExceeded: the request was not answered in time. The message names the replica that it was asked of
+                last, or lists those that are lost, and why, if none took requests.
             ReplicaLost: the last of more replicas than a request may outlive.
         """
         parts: list[Completion] = []
         drawn_ids: list[int] = []
         reason: str | None = None
+        clock = DeadlineClock(self._deadline_s, f"a request of group {group}")
         for losses in itertools.count(1):
             # Expert routes come with an answer alone: if only they are missing, a replica reads all tokens and draws
             # one more, which is dropped.
@@ -115,7 +117,7 @@ class Dispatcher:
                 remaining = 1 if reason is not None else sampling.max_new_tokens - len(drawn_ids)
                 rest, rest_sampling = prompt_ids + drawn_ids, replace(sampling, max_new_tokens=remaining)
             try:
-                answer = await self._ask(rest, rest_sampling, group)
+                answer = await self._ask(rest, rest_sampling, group, clock)
             except ReplicaLost as error:
                 if self._losses is not None and losses > self._losses:
                     raise
@@ -149,33 +151,42 @@ class Dispatcher:
                 refused = getattr(error, "exception", None)
                 raise refused if isinstance(refused, GenerationError) else ReplicaLost(str(error)) from error
 
+        clock = DeadlineClock(self._deadline_s, f"a request of group {group}")
         for losses in itertools.count(1):
             try:
-                return await self._of_replica(group, what, ask)
+                return await self._of_replica(group, what, ask, clock)
             except ReplicaLost:
                 if self._losses is not None and losses > self._losses:
                     raise
         raise AssertionError("a request is asked until it is answered")
 
-    async def _ask(self, prompt_ids: list[int], sampling: Sampling, group: int) -> Completion:
+    async def _ask(self, prompt_ids: list[int], sampling: Sampling, group: int, clock: DeadlineClock) -> Completion:
         what = (
             f"answer a request of group {group} ({len(prompt_ids)} prompt tokens, at most {sampling.max_new_tokens} "
             "new ones)"
         )
-        return await self._of_replica(group, what, lambda replica: self._connections[replica].ask(prompt_ids, sampling))
 
-    async def _of_replica(self, group: int, what: str, ask: Callable[[int], Awaitable[T]]) -> T:
-        """Ask the group's replica, once there is one. Raises ReplicaLost; the replica then takes no more requests."""
+        def ask(replica: int) -> asyncio.Future[Completion]:
+            return self._connections[replica].ask(prompt_ids, sampling)
+
+        return await self._of_replica(group, what, ask, clock)
+
+    async def _of_replica(self, group: int, what: str, ask: Callable[[int], Awaitable[T]], clock: DeadlineClock) -> T:
+        """Ask the group's replica, once there is one. Raises ReplicaLost; the replica then takes no more requests.
+
+        Args:
+            clock: of the request, which replicas that are lost have taken a part of.
+        """
         while (replica := self._replica_of(group)) is None:
             self._changed.clear()
             losses = "".join(f"; {self._kind} {index} was lost: {why}" for index, why in sorted(self._lost.items()))
             missing = f"a {self._kind} that takes requests of group {group}{losses}"
-            await within(self._deadline_s, self._changed.wait(), missing, on="controller", flag=self._flag)
+            await within(clock, self._changed.wait(), missing, on="controller", flag=self._flag)
         connection = self._connections[replica]
         self._in_flight[replica] += 1
         try:
             name = f"{self._kind} {replica}"
-            return await within(self._deadline_s, ask(replica), f"{name} to {what}", on=name, flag=self._flag)
+            return await within(clock, ask(replica), f"{name} to {what}", on=name, flag=self._flag)
         except (ReplicaLost, ProcessLost) as error:
             if replica not in self._lost and self._connections[replica] is connection:
                 logger.warning("%s %d takes no requests: %s", self._kind, replica, error)

@@ -36,14 +36,19 @@ if TYPE_CHECKING:
 
 
 class EngineHere:
-    """An engine of this process as :class:`~monarch_rl.rollout.handles.GeneratorHandle`."""
+    """An engine of this process as :class:`~monarch_rl.rollout.handles.GeneratorHandle`.
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    Args:
+        deadline_s: seconds of one turn.
+    """
+
+    def __init__(self, engine: Engine, deadline_s: float) -> None:
+        self._engine, self._deadline_s = engine, deadline_s
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling, group: int) -> Completion:
         """Draw one turn."""
-        return await self._engine.generate(prompt_ids, sampling)
+        drawing, flag = self._engine.generate(prompt_ids, sampling), RolloutSettings.flag("generate_deadline_s")
+        return await within(self._deadline_s, drawing, "the engine to draw a turn", on="the engine", flag=flag)
 
 
 class Table:
@@ -62,7 +67,8 @@ class Table:
         self.task, self.template = task, template
         self._settings, self._share = settings, settings.bound(limit).share(settings.group_size)
         self._scorer = Scorer(settings.scorer_processes, settings.score_deadline_s, task.warm_up)
-        self._player = EpisodePlayer(EngineHere(engine), template, settings, self._scorer, limit)
+        here = EngineHere(engine, settings.generate_limit_s)
+        self._player = EpisodePlayer(here, template, settings, self._scorer, limit)
 
     async def train_episode(self, index: int, episode: int = 0) -> Played:
         """Play the training item of a cursor as a run would, for the place ``episode`` of its group, with that one's

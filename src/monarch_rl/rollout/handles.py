@@ -52,7 +52,11 @@ class GeneratorHandle(Protocol):
     """What an episode needs of the generators."""
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling, group: int) -> Completion:
-        """Draw one turn after ``prompt_ids``. ``group`` is the same for prompts that share a prefix."""
+        """Draw one turn after ``prompt_ids``. ``group`` is the same for prompts that share a prefix.
+
+        Raises:
+            DeadlineExceeded: the turn took too long; the message says who did not answer.
+        """
         ...
 
 

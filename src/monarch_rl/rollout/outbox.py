@@ -74,9 +74,9 @@ class Outbox:
             self._next_at = now() + PACE_S
 
     async def _call(self, parcels: list[_Parcel], endpoint: Endpoint[..., list[bool] | None]) -> None:
-        names = ", ".join(str(parcel.group_id) for parcel in parcels)
-        call, what = endpoint.call_one(*(parcel.data for parcel in parcels)), f"the buffer to take group {names}"
+        what = f"the buffer to take group {', '.join(str(parcel.group_id) for parcel in parcels)}"
         try:
+            call = endpoint.call_one(*(parcel.data for parcel in parcels))
             put = await within(BUFFER_DEADLINE_S, call, what, on="buffer") or [True] * len(parcels)
         except Exception as error:  # whichever it is of: all groups of the worker go this way, and it is lost
             for parcel in parcels:

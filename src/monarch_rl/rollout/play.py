@@ -55,14 +55,7 @@ class EpisodePlayer:
         self._template = template
         self._deadline_s = settings.episode_deadline_s
         stops = Stops(template.token_texts, template.decode)
-        self._means = Means(
-            generator,
-            scorer,
-            stops,
-            settings.generate_limit_s,
-            settings.episode_deadline_s,
-            episode_limit,
-        )
+        self._means = Means(generator, scorer, stops, settings.episode_deadline_s, episode_limit)
         self._leaving: set[asyncio.Task[Any]] = set()
         """The code of episodes that are over or cancelled, until it ends."""
 

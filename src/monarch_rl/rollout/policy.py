@@ -32,7 +32,6 @@ from monarch_rl.rollout.turn_rewards import TurnRewards
 from monarch_rl.rollout.turn_sampling import after, applied
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadline_clock import DeadlineClock
-from monarch_rl.runtime.deadlines import within
 from monarch_rl.tasks.task import ContextFull, Outcome, Reply, Reward, Said
 
 OWN_CODE = "the episode's own code"
@@ -45,7 +44,6 @@ class Means:
     generator: GeneratorHandle
     scorer: Scorer | None
     stops: Stops
-    generate_deadline_s: float
     episode_deadline_s: float
     episode_limit: int | None = None
     """Tokens that a sequence may have, prompts and drawn ones; None is any number."""
@@ -283,10 +281,11 @@ class EpisodePolicy:
         play, line = self._play, self._line
         if play.broken is None and not line.drawing and not line.full:
             return
+        drawing = line.drawing  # it may end meanwhile
         await asyncio.sleep(0)  # a loop that catches everything must not block the worker
         if play.broken is not None:
             raise play.broken
-        if line.drawing:
+        if drawing:
             raise RuntimeError("the policy is at its turn: await each policy.reply(...) before the next one")
         raise ContextFull(f"the {len(line.conversation.ids)} tokens of the episode leave no room for another turn")
 
@@ -332,13 +331,11 @@ class EpisodePolicy:
     async def _draw(self, sampling: Sampling) -> Completion:
         """Have a turn drawn after the conversation. The clock of the episode's own code stands still meanwhile."""
         play, line = self._play, self._line
-        what = f"turn {len(line.turns)} of an episode of group {play.group} from the generators"
-        deadline_s = self._means.generate_deadline_s
         play.own_time.stop()
         line.drawing = sampling.max_new_tokens
         try:
-            drawing = self._means.generator.generate(line.conversation.ids, sampling, play.group)
-            return await within(deadline_s, drawing, what, on="generators", flag="rollout.generate-deadline-s")
+            # waits: the generator keeps the deadline
+            return await self._means.generator.generate(line.conversation.ids, sampling, play.group)
         except DrawLost as error:
             play.broken = EpisodeFailed("the engine could not tell a token's kept set")
             raise play.broken from error

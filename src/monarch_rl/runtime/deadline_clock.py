@@ -39,7 +39,8 @@ _said_at = -math.inf
 
 
 class DeadlineClock:
-    """The clock of one wait for ``what`` that begins now, on the running event loop, and may take ``seconds``."""
+    """The clock of a wait for ``what`` that begins now, on the running event loop, and may take ``seconds``; or of
+    several waits, one after the other, that may take so long together."""
 
     __slots__ = (
         "_began",
@@ -49,14 +50,14 @@ class DeadlineClock:
         "_paused_s",
         "_pauses_before_s",
         "_read_at",
-        "_seconds",
         "_unmeasured_s",
         "_what",
         "_window_s",
+        "seconds",
     )
 
     def __init__(self, seconds: float, what: str) -> None:
-        self._seconds, self._what = seconds, what
+        self.seconds, self._what = seconds, what
         self._began = self._read_at = asyncio.get_running_loop().time()
         # A simulator's event loop has a time of its own, in which nothing is starved.
         stretchable = seconds >= STRETCHED_FROM_S and abs(self._began - time.monotonic()) < STRETCHED_FROM_S
@@ -77,12 +78,12 @@ class DeadlineClock:
             passed_s = self.passed_s  # who waits may ask later than the wait began
             self._window_s = max(self._first_s, passed_s)
             return self._window_s - passed_s
-        if self._first_s == self._seconds:
-            return None
-        self._read()
-        remaining_s = self._seconds - (self.passed_s - self._lost_s)
-        smallest_s = max(SMALLEST_EXTENSION * self._seconds, 2 * starvation.SAME_LOOK_S)
-        if remaining_s < smallest_s or self.passed_s - self._paused_s >= STRETCH * self._seconds:
+        smallest_s = SMALLEST_EXTENSION * self.seconds
+        if self._first_s < self.seconds:
+            self._read()
+            smallest_s = max(smallest_s, 2 * starvation.SAME_LOOK_S)
+        remaining_s = self.seconds - (self.passed_s - self._lost_s)
+        if remaining_s < smallest_s or self.passed_s - self._paused_s >= STRETCH * self.seconds:
             return None
         self._window_s = remaining_s
         return self._window_s
@@ -90,7 +91,7 @@ class DeadlineClock:
     def lost_share(self) -> float:
         """Read the clock: the share of the time so far that it leaves out, between 0 and 1. Starvation shows from the
         second reading on."""
-        if self._first_s == self._seconds:
+        if self._first_s == self.seconds:
             return 0.0
         self._read()
         return min(1.0, self._lost_s / self.passed_s) if self.passed_s > 0 else 0.0
@@ -129,5 +130,5 @@ class DeadlineClock:
                 why,
                 STRETCH,
                 self._what,
-                self._seconds,
+                self.seconds,
             )

@@ -80,11 +80,13 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-async def within(seconds: float, awaitable: Awaitable[T], what: str, *, on: str = "", flag: str = "") -> T:
-    """Await ``awaitable`` for at most ``seconds``, by a clock that runs slower while the machine has no cores for it.
+async def within(
+    limit: float | DeadlineClock, awaitable: Awaitable[T], what: str, *, on: str = "", flag: str = ""
+) -> T:
+    """Await ``awaitable`` for a limited time, by a clock that runs slower while the machine has no cores for it.
 
     Args:
-        seconds: the deadline.
+        limit: the deadline in seconds, or the clock of one that several waits keep together.
         awaitable: what to await. After the deadline, a call to an actor still runs in that actor; only this wait ends.
         what: completes the sentence "waited for ...": names the thing and who has to deliver it, for example
             ``"the gradients of step 3 from trainer rank 1"``.
@@ -94,10 +96,10 @@ async def within(seconds: float, awaitable: Awaitable[T], what: str, *, on: str 
 
     Raises :class:`DeadlineExceeded`, :class:`ProcessLost`, and whatever the awaitable raises.
     """
-    since = time.time()
     task = asyncio.ensure_future(awaitable)
-    number = presence.begin_wait(what, on, seconds)
-    clock = DeadlineClock(seconds, what)
+    clock, passed_s = (limit, limit.passed_s) if isinstance(limit, DeadlineClock) else (DeadlineClock(limit, what), 0.0)
+    seconds, since = clock.seconds, time.time() - passed_s
+    number = presence.begin_wait(what, on, seconds - passed_s)
     if on:
         _waits_on[number] = on, task
     try:

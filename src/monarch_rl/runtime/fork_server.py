@@ -187,8 +187,10 @@ class Stage:
         """Fork, or refuse."""
         self._poll.unregister(connection)
         with connection:
-            _, fds, _, _ = socket.recv_fds(connection, 16, MAX_FDS)
-            if len(fds) < FIXED_FDS or not _same_user(connection):
+            _, fds, flags, _ = socket.recv_fds(connection, 16, MAX_FDS)
+            if flags & socket.MSG_CTRUNC:
+                logger.warning("a process is started without the fork server: too many open files")
+            if len(fds) < FIXED_FDS or flags & socket.MSG_CTRUNC or not _same_user(connection):
                 close_all(*fds)
                 return
         text, owner, status, claim, *standard = fds[:FIXED_FDS]
@@ -204,19 +206,30 @@ class Stage:
             return
         os.close(claim)
         server = os.getpid()
-        try:
-            pid = os.fork()
-        except OSError as error:  # no memory, or too many processes: what was forked before lives on
+
+        def refuse(error: OSError) -> None:
             logger.warning("%s is started without the fork server: %s", request.module, error)
             _report(status, REFUSED)
             close_all(owner, status, *request.standard, *request.fds)
+
+        try:
+            pid = os.fork()
+        except OSError as error:  # no memory, or too many processes: what was forked before lives on
+            refuse(error)
             return
         if pid == 0:
             die_with_parent(signal.SIGKILL, server)
             self._close_all()
             close_all(owner, status)
             raise _Forked(request)
-        child = _Child(pid, os.pidfd_open(pid), owner, status)
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError as error:  # too many open files: what was forked before lives on
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)  # waits: it was killed
+            refuse(error)
+            return
+        child = _Child(pid, pidfd, owner, status)
         self._children[child.pidfd] = self._owners[child.owner] = child
         self._poll.register(child.pidfd, select.POLLIN)
         self._poll.register(child.owner, select.POLLIN)

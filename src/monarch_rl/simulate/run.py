@@ -291,7 +291,6 @@ class SimulatedWorker(RolloutWorker):
             max_new_tokens=2**31 - 1 if math.isinf(limit) else max(1, math.ceil(limit / grain)),
             seed=plan.seed,
             episode_deadline_s=FOREVER_S,
-            generate_deadline_s=FOREVER_S,
             slot_deadline_s=FOREVER_S,
         )
         task = Task(items := _Items(plan.seed, costs.equal_rewards), _play, {"held_out": items}, name="simulated")

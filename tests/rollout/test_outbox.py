@@ -1,0 +1,49 @@
+"""The outbox of a worker, with a buffer made for the test."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from monarch_rl.rollout.outbox import UNASKED_BYTES, Outbox
+
+
+class Buffer:
+    """Has room for everything."""
+
+    def __init__(self) -> None:
+        self.reserve = self.put = self.put_if_room = self
+        self.groups: list[bytes] = []
+
+    async def call_one(self, *arguments: Any) -> list[bool]:
+        self.groups += [argument for argument in arguments if isinstance(argument, bytes)]
+        return [True] * len(arguments)
+
+
+class Unsendable:
+    """An endpoint to which nothing can be sent."""
+
+    def call_one(self, *_: object) -> None:
+        raise OSError("nothing can be sent")
+
+
+def test_an_error_of_sending_reaches_all_who_wait() -> None:
+    """It is raised before there is anything to await. Those who put a group later are served."""
+
+    async def put() -> None:
+        buffer: Any = Buffer()
+        outbox = Outbox(buffer, "worker 0", 10.0)
+        small, large = b"small", bytes(UNASKED_BYTES + 1)
+        buffer.put = buffer.put_if_room = Unsendable()
+        waiting = [asyncio.ensure_future(outbox.put(*group)) for group in ((0, 0, small), (1, 0, large), (2, 0, small))]
+        for group in waiting:
+            with pytest.raises(OSError, match="nothing can be sent"):
+                await asyncio.wait_for(group, 10)
+        buffer.put = buffer.put_if_room = buffer
+        for group_id, data in ((3, small), (4, large)):
+            await asyncio.wait_for(outbox.put(group_id, 0, data), 10)
+        assert buffer.groups == [small, large]
+
+    asyncio.run(put())
