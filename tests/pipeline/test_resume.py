@@ -127,6 +127,15 @@ def test_the_folder_is_cut_back_to_the_checkpoint_and_the_resume_recorded(tmp_pa
     assert "held_out 200 -> 7" in rows[0]["differences"]
 
 
+def test_a_broken_checkpoint_is_removed_when_the_run_goes_back_behind_it(tmp_path: Path) -> None:
+    settings = RunSettings(output=tmp_path)
+    finished_step(settings, version=3)
+    run = finished_step(settings, version=5)
+    (run / "checkpoints" / "step-000005" / GROUPS).write_bytes(b"")
+    resume.take_folder(settings, resume.going_on(replace(settings, resume=str(run))))
+    assert list(folders.complete(run / "checkpoints")) == [3]
+
+
 @pytest.mark.parametrize(("version", "stays"), [(3, True), (4, False)])
 def test_a_best_result_of_weights_that_are_no_more_is_forgotten(tmp_path: Path, version: int, stays: bool) -> None:
     settings = RunSettings(output=tmp_path)

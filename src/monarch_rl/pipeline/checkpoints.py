@@ -225,7 +225,7 @@ class Checkpoints:
     def _finish(self, partial: Path, manifest: Manifest) -> tuple[Path, Manifest]:
         manifest = replace(manifest, files=[*manifest.files, folders.file_sum(partial, partial / folders.GROUPS)])
         folder = folders.commit(self._root, manifest)
-        folders.keep(self._root, self._settings.keep, self._settings.keep_best)
+        folders.keep(self._root, manifest.version, self._settings.keep, self._settings.keep_best)
         return folder, manifest
 
     def _note_failed(self, version: int, error: Exception) -> None:

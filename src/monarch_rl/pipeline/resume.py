@@ -18,7 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from monarch_rl.buffer.actor import SavedBuffer
-from monarch_rl.checkpoint.folders import GROUPS, BrokenCheckpoint, Manifest, complete, newest_whole, write_whole
+from monarch_rl.checkpoint.folders import (
+    GROUPS,
+    BrokenCheckpoint,
+    Manifest,
+    complete,
+    go_back,
+    newest_whole,
+    write_whole,
+)
 from monarch_rl.observe.lines import LineFile, truncate
 from monarch_rl.pipeline.checkpoints import FOLDER, versions_of_packages
 from monarch_rl.pipeline.run_folder import BEST, SETTINGS, STATE, launcher, new_folder, read_state, recipe_name
@@ -144,6 +152,7 @@ def take_folder(settings: RunSettings, resumed: Resumed | None) -> Path:
 
 def _cut_back(resumed: Resumed) -> None:
     """Cut the run's files off behind the checkpoint, and note in its folder that it is resumed."""
+    go_back(resumed.run / FOLDER, resumed.version)
     for name, nbytes in resumed.manifest.positions.items():
         truncate(resumed.run / name, nbytes)
     with suppress(FileNotFoundError):  # a result of weights that are no more would be the best of all that come
