@@ -308,7 +308,7 @@ class Run:
             if metrics is not None:
                 metrics.log(step, observer.made_again(figures, counts))
             if rollouts is not None:
-                await rollouts.write()
+                rollouts.append(await rollouts.gather())
 
         s = self.settings
         if s.journal.mib:
@@ -382,7 +382,9 @@ class Run:
             The metrics of the step, by the names of docs/metrics.md.
         """
         parts = self._parts
-        values = await parts.observer.step(figures) | parts.recovery.metrics() | await parts.frozen.metrics()
+        rows = await parts.rollouts.gather() if parts.rollouts is not None else []
+        values = await parts.frozen.metrics() | await parts.observer.step(figures) | parts.recovery.metrics()
+        # No await from here on: a signal in between would have the step logged twice, or its rates lost.
         if parts.watch is not None:
             values |= parts.watch.loop_lag()
         if parts.checkpoints is not None:
@@ -391,7 +393,7 @@ class Run:
             values["checkpoint/lost_lines"] = parts.lost_lines
             parts.metrics.log(self.version, values)
         if parts.rollouts is not None:
-            await parts.rollouts.write()
+            parts.rollouts.append(rows)
         self._unlogged = None
         if parts.console is not None:
             parts.console.show(self.version, values)
