@@ -15,6 +15,7 @@ import pytest
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.checkpoint import folders
 from monarch_rl.checkpoint.folders import GROUPS, Manifest
+from monarch_rl.checkpoint.journal import write_plan
 from monarch_rl.model.lora import LoraSettings
 from monarch_rl.pipeline import resume
 from monarch_rl.pipeline.evaluation import BestResult
@@ -25,16 +26,16 @@ from monarch_rl.trainer.critic_settings import CriticSettings
 from monarch_rl.trainer.settings import TrainerSettings
 
 
-def finished_step(settings: RunSettings, version: int = 3, name: str = "1") -> Path:
+def finished_step(settings: RunSettings, version: int = 3, name: str = "1", generation: int = 0) -> Path:
     """A run with a checkpoint, after which it went on."""
     run = settings.output / f"{recipe_name()}-{name}"
     run.mkdir(parents=True, exist_ok=True)
-    (run / "settings.json").write_text(json.dumps(resume.plain(settings)))
+    (run / "settings.json").write_text(json.dumps(resume.plain(settings), indent=2))
     (run / "metrics.jsonl").write_text("before\nafter\n")
     partial = folders.begin(run / "checkpoints", version)
     (partial / GROUPS).write_bytes(b"groups")
     files = [folders.file_sum(partial, partial / GROUPS)]
-    folders.commit(run / "checkpoints", Manifest(version, version, 0, 9.0, {"metrics.jsonl": 7}, files=files))
+    folders.commit(run / "checkpoints", Manifest(version, version, generation, 9.0, {"metrics.jsonl": 7}, files=files))
     note_state(run, "failed", "a loss", goes_on=True)
     return run
 
@@ -125,6 +126,46 @@ def test_the_folder_is_cut_back_to_the_checkpoint_and_the_resume_recorded(tmp_pa
     rows = [json.loads(line) for line in (run / "resumes.jsonl").read_text().splitlines()]
     assert [(row["generation"], row["step"]) for row in rows] == [(1, 3), (2, 3)]
     assert "held_out 200 -> 7" in rows[0]["differences"]
+
+
+@pytest.mark.parametrize("left", ["line", "checkpoint", "plan"])
+def test_a_generation_has_its_number_as_long_as_anything_of_it_is_left(tmp_path: Path, left: str) -> None:
+    settings = RunSettings(output=tmp_path)
+    run = finished_step(settings, generation=7 if left == "checkpoint" else 0)
+    if left == "line":
+        (run / "resumes.jsonl").write_text('{"generation": 7}\n{"gene\n')
+    elif left == "plan":
+        write_plan(run / "journal", "a plan", 7)
+        write_plan(run / "journal", "a plan", 2)
+    resumed = resume.going_on(replace(settings, resume=str(run)))
+    assert resumed is not None and resumed.generation == 8
+
+
+def test_a_resume_that_cannot_be_noted_does_not_go_on(tmp_path: Path) -> None:
+    settings = RunSettings(output=tmp_path)
+    run = finished_step(settings)
+    resumed = resume.going_on(replace(settings, resume=str(run)))
+    (run / "resumes.jsonl").mkdir()
+    with pytest.raises(OSError, match="resumes.jsonl cannot be written: a run does not go on without this line"):
+        resume.take_folder(settings, resumed)
+
+
+def test_a_disk_that_refuses_settings_and_results_ends_no_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And settings that are those of before are not written at all."""
+    settings = RunSettings(output=tmp_path)
+    run = finished_step(settings)
+
+    def full(path: Path, *_: Any) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(resume, "write_whole", full)
+    assert resume.take_folder(settings, resume.going_on(replace(settings, resume=str(run)))) == run.resolve()
+    resume.note_settings(run, settings)
+    assert not caplog.records
+    resume.note_settings(run, replace(settings, held_out=7))
+    assert "settings.json cannot be written (No space left on device): it is that of before" in caplog.text
 
 
 def test_a_broken_checkpoint_is_removed_when_the_run_goes_back_behind_it(tmp_path: Path) -> None:

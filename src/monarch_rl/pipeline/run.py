@@ -44,7 +44,7 @@ from monarch_rl.pipeline.parts import Parts
 from monarch_rl.pipeline.policy_snapshots import take_snapshots
 from monarch_rl.pipeline.publishing import Publisher
 from monarch_rl.pipeline.recovery import Recovery
-from monarch_rl.pipeline.resume import Resumed, going_on, how_to_go_on, take_folder
+from monarch_rl.pipeline.resume import Resumed, going_on, how_to_go_on, note_settings, take_folder
 from monarch_rl.pipeline.rollout_log import RolloutLog
 from monarch_rl.pipeline.run_folder import going_on_after_a_loss, noted
 from monarch_rl.pipeline.settings import RunSettings, prepare
@@ -57,7 +57,8 @@ from monarch_rl.rollout.tracebacks import raised_in_package
 from monarch_rl.runtime import supervisor
 from monarch_rl.runtime.by_value import ByValue, register_modules
 from monarch_rl.runtime.cluster import Cluster, devices, launch_cluster
-from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, Patience, within
+from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, Patience, disk_limit_s, within
+from monarch_rl.runtime.disk_work import on_disk
 from monarch_rl.runtime.heap import freeze_heap, leave_heap
 from monarch_rl.runtime.watch import watched
 from monarch_rl.tasks.rows import Row
@@ -251,6 +252,8 @@ class Run:
         await publisher.publish(self.version)
         await publisher.settled()
         if self.resumed is not None:
+            if folder is not None:
+                await on_disk(disk_limit_s(0), "the run's settings", note_settings, folder, s)
             await take_snapshots(actors, self.version, folder, resumed=True)
         recovery = Recovery(
             actors.generators, actors.workers, publisher, actors.buffer, s.recovery, folder, actors.frozen
