@@ -163,7 +163,7 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
     folder = made(tmp_path, 1)
     values = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps(values | {"format": 9}))
-    with pytest.raises(BrokenCheckpoint, match="has format 9; this program reads 1"):
+    with pytest.raises(BrokenCheckpoint, match="has format 9; this program reads 2"):
         folders.verify(folder)
 
 

@@ -25,7 +25,7 @@ from typing import Any
 
 logger = logging.getLogger("monarch_rl")
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 TRAINER = "trainer"
 """The folder of the trainer ranks' shards."""
@@ -67,8 +67,10 @@ class Manifest:
     """What the metrics count over the run, and no actor keeps."""
     metric: float | None = None
     """Value of the metric that decides which checkpoint is the best, at the last evaluation."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Of the run that made it."""
     packages: dict[str, str] = field(default_factory=dict)
-    """Versions of what computed it."""
+    """Versions of all that was installed where the controller ran."""
     ranks: int = 1
     """Trainer ranks that wrote it; any number may read it."""
     files: list[FileSum] = field(default_factory=list)

@@ -121,7 +121,7 @@ def open_run(run: Path, settings: RunSettings) -> Resumed:
         checkpoint, manifest = newest_whole(run / FOLDER)
     except BrokenCheckpoint as error:
         raise ValueError(f"resume {run}: {error}") from error
-    before = json.loads((run / SETTINGS).read_text())
+    before = manifest.settings
     differences = [f"{name} {old} -> {new}" for name, old, new in changes(before, plain(settings))]
     check_same(before, plain(settings))
     installed = versions_of_packages()
@@ -248,7 +248,8 @@ def _goes_on(run: Path, any_launcher: bool) -> bool:
 
 
 def _started(run: Path) -> float:
-    return (run / SETTINGS).stat().st_mtime
+    """When it was begun or resumed last."""
+    return max((run / name).stat().st_mtime for name in (SETTINGS, RESUMES) if (run / name).exists())
 
 
 def _last_generation(run: Path) -> int:

@@ -44,7 +44,7 @@ from monarch_rl.pipeline.parts import Parts
 from monarch_rl.pipeline.policy_snapshots import take_snapshots
 from monarch_rl.pipeline.publishing import Publisher
 from monarch_rl.pipeline.recovery import Recovery
-from monarch_rl.pipeline.resume import Resumed, going_on, how_to_go_on, note_settings, take_folder
+from monarch_rl.pipeline.resume import Resumed, going_on, how_to_go_on, note_settings, plain, take_folder
 from monarch_rl.pipeline.rollout_log import RolloutLog
 from monarch_rl.pipeline.run_folder import going_on_after_a_loss, noted
 from monarch_rl.pipeline.settings import RunSettings, prepare
@@ -267,7 +267,7 @@ class Run:
         checkpoints = None
         if folder is not None and console is not None:
             generation = self.resumed.generation if self.resumed else 0
-            checkpoints = Checkpoints(folder, actors, s.checkpoint, console.note, restored, generation)
+            checkpoints = Checkpoints(folder, actors, s.checkpoint, plain(s), console.note, restored, generation)
         meter = FrozenMeter(actors.frozen)
         evaluations = Evaluations(
             *(s, s.generator.running_requests(self._on_gpu), actors.workers, publisher, failures, task),
