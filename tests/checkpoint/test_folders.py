@@ -81,7 +81,7 @@ while code:
         left = lines
         sys.settrace(killed)
         t.made(root, 9)
-        t.folders.keep(root, 1)
+        t.folders.keep(root, 9, 1)
         sys.settrace(None)
         os._exit(0)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -111,7 +111,7 @@ def test_the_newest_stay_and_the_best(
     everything: dict[int, float | None] = {}
     for version, metric in enumerate(metrics, 1):
         made(root, version, metric)
-        folders.keep(root, newest, best)
+        folders.keep(root, version, newest, best)
         everything[version] = metric
         expected = sorted(everything)[-newest:]
         measured = {v: m for v, m in everything.items() if m is not None}
@@ -122,11 +122,48 @@ def test_the_newest_stay_and_the_best(
         everything = {v: everything[v] for v in expected}
 
 
+def test_a_run_that_went_back_behind_a_broken_checkpoint_keeps_those_that_it_makes_then(tmp_path: Path) -> None:
+    """Also if the broken one stays, and has the better metric: the run no longer comes from there."""
+    for gone in (False, True):
+        root = tmp_path / str(gone)
+        made(root, 100), made(root, 120, 0.9)
+        folders.keep(root, 120, 2, True)
+        (root / "step-000120" / TRAINER / "shard").write_bytes(b"")
+        assert newest_whole(root)[1].version == 100
+        if gone:
+            folders.go_back(root, 100)
+            assert list(complete(root)) == [100] and os.readlink(root / "latest") == "step-000100"
+            assert not os.path.lexists(root / "best")
+        made(root, 110, 0.5)
+        folders.keep(root, 110, 1, True)
+        assert list(complete(root)) == [110] and newest_whole(root)[1].version == 110
+        assert {os.readlink(root / link) for link in ("latest", "best")} == {"step-000110"}
+
+
+def test_what_cannot_be_removed_of_another_checkpoint_costs_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a file that an NFS client still has open. Of the folder that is to be written nothing may be left."""
+    stuck = folders.begin(tmp_path, 3) / TRAINER / "shard"
+    stuck.write_bytes(b"old")
+    unlink = os.unlink
+
+    def refuses(path: str, **at: int) -> None:
+        if Path(path).name == "shard":
+            raise OSError(16, "Device or resource busy", path)
+        unlink(path, **at)
+
+    monkeypatch.setattr(os, "unlink", refuses)
+    assert made(tmp_path, 6).exists() and stuck.exists()
+    with pytest.raises(OSError, match="busy"):
+        folders.begin(tmp_path, 3)
+
+
 def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
     folder = made(tmp_path, 1)
     values = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps(values | {"format": 9}))
-    with pytest.raises(BrokenCheckpoint, match="has format 9; this program reads 1"):
+    with pytest.raises(BrokenCheckpoint, match="has format 9; this program reads 2"):
         folders.verify(folder)
 
 

@@ -61,6 +61,39 @@ def test_half_a_line_of_a_process_that_was_killed_is_removed(tmp_path: Path) -> 
     assert path.read_text() == "whole\n"
 
 
+def test_short_writes_make_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:4]))
+    file = LineFile(tmp_path / "lines")
+    assert file.append("a" * 20) and file.append("b" * 9, "c") and file.lost == 0
+    assert file.path.read_text().splitlines() == ["a" * 20, "b" * 9, "c"] and file.position() == 33
+
+
+def test_half_a_line_that_the_disk_does_not_take_back_is_removed_before_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, sound = os.write, True
+
+    def written(descriptor: int, data: bytes) -> int:
+        if not sound and len(data) < 20:
+            raise OSError(5, "Input/output error")
+        return write(descriptor, data if sound else data[:4])
+
+    def refused(*_: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    file = LineFile(tmp_path / "lines")
+    assert file.append("a" * 20)
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "write", written)
+        disk.setattr(os, "ftruncate", refused)
+        sound = False
+        assert not file.append("b" * 20)
+        sound = True
+    assert file.path.read_text().endswith("bbbb") and file.append("c" * 20)
+    assert file.path.read_text().splitlines() == ["a" * 20, "c" * 20] and file.position() == 42
+
+
 def test_lines_of_before_count_where_none_is_added(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     assert LineFile(path).position() == 0 and not path.exists()

@@ -19,6 +19,9 @@ from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.buffer.state_file import read_state
 from monarch_rl.checkpoint.folders import GROUPS, TRAINER, complete, read_manifest
 from monarch_rl.checkpoint.settings import CheckpointSettings
+from monarch_rl.pipeline.frozen_meter import FrozenMeter
+from monarch_rl.pipeline.observer import Observer
+from monarch_rl.pipeline.rollout_log import RolloutLog
 from monarch_rl.pipeline.run import Run
 from monarch_rl.simulate.clock import run_virtual
 from monarch_rl.simulate.costs import Costs
@@ -213,6 +216,38 @@ def test_a_disk_that_refuses_for_a_while_costs_lines_and_checkpoints_but_no_step
     rows = [json.loads(line) for line in (disk / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == 14 - rows[-1]["checkpoint/lost_lines"] and (rows[0]["step"], rows[-1]["step"]) == (1, 14)
     assert (len(rows) < 14) == (refuse is not make_read_only)
+
+
+@pytest.mark.parametrize("part", [RolloutLog.gather, Observer.step, FrozenMeter.metrics])
+def test_a_step_whose_log_is_interrupted_is_logged_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: Callable[..., Any]
+) -> None:
+    """By a signal, whichever actor's answer is waited for."""
+    owner = {RolloutLog.gather: RolloutLog, Observer.step: Observer, FrozenMeter.metrics: FrozenMeter}[part]
+    cancelled: list[Run] = []
+
+    async def interrupted(self: Any, *arguments: Any) -> Any:
+        if run_of and run_of[0].version == 3 and not cancelled:
+            cancelled.append(run_of[0])
+            task = asyncio.current_task()
+            assert task is not None
+            asyncio.get_running_loop().call_later(0.5, task.cancel)
+            await asyncio.sleep(1)
+        return await part(self, *arguments)
+
+    run_of: list[Run] = []
+    monkeypatch.setattr(owner, part.__name__, interrupted)
+
+    async def ends() -> None:
+        async with begun(tmp_path, CheckpointSettings(every_minutes=1e6, grace_s=1e6)) as (run, _):
+            run_of.append(run)
+            async for _ in run.steps(100):
+                await run.step()
+
+    with pytest.raises(asyncio.CancelledError):
+        run_virtual(ends())
+    assert cancelled and newest(tmp_path) == 3
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
 
 
 def test_the_last_step_has_one_checkpoint(tmp_path: Path) -> None:

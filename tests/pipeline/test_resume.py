@@ -15,8 +15,10 @@ import pytest
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.checkpoint import folders
 from monarch_rl.checkpoint.folders import GROUPS, Manifest
+from monarch_rl.checkpoint.journal import write_plan
 from monarch_rl.model.lora import LoraSettings
 from monarch_rl.pipeline import resume
+from monarch_rl.pipeline.checkpoints import versions_of_packages
 from monarch_rl.pipeline.evaluation import BestResult
 from monarch_rl.pipeline.run_folder import note_state, recipe_name
 from monarch_rl.pipeline.settings import RunSettings
@@ -25,16 +27,21 @@ from monarch_rl.trainer.critic_settings import CriticSettings
 from monarch_rl.trainer.settings import TrainerSettings
 
 
-def finished_step(settings: RunSettings, version: int = 3, name: str = "1") -> Path:
-    """A run with a checkpoint, after which it went on."""
-    run = settings.output / f"{recipe_name()}-{name}"
+def finished_step(of: RunSettings, version: int = 3, name: str = "1", **manifest: Any) -> Path:
+    """A run with a checkpoint, after which it went on.
+
+    Args:
+        manifest: of the checkpoint, in the place of what is usual.
+    """
+    run = of.output / f"{recipe_name()}-{name}"
     run.mkdir(parents=True, exist_ok=True)
-    (run / "settings.json").write_text(json.dumps(resume.plain(settings)))
+    (run / "settings.json").write_text(json.dumps(resume.plain(of), indent=2))
     (run / "metrics.jsonl").write_text("before\nafter\n")
     partial = folders.begin(run / "checkpoints", version)
     (partial / GROUPS).write_bytes(b"groups")
     files = [folders.file_sum(partial, partial / GROUPS)]
-    folders.commit(run / "checkpoints", Manifest(version, version, 0, 9.0, {"metrics.jsonl": 7}, files=files))
+    usual = Manifest(version, version, 0, 9.0, {"metrics.jsonl": 7}, settings=resume.plain(of), files=files)
+    folders.commit(run / "checkpoints", replace(usual, **manifest))
     note_state(run, "failed", "a loss", goes_on=True)
     return run
 
@@ -101,10 +108,9 @@ def test_another_model_is_refused_where_a_checkpoint_does_not_hold_all_weights(
 
 def test_a_run_without_a_critic_does_not_go_on_with_one(tmp_path: Path) -> None:
     without, with_one = TrainerSettings(), TrainerSettings(critic=CriticSettings(lr=1e-5))
-    run = finished_step(RunSettings(output=tmp_path, trainer=without))
-    settings = json.loads((run / "settings.json").read_text())
-    del settings["trainer"]["critic"]  # a run from before there were any
-    (run / "settings.json").write_text(json.dumps(settings))
+    about = resume.plain(RunSettings(output=tmp_path, trainer=without))
+    del about["trainer"]["critic"]  # a run from before there were any
+    run = finished_step(RunSettings(output=tmp_path, trainer=without), settings=about)
     assert resume.going_on(RunSettings(output=tmp_path, resume=str(run), trainer=without)) is not None
     with pytest.raises(ValueError, match="trainer.critic.lr 1e-05 cannot go on with this run: .* has no critic"):
         resume.going_on(RunSettings(output=tmp_path, resume=str(run), trainer=with_one))
@@ -125,6 +131,79 @@ def test_the_folder_is_cut_back_to_the_checkpoint_and_the_resume_recorded(tmp_pa
     rows = [json.loads(line) for line in (run / "resumes.jsonl").read_text().splitlines()]
     assert [(row["generation"], row["step"]) for row in rows] == [(1, 3), (2, 3)]
     assert "held_out 200 -> 7" in rows[0]["differences"]
+
+
+@pytest.mark.parametrize("left", ["line", "checkpoint", "plan"])
+def test_a_generation_has_its_number_as_long_as_anything_of_it_is_left(tmp_path: Path, left: str) -> None:
+    settings = RunSettings(output=tmp_path)
+    run = finished_step(settings, generation=7 if left == "checkpoint" else 0)
+    if left == "line":
+        (run / "resumes.jsonl").write_text('{"generation": 7}\n{"gene\n')
+    elif left == "plan":
+        write_plan(run / "journal", "a plan", 7)
+        write_plan(run / "journal", "a plan", 2)
+    resumed = resume.going_on(replace(settings, resume=str(run)))
+    assert resumed is not None and resumed.generation == 8
+
+
+def test_a_resume_that_cannot_be_noted_does_not_go_on(tmp_path: Path) -> None:
+    settings = RunSettings(output=tmp_path)
+    run = finished_step(settings)
+    resumed = resume.going_on(replace(settings, resume=str(run)))
+    (run / "resumes.jsonl").mkdir()
+    with pytest.raises(OSError, match="resumes.jsonl cannot be written: a run does not go on without this line"):
+        resume.take_folder(settings, resumed)
+
+
+def test_a_disk_that_refuses_settings_and_results_ends_no_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And settings that are those of before are not written at all."""
+    settings = RunSettings(output=tmp_path)
+    run = finished_step(settings)
+
+    def full(path: Path, *_: Any) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(resume, "write_whole", full)
+    assert resume.take_folder(settings, resume.going_on(replace(settings, resume=str(run)))) == run.resolve()
+    resume.note_settings(run, settings)
+    assert not caplog.records
+    resume.note_settings(run, replace(settings, held_out=7))
+    assert "settings.json cannot be written (No space left on device): it is that of before" in caplog.text
+
+
+def test_what_a_checkpoint_is_of_is_written_in_it(tmp_path: Path) -> None:
+    """Not in settings.json, which may be of a resume with other settings, or of none that came up."""
+    settings = RunSettings(output=tmp_path, held_out=9)
+    run = finished_step(settings)
+    (run / "settings.json").write_text(json.dumps(resume.plain(replace(settings, model="other/model"))))
+    resumed = resume.going_on(replace(settings, resume=str(run)))
+    assert resumed is not None and not any(text.startswith("model") for text in resumed.differences)
+    resumed = resume.going_on(replace(settings, resume=str(run), model="third/model"))
+    assert resumed is not None and "model Qwen/Qwen3-0.6B -> third/model" in resumed.differences
+    before = (run / "settings.json").read_text()
+    resume.take_folder(replace(settings, model="third/model"), resumed)
+    assert (run / "settings.json").read_text() == before, "the checkpoint may not be of that model"
+
+
+def test_packages_that_differ_are_listed(tmp_path: Path) -> None:
+    settings = RunSettings(output=tmp_path)
+    installed = versions_of_packages()
+    assert {"torch", "numpy", "tokenizers"} <= installed.keys()
+    run = finished_step(settings, packages={"gone": "1", **installed, "tokenizers": "0.0.1"})
+    resumed = resume.going_on(replace(settings, resume=str(run)))
+    assert resumed is not None
+    assert resumed.differences == ("gone 1 -> none", f"tokenizers 0.0.1 -> {installed['tokenizers']}")
+
+
+def test_a_broken_checkpoint_is_removed_when_the_run_goes_back_behind_it(tmp_path: Path) -> None:
+    settings = RunSettings(output=tmp_path)
+    finished_step(settings, version=3)
+    run = finished_step(settings, version=5)
+    (run / "checkpoints" / "step-000005" / GROUPS).write_bytes(b"")
+    resume.take_folder(settings, resume.going_on(replace(settings, resume=str(run))))
+    assert list(folders.complete(run / "checkpoints")) == [3]
 
 
 @pytest.mark.parametrize(("version", "stays"), [(3, True), (4, False)])

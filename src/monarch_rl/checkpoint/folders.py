@@ -25,7 +25,7 @@ from typing import Any
 
 logger = logging.getLogger("monarch_rl")
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 TRAINER = "trainer"
 """The folder of the trainer ranks' shards."""
@@ -67,8 +67,10 @@ class Manifest:
     """What the metrics count over the run, and no actor keeps."""
     metric: float | None = None
     """Value of the metric that decides which checkpoint is the best, at the last evaluation."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Of the run that made it."""
     packages: dict[str, str] = field(default_factory=dict)
-    """Versions of what computed it."""
+    """Versions of all that was installed where the controller ran."""
     ranks: int = 1
     """Trainer ranks that wrote it; any number may read it."""
     files: list[FileSum] = field(default_factory=list)
@@ -100,9 +102,10 @@ def file_sum(root: Path, path: Path) -> FileSum:
 
 def begin(root: Path, version: int) -> Path:
     """Make the folder to write to, without what a process that was killed has left of others. Raises OSError."""
-    for left in root.glob(".step-*.partial"):
-        shutil.rmtree(left)
     partial = partial_of(root, version)
+    for left in root.glob(".step-*.partial"):
+        # What cannot be removed of others, such as what an NFS client still has open, costs no checkpoint.
+        shutil.rmtree(left, ignore_errors=left != partial)
     (partial / TRAINER).mkdir(parents=True)
     return partial
 
@@ -203,19 +206,37 @@ def newest_whole(root: Path) -> tuple[Path, Manifest]:
     raise BrokenCheckpoint("; ".join(broken) or f"{root} has no checkpoint")
 
 
-def keep(root: Path, newest: int, by_metric: bool = False) -> None:
-    """Remove all checkpoints but the ``newest``, and the one with the largest metric if that is asked for."""
+def keep(root: Path, made: int, newest: int, by_metric: bool = False) -> None:
+    """Remove checkpoints, once that of version ``made`` is whole: all but the ``newest``, and the one with the largest
+    metric if that is asked for. Those of later versions go: the run went back behind them. Raises OSError."""
     folders = complete(root)
-    kept = set(list(folders)[-newest:])
-    if by_metric and (best := _best(folders.items())) is not None:
+    known = {version: folder for version, folder in folders.items() if version <= made}
+    kept = set(list(known)[-newest:])
+    if by_metric and (best := _best(known.items())) is not None:
         kept.add(best)
-        point(root / BEST, folders[best])
+        point(root / BEST, known[best])
     for version in folders.keys() - kept:
-        # Renamed first: half of a checkpoint must not have a name that is taken for a whole one.
-        gone = partial_of(root, version)
         with suppress(OSError):
-            folders[version].rename(gone)
-            shutil.rmtree(gone)
+            _remove(root, version)
+
+
+def go_back(root: Path, version: int) -> None:
+    """Remove the checkpoints of later versions, from which no run may go on any more: it goes on from ``version``, and
+    makes others. What was damaged may be read again when the disk is well. Raises OSError."""
+    folders = complete(root)
+    point(root / LATEST, folders[version])
+    for later in folders:
+        if later > version:
+            _remove(root, later)
+    if not (root / BEST).exists():
+        (root / BEST).unlink(missing_ok=True)
+
+
+def _remove(root: Path, version: int) -> None:
+    """Renamed first: half of a checkpoint must not have a name that is taken for a whole one."""
+    gone = partial_of(root, version)
+    folder_of(root, version).rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def _best(folders: Iterable[tuple[int, Path]]) -> int | None:

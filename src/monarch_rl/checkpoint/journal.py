@@ -15,6 +15,7 @@ import atexit
 import logging
 import pickle
 import queue
+import re
 import threading
 import zlib
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ logger = logging.getLogger("monarch_rl")
 BATCH, STEP, OPENED = "BTCH", "STEP", "OPEN"
 FOLDER = "journal"
 PLAN = "plan-{generation}.pickle"
+_PLAN_NAME = re.compile(r"plan-(\d+)\.pickle")
 QUEUED = 8
 """Records that wait for the disk; further ones are left out and counted. A step makes two."""
 FILES = 8
@@ -258,6 +260,12 @@ def write_plan(folder: Path, plan: Any, generation: int = 0) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / PLAN.format(generation=generation), pickle.dumps(ByValue(plan, "the trainer's plan")))
+
+
+def plans_of(folder: Path) -> list[int]:
+    """The generations whose plan is here."""
+    found = (_PLAN_NAME.fullmatch(path.name) for path in folder.glob(PLAN.format(generation="*")))
+    return [int(match[1]) for match in found if match]
 
 
 def read_plan(folder: Path, generation: int = 0) -> Any:

@@ -65,13 +65,15 @@ class LineFile:
 
     def _write(self, data: bytes) -> None:
         descriptor = self._open()
+        written = 0
         try:
-            written = os.write(descriptor, data)
-            if written < len(data):
-                written += os.write(descriptor, data[written:])  # says why
+            while written < len(data):
+                written += os.write(descriptor, data[written:])
         except OSError:
-            with suppress(OSError):  # a device has no size
+            try:
                 os.ftruncate(descriptor, self._size)
+            except OSError:
+                self.close()  # half of a line may stand there: opening the file removes it
             raise
         self._size += written
 

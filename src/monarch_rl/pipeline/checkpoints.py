@@ -13,6 +13,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,8 +31,6 @@ logger = logging.getLogger("monarch_rl")
 
 FOLDER = "checkpoints"
 """In the run's folder."""
-PACKAGES = ("monarch_rl", "torch", "torchtitan", "torchmonarch", "sglang", "transformers", "numpy")
-"""Whose versions decide what a resumed run computes."""
 ALIVE_S = 5.0
 """Seconds for trainer and buffer to answer at the end of a run; Monarch notices a lost process within two."""
 COPIES = 3
@@ -69,6 +68,7 @@ class Checkpoints:
 
     Args:
         run: the run's folder.
+        about: the run's settings, as each checkpoint has them.
         note: shows a line.
         version: that the run begins with.
         generation: how often the run was resumed.
@@ -79,6 +79,7 @@ class Checkpoints:
         run: Path,
         savers: Savers,
         settings: CheckpointSettings,
+        about: dict[str, Any],
         note: Callable[[str], None],
         version: int = 0,
         generation: int = 0,
@@ -88,7 +89,7 @@ class Checkpoints:
         self.failed = 0
         """That the disk has refused."""
         self._root, self._savers, self._settings, self._note = run / FOLDER, savers, settings, note
-        self._generation = generation
+        self._generation, self._about = generation, about
         self._begun_version, self._begun_at = version, now()
         self._refused = False
         self._copy_s = self._write_s = 0.0
@@ -192,6 +193,7 @@ class Checkpoints:
                 position.files,
                 position.counters,
                 position.metric,
+                self._about,
                 await asyncio.to_thread(versions_of_packages),
                 len(shards),
                 [file for of_rank in shards for file in of_rank],
@@ -225,7 +227,7 @@ class Checkpoints:
     def _finish(self, partial: Path, manifest: Manifest) -> tuple[Path, Manifest]:
         manifest = replace(manifest, files=[*manifest.files, folders.file_sum(partial, partial / folders.GROUPS)])
         folder = folders.commit(self._root, manifest)
-        folders.keep(self._root, self._settings.keep, self._settings.keep_best)
+        folders.keep(self._root, manifest.version, self._settings.keep, self._settings.keep_best)
         return folder, manifest
 
     def _note_failed(self, version: int, error: Exception) -> None:
@@ -239,12 +241,7 @@ class Checkpoints:
         self._refused = True
 
 
+@cache
 def versions_of_packages() -> dict[str, str]:
-    """Of those installed."""
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    """Of all that is installed, by name."""
+    return dict(sorted((found.name, found.version) for found in metadata.distributions()))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from monarch_rl.checkpoint.folders import LATEST, MANIFEST, BrokenCheckpoint, verify
+from monarch_rl.checkpoint.folders import LATEST, MANIFEST, verify
 from monarch_rl.model.folder import resolve_model
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
 from monarch_rl.pipeline.checkpoints import FOLDER as CHECKPOINTS
@@ -56,16 +55,7 @@ def source_of(place: str) -> Source:
 
 
 def _of_checkpoint(checkpoint: Path) -> Source:
-    settings_file = checkpoint.parents[1] / SETTINGS
-    try:
-        verify(checkpoint)
-        settings: dict[str, Any] = json.loads(settings_file.read_text())
-    except BrokenCheckpoint:
-        raise
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{settings_file}, which says what model {checkpoint} is of, cannot be read: {error}"
-        ) from error
+    settings = verify(checkpoint).settings
     lora: dict[str, Any] = settings["trainer"]["lora"]
     known = LoraSettings(**lora | {"targets": tuple(lora["targets"])})
     return Source(resolve_model(settings["model"], tokenizer=False), checkpoint, known)

@@ -18,7 +18,19 @@ from pathlib import Path
 from typing import Any
 
 from monarch_rl.buffer.actor import SavedBuffer
-from monarch_rl.checkpoint.folders import GROUPS, BrokenCheckpoint, Manifest, complete, newest_whole, write_whole
+from monarch_rl.checkpoint.folders import (
+    GROUPS,
+    BrokenCheckpoint,
+    Manifest,
+    complete,
+    flush,
+    go_back,
+    newest_whole,
+    read_manifest,
+    write_whole,
+)
+from monarch_rl.checkpoint.journal import FOLDER as JOURNAL
+from monarch_rl.checkpoint.journal import plans_of
 from monarch_rl.observe.lines import LineFile, truncate
 from monarch_rl.pipeline.checkpoints import FOLDER, versions_of_packages
 from monarch_rl.pipeline.run_folder import BEST, SETTINGS, STATE, launcher, new_folder, read_state, recipe_name
@@ -109,7 +121,7 @@ def open_run(run: Path, settings: RunSettings) -> Resumed:
         checkpoint, manifest = newest_whole(run / FOLDER)
     except BrokenCheckpoint as error:
         raise ValueError(f"resume {run}: {error}") from error
-    before = json.loads((run / SETTINGS).read_text())
+    before = manifest.settings
     differences = [f"{name} {old} -> {new}" for name, old, new in changes(before, plain(settings))]
     check_same(before, plain(settings))
     installed = versions_of_packages()
@@ -118,7 +130,7 @@ def open_run(run: Path, settings: RunSettings) -> Resumed:
         for package, version in manifest.packages.items()
         if installed.get(package) != version
     ]
-    return Resumed(run.resolve(), checkpoint.resolve(), manifest, _times_resumed(run) + 1, tuple(differences))
+    return Resumed(run.resolve(), checkpoint.resolve(), manifest, _last_generation(run) + 1, tuple(differences))
 
 
 def how_to_go_on(run: Path) -> str:
@@ -129,30 +141,58 @@ def how_to_go_on(run: Path) -> str:
 
 
 def take_folder(settings: RunSettings, resumed: Resumed | None) -> Path:
-    """The run's folder, with its settings: a new one, or that of the run that goes on, as its checkpoint knows it.
+    """The run's folder: a new one with its settings, or that of the run that goes on, as its checkpoint knows it.
 
     Raises OSError.
     """
     folder = new_folder(settings.output) if resumed is None else resumed.run
     folder_lock.take(folder)
-    if resumed is not None:
+    if resumed is None:
+        write_whole(folder / SETTINGS, _text(settings))
+    else:
         _cut_back(resumed)
+        _note_generation(resumed)
         print("; ".join([str(resumed), *resumed.differences]))
-    write_whole(folder / SETTINGS, json.dumps(plain(settings), indent=2))
     return folder
 
 
+def note_settings(folder: Path, settings: RunSettings) -> None:
+    """Write the settings of a run that goes on, once they have proved to fit its checkpoint. A disk that refuses them
+    costs no run: each checkpoint has its own."""
+    try:
+        if (folder / SETTINGS).read_text() != _text(settings):
+            write_whole(folder / SETTINGS, _text(settings))
+    except OSError as error:
+        logger.error("%s cannot be written (%s): it is that of before", folder / SETTINGS, error.strerror or error)
+
+
+def _text(settings: RunSettings) -> str:
+    return json.dumps(plain(settings), indent=2)
+
+
 def _cut_back(resumed: Resumed) -> None:
-    """Cut the run's files off behind the checkpoint, and note in its folder that it is resumed."""
+    """Cut the run's files off behind the checkpoint. This also makes room on a disk that is full."""
+    go_back(resumed.run / FOLDER, resumed.version)
     for name, nbytes in resumed.manifest.positions.items():
         truncate(resumed.run / name, nbytes)
     with suppress(FileNotFoundError):  # a result of weights that are no more would be the best of all that come
         if json.loads((resumed.run / BEST).read_text())["version"] > resumed.version:
             (resumed.run / BEST).unlink()
+
+
+def _note_generation(resumed: Resumed) -> None:
+    """Have the disk hold that the run is resumed. Raises OSError: without that two attempts would have the same number,
+    and versions and journals of one would be taken for those of the other."""
     note = LineFile(resumed.run / RESUMES)
     row = {"time": time.time(), "generation": resumed.generation, "step": resumed.version}
-    note.append(json.dumps(row | {"checkpoint": resumed.checkpoint.name, "differences": resumed.differences}))
-    note.close()
+    row |= {"checkpoint": resumed.checkpoint.name, "differences": resumed.differences}
+    try:
+        if not note.append(json.dumps(row)):
+            raise OSError(f"{note.path} cannot be written: a run does not go on without this line")
+        note.position()
+        flush(resumed.run)
+    finally:
+        note.close()
 
 
 def plain(settings: RunSettings) -> dict[str, Any]:
@@ -208,11 +248,18 @@ def _goes_on(run: Path, any_launcher: bool) -> bool:
 
 
 def _started(run: Path) -> float:
-    return (run / SETTINGS).stat().st_mtime
+    """When it was begun or resumed last."""
+    return max((run / name).stat().st_mtime for name in (SETTINGS, RESUMES) if (run / name).exists())
 
 
-def _times_resumed(run: Path) -> int:
-    try:
-        return len((run / RESUMES).read_text().splitlines())
-    except FileNotFoundError:
-        return 0
+def _last_generation(run: Path) -> int:
+    """The largest of which anything is known: a line, a checkpoint, a plan of the journal. Any of them may be lost."""
+    known = [0]
+    with suppress(FileNotFoundError):
+        for line in (run / RESUMES).read_text(errors="replace").splitlines():
+            with suppress(ValueError, TypeError, KeyError):
+                known.append(int(json.loads(line)["generation"]))
+    for checkpoint in complete(run / FOLDER).values():
+        with suppress(BrokenCheckpoint):
+            known.append(read_manifest(checkpoint).generation)
+    return max(known + plans_of(run / JOURNAL))

@@ -49,11 +49,12 @@ class RolloutLog:
         path = folder / "rollouts.jsonl"
         return cls(actors.trainer, actors.workers, path, settings.logged_groups, settings.seed or 0, replay > 1)
 
-    async def write(self) -> None:
-        """Append the groups that are drawn from the batch that was trained last."""
-        if not self._groups:
-            return
-        rows = await self._rows(await self._trained())
+    async def gather(self) -> list[dict[str, Any]]:
+        """The rows of the groups that are drawn from the batch that was trained last."""
+        return await self._rows(await self._trained()) if self._groups else []
+
+    def append(self, rows: list[dict[str, Any]]) -> None:
+        """Write what :meth:`gather` returned."""
         self._disk.begin(
             lambda: self.lines.append(*map(json.dumps, rows)),
             lambda: self.lines.lose(len(rows), "the disk is slower than the run"),

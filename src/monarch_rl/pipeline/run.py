@@ -44,7 +44,7 @@ from monarch_rl.pipeline.parts import Parts
 from monarch_rl.pipeline.policy_snapshots import take_snapshots
 from monarch_rl.pipeline.publishing import Publisher
 from monarch_rl.pipeline.recovery import Recovery
-from monarch_rl.pipeline.resume import Resumed, going_on, how_to_go_on, take_folder
+from monarch_rl.pipeline.resume import Resumed, going_on, how_to_go_on, note_settings, plain, take_folder
 from monarch_rl.pipeline.rollout_log import RolloutLog
 from monarch_rl.pipeline.run_folder import going_on_after_a_loss, noted
 from monarch_rl.pipeline.settings import RunSettings, prepare
@@ -57,7 +57,8 @@ from monarch_rl.rollout.tracebacks import raised_in_package
 from monarch_rl.runtime import supervisor
 from monarch_rl.runtime.by_value import ByValue, register_modules
 from monarch_rl.runtime.cluster import Cluster, devices, launch_cluster
-from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, Patience, within
+from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, Patience, disk_limit_s, within
+from monarch_rl.runtime.disk_work import on_disk
 from monarch_rl.runtime.heap import freeze_heap, leave_heap
 from monarch_rl.runtime.watch import watched
 from monarch_rl.tasks.rows import Row
@@ -251,6 +252,8 @@ class Run:
         await publisher.publish(self.version)
         await publisher.settled()
         if self.resumed is not None:
+            if folder is not None:
+                await on_disk(disk_limit_s(0), "the run's settings", note_settings, folder, s)
             await take_snapshots(actors, self.version, folder, resumed=True)
         recovery = Recovery(
             actors.generators, actors.workers, publisher, actors.buffer, s.recovery, folder, actors.frozen
@@ -264,7 +267,7 @@ class Run:
         checkpoints = None
         if folder is not None and console is not None:
             generation = self.resumed.generation if self.resumed else 0
-            checkpoints = Checkpoints(folder, actors, s.checkpoint, console.note, restored, generation)
+            checkpoints = Checkpoints(folder, actors, s.checkpoint, plain(s), console.note, restored, generation)
         meter = FrozenMeter(actors.frozen)
         evaluations = Evaluations(
             *(s, s.generator.running_requests(self._on_gpu), actors.workers, publisher, failures, task),
@@ -308,7 +311,7 @@ class Run:
             if metrics is not None:
                 metrics.log(step, observer.made_again(figures, counts))
             if rollouts is not None:
-                await rollouts.write()
+                rollouts.append(await rollouts.gather())
 
         s = self.settings
         if s.journal.mib:
@@ -382,7 +385,9 @@ class Run:
             The metrics of the step, by the names of docs/metrics.md.
         """
         parts = self._parts
-        values = await parts.observer.step(figures) | parts.recovery.metrics() | await parts.frozen.metrics()
+        rows = await parts.rollouts.gather() if parts.rollouts is not None else []
+        values = await parts.frozen.metrics() | await parts.observer.step(figures) | parts.recovery.metrics()
+        # No await from here on: a signal in between would have the step logged twice, or its rates lost.
         if parts.watch is not None:
             values |= parts.watch.loop_lag()
         if parts.checkpoints is not None:
@@ -391,7 +396,7 @@ class Run:
             values["checkpoint/lost_lines"] = parts.lost_lines
             parts.metrics.log(self.version, values)
         if parts.rollouts is not None:
-            await parts.rollouts.write()
+            parts.rollouts.append(rows)
         self._unlogged = None
         if parts.console is not None:
             parts.console.show(self.version, values)
