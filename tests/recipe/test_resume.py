@@ -56,7 +56,7 @@ def test_a_lost_trainer_rank_buffer_or_controller_costs_no_batch_that_the_journa
     nothing is above the bound. Engines and workers stay, unless it is the controller that is lost."""
     output = tmp_path / "runs"
     often = ["--checkpoint.every-steps=10", f"--steps={STEPS}", "--generator.replicas=1", "--stall-s=8"]
-    run = start([*SUPERVISED, *recipe(model, output, *often, "--journal.mib=8", "--checkpoint.restarts=3")])
+    run = start([*SUPERVISED, *recipe(model, output, *often, "--journal.mib=8", "--checkpoint.restarts=2")])
     said = wait_for_line(run, r"^checkpoint of step 10 ")
     living = {name: process_named(run, name).pid for name in LIVING}
     for victim, number in (("trainer-1", signal.SIGKILL), ("buffer-0", signal.SIGKILL), ("trainer-0", signal.SIGSTOP)):
@@ -67,7 +67,7 @@ def test_a_lost_trainer_rank_buffer_or_controller_costs_no_batch_that_the_journa
     assert {name: process_named(run, name).pid for name in LIVING} == living
     two_steps_more(run, said)
     controller(folder_of(output)).kill()
-    said = wait_for_line(run, r"^going on with .*\(restart 1 of 3\): the controller ended by SIGKILL$", after=said)
+    said = wait_for_line(run, r"^going on with .*\(restart 1 of 2\): the controller ended by SIGKILL$", after=said)
     said = wait_for_line(run, AGAIN, after=said)
     said = wait_for_line(run, r"^step \d+/", after=said)
     process_named(run, "buffer-0").kill()

@@ -6,8 +6,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 
 PROGRAM = """
@@ -20,7 +22,11 @@ run.mkdir(exist_ok=True)
 with attempts.open("a") as file:
     print(os.environ.get(supervisor.RESUMES), file=file)
 count = len(attempts.read_text().splitlines())
+if how == "comes up late" and count == 2 or how == "never comes up again" and count >= 2:
+    os.kill(os.getpid(), signal.SIGKILL)  # before it has said where its run is
 supervisor.note(run, goes_on=True, cause="")
+if how == "twice":
+    supervisor.note(run, restarts=1)
 if how != "early":
     (run / "checkpoints").mkdir(exist_ok=True)
     (run / "checkpoints" / "latest").unlink(missing_ok=True)
@@ -31,17 +37,41 @@ if how == "waits":
 if how == "mistake":
     supervisor.note(run, goes_on=False, cause="a mistake")
     sys.exit(1)
-if how == "fails":
-    supervisor.note(run, goes_on=True, cause=f"loss {count}")
+if how in ("fails", "twice", "mistake later"):
+    supervisor.note(run, goes_on=how != "mistake later" or count == 1, cause=f"loss {count}")
     sys.exit(1)
+if how == "stopped" and count == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+if how == "saves":
+    from monarch_rl.runtime import signals
+    signals.SAME_S = float(sys.argv[3])
+    with signals.interrupts() as interrupting:
+        interrupting.grace_s = 100
+        try:
+            (run / "waits").touch()
+            time.sleep(100)
+        finally:
+            (run / "saving").touch()
+            while not (run / "signalled").exists():
+                time.sleep(0.05)
+            (run / "saved").touch()
+if how in ("comes up late", "never comes up again") and count == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
 if how == "killed" and count < 3 or how == "advances" and count < 6 or how == "early":
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def supervised(run: Path, how: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "monarch_rl.runtime.supervisor", "--restarts", "2", "-c", PROGRAM]
-    return subprocess.Popen([*command, str(run), how], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+def supervised(run: Path, how: str, *more: str, flags: Sequence[str] = ("--restarts", "2")) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "monarch_rl.runtime.supervisor", *flags, "-c", PROGRAM, str(run), how, *more]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_for(file: Path, program: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 100
+    while not file.exists():
+        assert program.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(
@@ -51,12 +81,16 @@ def supervised(run: Path, how: str) -> subprocess.Popen[str]:
         ("advances", 0, 6, "restart 1 of 2"),
         ("fails", 1, 3, "What ended the run first: loss 1"),
         ("mistake", 1, 1, ""),
+        ("mistake later", 1, 2, "not started again. What ended the run first: loss 1"),
         ("early", 137, 1, "not started again"),
+        ("comes up late", 0, 3, "restart 2 of 2"),
+        ("never comes up again", 137, 3, "What ended the run first: the controller ended by SIGKILL"),
         ("ends", 0, 1, ""),
     ],
 )
 def test_a_run_goes_on_as_often_as_it_may(tmp_path: Path, how: str, code: int, attempts: int, said: str) -> None:
-    """More often if there was a newer checkpoint each time; not before the first, nor after a mistake."""
+    """More often if there was a newer checkpoint each time; not before the first, nor after a mistake. One that ends
+    while it comes up again counts, and what ended the run first is said."""
     run = tmp_path / "run"
     program = supervised(run, how)
     output, _ = program.communicate(timeout=100)
@@ -70,10 +104,7 @@ def waiting(run: Path, before: str) -> subprocess.Popen[str]:
     code = f"import signal, sys\n{before}\nfrom monarch_rl.runtime import supervisor\nsupervisor.main()"
     command = [sys.executable, "-c", code, "-c", PROGRAM, str(run), "waits"]
     program = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    deadline = time.monotonic() + 100
-    while not (run / "waits").exists():
-        assert program.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for(run / "waits", program)
     return program
 
 
@@ -110,10 +141,43 @@ except SystemExit as end:
 def test_a_signal_is_passed_on_and_is_the_end(tmp_path: Path) -> None:
     run = tmp_path / "run"
     program = supervised(run, "waits")
-    deadline = time.monotonic() + 100
-    while not (run / "waits").exists():
-        assert program.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for(run / "waits", program)
     program.send_signal(signal.SIGTERM)
     program.communicate(timeout=100)
     assert program.returncode == 143 and len((run / "attempts").read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize(("same_s", "saves"), [("100", True), ("0", False)])
+def test_a_signal_to_all_processes_of_a_job_is_one(tmp_path: Path, same_s: str, saves: bool) -> None:
+    """The recipe gets it itself and from its supervisor, and saves; the same one later ends it at once."""
+    run = tmp_path / "run"
+    program = supervised(run, "saves", same_s)
+    wait_for(run / "waits", program)
+    (recipe,) = psutil.Process(program.pid).children()
+    recipe.send_signal(signal.SIGTERM)
+    wait_for(run / "saving", program)
+    program.send_signal(signal.SIGTERM)
+    recipe.send_signal(signal.SIGTERM)
+    if saves:
+        (run / "signalled").touch()
+    output, _ = program.communicate(timeout=100)
+    assert program.returncode == 143, output
+    assert (run / "saved").exists() == saves and ("ending at once" in output) != saves
+
+
+@pytest.mark.parametrize(("flags", "attempts"), [(("--restarts", "2"), 3), ((), 2)])
+def test_the_recipe_says_how_often_unless_the_supervisor_is_told(
+    tmp_path: Path, flags: Sequence[str], attempts: int
+) -> None:
+    run = tmp_path / "run"
+    output, _ = supervised(run, "twice", flags=flags).communicate(timeout=100)
+    assert len((run / "attempts").read_text().splitlines()) == attempts, output
+    assert f"restart 1 of {attempts - 1}" in output
+
+
+def test_a_controller_that_stays_stopped_is_killed_and_the_run_goes_on(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    program = supervised(run, "stopped", flags=("--stopped-s", "2"))
+    output, _ = program.communicate(timeout=100)
+    assert program.returncode == 0 and len((run / "attempts").read_text().splitlines()) == 2, output
+    assert "the controller was stopped for 2 s (--stopped-s) and was killed" in output

@@ -602,6 +602,7 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S, task: Callab
         print(schedule(settings.groups_per_step, settings.rollout.group_size, settings.buffer), f"Run folder: {folder}")
         try:
             with noted(folder, cluster.interrupts):
+                supervisor.note(folder, restarts=settings.checkpoint.restarts)
                 saved = asyncio.run(_train(train, settings, cluster, folder, resumed))
         except (EpisodesFail, FrozenRefused) as error:
             # What matters to the author is in its message, not in where it was raised.

@@ -1,5 +1,9 @@
 """Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP end a run cleanly. A second signal, or a timeout, ends it at once. So can
-another thread."""
+another thread.
+
+systemd and batch systems signal all processes of a job, and the supervisor passes the signal on: the same one comes
+twice and means one thing.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -19,6 +24,8 @@ logger = logging.getLogger("monarch_rl")
 
 CLEAN_EXIT_S = 20.0
 """Seconds from the first signal to the end of the process, even if something still runs."""
+SAME_S = 2.0
+"""Seconds from the first signal within which the same one again means no more than that."""
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """Batch systems send SIGUSR1 some time before they end a job, a terminal that closes SIGHUP."""
 
@@ -53,7 +60,7 @@ class Interrupts:
 @contextmanager
 def interrupts(*, raise_in_main: bool = True) -> Iterator[Interrupts]:
     """Within the block the first signal of :data:`HANDLED` raises KeyboardInterrupt in the main thread; the second one
-    exits.
+    exits, unless it is the same within :data:`SAME_S`.
 
     A KeyboardInterrupt that leaves the block becomes SystemExit with the shell's code, 128 + the signal's number.
 
@@ -66,16 +73,19 @@ def interrupts(*, raise_in_main: bool = True) -> Iterator[Interrupts]:
         yield state
         return
     watchdog: threading.Timer | None = None
+    first = 0.0
 
     def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal watchdog
+        nonlocal watchdog, first
         name = signal.Signals(number).name
+        if state.received == number and time.monotonic() - first < SAME_S:
+            return
         if state.received is not None:
             logger.error("%s again: ending at once", name)
             os._exit(128 + number)
-        state.received = number
+        state.received, first = number, time.monotonic()
         if state.reason is None:
-            logger.warning("%s: stopping (once more ends at once)", name)
+            logger.warning("%s: stopping (once more after %g s ends at once)", name, SAME_S)
         limit_s = CLEAN_EXIT_S + state.grace_s
         watchdog = threading.Timer(limit_s, _exit_at_once, (number, state.reason, limit_s))
         watchdog.daemon = True
