@@ -139,6 +139,44 @@ async def failure(scorer: Scorer, function: Any, *args: Any) -> ScoringFailed:
     return caught.value
 
 
+class Counting:
+    """A score that is an object."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def __call__(self, added: float) -> float:
+        return self.value + added
+
+
+def test_what_a_function_holds_is_that_of_the_time_of_the_call() -> None:
+    board, counting = {"moves": 1.0}, Counting(1.0)
+
+    def closure(added: float) -> float:
+        return board["moves"] + added
+
+    def default(added: float, board: dict[str, float] = board) -> float:
+        return board["moves"] + added
+
+    functions: list[Any] = [closure, default, counting, counting.__call__]
+    functions.append(functools.partial(lambda held, added: held["moves"] + added, board))
+
+    async def test() -> None:
+        scorer = Scorer(1, deadline_s=30.0)
+        try:
+            for moves in (1.0, 2.0, 3.0):
+                board["moves"] = counting.value = moves
+                rewards = [(await scorer.score(function, 0.5)).reward for function in functions]
+                assert rewards == [moves + 0.5] * len(functions)
+            for added in (0.0, 1.0):
+                assert (await scorer.score(helpers.answer, added)).reward == added
+            assert len(scorer._functions) == 1  # a plain function's bytes are made once
+        finally:
+            await asyncio.to_thread(scorer.close)
+
+    asyncio.run(test())
+
+
 def line_of(function: Any, text: str) -> str:
     """File and line of a function's line with ``text``."""
     lines, first = inspect.getsourcelines(function)

@@ -29,6 +29,7 @@ from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from types import FunctionType
 from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
@@ -54,7 +55,7 @@ Computed = tuple[Any, float]
 Call = tuple["_Sent", "_Sent", Reading]
 """A function and its arguments, on their way."""
 FUNCTIONS_KEPT = 64
-"""Functions of which the bytes are kept; the newest ones."""
+"""Functions of which the bytes are kept; the newest ones that hold nothing."""
 TOGETHER_S = 0.02
 """Seconds that the scores of one call may take, judged by the longest of the last :data:`REMEMBERED`."""
 TOGETHER_DEADLINE_S, TOGETHER_DEADLINE_SHARE = 0.4, 0.1
@@ -116,7 +117,8 @@ class Scorer:
         self._under_way = CallsUnderWay()
 
     async def score(self, function: ScoreFunction, *args: Any) -> Outcome:
-        """Run ``function(*args)`` in the pool; the function travels by value.
+        """Run ``function(*args)`` in the pool; the function travels by value, with what it holds at the time of the
+        call; but the global variables of a function that holds nothing else are those of its first call.
 
         Raises:
             ScoringFailed: the function raised, overstepped the deadline, or its process ended twice.
@@ -137,6 +139,8 @@ class Scorer:
         return _Sent(self._sent(function)), _Sent(given), reading
 
     def _sent(self, function: ScoreFunction) -> ByValue[ScoreFunction]:
+        if not _holds_nothing(function):  # what it holds may have changed since the call before
+            return ByValue(function)
         known = self._functions.get(id(function))
         if known is None:
             known = self._functions[id(function)] = function, ByValue(function)
@@ -276,6 +280,13 @@ class Scorer:
         """End the processes. Blocks for a moment; call it off the event loop."""
         _end(self._pool)
         self._output.close()
+
+
+def _holds_nothing(function: ScoreFunction) -> bool:
+    """Whether a function is its code alone: no closure, no defaults, no object."""
+    if not isinstance(function, FunctionType):
+        return False
+    return not (function.__closure__ or function.__defaults__ or function.__kwdefaults__)
 
 
 def _has_failed(task: asyncio.Task[None]) -> bool:

@@ -253,6 +253,9 @@ class Policy(Protocol):
     async def in_scorer(self, function: Callable[..., Reward], *args: Any) -> Outcome:
         """``function(*args)`` in a scoring process, with ``rollout.score_deadline_s``: for slow or untrusted work.
 
+        The arguments, and what a closure or an object holds, are those of the time of the call. What the function
+        changes in them stays in its process. Global variables of a plain function are those of its first call.
+
         Raises ScoringFailed, which costs the episode, if the function raises, takes too long or ends its process.
         """
         ...
