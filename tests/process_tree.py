@@ -1,6 +1,8 @@
 """What the tests' processes cost: CPU-seconds of this process and all that it has started, also of those that ended.
 
-A process that is a child of a known one is known from then on, also when its parent ends before it. Linux only.
+A process that is a child of a known one is known from then on, also when its parent ends before it. Of a parent and its
+child that end between two looks nobody can tell which ended first: the parent is taken to have waited for the child, as
+programs that start processes do. Linux only.
 """
 
 from __future__ import annotations
@@ -81,8 +83,16 @@ class ProcessTree:
         running = {int(name) for name in os.listdir("/proc") if name.isdigit()}
         self._strangers &= running
         self._adopt(sorted(running - self._strangers - self._known.keys()))
-        for pid in list(self._known):
-            self._note(pid)
+        ended = {pid for pid in self._known if not self._note(pid)}
+        self._orphans_s += sum(self._known[pid].cpu_s for pid in ended if self._is_orphan(pid, ended))
+        for pid in ended:
+            del self._known[pid]
+
+    def _is_orphan(self, pid: int, ended: set[int]) -> bool:
+        """Whether the uppermost process of those that ``ended`` above ``pid`` had no parent here that waits for it."""
+        while (parent := self._known[pid].parent) in ended:
+            pid = parent
+        return parent != os.getpid() and parent not in self._known
 
     def _adopt(self, candidates: list[int]) -> None:
         """Take up processes whose parents are known; parents may have higher pids than children."""
@@ -97,18 +107,17 @@ class ProcessTree:
                     found = True
         self._strangers |= parents.keys()
 
-    def _note(self, pid: int) -> None:
+    def _note(self, pid: int) -> bool:
+        """Note what a known process has used so far; whether it is still there."""
         process, stat = self._known[pid], _stat(pid)
         if stat is None or stat[1] != process.started:
-            del self._known[pid]
-            if process.parent != os.getpid() and process.parent not in self._known:  # nobody here waits for it
-                self._orphans_s += process.cpu_s
-            return
+            return False
         process.parent, _, process.cpu_s = stat
         # A child has its parent's command line first, and SGLang sets a title later.
         if process.belongs_to is None and (belongs_to := _belongs_to(pid)):
             process.belongs_to = belongs_to
             self._started.append(belongs_to)
+        return True
 
 
 def _stat(pid: int) -> tuple[int, str, float] | None:

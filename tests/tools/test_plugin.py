@@ -56,6 +56,40 @@ def test_an_orphan_is_counted_also_when_it_has_ended(tree: ProcessTree, tmp_path
         wait_until(lambda: not psutil.pid_exists(int(pid.read_text())))
 
 
+CHAIN = f"""
+import subprocess, sys
+if int(sys.argv[2]) > 0:
+    subprocess.run([sys.executable, "-S", "-c", sys.argv[1], sys.argv[1], str(int(sys.argv[2]) - 1)])
+else:
+    {SPIN.replace(chr(10), chr(10) + "    ")}
+    print("ready", flush=True)
+    sys.stdin.read()
+"""
+"""A process with a chain of others below it; the last one uses a CPU-second and ends with its standard input."""
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_chain_of_processes_that_ends_between_two_looks_is_counted_once(killed: bool) -> None:
+    """Root, stage and worker: the root waits, so that all is among what this process has waited for; or it was killed
+    before, and nobody here waits for the other two."""
+    tree = ProcessTree()  # looks only when it is asked
+    before, own = tree.cpu_s(), time.process_time()
+    command = [sys.executable, "-S", "-c", CHAIN, CHAIN, "2"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as root:
+        assert root.stdin is not None and root.stdout is not None
+        assert root.stdout.readline() == b"ready\n"
+        pids = [process.pid for process in psutil.Process(root.pid).children(recursive=True)]
+        assert len(pids) == 2
+        tree.cpu_s()
+        if killed:
+            root.kill()
+            root.wait()
+        tree.cpu_s()
+        root.stdin.close()
+        wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+    assert 0.95 <= tree.cpu_s() - before - (time.process_time() - own) < 1.9, "twice would be 2"
+
+
 def this_host() -> None:
     """Named like Monarch's."""
 
