@@ -184,7 +184,7 @@ def _note_generation(resumed: Resumed) -> None:
     """Have the disk hold that the run is resumed. Raises OSError: without that two attempts would have the same number,
     and versions and journals of one would be taken for those of the other."""
     note = LineFile(resumed.run / RESUMES)
-    row = {"time": time.time(), "generation": resumed.generation, "step": resumed.version}
+    row: dict[str, Any] = {"time": time.time(), "generation": resumed.generation, "step": resumed.version}
     row |= {"checkpoint": resumed.checkpoint.name, "differences": resumed.differences}
     try:
         if not note.append(json.dumps(row)):

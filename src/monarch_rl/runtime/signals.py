@@ -86,10 +86,7 @@ def interrupts(*, raise_in_main: bool = True) -> Iterator[Interrupts]:
         state.received, first = number, time.monotonic()
         if state.reason is None:
             logger.warning("%s: stopping (once more after %g s ends at once)", name, SAME_S)
-        limit_s = CLEAN_EXIT_S + state.grace_s
-        watchdog = threading.Timer(limit_s, _exit_at_once, (number, state.reason, limit_s))
-        watchdog.daemon = True
-        watchdog.start()
+        watchdog = _watchdog(number, state)
         if not raise_in_main:
             return
         try:
@@ -114,6 +111,15 @@ def interrupts(*, raise_in_main: bool = True) -> Iterator[Interrupts]:
             signal.signal(number, handler)
         if watchdog is not None:
             watchdog.cancel()
+
+
+def _watchdog(number: int, state: Interrupts) -> threading.Timer:
+    """A timer that ends a process which does not end by itself; it runs."""
+    limit_s = CLEAN_EXIT_S + state.grace_s
+    timer = threading.Timer(limit_s, _exit_at_once, (number, state.reason, limit_s))
+    timer.daemon = True
+    timer.start()
+    return timer
 
 
 def _interrupt() -> None:
