@@ -158,7 +158,11 @@ def test_what_a_function_holds_is_that_of_the_time_of_the_call() -> None:
     def default(added: float, board: dict[str, float] = board) -> float:
         return board["moves"] + added
 
-    functions: list[Any] = [closure, default, counting, counting.__call__]
+    recipe: dict[str, Any] = {"__name__": "__main__"}  # whose functions are sent by value
+    exec("def attribute(added): return attribute.board['moves'] + added", recipe)
+    recipe["attribute"].board = board
+
+    functions: list[Any] = [closure, default, counting, counting.__call__, recipe["attribute"]]
     functions.append(functools.partial(lambda held, added: held["moves"] + added, board))
 
     async def test() -> None:

@@ -283,10 +283,10 @@ class Scorer:
 
 
 def _holds_nothing(function: ScoreFunction) -> bool:
-    """Whether a function is its code alone: no closure, no defaults, no object."""
+    """Whether a function is its code alone: no closure, no defaults, no attributes, no object."""
     if not isinstance(function, FunctionType):
         return False
-    return not (function.__closure__ or function.__defaults__ or function.__kwdefaults__)
+    return not (function.__closure__ or function.__defaults__ or function.__kwdefaults__ or function.__dict__)
 
 
 def _has_failed(task: asyncio.Task[None]) -> bool:
