@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import resource
@@ -209,8 +210,10 @@ def test_without_descriptors_a_request_is_refused_and_later_ones_are_served(
     assert exit_code(status) == 3
     os.close(status)
     limits = resource.prlimit(stage, resource.RLIMIT_NOFILE)
-    highest = max(int(name) for name in os.listdir(f"/proc/{stage}/fd"))
-    resource.prlimit(stage, resource.RLIMIT_NOFILE, (highest + 1 + fork_client.FIXED_FDS + 5, limits[1]))
+    taken = {int(name) for name in os.listdir(f"/proc/{stage}/fd")}  # also by what ends at this moment: a few
+    free = (number for number in itertools.count() if number not in taken)
+    lowest = next(itertools.islice(free, fork_client.FIXED_FDS + 5, None))
+    resource.prlimit(stage, resource.RLIMIT_NOFILE, (lowest, limits[1]))
     begin(monkeypatch, tmp_path / "refused", "exit 3")
     with pytest.raises(NoForkServer):
         fork("small", PROGRAM, fds=[0] * 20)
