@@ -40,6 +40,8 @@ FORMAT = b"GRP6"
 BEHAVIOUR = "behaviour"
 """A column that every group has: log-probs of the policy that drew each token, by its engine."""
 _LENGTH = struct.Struct("<I")
+_JSON = json.JSONEncoder(separators=(",", ":"))
+"""Kept, because ``json.dumps`` makes one for each call that has separators of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +215,7 @@ def pack_group(group: Group) -> bytes:
                 sum(map(len, arrays)),
                 episode.finish_reason,
                 episode.parts,
-                [(int(turn.trainable.sum()), turn.reward) for turn in episode.turns],
+                [(_trained(of_turn), turn.reward) for of_turn, turn in zip(by_turn, episode.turns, strict=True)],
                 episode.seat,
                 play,
                 episode.fork,
@@ -285,8 +287,14 @@ def _pack_episode(episode: Episode, runs: list[list[VersionRun]], columns: list[
     """``runs``: those of each turn. ``columns``: names."""
     ids, logprobs, trainable = episode.token_ids, episode.logprobs, episode.trainable
     kept_sets, expert_routes = episode.kept_sets, episode.expert_routes
-    if np.any(logprobs[~trainable]):
-        raise ValueError("an episode has a log-prob that is not 0 on a token that is not trainable")
+    drawn, start = [], 0
+    for tokens, _, is_trainable in chain.from_iterable(runs):
+        of_run = logprobs[start : start + tokens]
+        start += tokens
+        if is_trainable:
+            drawn.append(of_run.astype("<f4").tobytes())
+        elif of_run.any():
+            raise ValueError("an episode has a log-prob that is not 0 on a token that is not trainable")
     if kept_sets is not None and np.any(kept_sets.counts[~trainable]):
         raise ValueError("an episode has a kept set on a token that is not trainable")
     head: dict[str, Any] = {
@@ -301,13 +309,18 @@ def _pack_episode(episode: Episode, runs: list[list[VersionRun]], columns: list[
     if columns:
         head["columns"] = columns
     text = _padded(head)
-    arrays = [_LENGTH.pack(len(text)), text, ids.astype("<i4").tobytes(), logprobs[trainable].astype("<f4").tobytes()]
+    arrays = [_LENGTH.pack(len(text)), text, ids.astype("<i4").tobytes(), *drawn]
     if kept_sets is not None:
         arrays += [kept_sets.counts[trainable].astype("<i4").tobytes(), kept_sets.ids.astype("<i4").tobytes()]
     if expert_routes is not None:
         data = expert_routes.astype(expert_routes.dtype.newbyteorder("<")).tobytes()
         arrays.append(data + bytes(-len(data) % 4))
     return arrays + [episode.column(name)[trainable].astype("<f4").tobytes() for name in columns]
+
+
+def _trained(runs: list[VersionRun]) -> int:
+    """Trainable tokens of a turn."""
+    return sum(tokens for tokens, _, trainable in runs if trainable)
 
 
 def _tokens_by_version(runs: list[list[VersionRun]]) -> Counter[int]:
@@ -321,5 +334,5 @@ def _tokens_by_version(runs: list[list[VersionRun]]) -> Counter[int]:
 
 def _padded(value: Any) -> bytes:
     """JSON, padded with spaces to a multiple of 4 bytes, so that the arrays behind it are aligned."""
-    text = json.dumps(value, separators=(",", ":")).encode()
+    text = _JSON.encode(value).encode()
     return text + b" " * (-len(text) % 4)

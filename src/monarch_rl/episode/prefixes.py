@@ -42,15 +42,14 @@ def prefix_tree(episodes: Sequence[Episode]) -> PrefixTree:
 
 
 def _input_rows(episode: Episode) -> np.ndarray:
-    """uint8[inputs, bytes]: what decides how an input is computed, behind the same inputs before it."""
-    ids = np.ascontiguousarray(episode.token_ids[:-1])
+    """What decides how an input is computed, behind the same inputs before it: the ids, or with expert routes
+    uint8[inputs, bytes]."""
+    ids = episode.token_ids[:-1]
     inputs = len(ids)
-    parts = [ids.view(np.uint8).reshape(inputs, ids.itemsize)]
-    if episode.expert_routes is not None and inputs:
-        routes = np.ascontiguousarray(episode.expert_routes[:inputs])
-        if len(routes) == inputs:
-            parts.append(routes.reshape(inputs, -1).view(np.uint8))
-    return np.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]
+    if episode.expert_routes is None or not inputs or len(episode.expert_routes) < inputs:
+        return ids
+    routes = np.ascontiguousarray(episode.expert_routes[:inputs]).reshape(inputs, -1)
+    return np.concatenate([of_input.view(np.uint8) for of_input in (ids.reshape(inputs, 1), routes)], axis=1)
 
 
 def _common(left: np.ndarray, right: np.ndarray) -> int:
@@ -58,5 +57,8 @@ def _common(left: np.ndarray, right: np.ndarray) -> int:
     inputs = min(len(left), len(right))
     if left.shape[1:] != right.shape[1:]:
         return 0
-    differing = np.flatnonzero((left[:inputs] != right[:inputs]).any(axis=1))
+    differs = left[:inputs] != right[:inputs]
+    if differs.ndim > 1:
+        differs = differs.any(axis=1)
+    differing = np.flatnonzero(differs)
     return int(differing[0]) if len(differing) else inputs
