@@ -386,6 +386,26 @@ def test_the_sequences_of_an_episode_stay_within_its_share(
     assert share.excess(len(played), sum(sequence.num_tokens for sequence in played)) is None
 
 
+@given(most=st.integers(20, 150), long=st.integers(1, 3), seed=st.integers(0, 999), seats=st.booleans())
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_what_did_not_fit_takes_no_room_of_others(
+    template: ChatTemplate, most: int, long: int, seed: int, seats: bool
+) -> None:
+    async def episode(item: Any, policy: Policy) -> Any:
+        full, other = (policy.seat("a"), policy.seat("b")) if seats else (policy.fork(), policy.fork())
+        await full.reply("x", max_new_tokens=1)
+        with pytest.raises(ContextFull):
+            await full.reply("y" * most * long)
+        with suppress(ContextFull):
+            while True:
+                await other.reply("go on")
+        return 0.0 if seats else [0.0, 1.0]
+
+    played = play(Engine(random.Random(seed)), template, episode, share=GroupBound(None, most))
+    tokens = sum(sequence.num_tokens for sequence in played)
+    assert len(played) == 2 and most - len("go on") <= tokens <= most  # no other turn has room
+
+
 def test_what_was_forked_counts_from_the_turn_on_that_it_draws_beside_its_forks(template: ChatTemplate) -> None:
     async def tokens(item: Any, policy: Policy) -> Any:
         await policy.reply("x")

@@ -54,8 +54,9 @@ class Line:
 
     @property
     def tokens(self) -> int:
-        """Those that it has, and those that it may have after the turn under way."""
-        return len(self.conversation.ids) + self.drawing
+        """Those that it has, and those that it may have after the turn under way. What a full one was given last, for
+        which there was no room, will be in no sequence."""
+        return self.length(len(self.turns)) if self.full else len(self.conversation.ids) + self.drawing
 
     def set_reward(self, reward_so_far: float) -> None:
         """Set what it is worth if a full context ends the episode."""
