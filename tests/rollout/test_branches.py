@@ -386,6 +386,26 @@ def test_the_sequences_of_an_episode_stay_within_its_share(
     assert share.excess(len(played), sum(sequence.num_tokens for sequence in played)) is None
 
 
+@given(most=st.integers(20, 150), long=st.integers(1, 3), seed=st.integers(0, 999), seats=st.booleans())
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_what_did_not_fit_takes_no_room_of_others(
+    template: ChatTemplate, most: int, long: int, seed: int, seats: bool
+) -> None:
+    async def episode(item: Any, policy: Policy) -> Any:
+        full, other = (policy.seat("a"), policy.seat("b")) if seats else (policy.fork(), policy.fork())
+        await full.reply("x", max_new_tokens=1)
+        with pytest.raises(ContextFull):
+            await full.reply("y" * most * long)
+        with suppress(ContextFull):
+            while True:
+                await other.reply("go on")
+        return 0.0 if seats else [0.0, 1.0]
+
+    played = play(Engine(random.Random(seed)), template, episode, share=GroupBound(None, most))
+    tokens = sum(sequence.num_tokens for sequence in played)
+    assert len(played) == 2 and most - len("go on") <= tokens <= most  # no other turn has room
+
+
 def test_what_was_forked_counts_from_the_turn_on_that_it_draws_beside_its_forks(template: ChatTemplate) -> None:
     async def tokens(item: Any, policy: Policy) -> Any:
         await policy.reply("x")
@@ -457,6 +477,46 @@ def test_an_uncaught_full_context_leaves_each_branch_and_seat_its_reward_so_far(
     played = play(Engine(), template, episode, limit=30)
     assert [(s.seat, s.reward) for s in played] == [("white", 0.25), ("black", 0.5), ("white", 1.0), ("black", 0.5)]
     assert [s.finish_reason == "context" for s in played] == [True, False, False, False]
+
+
+@pytest.mark.parametrize("limit", [30, 60])
+@pytest.mark.parametrize("tokens", [None, 1])
+def test_an_uncaught_full_context_takes_forks_that_were_not_played_back(
+    template: ChatTemplate, limit: int, tokens: int | None
+) -> None:
+    """Unless they were given a reward; at last what they were forked from is a sequence again."""
+
+    async def episode(item: Any, policy: Policy) -> Any:
+        while len((await policy.reply("x")).token_ids) < 2:
+            pass
+        place = (None, None) if tokens is None else (policy.turns, tokens)
+        branches = [policy.fork(*place) for _ in range(4)]
+        branches[2].reward_so_far = 0.0
+        branches[3].fork().reward_so_far = 2.0
+        await branches[0].reply()
+        while True:
+            await branches[0].reply("go on")
+
+    played = play(Engine(), template, episode, limit=limit)
+    whole = [] if tokens is None else [(0.0, False)]  # the turn in the middle of which there are forks
+    assert [(s.reward, s.finish_reason == "context") for s in played] == [
+        *whole,
+        (0.0, True),
+        (0.0, False),
+        (2.0, False),
+    ]
+    assert not any(s.trainable.any() for s in played[-2:])
+
+    async def unplayed(item: Any, policy: Policy) -> Any:
+        await policy.reply("x")
+        policy.reward_so_far = 0.5
+        policy.fork()
+        policy.fork().fork()
+        await policy.reply("go on" * limit)
+
+    (alone,) = play(Engine(), template, unplayed, limit=limit)
+    assert (alone.reward, alone.finish_reason, len(alone.turns), alone.fork) == (0.5, "context", 1, None)
+    assert alone.trainable.any()
 
 
 def test_no_turn_is_lost_to_a_fork_in_the_middle_of_it(template: ChatTemplate) -> None:

@@ -112,3 +112,29 @@ def test_equal_values_are_not_branched_again(template: ChatTemplate) -> None:
     (result,) = found
     first = len(engine.drawn[0].token_ids)
     assert (result.turn, result.saved) == (None, 2 * first)
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+def test_a_branch_that_a_full_context_ends_is_worth_its_reward_so_far(template: ChatTemplate, tokens: bool) -> None:
+    """Also the one that is followed, and one that cannot begin; the others are played to their ends."""
+    found: list[Resampled] = []
+    played = list[Policy]()
+
+    async def first_is_long(policy: Policy) -> float:
+        played.append(policy)
+        policy.reward_so_far = -3.0
+        if len(played) == 2:
+            await policy.reply("x" * 400)
+        for _ in range(50 if len(played) == 1 else 3):
+            await policy.reply("go on")
+        return 1.0
+
+    async def episode(item: Any, policy: Policy) -> Any:
+        policy.read("begin")
+        found.append(await resampled(policy, first_is_long, width=4, tokens=tokens))
+        return found[-1].values
+
+    sequences = play(Engine(), template, episode, limit=200)
+    (result,) = found
+    assert list(result.values.values())[:4] == [-3.0, -3.0, 1.0, 1.0]
+    assert [sequence.finish_reason == "context" for sequence in sequences[:2]] == [True, False]

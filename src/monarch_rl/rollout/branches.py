@@ -27,6 +27,7 @@ class Line:
 
     conversation: Conversation
     reward_so_far: float
+    """The episode sets it by :meth:`set_reward`."""
     number: int = 0
     """Lines of the play that were begun before it."""
     turns: list[Turn] = field(default_factory=list)
@@ -48,11 +49,22 @@ class Line:
     """The version that drew its first token."""
     drawing: int = 0
     """Tokens that the turn under way may draw; 0 without one."""
+    has_outcome: bool = False
+    """Whether, since it was begun, the episode said what it is worth so far, or there was no room for its turn."""
 
     @property
     def tokens(self) -> int:
-        """Those that it has, and those that it may have after the turn under way."""
-        return len(self.conversation.ids) + self.drawing
+        """Those that it has, and those that it may have after the turn under way. What a full one was given last, for
+        which there was no room, will be in no sequence."""
+        return self.length(len(self.turns)) if self.full else len(self.conversation.ids) + self.drawing
+
+    def set_reward(self, reward_so_far: float) -> None:
+        """Set what it is worth if a full context ends the episode."""
+        self.reward_so_far, self.has_outcome = reward_so_far, True
+
+    def fill(self) -> None:
+        """There is no room for its turn."""
+        self.full = self.has_outcome = True
 
     def length(self, turns: int) -> int:
         """Tokens that it had after its first turns."""
@@ -128,6 +140,16 @@ class Branch:
     """Drawn so far, by all seats."""
     forked_at: int = -1
     """How many of them the longest of its forks took over; -1 without a fork."""
+    origin: Branch | None = None
+    """What it was forked from."""
+    taken_over: int = 0
+    """The turns that it began with."""
+
+    @property
+    def is_unplayed(self) -> bool:
+        """Whether it is a fork that has not come to anything of its own."""
+        has_outcome = any(line.has_outcome for line in self.lines.values())
+        return self.origin is not None and self.turns == self.taken_over and not has_outcome
 
     @property
     def is_leaf(self) -> bool:
@@ -215,7 +237,8 @@ class Branches:
             name: line.fork(self._lines + place, turns, tokens) if line.turns else line.fork(self._lines + place, None)
             for place, (name, line) in enumerate(branch.lines.items())
         }
-        fork = Branch(lines, branch.turns if turns is None else turns - (tokens is not None))
+        shared = branch.turns if turns is None else turns - (tokens is not None)
+        fork = Branch(lines, shared, origin=branch, taken_over=shared)
         forked_at, branch.forked_at = branch.forked_at, max(branch.forked_at, fork.turns)
         self.all.append(fork)
         try:
@@ -226,6 +249,14 @@ class Branches:
             raise
         self._lines += len(lines)
         return fork
+
+    def drop_unplayed(self) -> None:
+        """Take back forks that were made and not played, before which the episode has ended."""
+        for branch in reversed(self.all):  # forks stand behind what they were forked from
+            if branch.is_unplayed and branch.forked_at < 0:
+                self.all.remove(branch)
+                shared = [fork.taken_over for fork in self.all if fork.origin is branch.origin]
+                branch.origin.forked_at = max(shared, default=-1)  # type: ignore[union-attr]
 
     def room(self, line: Line) -> int | None:
         """Tokens that the sequences may still grow by if ``line`` draws; None is any number.

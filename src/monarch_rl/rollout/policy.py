@@ -198,7 +198,7 @@ class EpisodePolicy:
 
     @reward_so_far.setter
     def reward_so_far(self, reward: float) -> None:
-        self._line.reward_so_far = reward
+        self._line.set_reward(reward)
 
     @property
     def turns(self) -> int:
@@ -312,7 +312,7 @@ class EpisodePolicy:
             routes_from = sum(map(len, self._line.expert_routes))
         new_tokens, began_at = min([sampling.max_new_tokens, *self._rooms(length)]), self._line.began_at
         if new_tokens < 1:
-            self._line.full = True
+            self._line.fill()
             raise ContextFull(f"{length} tokens leave no room for another one")
         if began_at is None and new_tokens == sampling.max_new_tokens:
             return sampling

@@ -38,7 +38,9 @@ def outcomes_of(returned: Any, branches: Branches) -> Outcomes:
 
 
 def rewards_so_far(branches: Branches) -> Outcomes:
-    """What an episode is worth that a full context has ended."""
+    """What an episode is worth that a full context has ended. Forks that it did not come to are none: to train what
+    they begin with by a reward that nobody gave them would say that it was bad."""
+    branches.drop_unplayed()
     return [{name: as_outcome(line.reward_so_far) for name, line in leaf.seats.items()} for leaf in branches.leaves]
 
 

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from monarch_rl.tasks.task import GroupFull, Policy, Reward, as_outcome
+from monarch_rl.tasks.task import ContextFull, GroupFull, Policy, Reward, as_outcome
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ async def resampled(
     that is tried ``probes`` branches go on from there, and the values part if one of them differs from that of the
     branch. With ``tokens`` the place is then sought in the same way within the turn after it. From the place found
     ``width`` further branches are played. All are branches of the episode; where the group has no room for more
-    (GroupFull), these are all.
+    (GroupFull), these are all. A branch that a full context ends is worth its ``reward_so_far``.
 
     Args:
         play: plays one branch to its end, and returns its value. With ``tokens``, a branch may begin in the middle of a
@@ -72,7 +72,7 @@ async def resampled(
         return any(reward != rewards[followed] for reward in tried.values())
 
     turn = course.result.turn = await _last(start, followed.turns, part_after)
-    if tokens:
+    if tokens and turn < followed.turns:
         length = followed.turn_lengths[turn]
         course.result.token = await _last(0, length, lambda token: part_after(turn + 1, token))
     if course.result.token:
@@ -108,9 +108,15 @@ class _Course:
         except GroupFull:
             pass
         known = sum(branch.drawn for branch in made)
-        values = await asyncio.gather(*map(self._play, made))  # waits: the player has a deadline for its own code
+        values = await asyncio.gather(*map(self._value, made))  # waits: the player has a deadline for its own code
         whole = sum(branch.drawn for branch in made)
         self.result.whole += whole
         self.result.drawn += whole - known
         self.result.values |= dict(zip(made, values, strict=True))
         return {branch: as_outcome(value).reward for branch, value in zip(made, values, strict=True)}
+
+    async def _value(self, branch: Policy) -> Reward:
+        try:
+            return await self._play(branch)  # waits: see branches
+        except ContextFull:
+            return branch.reward_so_far
