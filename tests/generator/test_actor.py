@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +23,9 @@ from monarch.actor import ActorError
 from monarch_rl.episode.sampling import Completion, GenerationError, Sampling
 from monarch_rl.generator.connection import ReplicaConnection, ReplicaLost
 from monarch_rl.generator.dispatcher import Dispatcher
+from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD
+from monarch_rl.runtime import actor_process, fork_client
+from monarch_rl.runtime.fork_context import ForkContext
 from monarch_rl.runtime.monarch_client import STATE_DEADLINE_S, configure_monarch
 from monarch_rl.weights.collective import CollectiveSender
 from monarch_rl.weights.endpoint import SNAPSHOTS, TransferSettings
@@ -39,7 +43,6 @@ from tests.generator.helpers import (
     weights_in,
 )
 
-pytestmark = pytest.mark.usefixtures("spawned")
 TRANSFER = TransferSettings(bucket_mib=1, deadline_s=30)
 CPU = torch.device("cpu")
 
@@ -77,8 +80,17 @@ async def ask(actor: Any, prompt: list[int], sampling: Sampling) -> Completion:
     return await Dispatcher([actor], 60).generate(prompt, sampling, 0)
 
 
+def forked(_: Any) -> Any:
+    """Monarch's command for a process that the fork server of these tests forks, as on a host of a run."""
+    from monarch.actor import default_bootstrap_cmd
+
+    command = default_bootstrap_cmd()
+    command.args = ["-IS", fork_client.__file__, ENGINE_PRELOAD, actor_process.__name__]
+    return command
+
+
 @pytest.fixture(scope="module")
-def replicas(models: dict[str, Path], run: LoopThread) -> Iterator[Replicas]:
+def replicas(models: dict[str, Path], run: LoopThread, fork_server: subprocess.Popen[bytes]) -> Iterator[Replicas]:
     import monarch.actor
     from monarch.actor import this_host
 
@@ -88,9 +100,13 @@ def replicas(models: dict[str, Path], run: LoopThread) -> Iterator[Replicas]:
     configure_monarch()
     base = weights_in(models["llama"])
     manifest = manifest_of(base)
+    ready = ForkContext(ENGINE_PRELOAD).Process(target=os.getpid)
+    ready.start()  # until the server has its imports behind it: Monarch's processes wait 10 s only
+    ready.join()
 
     async def start() -> Replicas:
-        meshes = [this_host().spawn_procs(per_host={"gpus": 1}, name=f"generator_{i}") for i in range(2)]
+        host, one = this_host(), {"gpus": 1}
+        meshes = [host.spawn_procs(per_host=one, name=f"generator_{i}", bootstrap_command=forked) for i in range(2)]
         actors = [mesh.spawn("generator", Generator) for mesh in meshes]
         seconds = await asyncio.gather(
             *[wait(a.setup.call_one(str(models["llama"]), SETTINGS, i)) for i, a in enumerate(actors)]
@@ -106,6 +122,10 @@ def replicas(models: dict[str, Path], run: LoopThread) -> Iterator[Replicas]:
         return Replicas(meshes, actors, sender, base, list(seconds))
 
     started = run(start(), 240)
+    family = {process.pid for process in psutil.Process(fork_server.pid).children(recursive=True)}
+    for actor in started.actors:
+        stats = run(wait(actor.stats.call_one()))
+        assert {stats["pid"], *stats["child_pids"]} <= family
     yield started
 
     async def stop() -> None:
@@ -264,7 +284,7 @@ def test_a_failure_that_is_no_requests_own_is_the_end_of_the_replica(replicas: R
 def test_a_killed_replica_takes_its_engine_along_and_another_one_goes_on(replicas: Replicas, run: LoopThread) -> None:
     """The last test on replica 0: what it had drawn is not drawn again."""
     scheduler = run(scheduler_of(replicas.actors[0]))
-    actor = psutil.Process(scheduler).ppid()
+    actor = run(wait(replicas.actors[0].stats.call_one()))["pid"]
 
     async def tokens() -> int:
         return int((await replicas.actors[1].stats.call_one())["generated_tokens"])

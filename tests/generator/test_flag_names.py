@@ -11,7 +11,7 @@ from monarch_rl.episode.sampling import GenerationError
 from monarch_rl.generator.answers import read_reason
 from monarch_rl.generator.flag_names import GPU_FLAGS, recipe_flags, rename_in, rename_in_log
 from monarch_rl.pipeline.settings import RunSettings
-from tests.recipe.test_every_flag import flags
+from tests.recipe.flags import flags
 
 MEMORY = "Not enough memory. Please try to increase --mem-fraction-static. Current value: mem_fraction_static=0.1"
 LONG = "Input length (9 tokens) exceeds the maximum allowed length (5 tokens). Use a shorter input or enable"

@@ -1,14 +1,19 @@
-"""What tests of the recipe share: a model, and commands that are started and ended."""
+"""What tests of the recipe share: a model, commands that are started and ended, and runs with a sample of flags."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.recipe.running import keep_environment, random_model
-from tests.runtime.launched import Start, launching
+from monarch_rl.pipeline.settings import RunSettings
+from tests.recipe import flags
+from tests.recipe.running import ROOT, as_arguments, finished, keep_environment, random_model
+from tests.runtime.launched import Launched, Start, launching
 
 
 @pytest.fixture(scope="module")
@@ -23,3 +28,30 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     keep_environment(monkeypatch)
     with launching(tmp_path) as begin:
         yield begin
+
+
+@pytest.fixture
+def defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Path], RunSettings]:
+    """Returns the defaults of a recipe, by its name, with a model that is there."""
+    monkeypatch.syspath_prepend(str(ROOT / "recipes"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    return lambda recipe, model: flags.defaults(recipe, model, tmp_path / "runs")
+
+
+@pytest.fixture
+def run_sample(defaults: Callable[[str, Path], RunSettings], start: Start, tmp_path: Path) -> Callable[..., Launched]:
+    """Runs a recipe, by its name, to its good end with a sample of flags; see :func:`tests.recipe.flags.sample`."""
+
+    def run(recipe: str, model: Path, **sampling: Any) -> Launched:
+        settings, seed = defaults(recipe, model), flags.RECIPES.index(recipe)
+        changed = flags.sample(settings, seed, **sampling)
+        print(f"sample of seed {seed}: {changed}")  # pytest shows it if the test fails, wherever it does
+        folders = [f"--{flag}={model}" for flag in ("model", "teacher") if hasattr(settings, flag)]
+        script = str(ROOT / "recipes" / f"{recipe}.py")
+        run = start([sys.executable, script, *folders, f"--output={settings.output}", *as_arguments(changed)])
+        finished(run)
+        steps = changed["steps"]
+        assert re.search(rf"^step {steps}/{steps} ", run.output(), re.MULTILINE), run.output()
+        return run
+
+    return run

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,6 +33,18 @@ GONE_S = 12.0
 STOP_S = 40.0
 """Seconds from a signal to the end of the run: at most 20 for an orderly end, then 16 for its host process."""
 STEPS = 3
+SMALL_RUN: dict[str, Any] = {
+    "held-out": 8,
+    "groups-per-step": 8,
+    "rollout.max-new-tokens": 8,
+    "trainer.lr": 1e-3,
+    "trainer.lr-warmup-steps": 0,
+    "task.template": "{word} -> ",
+    "task.pass-mark": 0,
+    "checkpoint.restarts": 0,
+    "steps": STEPS,
+}
+"""Flags of a small run: part marks count, or a random model would never see a reward; a run that fails is to end."""
 ROW = {
     "step",
     "group",
@@ -56,11 +69,22 @@ ROW = {
 
 
 def recipe(model: Path, output: Path, *more: str, script: Path = RECIPE) -> list[str]:
-    """Script and arguments of a small run; part marks count, or a random model would never see a reward."""
-    small = ["--held-out=8", "--groups-per-step=8", "--rollout.max-new-tokens=8", "--trainer.lr=1e-3"]
-    small += ["--trainer.lr-warmup-steps=0", "--task.template={word} -> ", "--task.pass-mark=0"]
-    small += ["--checkpoint.restarts=0"]  # a run that fails is to end
-    return [str(script), f"--model={model}", f"--output={output}", *small, f"--steps={STEPS}", *more]
+    """Script and arguments of a small run."""
+    return [str(script), f"--model={model}", f"--output={output}", *as_arguments(SMALL_RUN), *more]
+
+
+def as_arguments(changed: Mapping[str, Any]) -> list[str]:
+    """Settings as a user writes them on the command line."""
+    arguments = []
+    for flag, value in changed.items():
+        if isinstance(value, bool):
+            room, _, name = flag.rpartition(".")
+            arguments.append(f"--{room}{'.' if room else ''}{'' if value else 'no-'}{name}")
+        elif isinstance(value, tuple):
+            arguments += [f"--{flag}", *map(str, value)]
+        else:
+            arguments.append(f"--{flag}={value}")
+    return arguments
 
 
 def engines(run: Launched) -> int:

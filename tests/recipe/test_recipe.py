@@ -34,6 +34,7 @@ from tests.recipe.running import (
     GONE_S,
     RECIPE,
     RUN_S,
+    SMALL_RUN,
     STEPS,
     assert_no_traceback,
     check_run,
@@ -43,7 +44,7 @@ from tests.recipe.running import (
     recipe,
     wait_for_step,
 )
-from tests.runtime.launched import TORCHRUN, Start
+from tests.runtime.launched import TORCHRUN, Launched, Start
 
 # -- whole runs ---------------------------------------------------------------------------------------------------
 
@@ -130,11 +131,21 @@ def program(name: str, folder: Path, *flags: str) -> str:
     return done.stdout
 
 
-def test_adapters(start: Start, model: Path, tmp_path: Path) -> None:
+# -- runs with a sample of flags, of which none touches what is checked ------------------------------------------------
+
+ONE_REPLICA = {"generator.replicas": 1}
+"""An engine costs half of a start."""
+CHECKED = (
+    r"trainer\.(compile|betas|weight-decay|epochs|minibatches|compute-dtype|max-grad-norm|lr.*|lora\.(rank|alpha))"
+    r"|buffer\..*|evaluate-every|rollout\.(max-.*|logged-groups)|generator\.max-running-requests"
+)
+"""Flags that change which groups, evaluations and rollouts are told, and how much a weight changes; and those that make
+a run of a sample costly: a compiled trainer, and an engine that draws few sequences at once."""
+
+
+def test_adapters(run_sample: Callable[..., Launched], model: Path, tmp_path: Path) -> None:
     """The model is saved merged, and the adapter beside it belongs to the model that the run started from."""
-    _, *arguments = recipe(model, tmp_path / "runs")
-    run = start([sys.executable, str(RECIPE.with_name("grpo_lora.py")), *arguments])
-    finished(run)
+    run = run_sample("grpo_lora", model, given=SMALL_RUN | ONE_REPLICA, kept=CHECKED, share=0.8)
     check_run(run.output(), model, max_policy_lag=2)
     (adapter,) = (tmp_path / "runs").glob("*/model_adapter/adapter_config.json")
     config = json.loads(adapter.read_text())
@@ -145,12 +156,12 @@ def test_adapters(start: Start, model: Path, tmp_path: Path) -> None:
         assert (tmp_path / "alone" / name).read_bytes() == adapter.with_name(name).read_bytes()
 
 
-def test_self_play(start: Start, model: Path, tmp_path: Path) -> None:
+def test_self_play(run_sample: Callable[..., Launched], model: Path, tmp_path: Path) -> None:
     """Two seats of one policy train; held-out games are against a frozen engine of the model as it was."""
-    small = ["--steps=2", "--groups-per-step=8", "--stones=6", "--held-out=12", "--checkpoint.restarts=0"]
-    script = str(RECIPE.with_name("game.py"))
-    run = start([sys.executable, script, f"--model={model}", f"--output={tmp_path / 'runs'}", *small])
-    finished(run)
+    small = {"steps": 2, "groups-per-step": 8, "stones": 6, "held-out": 12, "checkpoint.restarts": 0}
+    told = r"trainer\.(compile|loss\.overlong-.*)|buffer\.(reject.*|late|partial)|evaluate-every"
+    told += r"|rollout\.(max-.*|logged-groups)|generator\.max-running-requests"
+    run = run_sample("game", model, given=small | ONE_REPLICA, kept=told, share=0.8)
     assert_no_traceback(run.output())
     (folder,) = (tmp_path / "runs").iterdir()
     rows = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
@@ -167,15 +178,20 @@ def test_self_play(start: Start, model: Path, tmp_path: Path) -> None:
     assert steps and all(line["reward/mean"] == 0 for line in steps)  # what one wins the other loses
 
 
-def test_distillation(start: Start, model: Path, tmp_path: Path) -> None:
+def test_distillation(run_sample: Callable[..., Launched], model: Path, tmp_path: Path) -> None:
     """The teacher begins as the student, so of the first batch it says what the student's engine and trainer say; of
     the next one it does not. Then it takes over the student's weights."""
-    small = ["--steps=2", "--snapshot-every=2", "--groups-per-step=4", "--rollout.group-size=4", "--held-out=8"]
-    small += ["--buffer.max-policy-lag=0", "--trainer.lr=1e-2", "--trainer.lr-warmup-steps=0", "--trainer.ranks=1"]
-    small += ["--generator.replicas=1", "--checkpoint.restarts=0", f"--output={tmp_path / 'runs'}"]
-    small += ["--trainer.loss.teacher-top=4"]
-    run = start([sys.executable, str(RECIPE.with_name("distill.py")), f"--model={model}", f"--teacher={model}", *small])
-    finished(run)
+    small: dict[str, Any] = {
+        "steps": 2,
+        "snapshot-every": 2,
+        "groups-per-step": 4,
+        "rollout.group-size": 4,
+        "held-out": 8,
+    }
+    small |= {"buffer.max-policy-lag": 0, "trainer.lr": 1e-2, "trainer.lr-warmup-steps": 0, "trainer.ranks": 1}
+    small |= {"checkpoint.restarts": 0, "trainer.loss.teacher-top": 4}
+    compared = rf"{CHECKED}|by|trainer\.(loss|lora)\..*|generator\.dtype|rollout\.(temperature|top-.|min-p|keep-.*)"
+    run = run_sample("distill", model, given=small | ONE_REPLICA, kept=compared, share=0.8)
     assert_no_traceback(run.output())
     (folder,) = (tmp_path / "runs").iterdir()
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -190,14 +206,15 @@ def test_distillation(start: Start, model: Path, tmp_path: Path) -> None:
     assert [path.name for path in (folder / "snapshots").iterdir()] == ["version-00000002"]
 
 
-def test_experts(start: Start, tmp_path: Path) -> None:
+def test_experts(run_sample: Callable[..., Launched], tmp_path: Path) -> None:
     """Divided among the trainer ranks, with the engine's routes replayed and its kept sets.
 
     Keys and values of older weights, which the engine goes on with by default, would have it and the trainer differ."""
     model = random_model(tmp_path / "model", kind="moe")
-    _, *arguments = recipe(model, tmp_path / "runs", "--generator.in-flight=recompute")
-    run = start([sys.executable, str(RECIPE.with_name("grpo_moe.py")), *arguments])
-    finished(run)
+    small = SMALL_RUN | ONE_REPLICA | {"generator.in-flight": "recompute"}
+    compared = rf"{CHECKED}|trainer\.(expert-parallel|router-replay)|generator\.dtype"
+    compared += r"|rollout\.(temperature|top-.|min-p|keep-.*)"
+    run = run_sample("grpo_moe", model, given=small, kept=compared, share=0.8)
     check_run(run.output(), model, max_policy_lag=2)
     (file,) = (tmp_path / "runs").glob("*/metrics.jsonl")
     steps = [row for row in map(json.loads, file.read_text().splitlines()) if "lag/max" in row]
@@ -205,6 +222,8 @@ def test_experts(start: Start, tmp_path: Path) -> None:
     on_policy = [row for row in steps if "trainer/logprob_difference_max" in row]
     assert on_policy and all(row["trainer/logprob_difference_max"] < 1e-4 for row in on_policy)
 
+
+# -- other runs -------------------------------------------------------------------------------------------------------
 
 OWN_RECIPE = """
 import sys

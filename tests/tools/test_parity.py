@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,12 @@ import torch
 from safetensors.torch import save_file
 
 from monarch_rl.generator.settings import GeneratorSettings
+from monarch_rl.pipeline.start import PRELOADS
+from monarch_rl.rollout.scoring import PRELOAD as SCORING_PRELOAD
 from monarch_rl.rollout.settings import RolloutSettings
+from monarch_rl.runtime.fork_client import ADDRESS_VARIABLE
 from monarch_rl.trainer.settings import TrainerSettings
+from tests.forking import forking
 from tests.generator.helpers import LAYERS, LOGPROB_BOUND, make_model, weights_in
 from tools import parity
 
@@ -39,10 +44,9 @@ class Run:
 
 def run(model: Path, *flags: str) -> Run:
     command = [sys.executable, "tools/parity.py", str(model), *FLAGS.split(), *flags]
-    path = f"{ROOT / 'src'}:{os.environ.get('PYTHONPATH', '')}"
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=RUN_S)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=RUN_S)
     assert done.returncode in (0, 1), done.stderr[-4000:]
+    assert "without the fork server" not in done.stderr, "each process has its imports before it"
     *_, verdict, last = done.stdout.splitlines()
     return Run(done.returncode, verdict, json.loads(last))
 
@@ -53,7 +57,18 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {kind: make_model(root / kind, kind) for kind in ("qwen3", "qwen2", "mistral", "moe")}
 
 
+@pytest.fixture(scope="module")
+def fork_server() -> Iterator[None]:
+    """What the processes of all runs are forked from: an engine, its scheduler, and a trainer rank each."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{ROOT / 'src'}:{os.environ.get('PYTHONPATH', '')}")
+        with forking([preload for preload in PRELOADS if preload.name != SCORING_PRELOAD]) as (name, _):
+            patch.setenv(ADDRESS_VARIABLE, name)
+            yield
+
+
 @pytest.mark.heavy
+@pytest.mark.usefixtures("fork_server")
 @pytest.mark.parametrize("kind", ["qwen2", "mistral"])
 def test_a_dense_model_agrees(kind: str, models: dict[str, Path], tmp_path: Path) -> None:
     done = run(models[kind], "--plot", str(tmp_path / "plots" / "parity.png"))
@@ -66,6 +81,7 @@ def test_a_dense_model_agrees(kind: str, models: dict[str, Path], tmp_path: Path
 
 
 @pytest.mark.heavy
+@pytest.mark.usefixtures("fork_server")
 def test_a_mixture_of_experts_agrees_in_its_routes_too(models: dict[str, Path]) -> None:
     done = run(models["moe"])
     assert done.code == 0 and "with the engine's experts replayed" in done.verdict
@@ -79,6 +95,7 @@ def test_a_mixture_of_experts_agrees_in_its_routes_too(models: dict[str, Path]) 
 
 
 @pytest.mark.heavy
+@pytest.mark.usefixtures("fork_server")
 def test_other_weights_fail_and_replay_mends_only_what_is_the_routers(models: dict[str, Path], tmp_path: Path) -> None:
     other, weights = tmp_path / "other", weights_in(models["moe"])
     shutil.copytree(models["moe"], other)

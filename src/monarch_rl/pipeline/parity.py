@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import multiprocessing
 import os
 import signal
 import time
@@ -26,9 +25,10 @@ from monarch_rl.algorithms.packing import plan_microbatches, separate
 from monarch_rl.episode.episode import Episode, Group, Turn
 from monarch_rl.episode.packed import pack_group, unpack_group
 from monarch_rl.episode.sampling import Sampling
-from monarch_rl.generator.scheduler_process import quiet_imports
+from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD, quiet_imports
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.runtime.deadlines import within
+from monarch_rl.runtime.fork_context import ForkContext
 from monarch_rl.runtime.lifetime import die_with_parent
 from monarch_rl.runtime.network import held_port
 from monarch_rl.runtime.scratch import temporary_directory
@@ -105,25 +105,35 @@ def compare(
         what = f"the engine to draw {sum(len(prompt_set.prompts) for prompt_set in prompt_sets)} sequences"
         limit_s = generator.start_limit_s(torch.cuda.is_available()) + deadline_s + END_S
         drawing = (folder, engine_model, generator, prompt_sets, experts, deadline_s, dict(engine_arguments or {}))
-        run_ranks(draw, drawing, 1, limit_s, what)
+        run_ranks(draw, drawing, 1, limit_s, what, ENGINE_PRELOAD)
         what = f"{trainer.ranks} trainer ranks to compute the log-probs"
         with held_port() as port:
             arguments = (folder, trainer_model, trainer, prompt_sets, port)
-            run_ranks(compute_logprobs, arguments, trainer.ranks, trainer.compile_limit_s + deadline_s + END_S, what)
+            limit_s = trainer.compile_limit_s + deadline_s + END_S
+            run_ranks(compute_logprobs, arguments, trainer.ranks, limit_s, what)
         return {prompt_set.name: _collect(folder, prompt_set, trainer.data_ranks) for prompt_set in prompt_sets}
 
 
-def run_ranks(work: Callable[..., None], arguments: tuple[Any, ...], ranks: int, limit_s: float, what: str) -> None:
+def run_ranks(
+    work: Callable[..., None],
+    arguments: tuple[Any, ...],
+    ranks: int,
+    limit_s: float,
+    what: str,
+    preload: str = "trainer",
+) -> None:
     """Call ``work(rank, *arguments)`` in a process for each rank, and wait for all of them.
 
     Args:
         limit_s: seconds after which they are killed.
         what: what is waited for, for the error.
+        preload: what processes are forked from where a fork server is named (``runtime/fork_server.py``); ``work``
+            is then no function of the main program.
 
     Raises:
         SideFailed: one failed, or they took too long; all have ended.
     """
-    context = multiprocessing.get_context("spawn")
+    context = ForkContext(preload, "rank")
     processes = [context.Process(target=_enter, args=(os.getpid(), work, rank, *arguments)) for rank in range(ranks)]
     deadline = time.monotonic() + limit_s
     try:
