@@ -17,6 +17,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from monarch_rl.algorithms.advantages import gae
+from monarch_rl.algorithms.functions import needs
+from monarch_rl.algorithms.group_view import GroupView
 from monarch_rl.buffer.order import Batch
 from monarch_rl.buffer.shards import Way, cut
 from monarch_rl.checkpoint.tensors import local_of
@@ -77,6 +79,31 @@ def check_values(folder: Path) -> None:
             np.testing.assert_allclose(found, expected.numpy(), atol=1e-5)
 
 
+@needs("value")
+def writing(group: GroupView) -> torch.Tensor:
+    """An advantage that works in what it was given."""
+    for values in group.columns["value"]:
+        values.zero_()
+    group.parts[0]["format"] = 7.0
+    return group.rewards.sub_(group.rewards.mean())
+
+
+def check_returns(folder: Path) -> None:
+    """The critic learns the rewards that were given, whatever an advantage makes of its view. Where nothing is
+    discounted a return is the reward, whatever the values are."""
+    made = TrainerSettings(ranks=int(os.environ["WORLD_SIZE"]), lr=LR, critic=CriticSettings(lr=CRITIC_LR))
+    policy, rewarded = Policy(folder / "model", made, total_steps=2), foreseeable(0)
+    episodes = [episode for group in rewarded for episode in group.episodes]
+    drawn = np.asarray([episode.num_trainable for episode in episodes])
+    expected = float((drawn * [episode.reward for episode in episodes]).sum() / drawn.sum())
+    for _ in range(2):
+        part = part_of(policy, rewarded)
+        metrics, _ = train(policy, part, LoadedFunctions(writing, reinforcement(made.loss)), MAX_NEW_TOKENS)
+        assert abs(metrics["critic/return"] - expected) < 1e-5, metrics
+        assert all(parts == {} for of_group in part.parts for parts in of_group)
+    assert metrics["critic/value"] != 0
+
+
 def learn(folder: Path, model: str, steps: int = STEPS, **settings: object) -> list[dict[str, float]]:
     """Several updates from one batch, whose first one only the critic learns from; their metrics."""
     critic = CriticSettings(lr=CRITIC_LR, warmup=1, lam=0.95, clip=0.2)
@@ -102,6 +129,7 @@ def learn(folder: Path, model: str, steps: int = STEPS, **settings: object) -> l
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     check_values(folder)
+    check_returns(folder)
     steps = COMPARED if os.environ["WORLD_SIZE"] == "1" else STEPS
     once = learn(folder, "model", steps)
     assert once[0]["critic/value"] == 0 and once[0]["critic/clipped"] == 0

@@ -184,7 +184,12 @@ def test_an_advantage_that_writes_into_its_view_leaves_the_batch_as_it_was() -> 
     (view,) = group_views(part)
     for written in (view.rewards, view.lengths, view.plays, *view.columns["value"], *view.turn_rewards):
         written -= 7
+    for lists in (view.seats, view.forks, view.parts):
+        lists[0] = None  # type: ignore[index, call-overload]
+    view.parts[1]["format"] = -7.0
     assert part.rewards[0].tolist() == [episode.reward for episode in group.episodes]
+    assert part.seats[0] == [episode.seat for episode in group.episodes] and part.forks[0] == [None] * len(view)
+    assert part.parts[0] == [episode.parts for episode in group.episodes]
     (again,) = group_views(part)
     assert (again.lengths == view.lengths + 7).all() and (again.plays == view.plays + 7).all()
     for after, before in zip(again.columns["value"], view.columns["value"], strict=True):

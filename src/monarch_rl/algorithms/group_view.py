@@ -30,7 +30,7 @@ class GroupView:
     """Of S sequences: ``(an earlier sequence of the play, n)``, whose first n turns they have in common; None of none.
     These turns are trained there; here they have length 0. An advantage of whole sequences becomes, for a turn that
     several begin with, the mean of theirs (``branch_means.py``)."""
-    parts: Sequence[Mapping[str, float]]
+    parts: Sequence[dict[str, float]]
     """Of S sequences: the named parts of the reward."""
     turn_lengths: Sequence[torch.Tensor]
     """Of S sequences, int32[turns]: tokens that each turn drew. Their sum is the sequence's length."""

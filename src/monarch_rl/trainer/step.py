@@ -59,6 +59,7 @@ def train(
         with _not_finite_in(where):
             packed = critic.with_values(packed)
     views = [with_overlong_penalty(view, loss) for view in group_views(packed)]
+    columns = {} if critic is None else value_columns(views, critic.settings)  # before an advantage writes into them
     advantages = advantages_of(views, advantage)
     check_agreement(
         fingerprint(advantages),
@@ -67,7 +68,6 @@ def train(
         "nothing but the groups that it was given, no random numbers, clocks or orders of sets",
     )
     shard = packed.unpack()
-    columns = {} if critic is None else value_columns(views, critic.settings)
     minibatches = pack_shard(shard, advantages, loss.aggregation, max_tokens, policy.device, columns)
     trained = minibatches if packed.supervised is None else mixed(minibatches, packed.supervised, policy.device)
     learns = critic is None or not critic.warming_up

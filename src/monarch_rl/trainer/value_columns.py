@@ -21,7 +21,7 @@ def value_columns(views: Sequence[GroupView], settings: CriticSettings) -> dict[
     Args:
         views: with the column ``value``.
     """
-    values = [list(view.columns[VALUE]) for view in views]
+    values = [[value.clone() for value in view.columns[VALUE]] for view in views]  # the views are the advantage's
     advantages = [group_advantages(view, settings.gamma, settings.lam) for view in views]
     returns = [
         [value + advantage for value, advantage in zip(*of_group, strict=True)]
