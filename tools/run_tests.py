@@ -1,10 +1,11 @@
 """Run the tests in groups, two pytest processes at a time, because many tests wait for processes much of their time.
 
-    python tools/run_tests.py            all tests
-    python tools/run_tests.py --quick    those that start no engine, no mesh and no ranks, and take under a minute
+    python tools/run_tests.py                  all tests
+    python tools/run_tests.py --quick          those that start no engine, no mesh and no ranks, and take under a minute
+    python tools/run_tests.py --at-a-time 3    three processes
 
 The longest group begins first, and the next one when a process has ended. What a process said is printed when it has
-ended; at last what the tests have cost. The exit code is 0 if all groups passed.
+ended; at last what the groups have taken and the tests have cost. The exit code is 0 if all groups passed.
 """
 
 from __future__ import annotations
@@ -48,35 +49,43 @@ END_S = 90.0
 class Group:
     """A pytest process that runs."""
 
+    paths: list[str]
     process: subprocess.Popen[bytes]
     said: Path
+    started: float
+    """On ``time.monotonic()``."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
-    quick = parser.parse_args().quick
+    help = f"pytest processes (default {AT_A_TIME})"
+    parser.add_argument("--at-a-time", type=int, choices=range(1, 9), default=AT_A_TIME, help=help)
+    asked = parser.parse_args()
+    groups = QUICK_GROUPS if asked.quick else GROUPS
     for signum in (signal.SIGINT, signal.SIGTERM):  # a signal ignored here would be ignored by pytest, too
         signal.signal(signum, signal.default_int_handler)
     with tempfile.TemporaryDirectory() as scratch:
-        waiting = commands(QUICK_GROUPS if quick else GROUPS, QUICK if quick else [], Path(scratch))
+        waiting = list(zip(groups, commands(groups, QUICK if asked.quick else [], Path(scratch)), strict=True))
         running: list[Group] = []
         codes: list[int] = []
+        took = ["   seconds  group"]
         deadline = time.monotonic() + DEADLINE_S
         try:
             while waiting or running:
-                while waiting and len(running) < AT_A_TIME:
-                    running.append(start(waiting.pop(0), Path(scratch, f"{len(waiting)}.log")))
+                while waiting and len(running) < asked.at_a_time:
+                    running.append(start(*waiting.pop(0), Path(scratch, f"{len(waiting)}.log")))
                 time.sleep(0.1)
                 for group in [group for group in running if group.process.poll() is not None]:
                     running.remove(group)
                     codes.append(group.process.returncode)
+                    took.append(f"{time.monotonic() - group.started:10.1f}  {' '.join(group.paths)}")
                     show(group)
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"the tests have taken more than {DEADLINE_S:g} s")
         finally:
             interrupt(running)
-            print(*table(read(Path(scratch))), sep="\n", flush=True)
+            print(*took, *table(read(Path(scratch))), sep="\n", flush=True)
     return next((code for code in codes if code), 0)
 
 
@@ -91,12 +100,12 @@ def commands(groups: Sequence[list[str]], selected: list[str], scratch: Path) ->
     return found
 
 
-def start(arguments: list[str], said: Path) -> Group:
+def start(paths: list[str], arguments: list[str], said: Path) -> Group:
     """Start pytest in a group of its own: a Ctrl-C reaches it once, from here. What it says goes to ``said``."""
     command = [sys.executable, "-m", "pytest", *arguments]
     with said.open("wb") as output:
         process = subprocess.Popen(command, cwd=ROOT, process_group=0, stdout=output, stderr=subprocess.STDOUT)
-    return Group(process, said)
+    return Group(paths, process, said, time.monotonic())
 
 
 def show(group: Group) -> None:
