@@ -138,6 +138,57 @@ def test_a_call_that_cannot_be_read_is_not_silence(qwen3: ChatTemplate, text: st
     assert reply.raw.endswith(text)
 
 
+WITH_TOOLS = "{% if tools %}{{ '<|start|>system\n' + (tools | tojson) + '<|end|>\n' }}{% endif %}" + TAGGED
+CALLS = {
+    "hermes": '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>',
+    "llama3": '{"name": "add", "parameters": {"a": 1}}',
+    "pythonic": "[add(a=1)]",
+    "mistral": '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]',
+    "qwen3_coder": "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>",
+}
+"""A call in each format."""
+LISTS = {
+    "pythonic": "[add(a=1), add(a=1)]",
+    "mistral": '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}, {"name": "add", "arguments": {"a": 1}}]',
+}
+"""Two calls, in formats that write them as a list."""
+UNREADABLE = {
+    "hermes": ('<tool_call>{"name": "add"', "<tool_call>add(1)</tool_call>", "<tool_call>"),
+    "llama3": ('{"name": "add", "parameters": {"a": 1}', '{"name": "add", "param', '<|python_tag|>{"name"'),
+    "pythonic": (
+        "[add(a=1, b=2)",
+        "[add(a=1, b=)]",
+        "[add(a=1), add(b=2]",
+        "[add(a=1), add(a=x)]",
+        "[add(1, 2)]",
+        "[ search (query='x'",
+        "[add(",
+    ),
+    "mistral": ('[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}', "[TOOL_CALLS] add(1)", '[TOOL_CALLS]add{"a": 1'),
+    "qwen3_coder": ("<tool_call>", "<tool_call>\nadd(1)\n</tool_call>"),
+}
+
+
+@pytest.mark.parametrize("parser", CALLS)
+def test_a_call_that_cannot_be_read_is_not_silence_in_any_format(tmp_path: Path, parser: str) -> None:
+    template = ChatTemplate(write_model(tmp_path, "tagged", WITH_TOOLS), tool_parser=parser)
+    call, between = CALLS[parser], ";" if parser == "llama3" else "\n"
+    several = LISTS.get(parser, call + between + call)
+    for text, number in ((call, 1), (several, 2)):
+        assert [(c.name, c.error) for c in reply_to(template, text).tool_calls] == [("add", "")] * number
+    for unreadable in UNREADABLE[parser]:
+        for text in (unreadable, call + between + unreadable):
+            calls = reply_to(template, text).tool_calls
+            assert "cannot be read" in calls[-1].error, text
+
+
+def test_prose_is_no_call_in_a_format_without_a_token_for_it(tmp_path: Path) -> None:
+    template = ChatTemplate(write_model(tmp_path, "tagged", WITH_TOOLS), tool_parser="pythonic")
+    for text in ("I call add(1), add(2) and [see (below)].", "[1, 2]", "[add]", "add(a=1)", "[readd(a"):
+        reply = reply_to(template, text)
+        assert (reply.tool_calls, reply.text) == ((), text)
+
+
 def test_without_tools_nothing_is_a_call(qwen3: ChatTemplate) -> None:
     conversation = Conversation(qwen3)
     conversation.add(user("1+2?"))
@@ -151,22 +202,13 @@ def test_a_template_without_a_place_for_tools_is_refused(tmp_path: Path) -> None
         conversation.add(user("1+2?"), tools=TOOLS)
 
 
-WITH_TOOLS = "{% if tools %}{{ '<|start|>system\n' + (tools | tojson) + '<|end|>\n' }}{% endif %}" + TAGGED
-
-
 def test_the_format_of_calls_is_set_where_it_cannot_be_told(tmp_path: Path) -> None:
     folder = write_model(tmp_path, "tagged", WITH_TOOLS)
     with pytest.raises(ChatError, match=r"SGLang cannot tell .*: set the tool parser to one of .*hermes"):
         ChatTemplate(folder).require(tools=TOOLS)
     with pytest.raises(ChatError, match=r"SGLang has no parser 'mine': set the tool parser"):
         Conversation(ChatTemplate(folder, tool_parser="mine")).add(user("1+2?"), tools=TOOLS)
-    for parser, text in (
-        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'),
-        ("llama3", '{"name": "add", "parameters": {"a": 1}}'),
-        ("pythonic", "[add(a=1)]"),
-        ("mistral", '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]'),
-        ("qwen3_coder", "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"),
-    ):
+    for parser, text in CALLS.items():
         (found,) = reply_to(ChatTemplate(folder, tool_parser=parser), text).tool_calls
         assert (found.name, found.arguments, found.error) == ("add", {"a": 1}, ""), parser
 

@@ -9,6 +9,7 @@ import os
 import subprocess
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.rollout.worker import RolloutWorker
 from monarch_rl.runtime.endpoint import concurrent_endpoint
 from monarch_rl.tasks.reasoning_gym import Item, ReasoningGym, TaskSettings, extract_answer
-from monarch_rl.tasks.task import Outcome, Policy, Task
+from monarch_rl.tasks.task import GroupFull, Outcome, Policy, Task
 
 CHARACTERS = "\n !\"#$%&'()*+,-./0123456789:;<=>?@ABCDEFGHIJKLMNOPQRSTUVWXYZ[]^_abcdefghijklmnopqrstuvwxyz{|}"
 END = "<|end|>"
@@ -199,12 +200,23 @@ async def _uncompared(item: str, outcomes: Sequence[Outcome]) -> list[float]:
     raise KeyError(item)
 
 
+async def _branching(item: str, policy: Policy) -> list[float]:
+    """Each branch is worth their number."""
+    await policy.reply(item)
+    branches = list[Policy]()
+    with suppress(GroupFull):
+        while len(branches) < 50:
+            branches.append(policy.fork())
+    return [float(len(branches))] * len(branches)
+
+
 def _word(cursor: int) -> str:
     return f"word {cursor} "
 
 
 WORDS = Task(_word, _digit, {"words": ["held out "] * 4}, "words", group_rewards=_places)
 """Each group has rewards that compare its episodes."""
+BRANCHING = Task(_word, _branching, {"words": ["held out "] * 4}, "words")
 UNCOMPARED = Task(_word, _digit, name="words", group_rewards=_uncompared)
 
 

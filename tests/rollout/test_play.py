@@ -132,6 +132,44 @@ def test_turns_are_never_tokenised_again(template: ChatTemplate) -> None:
     assert episode.token_ids.tolist() == second + echo.completion.token_ids.tolist()
 
 
+@pytest.mark.parametrize("read_first", [False, True])
+def test_a_message_that_is_refused_leaves_the_policy_as_it_was(template: ChatTemplate, read_first: bool) -> None:
+    async def episode(item: Any, policy: Policy) -> float:
+        await policy.reply("one ")
+        if read_first:
+            policy.read("two ")
+        for refused in ("refused ", [{"role": "user", "content": 3}]):
+            with pytest.raises(ValueError, match=r"stand in the opening|not text"):
+                await policy.reply(refused, tools=[add])
+        await policy.reply("three ")
+        return 1.0
+
+    played = play(Echo(template, "8", ends=False), template, episode)
+    assert template.plain(played.token_ids.tolist()) == f"one 8{'two ' * read_first}three 8"
+
+
+def test_a_failure_shows_the_last_question_before_the_first_turn(template: ChatTemplate) -> None:
+    def failing(*said: Message, again: str = "") -> Any:
+        async def episode(item: Any, policy: Policy) -> float:
+            for message in said[:-1]:
+                policy.read(message)
+            await policy.reply(said[-1])
+            if again:
+                await policy.reply(again)
+            raise KeyError
+
+        return episode
+
+    def prompt(*said: Message, again: str = "") -> str | None:
+        with pytest.raises(EpisodeFailed) as failed:
+            play(Echo(template, "8", ends=False), template, failing(*said, again=again))
+        return failed.value.prompt
+
+    rules, hint, question = Message("system", "Be brief."), Message("user", "Hint."), Message("user", "2 + 2?")
+    assert prompt(question) == prompt(rules, question, again="Sure?") == prompt(rules, hint, question) == "2 + 2?"
+    assert prompt(rules) == "Be brief."
+
+
 def add(a: int, b: int) -> int:
     """Add two numbers.
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from monarch_rl.model.messages import Message, ToolCall, user
 from monarch_rl.rollout import remote_judge
 from monarch_rl.rollout.outside import JudgeFailed
 from monarch_rl.rollout.remote_judge import RemoteJudge, RemoteReply
@@ -115,6 +116,33 @@ def test_an_answer_and_what_was_asked_for_it() -> None:
                 "temperature": 0.5,
                 "stop": ["\n"],
             }
+
+    run(test)
+
+
+def test_calls_of_tools_and_their_answers_are_asked_as_openais_servers_read_them() -> None:
+    async def test() -> None:
+        async with serving(said("yes")) as (server, judge):
+            call = ToolCall("add", {"a": 1, "how": "é"}, "call00000")
+            await judge.reply([user("1+2?"), Message("assistant", "", (call,)), call.answer("3")])
+            as_rows: list[dict[str, Any]] = [
+                {"role": "user", "content": "1+2?"},
+                {
+                    "role": "assistant",
+                    "content": "",
+                    "tool_calls": [
+                        {
+                            "id": "call00000",
+                            "type": "function",
+                            "function": {"name": "add", "arguments": '{"a": 1, "how": "é"}'},
+                        }
+                    ],
+                },
+                {"role": "tool", "content": "3", "name": "add", "tool_call_id": "call00000"},
+            ]
+            assert server.asked[0][1]["messages"] == as_rows
+            await judge.reply(as_rows)  # as they come from a data set
+            assert server.asked[1][1]["messages"] == as_rows
 
     run(test)
 

@@ -32,6 +32,7 @@ from monarch_rl.tasks.reasoning_gym import TaskSource
 from monarch_rl.tasks.task import Task
 from tests.rollout import helpers
 from tests.rollout.helpers import (
+    BRANCHING,
     SUMS,
     SUMS_TASK,
     TOUCHY,
@@ -364,6 +365,17 @@ def test_evaluation_is_greedy_on_held_out_items_and_beside_training(processes: P
             assert evaluation.accuracy == (evaluation.rewards == 1).mean()
             await s.workers.close.call()
             await within(WAIT_S, playing, "close to end the run")
+
+    run(test)
+
+
+def test_an_episode_of_a_held_out_item_has_the_share_of_one_of_a_group(processes: Processes, model: str) -> None:
+    settings = RolloutSettings(concurrent_groups=2, group_size=2, max_sequences=7)
+
+    async def test() -> None:
+        async with system(processes, model, settings, BRANCHING) as s:
+            evaluation = await s.workers.evaluate.call_one([0, 1])
+            assert evaluation.rewards.tolist() == [[3.0], [3.0]]
 
     run(test)
 

@@ -74,13 +74,14 @@ def test_an_episode_has_its_share_of_the_groups_bound(tmp_path: Path) -> None:
     template = ChatTemplate(write_model(tmp_path, "qwen3"))
     task = Task(lambda cursor: cursor, forking)
 
-    async def played(most: int) -> Any:
+    async def played(most: int) -> list[Any]:
         settings = RolloutSettings(group_size=2, max_sequences=most)
-        return await Table(Silent(), template, settings, task, 64).train_episode(0)  # type: ignore[arg-type]
+        opened = Table(Silent(), template, settings, task, 64)  # type: ignore[arg-type]
+        return [await opened.train_episode(0), await opened.play(task, 0, 0, Sampling(6, 0.0), -1)]
 
-    assert len(asyncio.run(played(6))) == 3
-    failed = asyncio.run(played(4))
-    assert isinstance(failed, EpisodeFailed) and "GroupFull" in failed.reason
+    assert [len(play) for play in asyncio.run(played(6))] == [3, 3]
+    for failed in asyncio.run(played(4)):
+        assert isinstance(failed, EpisodeFailed) and "GroupFull" in failed.reason
 
 
 def test_the_frozen_models_of_a_recipe_are_planned_or_refused(tmp_path: Path) -> None:

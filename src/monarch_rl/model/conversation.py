@@ -86,13 +86,12 @@ class Conversation:
             raise ChatError("the policy's turn is open: call replied(...) before the next add(...)")
         new = [*self._unsaid, *as_messages(messages)]
         if self._begun is not None:
-            self._unsaid = []
             if new and new != self._begun.said[-len(new) :]:
                 raise ChatError(
                     "the policy is in the middle of a turn, from which it was forked: give it what it was given before "
                     "that turn, or nothing"
                 )
-            self._open = True
+            self._unsaid, self._open = [], True
             return []
         tool_set = as_tools(tools) if tools is not None else self.tools
         if self.ids and tool_set is not self.tools and tool_set != self.tools:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import logging
-from typing import Any
+import re
+from typing import Any, NamedTuple
 
 from monarch_rl.model.messages import ChatError, ToolCall
 from monarch_rl.model.tools import ToolSet
@@ -45,12 +46,14 @@ class CallParser:
             )
             raise ChatError(f"{found}: set the tool parser to one of {', '.join(names)}")
         self._parser = FunctionCallParser([Tool.model_validate(schema) for schema in tools.schemas], name)
-        self._opens: str = getattr(self._parser.detector, "bot_token", "").strip()
-        """What a call begins with, in most formats."""
+        self._openings = _openings(
+            name, self._parser.detector, [schema["function"]["name"] for schema in tools.schemas]
+        )
 
     def parse(self, text: str) -> tuple[str, tuple[ToolCall, ...]]:
         """What a turn says beside its calls, and the calls in order, without ids."""
-        attempts = text.count(self._opens) if self._opens else 0
+        first = self._openings.first.search(text)
+        attempts = 0 if first is None else len(self._openings.each.findall(text, first.start()))
         if not attempts and not self._parser.has_tool_call(text):
             return text, ()
         try:
@@ -60,8 +63,8 @@ class CallParser:
         calls = [self._call(item.name or "", item.parameters) for item in items]
         if len(calls) < max(attempts, 1):
             calls.append(ToolCall("", error=_UNREADABLE))
-        if not items and self._opens:
-            rest = text.partition(self._opens)[0]
+        if not items and first is not None:
+            rest = text[: first.start()]
         return rest, tuple(calls)
 
     def _call(self, name: str, parameters: str) -> ToolCall:
@@ -71,6 +74,28 @@ class CallParser:
             return ToolCall(name, error=f"The arguments of {name} are no JSON.")
         problem = self._tools.problem(name, arguments)
         return ToolCall(name, arguments if isinstance(arguments, dict) else {}, error=problem)
+
+
+class _Openings(NamedTuple):
+    """What calls begin with in a format."""
+
+    first: re.Pattern[str]
+    """The first one of a turn."""
+    each: re.Pattern[str]
+    """Any from there on."""
+
+
+def _openings(name: str, detector: Any, tools: list[str]) -> _Openings:
+    """Of a parser. A format that has no token for it is told by the names of the tools, as prose has brackets, too."""
+    token = getattr(detector, "bot_token", "") or getattr(detector, "tool_call_start_token", "")
+    opening = re.escape(token.strip().rstrip("[ "))
+    if name == "llama3":  # where the token may be left out, and stands once before several calls
+        each = re.compile(rf'(?:^|;|{opening})\s*\{{\s*"name"|{opening}')
+        return _Openings(each, each)
+    if opening:
+        return _Openings(re.compile(opening), re.compile(opening))
+    named = rf"\s*(?:{'|'.join(map(re.escape, tools))})\s*\("
+    return _Openings(re.compile(rf"\[{named}"), re.compile(rf"(?:\[|\)\s*,){named}"))
 
 
 def _detected(source: str, tokenizer: Any) -> str:

@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from monarch_rl.episode.group_bound import UNBOUNDED, GroupBound
 from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.generator.replica_memory import cpu_memory
 from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD
@@ -71,8 +70,8 @@ class Table:
         self._player = EpisodePlayer(here, template, settings, self._scorer, limit)
 
     async def train_episode(self, index: int, episode: int = 0) -> Played:
-        """Play the training item of a cursor as a run would, for the place ``episode`` of its group, with that one's
-        share of the group's bound. Rewards that compare a group, and stages, are not computed."""
+        """Play the training item of a cursor as a run would, for the place ``episode`` of its group. Rewards that
+        compare a group, and stages, are not computed."""
         try:
             item = await asyncio.to_thread(self.task.items, index)
         except Exception as error:  # whatever the task raises
@@ -81,14 +80,12 @@ class Table:
         seed, stops = episode_seed(s.seed, index, episode), self.template.stop_token_ids
         sampling = Sampling(s.max_new_tokens, s.temperature, stops, seed, s.top_k, s.top_p, s.min_p)
         task, item = self.task.player_of(item)
-        return await self.play(task, item, index, sampling, index, self._share)
+        return await self.play(task, item, index, sampling, index)
 
-    async def play(
-        self, task: Task, item: Any, index: int, sampling: Sampling, group: int, share: GroupBound = UNBOUNDED
-    ) -> Played:
-        """Play an item. Failures of the episode are values."""
+    async def play(self, task: Task, item: Any, index: int, sampling: Sampling, group: int) -> Played:
+        """Play an item, with an episode's share of the group's bound. Failures of the episode are values."""
         try:
-            return await self._player.play(task, index, item, sampling, group, share)
+            return await self._player.play(task, index, item, sampling, group, self._share)
         except EpisodeFailed as failed:
             return failed
 

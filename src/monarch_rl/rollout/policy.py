@@ -17,7 +17,7 @@ from monarch_rl.episode.episode import Episode, Turn
 from monarch_rl.episode.group_bound import GroupBound
 from monarch_rl.episode.sampling import Completion, DrawLost, Sampling
 from monarch_rl.model.conversation import Conversation
-from monarch_rl.model.messages import as_messages
+from monarch_rl.model.messages import Message, as_messages
 from monarch_rl.model.tools import Tools
 from monarch_rl.rollout.branches import Branch, Branches, Line
 from monarch_rl.rollout.episode_failed import EpisodeFailed
@@ -106,7 +106,7 @@ class Play:
         self.means, self.sampling, self.group = means, sampling, group
         self.branches = Branches(Line(conversation, reward_so_far), share)
         self.prompt: str | None = None
-        """What the policy was given first, as text."""
+        """The last user's message before the first turn; where there is none, what the policy was given first."""
         self.answer: str | None = None
         """Its last turn."""
         self.broken: Exception | None = None
@@ -118,6 +118,15 @@ class Play:
     def policy(self) -> EpisodePolicy:
         """What the coroutine is given."""
         return EpisodePolicy(self, self.branches.all[0])
+
+    def note_prompt(self, said: Sequence[Message]) -> None:
+        """Note what the policy is given."""
+        if self.answer is None and said:
+            asked = [message.content for message in said if message.role == "user"]
+            if asked:
+                self.prompt = asked[-1]
+            elif self.prompt is None:
+                self.prompt = "".join(message.content for message in said)
 
     def end(self) -> None:
         """The episode is over: code of it that still runs can draw nothing more."""
@@ -228,8 +237,7 @@ class EpisodePolicy:
     def read(self, messages: Said) -> None:
         """See :meth:`monarch_rl.tasks.task.Policy.read`."""
         said = as_messages(messages)
-        if self._play.prompt is None and said:
-            self._play.prompt = "".join(message.content for message in said)
+        self._play.note_prompt(said)
         self._line.conversation.read(said)
 
     async def reply(
@@ -252,8 +260,9 @@ class EpisodePolicy:
         if begun:
             sampling = after(sampling, len(begun))
         asked = sampling.max_new_tokens
-        self.read(messages)
-        line.context += line.conversation.add(tools=tools)
+        said = as_messages(messages)
+        self._play.note_prompt(said)
+        line.context += line.conversation.add(said, tools)
         drawn: list[int] = []
         try:
             sampling = self._within_room(sampling)

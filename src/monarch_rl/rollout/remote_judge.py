@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from monarch_rl.model.messages import Message, as_messages
+from monarch_rl.model.messages import Message, ToolCall, as_messages
 from monarch_rl.rollout.outside import JudgeFailed, outside
 from monarch_rl.runtime.deadlines import DeadlineExceeded, within
 from monarch_rl.settings.ranges import FOREVER_S, CheckedSettings, Range
@@ -181,10 +181,22 @@ class RemoteJudge(CheckedSettings, flags="judge"):
 
 
 def _row(message: Message) -> dict[str, Any]:
+    """As OpenAI's servers read it."""
     row: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        row["tool_calls"] = [_call_row(call) for call in message.tool_calls]
+    if message.name:
+        row["name"] = message.name
     if message.tool_call_id:
         row["tool_call_id"] = message.tool_call_id
     return row
+
+
+def _call_row(call: ToolCall) -> dict[str, Any]:
+    # A call of a data set's row may have its arguments as JSON already.
+    arguments: Any = call.arguments
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": text}}
 
 
 async def _content(answer: httpx.Response) -> bytes:

@@ -11,7 +11,7 @@ from typing import Any
 from monarch.actor import current_rank
 
 from monarch_rl.episode.episode import Group
-from monarch_rl.episode.group_bound import UNBOUNDED, GroupBound
+from monarch_rl.episode.group_bound import GroupBound
 from monarch_rl.episode.sampled import TrainedEpisode
 from monarch_rl.episode.sampling import Sampling
 from monarch_rl.episode.ticket import Ticket
@@ -155,7 +155,10 @@ class RolloutWorker(AsksFrozenModels):
         self._hand_in = HandIn(buffer, self._name, self._settings.slot_deadline_s, stages, self._statistics, kept)
         self._admissions = Admissions(buffer, self._name, self._settings.slot_deadline_s)
         self._group_rewards = GroupRewarder(resources.scorer, self._settings.episode_deadline_s)
-        self._player = EpisodePlayer(generator, resources.template, self._settings, resources.scorer, episode_limit)
+        s = self._settings
+        self._held_out_share = s.bound(episode_limit).share(s.group_size)
+        """What an episode of a held-out item may become: as much as one of a group, or it would be another episode."""
+        self._player = EpisodePlayer(generator, resources.template, s, resources.scorer, episode_limit)
 
     @concurrent_endpoint
     async def run(self) -> None:
@@ -199,7 +202,7 @@ class RolloutWorker(AsksFrozenModels):
         return result
 
     async def _play_held_out(self, task: Task, item: Any, index: int, sampling: Sampling, group: int) -> Played:
-        played = await self._play_episode(task, item, index, sampling, group)
+        played = await self._play_episode(task, item, index, sampling, group, self._held_out_share)
         if not isinstance(played, EpisodeFailed):
             presence.progress("held-out item played")
         return played
@@ -313,7 +316,7 @@ class RolloutWorker(AsksFrozenModels):
         return item, None
 
     async def _play_episode(
-        self, task: Task, item: Any, index: int, sampling: Sampling, group: int, share: GroupBound = UNBOUNDED
+        self, task: Task, item: Any, index: int, sampling: Sampling, group: int, share: GroupBound
     ) -> Played:
         """What an episode became, or why it failed: failures are values here, so that they do not cancel others."""
         if self._scorer is None:
