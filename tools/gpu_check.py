@@ -12,7 +12,7 @@ members    a trainer rank and replicas, each with a GPU of its own (two at least
 engine     SGLang starts with the project's arguments, draws, and leaves memory
 commits    each token fits the version that it carries, while versions change under load
 parity     engine and trainer agree on log-probs, with and without the LM head in float32
-train      the main job, by the recipe; on two GPUs, or on CPUs
+train      the main job, by the recipe: trainer rank and replica share a GPU; where there are two, also with one each
 speed      tokens/s against SGLang alone; a trainer's step against torchtitan alone
 
 All but the first three need SGLang; without it speed measures the trainer alone.

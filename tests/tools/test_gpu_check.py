@@ -19,6 +19,7 @@ from monarch_rl.episode.sampling import Completion
 from monarch_rl.generator.settings import GeneratorSettings
 from tools import gpu_check
 from tools.gpu_parts import child, commits, engines, members, old_torch
+from tools.gpu_parts import train as train_part
 from tools.gpu_parts.common import Bench, Findings, Skipped
 
 ROOT = Path(__file__).parents[2]
@@ -71,6 +72,58 @@ def test_engines_draw_and_tokens_have_their_versions_on_a_cpu() -> None:
     assert engine["figures"]["sequences"] == 16 and engine["figures"]["start_s"] > 0
     assert under_load["figures"]["commits"] == 12 and under_load["figures"]["versions"] > 2
     assert under_load["figures"]["labelled_equal_by_version"] == {}
+
+
+@pytest.mark.heavy
+@pytest.mark.slow
+@pytest.mark.timeout(ENGINES_S + 60)
+def test_parity_and_the_main_job_pass_on_a_cpu() -> None:
+    done = subprocess.run(
+        [sys.executable, "tools/gpu_check.py", "--parts", "parity,train", "--device", "cpu"],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=ENGINES_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    parity, job = (json.loads(line) for line in done.stdout.splitlines())
+    assert (parity["part"], parity["verdict"], parity["problems"]) == ("parity", "passed", [])
+    assert (job["part"], job["verdict"], job["problems"]) == ("train", "passed", [])
+    assert parity["figures"]["tokens"] == 8 * 32
+    assert {"trainer/loss", "time/step_s", "weights/transfer_ms", "weights/swap_ms"} <= job["figures"].keys()
+
+
+@pytest.mark.parametrize(
+    "device, gpus, colocated", [("cuda", 1, [True]), ("cuda", 8, [False, True]), ("cpu", 0, [False])]
+)
+def test_one_gpu_is_shared_by_the_main_job_and_of_several_one_is_shared_as_well(
+    device: str, gpus: int, colocated: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is run there is a real run elsewhere (tests/recipe/test_recipe.py)."""
+    runs: list[tuple[str, ...]] = []
+
+    def python(program: str, *arguments: object, **_: float) -> None:
+        if program.startswith("recipes/"):
+            flags = tuple(map(str, arguments))
+            runs.append(flags)
+            folder = Path(flags[flags.index("--output") + 1], "run")
+            (folder / "model").mkdir(parents=True)
+            (folder / "model" / "config.json").write_text("{}")
+            row = json.dumps({"trainer/loss": 0.5, "time/step_s": 2.0})
+            (folder / "metrics.jsonl").write_text(f"{row}\n" * train_part.STEPS)
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(train_part, "_python", python)
+    found = Findings()
+    train_part.run(Bench(torch.device(device), tmp_path), found)
+    assert found.problems == []
+    assert ["--colocate" in flags for flags in runs] == colocated
+    checkpointing = [" ".join(flags).endswith("--trainer.activation-checkpoint full") for flags in runs]
+    assert checkpointing == colocated
+    assert [f"{name}trainer/loss" in found.figures for name in ("", "colocated_")] == [
+        shared in colocated for shared in (False, True)
+    ]
 
 
 def verdict_of(work: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
