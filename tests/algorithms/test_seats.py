@@ -74,6 +74,9 @@ def test_what_the_advantage_of_a_seat_remembers_is_saved() -> None:
     before(group)
     after.load_state_dict(before.state_dict())
     assert listed(after(group)) == listed(before(group)) != listed(BySeat(SeatBaselines())(group))
+    partly = BySeat(partial(after.advantage))
+    assert partly.state_dict() == after.state_dict() != {}
+    partly.load_state_dict(before.state_dict())
     BySeat(dr_grpo).load_state_dict(BySeat(dr_grpo).state_dict())
 
 

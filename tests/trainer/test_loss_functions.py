@@ -265,6 +265,8 @@ def test_what_remembers_goes_on_from_its_state_and_is_alike_on_all_ranks() -> No
     LoadedFunctions(resumed, supervised).load_state_dict(saved)
     again = [fingerprint(advantages_of(views, advantage)) for advantage in (ranks[1], resumed)]
     assert again[0] == again[1] != first[0]
+    wrapped: Any = partial(partial(resumed))
+    assert LoadedFunctions(wrapped, supervised).state_dict() == {"advantage": {"mean": resumed.mean}}
     with pytest.raises(ValueError, match=r"remembers something of its \['advantage'\], this one of \{\}"):
         LoadedFunctions(grpo, supervised).load_state_dict(saved)
 

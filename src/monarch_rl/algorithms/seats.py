@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from monarch_rl.algorithms.functions import Columns, is_of_batch, needed_columns, place_of
-from monarch_rl.algorithms.group_view import GroupView, PerToken, PerTurn, Remembers, Values
+from monarch_rl.algorithms.group_view import GroupView, PerToken, PerTurn, Values, remembering
 
 
 class BySeat:
@@ -63,13 +63,13 @@ class BySeat:
 
     def state_dict(self) -> dict[str, Any]:
         """What the advantage keeps from batch to batch; empty if it keeps nothing."""
-        advantage: object = self.advantage
-        return advantage.state_dict() if isinstance(advantage, Remembers) else {}
+        advantage = remembering(self.advantage)
+        return {} if advantage is None else advantage.state_dict()
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
         """Go on from there."""
-        advantage: object = self.advantage
-        if isinstance(advantage, Remembers):
+        advantage = remembering(self.advantage)
+        if advantage is not None:
             advantage.load_state_dict(state)
 
 

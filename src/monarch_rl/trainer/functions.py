@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from monarch_rl.algorithms.advantages import ADVANTAGES, gae
 from monarch_rl.algorithms.functions import needed_columns, other_token_columns, place_of
-from monarch_rl.algorithms.group_view import Advantage, Remembers
+from monarch_rl.algorithms.group_view import Advantage, Remembers, remembering
 from monarch_rl.algorithms.registry import named
 from monarch_rl.episode.packed import BEHAVIOUR
 from monarch_rl.runtime.by_value import ByValue
@@ -116,7 +116,8 @@ class LoadedFunctions:
 
     def _remembering(self) -> dict[str, Remembers]:
         functions: dict[str, object] = {"advantage": self.advantage, "objective": self.objective}
-        return {kind: function for kind, function in functions.items() if isinstance(function, Remembers)}
+        found = {kind: remembering(function) for kind, function in functions.items()}
+        return {kind: function for kind, function in found.items() if function is not None}
 
 
 def _check_advantage(advantage: Advantage | str, loss: LossSettings) -> None:
