@@ -17,9 +17,7 @@ from monarch_rl.trainer.critic_settings import NO_CRITIC, CriticSettings
 from monarch_rl.trainer.loss_settings import LossSettings
 from monarch_rl.trainer.objective import OBJECTIVES, OLD, REFERENCE, RETURNS, TEACHER, VALUE, Objective
 
-FILLED_BY_TRAINER: Mapping[str, str] = {
-    OLD: "log-probs of the trainer's policy at the start of a batch of which several updates are made"
-}
+FILLED_BY_TRAINER: Mapping[str, str] = {OLD: "log-probs of the trainer's policy at the start of the batch"}
 """Columns that the trainer fills itself, for objectives, and what they hold."""
 FILLED_BY_ENGINE: Mapping[str, str] = {BEHAVIOUR: "log-probs of the policy that drew each token"}
 """Columns that every group has, for advantages. Objectives have ``batch.behaviour_logprobs``."""
