@@ -192,8 +192,8 @@ def save_and_read(rank: int, folder: Path, port: int) -> None:
     policy.optimizers.step()  # else AdamW has no state
     policy.optimizers.zero_grad()
     root, checkpoint = folder / "checkpoints", policy.checkpoint
-    checkpoint.stage({})  # the first one makes room
-    copy_s = seconds(lambda: checkpoint.stage({}))
+    checkpoint.stage()  # the first one makes room
+    copy_s = seconds(checkpoint.stage)
 
     def save() -> None:
         partial = folders.begin(root, 1)

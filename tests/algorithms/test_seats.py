@@ -1,16 +1,45 @@
 from __future__ import annotations
 
+import random
+from functools import partial
+from typing import Any, NamedTuple
+
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from monarch_rl.algorithms.advantages import SeatBaselines, dr_grpo, reinforce_pp
+from monarch_rl.algorithms.distillation import distillation
 from monarch_rl.algorithms.functions import needed_columns, needs
 from monarch_rl.algorithms.group_view import GroupView, PerToken, PerTurn, Values
-from monarch_rl.algorithms.seats import BySeat
+from monarch_rl.algorithms.seats import BySeat, part
 
 SEATS = st.sampled_from(["white", "black", ""])
+
+
+class Sequence(NamedTuple):
+    """Of a play: what a teacher gives each token that it drew, and which earlier one it begins with."""
+
+    play: int
+    seat: str
+    turns: list[int]
+    gains: list[float]
+    fork: tuple[int, int] | None
+
+
+def view_of(sequences: list[Sequence]) -> GroupView:
+    gains = [torch.tensor(sequence.gains) for sequence in sequences]
+    return GroupView.of(
+        [0.0] * len(sequences),
+        lengths=[len(sequence.gains) for sequence in sequences],
+        plays=torch.tensor([sequence.play for sequence in sequences], dtype=torch.int32),
+        seats=[sequence.seat for sequence in sequences],
+        forks=[sequence.fork for sequence in sequences],
+        turn_lengths=[torch.tensor(sequence.turns, dtype=torch.int32) for sequence in sequences],
+        turn_rewards=[torch.zeros(len(sequence.turns)) for sequence in sequences],
+        columns={"teacher": gains, "behaviour": [torch.zeros_like(gain) for gain in gains]},
+    )
 
 
 def listed(values: Values) -> list[float]:
@@ -45,6 +74,9 @@ def test_what_the_advantage_of_a_seat_remembers_is_saved() -> None:
     before(group)
     after.load_state_dict(before.state_dict())
     assert listed(after(group)) == listed(before(group)) != listed(BySeat(SeatBaselines())(group))
+    partly = BySeat(partial(after.advantage))
+    assert partly.state_dict() == after.state_dict() != {}
+    partly.load_state_dict(before.state_dict())
     BySeat(dr_grpo).load_state_dict(BySeat(dr_grpo).state_dict())
 
 
@@ -62,6 +94,35 @@ def test_a_seats_advantage_may_need_columns_and_be_of_turns_or_tokens() -> None:
     by_token, by_turn = BySeat(of_tokens)(group), BySeat(of_turns)(group)
     assert isinstance(by_token, PerToken) and [v.tolist() for v in by_token.values] == [[2.0], [1.0, 1.0], [2.0] * 3]
     assert isinstance(by_turn, PerTurn) and [v.tolist() for v in by_turn.values] == [[1.0], [2.0], [3.0]]
+
+
+@settings(deadline=None)
+@given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 2), st.integers(0, 2**16))
+def test_branches_of_a_seat_are_paths_of_their_own(seats: int, leaves: int, plays: int, seed: int) -> None:
+    """Each seat's tokens answer for what follows them on the way of that seat alone, as if it had played alone."""
+    draws = random.Random(seed)
+    names = [f"seat {seat}" for seat in range(seats)]
+    alone: dict[str, list[Sequence]] = {name: [] for name in names}
+    together: list[Sequence] = []
+    for play in range(plays):
+        for leaf in range(leaves):
+            origin, shared = (draws.randrange(leaf), 1) if leaf else (None, 0)
+            for seat, name in enumerate(names):
+                turns = [0 if turn < shared else draws.randint(1, 3) for turn in range(2)]
+                gains = [float(draws.randint(-9, 9)) for _ in range(sum(turns))]
+                fork = None if origin is None else (origin * seats + seat, shared)
+                together.append(Sequence(play, name, turns, gains, fork))
+                alone[name].append(Sequence(play, name, turns, gains, None if origin is None else (origin, shared)))
+    found: Any = BySeat(partial(distillation, discount=1.0))(view_of(together))
+    expected = {name: iter(distillation(view_of(own), 1.0).values) for name, own in alone.items()}
+    for sequence, values in zip(together, found.values, strict=True):
+        torch.testing.assert_close(values, next(expected[sequence.seat]))
+
+
+def test_a_branch_without_its_origin_begins_with_nothing() -> None:
+    sequences = [Sequence(0, "", [1, 1], [1.0, 2.0], None), Sequence(0, "", [0, 1], [4.0], (0, 1))]
+    (values,) = distillation(part(view_of([*sequences, sequences[1]]), [1]), 1.0).values
+    assert values.tolist() == [4.0]
 
 
 def test_what_cannot_be_of_a_seat_is_refused_by_its_name() -> None:

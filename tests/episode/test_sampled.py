@@ -38,6 +38,13 @@ def test_the_ranks_have_each_episode_of_the_drawn_groups_once(
     assert len({(episode.group_id, episode.place) for episode in found}) == len(found)
 
 
+def test_a_sequence_without_an_advantage_has_none() -> None:
+    packed = [PackedGroup.read(pack_group(group(0, [4], [5])))]
+    (shard,) = cut(Batch(4, packed, None, np.asarray([1], np.int64)), Way(1, 1000))
+    found = trained_episodes(shard, [[np.asarray(np.nan), np.asarray([1.0, 2.0])]], 1, seed=0)
+    assert {episode.place: episode.advantage for episode in found} == {0: None, 1: [1.0, 2.0]}
+
+
 def test_all_groups_are_drawn_equally_often() -> None:
     """2 of 8 in 4,000 draws: each is drawn 1,000 times, with a standard deviation of 27."""
     drawn = Counter(place for step in range(4000) for place in draw_groups(8, 2, f"seed/{step}"))

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from monarch_rl.algorithms.advantages import SeatBaselines
-from monarch_rl.algorithms.functions import needed_columns
 from monarch_rl.algorithms.group_view import GroupView
 from monarch_rl.checkpoint.journal import JournalReader, JournalWriter, write_plan
 from monarch_rl.pipeline.replay import ReplayedStep, functions_of, generation_of
@@ -16,9 +15,10 @@ from monarch_rl.trainer.actor import TrainerPlan
 from monarch_rl.trainer.advantages import advantages_of, fingerprint
 from monarch_rl.trainer.functions import TrainingFunctions
 from monarch_rl.trainer.loss_settings import LossSettings
-from monarch_rl.trainer.objective import Objective, supervised
+from monarch_rl.trainer.objective import Objective, call, supervised
 from monarch_rl.trainer.settings import TrainerSettings
 from tests.checkpoint.test_journal import shards
+from tests.trainer.test_objective import made
 from tools.replay import exit_code, objective_of, verdict
 
 
@@ -43,9 +43,12 @@ def test_a_replay_goes_on_with_what_the_functions_remembered() -> None:
 
 def test_a_replay_takes_policy_losses_by_name() -> None:
     plan = plan_of(loss=LossSettings(policy_loss="pg", corrections=()))
-    assert needed_columns(functions_of(plan, None, {}).objective) == ()
-    gspo = functions_of(plan, objective_of("gspo", plan), {}).objective
-    assert needed_columns(gspo) == ("old",)
+
+    def loss(name: str | None) -> float:
+        chosen = None if name is None else objective_of(name, plan)
+        return call(functions_of(plan, chosen, {}).objective, *made())[0].item()
+
+    assert loss(None) == loss("pg") != loss("gspo")
     assert functions_of(plan, objective_of("supervised", plan), {}).objective is not None
     with pytest.raises(ValueError, match="there is no objective 'gsp'"):
         objective_of("gsp", plan)

@@ -87,10 +87,15 @@ def draws_of(folder: Path, name: str, rank: int) -> Path:
 def write(policy: Policy, folder: Path, name: str) -> None:
     for step in range(AT):
         update(policy, step)
-    policy.checkpoint.stage({})
+    policy.checkpoint.note(AT, {})
+    policy.checkpoint.stage()
     refused_by_a_full_disk(policy, folder / f"{name}_full")
     torch.manual_seed(100 + policy.rank)
-    policy.checkpoint.stage({"advantage": {"mean": 0.5}, "objective": {"rank": policy.rank}})
+    remembered: dict[str, dict[str, float]] = {"advantage": {"mean": 0.5}, "objective": {"rank": policy.rank}}
+    policy.checkpoint.note(AT, remembered)
+    remembered["advantage"]["mean"] = 0.7  # an update that fails later on
+    staged = policy.checkpoint.stage()
+    assert (staged.version, staged.optimizer_steps) == (AT, 0 if policy.critic else AT)
     torch.save(torch.rand(4), draws_of(folder, name, policy.rank))
     failures: list[BaseException] = []
 

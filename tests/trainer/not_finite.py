@@ -1,34 +1,49 @@
 """A trainer rank that meets values that are not finite:  not_finite.py FOLDER
 
 Loads each model in the folder, and writes what it says to ``<model>.said``. Then it puts such values into parameters of
-``good`` and ``experts``, with and without LoRA, and writes to ``said.json`` what snapshots and updates say.
+``good`` and ``experts``, with and without LoRA, and writes to ``said.json`` what snapshots and updates say, and what a
+checkpoint has after updates that failed.
 """
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import math
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from monarch_rl.algorithms.advantages import SeatBaselines, gae
+from monarch_rl.algorithms.functions import needs
+from monarch_rl.algorithms.group_view import Advantage, GroupView
+from monarch_rl.buffer.order import Batch
+from monarch_rl.buffer.shards import Way, cut
+from monarch_rl.episode.packed import PackedGroup, pack_group
+from monarch_rl.episode.shard import PackedShard
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
 from monarch_rl.runtime.network import held_port
 from monarch_rl.trainer.batch import MicroBatch
-from monarch_rl.trainer.objective import Objective, Sums, reinforcement
+from monarch_rl.trainer.critic_settings import CriticSettings
+from monarch_rl.trainer.functions import LoadedFunctions
+from monarch_rl.trainer.objective import Objective, Sums, reinforcement, supervised
 from monarch_rl.trainer.policy import Policy
 from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.trainer.shards import local_run
+from monarch_rl.trainer.step import train
 from monarch_rl.trainer.token_logprobs import TokenLogprobs
 from monarch_rl.weights.checksum import ShardChecksums
 from monarch_rl.weights.finite import NotFinite
 from monarch_rl.weights.manifest import make_manifest
-from tests.trainer.batches import batch, shard
+from tests.trainer.batches import MAX_NEW_TOKENS, batch, shard
 from tests.trainer.ranks import packed
 
 LORA = LoraSettings(rank=2, targets=("q_proj", "gate_proj", "up_proj", "down_proj"))
@@ -82,7 +97,7 @@ def steep_loss(output: TokenLogprobs, _: MicroBatch) -> tuple[torch.Tensor, Sums
     return (output.logprobs - output.logprobs.detach()).clamp(min=0).sqrt().sum(), {"tokens": torch.tensor(1.0)}
 
 
-def said_later(folder: Path) -> dict[str, str]:
+def said_later(folder: Path) -> dict[str, Any]:
     """What snapshots and updates say, by what was done."""
     said = {}
     good = policy_of(folder / "good")
@@ -107,6 +122,86 @@ def said_later(folder: Path) -> dict[str, str]:
     return said
 
 
+def part_of(minibatches: int = 1, last_reward: float = 1.0, wrong: tuple[int, int] | None = None) -> PackedShard:
+    """A batch of three groups, which play in one seat. An episode by its group and place may be ``wrong``: its first
+    log-prob is not finite."""
+    groups = batch(0)
+    for group in groups:
+        group.task = "game"
+        for episode in group.episodes:
+            episode.turns[0].token_ids[:] %= TOKENS
+            episode.seat, episode.reward = "white", 1.0
+    groups[-1].episodes[0].reward = last_reward
+    if wrong is not None:
+        drawn = groups[wrong[0]].episodes[wrong[1]].turns[0]
+        drawn.logprobs[drawn.trainable.argmax()] = math.nan
+    packed_groups = [PackedGroup.read(pack_group(group)) for group in groups]
+    trainable = np.asarray([sum(group.trainable for group in packed_groups)])
+    return cut(Batch(0, packed_groups, None, trainable), Way(1, 500, ("behaviour",), minibatches))[0]
+
+
+def kept_after_a_failure(folder: Path) -> dict[str, Any]:
+    """What a checkpoint has of what an advantage remembers, after an update that failed when that had run."""
+    policy, advantage = policy_of(folder / "good"), SeatBaselines()
+    functions = LoadedFunctions(advantage, reinforcement(policy.settings.loss))
+    train(policy, part_of(), functions, MAX_NEW_TOKENS)
+    made = advantage.state_dict()
+    policy.checkpoint.note(1, functions.state_dict())
+    failing = replace(functions, objective=nan_loss)
+    failed = said_by(lambda: train(policy, part_of(), failing, MAX_NEW_TOKENS))
+    policy.checkpoint.stage()
+    policy.checkpoint.write(folder / "staged")
+    remembered = policy.checkpoint.restore(folder / "staged", 1)
+    return {"failed": failed, "made": made, "ahead": advantage.state_dict(), "remembered": remembered["advantage"]}
+
+
+@needs("behaviour")
+def surprise(group: GroupView) -> torch.Tensor:
+    sums = torch.stack([values.sum() for values in group.columns["behaviour"]])
+    return sums - sums.mean()
+
+
+def left_out(folder: Path) -> dict[str, float | str]:
+    """What a step says whose advantage reads log-probs of which one is not finite: its episode has no part in the
+    advantages of the others, and these are trained."""
+    policy, trained, said = policy_of(folder / "good"), list[torch.Tensor](), io.StringIO()
+
+    def recorded(output: TokenLogprobs, batch: MicroBatch) -> tuple[torch.Tensor, Sums]:
+        trained.append(batch.advantages)
+        return supervised(output, batch)
+
+    handler = logging.StreamHandler(said)
+    logging.getLogger("monarch_rl").addHandler(handler)
+    part = part_of(wrong=(1, 2))
+    metrics, _ = train(policy, part, LoadedFunctions(surprise, recorded), MAX_NEW_TOKENS)
+    logging.getLogger("monarch_rl").removeHandler(handler)
+    expected = list[torch.Tensor]()
+    for group, (columns, lengths) in enumerate(zip(part.columns["behaviour"], part.lengths, strict=True)):
+        sums = {place: float(values.sum()) for place, values in enumerate(columns) if (group, place) != (1, 2)}
+        mean = sum(sums.values()) / len(sums)
+        expected += [torch.full((int(lengths[place]),), value - mean) for place, value in sums.items()]
+    found, wanted = torch.cat(trained).sort().values, torch.cat(expected).sort().values
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    assert math.isfinite(metrics["advantage/std"]) and metrics["advantage/std"] > 0
+    return {"episodes": metrics["masked_episodes"], "said": said.getvalue()}
+
+
+def half_made(folder: Path) -> dict[str, str]:
+    """What a checkpoint says of a critic that has made the first of two updates, while it learns alone: the square of
+    the second one's reward is beyond float32."""
+    critic = CriticSettings(lr=1e-3, warmup=1)
+    policy = Policy(folder / "good", TrainerSettings(ranks=1, lr=0.0, minibatches=2, critic=critic), total_steps=2)
+    functions = LoadedFunctions(cast(Advantage, gae), reinforcement(policy.settings.loss))
+    policy.checkpoint.note(0, {})
+    policy.checkpoint.stage()
+    failed = said_by(lambda: train(policy, part_of(2, last_reward=1e30), functions, MAX_NEW_TOKENS))
+    try:
+        policy.checkpoint.stage()
+    except RuntimeError as error:
+        return {"failed": failed, "staged": str(error)}
+    return {"failed": failed, "staged": ""}
+
+
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     with held_port() as port:
@@ -119,7 +214,9 @@ def main(folder: Path) -> None:
             except ValueError as error:
                 said = str(error)
             (folder / f"{model.name}.said").write_text(said)
-        (folder / "said.json").write_text(json.dumps(said_later(folder)))
+        later = said_later(folder) | {"kept": kept_after_a_failure(folder), "half made": half_made(folder)}
+        later["left out"] = left_out(folder)
+        (folder / "said.json").write_text(json.dumps(later))
         dist.destroy_process_group()
 
 

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from monarch_rl.algorithms.advantages import ADVANTAGES, dr_grpo
 from monarch_rl.algorithms.aggregation import Aggregation
+from monarch_rl.algorithms.corrections import mismatch_k3
 from monarch_rl.algorithms.group_view import GroupView
 from monarch_rl.buffer.order import Batch
 from monarch_rl.buffer.shards import Way, cut
@@ -32,7 +33,7 @@ from monarch_rl.trainer.attention_layout import separate_layout
 from monarch_rl.trainer.batch import MicroBatch, pack_shard
 from monarch_rl.trainer.functions import LoadedFunctions
 from monarch_rl.trainer.loss_settings import LossSettings
-from monarch_rl.trainer.objective import Sums, reinforcement, supervised
+from monarch_rl.trainer.objective import Objective, Sums, reinforcement, supervised
 from monarch_rl.trainer.policy import Policy
 from monarch_rl.trainer.reduction import check_agreement, reduced_metrics
 from monarch_rl.trainer.settings import TrainerSettings
@@ -157,6 +158,40 @@ def train_several(folder: Path, name: str) -> None:
         assert metrics["drift_k3"] > 1e-5  # within the batch; that of single updates is 0
         assert metrics["clipped"] > 0
     policy.save(folder / name)
+
+
+def check_old_and_drift(folder: Path) -> None:
+    """With several updates a batch, whatever the objective reads: ``old`` is of the policy before the first one, which
+    takes a pass of its own only for mini-batches that are trained after it; mismatch is measured against it, and drift
+    from it."""
+    objectives: list[tuple[str, Objective]] = [
+        ("ratio to the engine", reinforcement(LossSettings(ratio_to="behaviour"))),
+        ("cispo", reinforcement(LossSettings(policy_loss="cispo", ratio_to="behaviour"))),
+        ("pg", reinforcement(LossSettings(policy_loss="pg", corrections=()))),
+        ("of a recipe", supervised),
+    ]
+    for name, objective in objectives:
+        policy = Policy(folder / "qwen3", TrainerSettings(lr=LR, epochs=2, minibatches=2), total_steps=8)
+        part = divided(batch(0), 0, policy.rank, policy.world_size, token_budget=30, minibatches=2)
+        advantages = advantages_of(group_views(part), dr_grpo)
+        minibatches = pack_shard(part, advantages, "constant", MAX_NEW_TOKENS, policy.device)
+        flat, changes, marks = [each for own in minibatches for each in own], list[Piece | None](), Marks()
+        with torch.no_grad():
+            before = [policy.token_logprobs(each).logprobs for each in flat]
+        device_work.use_device("cuda", changes.append, marks.make)
+        metrics = policy.update_batch(minibatches, objective, epochs=2)
+        device_work.use_device("cpu")
+        passes = [change.what for change in changes if change is not None and "pass for log-probs" in change.what]
+        assert len(passes) == len(minibatches[1]), (name, passes)
+        for each, expected in zip(flat, before, strict=True):
+            assert torch.equal(each.columns["old"], expected), name
+        assert metrics["drift_k3"] > 1e-5, (name, metrics["drift_k3"])
+        if name == "of a recipe":
+            continue
+        mismatch = [mismatch_k3(each.columns["old"], each.behaviour_logprobs).sum() for each in flat]
+        total = torch.stack(mismatch).sum()
+        dist.all_reduce(total)
+        assert math.isclose(metrics["mismatch_k3_all"], float(total) / metrics["tokens"], rel_tol=1e-4), name
 
 
 def packed_shard(policy: Policy, step: int) -> PackedShard:
@@ -321,6 +356,7 @@ def main(folder: Path) -> None:
         train(folder, f"clipped_{aggregation}", TrainerSettings(lr=LR, weight_decay=WEIGHT_DECAY, loss=loss))
     train_by_hand(folder, "by_hand", settings)
     train_several(folder, "several")
+    check_old_and_drift(folder)
     train_on_rows(folder, "supervised", 1.0, temperature=0.7)
     train_on_rows(folder, "mixed", SHARE, temperature=1.0)
     check_mixed_gradient(folder)

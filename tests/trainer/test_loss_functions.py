@@ -237,6 +237,35 @@ def test_an_advantage_may_see_the_whole_batch() -> None:
     np.testing.assert_allclose(found, (rewards - rewards.mean()) / rewards.std(ddof=1), atol=1e-6)
 
 
+def test_a_sequence_with_a_column_that_is_not_finite_is_not_shown_and_not_trained() -> None:
+    """Nor are branches that begin with it."""
+    sizes: list[list[int]] = []
+
+    @needs("value")
+    def of_tokens(group: GroupView) -> Values:
+        sizes.append(group.lengths.tolist())
+        return PerToken([values + group.rewards.mean() for values in group.columns["value"]])
+
+    branched = GroupView.of(
+        [1.0, 2.0, 4.0, 8.0],
+        lengths=[1, 1, 1, 2],
+        plays=torch.tensor([0, 1, 1, 1]),
+        forks=[None, None, (0, 1), None],
+        turn_lengths=[torch.tensor(drawn) for drawn in ([1], [1], [0, 1], [2])],
+        turn_rewards=[torch.zeros(2)] * 4,
+        columns={"value": [torch.tensor([5.0]), torch.tensor([torch.nan]), torch.zeros(1), torch.tensor([6.0, 7.0])]},
+    )
+    spoiled = GroupView.of([1.0], columns={"value": [torch.tensor([torch.inf])]})
+    whole = GroupView.of([1.0], columns={"value": [torch.tensor([3.0])]})
+    first, second, third = advantages_of([branched, spoiled, whole], of_tokens)
+    assert sizes == [[1, 2], [1]]
+    assert [values.tolist() for values in (first[0], first[3], third[0])] == [[9.5], [10.5, 11.5], [4.0]]
+    assert all(values.isnan() for values in (first[1], first[2], second[0]))
+    of_all = of_batch(lambda groups: [group.rewards for group in groups])
+    assert [len(of_group) for of_group in advantages_of([spoiled, whole], of_all)] == [1, 1]
+    assert advantages_of([spoiled], of_all)[0][0].isnan()
+
+
 class Running:
     """A baseline that remembers."""
 
@@ -265,6 +294,8 @@ def test_what_remembers_goes_on_from_its_state_and_is_alike_on_all_ranks() -> No
     LoadedFunctions(resumed, supervised).load_state_dict(saved)
     again = [fingerprint(advantages_of(views, advantage)) for advantage in (ranks[1], resumed)]
     assert again[0] == again[1] != first[0]
+    wrapped: Any = partial(partial(resumed))
+    assert LoadedFunctions(wrapped, supervised).state_dict() == {"advantage": {"mean": resumed.mean}}
     with pytest.raises(ValueError, match=r"remembers something of its \['advantage'\], this one of \{\}"):
         LoadedFunctions(grpo, supervised).load_state_dict(saved)
 

@@ -53,6 +53,26 @@ def test_a_version_that_is_not_finite_in_the_served_dtype_is_named(folder: Path)
     assert said["merged"].startswith(f"{EXPERT} holds 64 values that are not finite, the first at [4, 0]")
 
 
+def test_what_functions_remember_is_saved_as_of_the_last_update_that_was_made(folder: Path) -> None:
+    kept = json.loads((folder / "said.json").read_text())["kept"]
+    assert "step 1: the gradient norm is nan, so no update was made" in kept["failed"]
+    assert kept["remembered"] == kept["made"] != kept["ahead"]
+
+
+def test_a_critic_that_made_one_of_two_updates_is_no_version(folder: Path) -> None:
+    said = json.loads((folder / "said.json").read_text())["half made"]
+    assert "step 1: the norm of the critic's gradient is" in said["failed"]
+    assert said["staged"] == "the update of version 0 was left half made: no checkpoint can be made of it"
+
+
+def test_an_advantage_that_reads_what_is_not_finite_is_that_of_the_other_episodes(folder: Path) -> None:
+    left_out = json.loads((folder / "said.json").read_text())["left out"]
+    assert left_out["episodes"] == 1
+    assert left_out["said"] == (
+        "step 1: episode 2 of item 1 of task game is not trained: its log-prob of the engine is not finite\n"
+    )
+
+
 def test_a_gradient_that_is_not_finite_has_a_cause(folder: Path) -> None:
     said = json.loads((folder / "said.json").read_text())
     assert "so no update was made" in said["update"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -101,3 +102,10 @@ class Remembers(Protocol):
     def load_state_dict(self, state: dict[str, Any], /) -> None:
         """Go on from there."""
         ...
+
+
+def remembering(function: object) -> Remembers | None:
+    """The function, or what a ``functools.partial`` calls, if it keeps something from batch to batch."""
+    while isinstance(function, partial):
+        function = function.func
+    return function if isinstance(function, Remembers) else None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from monarch_rl.algorithms.functions import Columns, is_of_batch, needed_columns, place_of
-from monarch_rl.algorithms.group_view import GroupView, PerToken, PerTurn, Remembers, Values
+from monarch_rl.algorithms.group_view import GroupView, PerToken, PerTurn, Values, remembering
 
 
 class BySeat:
@@ -63,18 +63,18 @@ class BySeat:
 
     def state_dict(self) -> dict[str, Any]:
         """What the advantage keeps from batch to batch; empty if it keeps nothing."""
-        advantage: object = self.advantage
-        return advantage.state_dict() if isinstance(advantage, Remembers) else {}
+        advantage = remembering(self.advantage)
+        return {} if advantage is None else advantage.state_dict()
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
         """Go on from there."""
-        advantage: object = self.advantage
-        if isinstance(advantage, Remembers):
+        advantage = remembering(self.advantage)
+        if advantage is not None:
             advantage.load_state_dict(state)
 
 
 def part(group: GroupView, places: list[int]) -> GroupView:
-    """The group as if it had these sequences alone; ``forks`` are still those among the sequences of a play."""
+    """The group as if it had these sequences alone. One whose origin is not among them begins with nothing."""
     return replace(
         group,
         rewards=group.rewards[places],
@@ -82,9 +82,24 @@ def part(group: GroupView, places: list[int]) -> GroupView:
         cut=group.cut[places],
         plays=group.plays[places],
         seats=[group.seats[place] for place in places],
-        forks=[group.forks[place] for place in places],
+        forks=_forks_among(group, places),
         parts=[group.parts[place] for place in places],
         turn_lengths=[group.turn_lengths[place] for place in places],
         turn_rewards=[group.turn_rewards[place] for place in places],
         columns=Columns({name: [values[place] for place in places] for name, values in group.columns.items()}),
     )
+
+
+def _forks_among(group: GroupView, places: list[int]) -> list[tuple[int, int] | None]:
+    """The forks of some sequences, whose origins are counted among those of the play that are in ``places``."""
+    of_play: dict[int, list[int]] = {}
+    for place, play in enumerate(group.plays.tolist()):
+        of_play.setdefault(play, []).append(place)
+    chosen, found = set(places), list[tuple[int, int] | None]()
+    for place in places:
+        fork, play = group.forks[place], of_play[int(group.plays[place])]
+        if fork is None or play[fork[0]] not in chosen:
+            found.append(None)
+        else:
+            found.append((sum(other in chosen for other in play[: fork[0]]), fork[1]))
+    return found

@@ -24,8 +24,9 @@ class TrainedEpisode:
     task: str
     task_index: int
     reward: float
-    advantage: float | list[float]
-    """One number, or one for each token that it drew."""
+    advantage: float | list[float] | None
+    """One number, or one for each token that it drew; None is not trained, because a column that it reads is not
+    finite."""
     data: bytes
     """See :func:`~monarch_rl.episode.packed.unpack_episode`."""
     parts: dict[str, float] = field(default_factory=dict)
@@ -53,6 +54,7 @@ def trained_episodes(shard: PackedShard, advantages: Sequence[Any], groups: int,
     for group, place, nbytes in (place for places in shard.places for place in places):
         if group in drawn:
             group_id, attempt = shard.group_ids[group]
+            advantage = advantages[group][place].tolist()
             episodes.append(
                 TrainedEpisode(
                     shard.version + 1,
@@ -62,7 +64,7 @@ def trained_episodes(shard: PackedShard, advantages: Sequence[Any], groups: int,
                     shard.tasks[group],
                     shard.items[group],
                     float(shard.rewards[group][place]),
-                    advantages[group][place].tolist(),
+                    None if advantage != advantage else advantage,  # NaN, which JSON has not
                     bytes(view[start : start + nbytes]),
                     shard.parts[group][place],
                     shard.seats[group][place],

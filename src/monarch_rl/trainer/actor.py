@@ -88,8 +88,6 @@ class Trainer(ResilientActor):
         # One thread for all of torch: FSDP and autograd keep state per thread.
         self._compute = ThreadPoolExecutor(1, "compute")
         self._disk = ThreadPoolExecutor(1, "checkpoint")
-        self._made = 0, 0
-        """The version that the weights are, and the optimizer steps until then."""
         self._policy: Policy | None = None
         self._functions: LoadedFunctions | None = None
         self._snapshots: Snapshots | None = None
@@ -153,6 +151,7 @@ class Trainer(ResilientActor):
             return policy
 
         self._policy = await self._on(self._compute, build)
+        await self._on(self._compute, self._note, 0)
         freeze_heap()
         owned = sum(elements for _, _, elements in self._policy.published.owned_runs())
         return {"rank": self._policy.rank, "parameters": owned}
@@ -209,8 +208,8 @@ class Trainer(ResilientActor):
 
         def step() -> tuple[dict[str, float], BatchAdvantages]:
             made = train(policy, packed, self.functions, self._plan.max_new_tokens)
-            self._made = version + 1, policy.checkpoint.optimizer_steps
             self._rows_taken += rows
+            self._note(version + 1)
             return made
 
         metrics, advantages = await self._on(self._compute, step)
@@ -219,6 +218,12 @@ class Trainer(ResilientActor):
             await self._on(self._compute, journal.made, version, metrics)
             return metrics | {LOST: float(journal.lost)}
         return metrics
+
+    def _note(self, version: int) -> None:
+        """What a checkpoint holds from here on."""
+        from monarch_rl.trainer.checkpoint import ROWS_TAKEN
+
+        self.policy.checkpoint.note(version, self.functions.state_dict() | {ROWS_TAKEN: self._rows_taken})
 
     # -- rows of prompt and answer: docs/algorithms.md -----------------------------------------------------------
 
@@ -378,15 +383,8 @@ class Trainer(ResilientActor):
         return await self._on(self._compute, self._stage)
 
     def _stage(self) -> Staged:
-        from monarch_rl.trainer.checkpoint import ROWS_TAKEN, Staged
-
-        started, checkpoint = time.perf_counter(), self.policy.checkpoint
-        version, steps = self._made
-        if checkpoint.optimizer_steps != steps:
-            raise RuntimeError(f"the update of version {version} was left half made: no checkpoint can be made of it")
         with device_work.piece("a copy for a checkpoint"):
-            checkpoint.stage(self.functions.state_dict() | {ROWS_TAKEN: self._rows_taken})
-        return Staged(version, steps, time.perf_counter() - started)
+            return self.policy.checkpoint.stage()
 
     @lasting_endpoint
     async def write_checkpoint(self, folder: str) -> list[FileSum]:
@@ -409,7 +407,7 @@ class Trainer(ResilientActor):
         remembered = await self._on(self._compute, self.policy.checkpoint.restore, Path(folder), optimizer_steps)
         self._rows_taken = remembered.pop(ROWS_TAKEN, 0)
         self.functions.load_state_dict(remembered)
-        self._made = version, optimizer_steps
+        await self._on(self._compute, self._note, version)
 
     @concurrent_endpoint
     async def journaled(self, generation: int) -> list[KnownBatch]:
@@ -424,7 +422,7 @@ class Trainer(ResilientActor):
         plan = self._plan
         if plan.journal is None:
             return []
-        look = partial(EarlierSteps, plan.journal, plan, self.policy, self._made[0], generation)
+        look = partial(EarlierSteps, plan.journal, plan, self.policy, self.policy.checkpoint.version, generation)
         try:
             self._earlier = await self._on(self._compute, look)
         except Exception as error:  # a journal is an aid, and is not to prevent a resume

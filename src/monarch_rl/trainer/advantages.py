@@ -14,12 +14,13 @@ import torch
 from monarch_rl.algorithms.branch_means import branch_means, paths
 from monarch_rl.algorithms.functions import Columns, is_of_batch, place_of
 from monarch_rl.algorithms.group_view import Advantage, GroupView, PerToken, PerTurn
+from monarch_rl.algorithms.seats import part
 from monarch_rl.algorithms.shaping import overlong_penalty
 from monarch_rl.episode.shard import BatchOutcomes
 from monarch_rl.trainer.loss_settings import LossSettings
 
 BatchAdvantages = list[list[torch.Tensor]]
-"""For each group and sequence: a scalar, or float32[tokens that it drew]."""
+"""For each group and sequence: a scalar, or float32[tokens that it drew]. NaN is not trained."""
 
 
 def group_views(batch: BatchOutcomes) -> list[GroupView]:
@@ -67,11 +68,41 @@ def with_overlong_penalty(group: GroupView, loss: LossSettings) -> GroupView:
 
 @torch.no_grad()
 def advantages_of(groups: Sequence[GroupView], advantage: Advantage) -> BatchAdvantages:
-    """The advantages of a batch.
+    """The advantages of a batch. A sequence with a column that is not finite is not shown to the function; its
+    advantage is NaN, by which it is left out of the loss (``finite_episodes.py``).
 
     Raises:
         ValueError: the function returned another shape, or what is not finite; names it and where it is defined.
     """
+    finite = [_finite_places(group) for group in groups]
+    chosen = zip(groups, finite, strict=True)
+    shown = [group if len(places) == len(group) else part(group, places) for group, places in chosen if places]
+    returned = iter(_returned(shown, advantage))
+    advantages: BatchAdvantages = []
+    for group, places in zip(groups, finite, strict=True):
+        of_group = [torch.tensor(torch.nan)] * len(group)
+        for place, values in zip(places, next(returned) if places else [], strict=True):
+            of_group[place] = values
+        advantages.append(of_group)
+    return advantages
+
+
+def _finite_places(group: GroupView) -> list[int]:
+    """Sequences whose columns are finite, as are those of what they begin with."""
+    places = range(len(group))
+    if all(torch.cat(list(values)).isfinite().all() for values in group.columns.values() if len(values)):
+        return list(places)
+    finite = [all(bool(values[place].isfinite().all()) for values in group.columns.values()) for place in places]
+    for place, (fork, play) in enumerate(zip(group.forks, group.plays, strict=True)):
+        if fork is not None:
+            finite[place] &= finite[int((group.plays == play).nonzero()[fork[0]])]
+    return [place for place in places if finite[place]]
+
+
+def _returned(groups: Sequence[GroupView], advantage: Advantage) -> BatchAdvantages:
+    """Of each group that the function is shown; see :func:`advantages_of`."""
+    if not groups:
+        return []
     call: Callable[[Any], Any] = advantage
     returned = call(groups) if is_of_batch(advantage) else [call(group) for group in groups]
     if not isinstance(returned, Sequence) or len(returned) != len(groups):

@@ -18,9 +18,11 @@ def batch_metrics(shard: BatchOutcomes, advantages: Sequence[np.ndarray]) -> dic
 
     Args:
         shard: of any rank: its ``rewards``, ``lengths``, ``cut``, ``tasks`` and ``parts`` are of the whole batch.
-        advantages: one float array per group of the batch: of its episodes, or of their drawn tokens.
+        advantages: one float array per group of the batch: of its episodes, or of their drawn tokens; NaN is left
+            out.
     """
-    lags = shard.lag_counts
+    lags, computed = shard.lag_counts, np.concatenate(advantages)
+    trained = computed[np.isfinite(computed)]
     rewards, lengths = np.concatenate(shard.rewards), np.concatenate(shard.lengths)
     return {
         "lag/mean": float((lags * range(len(lags))).sum() / max(int(lags.sum()), 1)),
@@ -30,7 +32,7 @@ def batch_metrics(shard: BatchOutcomes, advantages: Sequence[np.ndarray]) -> dic
         "reward/equal_groups_share": float(np.mean([np.ptp(of_group) == 0 for of_group in shard.rewards])),
         "reward/all_right_share": float(np.mean([np.all(of_group >= FULL_REWARD) for of_group in shard.rewards])),
         "reward/all_wrong_share": float(np.mean([np.all(of_group <= NO_REWARD) for of_group in shard.rewards])),
-        "advantage/std": float(np.std(np.concatenate(advantages))),
+        "advantage/std": float(np.std(trained)) if len(trained) else 0.0,
         "length/mean": float(np.mean(lengths)),
         "length/max": float(np.max(lengths)),
         "length/cut_share": float(np.mean(np.concatenate(shard.cut))),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -66,7 +67,9 @@ class TrainerCheckpoint:
         nbytes = 3 * sum(4 * parameter.numel() for module in modules for parameter in module.parameters())
         self._group = checkpoint_group(disk_limit_s(nbytes))
         self._staged = StagedTensors(device)
-        self._remembered = io.BytesIO()
+        self._version, self._counted = 0, self._updates()
+        self._noted = self._remembered = _saved({})
+        """What is remembered after the last update that was made, and what of that is staged."""
         self._random = f"random.{dist.get_rank()}"
 
     @property
@@ -74,16 +77,38 @@ class TrainerCheckpoint:
         """Made so far."""
         return int(self._schedulers.state_dict()["last_epoch"])
 
-    def stage(self, remembered: Mapping[str, Any]) -> None:
-        """Copy all of it to the host's memory.
+    @property
+    def version(self) -> int:
+        """That was noted last."""
+        return self._version
+
+    def _updates(self) -> tuple[int, int]:
+        """Made so far of the policy, and of the critic."""
+        return self.optimizer_steps, 0 if self._critic is None else self._critic.updates
+
+    def note(self, version: int, remembered: Mapping[str, Any]) -> None:
+        """The weights are those of ``version``: every update of its batch is made. What is staged is what is remembered
+        here, also after an update that called the functions and failed before it changed a weight.
 
         Args:
             remembered: by advantage and objective of this rank, from batch to batch.
         """
+        self._version, self._counted, self._noted = version, self._updates(), _saved(remembered)
+
+    def stage(self) -> Staged:
+        """Copy all of it to the host's memory.
+
+        Raises:
+            RuntimeError: an update was left half made: the weights are no version.
+        """
+        started = time.perf_counter()
+        if self._updates() != self._counted:
+            raise RuntimeError(
+                f"the update of version {self._version} was left half made: no checkpoint can be made of it"
+            )
         self._staged.stage(self._trained() | self._random_states())
-        self._remembered.seek(0)
-        self._remembered.truncate()
-        torch.save(dict(remembered), self._remembered)
+        self._remembered = self._noted
+        return Staged(self._version, self.optimizer_steps, time.perf_counter() - started)
 
     def write(self, folder: Path) -> list[FileSum]:
         """Write the copy into the checkpoint's folder; returns this rank's files. All ranks call it together, on a
@@ -96,7 +121,7 @@ class TrainerCheckpoint:
         files = self._staged.write(folder / TRAINER, folder, self._group, _check_finite)
         path = folder / TRAINER / REMEMBERED.format(rank=dist.get_rank())
         with path.open("wb") as file:
-            file.write(self._remembered.getbuffer())
+            file.write(self._remembered)
             file.flush()
             os.fsync(file.fileno())
         return [*files, file_sum(folder, path)]
@@ -166,6 +191,13 @@ class TrainerCheckpoint:
                 torch.set_rng_state(state)
             else:
                 torch.cuda.set_rng_state(state, self._device)
+
+
+def _saved(remembered: Mapping[str, Any]) -> bytes:
+    """A copy: states may hold what the functions go on changing."""
+    buffer = io.BytesIO()
+    torch.save(dict(remembered), buffer)
+    return buffer.getvalue()
 
 
 def _weights_of(model: ShardedModel, kind: str) -> dict[str, torch.Tensor]:

@@ -53,11 +53,16 @@ class Critic:
         ).build(model_parts=[self._module])
 
     @property
+    def updates(self) -> int:
+        """Made so far."""
+        # A checkpoint before the first one leaves empty states.
+        states = (state for optimizer in self.optimizers for state in optimizer.state.values() if state)
+        return int(next(states, {"step": 0})["step"])
+
+    @property
     def warming_up(self) -> bool:
         """Whether it still learns alone: it has made fewer updates than its first batches give."""
-        states = (state for optimizer in self.optimizers for state in optimizer.state.values())
-        made = int(next(states, {"step": 0})["step"])
-        return made < self.settings.warmup * self._trainer.updates_per_batch
+        return self.updates < self.settings.warmup * self._trainer.updates_per_batch
 
     def values(self, batch: MicroBatch) -> torch.Tensor:
         """float32[N], with gradient: before each drawn token of a micro-batch."""

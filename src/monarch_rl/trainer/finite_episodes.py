@@ -24,13 +24,15 @@ NOTHING = LeftOut(0, {})
 
 
 def finite_only(output: TokenLogprobs, batch: MicroBatch) -> tuple[TokenLogprobs, MicroBatch, LeftOut]:
-    """The tokens of episodes all of whose log-probs and columns are finite.
+    """The tokens of episodes all of whose log-probs, columns and advantages are finite.
 
     What was computed for the others has no gradient then. A forward pass that went wrong in the layers below would
     still spoil the gradient of all (0 x NaN), and end the update (``NotFinite``).
     """
     named = {"log-prob of the trainer": output.logprobs.detach(), "log-prob of the engine": batch.behaviour_logprobs}
     named |= {f"column {name!r}": values for name, values in batch.columns.items()}
+    # NaN where a column that it reads was not finite: of a token that is not trained, or of what a branch begins with.
+    named["advantage"] = batch.advantages
     if finite_tokens(*named.values()).all():
         return output, batch, NOTHING
     keep = whole_sequences(finite_tokens(*named.values()), batch.sequences)

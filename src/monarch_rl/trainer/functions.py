@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from monarch_rl.algorithms.advantages import ADVANTAGES, gae
 from monarch_rl.algorithms.functions import needed_columns, other_token_columns, place_of
-from monarch_rl.algorithms.group_view import Advantage, Remembers
+from monarch_rl.algorithms.group_view import Advantage, Remembers, remembering
 from monarch_rl.algorithms.registry import named
 from monarch_rl.episode.packed import BEHAVIOUR
 from monarch_rl.runtime.by_value import ByValue
@@ -17,9 +17,7 @@ from monarch_rl.trainer.critic_settings import NO_CRITIC, CriticSettings
 from monarch_rl.trainer.loss_settings import LossSettings
 from monarch_rl.trainer.objective import OBJECTIVES, OLD, REFERENCE, RETURNS, TEACHER, VALUE, Objective
 
-FILLED_BY_TRAINER: Mapping[str, str] = {
-    OLD: "log-probs of the trainer's policy at the start of a batch of which several updates are made"
-}
+FILLED_BY_TRAINER: Mapping[str, str] = {OLD: "log-probs of the trainer's policy at the start of the batch"}
 """Columns that the trainer fills itself, for objectives, and what they hold."""
 FILLED_BY_ENGINE: Mapping[str, str] = {BEHAVIOUR: "log-probs of the policy that drew each token"}
 """Columns that every group has, for advantages. Objectives have ``batch.behaviour_logprobs``."""
@@ -116,7 +114,8 @@ class LoadedFunctions:
 
     def _remembering(self) -> dict[str, Remembers]:
         functions: dict[str, object] = {"advantage": self.advantage, "objective": self.objective}
-        return {kind: function for kind, function in functions.items() if isinstance(function, Remembers)}
+        found = {kind: remembering(function) for kind, function in functions.items()}
+        return {kind: function for kind, function in found.items() if function is not None}
 
 
 def _check_advantage(advantage: Advantage | str, loss: LossSettings) -> None:

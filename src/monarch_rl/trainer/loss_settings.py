@@ -147,10 +147,8 @@ class LossSettings(CheckedSettings, flags="trainer.loss"):
 
     @property
     def needed_columns(self) -> tuple[str, ...]:
-        """Columns that the loss reads: ``old``, ``reference``."""
-        ratio = self._policy_loss.has_ratio and self.ratio_to == "trainer"
-        old = ratio or bool(self.applied_corrections) or self.kl_coefficient > 0
-        return ("old",) * old + ("reference",) * bool(self.kl_coefficient)
+        """Columns that the loss reads beside ``old``, which there always is: ``reference``."""
+        return ("reference",) * bool(self.kl_coefficient)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -34,7 +34,8 @@ over tokens with ``batch.weights``; of the sums, ``tokens`` must be there. Each 
 over tokens, under its name after ``trainer/``."""
 
 OLD, REFERENCE, TEACHER = "old", "reference", "teacher"
-"""Columns: log-probs of the trainer's policy at the start of the batch, of the reference model, and of a teacher."""
+"""Columns: log-probs of the trainer's policy at the start of the batch, which there always are, of the reference model,
+and of a teacher."""
 VALUE, RETURNS = "value", "returns"
 """Columns: what the critic, before it was updated, expected before each drawn token that the sequence would still get;
 and what its values should have been."""
@@ -154,7 +155,6 @@ def _sums(output: TokenLogprobs, batch: MicroBatch, policies: Policies) -> Sums:
         "tokens": torch.ones_like(new).sum(),
         "entropy": output.entropies.detach().sum(),
         "logprob": new.sum(),
-        "drift_k3": corrections.mismatch_k3(new, policies.old).sum(),
         "mismatch_k3_all": mismatch.sum(),
         "on_policy_tokens": on_policy.sum(),
         "mismatch_k3_on_policy": mismatch[on_policy].sum(),

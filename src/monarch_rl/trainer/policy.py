@@ -23,6 +23,7 @@ from torchtitan.distributed import ParallelDims  # noqa: E402
 from torchtitan.distributed import utils as dist_utils  # noqa: E402
 from torchtitan.models.common.decoder import Decoder  # noqa: E402
 
+from monarch_rl.algorithms.corrections import mismatch_k3  # noqa: E402
 from monarch_rl.algorithms.functions import (  # noqa: E402
     differentiates_entropy,
     needed_columns,
@@ -202,22 +203,23 @@ class Policy:
         """One optimiser step over each mini-batch in turn, ``epochs`` times over; all ranks pass equally many
         micro-batches in each.
 
-        If the objective needs the column ``old``, it is filled with log-probs of the policy as it is now; if there are
-        several steps, by a forward pass before the first one. Episodes with numbers that are not finite are left out,
-        and noted in :attr:`left_out`. If it does not learn (``learns``), everything is computed, and no step is made.
-        Micro-batches of supervised rows add their cross-entropy. The schedule's learning rate is multiplied by
-        ``lr_factor``.
+        The column ``old`` is filled with log-probs of the policy as it is now: for mini-batches after the first by a
+        forward pass before the first step, for the others by their own first pass. Episodes with numbers that are not
+        finite are left out, and noted in :attr:`left_out`. If it does not learn (``learns``), everything is computed,
+        and no step is made. Micro-batches of supervised rows add their cross-entropy. The schedule's learning rate is
+        multiplied by ``lr_factor``.
 
         Returns:
             Metrics of the whole batch, equal on all ranks: means over trainable tokens, and over epochs, ``loss`` and
-            ``grad_norm`` (before clipping; means over steps), ``lr`` (of the last step), ``optimizer_steps`` (made so
-            far), ``tokens`` trained, ``padding`` (share of computed positions that were padding: only ranks without
-            episodes pad, with one token) and ``imbalance`` (share of rank-time lost because ranks with fewer tokens
-            wait for the one with most), ``computed_share`` (inputs computed, over those that episodes would have if
-            they shared none). ``logprob_difference_p50``, ``_p99``, ``_max``: quantiles of |trainer - engine| over
-            tokens of the version that is updated, if there are any. With expert routes, ``routes_differ`` (share of the
-            engine's choices of experts that the trainer's router would not make) and the same by layer. With supervised
-            rows, ``supervised_tokens`` of their answers, and ``supervised_loss``, their mean cross-entropy.
+            ``grad_norm`` (before clipping; means over steps), ``lr`` (of the last step), ``drift_k3`` (from ``old``),
+            ``optimizer_steps`` (made so far), ``tokens`` trained, ``padding`` (share of computed positions that were
+            padding: only ranks without episodes pad, with one token) and ``imbalance`` (share of rank-time lost because
+            ranks with fewer tokens wait for the one with most), ``computed_share`` (inputs computed, over those that
+            episodes would have if they shared none). ``logprob_difference_p50``, ``_p99``, ``_max``: quantiles of
+            |trainer - engine| over tokens of the version that is updated, if there are any. With expert routes,
+            ``routes_differ`` (share of the engine's choices of experts that the trainer's router would not make) and
+            the same by layer. With supervised rows, ``supervised_tokens`` of their answers, and ``supervised_loss``,
+            their mean cross-entropy.
 
         Raises:
             NotFinite: the gradient is not finite; this step and those after it were not made. Says why, if a weight or
@@ -227,7 +229,9 @@ class Policy:
         """
         flat = [batch for microbatches in minibatches for batch in microbatches]
         steps = epochs * len(minibatches)
-        read = self._fill_columns(flat, set(needed_columns(objective)), steps)
+        read = self._fill_reference(flat) if self._reference and REFERENCE in needed_columns(objective) else {}
+        if learns:
+            self._fill_old(minibatches[1:])
         totals, norms, lr = Sums(), list[float](), 0.0
         self.left_out = {}
         for _ in range(epochs):
@@ -244,28 +248,24 @@ class Policy:
         done = {"lr": float(lr), "optimizer_steps": float(self.checkpoint.optimizer_steps)}
         return metrics | {"loss": metrics["loss"] / steps, "grad_norm": sum(norms) / steps} | done | waste | read
 
-    def _fill_columns(self, microbatches: Sequence[MicroBatch], needed: set[str], steps: int) -> dict[str, float]:
-        """Before ``steps`` updates; returns metrics. What a stage has filled stays; with one update, ``old`` takes no
-        pass of its own."""
-        metrics, drawn = dict[str, float](), [batch for batch in microbatches if not batch.supervised]
-        if self._reference is not None and REFERENCE in needed:
-            metrics["reference_device_s"] = self._fill_reference(self._reference, drawn)
-        for batch in drawn:
-            if steps > 1 and OLD in needed - batch.columns.keys():
+    def _fill_old(self, minibatches: Sequence[Sequence[MicroBatch]]) -> None:
+        """Of mini-batches that are trained after a step. What a stage has filled stays."""
+        for batch in (batch for microbatches in minibatches for batch in microbatches):
+            if not batch.supervised and OLD not in batch.columns:
                 with device_work.piece("a pass for log-probs", batch.token_ids.numel()), torch.no_grad():
                     batch.columns[OLD] = self.token_logprobs(batch).logprobs
-        return metrics
 
-    def _fill_reference(self, reference: ReferenceModel, microbatches: Sequence[MicroBatch]) -> float:
-        """Returns the seconds that it took, of all ranks together."""
+    def _fill_reference(self, microbatches: Sequence[MicroBatch]) -> dict[str, float]:
+        """Returns the seconds that it took, of all ranks together. What a stage has filled stays."""
+        assert self._reference is not None
         began = time.perf_counter()
         for batch in microbatches:
-            if REFERENCE not in batch.columns:
+            if not batch.supervised and REFERENCE not in batch.columns:
                 with device_work.piece("a pass for log-probs", batch.token_ids.numel()):
-                    batch.columns[REFERENCE] = reference.logprobs(batch, self._compute)
+                    batch.columns[REFERENCE] = self._reference.logprobs(batch, self._compute)
         with device_work.piece("the end of the reference's passes"):
             finish_current(self.device)
-            return summed(time.perf_counter() - began, self.device)
+            return {"reference_device_s": summed(time.perf_counter() - began, self.device)}
 
     def _compute(self, batch: MicroBatch, module: Decoder) -> TokenLogprobs:
         return self.token_logprobs(batch, module=module)
@@ -290,12 +290,14 @@ class Policy:
             batch, entropy_gradient=differentiates_entropy(objective), others=other_token_columns(objective)
         )
         routes = {} if batch.supervised else self._expert_route_sums(batch)
-        if OLD in needed_columns(objective):
+        if not batch.supervised:
             batch.columns.setdefault(OLD, output.logprobs.detach())
         output, trained, left_out = finite_only(output, batch)
         if left_out.causes:
             self.left_out[id(batch)] = left_out.causes
         loss, sums = call(objective, output, trained)
+        if not batch.supervised:
+            sums["drift_k3"] = mismatch_k3(output.logprobs, trained.columns[OLD]).sum()
         counts = {"masked_nonfinite": left_out.tokens, "masked_episodes": len(left_out.causes)}
         sums |= {name: torch.tensor(float(count), device=self.device) for name, count in counts.items()}
         sums |= routes | {"loss": loss.detach()}
