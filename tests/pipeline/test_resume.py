@@ -227,15 +227,78 @@ def test_auto_takes_the_newest_run_that_has_not_finished(tmp_path: Path, monkeyp
     resumed = resume.going_on(settings)
     assert resumed is not None and resumed.run == second.resolve()
     assert resume.going_on(replace(settings, resume=None)) is None, "nobody asked for it"
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    resumed = resume.going_on(replace(settings, resume=None))
-    assert resumed is not None and resumed.run == second.resolve(), "torchrun has started it again"
-    note_state(second, "failed", "a mistake", goes_on=False)
-    resumed = resume.going_on(replace(settings, resume=None))
-    assert resumed is not None and resumed.run == first.resolve(), "what ended by a mistake would meet it again"
     monkeypatch.setenv(supervisor.RESUMES, str(first))
     resumed = resume.going_on(settings)
     assert resumed is not None and resumed.run == first.resolve()
+
+
+def torchrun(monkeypatch: pytest.MonkeyPatch, job: str, restarts: int) -> None:
+    """The variables of rank 0."""
+    for name, value in {"RUN_ID": job, "RESTART_COUNT": str(restarts)}.items():
+        monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
+    monkeypatch.setenv("RANK", "0")
+
+
+OTHER_AGENT = [1, 0.0]
+"""Process 1 is not the parent of a test."""
+
+
+@pytest.mark.parametrize(
+    ("job", "launched_by", "restarts", "state", "goes_on"),
+    [
+        ("job 7", "job 7", 1, "running", True),  # its controller was killed
+        ("job 7", "job 7", 0, "interrupted", True),  # a machine joined; or the batch system has started the job again
+        ("job 7", "job 6", 0, "running", False),
+        ("job 7", "job 6", 1, "running", False),
+        ("job 7", "job 7", 0, "failed", False),  # started by hand once more, after a mistake was mended
+        ("job 7", "job 7", 0, "finished", False),
+        ("none", None, 1, "running", True),  # by the same agent
+        ("none", None, 0, "interrupted", True),
+        ("none", OTHER_AGENT, 0, "running", False),  # another job: all have this id that are given none
+        ("none", OTHER_AGENT, 1, "running", False),
+        ("none", "none", 1, "running", False),
+    ],
+)
+def test_torchrun_goes_on_with_the_run_of_the_same_job(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    job: str,
+    launched_by: str | list[float] | None,
+    restarts: int,
+    state: str,
+    goes_on: bool,
+) -> None:
+    """Of no other job, by whichever agent, and however often it was started. ``launched_by`` None is this agent."""
+    torchrun(monkeypatch, job, restarts)
+    settings = RunSettings(output=tmp_path)
+    assert resume.going_on(settings) is None
+    run = finished_step(settings)
+    note_state(run, state, goes_on=state == "running")
+    if launched_by is not None:
+        values = json.loads((run / "run.json").read_text())
+        (run / "run.json").write_text(json.dumps(values | {"launcher": launched_by}))
+    resumed = resume.going_on(settings)
+    assert (resumed is not None) == goes_on
+    if resumed is not None:
+        folder_lock.release(resumed.run)
+        assert resumed.run == run.resolve()
+
+
+@pytest.mark.parametrize("job", ["job 7", "none"])
+def test_torchrun_does_not_start_again_what_has_finished_or_ended_by_a_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: str
+) -> None:
+    """Nor an older run of the job in its place."""
+    settings = RunSettings(output=tmp_path)
+    torchrun(monkeypatch, job, 1)
+    older, run = (finished_step(settings, name=name) for name in "12")
+    os.utime(older / "settings.json", (1e9, 1e9))
+    note_state(run, "failed", "ValueError: no such word", goes_on=False)
+    with pytest.raises(ValueError, match=f"torchrun starts {run} again, which would end so again: .*no such word"):
+        resume.going_on(settings)
+    note_state(run, "finished")
+    with pytest.raises(ValueError, match=f"torchrun starts {run} again, which has finished"):
+        resume.going_on(settings)
 
 
 HOLDS = """

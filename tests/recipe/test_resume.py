@@ -98,6 +98,27 @@ def test_a_lost_trainer_rank_buffer_or_controller_costs_no_batch_that_the_journa
         verify(checkpoint)
 
 
+def test_torchrun_goes_on_with_a_run_that_has_lost_its_controller_but_not_after_a_mistake(
+    start: Start, model: Path, tmp_path: Path
+) -> None:
+    """The second attempt goes on, and makes a mistake; the third would make it again."""
+    output = tmp_path / "runs"
+    settings = ["--steps=500", "--checkpoint.every-steps=2", "--generator.replicas=1"]
+    job = [*TORCHRUN, "--nproc-per-node=3", "--max-restarts=2"]
+    run = start([*job, *recipe(model, output, *settings, script=Path(__file__).with_name("mistaken.py"))])
+    said = wait_for_line(run, r"^checkpoint of step \d+ ")
+    folder = folder_of(output)
+    controller(folder).kill()
+    wait_for_line(run, r"^Resumed after step \d+ \(resume 1 of this run\)", after=said)
+    assert run.wait(RUN_S) == 1, run.output()
+    run.assert_gone(GONE_S)
+    refused = f"error: torchrun starts {folder} again, which would end so again: ValueError: a mistake"
+    assert run.output().count(refused) == 1, run.output()
+    (resumed,) = [json.loads(line) for line in (folder / "resumes.jsonl").read_text().splitlines()]
+    steps = [row["step"] for row in rows_of(folder_of(output))]
+    assert steps[-1] > resumed["step"] and steps == list(range(1, len(steps) + 1))
+
+
 def test_sigusr1_saves_and_says_how_to_go_on_and_other_settings_are_listed_or_refused(
     start: Start, model: Path, tmp_path: Path
 ) -> None:

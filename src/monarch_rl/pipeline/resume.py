@@ -2,7 +2,8 @@
 
 ``--resume RUN`` names a run's folder, ``--resume auto`` takes the newest of this recipe that has not finished and that
 no process works at. A recipe that is started again after a loss, by torchrun or by the process that watches over it,
-resumes by itself.
+resumes by itself. torchrun does not say so to a recipe: it is known by the id of the job, or by the process that starts
+its ranks.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,6 +38,7 @@ from monarch_rl.pipeline.checkpoints import FOLDER, versions_of_packages
 from monarch_rl.pipeline.run_folder import BEST, SETTINGS, STATE, launcher, new_folder, read_state, recipe_name
 from monarch_rl.pipeline.settings import RunSettings
 from monarch_rl.runtime import folder_lock, supervisor
+from monarch_rl.runtime.devices import launched_by_torchrun
 
 logger = logging.getLogger("monarch_rl")
 
@@ -105,11 +107,36 @@ def _wanted(settings: RunSettings) -> Path | None:
         if not complete(folder / FOLDER):
             raise ValueError(f"resume {folder}: there is no checkpoint in {folder / FOLDER}; give the folder of a run")
         return folder
-    if settings.resume is None and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
-        return None
     runs = [path.parent for path in settings.output.glob(f"{recipe_name()}-*/{STATE}")]
-    runs = [run for run in sorted(runs, key=_started) if _goes_on(run, any_launcher=settings.resume is not None)]
-    return next((run for run in reversed(runs) if folder_lock.take(run)), None)  # others still go on
+    runs.sort(key=_started)
+    if settings.resume is None:
+        return _run_of_this_job(runs) if launched_by_torchrun() else None
+    unfinished = [run for run in runs if _unfinished(run)]
+    return next((run for run in reversed(unfinished) if folder_lock.take(run)), None)  # others still go on
+
+
+def _run_of_this_job(runs: Sequence[Path]) -> Path | None:
+    """The run that torchrun started before, if it starts its ranks again: that of the same job, or of the same agent.
+
+    Counts say little: a machine that joins starts all ranks again without one, and a new agent begins at 0.
+
+    Args:
+        runs: of this recipe, the newest last.
+
+    Raises:
+        ValueError: it has finished, or ended by a mistake.
+    """
+    run = next((run for run in reversed(runs) if read_state(run).get("launcher") == launcher()), None)
+    if run is None:
+        return None
+    state = read_state(run)
+    finished, mistake = state["state"] == "finished", state["state"] == "failed" and not state["goes_on"]
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:  # it may be another job by the same id
+        return run if not mistake and _unfinished(run) and folder_lock.take(run) else None
+    if finished or mistake:
+        ended = "has finished" if finished else f"would end so again: {state['cause']}"
+        raise ValueError(f"torchrun starts {run} again, which {ended}")
+    return run if _unfinished(run) else None
 
 
 def open_run(run: Path, settings: RunSettings) -> Resumed:
@@ -242,14 +269,9 @@ def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield prefix + name, value
 
 
-def _goes_on(run: Path, any_launcher: bool) -> bool:
-    state = read_state(run)
-    mistake = state.get("state") == "failed" and not state.get("goes_on")  # torchrun itself interrupts what it restarts
-    return (
-        state.get("state") != "finished"
-        and (any_launcher or (state.get("launcher") == launcher() and not mistake))
-        and bool(complete(run / FOLDER))
-    )
+def _unfinished(run: Path) -> bool:
+    """Whether there is something to go on with."""
+    return read_state(run).get("state") != "finished" and bool(complete(run / FOLDER))
 
 
 def _started(run: Path) -> float:

@@ -27,6 +27,8 @@ from monarch_rl.weights.finite import NotFinite
 logger = logging.getLogger("monarch_rl")
 
 SETTINGS, STATE, BEST = "settings.json", "run.json", "best.json"
+NO_JOB = "none"
+"""What torchrun calls each job on several machines that is given no id."""
 ENDS_FOR_GOOD = (EpisodesFail, NotFinite, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
 """Errors of a task, an objective or a setting, which another attempt would meet again. What else ends a run is taken
 for the loss of a process: the others fail in many ways when one is lost."""
@@ -120,8 +122,12 @@ def read_state(run: Path) -> dict[str, Any]:
         return {}
 
 
-def launcher() -> list[float]:
-    """The process that started this one, and would start it again: its pid and when it began."""
+def launcher() -> str | list[float]:
+    """Who started this process, and would start it again: the id of torchrun's job (``--rdzv-id``, which torchrun makes
+    up on one machine), or else the process that did: its pid and when it began."""
+    job = os.environ.get("TORCHELASTIC_RUN_ID", NO_JOB)
+    if launched_by_torchrun() and job not in ("", NO_JOB):
+        return job
     parent = os.getppid()
     try:
         began = float(Path(f"/proc/{parent}/stat").read_text().rsplit(")", 1)[1].split()[19])

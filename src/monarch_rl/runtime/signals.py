@@ -41,6 +41,8 @@ class Interrupts:
     def __init__(self) -> None:
         self.received: int | None = None
         """The first signal."""
+        self.received_at = 0.0
+        """On the monotonic clock, in seconds."""
         self.reason: Exception | None = None
         """Why another thread ends the block."""
         self.armed = False
@@ -73,17 +75,16 @@ def interrupts(*, raise_in_main: bool = True) -> Iterator[Interrupts]:
         yield state
         return
     watchdog: threading.Timer | None = None
-    first = 0.0
 
     def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal watchdog, first
+        nonlocal watchdog
         name = signal.Signals(number).name
-        if state.received == number and time.monotonic() - first < SAME_S:
+        if state.received == number and time.monotonic() - state.received_at < SAME_S:
             return
         if state.received is not None:
             logger.error("%s again: ending at once", name)
             os._exit(128 + number)
-        state.received, first = number, time.monotonic()
+        state.received, state.received_at = number, time.monotonic()
         if state.reason is None:
             logger.warning("%s: stopping (once more after %g s ends at once)", name, SAME_S)
         watchdog = _watchdog(number, state)

@@ -1,9 +1,13 @@
 """From a torchrun job to one Monarch host per node.
 
-Global rank 0 is the controller. It listens on a TCP port, which the other ranks read from torchrun's own store. Each
+Global rank 0 is the controller. It listens on a TCP port, for which the other ranks ask in torchrun's own store. Each
 rank keeps one connection to it for the whole run: the ranks that start a host (local rank 0 of each node) send its
 address, and all ranks receive how the run ended. A controller that is killed closes its connections, so nobody has to
 poll for it.
+
+torchrun may start the ranks again, with the same store and what earlier ranks have left in it, and tells them no number
+that all of them share: TORCHELASTIC_RESTART_COUNT is that of each agent, which a new machine begins at 0. So each rank
+asks under a name that it has just made up, and only a controller that lives can answer to that.
 """
 
 from __future__ import annotations
@@ -13,7 +17,8 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -31,7 +36,8 @@ MEETING_S = 3600.0
 it: an hour is 60 GB at 17 MB/s. If a rank fails instead, torchrun ends the others of its machine at once."""
 _CHECK_S = 1.0
 """Seconds between two checks of a follower whether its own host is alive."""
-_KEY = "monarch_rl/controller_port"
+_ANSWER_S = 0.1
+"""Seconds between two looks of the controller for ranks that ask."""
 _VARIABLES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
     "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT",
@@ -134,8 +140,10 @@ class Controller:
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
         self._server = socket.create_server((LOOPBACK if rank.nodes == 1 else "", 0), backlog=rank.world_size)
+        self._port = str(self._server.getsockname()[1])
         self._peers: dict[int, Peer] = {}
-        _store(rank).set(_KEY, str(self._server.getsockname()[1]))
+        self._store = _store(rank)
+        self._answered: set[bytes] = set()
 
     def wait_for_ranks(
         self, start_host: Callable[[str | None], HostProcess]
@@ -148,23 +156,35 @@ class Controller:
         nodes: dict[int, Node] = {}
         ip: str | None = None
         deadline = time.monotonic() + MEETING_S
-        while len(self._peers) < self._rank.world_size - 1:
-            missing = sorted(set(range(1, self._rank.world_size)) - self._peers.keys())
+        self._server.settimeout(_ANSWER_S)
+        while missing := sorted(set(range(1, self._rank.world_size)) - self._peers.keys()):
             what = f"torchrun ranks {missing} to connect"
-            self._server.settimeout(max(0.001, deadline - time.monotonic()))
+            self._answer(missing)
             try:
                 peer = Peer(self._server.accept()[0])  # waits: until the socket's timeout, set above
             except TimeoutError:
-                raise DeadlineExceeded(f"waited {MEETING_S:g} s for {what}", what, MEETING_S) from None
-            hello = peer.receive(MEETING_S, what)
-            self._peers[hello["rank"]] = peer
+                if time.monotonic() > deadline:
+                    raise DeadlineExceeded(f"waited {MEETING_S:g} s for {what}", what, MEETING_S) from None
+                continue
+            self._peers[peer.receive(MEETING_S, what)["rank"]] = peer
+        self._server.close()
+        for rank, peer in self._peers.items():
+            hello = peer.receive(MEETING_S, f"torchrun rank {rank} to start its host")
             if "address" in hello:
                 nodes[hello["node"]] = Node(hello["address"], tuple(hello["devices"]))
                 ip = peer.own_ip
-        self._server.close()
         host = start_host(ip)
         nodes[0] = Node(host.address, tuple(visible_devices()))
         return ip, host, [nodes[index] for index in range(self._rank.nodes)]
+
+    def _answer(self, missing: Sequence[int]) -> None:
+        """Tell the ranks that ask where this process listens."""
+        for rank in missing:
+            if self._store.check([f"rank {rank}"]):
+                name = self._store.get(f"rank {rank}")
+                if name not in self._answered:
+                    self._store.set(name.decode(), self._port)
+                    self._answered.add(name)
 
     def report_success(self) -> None:
         """Tell all ranks that the run succeeded. Without this call they fail when this process ends."""
@@ -185,15 +205,18 @@ class Follower:
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
-        port = int(_store(rank).get(_KEY))
+        store, name = _store(rank), uuid.uuid4().hex
+        store.set(f"rank {rank.rank}", name)
+        port = int(store.get(name))  # waits: until the store's timeout
         address = LOOPBACK if rank.nodes == 1 else os.environ["MASTER_ADDR"]
         connection = socket.create_connection((address, port), timeout=MEETING_S)
         self._peer = Peer(connection)
+        self._peer.send({"rank": rank.rank})
         self._host: HostProcess | None = None
 
     def join(self, start_host: Callable[[str | None], HostProcess]) -> None:
         """Report to the controller; local rank 0 first starts its node's host."""
-        hello: dict[str, Any] = {"rank": self._rank.rank, "node": self._rank.node}
+        hello: dict[str, Any] = {"node": self._rank.node}
         if self._rank.local_rank == 0:
             self._host = start_host(self._peer.own_ip)
             hello |= {"address": self._host.address, "devices": visible_devices()}
@@ -220,9 +243,9 @@ class Follower:
 
 
 def _store(rank: Rank) -> Any:
-    """torchrun's own store, under a prefix for this attempt: torchrun may restart the ranks."""
+    """torchrun's own store."""
     import torch.distributed as dist
 
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = meeting_store(address, port, rank.rank, rank.world_size, timedelta(seconds=MEETING_S))
-    return dist.PrefixStore(f"monarch_rl/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return dist.PrefixStore("monarch_rl", store)
