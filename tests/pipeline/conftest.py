@@ -2,16 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack
 
 import pytest
 
 from monarch_rl.runtime.cluster import Cluster, launch_cluster
 from tests.pipeline.system import PRELOADS
 
+OF_A_TEST = ("trainer", "buffer")
+"""Meshes that belong to the test which has spawned them; replicas belong to its module."""
+
+
+class SharedCluster:
+    """One cluster after the other, because a process can have only one at a time: a start costs 20 CPU-seconds."""
+
+    def __init__(self) -> None:
+        self._open = ExitStack()
+        self._cluster: Cluster | None = None
+
+    def get(self) -> Cluster:
+        """The cluster that is open, or a new one."""
+        if self._cluster is None:
+            self._cluster = self._open.enter_context(launch_cluster(PRELOADS))
+        assert self._cluster is not None
+        return self._cluster
+
+    def close(self) -> None:
+        """End the cluster: the next one may be another's."""
+        self._cluster = None
+        self._open.close()
+
+
+def end_meshes(cluster: Cluster, names: Collection[str] | None = None) -> None:
+    """End the processes of meshes of these names, or of all: idle ones take time from the others."""
+
+    async def end() -> None:
+        for mesh in [spawned.mesh for spawned in cluster._meshes if names is None or spawned.name in names]:
+            await cluster.kill(mesh)
+
+    asyncio.run(end())
+
+
+@pytest.fixture(scope="session")
+def shared_cluster() -> Iterator[SharedCluster]:
+    shared = SharedCluster()
+    yield shared
+    shared.close()
+
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with launch_cluster(PRELOADS) as cluster:
-        assert cluster is not None
-        yield cluster
+def cluster(shared_cluster: SharedCluster) -> Iterator[Cluster]:
+    """That of the modules before it, with no processes but the hosts'."""
+    cluster = shared_cluster.get()
+    yield cluster
+    end_meshes(cluster)
+
+
+@pytest.fixture(autouse=True)
+def _ranks_end_with_their_test(request: pytest.FixtureRequest) -> Iterator[None]:
+    cluster = request.getfixturevalue("cluster") if "cluster" in request.fixturenames else None
+    yield
+    if cluster is not None:
+        end_meshes(cluster, OF_A_TEST)

@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from monarch_rl.model.lora import LoraSettings
 from monarch_rl.pipeline.start import save, start_generators
-from monarch_rl.runtime.cluster import launch_cluster
+from monarch_rl.runtime.cluster import Cluster
 from tests.generator.helpers import LOGPROB_BOUND, make_model, weights_in
-from tests.pipeline.system import ENGINES, PRELOADS, System
+from tests.pipeline.system import ENGINES, System
 
 LORA = LoraSettings(rank=3, alpha=6.0)
 CHANGED = "model.layers.0.mlp.up_proj.weight"
@@ -20,33 +20,31 @@ CHANGED = "model.layers.0.mlp.up_proj.weight"
 
 
 @pytest.mark.slow
-def test_adapters_flow_while_sequences_are_drawn(tmp_path: Path) -> None:
+def test_adapters_flow_while_sequences_are_drawn(cluster: Cluster, tmp_path: Path) -> None:
     """They are refused by engines that hold another model than the trainer's."""
     model, other = (make_model(tmp_path / name, "qwen3") for name in ("model", "other"))
     weights = weights_in(other)
     weights[CHANGED][0, 0] += 1
     save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
-    with launch_cluster(PRELOADS) as cluster:
-        assert cluster is not None
 
-        async def go() -> None:
-            pool = await start_generators(cluster, model, ENGINES, first_device=2, lora=LORA)
-            generators = list(pool.handles.values())
-            refusal = rf"generator 0 does not hold the model whose adapter is trained: 1 of \d+ tensors .*: {CHANGED}"
-            with pytest.raises(Exception, match=refusal):
-                await System.start(cluster, other, generators, lr=1e-2, lora=LORA)
-            system = await System.start(cluster, model, generators, lr=1e-2, lora=LORA)
-            names = system.publisher.manifest.names
-            assert len(names) == 2 * 2 * 7
-            assert all(".lora_A." in name or ".lora_B." in name for name in names)
-            assert await system.mismatch(seed=1) < LOGPROB_BOUND
-            async with system.drawing() as completions:
-                for seed in range(3):
-                    await system.step(seed)
-                    assert await system.mismatch(seed=100 + seed) < LOGPROB_BOUND
-            assert any(len({*c.policy_versions.tolist()}) > 1 for c in completions), "no update came during a sequence"
-            await save(system.trainer, tmp_path / "saved")
+    async def go() -> None:
+        pool = await start_generators(cluster, model, ENGINES, first_device=2, lora=LORA)
+        generators = list(pool.handles.values())
+        refusal = rf"generator 0 does not hold the model whose adapter is trained: 1 of \d+ tensors .*: {CHANGED}"
+        with pytest.raises(Exception, match=refusal):
+            await System.start(cluster, other, generators, lr=1e-2, lora=LORA)
+        system = await System.start(cluster, model, generators, lr=1e-2, lora=LORA)
+        names = system.publisher.manifest.names
+        assert len(names) == 2 * 2 * 7
+        assert all(".lora_A." in name or ".lora_B." in name for name in names)
+        assert await system.mismatch(seed=1) < LOGPROB_BOUND
+        async with system.drawing() as completions:
+            for seed in range(3):
+                await system.step(seed)
+                assert await system.mismatch(seed=100 + seed) < LOGPROB_BOUND
+        assert any(len({*c.policy_versions.tolist()}) > 1 for c in completions), "no update came during a sequence"
+        await save(system.trainer, tmp_path / "saved")
 
-        asyncio.run(go())
+    asyncio.run(go())
     adapter = load_file(tmp_path / "saved_adapter" / "adapter_model.safetensors")
     assert all(value.any() for value in adapter.values())

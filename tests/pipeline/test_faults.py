@@ -22,12 +22,13 @@ from monarch_rl.generator.commit import CommitReport
 from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD
 from monarch_rl.pipeline.publishing import PublishError
-from monarch_rl.runtime.cluster import Cluster, launch_cluster
+from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.runtime.endpoint import concurrent_endpoint
 from monarch_rl.weights.area import attach
 from monarch_rl.weights.endpoint import TransferSettings
 from tests.generator.helpers import make_model
-from tests.pipeline.system import ENGINES, PRELOADS, InspectedGenerator, System
+from tests.pipeline.conftest import SharedCluster
+from tests.pipeline.system import ENGINES, InspectedGenerator, System
 
 TRANSFER = TransferSettings(bucket_mib=1, deadline_s=8)
 SHORT = Sampling(max_new_tokens=4, temperature=0.0)
@@ -108,11 +109,11 @@ class Harness:
 
 
 @pytest.fixture
-def harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
+def harness(tmp_path_factory: pytest.TempPathFactory, shared_cluster: SharedCluster) -> Iterator[Harness]:
     model = make_model(tmp_path_factory.mktemp("model") / "qwen3", "qwen3")
-    with launch_cluster(PRELOADS) as cluster:
-        assert cluster is not None
-        yield Harness(cluster, model)
+    shared_cluster.close()  # what is lost here is to be nobody else's
+    yield Harness(shared_cluster.get(), model)
+    shared_cluster.close()
 
 
 def test_losses_one_after_the_other(harness: Harness, caplog: pytest.LogCaptureFixture) -> None:

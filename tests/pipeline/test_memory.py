@@ -15,7 +15,8 @@ from monarch.actor import Actor
 from safetensors.torch import save_file
 
 from monarch_rl.generator.actor import Generator
-from monarch_rl.runtime.cluster import init_torch_distributed_env, launch_cluster
+from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD
+from monarch_rl.runtime.cluster import Cluster, init_torch_distributed_env
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.endpoint import concurrent_endpoint
 from monarch_rl.runtime.meshes import members
@@ -161,7 +162,7 @@ async def peaks(
     ],
 )
 def test_no_rank_takes_more_than_two_buckets_beside_what_it_must_hold(
-    tmp_path: Path, kind: str, transport: TransportName, versions: int
+    cluster: Cluster, tmp_path: Path, kind: str, transport: TransportName, versions: int
 ) -> None:
     """From the meeting on, over three versions: snapshot, checksums, sending and receiving. ``experts`` are divided
     among the trainer ranks: those of one rank, let alone all of a layer, would show at another.
@@ -172,23 +173,21 @@ def test_no_rank_takes_more_than_two_buckets_beside_what_it_must_hold(
     """
     model = wide_model(tmp_path / "model", kind)
     settings = TransferSettings(transport, bucket_mib=BUCKET_MIB, deadline_s=60)
-    with launch_cluster() as cluster:
-        assert cluster is not None
 
-        async def go() -> tuple[list[int], int, int]:
-            mesh = cluster.spawn("trainer", 2, first_device=0)
-            await init_torch_distributed_env(mesh)
-            plan = TrainerPlan(model, TrainerSettings(expert_parallel=2 if kind == "experts" else 1), 1, 1.0, 8)
-            trainer: MeasuredTrainer = mesh.spawn("trainer", MeasuredTrainer, plan, None)
-            await ask(trainer.setup.call(), "trainer ranks to load the model")
-            generator: MeasuredGenerator = cluster.spawn("generator", 1, first_device=2).spawn(
-                "generator", MeasuredGenerator
-            )
-            measured = await peaks(trainer, generator, settings)
-            await ask(trainer.close.call(), "trainer ranks to leave their world")
-            return measured
+    async def go() -> tuple[list[int], int, int]:
+        mesh = cluster.spawn("trainer", 2, first_device=0, preload="trainer")
+        await init_torch_distributed_env(mesh)
+        plan = TrainerPlan(model, TrainerSettings(expert_parallel=2 if kind == "experts" else 1), 1, 1.0, 8)
+        trainer: MeasuredTrainer = mesh.spawn("trainer", MeasuredTrainer, plan, None)
+        await ask(trainer.setup.call(), "trainer ranks to load the model")
+        replica = cluster.spawn("generator", 1, first_device=2, preload=ENGINE_PRELOAD)
+        generator: MeasuredGenerator = replica.spawn("generator", MeasuredGenerator)
+        measured = await peaks(trainer, generator, settings)
+        await ask(trainer.close.call(), "trainer ranks to leave their world")
+        await cluster.kill(replica)
+        return measured
 
-        senders, receiver, version = asyncio.run(go())
+    senders, receiver, version = asyncio.run(go())
     beyond = receiver - versions * version
     print(f"{kind}, {transport}: MiB beyond", [round(x / MIB, 1) for x in senders], "and", round(beyond / MIB, 1))
     bound = (2 * BUCKET_MIB + SLACK_MIB) * MIB
