@@ -15,7 +15,9 @@ from monarch_rl.episode.episode import Episode, Turn
 from monarch_rl.episode.sampling import Completion
 from monarch_rl.rollout.episode_failed import EpisodeFailed
 from monarch_rl.rollout.group_rewards import GroupRewarder
+from monarch_rl.rollout.outside import JudgeFailed, outside
 from monarch_rl.rollout.scoring import Scorer
+from monarch_rl.simulate.clock import run_virtual
 from monarch_rl.tasks.task import Outcome, Task
 
 LOST = EpisodeFailed("score hung")
@@ -78,6 +80,10 @@ async def raising(item: str, outcomes: Sequence[Outcome]) -> Any:
     raise KeyError("dog")
 
 
+async def unjudged(item: str, outcomes: Sequence[Outcome]) -> Any:
+    raise JudgeFailed("frozen model judge did not answer in time", "request 3")
+
+
 async def endless(item: str, outcomes: Sequence[Outcome]) -> Any:
     await asyncio.Event().wait()
 
@@ -130,11 +136,36 @@ def test_a_coroutine_compares_the_group_in_the_worker() -> None:
         (endless, "group rewards took over 0.2 s", "raise --rollout.episode-deadline-s"),
         (leaving, "group rewards raised SystemExit", "raise SystemExit"),
         (words, "group rewards cannot be used", "'good' is text"),
+        (unjudged, "group rewards: frozen model judge did not answer in time", "request 3"),
     ],
 )
 def test_a_coroutine_that_fails_costs_its_group(function: Any, reason: str, report: str) -> None:
     first, lost, second = rewarded(function, "a", "b", deadline_s=0.2)
     assert lost is LOST and first.reason == second.reason == reason and report in first.report
+
+
+def test_what_a_judge_takes_does_not_count_as_the_time_of_a_groups_rewards() -> None:
+    """In virtual time."""
+
+    async def judged(item: str, outcomes: Sequence[Outcome]) -> list[float]:
+        with outside():
+            await asyncio.sleep(50.0)
+        return [1.0, 0.0]
+
+    async def judged_and_late(item: str, outcomes: Sequence[Outcome]) -> list[float]:
+        rewards = await judged(item, outcomes)
+        await asyncio.sleep(50.0)
+        return rewards
+
+    no_scorer: Any = None
+
+    def rewards(function: Any) -> list[Any]:
+        of_group = Task(lambda cursor: cursor, _unplayed, group_rewards=function)
+        return run_virtual(GroupRewarder(no_scorer, 10.0).added(of_group, "item", 7, group("a", "b")))
+
+    first, _, second = rewards(judged)
+    assert [first[0].reward, second[0].reward] == [1.0, 0.0]
+    assert rewards(judged_and_late)[0].reason == "group rewards took over 10 s"
 
 
 def test_each_seat_and_branch_has_its_own_outcome() -> None:

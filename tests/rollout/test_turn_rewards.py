@@ -13,6 +13,7 @@ from monarch_rl.episode.episode import Episode
 from monarch_rl.episode.sampling import Sampling
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.rollout.episode_failed import EpisodeFailed
+from monarch_rl.rollout.outside import JudgeFailed
 from monarch_rl.rollout.play import EpisodePlayer
 from monarch_rl.rollout.scoring_failed import ScorerBroken, ScoringFailed
 from monarch_rl.tasks.task import ContextFull, Outcome, Policy, Reply
@@ -148,6 +149,14 @@ async def leaving(item: Any, policy: Policy) -> float:
     return 1.0
 
 
+async def unjudged(item: Any, policy: Policy) -> float:
+    async def reward() -> float:
+        raise JudgeFailed("frozen model judge did not answer in time", "request 3")
+
+    (await policy.reply("a")).reward = reward()
+    return 1.0
+
+
 async def cancelling(item: Any, policy: Policy) -> float:
     reply = await policy.reply("a")
     reply.reward = asyncio.get_running_loop().create_future()
@@ -179,6 +188,7 @@ async def becoming_text(item: Any, policy: Policy) -> float:
         (raising, "turn reward raised KeyError", 'return {"cat": 1.0}["dog"]'),
         (leaving, "turn reward raised RuntimeError", "raise SystemExit"),
         (cancelling, "turn reward was cancelled by the episode's own code", ""),
+        (unjudged, "frozen model judge did not answer in time", "request 3"),
         (becoming_text, "turn reward raised ValueError", "'good' is text"),
         (setting("good"), "episode raised ValueError", '(await policy.reply("a")).reward = value'),
         (setting(math.nan), "episode raised ValueError", "not a finite number"),

@@ -8,12 +8,12 @@ from typing import Any
 
 from monarch_rl.episode.episode import Episode
 from monarch_rl.rollout.episode_failed import EpisodeFailed
+from monarch_rl.rollout.outside import PLAYING, JudgeFailed, Playing
 from monarch_rl.rollout.play import to_its_end
+from monarch_rl.rollout.policy import OwnTime
 from monarch_rl.rollout.scoring import Scorer
 from monarch_rl.rollout.scoring_failed import ScoringFailed
 from monarch_rl.rollout.tracebacks import describe, suspended
-from monarch_rl.runtime import presence
-from monarch_rl.runtime.deadline_clock import DeadlineClock
 from monarch_rl.runtime.deadlines import ends_in_time
 from monarch_rl.tasks.task import GroupRewards, Outcome, Task, as_outcomes, is_coroutine_function
 
@@ -51,17 +51,17 @@ class GroupRewarder:
             for of in play
         ]
         try:
-            rewards = await self._rewards(task.group_rewards, item, before)
+            rewards = await self._rewards(task.group_rewards, item, index, before)
         except EpisodeFailed as why:
             return [play if isinstance(play, EpisodeFailed) else _failed(play, why, index) for play in played]
         for episode, old, new in zip(episodes, before, rewards, strict=True):
             episode.reward, episode.parts, episode.info = new.reward, old.parts | new.parts, old.info | new.info
         return list(played)
 
-    async def _rewards(self, function: GroupRewards, item: Any, outcomes: list[Outcome]) -> list[Outcome]:
+    async def _rewards(self, function: GroupRewards, item: Any, index: int, outcomes: list[Outcome]) -> list[Outcome]:
         """A reward for each of ``outcomes``. Raises EpisodeFailed."""
         if is_coroutine_function(function):
-            rewards = await _in_worker(function, item, outcomes, self._deadline_s)
+            rewards = await _in_worker(function, item, index, outcomes, self._deadline_s)
         else:
             try:
                 rewards = await self._scorer.score_group(function, item, outcomes)  # waits: it has a deadline
@@ -75,23 +75,29 @@ class GroupRewarder:
         return rewards
 
 
-async def _in_worker(function: GroupRewards, item: Any, outcomes: list[Outcome], deadline_s: float) -> list[Outcome]:
-    """What a coroutine returns. It runs as a task that is left alone if it does not end in time. Raises
-    EpisodeFailed."""
-    coroutine: Any = function(item, outcomes)
-    task = asyncio.ensure_future(to_its_end(coroutine))
-    clock, wait = DeadlineClock(deadline_s, OWN_CODE), presence.begin_wait(OWN_CODE, "an episode's code", deadline_s)
+async def _in_worker(
+    function: GroupRewards, item: Any, index: int, outcomes: list[Outcome], deadline_s: float
+) -> list[Outcome]:
+    """What a coroutine returns. It runs as a task that is left alone if it does not end in time; while it asks a judge,
+    its clock stands still. Raises EpisodeFailed."""
+    own_time = OwnTime(deadline_s, OWN_CODE)
+    playing = PLAYING.set(Playing(own_time, index))
     try:
-        if not await ends_in_time(task, lambda: clock, deadline_s):
+        coroutine: Any = function(item, outcomes)
+        task = asyncio.ensure_future(to_its_end(coroutine))
+        if not await ends_in_time(task, lambda: own_time.clock, deadline_s):
             place, stack = suspended(coroutine)
             task.cancel()
             report = f"{stack}\nIf they may take longer, raise --rollout.episode-deadline-s.".lstrip()
             raise EpisodeFailed(f"group rewards took over {deadline_s:g} s", place, report)
     finally:
-        presence.end_wait(wait)
+        own_time.end()
+        PLAYING.reset(playing)
     if task.cancelled():
         raise EpisodeFailed("group rewards were cancelled by their own code")
     error = task.exception() or task.result()
+    if isinstance(error, JudgeFailed):
+        raise EpisodeFailed(f"group rewards: {error.reason}", report=error.report) from error
     if isinstance(error, BaseException):
         raise EpisodeFailed(f"group rewards raised {type(error).__name__}", *describe(error)) from error
     try:

@@ -51,12 +51,17 @@ class Means:
 
 class OwnTime:
     """The clock of an episode's own code, from one turn of the policy to the next: it stands still during a turn, and
-    while a judge is asked."""
+    while a judge is asked.
 
-    __slots__ = ("_seconds", "_stops", "_wait", "clock", "ended")
+    Args:
+        seconds: that the code may take.
+        what: whose clock it is, for what is shown of waits.
+    """
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
+    __slots__ = ("_seconds", "_stops", "_wait", "_what", "clock", "ended")
+
+    def __init__(self, seconds: float, what: str = OWN_CODE) -> None:
+        self._seconds, self._what = seconds, what
         self._stops = 1
         """Reasons to stand still: judges may be asked at once."""
         self.ended = False
@@ -68,8 +73,8 @@ class OwnTime:
         """Start at 0 when no reason to stand still is left, unless the episode is over."""
         self._stops -= 1
         if not self._stops and not self.ended:
-            self._wait = presence.begin_wait(OWN_CODE, "an episode's code", self._seconds)
-            self.clock = DeadlineClock(self._seconds, OWN_CODE)
+            self._wait = presence.begin_wait(self._what, "an episode's code", self._seconds)
+            self.clock = DeadlineClock(self._seconds, self._what)
 
     def stop(self) -> None:
         """Stand still, until :meth:`go_on` is called as often."""

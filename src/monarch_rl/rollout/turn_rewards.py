@@ -7,6 +7,7 @@ from typing import Any
 
 from monarch_rl.episode.episode import Turn
 from monarch_rl.rollout.episode_failed import EpisodeFailed
+from monarch_rl.rollout.outside import JudgeFailed
 from monarch_rl.rollout.scoring_failed import ScoringFailed
 from monarch_rl.rollout.tracebacks import describe, suspended
 from monarch_rl.tasks.task import Reply
@@ -28,6 +29,7 @@ class TurnRewards:
         Raises:
             EpisodeFailed: one raised, or was cancelled.
             ScoringFailed: one failed in a scoring process.
+            JudgeFailed: a judge that one asked did not answer.
         """
         while True:
             rewards = self._awaited()
@@ -64,7 +66,7 @@ def _check(reward: asyncio.Future[Any]) -> None:
     if reward.cancelled():
         raise EpisodeFailed("turn reward was cancelled by the episode's own code")
     error = reward.exception()
-    if isinstance(error, ScoringFailed | EpisodeFailed):
+    if isinstance(error, ScoringFailed | EpisodeFailed | JudgeFailed):
         raise error
     if error is not None:
         raise EpisodeFailed(f"turn reward raised {type(error).__name__}", *describe(error)) from error
