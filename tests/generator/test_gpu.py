@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import logging
 import os
 import re
 import socket
@@ -18,7 +19,7 @@ import pytest
 import torch
 
 from monarch_rl.generator.engine import Engine
-from monarch_rl.generator.gpu import HARMFUL, check_driver, check_environment
+from monarch_rl.generator.gpu import HARMFUL, Machine, check_driver, check_environment
 from monarch_rl.generator.settings import GeneratorSettings, check_attention, engine_arguments
 from monarch_rl.runtime.network import MUST_AGREE, NO_DUMP, nccl_environment
 
@@ -156,7 +157,7 @@ def test_sglang_still_calls_kernels_for_half_precision_in_its_norms() -> None:
 @pytest.fixture
 def toolkit(tmp_path: Path) -> dict[str, str]:
     """The environment of a machine that has all that SGLang needs."""
-    for name in ("cuda/bin/nvcc", "bin/ninja", "bin/c++"):
+    for name in ("cuda/bin/nvcc", "cuda/lib64/libcudart.so", "bin/ninja", "bin/c++"):
         file = tmp_path / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f"#!/bin/sh\necho release {torch.version.cuda or '13.0'},\n")
@@ -173,7 +174,7 @@ def test_a_machine_with_compilers_is_taken(toolkit: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     "change, missing",
     [
-        ({"CUDA_HOME": "/nowhere"}, "nvcc (looked for /nowhere/bin/nvcc; set CUDA_HOME"),
+        ({"CUDA_HOME": "/nowhere"}, "nvcc (looked for /nowhere/bin/nvcc; set CUDA_HOME to a CUDA toolkit)"),
         ({"CXX": "clang++-99"}, "a C++20 compiler (looked for clang++-99"),
         (
             {"CXX": "c++ -m64"},
@@ -198,23 +199,93 @@ def test_an_engine_is_refused_on_a_machine_that_lacks_compilers(
         asyncio.run(Engine.start("no model", GeneratorSettings()))
 
 
+def script(file: Path, text: str) -> None:
+    file.write_text(f"#!/bin/sh\n{text}\n")
+
+
+@pytest.mark.parametrize("where, there", [("cu13/lib", False), ("cu13/lib64", True)])
+def test_an_nvcc_without_the_runtime_to_link_with_is_refused(
+    where: str, there: bool, toolkit: dict[str, str], tmp_path: Path
+) -> None:
+    """As pip installs it: ``nvidia/cu13`` has bin/nvcc, and the runtime in lib under a name with a version."""
+    home, nvcc = tmp_path / "cu13", tmp_path / "cu13" / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    Path(toolkit["CUDA_HOME"], "bin", "nvcc").rename(nvcc)
+    (tmp_path / where).mkdir()
+    (tmp_path / where / ("libcudart.so" if there else "libcudart.so.13")).touch()
+    own = toolkit | {"CUDA_HOME": str(home)}
+    if there:
+        check_environment(own)
+        return
+    looked = re.escape(str(home / "lib64" / "libcudart.so"))
+    with pytest.raises(ValueError, match=rf"CUDA's runtime to link with \(looked for {looked}; the nvcc that pip"):
+        check_environment(own)
+
+
+def test_a_runtime_that_the_linker_finds_by_itself_will_do(toolkit: dict[str, str], tmp_path: Path) -> None:
+    """As a distribution installs it: nvcc in /usr/bin, and the runtime where all libraries are."""
+    library = tmp_path / "cuda" / "lib64" / "libcudart.so"
+    library.rename(elsewhere := tmp_path / "libcudart.so")
+    script(Path(toolkit["PATH"], "c++"), f'[ "$1" = -print-file-name=libcudart.so ] && echo {elsewhere}')
+    check_environment(toolkit)
+    script(Path(toolkit["PATH"], "c++"), "echo libcudart.so")  # what a compiler says of a file that it does not find
+    with pytest.raises(ValueError, match="CUDA's runtime to link with"):
+        check_environment(toolkit)
+
+
+NVCC = "echo 'Cuda compilation tools, release {release}, V{release}.93'"
+
+
 @pytest.mark.parametrize(
-    "script, problem",
+    "capability, least, before",
     [
-        ("echo 'Cuda compilation tools, release 12.8, V12.8.93'", r"nvcc of CUDA 13\.0, torch's \(\S+ is of 12\.8;"),
-        ("echo 'nothing that is known'", r"nvcc is of no known version; set CUDA_HOME"),
-        ("exit 3", r"nvcc is of no known version: .* exit status 3"),
-        ("echo 'Cuda compilation tools, release 13.2, V13.2.1'", None),
+        ((8, 0), "12.0", "11.8"),
+        ((9, 0), "12.0", "11.8"),
+        ((10, 0), "12.8", "12.6"),
+        ((10, 3), "12.9", "12.8"),
+        ((11, 0), "13.0", "12.9"),
+        ((12, 0), "12.8", "12.6"),
+        ((12, 1), "12.9", "12.8"),
     ],
 )
-def test_an_nvcc_of_another_cuda_is_refused(toolkit: dict[str, str], script: str, problem: str | None) -> None:
-    """The major version decides: kernels are loaded by torch's runtime."""
-    Path(toolkit["CUDA_HOME"], "bin", "nvcc").write_text(f"#!/bin/sh\n{script}\n")
-    if problem is None:
-        check_environment(toolkit, "13.0")
-        return
+def test_an_nvcc_that_cannot_compile_for_the_gpu_is_refused(
+    capability: tuple[int, int], least: str, before: str, toolkit: dict[str, str]
+) -> None:
+    nvcc = Path(toolkit["CUDA_HOME"], "bin", "nvcc")
+    script(nvcc, NVCC.format(release=least))
+    check_environment(toolkit, Machine("13.0", capability))
+    script(nvcc, NVCC.format(release=before))
+    gpu = re.escape(".".join(map(str, capability)))
+    problem = rf"compute capability {gpu} takes CUDA {re.escape(least)} or newer, and \S+ is of {re.escape(before)};"
     with pytest.raises(ValueError, match=problem):
-        check_environment(toolkit, "13.0")
+        check_environment(toolkit, Machine("13.0", capability))
+
+
+@pytest.mark.parametrize("text, why", [("echo 'nothing that is known'", "it names none"), ("exit 3", "exit status 3.")])
+def test_an_nvcc_that_says_no_release_is_refused(toolkit: dict[str, str], text: str, why: str) -> None:
+    script(Path(toolkit["CUDA_HOME"], "bin", "nvcc"), text)
+    with pytest.raises(ValueError, match=rf"lacks an nvcc that says its release \(.*{re.escape(why)}; set CUDA_HOME"):
+        check_environment(toolkit, Machine("13.0", (9, 0)))
+
+
+@pytest.mark.parametrize("release, warned", [("12.8", True), ("13.2", False)])
+def test_an_nvcc_of_another_cuda_than_torchs_is_taken_with_a_warning(
+    release: str, warned: bool, toolkit: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """SGLang compiles for the nvcc that there is, and names a toolkit for CUDA 12.8 beside a torch for 13 as a case."""
+    script(Path(toolkit["CUDA_HOME"], "bin", "nvcc"), NVCC.format(release=release))
+    with caplog.at_level(logging.WARNING, "monarch_rl"):
+        check_environment(toolkit, Machine("13.0", (9, 0)))
+    said = "is of CUDA 12.8, and torch is built for 13.0: SGLang compiles for the former, whose libcudart.so.12"
+    assert [said in message for message in caplog.messages] == [True] * warned
+
+
+def test_sglang_still_compiles_for_the_nvcc_that_there_is() -> None:
+    """And links with the runtime beside it. If not, the checks above ask for the wrong thing."""
+    arch = sglang_source("kernels", "jit", "utils", "arch.py")
+    assert "a cu130 wheel on a CUDA 12.8 toolkit" in arch and "_jit_cuda_version() >= (12, 9)" in arch
+    toolchain = sglang_source("kernels", "jit", "utils", "compile", "toolchain.py")
+    assert 'flags + [f"-L{cuda_home()}/lib64", "-lcudart"]' in toolchain
 
 
 @pytest.mark.parametrize("value", ["1", "true", "YES"])

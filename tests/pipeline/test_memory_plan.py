@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tyro
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,8 +21,10 @@ from monarch_rl.pipeline.settings import RunSettings, memory_sides, resolve
 from monarch_rl.runtime.devices import Devices
 from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.weights.endpoint import TransferSettings, TransportName
+from recipes.grpo import Settings
 from tools.memory import GPUS, MODELS, device_bytes
 
+ROOT = Path(__file__).parents[2]
 GIB = 2**30
 FLAG = re.compile(r"(trainer|generator|weights)\.([a-z-]+) (\w+)")
 
@@ -168,3 +172,22 @@ def test_a_run_that_shares_a_gpu_gives_the_engine_its_tokens(tmp_path: Path) -> 
     assert found.weights.transport == "shared_memory" and found.generator.max_total_tokens > 100_000
     assert resolve(found, gpus(80), model) == found
     check_gpu_memory(MODELS["Qwen3-0.6B"], memory_sides(found), gpus(80))
+
+
+def commands_for_gpus() -> list[list[str]]:
+    """The README's, of the recipe."""
+    section = (ROOT / "README.md").read_text().partition("\n## On GPUs\n")[2].partition("\n## ")[0]
+    lines = [line for line in section.replace("\\\n", " ").splitlines() if line.startswith("    ")]
+    return [words for line in lines if "recipes/grpo.py" in (words := shlex.split(line))]
+
+
+def test_the_readmes_commands_train_a_real_model_that_fits_80_gb() -> None:
+    """Not with the tiny model's learning rate, answers and task, which are the recipe's defaults."""
+    apart, shared = (
+        tyro.cli(Settings, args=words[words.index("recipes/grpo.py") + 1 :]) for words in commands_for_gpus()
+    )
+    assert not apart.colocate and shared.colocate
+    for s in (apart, shared):
+        check_gpu_memory(MODELS[s.model.removeprefix("Qwen/")], memory_sides(s), gpus(80))
+        assert s.trainer.lr == 1e-6 and s.rollout.max_new_tokens == 1024 and s.task.name == "chain_sum"
+        assert s.task == apart.task

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from monarch_rl.algorithms.packing import KEYS_PER_TOKEN
 from monarch_rl.model.lora import LoraSettings
 from monarch_rl.model.tensors import expected_tensors
 from monarch_rl.trainer.critic_settings import CriticSettings
@@ -31,6 +32,8 @@ class Case:
     tokens: int
     settings: dict[str, Any] = field(default_factory=dict)
     experts: bool = False
+    keys: int = 1
+    """Keys that are gathered for each token: more where episodes share prefixes."""
 
     @property
     def config(self) -> dict[str, Any]:
@@ -86,6 +89,13 @@ CASES = {
     "divided heads": Case({}, 1024, {"tp": 2}),
     "divided selective": Case({}, 1024, {"tp": 2, "activation_checkpoint": "selective"}),
     "divided vocabulary": Case({"vocab_size": 20_000}, 512, {"tp": 2, "logprob_chunk": 256}),
+    "shared prefixes": Case({"num_key_value_heads": 8}, 2048, keys=KEYS_PER_TOKEN),
+    "shared checkpoint": Case(
+        {"num_key_value_heads": 8, "num_hidden_layers": 2, "head_dim": 64},
+        2048,
+        {"activation_checkpoint": "full"},
+        keys=KEYS_PER_TOKEN,
+    ),
     "critic": Case(_WIDE, 64, {"critic": CriticSettings(lr=1e-3)}),
     "lora": Case(_WIDE, 512, {"lora": LoraSettings(rank=8), "activation_checkpoint": "full"}),
 }

@@ -36,20 +36,24 @@ STEPS = 2
 
 
 def micro_batch(case: Case, seed: int, device: torch.device) -> MicroBatch:
-    """Episodes without anything in common, together as long as a micro-batch may be."""
-    draw, length = np.random.default_rng(seed), case.tokens // EPISODES
-    drawn = np.arange(length) >= PROMPT
-    turns = [
-        Turn(
-            draw.integers(0, case.config["vocab_size"], length).astype(np.int32),
-            np.where(drawn, -5, 0).astype(np.float32),
-            np.where(drawn, 0, -1).astype(np.int32),
-            drawn,
-        )
-        for _ in range(EPISODES)
-    ]
-    episodes = [Episode([turn], 1.0, "stop") for turn in turns]
-    return pack(episodes, torch.ones(EPISODES), torch.ones(EPISODES), 0, device)
+    """Episodes, together as long as a micro-batch may be: without anything in common, or with a prompt so long that
+    they gather ``case.keys`` times as many keys."""
+    draw = np.random.default_rng(seed)
+    count, prompt, answer = EPISODES, PROMPT, case.tokens // EPISODES - PROMPT
+    if case.keys > 1:
+        # One more episode than keys a token: (keys + 1) (prompt + answer) = keys tokens.
+        count, prompt = case.keys + 1, case.tokens * (case.keys - 1) // case.keys
+        answer = (case.tokens - prompt) // count
+    shared = draw.integers(0, case.config["vocab_size"], prompt)
+    drawn = np.arange(prompt + answer) >= prompt
+    episodes = []
+    for _ in range(count):
+        begin = shared if case.keys > 1 else draw.integers(0, case.config["vocab_size"], prompt)
+        ids = np.concatenate([begin, draw.integers(0, case.config["vocab_size"], answer)]).astype(np.int32)
+        logprobs, versions = np.where(drawn, -5, 0).astype(np.float32), np.where(drawn, 0, -1).astype(np.int32)
+        episodes.append(Episode([Turn(ids, logprobs, versions, drawn)], 1.0, "stop"))
+    groups = [0] * count if case.keys > 1 else None
+    return pack(episodes, torch.ones(count), torch.ones(count), 0, device, groups)
 
 
 def work(folder: Path, case: Case) -> None:

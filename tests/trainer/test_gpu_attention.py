@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,6 +20,7 @@ from torchtitan.tools import utils  # noqa: E402
 
 from monarch_rl.trainer import attention  # noqa: E402
 from monarch_rl.trainer.attention import PackedAttention, PrefixVarlenAttention  # noqa: E402
+from monarch_rl.trainer.attention_layout import AttentionLayout, Segment, separate_layout  # noqa: E402
 from monarch_rl.trainer.model_config import model_config  # noqa: E402
 from monarch_rl.trainer.settings import TrainerSettings  # noqa: E402
 
@@ -94,12 +97,55 @@ def test_a_gpu_takes_the_kernels_that_are_made_for_it(
     assert len(asked) <= 1  # not once a layer
 
 
-def test_kernels_without_a_backward_pass_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("Module 'flash_attn_interface' does not expose FA3 backward kernels"), TypeError("no such dialect")],
+)
+def test_kernels_that_do_not_start_are_not_taken_and_the_cause_is_said(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They may lack a backward pass; FlashAttention 4 brings a compiler, which may raise whatever it likes."""
+
     def register() -> Any:
-        raise RuntimeError("Module 'flash_attn_interface' does not expose FA3 backward kernels")
+        raise error
 
     _registry.register_flash_attention_impl("FA3", register_fn=register)
-    assert build_on("H100", monkeypatch) and current_flash_attention_impl() is None
+    with caplog.at_level(logging.WARNING, "monarch_rl"):
+        assert build_on("H100", monkeypatch) and current_flash_attention_impl() is None
+    assert [f"FA3 does not start: {type(error).__name__}: {error}" in message for message in caplog.messages] == [True]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_in_float32_a_device_is_given_keys_for_each_head_of_queries(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA's memory-efficient kernel takes no groups of heads. Tensors on no device stand in for those on a GPU."""
+    calls: list[tuple[int, int, int, bool]] = []
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+
+    def record(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, enable_gqa: bool, **others: Any) -> torch.Tensor:
+        calls.append((q.shape[1], k.shape[1], v.shape[1], enable_gqa))
+        return sdpa(q, k, v, enable_gqa=enable_gqa, **others)
+
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", record)
+    q, k, v = (torch.randn(1, 10, heads, 16).to(device) for heads in (4, 2, 2))
+    shared = [Segment(0, np.arange(7), 7), Segment(7, np.r_[:5, 7:9], 2), Segment(9, np.r_[:5, 9], 1)]
+    layout = AttentionLayout(shared, torch.device(device))
+    result = PackedAttention(PackedAttention.Config())(q, k, v, attention_masks=layout, enable_gqa=True)
+    assert result.shape == q.shape and len(calls) > 1  # causal, and with a mask
+    assert set(calls) == {(4, 2, 2, True) if device == "cpu" else (4, 4, 4, False)}
+
+
+def test_keys_for_each_head_of_queries_give_what_groups_of_heads_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (torch.randn(1, 10, heads, 16, requires_grad=True) for heads in (4, 2, 2))
+    layout = separate_layout([6, 4], torch.device("cpu"))
+    module = PackedAttention(PackedAttention.Config())
+    found = []
+    for repeated in (False, True):
+        monkeypatch.setattr(attention, "_repeats_heads", lambda _, repeated=repeated: repeated)
+        result = module(q, k, v, attention_masks=layout, enable_gqa=True)
+        found.append((result, *torch.autograd.grad(result.square().sum(), (q, k, v))))
+    torch.testing.assert_close(found[1], found[0])
 
 
 @pytest.mark.parametrize("half_on_gpu, kind", [(True, PrefixVarlenAttention), (False, PackedAttention)])

@@ -41,7 +41,7 @@ def peaks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
 def test_a_trainer_rank_takes_what_is_planned(name: str, peaks: dict[str, int]) -> None:
     case = CASES[name]
     model = trained_model(case.config, case.trainer.lora)
-    planned = trainer_memory(model, case.trainer, TransferSettings(), on_gpu=False, served=4)
+    planned = trainer_memory(model, case.trainer, TransferSettings(), on_gpu=False, served=4, keys=case.keys)
     total = sum(planned.values())
     print({purpose: round(nbytes / 1e6, 1) for purpose, nbytes in planned.items()})
     print(f"planned {total / 1e6:.1f}, seen {peaks[name] / 1e6:.1f} MB")

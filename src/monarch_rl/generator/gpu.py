@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
@@ -10,12 +11,26 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
+
+logger = logging.getLogger("monarch_rl")
 
 HARMFUL = "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"
 """With it SGLang permutes the rows of the experts' projections at the end of every session of loading, those too that a
 session has left alone (``quantization/unquant.py``): after the checksums, which cannot see it."""
-NVCC_S = 60.0
-"""Seconds for nvcc to say its version, on a cold disk too."""
+TOOL_S = 60.0
+"""Seconds for a compiler to answer a question, on a cold disk too."""
+RUNTIME = "libcudart.so"
+OLDEST_NVCC = (
+    ((0, 0), (12, 0)),  # the first that compiles C++20, as SGLang's kernels are written
+    ((10, 0), (12, 8)),
+    ((10, 3), (12, 9)),
+    ((11, 0), (13, 0)),
+    ((12, 0), (12, 8)),
+    ((12, 1), (12, 9)),
+)
+"""By compute capability from which on, the oldest release of nvcc that compiles for it (CUDA's release notes). SGLang
+compiles for what ``kernels/jit/utils/arch.py`` makes of capability and nvcc's release, not for torch's."""
 _TRUE = ("true", "1", "yes", "y")
 """What SGLang takes for true in the environment (``environ.py``)."""
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
@@ -45,7 +60,24 @@ def check_dtype(dtype: str) -> None:
         )
 
 
-def check_environment(environment: Mapping[str, str] | None = None, cuda: str | None = None) -> None:
+class Machine(NamedTuple):
+    """What SGLang compiles for."""
+
+    cuda: str | None
+    """The CUDA version that torch is built for; None is a torch for CPUs."""
+    capability: tuple[int, int] | None
+    """Compute capability of the GPU; None is not known."""
+
+    @classmethod
+    def here(cls) -> Machine:
+        """This one, by its first GPU."""
+        import torch  # here: settings are also read where no torch is needed
+
+        capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+        return cls(torch.version.cuda, capability)
+
+
+def check_environment(environment: Mapping[str, str] | None = None, machine: Machine | None = None) -> None:
     """Refuse a machine with GPUs on which SGLang does not start, or would serve wrong weights.
 
     SGLang 0.5.23 compiles kernels when it first needs them: rotary embeddings, the KV cache's, norms, activations.
@@ -54,7 +86,7 @@ def check_environment(environment: Mapping[str, str] | None = None, cuda: str | 
     Args:
         environment: of the engines; None is this process's, with this Python's folder at the head of PATH, as in the
             processes of a host.
-        cuda: the CUDA version that torch is built for; None asks torch. With a torch for CPUs any nvcc will do.
+        machine: what kernels are compiled for; None looks.
 
     Raises:
         ValueError: says what is missing or must not be set, and what to do.
@@ -67,19 +99,10 @@ def check_environment(environment: Mapping[str, str] | None = None, cuda: str | 
             f"{HARMFUL} is set: with it SGLang would silently permute the experts' weights at every new version. "
             "Unset it"
         )
-    if cuda is None:
-        import torch  # here: settings are also read where no torch is needed
-
-        cuda = torch.version.cuda
-    path = environment.get("PATH")
-    missing = []
-    if not (nvcc := find_nvcc(environment)).is_file():
-        missing.append(f"nvcc (looked for {nvcc}; set CUDA_HOME to a CUDA toolkit, of torch's major version)")
-    elif cuda is not None and (found := nvcc_release(nvcc)).split(".")[0] != cuda.split(".")[0]:
-        missing.append(f"nvcc of CUDA {cuda}, torch's ({nvcc} is of {found}; set CUDA_HOME to such a toolkit)")
+    path, compiler = environment.get("PATH"), environment.get("CXX", "c++")
+    missing = _missing_toolkit(environment, compiler, machine or Machine.here())
     if shutil.which("ninja", path=path) is None:
         missing.append("ninja (pip install ninja)")
-    compiler = environment.get("CXX", "c++")
     if shutil.which(compiler, path=path) is None:
         flags = "without flags: SGLang takes it for one word"  # jit/utils/compile/ninja.py quotes it
         missing.append(f"a C++20 compiler (looked for {compiler}; install g++ 11 or newer, or set CXX, {flags})")
@@ -90,22 +113,71 @@ def check_environment(environment: Mapping[str, str] | None = None, cuda: str | 
         )
 
 
-def find_nvcc(environment: Mapping[str, str]) -> Path:
-    """Where SGLang looks for CUDA's compiler (``jit/utils/compile/toolchain.py``)."""
+def _missing_toolkit(environment: Mapping[str, str], compiler: str, machine: Machine) -> list[str]:
+    """What is missing of CUDA's toolkit. Warns of one of another major version than torch's."""
+    home = find_cuda(environment)
+    nvcc, missing = home / "bin" / "nvcc", []
+    if not nvcc.is_file():
+        return [f"nvcc (looked for {nvcc}; set CUDA_HOME to a CUDA toolkit)"]
+    release, why = nvcc_release(nvcc)
+    oldest = [least for capability, least in OLDEST_NVCC if capability <= (machine.capability or (0, 0))][-1]
+    if release is None:
+        missing.append(f"an nvcc that says its release ({nvcc}: {why}; set CUDA_HOME to a CUDA toolkit)")
+    elif machine.capability is not None and release < oldest:
+        gpu, least, found = (".".join(map(str, version)) for version in (machine.capability, oldest, release))
+        missing.append(
+            f"an nvcc that compiles for its GPU (compute capability {gpu} takes CUDA {least} or newer, and {nvcc} is "
+            f"of {found}; set CUDA_HOME to such a toolkit)"
+        )
+    elif machine.cuda is not None and release[0] != int(machine.cuda.split(".")[0]):
+        logger.warning(
+            "%s is of CUDA %d.%d, and torch is built for %s: SGLang compiles for the former, whose libcudart.so.%d has "
+            "to be found when a kernel is loaded (LD_LIBRARY_PATH), beside torch's own",
+            nvcc,
+            *release,
+            machine.cuda,
+            release[0],
+        )
+    if not _has_runtime(home, compiler, environment):
+        missing.append(
+            f"CUDA's runtime to link with (looked for {home / 'lib64' / RUNTIME}; the nvcc that pip installs has none: "
+            "set CUDA_HOME to a whole CUDA toolkit)"
+        )
+    return missing
+
+
+def find_cuda(environment: Mapping[str, str]) -> Path:
+    """Where SGLang looks for CUDA's toolkit (``jit/utils/compile/toolchain.py``)."""
     home = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
     if home is None and (found := shutil.which("nvcc", path=environment.get("PATH"))) is not None:
-        return Path(found)
-    return Path(home or "/usr/local/cuda") / "bin" / "nvcc"
+        return Path(found).parent.parent
+    return Path(home or "/usr/local/cuda")
 
 
-def nvcc_release(nvcc: Path) -> str:
-    """The release that CUDA's compiler says it is of, as in 13.0; else what is wrong with it."""
+def _has_runtime(home: Path, compiler: str, environment: Mapping[str, str]) -> bool:
+    """Whether the linker finds CUDA's runtime with what SGLang passes it (``-L{home}/lib64 -lcudart``): there, or where
+    it looks by itself, as with a distribution's package."""
+    if (home / "lib64" / RUNTIME).exists():
+        return True
+    found = shutil.which(compiler, path=environment.get("PATH"))
+    if found is None:
+        return True  # that is missing, and said
+    asked = [found, f"-print-file-name={RUNTIME}"]
     try:
-        said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=NVCC_S, check=True).stdout
+        said = subprocess.run(asked, env=environment, capture_output=True, text=True, timeout=TOOL_S, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return Path(said.strip()).is_absolute() and Path(said.strip()).exists()  # what is not found is repeated
+
+
+def nvcc_release(nvcc: Path) -> tuple[tuple[int, int] | None, str]:
+    """The release that CUDA's compiler says it is of, as in (13, 0); or None, and what is wrong with it."""
+    try:
+        said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=TOOL_S, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
-        return f"no known version: {error}"
-    found = re.search(r"release (\d+\.\d+)", said)
-    return found[1] if found else "no known version"
+        return None, str(error)
+    found = re.search(r"release (\d+)\.(\d+)", said)
+    return ((int(found[1]), int(found[2])), "") if found else (None, "it names none")
 
 
 def check_driver(cuda: str | None, available: bool, visible: str | None, driver_file: Path = DRIVER_FILE) -> None:

@@ -62,6 +62,13 @@ class PackedAttention(VarlenAttention):
         return _padded_attention(q_BLNH, k_BLNH, v_BLNH, attention_masks, scale, enable_gqa)
 
 
+def _repeats_heads(q: torch.Tensor) -> bool:
+    """Whether SDPA must be given keys for each head of queries. In float32 a GPU's fast kernel is the memory-efficient
+    one, which takes no groups of heads (``sdp_utils.cpp``); with groups torch would compute, and keep, the
+    probabilities of all pairs."""
+    return q.device.type != "cpu"
+
+
 def _padded_attention(
     q_BLNH: torch.Tensor,
     k_BLNH: torch.Tensor,
@@ -75,8 +82,16 @@ def _padded_attention(
     keys, values = (_rows(x[0], padded.keys).split([call.keys.size for call in padded.calls]) for x in (k_BLNH, v_BLNH))
     for call, *of_call in zip(padded.calls, queries, keys, values, strict=True):
         q, k, v = (x.unflatten(0, (len(call.queries), -1)).transpose(1, 2) for x in of_call)
+        if enable_gqa and _repeats_heads(q):
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         result = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=call.mask, is_causal=call.mask is None, scale=scale, enable_gqa=enable_gqa
+            q,
+            k,
+            v,
+            attn_mask=call.mask,
+            is_causal=call.mask is None,
+            scale=scale,
+            enable_gqa=enable_gqa and k.shape[1] != q.shape[1],
         )
         results.append(result.transpose(1, 2).flatten(0, 1))
     return _rows(torch.cat(results) if len(results) > 1 else results[0], padded.outputs).unsqueeze(0)
@@ -234,10 +249,15 @@ def _activate_kernels() -> None:
         return
     try:
         activate_flash_attention_impl(kernels)
-    # ImportError: not installed. RuntimeError: without a backward pass. ValueError: this torch knows no such kernels.
-    except (ImportError, RuntimeError, ValueError) as error:
+    # Not installed (ImportError), without a backward pass (RuntimeError), unknown to this torch (ValueError), or
+    # whatever the compiler raises that FlashAttention 4 brings: none of it is a reason not to train.
+    except Exception as error:
         _lacking.add(kernels)
-        logger.info("attention is computed by torch's FlashAttention 2; %s is not available: %s", kernels, error)
+        if isinstance(error, ImportError):
+            logger.info("attention is computed by torch's FlashAttention 2; %s is not installed: %s", kernels, error)
+        else:
+            cause = f"{type(error).__name__}: {error}"
+            logger.warning("attention is computed by torch's FlashAttention 2; %s does not start: %s", kernels, cause)
 
 
 def _check_causal(config: VarlenAttention.Config) -> None:

@@ -5,6 +5,7 @@ Arithmetic only: nothing is allocated, and no torch is needed.
 
 from __future__ import annotations
 
+from monarch_rl.algorithms.packing import KEYS_PER_TOKEN
 from monarch_rl.model.sizes import ModelSizes, TrainedModel
 from monarch_rl.runtime.devices import GPU_CONTEXT, NARROW_COMMUNICATOR, NCCL_COMMUNICATOR
 from monarch_rl.trainer.settings import TrainerSettings
@@ -20,7 +21,13 @@ in the forward pass, before the chunk's own gradients."""
 
 
 def trainer_memory(
-    model: TrainedModel, settings: TrainerSettings, weights: TransferSettings, *, on_gpu: bool, served: int
+    model: TrainedModel,
+    settings: TrainerSettings,
+    weights: TransferSettings,
+    *,
+    on_gpu: bool,
+    served: int,
+    keys: int = KEYS_PER_TOKEN,
 ) -> dict[str, int]:
     """Bytes by purpose at the peak of the trainer rank that takes most, rank 0, in a step of several micro-batches of
     ``tokens_per_microbatch``.
@@ -31,6 +38,7 @@ def trainer_memory(
         weights: how versions travel.
         on_gpu: whether it computes on a GPU.
         served: bytes of a weight as it is sent.
+        keys: that are gathered for each token: as many as a micro-batch may, or 1 where episodes share no prefixes.
     """
     sizes, ranks = model.sizes, settings.ranks
     item = 2 if settings.computes_in(on_gpu) == "bfloat16" else 4
@@ -44,7 +52,7 @@ def trainer_memory(
         "rotary cache": rotary_bytes(model, settings),
         "snapshots": snapshot_bytes(-(-model.version // ranks) * served, model.version * served, weights),
     }
-    kept, again = _activations(sizes, settings, item, on_gpu)
+    kept, again = _activations(sizes, settings, item, on_gpu, keys)
     at_the_head, in_a_block = _at_the_head(sizes, settings, item), _in_a_block(sizes, settings, item)
     # The peak is at the head or in the last block, when all activations are there.
     if sum(at_the_head.values()) > again + sum(in_a_block.values()):
@@ -92,32 +100,43 @@ def rotary_bytes(model: TrainedModel, settings: TrainerSettings) -> int:
     return min(settings.tokens_per_microbatch, model.positions) * 2 * model.sizes.head * MASTER
 
 
-def saved_bytes(sizes: ModelSizes, item: int, on_gpu: bool, *, sparse: bool, tp: int = 1) -> int:
+def saved_bytes(
+    sizes: ModelSizes, item: int, on_gpu: bool, *, sparse: bool, tokens: int, keys: int, tp: int = 1
+) -> int:
     """Bytes of a token that a block keeps for its backward pass, without checkpointing.
 
     Args:
         sizes: of the model.
         item: bytes of an element that is computed.
-        on_gpu: norms are one kernel there, and attention writes its result once.
+        on_gpu: norms are one kernel there, and flash attention, which takes half precision, writes its result once.
         sparse: the block has experts.
+        tokens: of the micro-batch.
+        keys: that are gathered for each token, with as many values. Attention keeps them. Above 1 episodes share
+            prefixes.
         tp: ranks that divide heads, rows and, beside attention and MLP, tokens. Each has what both take of all tokens.
     """
-    query, key, width = sizes.query, sizes.key, sizes.width
+    query, key, width, flash = sizes.query, sizes.key, sizes.width, on_gpu and item < MASTER
     normed = 2 * width + (query + key if sizes.normed_heads else 0)
-    inputs = (2 if on_gpu else 3) * query + 2 * key
+    # In float32 on a GPU each head of queries gets keys of its own (``trainer/attention.py``).
+    inputs = (2 if flash else 3) * query + 2 * keys * (query if on_gpu and not flash else key)
     if sparse:
         inputs += 4 * sizes.expert_hidden + 2 * sizes.chosen * width
     else:
         inputs += 4 * sizes.hidden
     norms = normed * item if on_gpu else 2 * normed * MASTER
-    return 2 * width * item + 2 * sizes.head * MASTER + (inputs * item + norms) // tp
+    # What answers add to a prompt has, together, at most half of the row's tokens as queries and as other keys.
+    masks = 0 if flash or keys == 1 else tokens * item // 4
+    return 2 * width * item + 2 * sizes.head * MASTER + masks + (inputs * item + norms) // tp
 
 
-def _kept_bytes(sizes: ModelSizes, settings: TrainerSettings, item: int, on_gpu: bool, *, sparse: bool) -> int:
+def _kept_bytes(
+    sizes: ModelSizes, settings: TrainerSettings, item: int, on_gpu: bool, *, sparse: bool, keys: int
+) -> int:
     """Bytes of a token that a block keeps until its backward pass, as ``trainer.activation_checkpoint`` says."""
     tp, width = settings.tp, sizes.width
     if settings.activation_checkpoint == "none":
-        return saved_bytes(sizes, item, on_gpu, sparse=sparse, tp=tp)
+        tokens = settings.tokens_per_microbatch
+        return saved_bytes(sizes, item, on_gpu, sparse=sparse, tokens=tokens, keys=keys, tp=tp)
     if settings.activation_checkpoint == "full":
         return width * item // tp
     # torchtitan's choice: every second product of matrices but those of experts, and on GPUs attention's result.
@@ -129,11 +148,16 @@ def _kept_bytes(sizes: ModelSizes, settings: TrainerSettings, item: int, on_gpu:
     return (width + (kept + sizes.hidden + sums) // tp) * item
 
 
-def _activations(sizes: ModelSizes, settings: TrainerSettings, item: int, on_gpu: bool) -> tuple[int, int]:
+def _activations(sizes: ModelSizes, settings: TrainerSettings, item: int, on_gpu: bool, keys: int) -> tuple[int, int]:
     """Bytes that all blocks keep, and what one block computes again for its backward pass."""
     tokens, kinds = settings.tokens_per_microbatch, {True: sizes.sparse, False: sizes.layers - sizes.sparse}
-    kept = {sparse: _kept_bytes(sizes, settings, item, on_gpu, sparse=sparse) for sparse, n in kinds.items() if n}
-    whole = {sparse: saved_bytes(sizes, item, on_gpu, sparse=sparse, tp=settings.tp) for sparse in kept}
+    kept = {
+        sparse: _kept_bytes(sizes, settings, item, on_gpu, sparse=sparse, keys=keys) for sparse, n in kinds.items() if n
+    }
+    whole = {
+        sparse: saved_bytes(sizes, item, on_gpu, sparse=sparse, tokens=tokens, keys=keys, tp=settings.tp)
+        for sparse in kept
+    }
     # Beside the blocks: the embeddings' output, and what the last norm takes and gives.
     ends = (item + (item + (item if on_gpu else 2 * MASTER)) // settings.tp) * sizes.width
     again = max(whole[sparse] - kept[sparse] for sparse in kept)
@@ -162,6 +186,8 @@ def _in_a_block(sizes: ModelSizes, settings: TrainerSettings, item: int) -> dict
     gradients = 0 if settings.lora.rank else item + MASTER  # as they are computed, and as they are reduced
     hidden = max(sizes.hidden if sizes.sparse < sizes.layers else 0, sizes.expert_hidden)
     tokens = settings.tokens_per_microbatch
+    # The gradients are the MLP's. Attention's, of gathered keys too, come when what the MLP kept has gone, which is
+    # more in every published shape that GPUs can serve here.
     return {
         "unsharded weights": 2 * item * block + gradients * block,  # of this block and of the next one
         "gradients of activations": tokens * item * 2 * (hidden // settings.tp + sizes.width),
