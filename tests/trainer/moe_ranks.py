@@ -69,7 +69,8 @@ def go_on_with_another_degree(folder: Path, before: TrainerSettings, after: Trai
     policy = Policy(folder / "moe", before, total_steps=STEPS)
     update(policy, 0)
     name = f"degree.{layout(policy.world_size, before.expert_parallel)}"
-    policy.checkpoint.stage({})
+    policy.checkpoint.note(1, {})
+    policy.checkpoint.stage()
     policy.checkpoint.write(folder / name)
     other = Policy(folder / "moe", after, total_steps=STEPS)
     other.checkpoint.restore(folder / name, 1)
