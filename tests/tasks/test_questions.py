@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -51,6 +52,10 @@ def test_each_row_that_is_not_held_out_is_played_once_each_time_through(rows: in
     assert len(set(first)) == len(first) == size
     again = cloudpickle.loads(cloudpickle.dumps(task))
     assert cursors(again, 2 * size) == first + second  # in every process
+
+
+def test_the_number_of_held_out_rows_may_be_numpys() -> None:
+    assert len(held_out_rows(Questions(ROWS, reward, held_out=np.int64(3)))) == 3  # type: ignore[arg-type]
 
 
 def test_the_order_differs_each_time_and_by_seed() -> None:
@@ -124,6 +129,7 @@ def test_a_data_set_that_cannot_be_had_is_named(tmp_path: Path, monkeypatch: pyt
         (ROWS, {"template": "hello"}, "has no field"),
         (ROWS, {"held_out": 20}, "leaves none to train on"),
         (ROWS, {"held_out": -1}, "leaves none to train on"),
+        (ROWS, {"held_out": 0.1}, "must be a number of rows, or sets of rows by name, got 0.1"),
         (ROWS, {"held_out": {"all": ROWS}}, "none is left to train on"),
     ],
 )
