@@ -115,6 +115,13 @@ def test_a_data_set_that_cannot_be_had_is_named(tmp_path: Path, monkeypatch: pyt
     DatasetDict({"train": Dataset.from_list(ROWS[:5])}).save_to_disk(str(saved))
     with pytest.raises(ValueError, match="has 5 rows, and had 20 where the run began"):
         len(pickle.loads(travelled))
+    shutil.rmtree(saved)
+    DatasetDict({"train": Dataset.from_list([*ROWS[:19], ROWS[19] | {"answer": "other"}])}).save_to_disk(str(saved))
+    with pytest.raises(ValueError, match="has other rows than where the run began"):
+        len(pickle.loads(travelled))
+    shutil.rmtree(saved)
+    DatasetDict({"train": Dataset.from_list(ROWS)}).save_to_disk(str(saved))  # the same, written anew
+    assert len(pickle.loads(travelled)) == 20
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="need the package datasets: pip install datasets"):
         data_set(saved)
@@ -150,13 +157,19 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, text: str | None, m
         Questions(jsonl(file), reward).check()
 
 
-def test_a_file_that_changes_in_a_run_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("read_before", [False, True])
+def test_a_file_that_changes_in_a_run_is_refused(tmp_path: Path, read_before: bool) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps(ROWS[0]))
-    travelled = pickle.dumps(jsonl(file))
-    file.write_text(json.dumps(ROWS[10]))
-    with pytest.raises(ValueError, match="has changed"):
-        len(pickle.loads(travelled))
+    rows = jsonl(file)
+    if read_before:
+        assert len(rows) == 1
+    travelled = pickle.dumps(rows)
+    assert list(pickle.loads(travelled)) == ROWS[:1]
+    for other in (ROWS[10], ROWS[1]):  # of another size, and of the same one
+        file.write_text(json.dumps(other))
+        with pytest.raises(ValueError, match="has changed"):
+            len(pickle.loads(travelled))
 
 
 class Policy:
