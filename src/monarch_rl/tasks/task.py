@@ -4,7 +4,7 @@
         reply = await policy.reply(item["question"])
         return float(reply.text.strip() == item["answer"])
 
-The same coroutine plays training, held-out items and simulations. What the policy was given and what it drew becomes an
+The same coroutine plays training and held-out items. What the policy was given and what it drew becomes an
 episode of tokens (``rollout/play.py``); nothing is ever tokenised a second time.
 """
 
