@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import random
 from collections.abc import Awaitable
@@ -393,10 +394,6 @@ def says(opening: Any, result: Any = 1.0) -> Any:
     return episode
 
 
-def no_coroutine(item: Any, policy: Policy) -> float:
-    return 1.0
-
-
 async def exits(item: Any, policy: Policy) -> float:
     raise SystemExit(3)
 
@@ -433,8 +430,8 @@ UNUSABLE = "episode returned what cannot be used"
         (says("guess", "1"), UNUSABLE, "is text"),
         (says("guess", Outcome("1")), UNUSABLE, "is text"),  # type: ignore[arg-type]
         (says("guess", {"right": None}), UNUSABLE, "return a number"),
+        (says("guess", {}), UNUSABLE, "an empty dictionary"),
         (says("guess", Outcome(1.0, info={"file": asyncio})), UNUSABLE, "JSON serializable"),
-        (no_coroutine, "episode raised TypeError", "coroutine"),
         (exits, "episode raised SystemExit", "SystemExit: 3"),
         (cancels, "episode was cancelled by its own code", ""),
         (silent, "episode ended without a reply", "await policy.reply"),
@@ -447,6 +444,29 @@ def test_what_an_episode_does_costs_it_if_it_cannot_be_used(
     with pytest.raises(EpisodeFailed) as failure:
         play(Echo(template, "8"), template, episode)
     assert failure.value.reason == reason and advice in failure.value.report
+
+
+def test_an_episode_that_is_no_coroutine_function_is_refused_where_the_task_is_made() -> None:
+    class Episode:
+        async def __call__(self, item: Any, policy: Policy) -> float:
+            return 1.0
+
+        async def play(self, item: Any, policy: Policy) -> float:
+            return 1.0
+
+    def forgotten(item: Any, policy: Policy) -> float:
+        return 1.0
+
+    async def yielding(item: Any, policy: Policy) -> Any:
+        yield 1.0
+
+    for episode in (silent, Episode(), Episode().play, functools.partial(silent), functools.partial(Episode())):
+        assert task(task(episode).episode).episode is episode
+    wrong: Any
+    for wrong in (forgotten, yielding, functools.partial(forgotten), None, Episode):
+        for make in (task, task(silent).played_by):
+            with pytest.raises(ValueError, match="is no coroutine function: write it as `async def episode"):
+                make(wrong)
 
 
 def line_of(function: Any, text: str) -> int:

@@ -200,6 +200,7 @@ def test_a_policy_that_plays_all_players_has_a_seat_for_each() -> None:
 def test_what_cannot_be_played_is_refused() -> None:
     for task, said in (
         (TextArena("TicTacToe-v0", opponent=random_move, players=1), "an opponent, but 1 player"),
+        (TextArena("TicTacToe-v0"), "cannot begin with 1 players .*has to be 2, received 1.* give TextArena players="),
         (TextArena("TicTacTo-v0", opponent=random_move), r"no game 'TicTacTo-v0'; it has TicTacToe-v0"),
     ):
         with pytest.raises(ValueError, match=said):

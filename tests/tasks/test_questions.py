@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -51,6 +52,10 @@ def test_each_row_that_is_not_held_out_is_played_once_each_time_through(rows: in
     assert len(set(first)) == len(first) == size
     again = cloudpickle.loads(cloudpickle.dumps(task))
     assert cursors(again, 2 * size) == first + second  # in every process
+
+
+def test_the_number_of_held_out_rows_may_be_numpys() -> None:
+    assert len(held_out_rows(Questions(ROWS, reward, held_out=np.int64(3)))) == 3  # type: ignore[arg-type]
 
 
 def test_the_order_differs_each_time_and_by_seed() -> None:
@@ -110,6 +115,13 @@ def test_a_data_set_that_cannot_be_had_is_named(tmp_path: Path, monkeypatch: pyt
     DatasetDict({"train": Dataset.from_list(ROWS[:5])}).save_to_disk(str(saved))
     with pytest.raises(ValueError, match="has 5 rows, and had 20 where the run began"):
         len(pickle.loads(travelled))
+    shutil.rmtree(saved)
+    DatasetDict({"train": Dataset.from_list([*ROWS[:19], ROWS[19] | {"answer": "other"}])}).save_to_disk(str(saved))
+    with pytest.raises(ValueError, match="has other rows than where the run began"):
+        len(pickle.loads(travelled))
+    shutil.rmtree(saved)
+    DatasetDict({"train": Dataset.from_list(ROWS)}).save_to_disk(str(saved))  # the same, written anew
+    assert len(pickle.loads(travelled)) == 20
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="need the package datasets: pip install datasets"):
         data_set(saved)
@@ -124,6 +136,7 @@ def test_a_data_set_that_cannot_be_had_is_named(tmp_path: Path, monkeypatch: pyt
         (ROWS, {"template": "hello"}, "has no field"),
         (ROWS, {"held_out": 20}, "leaves none to train on"),
         (ROWS, {"held_out": -1}, "leaves none to train on"),
+        (ROWS, {"held_out": 0.1}, "must be a number of rows, or sets of rows by name, got 0.1"),
         (ROWS, {"held_out": {"all": ROWS}}, "none is left to train on"),
     ],
 )
@@ -144,13 +157,19 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, text: str | None, m
         Questions(jsonl(file), reward).check()
 
 
-def test_a_file_that_changes_in_a_run_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("read_before", [False, True])
+def test_a_file_that_changes_in_a_run_is_refused(tmp_path: Path, read_before: bool) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps(ROWS[0]))
-    travelled = pickle.dumps(jsonl(file))
-    file.write_text(json.dumps(ROWS[10]))
-    with pytest.raises(ValueError, match="has changed"):
-        len(pickle.loads(travelled))
+    rows = jsonl(file)
+    if read_before:
+        assert len(rows) == 1
+    travelled = pickle.dumps(rows)
+    assert list(pickle.loads(travelled)) == ROWS[:1]
+    for other in (ROWS[10], ROWS[1]):  # of another size, and of the same one
+        file.write_text(json.dumps(other))
+        with pytest.raises(ValueError, match="has changed"):
+            len(pickle.loads(travelled))
 
 
 class Policy:

@@ -6,6 +6,7 @@ Questions(jsonl("gsm8k.jsonl"), reward, held_out=200)
 from __future__ import annotations
 
 import functools
+import operator
 import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -56,12 +57,19 @@ class Questions(Task):
         group_rewards: GroupRewards | None = None,
     ) -> None:
         asking = _Asking(reward, system, template)
-        if isinstance(held_out, int):
-            split = _Split(rows, {}, held_out, template, seed)
-            sets: Mapping[str, Any] = {"held_out": _HeldOut(split, held_out)} if held_out else {}
-        else:
+        sets: Mapping[str, Any]
+        if isinstance(held_out, Mapping):
             split = _Split(rows, held_out, 0, template, seed)
             sets = held_out
+        else:
+            try:
+                count = operator.index(held_out)
+            except TypeError as error:
+                raise ValueError(
+                    f"held_out must be a number of rows, or sets of rows by name, got {held_out!r}"
+                ) from error
+            split = _Split(rows, {}, count, template, seed)
+            sets = {"held_out": _HeldOut(split, count)} if count else {}
         super().__init__(
             split.item,
             asking.play,

@@ -5,6 +5,7 @@ Only where the rows are travels to other processes, each of which reads them for
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 from abc import abstractmethod
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 Row = Mapping[str, Any]
+COMPARED_ROWS = 1000
+"""Of a data set, spread over it evenly: enough to tell another one, and read in a moment."""
 
 
 class StoredRows(Sequence[Row]):
@@ -53,15 +56,22 @@ class FileRows(StoredRows):
     def __init__(self, path: str | Path, reader: Callable[[Path], Sequence[Row]]) -> None:
         super().__init__()
         self._path, self._reader = Path(path).resolve(), reader
-        self._size = self._path.stat().st_size if self._path.is_file() else -1
+        self._digest: str | None = None
+        """Of the file's bytes, where it has been read or sent before."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._digest is None and self._path.is_file():
+            self._digest = _file_digest(self._path)
+        return super().__getstate__()
 
     def _read(self) -> Sequence[Row]:
         try:
-            rows = self._reader(self._path)
+            rows, digest = self._reader(self._path), _file_digest(self._path)
         except (OSError, ValueError) as error:
             raise ValueError(f"rows of {self._path} cannot be read: {error}") from error
-        if self._path.stat().st_size != self._size:
+        if self._digest not in (None, digest):
             raise ValueError(f"{self._path} has changed since the run began: processes would play other rows")
+        self._digest = digest
         return rows
 
 
@@ -75,6 +85,8 @@ class DataSetRows(StoredRows):
         self._config, self._split, self._options = config, split, options
         self._size: int | None = None
         """Rows, where they have been read before."""
+        self._digest: str | None = None
+        """Of :data:`COMPARED_ROWS` of them."""
 
     def _read(self) -> Sequence[Row]:
         of = f"{self._source}{f' ({self._config})' if self._config else ''}, split {self._split}"
@@ -84,7 +96,10 @@ class DataSetRows(StoredRows):
             raise ValueError(f"the data set {of} cannot be loaded: {error or repr(error)}") from error
         if self._size not in (None, len(rows)):
             raise ValueError(f"the data set {of} has {len(rows)} rows, and had {self._size} where the run began")
-        self._size = len(rows)
+        digest = _rows_digest(rows)
+        if self._digest not in (None, digest):
+            raise ValueError(f"the data set {of} has other rows than where the run began")
+        self._size, self._digest = len(rows), digest
         return rows
 
     def _load(self) -> Any:
@@ -122,6 +137,19 @@ def data_set(source: str | Path, config: str | None = None, *, split: str = "tra
     if importlib.util.find_spec("datasets") is None:
         raise ValueError(f"rows of {source} need the package datasets: pip install datasets")
     return DataSetRows(source, config, split, options)
+
+
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "blake2b").hexdigest()
+
+
+def _rows_digest(rows: Any) -> str:
+    """Of some rows of a data set. Its own fingerprint depends on when its files were written."""
+    places = range(0, len(rows), max(1, len(rows) // COMPARED_ROWS))
+    decoded = [name for name, feature in rows.features.items() if hasattr(feature, "decode")]  # may hold paths
+    table = rows.remove_columns(decoded).with_format("arrow")[list(places)]
+    return hashlib.blake2b(repr(table.to_pylist()).encode(errors="surrogatepass")).hexdigest()
 
 
 def _read_jsonl(path: Path) -> list[Row]:

@@ -4,7 +4,7 @@
         reply = await policy.reply(item["question"])
         return float(reply.text.strip() == item["answer"])
 
-The same coroutine plays training, held-out items and simulations. What the policy was given and what it drew becomes an
+The same coroutine plays training and held-out items. What the policy was given and what it drew becomes an
 episode of tokens (``rollout/play.py``); nothing is ever tokenised a second time.
 """
 
@@ -311,6 +311,11 @@ class Task:
     def __post_init__(self) -> None:
         if not math.isfinite(self.full_context_reward):
             raise ValueError(f"full_context_reward must be a finite number, got {self.full_context_reward}")
+        if not is_coroutine_function(self.episode):
+            raise ValueError(
+                f"the episode {self.episode!r:.80} of task {self.name} is no coroutine function: write it as "
+                "`async def episode(item, policy)`"
+            )
 
     def played_by(self, episode: EpisodeCode) -> Task:
         """The same items with another episode."""
@@ -341,8 +346,10 @@ class Task:
 
 
 def is_coroutine_function(function: object) -> bool:
-    """Whether calling it gives a coroutine; that of an object may."""
-    called = getattr(function, "__call__", None)  # noqa: B004
+    """Whether calling it gives a coroutine; that of an object may, and so may a partial of either."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    called = getattr(type(function), "__call__", None)  # noqa: B004
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
 
 
@@ -361,6 +368,8 @@ def as_outcome(value: Reward) -> Outcome:
         if value.info:
             json.dumps(value.info, allow_nan=False)
     elif isinstance(value, Mapping):
+        if not value:
+            raise ValueError("the reward is an empty dictionary: return a number, named parts, or an Outcome")
         parts = {str(name): _number(part) for name, part in value.items()}
         outcome = Outcome(sum(parts.values()), parts)
     else:

@@ -92,7 +92,13 @@ class _Playing:
             raise ValueError(f"an opponent, but {self._players} player: leave it out, or give TextArena players=2")
         if self._game not in _registry():
             raise ValueError(f"textarena has no game {self._game!r}; it has {_alike(self._game)}")
-        return [_Game(self._game, 0, self._players).told()[1]]
+        try:
+            return [_Game(self._game, 0, self._players).told()[1]]
+        except Exception as error:  # games raise what they like
+            raise ValueError(
+                f"a game of {self._game} cannot begin with {self._players} players ({type(error).__name__}: {error}). "
+                "If its rules ask for others, give TextArena players= or an opponent"
+            ) from error
 
     async def play(self, seed: int, policy: Policy) -> Outcome | dict[str, Outcome]:
         """The game of a seed; with several seats, an outcome for each that had a turn."""
