@@ -29,6 +29,7 @@ FIELDS = (
     "max_running_requests",
     "dtype",
     "chunked_prefill_size",
+    "watchdog_timeout",
 )
 
 

@@ -21,6 +21,7 @@ import torch
 from monarch_rl.generator.engine import Engine
 from monarch_rl.generator.gpu import HARMFUL, Machine, check_driver, check_environment
 from monarch_rl.generator.settings import GeneratorSettings, check_attention, engine_arguments
+from monarch_rl.runtime.device_work import CAPTURE_S, COMPILATION_S, FIRST_S
 from monarch_rl.runtime.network import MUST_AGREE, NO_DUMP, nccl_environment
 
 ROOT = Path(__file__).parents[2]
@@ -94,6 +95,14 @@ def test_an_engine_on_a_gpu_runs_256_sequences_with_logits_in_float32(
     assert found["max_running_requests"] == 256
     assert (found["decode_graphs"], found["decode_graph_batch"]) == ("full", 256), "each batch has its graph"
     assert found["attention_backend"] == {"A100": "flashinfer", "H100": "fa3", "H200": "fa3", "B200": "trtllm_mha"}[gpu]
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_sglangs_watchdog_leaves_a_batch_more_time_than_the_runs_own(
+    gpu: str, resolved: dict[str, dict[str, Any]]
+) -> None:
+    """It would end an engine that compiles a kernel."""
+    assert resolved[gpu]["watchdog_timeout"] > max(COMPILATION_S, CAPTURE_S, FIRST_S)
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 
+from monarch_rl.generator.gpu import ON_SHARED_DEVICES
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.pipeline import start
 from monarch_rl.pipeline.actor_pool import ActorPool
@@ -91,3 +92,30 @@ def test_replicas_that_have_no_memory_together_are_refused_before_any_is_spawned
     needed = next(nbytes for nbytes in range(0, 2**30, 2**18) if started(nbytes, host) == "spawned")
     assert "an engine needs" in (said := started(needed // 2, host)) and "4 of them" in said
     assert started(needed // 2, Devices("cpu", 2, 8)) == started(0, Devices("cuda", 1, 8)) == "spawned"
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_engines_that_share_devices_do_not_ask_whether_as_much_is_free_on_each(shared: bool, tmp_path: Path) -> None:
+    """SGLang would refuse to start several ranks, if a trainer rank has taken more on the device of one."""
+    spawned: list[Any] = []
+
+    def spawn(*_: Any, env: Any, **__: Any) -> None:
+        spawned.append(env)
+        raise InterruptedError("spawned")
+
+    cluster = SimpleNamespace(devices=Devices("cuda", 1, 4), num_hosts=1, spawn=spawn)
+    settings = GeneratorSettings(replicas=1, tp=2)
+    with pytest.raises(InterruptedError, match="spawned"):
+        asyncio.run(start_generators(cast(Any, cluster), tmp_path, settings, first_device=0, shared=shared))
+    assert spawned == [ON_SHARED_DEVICES if shared else None]
+
+
+def test_sglang_still_reads_what_engines_on_shared_devices_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If not, either the check is gone or its name is another one."""
+    from sglang.srt.environ import envs
+
+    ((name, value),) = ON_SHARED_DEVICES.items()
+    monkeypatch.delenv(name, raising=False)
+    assert getattr(envs, name).get() is True
+    monkeypatch.setenv(name, value)
+    assert getattr(envs, name).get() is False

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from monarch_rl.runtime.streams import finish_current
 from monarch_rl.trainer.snapshots import Snapshots
-from monarch_rl.weights import area, broadcast_group, transfers
+from monarch_rl.weights import area, broadcast_group, rdma, transfers
 from monarch_rl.weights.area import Area, attach
 from monarch_rl.weights.broadcast_group import BroadcastGroup
 from monarch_rl.weights.checksum import tensor_checksum
@@ -149,6 +149,64 @@ def test_no_stream_is_shared_with_training(
         assert len(users & kinds) <= 1, f"{stream} is used by {users}"
     broadcasts = {record.thread.split("_")[0] for record in device.records if record.op == "broadcast"}
     assert broadcasts == ({"weights"} if transport == "collective" else set())
+
+
+class Registered:
+    """In place of Monarch's ``RDMABuffer``: both ends are in one process, and a read is on no stream."""
+
+    memory: ClassVar[list[torch.Tensor]] = []
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._number = len(self.memory)
+        self.memory.append(tensor.view(torch.uint8))
+
+    def size(self) -> int:
+        return self.memory[self._number].numel()
+
+    async def read_into(self, into: torch.Tensor, timeout: int) -> None:
+        assert timeout > 0
+        with _disable_current_modes():
+            into.copy_(self.memory[self._number])
+
+    async def drop(self) -> None: ...
+
+
+def test_what_rdma_has_read_together_is_unpacked_off_the_stream_of_training(
+    device: RecordedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import monarch.rdma
+
+    monkeypatch.setattr(monarch.rdma, "RDMABuffer", Registered)
+    monkeypatch.setattr(Registered, "memory", [])
+    monkeypatch.setattr(rdma, "usable", lambda: None)
+    # Each rank's shards have another rank's between them, so that they are read together and copied to their places.
+    plan = make_manifest(
+        [(name, (8,), torch.float32) for name in "abcd"],
+        [[(name, 0, 8) for name in names] for names in ("ac", "bd")],
+    )
+
+    async def go() -> None:
+        settings = TransferSettings("rdma", deadline_s=60)
+        senders = [make_sender(plan, rank, settings, "127.0.0.1", CPU) for rank in range(2)]
+        receiver = make_receiver(plan, settings, CPU)
+        await receiver.connect([await sender.open() for sender in senders], 0, 1)
+        for rank, sender in enumerate(senders):
+            train(sender.views(1), 3 + rank)
+            await sender.send(3, 1)
+        with device.recording():
+            await receiver.receive(3, 1)
+        held = attach(receiver.area(1))
+        assert [float(spec.view(held)[-1]) for spec in plan.tensors] == [3, 4, 3, 4]
+        for sender in senders:
+            await sender.close()
+        await receiver.close()
+
+    asyncio.run(go())
+    copies = [record for record in device.records if record.op.startswith("copy_")]
+    assert len(copies) == 4
+    assert {record.thread.split("_")[0] for record in copies} == {"weights"}
+    assert DEFAULT not in {record.stream for record in copies}
+    assert [r for r in device.records if r.waits_for not in ("", r.stream)] == []
 
 
 class Pair:
@@ -381,8 +439,10 @@ def test_a_sender_enqueues_nothing_before_all_receivers_have_come(device: Record
     asyncio.run(go())
 
 
-def test_nccl_judges_no_transfer_and_ends_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its timeout is out of reach, its watchdog is off for this group and as it was for all others."""
+def test_a_group_for_weights_is_made_with_nccls_timeout_out_of_reach_and_its_watchdog_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The variables are as before for all other groups. What NCCL makes of them needs GPUs."""
     seen: dict[str, Any] = {}
 
     class Options:

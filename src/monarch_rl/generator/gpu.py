@@ -18,6 +18,10 @@ logger = logging.getLogger("monarch_rl")
 HARMFUL = "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"
 """With it SGLang permutes the rows of the experts' projections at the end of every session of loading, those too that a
 session has left alone (``quantization/unquant.py``): after the checksums, which cannot see it."""
+ON_SHARED_DEVICES = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false"}
+"""In the environment of engines whose devices others have, too. SGLang refuses to start an engine of several ranks if
+one finds 10 % less free than another (``srt/distributed/bootstrap.py``), and trainer ranks do not take the same on each
+device, nor at the same time. What fits is planned beforehand, for the device that has most on it."""
 TOOL_S = 60.0
 """Seconds for a compiler to answer a question, on a cold disk too."""
 RUNTIME = "libcudart.so"

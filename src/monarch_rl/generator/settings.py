@@ -11,6 +11,7 @@ from monarch_rl.generator.version_kind import LOADERS
 from monarch_rl.model.architecture import find_architecture
 from monarch_rl.model.folder import rope_parameters
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
+from monarch_rl.runtime.device_work import COMPILATION_S
 from monarch_rl.settings.ranges import FOREVER_S, SEED, CheckedSettings, Range
 
 InFlight = Literal["continue", "recompute", "resume", "drain"]
@@ -93,6 +94,9 @@ CPU_KV_TOKENS = 65_536
 CPU_BATCH_S = 3000.0
 """Seconds for a batch, after which SGLang's scheduler ends itself: ten times its default, as much as deadlines are
 stretched on a machine that has no cores for the run (``runtime/deadline_clock.py``)."""
+GPU_BATCH_S = 10 * COMPILATION_S
+"""The same on a GPU, where a batch may compile kernels. The run's own watch ends what hangs, and knows what a batch may
+take (docs/failures.md); SGLang's default of 300 s would end an engine that compiles."""
 CPU_DECODES_PER_PREFILL = 2
 """Steps of decoding between two batches of prompts, on a CPU. Requests trickle in as others end. If each batch of
 prompts is run at once, as SGLang does, most of a small model's steps are nearly empty ones; in the main job's shape 2
@@ -142,6 +146,7 @@ def engine_arguments(
         if settings.memory_fraction:  # else SGLang's own, which leaves no room for versions that arrive
             arguments["mem_fraction_static"] = settings.memory_fraction
         arguments["enable_deterministic_inference"] = settings.deterministic
+        arguments["watchdog_timeout"] = GPU_BATCH_S
     else:
         # The overlapped scheduler hides work behind a device; beside a CPU model it only adds a step of delay.
         arguments.update(device="cpu", disable_cuda_graph=True, disable_overlap_schedule=True)

@@ -20,6 +20,7 @@ from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.episode.group_bound import UNBOUNDED, GroupBound
 from monarch_rl.generator.actor import Generator
 from monarch_rl.generator.dispatcher import Dispatcher
+from monarch_rl.generator.gpu import ON_SHARED_DEVICES
 from monarch_rl.generator.memory import free_memory
 from monarch_rl.generator.replica_memory import check_memory
 from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD
@@ -129,6 +130,7 @@ async def start_generators(
     lora: LoraSettings = FULL_TRAINING,
     expert_routes: bool = False,
     kept: ActorPool[Generator] | None = None,
+    shared: bool = False,
 ) -> ActorPool[Generator]:
     """Spawn the generator replicas, one process mesh each, with their engines running.
 
@@ -137,6 +139,7 @@ async def start_generators(
         lora: the trainer's; with adapters, a version is the adapter, or the weights that it is merged into.
         expert_routes: requests may ask which experts read each token.
         kept: replicas of the same settings; those that answer stay, and one is enough to go on with.
+        shared: trainer ranks have the same devices.
 
     Raises RuntimeError if the one host of a run without GPUs has too little memory free for all of them.
     """
@@ -146,7 +149,12 @@ async def start_generators(
     def spawn(index: int) -> tuple[ProcMesh, Generator]:
         device = first_device + index * settings.tp
         mesh = cluster.spawn(
-            f"generator{index}", 1, first_device=device, devices_per_process=settings.tp, preload=ENGINE_PRELOAD
+            f"generator{index}",
+            1,
+            first_device=device,
+            devices_per_process=settings.tp,
+            env=ON_SHARED_DEVICES if shared else None,
+            preload=ENGINE_PRELOAD,
         )
         return mesh, mesh.spawn(f"generator{index}", Generator)
 

@@ -38,9 +38,10 @@ class TransferSettings(CheckedSettings, flags="weights"):
     transport: TransportName | None = None
     """`collective` broadcasts from every trainer rank to all replicas: NCCL on GPUs, gloo on CPUs.
     `rdma`: replicas read from the trainer ranks' memory, by ibverbs or over Monarch's TCP connections.
-    `shared_memory`, on one host: trainer ranks write a version where engines load it from. `auto` measures, at the
-    start and with the run's own model, those that work, and takes the fastest. None is `collective`, or, where trainer
-    ranks and replicas share devices, `shared_memory`."""
+    `shared_memory`, on one host: trainer ranks write a version where engines load it from; on GPUs that is the first
+    rank's, and engines read it while decoding stops, so it wants one GPU, or NVLink. `auto` measures,
+    at the start and with the run's own model, those that work, and takes the fastest. None is `collective`, or, where
+    trainer ranks and replicas share devices, `shared_memory`."""
     bucket_mib: Annotated[int, Range(1, 65_536)] = 64
     """MiB sent at a time. With `collective` each replica holds two buckets beside a version; smaller buckets cost more
     calls. With `delta`, at most 4."""
