@@ -7,8 +7,9 @@
 A real run of recipes/grpo.py on the tiny model, under the supervisor, with two replicas, two rollout workers and a
 checkpoint every other step. One fault after the other is injected; order, victims and pauses follow from the seed. Then
 it ends. Checked: it ends well, the lag bound holds at every step, every batch is full, every admitted group is
-accounted for, every lost process came back, and no process and no temporary file is left. Prints a table
-(docs/failures.md) and, last, the figures as one line of JSON.
+accounted for, none was trained twice, steps that were made again have the weights of before, every lost process came
+back, and no process, no listening socket and no temporary file is left. Prints a table (docs/failures.md) and, last,
+the figures as one line of JSON.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import functools
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -29,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from processes import name_of
+from processes import listening_sockets, name_of, sockets_of
 from reporting import run_benchmark
 
 from monarch_rl.runtime.lifetime import die_with_parent
@@ -78,12 +80,14 @@ OWNERS = {
     "trainer rank": "trainer",
 }
 """The actor to which a process of a kind belongs, as ``processes.name_of`` calls it."""
+ALONE = ("buffer", "host")
+"""Kinds of which there is one."""
 REPLACED = ("generator", "engine", "rollout worker", "scorer")
-RESTORED = ("trainer rank", "buffer", "controller")
+RESTORED = ("trainer rank", "buffer", "controller", "host")
 """After their loss the run goes on from its last checkpoint."""
 FAULTS = [Fault(kind, what) for kind in (*REPLACED, "trainer rank", "buffer") for what in ("SIGKILL", "SIGSTOP")]
-FAULTS += [Fault(kind, "os._exit") for kind in ("rollout worker", "trainer rank")]
-FAULTS += [Fault("rollout worker", "exception"), Fault("controller", "SIGKILL")]
+FAULTS += [Fault(kind, "os._exit") for kind in ("generator", "rollout worker", "trainer rank", "buffer")]
+FAULTS += [Fault("rollout worker", "exception"), Fault("controller", "SIGKILL"), Fault("host", "SIGKILL")]
 
 
 class Run:
@@ -134,8 +138,7 @@ class Run:
             (text,) = [path.read_text() for path in self.scratch.glob("runs/*/run.json")]
             return psutil.Process(json.loads(text)["pid"])
         processes = self.processes()
-        owner = "buffer" if kind == "buffer" else f"{OWNERS.get(kind, kind)} {index}"
-        (actor,) = [process for process in processes if _name(process) == owner]
+        (actor,) = [process for process in processes if _name(process) == name_in(OWNERS.get(kind, kind), index)]
         if kind not in ("engine", "scorer"):
             return actor
         group = os.getpgid(actor.pid)  # what an actor starts is in its process group
@@ -187,11 +190,12 @@ class Run:
 
     def finish(self) -> None:
         """Have it end after its next step, and wait until nothing is left of it. Raises if it does not end well."""
+        sockets = {inode for process in self.processes() for inode in sockets_of(process.pid)} & listening_sockets()
         (self.scratch / "end").touch()
         if self.process.wait(RUN_S) != 0:
             raise RuntimeError(f"exit code {self.process.returncode}:\n{self.said()}")
         deadline = time.monotonic() + GONE_S
-        while left := [*self.processes(), *self.temporary.iterdir()]:
+        while left := [*self.processes(), *self.temporary.iterdir(), *(sockets & listening_sockets())]:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"left behind: {left}")
             time.sleep(0.1)
@@ -200,6 +204,11 @@ class Run:
         """Kill all processes that are left."""
         for process in self.processes():
             process.kill()
+
+
+def name_in(kind: str, index: int) -> str:
+    """The name of a process of a kind."""
+    return kind if kind in ALONE else f"{kind} {index}"
 
 
 def _name(process: psutil.Process) -> str:
@@ -225,7 +234,7 @@ def _strike(run: Run, fault: Fault, index: int) -> dict[str, Any]:
     if fault.what.startswith("SIG"):
         victim.send_signal(signal.Signals[fault.what])
     else:
-        (run.scratch / f"{fault.what}{'.' if fault.kind == 'trainer rank' else '-'}{index}").touch()
+        (run.scratch / f"{fault.what} {name_in(fault.kind, index)}").touch()
     if fault.kind in RESTORED:
         return _restored(run, struck, before)
     if fault.kind == "scorer":
@@ -288,6 +297,27 @@ def check(run: Run) -> dict[str, float]:
     return {"steps": len(steps), "largest_lag": max(row["lag/max"] for row in steps), "losses": lost}
 
 
+def check_rollouts(run: Run) -> int:
+    """The groups that were logged; each was trained in one step. Raises if one was in two."""
+    steps_of: dict[int, set[int]] = {}
+    for row in run.rows("rollouts.jsonl"):
+        steps_of.setdefault(row["group"], set()).add(row["step"])
+    if twice := {group: steps for group, steps in steps_of.items() if len(steps) > 1}:
+        raise RuntimeError(f"groups that were trained twice: {twice}")
+    return len(steps_of)
+
+
+def check_made_again(run: Run) -> int:
+    """The steps that were made again from the journal. Raises if there are none, or their weights are others."""
+    said = re.findall(
+        r"^steps? (\d+)(?: to (\d+))? made again from the journal; (.*)$", run.log.read_text(), re.MULTILINE
+    )
+    steps = sum(int(last or first) - int(first) + 1 for first, last, _ in said)
+    if not any("bit for bit" in weights for *_, weights in said) or any("others" in weights for *_, weights in said):
+        raise RuntimeError(f"{steps} steps were made again from the journal: {said}")
+    return steps
+
+
 def main(s: Settings) -> None:
     rng = random.Random(s.seed)
     faults = rng.sample(FAULTS, len(FAULTS))
@@ -295,7 +325,8 @@ def main(s: Settings) -> None:
     subprocess.run(make_model, cwd=ROOT, check=True, timeout=RUN_S)
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
-        run = Run(scratch, "--checkpoint.every-steps=2", f"--stall-s={s.stall_s}", stuck_s=s.stuck_s)
+        flags = ["--checkpoint.every-steps=2", "--journal.mib=16", f"--stall-s={s.stall_s}"]
+        run = Run(scratch, *flags, stuck_s=s.stuck_s)
         try:
             rows = []
             run.until(run.steps, "the first step", RUN_S)
@@ -309,7 +340,7 @@ def main(s: Settings) -> None:
                 noticed, back = struck["noticed_s"], struck["back_s"]
                 print(f"{fault}: noticed after {noticed:.1f} s, back after {back:.1f} s", flush=True)
             run.finish()
-            figures = check(run)
+            figures = check(run) | {"groups_logged": check_rollouts(run), "made_again": check_made_again(run)}
         finally:
             run.end()
     print("\n| fault | what happened | noticed after s | back after s |\n|---|---|---|---|")

@@ -2,10 +2,11 @@
 
     chaos_recipe.py FOLDER STUCK_S ARGUMENTS...
 
-Worker 1 raises once FOLDER/exception-1 is there, and ends its process once FOLDER/os._exit-1 is; trainer rank 1 once
-FOLDER/os._exit.1 is. While FOLDER/slow is there, updates are delayed: a fast machine makes many steps until a stopped
-process is missed. The loop ends after the step at which FOLDER/end is there. Scoring processes of which none ends a
-score are replaced STUCK_S after a score's deadline; empty is what the project takes.
+A rollout worker raises once a file such as `FOLDER/exception rollout worker 1` is there, and ends its process once
+`FOLDER/os._exit rollout worker 1` is; so do generators, trainer ranks and the buffer (`os._exit buffer`). While
+FOLDER/slow is there, updates are delayed: a fast machine makes many steps until a stopped process is missed. The loop
+ends after the step at which FOLDER/end is there. Scoring processes of which none ends a score are replaced STUCK_S
+after a score's deadline; empty is what the project takes.
 """
 
 from __future__ import annotations
@@ -24,8 +25,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
 import grpo  # noqa: E402
 
+from monarch_rl.buffer.actor import Buffer  # noqa: E402
 from monarch_rl.episode.episode import Group  # noqa: E402
+from monarch_rl.episode.packed import PackedGroup  # noqa: E402
+from monarch_rl.episode.sampling import Completion, Sampling  # noqa: E402
 from monarch_rl.episode.ticket import Ticket  # noqa: E402
+from monarch_rl.generator.actor import Generator  # noqa: E402
+from monarch_rl.generator.parts import OnPart  # noqa: E402
 from monarch_rl.pipeline import run, start  # noqa: E402
 from monarch_rl.rollout import scoring  # noqa: E402
 from monarch_rl.rollout.worker import RolloutWorker  # noqa: E402
@@ -38,6 +44,14 @@ SLOW_S = 4.0
 update = run.update
 
 
+def end_if_told(name: str) -> None:
+    """End this process at once if FOLDER says so."""
+    fault = FOLDER / f"os._exit {name}"
+    if fault.exists():
+        fault.unlink()
+        os._exit(3)
+
+
 class FailingWorker(RolloutWorker):
     """Fails when it begins a group."""
 
@@ -46,11 +60,10 @@ class FailingWorker(RolloutWorker):
         scoring.STUCK_S = STUCK_S
 
     async def _play_group(self, ticket: Ticket) -> tuple[Any, Group | None]:
-        index = self._name.split()[-1]
-        for fault in FOLDER.glob(f"*-{index}"):
+        end_if_told(self._name)
+        fault = FOLDER / f"exception {self._name}"
+        if fault.exists():
             fault.unlink()
-            if fault.name.startswith("os._exit"):
-                os._exit(3)
             raise RuntimeError("what a user has written may fail")
         return await super()._play_group(ticket)
 
@@ -59,11 +72,24 @@ class FailingTrainer(Trainer):
     """Fails when it copies its weights."""
 
     def _copy(self, index: int, views: list[torch.Tensor]) -> None:
-        fault = FOLDER / f"os._exit.{self.policy.rank}"
-        if fault.exists():
-            fault.unlink()
-            os._exit(3)
+        end_if_told(f"trainer rank {self.policy.rank}")
         super()._copy(index, views)
+
+
+class FailingGenerator(Generator):
+    """Fails when it is asked for an answer."""
+
+    async def _draw(self, prompt_ids: list[int], sampling: Sampling, on_part: OnPart) -> Completion:
+        end_if_told(self._name)
+        return await super()._draw(prompt_ids, sampling, on_part)
+
+
+class FailingBuffer(Buffer):
+    """Fails when it is given groups."""
+
+    def _put(self, groups: list[PackedGroup]) -> None:
+        end_if_told("buffer")
+        super()._put(groups)
 
 
 async def slow_update(*arguments: Any) -> Any:
@@ -88,5 +114,7 @@ if __name__ == "__main__":
     die_with_parent(signal.SIGTERM)  # however the driver ends, no run stays behind
     start.RolloutWorker = FailingWorker  # type: ignore[misc]
     start.Trainer = FailingTrainer  # type: ignore[misc]
+    start.Generator = FailingGenerator  # type: ignore[misc]
+    start.Buffer = FailingBuffer  # type: ignore[misc]
     run.update = slow_update  # type: ignore[assignment]
     run.launch(train, tyro.cli(grpo.Settings, args=sys.argv[3:]))

@@ -9,6 +9,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -180,6 +181,26 @@ def shared_inodes(pid: int) -> set[int]:
         return set(map(int, re.findall(r" (\d+) +/dev/shm/", Path(f"/proc/{pid}/maps").read_text())))
     except OSError:
         return set()
+
+
+def sockets_of(pid: int) -> set[int]:
+    """Inodes of the sockets that a process has open now. Empty if it ends meanwhile."""
+    found = set[int]()
+    folder = Path(f"/proc/{pid}/fd")
+    try:
+        for descriptor in os.listdir(folder):
+            with suppress(FileNotFoundError):  # it was closed meanwhile
+                if socket := re.fullmatch(r"socket:\[(\d+)\]", os.readlink(folder / descriptor)):
+                    found.add(int(socket[1]))
+    except OSError:
+        return set()
+    return found
+
+
+def listening_sockets() -> set[int]:
+    """Inodes of all TCP sockets of this machine that listen."""
+    rows = [row.split() for name in ("tcp", "tcp6") for row in Path(f"/proc/net/{name}").read_text().splitlines()]
+    return {int(row[9]) for row in rows if row[3] == "0A"}
 
 
 def shared_files(inodes: Iterable[int]) -> list[str]:

@@ -6,8 +6,8 @@
 A run of recipes/grpo.py on the tiny model under its supervisor, with two replicas, two rollout workers, checkpoints and
 held-out items beside training. One fault after another is injected: those of chaos.py, in every round in another order.
 Then it ends. Checked: it ends well; every step is there once, no token above the lag bound, every batch
-full, every admitted group accounted for; no group was trained twice; no process, no temporary file and no file in
-/dev/shm is left.
+full, every admitted group accounted for; no group was trained twice; no process, no listening socket, no temporary file
+and no file in /dev/shm is left.
 
 Prints every fault, and by role MiB of a process's own memory (Anonymous in /proc/PID/smaps_rollup), descriptors and
 threads at the start, in the middle and at the end of the longest life of such a process, with its growth by 1,000 steps
@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from chaos import FAULTS, RESTORED, ROOT, RUN_S, Fault, Run, check, strike
+from chaos import FAULTS, RESTORED, ROOT, RUN_S, Fault, Run, check, check_made_again, check_rollouts, strike
 from processes import Look, above_goal, growth, look_at, name_of, shared_files, shared_inodes
 from reporting import run_benchmark, short
 
@@ -105,27 +105,6 @@ def inject(run: Run, s: Settings) -> list[dict[str, Any]]:
         struck.append({"fault": str(fault), "step": run.steps()[-1]["step"]} | row)
         print(f"{fault}: noticed after {row['noticed_s']:.1f} s, back after {row['back_s']:.1f} s", flush=True)
     return struck
-
-
-def check_rollouts(run: Run) -> int:
-    """The groups that were logged; each was trained in one step. Raises if one was in two."""
-    steps_of: dict[int, set[int]] = {}
-    for row in run.rows("rollouts.jsonl"):
-        steps_of.setdefault(row["group"], set()).add(row["step"])
-    if twice := {group: steps for group, steps in steps_of.items() if len(steps) > 1}:
-        raise RuntimeError(f"groups that were trained twice: {twice}")
-    return len(steps_of)
-
-
-def check_made_again(run: Run) -> int:
-    """The steps that were made again from the journal. Raises if there are none, or their weights are others."""
-    said = re.findall(
-        r"^steps? (\d+)(?: to (\d+))? made again from the journal; (.*)$", run.log.read_text(), re.MULTILINE
-    )
-    steps = sum(int(last or first) - int(first) + 1 for first, last, _ in said)
-    if not any("bit for bit" in weights for *_, weights in said) or any("others" in weights for *_, weights in said):
-        raise RuntimeError(f"{steps} steps were made again from the journal: {said}")
-    return steps
 
 
 def report(struck: list[dict[str, Any]], watcher: Watcher) -> dict[str, Any]:

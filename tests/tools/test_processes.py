@@ -6,6 +6,7 @@ import importlib
 import mmap
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -98,3 +99,12 @@ def test_files_in_shared_memory_are_those_of_the_process_and_growth_is_the_slope
     assert processes.look_at(2**22 - 3, 7) is None, "no such process"
     looks = [processes.Look(step, 100.0 if step < 10 else 0.002 * step, 1, 1) for step in range(20)]
     assert processes.growth(looks) == pytest.approx(2.0)
+
+
+def test_sockets_that_listen_are_told_from_others_and_gone_when_closed(processes: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listens, socket.socket() as silent:
+        own = processes.sockets_of(os.getpid())
+        inodes = {os.fstat(listens.fileno()).st_ino, os.fstat(silent.fileno()).st_ino}
+        assert inodes <= own and inodes & processes.listening_sockets() == {os.fstat(listens.fileno()).st_ino}
+    assert not inodes & (processes.listening_sockets() | processes.sockets_of(os.getpid()))
+    assert processes.sockets_of(2**22 - 3) == set(), "no such process"
