@@ -9,8 +9,10 @@ import resource
 import select
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -117,7 +119,7 @@ def test_a_disk_that_stalls_holds_nobody_up(
         metrics.log(step, {"reward/mean": 0.5})
     assert metrics.lines.lost in (979, 980), "20 wait, and one is perhaps under way"
     with pytest.raises(OSError, match="the disk"):
-        metrics.position()
+        disk_thread.answers([metrics.position()])
     metrics.close()
     written, deadline = b"", time.monotonic() + 60
     while metrics._disk._thread.is_alive() or select.select([pipe], [], [], 0)[0]:
@@ -140,13 +142,27 @@ def test_a_slow_disk_is_said_once_whether_or_not_it_takes_lines_between(
     assert file.lost == 6 and len(caplog.records) == 1 and "slower than the run" in caplog.text
 
 
+def test_threads_that_are_asked_together_have_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds are counted, not waited for."""
+    waited = list[float]()
+
+    class Asked(Future[int]):
+        def result(self, timeout: float | None = None) -> int:
+            waited.append(timeout or 0.0)
+            return 7
+
+    clock = iter((100.0, 100.0, 103.0))
+    monkeypatch.setattr(disk_thread, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    assert disk_thread.answers([Asked(), Asked()], 5.0) == [7, 7] and waited == [5.0, 2.0]
+
+
 def test_an_error_ends_no_thread_that_writes(caplog: pytest.LogCaptureFixture) -> None:
     done: list[str] = []
     disk = disk_thread.DiskThread("lines", lambda: done.append("last"))
     disk.begin(lambda: [][0], lambda: done.append("refused"))
-    assert disk.answer(lambda: "here") == "here" and "IndexError" in caplog.text
+    assert disk_thread.answers([disk.ask(lambda: "here")]) == ["here"] and "IndexError" in caplog.text
     with pytest.raises(ValueError, match="answered so"):
-        disk.answer(lambda: int("answered so"))
+        disk_thread.answers([disk.ask(lambda: int("answered so"))])
     disk.close()
     assert done == ["last"] and not disk._thread.is_alive()
 
@@ -154,9 +170,9 @@ def test_an_error_ends_no_thread_that_writes(caplog: pytest.LogCaptureFixture) -
 def test_metrics_go_on_without_a_disk_and_with_it_again(tmp_path: Path) -> None:
     metrics = Metrics(tmp_path)
     metrics.log(1, {"reward/mean": 0.5})
-    with disk_of(metrics.position()):
+    with disk_of(*disk_thread.answers([metrics.position()])):
         metrics.log(2, {"reward/mean": 0.5})
-        metrics.position()
+        disk_thread.answers([metrics.position()])
     metrics.log(3, {"reward/mean": 0.5})
     metrics.close()
     assert [json.loads(line)["step"] for line in metrics.path.read_text().splitlines()] == [1, 3]

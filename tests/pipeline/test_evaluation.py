@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from monarch_rl.buffer.settings import BufferSettings
+from monarch_rl.pipeline import evaluation
 from monarch_rl.pipeline.evaluation import Best, BestResult, items_to_play
 from monarch_rl.pipeline.run import Run
 from monarch_rl.rollout.evaluation import EvaluationSettings
@@ -23,8 +25,8 @@ PLAN = Plan(groups_per_step=4, group_size=2, trainer_devices=1, replicas=2, buff
 
 
 @asynccontextmanager
-async def begun(evaluation: EvaluationSettings, folder: Path | None = None) -> AsyncIterator[Run]:
-    settings = replace(run_settings(PLAN, 1e6), held_out=40, evaluate_every=1, steps=20, evaluation=evaluation)
+async def begun(played: EvaluationSettings, folder: Path | None = None) -> AsyncIterator[Run]:
+    settings = replace(run_settings(PLAN, 1e6), held_out=40, evaluate_every=1, steps=20, evaluation=played)
     async with Run.open(settings, folder=folder) as run:
         await run.begin(simulated_actors(PLAN, Costs(), grain=8))
         yield run
@@ -71,9 +73,29 @@ def test_a_best_result_that_the_disk_refuses_is_said_once(tmp_path: Path, caplog
     kept = BestResult("held_out/reward", tmp_path / "run")
     for version, value in enumerate((0.5, 0.75)):
         assert kept.note({"held_out/reward": value}, version) == Best("held_out/reward", value, version)
+    kept.close()
     assert caplog.text.count("best.json cannot be written (No such file or directory): the run goes on without") == 1
     (tmp_path / "run").mkdir()
-    assert kept.note({"held_out/reward": 1.0}, 3) == BestResult("held_out/reward", tmp_path / "run").best
+    best = kept.note({"held_out/reward": 1.0}, 3)
+    kept.close()
+    assert best is not None and json.loads((tmp_path / "run" / "best.json").read_text()) == asdict(best)
+
+
+def test_a_disk_that_stalls_holds_no_result_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = threading.Event()
+    write = evaluation.write_whole
+
+    def stalled(path: Path, content: str) -> None:
+        assert disk.wait(60)
+        write(path, content)
+
+    monkeypatch.setattr(evaluation, "write_whole", stalled)
+    kept = BestResult("held_out/reward", tmp_path)
+    assert kept.note({"held_out/reward": 0.5}, 1) and kept.note({"held_out/reward": 1.0}, 2)
+    assert not (tmp_path / "best.json").exists()
+    disk.set()
+    kept.close()
+    assert json.loads((tmp_path / "best.json").read_text())["version"] == 2
 
 
 def test_the_best_result_is_remembered_and_told(tmp_path: Path) -> None:
@@ -82,8 +104,10 @@ def test_the_best_result_is_remembered_and_told(tmp_path: Path) -> None:
     noted = [kept.note({"held_out/reward": value, "held_out/accuracy": 1.0}, version) for value, version in values]
     first, last = Best("held_out/reward", 0.5, 1), Best("held_out/reward", 0.75, 4)
     assert noted == [first, None, None, last] and kept.note({"other": 2.0}, 5) is None
-    assert BestResult("held_out/reward", tmp_path).best == last
-    assert BestResult("held_out/accuracy", tmp_path).best is None
+    kept.close()
+    assert json.loads((tmp_path / "best.json").read_text()) == asdict(last)
+    assert BestResult("held_out/reward", tmp_path, last).best == last
+    assert BestResult("held_out/accuracy", tmp_path, last).best is None
     assert not list(tmp_path.glob(".*"))
 
     @virtual

@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import os
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +18,7 @@ from typing import Any
 import pytest
 
 from monarch_rl.pipeline.actor_pool import ActorFactory, ActorPool
+from monarch_rl.pipeline.lost_processes import LostProcesses
 from monarch_rl.pipeline.recovery import AllActorsLost, Recovery, RecoverySettings
 from monarch_rl.runtime.deadlines import DeadlineExceeded
 from monarch_rl.simulate.clock import run_virtual
@@ -282,7 +285,7 @@ def test_a_worker_that_does_not_take_note_of_a_new_generator_is_replaced_too(tmp
             stage.workers.handles[1].refuses_replacements = True
             stage.generators.handles[0].fail("Killed(sig=9)")
             await stage.until(lambda: stage.returns() == 2)
-            assert {row["who"] for row in stage.losses()} == {"generator 0", "rollout worker 1"}
+        assert {row["who"] for row in stage.losses()} == {"generator 0", "rollout worker 1"}
 
     run_on_stage(tmp_path, test)
 
@@ -294,7 +297,7 @@ def test_a_process_that_has_not_said_its_name_is_known_by_its_mesh(tmp_path: Pat
             assert await stage.recovery.recover("generator1 0")
             assert not await stage.recovery.recover("trainer 0")
             await stage.until(stage.returns)
-            assert stage.losses()[0]["who"] == "generator 1"
+        assert stage.losses()[0]["who"] == "generator 1"
 
     run_on_stage(tmp_path, test)
 
@@ -309,6 +312,26 @@ def test_a_replica_lost_before_the_supervision_is_replaced(tmp_path: Path) -> No
         assert stage.losses()[0]["cause"] == "no version in 3 attempts"
 
     run_on_stage(tmp_path, test)
+
+
+def test_a_disk_that_stalls_holds_no_loss_up(tmp_path: Path) -> None:
+    """A pipe that is full blocks who writes to it: here not the controller, which could not be told apart from one that
+    hangs."""
+    os.mkfifo(tmp_path / "losses.jsonl")
+    pipe = os.open(tmp_path / "losses.jsonl", os.O_RDWR | os.O_NONBLOCK)
+    filled, read = 0, b""
+    with suppress(BlockingIOError):
+        while True:
+            filled += os.write(pipe, b"\n" * 4096)
+    losses = LostProcesses(60.0, tmp_path / "losses.jsonl")
+    losses.note_lost("generator 0", RuntimeError("Killed(sig=9)"))
+    losses.note_returned("generator 0", 1.5)
+    while len(read) < filled:
+        read += os.read(pipe, filled - len(read))
+    losses.close()
+    rows = [json.loads(line) for line in os.read(pipe, 1 << 16).splitlines() if line]
+    os.close(pipe)
+    assert [row["who"] for row in rows] == ["generator 0"] * 2 and rows[1]["back_after_s"] == 1.5
 
 
 def test_losses_long_ago_do_not_count(tmp_path: Path) -> None:

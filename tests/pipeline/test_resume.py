@@ -19,7 +19,6 @@ from monarch_rl.checkpoint.journal import write_plan
 from monarch_rl.model.lora import LoraSettings
 from monarch_rl.pipeline import resume
 from monarch_rl.pipeline.checkpoints import versions_of_packages
-from monarch_rl.pipeline.evaluation import BestResult
 from monarch_rl.pipeline.run_folder import note_state, recipe_name
 from monarch_rl.pipeline.settings import RunSettings
 from monarch_rl.runtime import folder_lock, supervisor
@@ -160,7 +159,7 @@ def test_a_disk_that_refuses_settings_and_results_ends_no_resume(
 ) -> None:
     """And settings that are those of before are not written at all."""
     settings = RunSettings(output=tmp_path)
-    run = finished_step(settings)
+    run = finished_step(settings, best={"metric": "held_out/accuracy", "value": 0.5, "version": 2})
 
     def full(path: Path, *_: Any) -> None:
         raise OSError(28, "No space left on device", str(path))
@@ -168,7 +167,9 @@ def test_a_disk_that_refuses_settings_and_results_ends_no_resume(
     monkeypatch.setattr(resume, "write_whole", full)
     assert resume.take_folder(settings, resume.going_on(replace(settings, resume=str(run)))) == run.resolve()
     resume.note_settings(run, settings)
-    assert not caplog.records
+    assert [record.getMessage().split(" (")[0] for record in caplog.records] == [
+        f"{run.resolve() / 'best.json'} cannot be written"
+    ]
     resume.note_settings(run, replace(settings, held_out=7))
     assert "settings.json cannot be written (No space left on device): it is that of before" in caplog.text
 
@@ -206,13 +207,14 @@ def test_a_broken_checkpoint_is_removed_when_the_run_goes_back_behind_it(tmp_pat
     assert list(folders.complete(run / "checkpoints")) == [3]
 
 
-@pytest.mark.parametrize(("version", "stays"), [(3, True), (4, False)])
-def test_a_best_result_of_weights_that_are_no_more_is_forgotten(tmp_path: Path, version: int, stays: bool) -> None:
+@pytest.mark.parametrize("best", [None, {"metric": "held_out/accuracy", "value": 0.5, "version": 2}])
+def test_the_best_result_is_that_of_the_checkpoint(tmp_path: Path, best: dict[str, Any] | None) -> None:
+    """One of weights that are no more would be the best of all that come."""
     settings = RunSettings(output=tmp_path)
-    run = finished_step(settings)
-    BestResult("held_out/accuracy", run).note({"held_out/accuracy": 0.5}, version)
+    run = finished_step(settings, best=best)
+    (run / "best.json").write_text('{"metric": "held_out/accuracy", "value": 0.9, "version": 4}')
     resume.take_folder(settings, resume.going_on(replace(settings, resume=str(run))))
-    assert (BestResult("held_out/accuracy", run).best is not None) == stays
+    assert (json.loads((run / "best.json").read_text()) if best else list(run.glob("best.json"))) == (best or [])
 
 
 def test_auto_takes_the_newest_run_that_has_not_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,6 +67,8 @@ class Manifest:
     """What the metrics count over the run, and no actor keeps."""
     metric: float | None = None
     """Value of the metric that decides which checkpoint is the best, at the last evaluation."""
+    best: dict[str, Any] | None = None
+    """The best result of an evaluation so far, as ``best.json`` has it."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Of the run that made it."""
     packages: dict[str, str] = field(default_factory=dict)

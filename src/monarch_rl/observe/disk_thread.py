@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import TypeVar
@@ -43,15 +44,8 @@ class DiskThread:
         except queue.Full:
             instead()
 
-    def answer(self, work: Callable[[], T], limit_s: float | None = None) -> T:
-        """What ``work`` returns, once all before it is done.
-
-        Args:
-            limit_s: seconds for that; None is :data:`ANSWER_S`.
-
-        Raises OSError if it takes longer, and what ``work`` raises.
-        """
-        limit_s = ANSWER_S if limit_s is None else limit_s
+    def ask(self, work: Callable[[], T]) -> Future[T]:
+        """What ``work`` returns or raises, once all before it is done; OSError if the thread has too much to do."""
         future: Future[T] = Future()
 
         def fill() -> None:
@@ -61,10 +55,7 @@ class DiskThread:
                 future.set_exception(error)
 
         self.begin(fill, lambda: future.set_exception(OSError(f"{WAITING} writes wait for the disk")))
-        try:
-            return future.result(limit_s)
-        except TimeoutError:
-            raise OSError(f"the disk has not written for {limit_s:g} s") from None
+        return future
 
     def close(self) -> None:
         """Do what waits, and end. After :data:`ANSWER_S` what has not begun is given up: whoever opens the files next
@@ -97,3 +88,19 @@ class DiskThread:
             work()
         except Exception:  # the next piece may be another one
             logger.exception("a write of %s failed", self._thread.name)
+
+
+def answers(asked: Sequence[Future[T]], limit_s: float | None = None) -> list[T]:
+    """What several threads answer, each asked by :meth:`DiskThread.ask`: all together within ``limit_s`` seconds.
+
+    Args:
+        limit_s: None is :data:`ANSWER_S`.
+
+    Raises OSError if it takes longer, and what the work raises.
+    """
+    limit_s = ANSWER_S if limit_s is None else limit_s
+    until = time.monotonic() + limit_s
+    try:
+        return [future.result(max(0.0, until - time.monotonic())) for future in asked]
+    except TimeoutError:
+        raise OSError(f"the disk has not written for {limit_s:g} s") from None

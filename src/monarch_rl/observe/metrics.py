@@ -8,6 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -87,13 +88,9 @@ class Metrics:
             logger.error("TensorBoard's file cannot be written (%s): the run goes on without", error)
             self._drop_board()
 
-    def position(self, limit_s: float | None = None) -> int:
-        """Bytes of the lines so far. The disk holds them, and TensorBoard's, when this returns. Raises OSError.
-
-        Args:
-            limit_s: seconds for the disk; None is as few as a step can wait.
-        """
-        return self._disk.answer(self._position, limit_s)
+    def position(self) -> Future[int]:
+        """Bytes of the lines so far. The disk holds them, and TensorBoard's, when this is known. Or an OSError."""
+        return self._disk.ask(self._position)
 
     def _position(self) -> int:
         if self._board is not None:

@@ -61,6 +61,8 @@ class Position:
     counters: dict[str, Any] = field(default_factory=dict)
     metric: float | None = None
     """The one that decides which checkpoint is the best."""
+    best: dict[str, Any] | None = None
+    """The best result of an evaluation so far, as ``best.json`` has it."""
 
 
 class Checkpoints:
@@ -193,6 +195,7 @@ class Checkpoints:
                 position.files,
                 position.counters,
                 position.metric,
+                position.best,
                 self._about,
                 await asyncio.to_thread(versions_of_packages),
                 len(shards),

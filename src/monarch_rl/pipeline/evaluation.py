@@ -7,10 +7,12 @@ import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from monarch_rl.checkpoint.folders import write_whole
 from monarch_rl.observe.console import Console
+from monarch_rl.observe.disk_thread import DiskThread
 from monarch_rl.observe.metrics import Metrics
 from monarch_rl.pipeline.actor_pool import ActorPool
 from monarch_rl.pipeline.failures import Failures
@@ -91,24 +93,34 @@ class BestResult:
 
     Args:
         metric: of an evaluation; the highest value wins, and of equal ones the first.
-        folder: of the run; None writes nothing. What a resumed run wrote there counts.
+        folder: of the run; None writes nothing.
+        known: the best result so far of a run that goes on; it counts if it is of the same metric.
     """
 
-    def __init__(self, metric: str, folder: Path | None) -> None:
-        self._metric = metric
+    def __init__(self, metric: str, folder: Path | None, known: Best | None = None) -> None:
+        self.metric = metric
         self._path = None if folder is None else folder / BEST
         self._refused = False
-        self.best = self._read()
+        self._disk: DiskThread | None = None
+        self.best = known if known is not None and known.metric == metric else None
 
     def note(self, values: Mapping[str, float], version: int) -> Best | None:
         """Take the metrics of an evaluation; returns the new best, None if it is not."""
-        value = values.get(self._metric)
+        value = values.get(self.metric)
         if value is None or (self.best is not None and value <= self.best.value):
             return None
-        self.best = Best(self._metric, value, version)
+        self.best = Best(self.metric, value, version)
         if self._path is not None:
-            self._write(self._path, self.best)
+            if self._disk is None:
+                self._disk = DiskThread("best.json", lambda: None)
+            self._disk.begin(partial(self._write, self._path, self.best), lambda: None)
         return self.best
+
+    def close(self) -> None:
+        """Write what is left."""
+        disk, self._disk = self._disk, None
+        if disk is not None:
+            disk.close()
 
     def _write(self, path: Path, best: Best) -> None:
         try:
@@ -118,12 +130,6 @@ class BestResult:
             if not self._refused:
                 logger.error("%s cannot be written (%s): the run goes on without", path, error.strerror or error)
             self._refused = True
-
-    def _read(self) -> Best | None:
-        if self._path is None or not self._path.is_file():
-            return None
-        best = Best(**json.loads(self._path.read_text()))
-        return best if best.metric == self._metric else None
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
+from monarch_rl.observe.disk_thread import DiskThread
 from monarch_rl.observe.lines import LineFile
 from monarch_rl.pipeline.actor_pool import last_line
 from monarch_rl.runtime.deadlines import now
@@ -37,6 +38,7 @@ class LostProcesses:
 
     def __init__(self, per_s: float, file: Path | None) -> None:
         self._per_s, self._file = per_s, None if file is None else LineFile(file)
+        self._disk: DiskThread | None = None
         self.lost = self.returned = 0
         """Processes that were lost, and how many were replaced."""
         self._recent: dict[str, deque[LostProcess]] = {}
@@ -92,11 +94,16 @@ class LostProcesses:
         self._note(name, f"is not started again; the run goes on with {', '.join(others)}", removed=True)
 
     def close(self) -> None:
-        """Close the file, until the next loss."""
-        if self._file is not None:
-            self._file.close()
+        """Write what is left, and close the file until the next loss."""
+        disk, self._disk = self._disk, None
+        if disk is not None:
+            disk.close()
 
     def _note(self, name: str, text: str, **values: object) -> None:
         logger.warning("%s %s", name, text)
-        if self._file is not None:
-            self._file.append(json.dumps({"time": time.time(), "who": name} | values))
+        if (file := self._file) is None:
+            return
+        if self._disk is None:
+            self._disk = DiskThread(file.path.name, file.close)
+        line = json.dumps({"time": time.time(), "who": name} | values)
+        self._disk.begin(lambda: file.append(line), lambda: file.lose(1, "the disk does not go on"))

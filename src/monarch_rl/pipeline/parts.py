@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from monarch_rl.observe.console import Console
+from monarch_rl.observe.disk_thread import answers
 from monarch_rl.observe.metrics import Metrics
 from monarch_rl.pipeline.actors import Actors
 from monarch_rl.pipeline.checkpoints import Checkpoints, Position
-from monarch_rl.pipeline.evaluation import Evaluations
+from monarch_rl.pipeline.evaluation import BestResult, Evaluations
 from monarch_rl.pipeline.failures import Failures
 from monarch_rl.pipeline.frozen_meter import FrozenMeter
 from monarch_rl.pipeline.observer import Observer
@@ -41,20 +42,20 @@ class Parts:
         if self.console is not None:
             self.console.note(text)
 
-    def position(self, best: str, limit_s: float | None = None) -> Position:
+    def position(self, best: BestResult, limit_s: float | None = None) -> Position:
         """Where the run is. Has the disk hold its files. Raises OSError.
 
         Args:
-            best: the metric that decides which checkpoint is the best.
-            limit_s: seconds for the disk to hold each; None is as few as a step can wait.
+            best: its metric decides which checkpoint is the best.
+            limit_s: seconds for the disk to hold them; None is as few as a step can wait.
         """
         if self.metrics is None or self.rollouts is None:
             return Position()
-        files = {
-            self.metrics.path.name: self.metrics.position(limit_s),
-            self.rollouts.lines.path.name: self.rollouts.position(limit_s),
-        }
-        return Position(self.metrics.seconds, files, self.observer.counters(), self.metrics.latest.get(best))
+        names = self.metrics.path.name, self.rollouts.lines.path.name
+        sizes = answers([self.metrics.position(), self.rollouts.position()], limit_s)
+        known = None if best.best is None else asdict(best.best)
+        metric, files = self.metrics.latest.get(best.metric), dict(zip(names, sizes, strict=True))
+        return Position(self.metrics.seconds, files, self.observer.counters(), metric, known)
 
     @property
     def lost_lines(self) -> float:

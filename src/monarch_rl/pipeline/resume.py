@@ -175,16 +175,19 @@ def _cut_back(resumed: Resumed) -> None:
     go_back(resumed.run / FOLDER, resumed.version)
     for name, nbytes in resumed.manifest.positions.items():
         truncate(resumed.run / name, nbytes)
-    with suppress(FileNotFoundError):  # a result of weights that are no more would be the best of all that come
-        if json.loads((resumed.run / BEST).read_text())["version"] > resumed.version:
-            (resumed.run / BEST).unlink()
+    try:  # a result of weights that are no more would be the best of all that come
+        (resumed.run / BEST).unlink(missing_ok=True)
+        if resumed.manifest.best is not None:
+            write_whole(resumed.run / BEST, json.dumps(resumed.manifest.best) + "\n")
+    except OSError as error:
+        logger.error("%s cannot be written (%s)", resumed.run / BEST, error.strerror or error)
 
 
 def _note_generation(resumed: Resumed) -> None:
     """Have the disk hold that the run is resumed. Raises OSError: without that two attempts would have the same number,
     and versions and journals of one would be taken for those of the other."""
     note = LineFile(resumed.run / RESUMES)
-    row = {"time": time.time(), "generation": resumed.generation, "step": resumed.version}
+    row: dict[str, Any] = {"time": time.time(), "generation": resumed.generation, "step": resumed.version}
     row |= {"checkpoint": resumed.checkpoint.name, "differences": resumed.differences}
     try:
         if not note.append(json.dumps(row)):

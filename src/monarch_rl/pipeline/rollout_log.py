@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +61,9 @@ class RolloutLog:
             lambda: self.lines.lose(len(rows), "the disk is slower than the run"),
         )
 
-    def position(self, limit_s: float | None = None) -> int:
+    def position(self) -> Future[int]:
         """As that of ``LineFile``, with all lines that were handed over before; as that of ``Metrics``."""
-        return self._disk.answer(self.lines.position, limit_s)
+        return self._disk.ask(self.lines.position)
 
     def close(self) -> None:
         """Write what is left."""

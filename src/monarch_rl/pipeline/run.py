@@ -103,7 +103,8 @@ class Run:
         """Where the model was saved last."""
         self.on_best: list[OnBest] = []
         """Called after each evaluation that was better than all before."""
-        self._best = BestResult(settings.evaluation.best_metric, folder)
+        known = resumed.manifest.best if resumed else None
+        self._best = BestResult(settings.evaluation.best_metric, folder, Best(**known) if known else None)
         self._lifetimes, self._cluster = lifetimes, cluster
         self._task = asyncio.current_task()
         self._begun: Parts | None = None
@@ -293,6 +294,7 @@ class Run:
         metrics = self._lifetimes.enter_context(Metrics(folder, self.version, seconds))
         rollouts = RolloutLog.of(actors, folder, s.rollout, s.buffer.replay)
         self._lifetimes.callback(rollouts.close)
+        self._lifetimes.callback(self._best.close)
         return metrics, rollouts, self._lifetimes.enter_context(Console(s.steps))
 
     async def _make_again(
@@ -343,7 +345,8 @@ class Run:
         for step in range(self.version + 1, count + 1):
             yield step
             if (checkpoints := self._parts.checkpoints) is not None:
-                await checkpoints.after_step(self.version, self._position, last=step == count)
+                position = self._last_position if step == count else self._position
+                await checkpoints.after_step(self.version, position, last=step == count)
         await self._end_rollouts()
 
     async def update(self) -> list[dict[str, float]]:
@@ -514,7 +517,10 @@ class Run:
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def _position(self, limit_s: float | None = None) -> Position:
-        return self._parts.position(self.settings.evaluation.best_metric, limit_s)
+        return self._parts.position(self._best, limit_s)
+
+    def _last_position(self) -> Position:
+        return self._position(self.settings.checkpoint.grace_s or None)  # no step waits any more
 
     async def _checkpoints_settled(self) -> None:
         if self._begun is not None and self._begun.checkpoints is not None:
@@ -542,8 +548,7 @@ class Run:
         if self._unlogged is not None:
             await self.log(self._unlogged)
         if self.version:
-            grace_s = self.settings.checkpoint.grace_s  # no step waits any more
-            await parts.checkpoints.now(self.version, lambda: self._position(grace_s))
+            await parts.checkpoints.now(self.version, self._last_position)
 
     async def counts(self) -> Counts:
         """What the buffer has counted so far."""
@@ -557,7 +562,7 @@ class Run:
         await self.publisher.settled()
         await self._checkpoints_settled()
         if self.version and (checkpoints := self._parts.checkpoints) is not None:  # also of a loop that was left early
-            await checkpoints.after_step(self.version, self._position, last=True)
+            await checkpoints.after_step(self.version, self._last_position, last=True)
         await self._checkpoints_settled()
         self._rollouts_ended = True
         # waits: for the buffer, within a deadline, then for the workers, which end with it
