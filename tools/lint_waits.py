@@ -4,10 +4,11 @@
 
 Reported is
 - an ``await`` of anything that is not bounded. Bounded are ``within(...)``; ``asyncio.wait_for``, ``asyncio.wait`` with
-  a timeout, ``asyncio.sleep``, anything inside ``async with asyncio.timeout(...)``; work of this process on a thread; a
-  coroutine defined in the files that are read, because its own awaits are checked, also where an exit stack enters it;
-  ``asyncio.gather`` and ``shield`` of bounded things; a name that only bounded things are assigned to. So an actor's
-  endpoint, a channel, a queue, an event, a condition, a bare future or task is reported;
+  a timeout, ``asyncio.sleep``, anything inside ``async with asyncio.timeout(...)``;
+  work of this process on a thread (where that is on files of a run, ``on_disk`` has a deadline and names the disk: this
+  is not judged); a coroutine defined in the files that are read, because its own awaits are checked, also where an exit
+  stack enters it; ``asyncio.gather`` and ``shield`` of bounded things; a name that only bounded things are assigned to.
+  So an actor's endpoint, a channel, a queue, an event, a condition, a bare future or task is reported;
 - a ``within`` that does not name, with ``on``, the process that it waits for;
 - ``join()``, ``wait()``, ``get()``, ``acquire()``, ``recv()``, ``accept()``, ``communicate()`` without any argument,
   ``subprocess.run`` and its like without ``timeout``, and ``result()`` outside ``async def`` (asyncio's does not wait);

@@ -29,6 +29,7 @@ def made(root: Path, version: int, metric: float | None = None) -> Path:
 
 def test_a_checkpoint_is_read_as_it_was_written(tmp_path: Path) -> None:
     folder = made(tmp_path, 3, 0.5)
+    folders.keep(tmp_path, 3, newest=1)
     manifest = folders.verify(folder)
     assert (manifest.version, manifest.metric, manifest.positions) == (3, 0.5, {"metrics.jsonl": 7})
     assert manifest.nbytes == 1000 and newest_whole(tmp_path) == (folder, manifest)

@@ -7,22 +7,27 @@ import json
 import logging
 import resource
 import subprocess
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.buffer.state_file import read_state
-from monarch_rl.checkpoint.folders import GROUPS, TRAINER, complete, read_manifest
+from monarch_rl.checkpoint import folders
+from monarch_rl.checkpoint.folders import GROUPS, TRAINER, complete, newest_whole, read_manifest
 from monarch_rl.checkpoint.settings import CheckpointSettings
+from monarch_rl.pipeline.checkpoints import Checkpoints, Position
 from monarch_rl.pipeline.frozen_meter import FrozenMeter
 from monarch_rl.pipeline.observer import Observer
 from monarch_rl.pipeline.rollout_log import RolloutLog
 from monarch_rl.pipeline.run import Run
+from monarch_rl.runtime import presence
 from monarch_rl.simulate.clock import run_virtual
 from monarch_rl.simulate.costs import Costs
 from monarch_rl.simulate.handles import LocalMesh
@@ -248,6 +253,91 @@ def test_a_step_whose_log_is_interrupted_is_logged_once(
         run_virtual(ends())
     assert cancelled and newest(tmp_path) == 3
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+
+
+class Savers:
+    """A trainer and a buffer at version 1, which write at once."""
+
+    model_bytes = 0
+
+    def __init__(self) -> None:
+        self.trainer: Any = SimpleNamespace(stage=self._call({0: Staged(1, 1)}), write_checkpoint=self._call({0: []}))
+        self.buffer: Any = SimpleNamespace(stage=self._call(1), write_checkpoint=SimpleNamespace(call_one=self._write))
+
+    def _call(self, answer: Any) -> Any:
+        async def call(*_: Any) -> Any:
+            return answer
+
+        return SimpleNamespace(call=call, call_one=call)
+
+    async def _write(self, path: str) -> None:
+        Path(path).write_bytes(b"groups")
+
+
+async def one_checkpoint(run: Path) -> Checkpoints:
+    checkpoints = Checkpoints(run, Savers(), CheckpointSettings(), {}, lambda _: None)
+    await checkpoints.begin(1, Position)
+    return checkpoints
+
+
+def test_a_wait_for_a_disk_that_stalls_at_the_end_of_a_checkpoint_is_named_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the watch takes the controller, which waits for nobody, for what has ended a run that is done."""
+    disk, commit = threading.Event(), folders.commit
+
+    def stalled(*arguments: Any) -> Path:
+        assert disk.wait(60)
+        return commit(*arguments)
+
+    async def ends() -> Checkpoints:
+        monkeypatch.setattr(folders, "commit", stalled)
+        checkpoints = await one_checkpoint(tmp_path)
+        async with asyncio.timeout(60):
+            while not any("flushed" in wait.what and wait.on == "the disk" for wait in presence.waits()):
+                await asyncio.sleep(0.01)
+        disk.set()
+        await checkpoints.settled()
+        return checkpoints
+
+    assert asyncio.run(ends()).saved == 1
+
+
+def test_a_disk_that_stalls_for_good_costs_the_checkpoint_and_not_the_end_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = threading.Event()
+    monkeypatch.setattr(folders, "commit", lambda *_: disk.wait(600))
+    monkeypatch.setattr(Checkpoints, "limit_s", 0.2)
+
+    async def ends() -> Checkpoints:
+        checkpoints = await one_checkpoint(tmp_path)
+        await checkpoints.settled()
+        return checkpoints
+
+    checkpoints = asyncio.run(ends())
+    disk.set()
+    assert checkpoints.saved is None and checkpoints.failed == 1
+    assert "no checkpoint of step 1: " in caplog.text and "the checkpoint of step 1 to be flushed" in caplog.text
+
+
+def test_a_checkpoint_counts_once_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever becomes of the link to it, and of older ones."""
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    async def ends() -> Checkpoints:
+        monkeypatch.setattr(folders, "point", full)
+        checkpoints = await one_checkpoint(tmp_path)
+        await checkpoints.settled()
+        return checkpoints
+
+    checkpoints = asyncio.run(ends())
+    assert checkpoints.saved == 1 and not checkpoints.failed and newest_whole(tmp_path / "checkpoints")[1].version == 1
+    assert "older checkpoints: not removed: [Errno 28] No space left on device" in caplog.text
 
 
 def test_the_last_step_has_one_checkpoint(tmp_path: Path) -> None:

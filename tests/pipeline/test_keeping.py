@@ -38,7 +38,7 @@ class Stage:
         self.interrupts = Interrupts()
         self.lives = False
         self.cluster: Any = SimpleNamespace(interrupts=self.interrupts, named=str, kill=self._kill)
-        self.checkpoints = SimpleNamespace(alive=self._alive, settled=self._settled, writing=False)
+        self.checkpoints = SimpleNamespace(alive=self._alive, settled=self._settled, writing=False, limit_s=60.0)
         self.parts: Any = SimpleNamespace(checkpoints=self.checkpoints, actors="the actors")
         self.elsewhere = self.folder / "elsewhere"
         self.refuses: list[str] = []

@@ -8,6 +8,7 @@ import dataclasses
 import logging
 import os
 import subprocess
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -20,7 +21,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monarch_rl.runtime import device_work, monitor, presence
+from monarch_rl.runtime import device_work, monitor, presence, watch
 from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.runtime.device_work import Piece
 from monarch_rl.runtime.presence import Progress
@@ -67,6 +68,28 @@ async def stalled(folder: Path) -> None:
     with pytest.raises(Stalled, match="Nothing has advanced for"):
         async with watched(cluster(), folder, STALL_S):
             await asyncio.sleep(PATIENCE_S)
+
+
+def test_a_disk_that_stalls_costs_the_report_and_not_the_end_of_the_run(
+    watch_sees: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The watch goes on, and what the report would have said is logged."""
+    disk, writing = threading.Event(), list[Path]()
+
+    async def take(_: int) -> RunPicture:
+        return idle(culprit_silent_s=PATIENCE_S)
+
+    def stalls(path: Path, *_: Any, **__: Any) -> None:
+        writing.append(path)
+        disk.wait(PATIENCE_S)
+
+    watch_sees(take)
+    monkeypatch.setattr(Path, "write_text", stalls)
+    monkeypatch.setattr(watch, "ASK_DEADLINE_S", 0.5)
+    with caplog.at_level(logging.ERROR):
+        asyncio.run(stalled(tmp_path))
+    disk.set()
+    assert writing and f"The report could not be written to {writing[0]}" in caplog.text
 
 
 def test_a_picture_that_takes_long_does_not_hide_a_stall(watch_sees: Any, tmp_path: Path) -> None:

@@ -129,7 +129,6 @@ def commit(root: Path, manifest: Manifest) -> Path:
     partial.rename(folder)
     flush(root)
     shutil.rmtree(replaced, ignore_errors=True)
-    point(root / LATEST, folder)
     return folder
 
 
@@ -209,9 +208,13 @@ def newest_whole(root: Path) -> tuple[Path, Manifest]:
 
 
 def keep(root: Path, made: int, newest: int, by_metric: bool = False) -> None:
-    """Remove checkpoints, once that of version ``made`` is whole: all but the ``newest``, and the one with the largest
-    metric if that is asked for. Those of later versions go: the run went back behind them. Raises OSError."""
+    """Let ``latest`` name the checkpoint of version ``made``, which is whole, and remove others.
+
+    All go but the ``newest``, and the one with the largest metric if that is asked for. Those of later versions go: the
+    run went back behind them. Raises OSError.
+    """
     folders = complete(root)
+    point(root / LATEST, folders[made])
     known = {version: folder for version, folder in folders.items() if version <= made}
     kept = set(list(known)[-newest:])
     if by_metric and (best := _best(known.items())) is not None:

@@ -24,6 +24,7 @@ from monarch_rl.checkpoint.folders import FileSum, Manifest
 from monarch_rl.checkpoint.settings import CheckpointSettings
 from monarch_rl.pipeline.actor_pool import last_line
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, disk_limit_s, now, within
+from monarch_rl.runtime.disk_work import on_disk
 from monarch_rl.trainer.actor import Trainer
 from monarch_rl.trainer.checkpoint import Staged
 
@@ -116,10 +117,15 @@ class Checkpoints:
         """Whether the disk does not have yet what was begun."""
         return self._writing is not None and not self._writing.done()
 
+    @property
+    def limit_s(self) -> float:
+        """Seconds for the disk to take a checkpoint, or to give it back."""
+        return disk_limit_s(COPIES * self._savers.model_bytes) + CALL_DEADLINE_S
+
     async def settled(self) -> None:
         """Wait until the disk has what was begun."""
         if self._writing is not None:
-            await self._writing  # waits: its calls have deadlines
+            await self._writing  # waits: all that it awaits has a deadline
 
     async def now(self, version: int, position: Callable[[], Position]) -> bool:
         """Make a checkpoint at once, for the end of a run; returns whether it is there."""
@@ -169,7 +175,7 @@ class Checkpoints:
         """Begin one, due or not, if none is being written; returns after the local copy."""
         self._begun_version, self._begun_at = version, now()
         try:
-            at = await asyncio.to_thread(position)
+            at = await on_disk(disk_limit_s(0), "the lines of the run's files", position)
             stage = self._savers.buffer.stage.call_one()
             copy, groups = await asyncio.gather(
                 self._staged(), within(CALL_DEADLINE_S, stage, "the buffer to remember its groups", on="buffer")
@@ -185,7 +191,8 @@ class Checkpoints:
     async def _write(self, copy: Staged, position: Position) -> None:
         started = now()
         try:
-            partial = await asyncio.to_thread(folders.begin, self._root, copy.version)
+            what = f"the folder of the checkpoint of step {copy.version}"
+            partial = await on_disk(self.limit_s, what, folders.begin, self._root, copy.version)
             shards = await self._write_parts(partial)
             manifest = Manifest(
                 copy.version,
@@ -197,29 +204,37 @@ class Checkpoints:
                 position.metric,
                 position.best,
                 self._about,
-                await asyncio.to_thread(versions_of_packages),
-                len(shards),
-                [file for of_rank in shards for file in of_rank],
+                ranks=len(shards),
+                files=[file for of_rank in shards for file in of_rank],
             )
-            folder, manifest = await asyncio.to_thread(self._finish, partial, manifest)
+            what = f"the checkpoint of step {copy.version} to be flushed"
+            folder, manifest = await on_disk(self.limit_s, what, self._finish, partial, manifest)
         except Exception as error:
             self._note_failed(copy.version, error)
-            await asyncio.to_thread(folders.discard, self._root, copy.version)
+            await self._tidy("what was written of it", folders.discard, self._root, copy.version)
             return
         self.saved, self._refused = copy.version, False
         self._write_s, self._nbytes = now() - started, manifest.nbytes
         size = f"{manifest.nbytes / 1e6:,.1f} MB"
         self._note(f"checkpoint of step {copy.version} ({size}, {self._write_s:.1f} s) in {folder}")
+        kept = self._settings.keep, self._settings.keep_best
+        await self._tidy("older checkpoints", folders.keep, self._root, copy.version, *kept)
+
+    async def _tidy(self, what: str, work: Callable[..., None], *arguments: Any) -> None:
+        """Remove what no longer counts. A disk that does not do it costs nothing but room."""
+        try:
+            await on_disk(self.limit_s, f"{what} to be removed", work, *arguments)
+        except Exception as error:
+            logger.warning("%s: not removed: %s", what, last_line(error))
 
     async def _write_parts(self, partial: Path) -> list[list[FileSum]]:
         """Have all write their parts; returns the trainer's files, by rank. Raises what the first failure raised."""
         # The disk is not a process of the run: waiting for a slow one is no stall.
-        limit_s = disk_limit_s(COPIES * self._savers.model_bytes) + CALL_DEADLINE_S
         parts: list[Awaitable[Any]] = [
             self._savers.trainer.write_checkpoint.call(str(partial)),
             self._savers.buffer.write_checkpoint.call_one(str(partial / folders.GROUPS)),
         ]
-        writes = [within(limit_s, part, f"a part of the checkpoint {partial}", on="the disk") for part in parts]
+        writes = [within(self.limit_s, part, f"a part of the checkpoint {partial}", on="the disk") for part in parts]
         answers = await asyncio.gather(*writes, return_exceptions=True)
         for answer in answers:
             if isinstance(answer, BaseException):
@@ -228,10 +243,9 @@ class Checkpoints:
         return list(shards.values())
 
     def _finish(self, partial: Path, manifest: Manifest) -> tuple[Path, Manifest]:
-        manifest = replace(manifest, files=[*manifest.files, folders.file_sum(partial, partial / folders.GROUPS)])
-        folder = folders.commit(self._root, manifest)
-        folders.keep(self._root, manifest.version, self._settings.keep, self._settings.keep_best)
-        return folder, manifest
+        files = [*manifest.files, folders.file_sum(partial, partial / folders.GROUPS)]
+        manifest = replace(manifest, files=files, packages=versions_of_packages())
+        return folders.commit(self._root, manifest), manifest
 
     def _note_failed(self, version: int, error: Exception) -> None:
         self.failed += 1

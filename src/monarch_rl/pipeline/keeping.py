@@ -12,7 +12,6 @@ it ends, and whoever started it (``runtime/supervisor.py``, torchrun) starts all
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,8 @@ from monarch_rl.pipeline.resume import Resumed, open_run, take_folder
 from monarch_rl.pipeline.run_folder import may_go_on
 from monarch_rl.pipeline.settings import RunSettings
 from monarch_rl.runtime.cluster import Cluster
-from monarch_rl.runtime.deadlines import now
+from monarch_rl.runtime.deadlines import disk_limit_s, now
+from monarch_rl.runtime.disk_work import on_disk
 
 logger = logging.getLogger("monarch_rl")
 
@@ -77,9 +77,10 @@ async def keep_what_lives(
         for name in ("trainer", "buffer"):
             await cluster.kill(cluster.named(name))
         await checkpoints.settled()
-        resumed = await asyncio.to_thread(_open_newer, folder, settings, since)
+        what = f"a whole checkpoint of {folder}"
+        resumed = await on_disk(checkpoints.limit_s, what, _open_newer, folder, settings, since)
         print(f"going on with {folder} from {resumed.checkpoint.name}, engines and workers kept: {last_line(error)}")
-        await asyncio.to_thread(take_folder, settings, resumed)
+        await on_disk(disk_limit_s(0), f"{folder} to be cut back", take_folder, settings, resumed)
     except Exception as refused:  # what ended the run first is told
         logger.error("the run does not go on with what it has kept: %s", last_line(refused))
         losses.close()

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from monarch_rl.pipeline.actors import Actors
 from monarch_rl.pipeline.start import save
+from monarch_rl.runtime.deadlines import disk_limit_s
+from monarch_rl.runtime.disk_work import on_disk
 
 KEPT = 2
 """Folders: the newest, and the one before it, which an engine that comes up may still be reading."""
@@ -37,7 +39,10 @@ async def take_snapshots(actors: Actors, version: int, folder: Path | None, resu
     await save(actors.trainer, written, actors.model_bytes)
     # waits: each load has a deadline
     await asyncio.gather(*(pool.load(written, version) for pool in due))
-    await asyncio.to_thread(_remove_older, written.parent, {pool.folder for pool in following})
+    served = {pool.folder for pool in following}
+    await on_disk(
+        disk_limit_s(actors.model_bytes), "older snapshots to be removed", _remove_older, written.parent, served
+    )
 
 
 def _remove_older(folder: Path, served: set[Path]) -> None:

@@ -34,11 +34,13 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 from monarch_rl.runtime import presence, starvation
 from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.runtime.deadlines import DeadlineExceeded, Patience, within
+from monarch_rl.runtime.disk_work import on_disk
 from monarch_rl.runtime.process_poller import ASK_DEADLINE_S, LoopLag, ProcessPoller
 from monarch_rl.runtime.stall import CONTROLLER, Process, RunPicture, describe_chain, list_processes
 
@@ -244,7 +246,8 @@ class Watch:
         path = self._folder / f"stall-{time.strftime('%H%M%S')}.txt"
         text = f"{message}\n\nAll processes and what they wait for:\n{everybody}\n\nStacks:\n{stacks}\n"
         try:
-            path.write_text(text, encoding="utf-8", errors="backslashreplace")
+            write = partial(path.write_text, text, encoding="utf-8", errors="backslashreplace")
+            await on_disk(ASK_DEADLINE_S, f"the report {path}", write)
             where = f"Every process and its waits are in {path}."
         except OSError as error:  # the disk is full, or the folder is gone: the run must end all the same
             where = f"The report could not be written to {path} ({error}):\n{everybody}\n"

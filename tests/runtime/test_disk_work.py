@@ -1,0 +1,45 @@
+"""Work on files that a stalled disk holds: its deadline, its name, and the end of the process."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from monarch_rl.runtime import presence
+from monarch_rl.runtime.deadlines import DeadlineExceeded
+from monarch_rl.runtime.disk_work import on_disk
+
+STALLED = """
+import asyncio, threading
+from monarch_rl.runtime.disk_work import on_disk
+asyncio.run(on_disk(0.1, "a file", threading.Event().wait))
+"""
+
+
+def test_what_work_returns_and_raises() -> None:
+    assert asyncio.run(on_disk(60, "a number", int, "ff", base=16)) == 255
+    with pytest.raises(ValueError, match="invalid literal"):
+        asyncio.run(on_disk(60, "a number", int, "no number"))
+
+
+def test_work_that_takes_too_long_is_named_as_the_disk() -> None:
+    disk = threading.Event()
+
+    async def late() -> None:
+        working = asyncio.ensure_future(on_disk(0.5, "a file", disk.wait, 60))
+        await asyncio.sleep(0)
+        assert [(wait.what, wait.on) for wait in presence.waits()] == [("a file", "the disk")]
+        with pytest.raises(DeadlineExceeded, match="waited 0.5 s, since .*, for a file"):
+            await working
+        disk.set()
+
+    asyncio.run(late())
+
+
+def test_a_disk_that_stalls_for_good_keeps_no_process_from_ending() -> None:
+    ended = subprocess.run([sys.executable, "-c", STALLED], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1 and "DeadlineExceeded" in ended.stderr
