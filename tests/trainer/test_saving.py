@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from monarch_rl.checkpoint.replacing import partial_folder
 from monarch_rl.model.folder import read_config
 from monarch_rl.model.tensors import INDEX, check_weights, read_header
 from monarch_rl.model.weight_files import index_of, plan_files
 from monarch_rl.trainer import saving
-from monarch_rl.trainer.saving import partial_folder
 from tests.trainer.programs import run_program, saved
 from tools.gpu_parts.common import TINY, Bench, make_model
 

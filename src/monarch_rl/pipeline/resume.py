@@ -31,6 +31,7 @@ from monarch_rl.checkpoint.folders import (
 )
 from monarch_rl.checkpoint.journal import FOLDER as JOURNAL
 from monarch_rl.checkpoint.journal import plans_of
+from monarch_rl.checkpoint.replacing import finish_all
 from monarch_rl.observe.lines import LineFile, truncate
 from monarch_rl.pipeline.checkpoints import FOLDER, versions_of_packages
 from monarch_rl.pipeline.run_folder import BEST, SETTINGS, STATE, launcher, new_folder, read_state, recipe_name
@@ -173,6 +174,7 @@ def _text(settings: RunSettings) -> str:
 def _cut_back(resumed: Resumed) -> None:
     """Cut the run's files off behind the checkpoint. This also makes room on a disk that is full."""
     go_back(resumed.run / FOLDER, resumed.version)
+    finish_all(resumed.run)
     for name, nbytes in resumed.manifest.positions.items():
         truncate(resumed.run / name, nbytes)
     try:  # a result of weights that are no more would be the best of all that come

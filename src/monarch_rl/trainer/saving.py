@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torchtitan.config import TORCH_DTYPE_MAP
 
+from monarch_rl.checkpoint.replacing import finish_replacing, partial_folder, replace_folder
 from monarch_rl.model.folder import TEXT_FILES, read_object, saved_dtype
 from monarch_rl.model.weight_files import FILE_BYTES, WeightFile, index_of, naming, plan_files
 from monarch_rl.runtime import device_work
@@ -64,6 +65,8 @@ def _save(model: ShardedModel, folder: Path, files: list[WeightFile], dtype: tor
     partial, first = partial_folder(folder), dist.get_rank() == 0
     with ranks.together("make the files"):
         if first:
+            finish_replacing(folder)
+            finish_replacing(lora_folder(folder))
             _make(partial, files, model.folder)
             _name_dtype(partial / "config.json", dtype)
     with ranks.together("write the weights"):
@@ -74,19 +77,14 @@ def _save(model: ShardedModel, folder: Path, files: list[WeightFile], dtype: tor
             save_lora(partial_folder(adapter), model.whole_lora(), model.lora, model.folder, write=first)
     with ranks.together("give the folder its name"):
         if first and model.lora.rank:
-            _name(partial_folder(adapter), adapter)
+            replace_folder(adapter)
         if first:
-            _name(partial, folder)
+            replace_folder(folder)
 
 
 def lora_folder(folder: Path) -> Path:
     """Where LoRA of a model that is saved to ``folder`` is written."""
     return folder.with_name(f"{folder.name}_adapter")
-
-
-def partial_folder(folder: Path) -> Path:
-    """Where a folder is written before it is complete: on the same disk, under a name that nobody takes for it."""
-    return folder.with_name(f".{folder.name}.partial")
 
 
 def _make(partial: Path, files: list[WeightFile], source: Path) -> None:
@@ -118,7 +116,7 @@ def save_adapter(model: ShardedModel, folder: Path) -> None:
     first = dist.get_rank() == 0
     save_lora(partial_folder(folder), model.whole_lora(), model.lora, model.folder, write=first)
     if first:
-        _name(partial_folder(folder), folder)
+        replace_folder(folder)
 
 
 def _write(model: ShardedModel, partial: Path, files: list[WeightFile], dtype: torch.dtype) -> None:
@@ -205,18 +203,6 @@ def _values(model: ShardedModel) -> Iterator[tuple[str, torch.Tensor, int]]:
         # What lies whole on every rank is written by the first one; an expert lies on one rank.
         if isinstance(value, DTensor) or EXPERT.search(name) or dist.get_rank() == 0:
             yield name, *local_run(value)
-
-
-def _name(partial: Path, folder: Path) -> None:
-    """Give a complete folder its name; one that has it is removed after that."""
-    old = folder.with_name(f".{folder.name}.old")
-    if old.exists():
-        shutil.rmtree(old)
-    if folder.exists():
-        folder.rename(old)
-    partial.rename(folder)
-    if old.exists():
-        shutil.rmtree(old)
 
 
 class _Ranks:
