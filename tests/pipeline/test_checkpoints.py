@@ -21,6 +21,7 @@ from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.buffer.state_file import read_state
 from monarch_rl.checkpoint import folders
 from monarch_rl.checkpoint.folders import GROUPS, TRAINER, complete, newest_whole, read_manifest
+from monarch_rl.checkpoint.journal import LOST
 from monarch_rl.checkpoint.settings import CheckpointSettings
 from monarch_rl.pipeline.checkpoints import Checkpoints, Position
 from monarch_rl.pipeline.frozen_meter import FrozenMeter
@@ -253,6 +254,18 @@ def test_a_step_whose_log_is_interrupted_is_logged_once(
         run_virtual(ends())
     assert cancelled and newest(tmp_path) == 3
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+
+
+def test_what_the_journals_of_all_ranks_have_lost_is_a_metric(tmp_path: Path) -> None:
+    async def lost() -> dict[str, float]:
+        async with begun(tmp_path, CheckpointSettings(every_minutes=0)) as (run, _):
+            async for _ in run.steps(1):
+                figures = await run.update()
+                values = await run.log([figures[0] | {LOST: 1.0}, figures[0] | {LOST: 2.0}])
+        return values
+
+    assert run_virtual(lost())["journal/lost"] == 3.0
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["journal/lost"] == 3.0
 
 
 class Savers:

@@ -109,6 +109,7 @@ def check_replayed(runs: Path) -> None:
     assert f"the weights after {STEPS} of {STEPS} steps are those of the run, bit for bit" in again
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     losses = [f"{row['trainer/loss']:.5g}" for row in rows if "trainer/loss" in row]
+    assert all(row["journal/lost"] == 0 for row in rows if "trainer/loss" in row)
     table = [line.split() for line in again.splitlines() if " equal " in line]
     assert [int(line[0]) for line in table] == list(range(1, STEPS + 1))
     assert [line[2] for line in table] == [line[3] for line in table] == losses

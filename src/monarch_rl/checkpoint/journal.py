@@ -36,6 +36,8 @@ logger = logging.getLogger("monarch_rl")
 
 BATCH, STEP, OPENED = "BTCH", "STEP", "OPEN"
 FOLDER = "journal"
+LOST = "journal/lost"
+"""The metric of records that could not be written."""
 PLAN = "plan-{generation}.pickle"
 _PLAN_NAME = re.compile(r"plan-(\d+)\.pickle")
 QUEUED = 8

@@ -541,6 +541,7 @@ METRICS = (
     Metric("checkpoint/write_s", "s", "Time until it was whole, while training went on.", "checkpoints"),
     Metric("checkpoint/mib", "MiB", "Size of it.", "checkpoints"),
     Metric("checkpoint/failed", "checkpoints", "Checkpoints so far that the disk refused.", "checkpoints"),
+    Metric("journal/lost", "records", "Records of the journal so far that all ranks could not write.", "checkpoints"),
     Metric(
         "checkpoint/lost_lines",
         "lines",

@@ -13,6 +13,7 @@ import numpy as np
 
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.ledger import Counts
+from monarch_rl.checkpoint.journal import LOST
 from monarch_rl.generator.actor import Generator, GeneratorStats
 from monarch_rl.observe.registry import full_name
 from monarch_rl.pipeline.actor_pool import ActorPool, last_line
@@ -76,6 +77,8 @@ class Observer:
         moment = now()
         elapsed = moment - self._last_step_at
         values = {full_name(name): value for name, value in trained[0].items()}
+        if LOST in values:
+            values[LOST] = sum(rank[LOST] for rank in trained)
         values["time/step_s"] = elapsed
         computing = float(np.mean([rank["step_s"] for rank in trained])) + (swap.snapshot_s if swap else 0.0)
         values["trainer/idle_share"] = max(0.0, 1.0 - computing / elapsed)

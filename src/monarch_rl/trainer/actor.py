@@ -18,6 +18,7 @@ from monarch.actor import current_rank
 
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.checkpoint.folders import FileSum
+from monarch_rl.checkpoint.journal import LOST
 from monarch_rl.episode.packed import unpack_group
 from monarch_rl.episode.sampled import TrainedEpisode, trained_episodes
 from monarch_rl.episode.shard import PackedShard
@@ -216,6 +217,7 @@ class Trainer(ResilientActor):
         self._trained = packed, advantages
         if journal is not None:
             await self._on(self._compute, journal.made, version, metrics)
+            return metrics | {LOST: float(journal.lost)}
         return metrics
 
     # -- rows of prompt and answer: docs/algorithms.md -----------------------------------------------------------

@@ -52,6 +52,11 @@ class StepJournal:
         """Note what the update of ``version`` has made. Reads all weights; on the thread that computes."""
         self._writer.made(version, Made(weights_checksums(self._policy), figures))
 
+    @property
+    def lost(self) -> int:
+        """Records of this rank that could not be written."""
+        return self._writer.lost
+
     def close(self) -> None:
         """Write what is on its way."""
         self._writer.close()
