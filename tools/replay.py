@@ -7,8 +7,8 @@
 Prints for each step whether the weights after it are those of the run, bit for bit, on every trainer rank, and loss,
 gradient norm, KL and clipped share beside those of the run. With another objective the same batches make other updates,
 each from the weights that the one before has made. `--open` shows the episodes of a step, token by token, as its update
-saw them. Needs a run with `--journal.mib` above 0 (docs/journal.md). Exit code 1 if weights differ under the run's own
-objective.
+saw them. Needs a run with `--journal.mib` above 0 (docs/journal.md). Under the run's own objective the exit code is 1
+if weights differ, and 2 if there are none of the run to compare with.
 """
 
 from __future__ import annotations
@@ -107,9 +107,17 @@ def sizes(journal: Path) -> str:
 def verdict(steps: list[ReplayedStep]) -> str:
     """In one sentence."""
     known = [step for step in steps if step.equal is not None]
+    if not known:
+        return "nothing was compared: the journal has no checksums of the weights after these steps"
     equal = sum(bool(step.equal) for step in known)
     first = next((f"; the first that differs is {step.step}" for step in known if not step.equal), "")
     return f"the weights after {equal} of {len(known)} steps are those of the run, bit for bit{first}"
+
+
+def exit_code(steps: list[ReplayedStep]) -> int:
+    """0 if all weights that could be compared are equal, 1 if not, 2 if none could be."""
+    known = [step.equal for step in steps if step.equal is not None]
+    return 0 if known and all(known) else 1 if known else 2
 
 
 def main() -> int:
@@ -137,7 +145,7 @@ def main() -> int:
     if own.objective:
         return 0
     print(verdict(shown))
-    return 0 if all(step.equal is not False for step in shown) else 1
+    return exit_code(shown)
 
 
 if __name__ == "__main__":

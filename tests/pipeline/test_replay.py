@@ -10,7 +10,7 @@ from monarch_rl.algorithms.advantages import SeatBaselines
 from monarch_rl.algorithms.functions import needed_columns
 from monarch_rl.algorithms.group_view import GroupView
 from monarch_rl.checkpoint.journal import JournalReader, JournalWriter, write_plan
-from monarch_rl.pipeline.replay import functions_of, generation_of
+from monarch_rl.pipeline.replay import ReplayedStep, functions_of, generation_of
 from monarch_rl.runtime.by_value import ByValue
 from monarch_rl.trainer.actor import TrainerPlan
 from monarch_rl.trainer.advantages import advantages_of, fingerprint
@@ -19,7 +19,7 @@ from monarch_rl.trainer.loss_settings import LossSettings
 from monarch_rl.trainer.objective import Objective, supervised
 from monarch_rl.trainer.settings import TrainerSettings
 from tests.checkpoint.test_journal import shards
-from tools.replay import objective_of
+from tools.replay import exit_code, objective_of, verdict
 
 
 def plan_of(functions: TrainingFunctions | None = None, loss: LossSettings | None = None) -> TrainerPlan:
@@ -49,6 +49,29 @@ def test_a_replay_takes_policy_losses_by_name() -> None:
     assert functions_of(plan, objective_of("supervised", plan), {}).objective is not None
     with pytest.raises(ValueError, match="there is no objective 'gsp'"):
         objective_of("gsp", plan)
+
+
+def test_what_was_not_compared_is_not_said_to_be_equal() -> None:
+    equal, unknown, other = (ReplayedStep(7, known, {}, {}) for known in (True, None, False))
+    assert verdict([unknown]) == "nothing was compared: the journal has no checksums of the weights after these steps"
+    assert exit_code([unknown]) == exit_code([]) == 2
+    assert (
+        verdict([equal, unknown]).startswith("the weights after 1 of 1 steps are") and exit_code([equal, unknown]) == 0
+    )
+    assert "the first that differs is 7" in verdict([equal, other]) and exit_code([other, unknown]) == 1
+
+
+def test_steps_of_another_recipe_are_not_mixed_with_those_after_it(tmp_path: Path) -> None:
+    for generation, versions in enumerate((range(3), range(3, 6))):
+        write_plan(tmp_path, plan_of(), generation)
+        writer = JournalWriter(tmp_path, 0, 10**6, {"generation": generation, "trained_as": f"recipe {generation}"})
+        for version in versions:
+            writer.batch(shards(version, 1)[0])
+        writer.close()
+    reader = JournalReader(tmp_path, 0)
+    assert generation_of(tmp_path, reader, 3, 6) == 1
+    with pytest.raises(ValueError, match="step 3 was made with another advantage or objective than step 6"):
+        generation_of(tmp_path, reader, 0, 6)
 
 
 def test_steps_before_a_resume_with_other_ranks_are_not_mixed_with_those_after_it(tmp_path: Path) -> None:

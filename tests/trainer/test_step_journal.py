@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -84,6 +87,27 @@ def test_batches_for_other_ranks_or_functions_are_left(tmp_path: Path, caplog: p
         assert versions(folder, 1, 0) == [] and versions(folder, 2, 0) == [2, 3]
     assert "step 2 is not made again from the journal: it was trained in another way" in caplog.text
     assert len({trained_as(plan) for plan in (PLAN, two, own, replace(own, total_steps=9))}) == 3
+
+
+CODE = """
+import sys
+from monarch_rl.algorithms.functions import code_of
+exec(compile(sys.argv[1], "recipe.py", "exec"))
+print(code_of(objective))
+"""
+
+
+def test_an_objective_that_was_edited_where_it_stands_is_another_one() -> None:
+    """In every process the same one is the same, whatever seed its hashes have."""
+
+    def code(body: str, seed: int) -> str:
+        text = f"def objective(batch):\n    return [{body} for column in batch if column in {{'a', 'b', 'c', 'd'}}]"
+        environment = {**os.environ, "PYTHONHASHSEED": str(seed)}
+        command = [sys.executable, "-c", CODE, text]
+        return subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=60).stdout
+
+    first = code("2 * column", 1)
+    assert len(first) > 32 and first == code("2 * column", 2) == code("2 * column", 3) != code("3 * column", 1)
 
 
 def test_what_was_made_before_the_run_went_back_is_not_compared(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
+from types import CodeType
 from typing import Any, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -77,12 +79,32 @@ def _inner(function: object, attribute: str) -> object:
 def place_of(function: object) -> str:
     """Name, file and line of a function, of what a partial calls, or of an object's ``__call__``; its text where these
     are not known."""
+    function, code = _called(function)
+    name = getattr(function, "__name__", type(function).__name__)
+    return str(function) if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"
+
+
+def code_of(function: object) -> str:
+    """A digest of the same function's code, with that of functions in it, not of those that it calls. Another version
+    of Python gives another one."""
+    _, code = _called(function)
+    return "" if code is None else hashlib.sha256(_text_of(code).encode()).hexdigest()
+
+
+def _called(function: Any) -> tuple[object, CodeType | None]:
     while hasattr(function, "func"):
         function = function.func
-    name = getattr(function, "__name__", type(function).__name__)
     called = function if hasattr(function, "__code__") else type(function).__dict__.get("__call__")
-    code = getattr(called, "__code__", None)
-    return str(function) if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"
+    return function, getattr(called, "__code__", None)
+
+
+def _text_of(constant: object) -> str:
+    """The same in every process: sets have no order, and code has an address."""
+    if isinstance(constant, CodeType):
+        return f"{constant.co_code.hex()} {constant.co_names} {_text_of(constant.co_consts)}"
+    if isinstance(constant, tuple):
+        return f"({', '.join(map(_text_of, constant))})"
+    return f"{sorted(map(_text_of, constant))}" if isinstance(constant, frozenset) else repr(constant)
 
 
 class Columns(dict[str, T]):

@@ -127,8 +127,8 @@ def generation_of(journal: Path, reader: JournalReader, start: int, last: int) -
     """The generation of the run that made the last of the steps ``start`` + 1 to ``last``.
 
     Raises:
-        ValueError: the journal lacks a batch, or a step was made on other ranks or with other settings of the trainer
-            than the last one: the run was resumed between them. Says where.
+        ValueError: the journal lacks a batch, or a step was made on other ranks, with other settings of the trainer or
+            with other functions than the last one: the run was resumed between them. Says where.
     """
     check_range(reader, start, last)
     generations = {version: reader.about_batch(version)["generation"] for version in range(start, last)}
@@ -141,6 +141,12 @@ def generation_of(journal: Path, reader: JournalReader, start: int, last: int) -
                 f"step {version + 1} was made with other settings of the trainer than step {last} (trainer.ranks "
                 f"{ranks[0]} and {ranks[1]}): the run was resumed between them. Begin after it (--from), with a "
                 "checkpoint from there on, or end before (--to)"
+            )
+        if reader.about_batch(version).get("trained_as") != reader.about_batch(last - 1).get("trained_as"):
+            raise ValueError(
+                f"step {version + 1} was made with another advantage or objective than step {last}, or with answers of "
+                "another length or temperature: the run was resumed between them, with another recipe. Begin after it "
+                "(--from), with a checkpoint from there on, or end before (--to)"
             )
     return newest
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from monarch_rl.algorithms.functions import place_of
+from monarch_rl.algorithms.functions import code_of, place_of
 from monarch_rl.checkpoint.journal import JournalWriter, Made, journal_of, write_plan
 from monarch_rl.episode.shard import PackedShard
 from monarch_rl.trainer.checksums import weights_checksums
@@ -144,8 +144,10 @@ class EarlierSteps:
 
 
 def trained_as(plan: Any) -> str:
-    """What decides how a batch is trained, to compare: settings, and where the functions stand."""
+    """What decides how a batch is trained, to compare: settings, where the functions stand, and their own code."""
     functions = None if plan.functions is None else plan.functions.load()
-    places = functions and (place_of(functions.advantage), place_of(functions.objective), functions.advantage_columns)
-    content = plan.settings, plan.temperature, plan.max_new_tokens, places
+    known = [functions.advantage_columns] if functions else []
+    for function in (functions.advantage, functions.objective) if functions else ():
+        known += [place_of(function), code_of(function)]
+    content = plan.settings, plan.temperature, plan.max_new_tokens, known
     return hashlib.sha256(repr(content).encode()).hexdigest()
