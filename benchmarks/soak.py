@@ -134,6 +134,7 @@ def main(s: Settings) -> None:
     subprocess.run(make_model, cwd=ROOT, check=True, timeout=RUN_S)
     with tempfile.TemporaryDirectory() as folder:
         flags = ["--checkpoint.every-steps=20", "--evaluate-every=25", "--evaluation.share=0.2", "--journal.mib=16"]
+        flags += ["--rollout.logged-groups=8"]  # all of a step: a group that is trained twice is among them
         run = Run(Path(folder), *flags)
         watcher = Watcher(run, s.look_s)
         watching = threading.Thread(target=watcher.watch, daemon=True)

@@ -3,8 +3,8 @@
     python tools/evaluate.py runs/grpo-20260101-120000-1 --task recipes/grpo.py
     python tools/evaluate.py Qwen/Qwen3-0.6B --task recipes/grpo.py --evaluation.samples 8 --evaluation.temperature 1
 
-The first argument is a Hugging Face folder, a Hub name, a checkpoint, or the folder of a run, whose saved model is
-taken, or its newest checkpoint if it has saved none (written to a temporary folder, see TMPDIR, meanwhile). The
+The first argument is a Hugging Face folder, a Hub name, a checkpoint, or the folder of a run: then what it wrote last
+is taken, its saved model or its newest checkpoint, which is written to a temporary folder (TMPDIR) meanwhile. The
 recipe's own flags follow; `--held-out` and `--evaluation.*` say what is played. To the recipe, and so to the frozen
 models that it asks, `--model` is the model that the run began with, or else the one that is evaluated. Prints what a
 run prints, then the same figures as a JSON object. What a greedy evaluation of the same model gave in a run, it gives
@@ -38,25 +38,24 @@ from monarch_rl.runtime.scratch import ScratchFolder
 
 @contextmanager
 def model_of(place: str) -> Iterator[str]:
-    """The model to evaluate: of a run's folder the one that it has saved, or its newest checkpoint, which is exported
-    for the block.
+    """The model to evaluate: what a run's folder stands for is that of :func:`source_of`; a checkpoint is exported for
+    the block.
 
     Raises:
         ValueError: the run has saved neither; or the checkpoint cannot be exported.
     """
     folder = Path(place)
-    is_run = (folder / SETTINGS).is_file()
-    if is_run and (folder / MODEL).is_dir():
-        yield str(folder / MODEL)
-    elif is_run or (folder / MANIFEST).is_file():
-        source = source_of(place)
-        with ScratchFolder() as scratch:
-            exported = scratch.path / MODEL
-            export(source, exported)
-            print(f"evaluating {source.checkpoint}")
-            yield str(exported)
-    else:
+    if not (folder / SETTINGS).is_file() and not (folder / MANIFEST).is_file():
         yield place
+        return
+    source = source_of(place)
+    print(f"evaluating {source.checkpoint or source.model}")
+    if source.checkpoint is None:
+        yield str(source.model)
+        return
+    with ScratchFolder() as scratch:
+        export(source, scratch.path / MODEL)
+        yield str(scratch.path / MODEL)
 
 
 def begun_with(place: str, model: str) -> str:

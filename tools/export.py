@@ -1,12 +1,13 @@
 """Writes a checkpoint, or the model that a run has saved, as a Hugging Face folder: for transformers, peft or SGLang.
 
-    python tools/export.py runs/grpo-20260101-120000-1 out                       its newest checkpoint
+    python tools/export.py runs/grpo-20260101-120000-1 out                       what it wrote last
     python tools/export.py runs/grpo-20260101-120000-1/checkpoints/best out      a certain one
     python tools/export.py RUN out --dtype bfloat16 --file-mib 4096              smaller, in several files with an index
     python tools/export.py RUN out --adapter                                     LoRA alone, for peft
 
-LoRA is merged into the weights unless it is written alone. The folder appears when it is complete; one of that name is
-replaced. Takes the memory of the model in float32.
+Of a run its newest checkpoint is taken, or the model that it has saved if that is newer. LoRA is merged into the
+weights unless it is written alone. The folder appears when it is complete; one of that name is replaced. Takes the
+memory of the model in float32.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def main() -> int:
     parser.add_argument("--file-mib", type=float, default=4096, help="MiB that a file of weights may have")
     parser.add_argument("--adapter", action="store_true", help="write LoRA alone")
     own = parser.parse_args()
-    source = source_of(own.source)
+    source = source_of(own.source, trained=own.adapter)
     export(source, own.folder, own.dtype, int(own.file_mib * 2**20), own.adapter)
     print(f"{own.folder}: {'LoRA of ' if own.adapter else ''}{source.checkpoint or source.model}")
     return 0

@@ -80,6 +80,7 @@ def test_a_run_without_a_trainer_rank_goes_on_from_its_checkpoint_once(
         "from step-000003, engines and workers kept: the process of trainer rank 1 has ended" in capsys.readouterr().out
     )
     assert [row["step"] for row in stage.rows("resumes.jsonl")] == [3]
+    kept.losses.close()
     (row,) = stage.rows("losses.jsonl")
     assert row["who"] == "trainer with its buffer" and row["cause"] == str(LOST)
     assert stage.keep(before=kept.resumed) is None, "there is no newer checkpoint: all of it is started again"

@@ -70,7 +70,7 @@ def check_exported(runs: Path, exported: Path) -> None:
     """What tools/export.py writes of the last checkpoint is what the run has saved at its end, in several files with an
     index, and in bfloat16 for transformers."""
     (folder,) = runs.iterdir()
-    program("export.py", folder, str(exported), "--file-mib=0.1")
+    program("export.py", folder / "checkpoints" / "latest", str(exported), "--file-mib=0.1")
     saved, index = load_file(folder / "model" / "model.safetensors"), exported / "model.safetensors.index.json"
     found = {name: tensor for file in exported.glob("*.safetensors") for name, tensor in load_file(file).items()}
     assert len(list(exported.glob("*.safetensors"))) > 1 and set(json.loads(index.read_text())["weight_map"]) == set(

@@ -56,6 +56,7 @@ def test_a_lost_trainer_rank_buffer_or_controller_costs_no_batch_that_the_journa
     nothing is above the bound. Engines and workers stay, unless it is the controller that is lost."""
     output = tmp_path / "runs"
     often = ["--checkpoint.every-steps=10", f"--steps={STEPS}", "--generator.replicas=1", "--stall-s=8"]
+    often += ["--rollout.logged-groups=8"]  # all of a step: a group that is trained twice is among them
     run = start([*SUPERVISED, *recipe(model, output, *often, "--journal.mib=8", "--checkpoint.restarts=2")])
     said = wait_for_line(run, r"^checkpoint of step 10 ")
     living = {name: process_named(run, name).pid for name in LIVING}
@@ -88,7 +89,9 @@ def test_a_lost_trainer_rank_buffer_or_controller_costs_no_batch_that_the_journa
     steps_of: dict[int, set[int]] = {}
     for row in map(json.loads, (folder / "rollouts.jsonl").read_text().splitlines()):
         steps_of.setdefault(row["group"], set()).add(row["step"])
-    assert len(steps_of) >= STEPS and all(len(steps) == 1 for steps in steps_of.values()), "a group was trained twice"
+    assert len(steps_of) == 8 * STEPS and all(len(steps) == 1 for steps in steps_of.values()), (
+        "a group was trained twice"
+    )
     resumes = [json.loads(line) for line in (folder / "resumes.jsonl").read_text().splitlines()]
     assert [row["generation"] for row in resumes] == [1, 2, 3, 4, 5]
     losses = [json.loads(line) for line in (folder / "losses.jsonl").read_text().splitlines()]

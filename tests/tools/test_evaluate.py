@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from monarch_rl.pipeline.exporting import Source
+from monarch_rl.pipeline.exporting import Source, source_of
 from tests.pipeline.test_resume import RunSettings, finished_step
 from tools import evaluate
 
 
-def test_a_run_without_a_saved_model_is_evaluated_by_its_newest_checkpoint(
+def test_of_a_run_what_was_written_last_is_evaluated_and_exported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So is a checkpoint that is named. A saved model is taken as it is."""
+    """A checkpoint can be named. LoRA by itself is in checkpoints alone."""
     base = tmp_path / "base"
     base.mkdir()
     (base / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
@@ -33,6 +34,12 @@ def test_a_run_without_a_saved_model_is_evaluated_by_its_newest_checkpoint(
         assert not Path(model).exists()
         assert exported.pop().checkpoint == (run / "checkpoints" / "step-000003").resolve() and not exported
     (run / "model").mkdir()
+    (run / "model" / "config.json").write_text("{}")
+    os.utime(run / "model" / "config.json", (1e9, 1e9))
+    assert source_of(str(run)).checkpoint is not None, "the checkpoint is newer"
+    os.utime(run / "model" / "config.json", (4e9, 4e9))
+    assert source_of(str(run)) == Source(run / "model")
+    assert source_of(str(run), trained=True).checkpoint is not None
     for name, taken in ((str(run), str(run / "model")), ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B")):
         with evaluate.model_of(name) as model:
             assert model == taken and not exported

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from monarch_rl.checkpoint.folders import LATEST, MANIFEST, verify
+from monarch_rl.checkpoint.folders import MANIFEST, complete, verify
 from monarch_rl.model.folder import resolve_model
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
 from monarch_rl.pipeline.checkpoints import FOLDER as CHECKPOINTS
@@ -34,24 +34,37 @@ class Source:
     lora: LoraSettings = FULL_TRAINING
 
 
-def source_of(place: str) -> Source:
-    """What ``place`` names: a run's folder (its newest checkpoint, or else the model that it has saved), a checkpoint,
-    or a model's folder.
+def source_of(place: str, trained: bool = False) -> Source:
+    """What ``place`` names: a run's folder (of its newest checkpoint and the model that it has saved the one that was
+    written last), a checkpoint, or a model's folder.
+
+    Args:
+        trained: of a run the newest checkpoint, in which LoRA is by itself, whether or not a model was saved after it.
 
     Raises:
         ValueError: there is nothing to export; says why.
     """
     folder = Path(place)
     if (folder / SETTINGS).is_file():
-        latest, saved = folder / CHECKPOINTS / LATEST, folder / MODEL
-        if latest.exists():
-            return _of_checkpoint(latest.resolve())
-        if not saved.is_dir():
-            raise ValueError(f"the run {folder} has neither a checkpoint (--checkpoint.every-steps) nor a saved model")
-        return Source(saved)
+        return _of_run(folder, trained)
     if (folder / MANIFEST).is_file():
         return _of_checkpoint(folder.resolve())
     return Source(resolve_model(place, tokenizer=False))
+
+
+def _of_run(folder: Path, trained: bool) -> Source:
+    model = folder / MODEL
+    checkpoint = next(reversed(complete(folder / CHECKPOINTS).values()), None)
+    if checkpoint is None and not model.is_dir():
+        raise ValueError(f"the run {folder} has neither a checkpoint (--checkpoint.every-steps) nor a saved model")
+    if checkpoint is None or (model.is_dir() and not trained and _written(model) >= _written(checkpoint)):
+        return Source(model)
+    return _of_checkpoint(checkpoint.resolve())
+
+
+def _written(folder: Path) -> float:
+    """When the last file of a folder was."""
+    return max((file.stat().st_mtime for file in folder.iterdir()), default=0.0)
 
 
 def _of_checkpoint(checkpoint: Path) -> Source:
