@@ -98,8 +98,7 @@ async def start_actors(
         start_trainer(cluster, plan, buffer, first_device=0),
         start_generators(
             *(cluster, model, s.generator, s.first_replica_device, s.trainer.lora, routes),
-            kept=kept.generators if kept else None,
-            shared=s.colocate,
+            *(kept.generators if kept else None, s.colocate),
         ),
         start_all_frozen(cluster, frozen, s.first_frozen_device, 0 if kept else beside, kept.frozen if kept else ()),
         set_up_buffer(cluster, buffer),
