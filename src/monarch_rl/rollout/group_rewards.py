@@ -9,8 +9,8 @@ from typing import Any
 from monarch_rl.episode.episode import Episode
 from monarch_rl.rollout.episode_failed import EpisodeFailed
 from monarch_rl.rollout.outside import PLAYING, JudgeFailed, Playing
+from monarch_rl.rollout.own_time import OwnTime
 from monarch_rl.rollout.play import to_its_end
-from monarch_rl.rollout.policy import OwnTime
 from monarch_rl.rollout.scoring import Scorer
 from monarch_rl.rollout.scoring_failed import ScoringFailed
 from monarch_rl.rollout.tracebacks import describe, suspended
