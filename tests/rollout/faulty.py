@@ -22,6 +22,8 @@ from monarch_rl.episode.failure import Failure
 from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.episode.ticket import Ticket
 from monarch_rl.model.chat import ChatTemplate
+from monarch_rl.model.messages import ToolCall
+from monarch_rl.rollout.run_tools import run_tools
 from monarch_rl.rollout.scoring import Scorer
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.worker import Resources, RolloutWorker
@@ -34,6 +36,8 @@ GROUPS, SIZE = 40, 2
 PRINTED = 10**7
 OPENED = "/dev/zero"
 LEFT_OPEN: list[Any] = []
+HUNG = threading.Event()
+"""Set once the worker has ended."""
 CLOSED: list[int] = []
 BLOCKED_AT: list[str] = []
 """What the monitor of the process said of the line that blocked it."""
@@ -111,6 +115,17 @@ async def leaks_at_once(item: int, policy: Policy) -> float:
     return float(item)
 
 
+async def calls_tools_that_hang(item: int, policy: Policy) -> float:
+    def search() -> str:
+        """Wait for what never comes."""
+        sys.modules["__main__"].HUNG.wait()  # which cannot be sent
+        return ""
+
+    await policy.reply("a")
+    await run_tools([ToolCall("search")], [search], deadline_s=0.01)
+    return float(item)
+
+
 async def stays(item: int, policy: Policy) -> float:
     """The first ones are still there when the run ends; what they opened takes a while to close."""
     await policy.reply("a")
@@ -142,10 +157,12 @@ def look(seen: threading.Event) -> None:
     seen.set()
 
 
-EPISODES = {function.__name__: function for function in (forks, prints, leaks, leaks_at_once, stays, blocks)}
+FAULTS = (forks, prints, leaks, leaks_at_once, calls_tools_that_hang, stays, blocks)
+EPISODES = {function.__name__: function for function in FAULTS}
 
 
 async def play(fault: str, folder: str) -> dict[str, Any]:
+    HUNG.clear()
     template = ChatTemplate(folder)
     task = Task(lambda cursor: cursor, EPISODES[fault])
     settings = RolloutSettings(concurrent_groups=2, group_size=SIZE)
@@ -161,6 +178,10 @@ async def play(fault: str, folder: str) -> dict[str, Any]:
     except Exception as error:
         ended = f"{type(error).__name__}: {error}"
     closed = len(CLOSED)
+    HUNG.set()
+    for thread in threading.enumerate():
+        if thread.name == "tool":
+            thread.join()
     while LEFT_OPEN:
         LEFT_OPEN.pop().close()
     stats = await actor.stats.call_one()

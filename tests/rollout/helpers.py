@@ -149,6 +149,12 @@ def raises_much(size: int) -> float:
     raise ValueError("y" * size)
 
 
+def waits_for(file: str) -> float:
+    while not Path(file).exists():
+        time.sleep(0.01)
+    return 1.0
+
+
 def hangs_once(folder: str) -> float:
     """Leaves its process id as a file's name and hangs, the first time."""
     if not any(Path(folder).iterdir()):

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from monarch_rl.rollout.run_tools import HUNG_THREADS
 from tests.rollout import faulty
 from tests.rollout.test_play import line_of
 
@@ -62,6 +63,12 @@ def test_files_that_are_left_open_cost_the_worker_before_it_can_open_no_more(fau
     assert 10 < result["put"] < faulty.GROUPS and not result["failed"]
     assert result["ended"].startswith("FilesLeaked: ") and " of 256 files" in result["ended"]
     assert f"most often {faulty.OPENED} (" in result["ended"] and "Episodes have to close" in result["ended"]
+
+
+def test_tools_that_do_not_return_cost_the_worker_and_are_named(faults: Faulty) -> None:
+    result = faults.results["calls_tools_that_hang"]
+    assert HUNG_THREADS // faulty.SIZE - 2 <= result["put"] < faulty.GROUPS and not result["failed"]
+    assert result["ended"].startswith("ToolsHang: ") and "any more: search (" in result["ended"]
 
 
 def test_an_episode_that_can_open_no_file_is_lost_and_shown_and_the_worker_after_it(faults: Faulty) -> None:

@@ -469,6 +469,44 @@ def test_an_episode_that_is_no_coroutine_function_is_refused_where_the_task_is_m
                 make(wrong)
 
 
+@pytest.mark.parametrize("queue", ["", "7 calls wait for the 2 scoring processes of the worker"])
+@pytest.mark.parametrize("of_turn", [False, True])
+def test_scores_that_wait_in_a_queue_are_not_said_to_be_the_episodes_own_fault(
+    template: ChatTemplate, queue: str, of_turn: bool
+) -> None:
+    """Unless most of the time went elsewhere."""
+
+    class Scorer:
+        async def score(self, *_: Any) -> Outcome:
+            await asyncio.Event().wait()
+            return Outcome(1.0)
+
+    async def scored(item: Any, policy: Policy) -> Any:
+        reply = await policy.reply("a")
+        if not of_turn:
+            return await policy.in_scorer(len, "")
+        reply.reward = policy.in_scorer(len, "")
+        return 1.0
+
+    async def busy(item: Any, policy: Policy) -> Any:
+        await policy.reply("a")
+        await asyncio.sleep(0.8 * SETTINGS.episode_deadline_s)
+        return await policy.in_scorer(len, "")
+
+    def failure(episode: Any) -> EpisodeFailed:
+        scorer: Any = Scorer()
+        scorer.queue = queue
+        player = EpisodePlayer(Echo(template, "8"), template, SETTINGS, scorer)
+        with pytest.raises(EpisodeFailed) as failed:
+            run_virtual(player.play(task(episode), 7, "", Sampling(), 0))
+        return failed.value
+
+    own = "the episode's own code took over 0.2 s"
+    assert failure(scored).reason == ("scores had no process within 0.2 s" if queue else own)
+    assert not queue or f"{queue}: raise --rollout.scorer-processes" in failure(scored).report
+    assert failure(busy).reason == own
+
+
 def line_of(function: Any, text: str) -> int:
     lines, first = inspect.getsourcelines(function)
     (found,) = [first + number for number, line in enumerate(lines) if text in line]

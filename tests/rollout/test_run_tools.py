@@ -139,6 +139,34 @@ def test_a_tool_that_hangs_is_named_with_its_line(name: str, line: str) -> None:
     assert line in failure.report
 
 
+def test_a_process_has_few_threads_of_tools_that_do_not_return(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the call was late or its episode ended; one that returns at last counts no more."""
+    monkeypatch.setattr(module, "HUNG_THREADS", 3)
+    monkeypatch.setattr(module, "_left", [])
+
+    async def cancelled() -> None:
+        calling = asyncio.ensure_future(run_tools([call("hang")], TOOLS))
+        while not any(thread.name == "tool" for thread in threading.enumerate()):
+            await asyncio.sleep(0.01)
+        calling.cancel()
+        await asyncio.wait({calling})
+
+    try:
+        asyncio.run(cancelled())
+        run(call("hang"), call("hang_too"), call("seed"), deadline_s=0.1)
+        module.check_hung_tools()
+        run(call("hang"), deadline_s=0.1)
+        with pytest.raises(module.ToolsHang, match=r"3 calls of tools go on .*: hang \(3 times\)"):
+            module.check_hung_tools()
+    finally:
+        RELEASE.set()
+    for thread in threading.enumerate():
+        if thread.name == "tool":
+            thread.join(60)
+    module.check_hung_tools()
+    RELEASE.clear()
+
+
 def test_a_long_answer_loses_its_middle() -> None:
     (answer,), _ = run(call("long_page"), characters=20)
     assert answer == "aaaaaaaaaa [... 80 characters ...] bbbbbbbbbb"

@@ -339,6 +339,23 @@ def test_a_score_whose_process_is_killed_is_computed_again(tmp_path: Path) -> No
     asyncio.run(test())
 
 
+def test_calls_that_wait_for_a_process_are_counted(tmp_path: Path) -> None:
+    async def test() -> None:
+        scorer, file = Scorer(2, deadline_s=60.0), tmp_path / "end"
+        try:
+            assert await scorer.score(helpers.answer, 1.0) == Outcome(1.0) and scorer.queue == ""
+            scoring = asyncio.gather(*(scorer.score(helpers.waits_for, str(file)) for _ in range(5)))
+            async with asyncio.timeout(30):
+                while scorer.queue != "3 calls wait for the 2 scoring processes of the worker":
+                    await asyncio.sleep(0.01)
+            file.touch()
+            assert await scoring == [Outcome(1.0)] * 5 and scorer.queue == ""
+        finally:
+            await asyncio.to_thread(scorer.close)
+
+    asyncio.run(test())
+
+
 def test_a_process_that_is_stopped_while_it_has_nothing_to_do_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("monarch_rl.rollout.scoring.STUCK_S", 9.0)
 

@@ -9,13 +9,14 @@ from typing import Any
 from monarch_rl.episode.episode import Episode
 from monarch_rl.rollout.episode_failed import EpisodeFailed
 from monarch_rl.rollout.outside import PLAYING, JudgeFailed, Playing
+from monarch_rl.rollout.own_time import OwnTime
 from monarch_rl.rollout.play import to_its_end
-from monarch_rl.rollout.policy import OwnTime
 from monarch_rl.rollout.scoring import Scorer
 from monarch_rl.rollout.scoring_failed import ScoringFailed
 from monarch_rl.rollout.tracebacks import describe, suspended
 from monarch_rl.runtime.deadlines import ends_in_time
-from monarch_rl.tasks.task import GroupRewards, Outcome, Task, as_outcomes, is_coroutine_function
+from monarch_rl.tasks.coroutines import is_coroutine_function
+from monarch_rl.tasks.task import GroupRewards, Outcome, Task, as_outcomes
 
 Played = list[Episode] | EpisodeFailed
 OWN_CODE = "the group's rewards"

@@ -15,7 +15,8 @@ from monarch_rl.model.conversation import Conversation
 from monarch_rl.rollout.episode_failed import EpisodeFailed
 from monarch_rl.rollout.handles import GeneratorHandle
 from monarch_rl.rollout.outside import PLAYING, JudgeFailed, Playing
-from monarch_rl.rollout.policy import OWN_CODE, Means, Play
+from monarch_rl.rollout.own_time import OWN_CODE
+from monarch_rl.rollout.policy import Means, Play
 from monarch_rl.rollout.scoring import Scorer
 from monarch_rl.rollout.scoring_failed import ScoringFailed
 from monarch_rl.rollout.sequences import Outcomes
@@ -143,6 +144,9 @@ class EpisodePlayer:
             task.cancel()
             if play.broken is not None:  # however its code came to wait
                 raise play.broken
+            if play.queue:
+                report = f"{stack}\n{play.queue}: raise --rollout.scorer-processes, or --rollout.episode-deadline-s."
+                raise EpisodeFailed(f"scores had no process within {self._deadline_s:g} s", place, report.lstrip())
             report = f"{stack}\nIf it may take longer, raise --rollout.episode-deadline-s.".lstrip()
             raise EpisodeFailed(f"{OWN_CODE} took over {self._deadline_s:g} s", place, report)
         error = None if task.cancelled() else task.exception()

@@ -7,7 +7,8 @@ fork of them. What all of them have in common is a :class:`Play`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from monarch_rl.model.tools import Tools
 from monarch_rl.rollout.branches import Branch, Branches, Line
 from monarch_rl.rollout.episode_failed import EpisodeFailed
 from monarch_rl.rollout.handles import GeneratorHandle
+from monarch_rl.rollout.own_time import OwnTime
 from monarch_rl.rollout.scoring import Scorer
 from monarch_rl.rollout.scoring_failed import ScoringFailed
 from monarch_rl.rollout.seeds import line_seed
@@ -30,11 +32,7 @@ from monarch_rl.rollout.stops import Stops
 from monarch_rl.rollout.transcripts import as_rows
 from monarch_rl.rollout.turn_rewards import TurnRewards
 from monarch_rl.rollout.turn_sampling import after, applied
-from monarch_rl.runtime import presence
-from monarch_rl.runtime.deadline_clock import DeadlineClock
 from monarch_rl.tasks.task import ContextFull, Outcome, Reply, Reward, Said
-
-OWN_CODE = "the episode's own code"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,46 +45,6 @@ class Means:
     episode_deadline_s: float
     episode_limit: int | None = None
     """Tokens that a sequence may have, prompts and drawn ones; None is any number."""
-
-
-class OwnTime:
-    """The clock of an episode's own code, from one turn of the policy to the next: it stands still during a turn, and
-    while a judge is asked.
-
-    Args:
-        seconds: that the code may take.
-        what: whose clock it is, for what is shown of waits.
-    """
-
-    __slots__ = ("_seconds", "_stops", "_wait", "_what", "clock", "ended")
-
-    def __init__(self, seconds: float, what: str = OWN_CODE) -> None:
-        self._seconds, self._what = seconds, what
-        self._stops = 1
-        """Reasons to stand still: judges may be asked at once."""
-        self.ended = False
-        """The episode is over."""
-        self.clock: DeadlineClock | None = None
-        self.go_on()
-
-    def go_on(self) -> None:
-        """Start at 0 when no reason to stand still is left, unless the episode is over."""
-        self._stops -= 1
-        if not self._stops and not self.ended:
-            self._wait = presence.begin_wait(self._what, "an episode's code", self._seconds)
-            self.clock = DeadlineClock(self._seconds, self._what)
-
-    def stop(self) -> None:
-        """Stand still, until :meth:`go_on` is called as often."""
-        self._stops += 1
-        if self.clock is not None:
-            presence.end_wait(self._wait)
-            self.clock = None
-
-    def end(self) -> None:
-        """Stand still from here on."""
-        self.stop()
-        self.ended = True
 
 
 class Play:
@@ -118,6 +76,26 @@ class Play:
         """What went wrong outside the episode's code: it is no matter of the coroutine, whatever that makes of it."""
         self.own_time = OwnTime(means.episode_deadline_s)
         self.turn_rewards = TurnRewards()
+        self._scoring: list[float] = []
+        """Of each score that is waited for: since when, by the event loop's clock."""
+
+    @contextmanager
+    def scoring(self) -> Iterator[None]:
+        """For the block, a score is waited for."""
+        since = asyncio.get_running_loop().time()
+        self._scoring.append(since)
+        try:
+            yield
+        finally:
+            self._scoring.remove(since)
+
+    @property
+    def queue(self) -> str:
+        """Who waits for the scoring processes, if most of the time that the episode's own code may take has gone there;
+        else ""."""
+        since = asyncio.get_running_loop().time() - self.means.episode_deadline_s / 2
+        waits = self.means.scorer is not None and any(begun <= since for begun in self._scoring)
+        return self.means.scorer.queue if waits and self.means.scorer is not None else ""
 
     @property
     def policy(self) -> EpisodePolicy:
@@ -309,7 +287,8 @@ class EpisodePolicy:
         if scorer is None:
             raise RuntimeError("there are no scoring processes here")
         try:
-            return await scorer.score(function, *args)  # waits: the player has a deadline for the episode's code
+            with self._play.scoring():
+                return await scorer.score(function, *args)  # waits: the player has a deadline for the episode's code
         except (ScoringFailed, TypeError):
             raise
         except Exception as error:

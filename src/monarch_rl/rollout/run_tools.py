@@ -10,6 +10,7 @@ import logging
 import sys
 import threading
 import traceback
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,8 +26,29 @@ DEADLINE_S = 30.0
 CHARACTERS = 20_000
 """Of one answer; more of a page than that is seldom read, and its tokens are paid for in every later turn."""
 ERROR_CHARACTERS = 500
+HUNG_THREADS = 64
+"""Of one process, from which on it is replaced. Each keeps its stack and what its tool holds."""
 _shown: set[tuple[str, str]] = set()
 """Kinds of failures that this process has shown."""
+_left: list[tuple[threading.Thread, str]] = []
+"""Threads for which nobody waits any more, and the tools that they carry out."""
+
+
+class ToolsHang(RuntimeError):
+    """So many calls of tools go on after their deadline that the worker has to be replaced."""
+
+
+def check_hung_tools() -> None:
+    """Raise ToolsHang if this process has :data:`HUNG_THREADS` threads whose tools do not return."""
+    _left[:] = [(thread, tool) for thread, tool in _left if thread.is_alive()]
+    if len(_left) >= HUNG_THREADS:
+        named = ", ".join(
+            f"{tool} ({count} times)" for tool, count in Counter(tool for _, tool in _left).most_common(3)
+        )
+        raise ToolsHang(
+            f"{len(_left)} calls of tools go on though nobody waits for them any more: {named}. A thread cannot be "
+            "ended: give what a tool waits for a deadline of its own, or make it a coroutine function"
+        )
 
 
 def show_once(failure: Failure) -> None:
@@ -47,8 +69,9 @@ async def run_tools(
     """Carry out calls, all at once, and return the answers in their order, for the policy to read.
 
     A coroutine function runs on the event loop, which it must not block. Any other function runs on a thread of its
-    own. A thread cannot be ended: one that goes on after its deadline goes on beside the run, and its answer is lost.
-    Code that is not trusted, or that hangs, belongs in a scoring process or a sandbox.
+    own. A thread cannot be ended: one that goes on after its deadline goes on beside the run, and its answer is lost;
+    a worker that has many of them is replaced (:func:`check_hung_tools`). Code that is not trusted, or that hangs,
+    belongs in a scoring process or a sandbox.
 
     Args:
         calls: of a reply. One with an ``error`` is answered with it.
@@ -135,7 +158,11 @@ class _Call:
 
         self._thread = threading.Thread(target=run, name="tool", daemon=True)
         self._thread.start()
-        return await done  # waits: run_tools has a deadline for it
+        try:
+            return await done  # waits: run_tools has a deadline for it
+        except asyncio.CancelledError:
+            _left.append((self._thread, getattr(self._function, "__name__", str(self._function))))
+            raise
 
     def stack(self) -> tuple[str, str]:
         """The place where the call is, and all calls that led there; empty if it is nowhere."""

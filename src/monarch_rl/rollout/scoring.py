@@ -116,6 +116,12 @@ class Scorer:
         self._replacing = asyncio.Lock()
         self._under_way = CallsUnderWay()
 
+    @property
+    def queue(self) -> str:
+        """Calls that wait for a process, in words; "" if none does."""
+        waiting = len(self._under_way) - self._processes
+        return f"{waiting} calls wait for the {self._processes} scoring processes of the worker" if waiting > 0 else ""
+
     async def score(self, function: ScoreFunction, *args: Any) -> Outcome:
         """Run ``function(*args)`` in the pool; the function travels by value, with what it holds at the time of the
         call; but the global variables of a function that holds nothing else are those of its first call.

@@ -21,6 +21,9 @@ class CallsUnderWay:
         self._pools: dict[asyncio.Future[Any], ProcessPool] = {}
         """In the order in which the pools were given the calls."""
 
+    def __len__(self) -> int:
+        return len(self._pools)
+
     async def ends(
         self, future: asyncio.Future[Any], pool: ProcessPool, limit_s: float, half_s: float, on_half: Callable[[], Any]
     ) -> None:

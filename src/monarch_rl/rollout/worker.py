@@ -26,6 +26,7 @@ from monarch_rl.rollout.handles import BUFFER_DEADLINE_S, BufferHandle, Dispatch
 from monarch_rl.rollout.items import made
 from monarch_rl.rollout.play import EpisodePlayer, all_or_none
 from monarch_rl.rollout.process_limits import bound_printing, check_open_files, end_copies
+from monarch_rl.rollout.run_tools import check_hung_tools
 from monarch_rl.rollout.scoring import Scorer
 from monarch_rl.rollout.seeds import episode_seed
 from monarch_rl.rollout.settings import RolloutSettings
@@ -274,6 +275,7 @@ class RolloutWorker(AsksFrozenModels):
         """Play one group after the other until the run ends."""
         while True:
             check_open_files()
+            check_hung_tools()
             async with self._playing:
                 with self._statistics.group_waiting():
                     ticket = await self._admissions.ticket()

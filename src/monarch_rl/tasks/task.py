@@ -20,6 +20,8 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from monarch_rl.tasks.coroutines import is_coroutine_function
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -252,9 +254,8 @@ class Policy(Protocol):
 
     async def in_scorer(self, function: Callable[..., Reward], *args: Any) -> Outcome:
         """``function(*args)`` in a scoring process, with ``rollout.score_deadline_s``: for slow or untrusted work.
-
-        The arguments, and what a closure or an object holds, are those of the time of the call. What the function
-        changes in them stays in its process. Global variables of a plain function are those of its first call.
+        The arguments, and what a closure or an object holds, are those of the time of the call; what it changes in them
+        stays in its process. Global variables of a plain function are those of its first call.
 
         Raises ScoringFailed, which costs the episode, if the function raises, takes too long or ends its process.
         """
@@ -312,10 +313,8 @@ class Task:
         if not math.isfinite(self.full_context_reward):
             raise ValueError(f"full_context_reward must be a finite number, got {self.full_context_reward}")
         if not is_coroutine_function(self.episode):
-            raise ValueError(
-                f"the episode {self.episode!r:.80} of task {self.name} is no coroutine function: write it as "
-                "`async def episode(item, policy)`"
-            )
+            wrong = f"the episode {self.episode!r:.80} of task {self.name} is no coroutine function"
+            raise ValueError(f"{wrong}: write it as `async def episode(item, policy)`")
 
     def played_by(self, episode: EpisodeCode) -> Task:
         """The same items with another episode."""
@@ -343,14 +342,6 @@ class Task:
         if name and name not in self.held_out:
             raise ValueError(f"task {self.name} has no held-out set {name!r}; it has {', '.join(self.held_out)}")
         return self.held_out[name or next(iter(self.held_out))]
-
-
-def is_coroutine_function(function: object) -> bool:
-    """Whether calling it gives a coroutine; that of an object may, and so may a partial of either."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    called = getattr(type(function), "__call__", None)  # noqa: B004
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
 
 
 def _part_played_by(part_of: Callable[[Any], tuple[Task, Any]], episode: EpisodeCode, item: Any) -> tuple[Task, Any]:
