@@ -121,21 +121,59 @@ def test_distillation_is_the_teachers_divergence_with_the_weights_of_what_was_dr
     assert loss.item() == pytest.approx((cost * d["weights"]).sum(), rel=1e-5)
     assert sums["reverse_kl"].item() == pytest.approx(apart.sum(), rel=1e-5)
     assert set(needed_columns(distillation(settings))) == {"reference", "teacher"}
-    top = LossSettings(teacher_top=1, teacher_divergence="forward", corrections=())
-    microbatch.columns |= {"teacher_id_0": torch.zeros(len(d["new"])), "teacher_logprob_0": torch.tensor([0.6]).log()}
-    likely = torch.full((len(d["new"]), 1), 0.2).log().requires_grad_()
-    loss, sums = call(distillation(top), output._replace(others=likely), microbatch)
+
+
+TOP = LossSettings(teacher_top=1, teacher_divergence="forward")
+
+
+def test_the_divergence_of_likely_tokens_is_an_expectation_and_has_no_weight_of_who_drew() -> None:
+    output, microbatch = made()
+    d = numbers(output, microbatch)
+    count, rho = len(d["new"]), np.exp(d["old"] - d["behaviour"])
+    columns = {"teacher": torch.zeros(count), "teacher_id_0": torch.zeros(count)}
+    microbatch.columns |= columns | {"teacher_logprob_0": torch.tensor([0.6]).log()}
+    output = output._replace(others=torch.full((count, 1), 0.2).log().requires_grad_())
     divergence = 0.6 * np.log(0.6 / 0.2) + 0.4 * np.log(0.4 / 0.8)
+
+    loss, sums = call(distillation(TOP), output, microbatch)
     assert loss.item() == pytest.approx(divergence * d["weights"].sum(), rel=1e-4)
-    assert sums["top_k_kl"].item() == pytest.approx(divergence * len(d["new"]), rel=1e-4)
-    assert other_token_columns(distillation(top)) == ("teacher_id_0",) and not other_token_columns(
-        distillation(settings)
+    assert sums["top_k_kl"].item() == pytest.approx(divergence * count, rel=1e-4)
+    assert rho.max() > rho.min() and sums["importance_weight"] == count
+
+    anchored = replace(TOP, kl_coefficient=0.2, kl_estimate="k2", importance_cap=1.2)
+    loss, _ = call(distillation(anchored), output, microbatch)
+    anchor = np.minimum(rho, 1.2) * (d["new"] - d["reference"]) ** 2 / 2  # an estimate from the token that was drawn
+    assert loss.item() == pytest.approx(((divergence + 0.2 * anchor) * d["weights"]).sum(), rel=1e-4)
+
+    sequences = microbatch.sequences.numpy()
+    means = np.asarray([np.log(rho)[sequences == sequence].mean() for sequence in sequences])
+    middle = float(np.median(np.unique(means)))
+    masked = replace(TOP, corrections=("sequence_mask",), sequence_range=(0.0, float(np.exp(middle))))
+    loss, sums = call(distillation(masked), output, microbatch)
+    kept = means <= middle
+    assert 0 < kept.sum() < count and sums["importance_weight"] == kept.sum()
+    assert loss.item() == pytest.approx(divergence * d["weights"][kept].sum(), rel=1e-4)
+
+
+def test_what_distillation_does_not_read_is_refused() -> None:
+    assert other_token_columns(distillation(TOP)) == ("teacher_id_0",) and not other_token_columns(
+        distillation(LossSettings())
     )
     with pytest.raises(ValueError, match="which the drawn token alone does not tell: give trainer.loss.teacher-top"):
         LossSettings(teacher_divergence="forward")
     for changes in ({"positives_only": True}, {"corrections": ("opsm",)}, {"kl_coefficient": 0.1, "kl_in": "reward"}):
         with pytest.raises(ValueError, match=r"reads no advantages: leave out trainer\.loss\.positives-only"):
             distillation(LossSettings(**changes))  # type: ignore[arg-type]
+    for unused in ({"clip_low": 0.1}, {"clip_high": 0.5}, {"dual_clip": 3.0}, {"overlong_limit": 100}):
+        name = next(iter(unused)).replace("_", "-")
+        with pytest.raises(ValueError, match=rf"trainer\.loss\.{name}: the objective distillation reads no rewards"):
+            distillation(LossSettings(**unused))  # type: ignore[arg-type]
+    weighed: list[dict[str, Any]] = [{"corrections": ("tis",)}, {"corrections": ("sequence_mask", "icepop")}]
+    for weighing in [*weighed, {"importance_cap": 3.0}]:
+        with pytest.raises(
+            ValueError, match=r"trainer\.loss\.(corrections (tis|icepop)|importance-cap): with .*teacher-top"
+        ):
+            distillation(replace(TOP, **weighing))
     for unread in ({"ratio_to": "behaviour"}, {"policy_loss": "decoupled"}):
         with pytest.raises(ValueError, match=r"has no ratio and no policy loss: leave out trainer\.loss\.ratio-to"):
             distillation(LossSettings(**unread))  # type: ignore[arg-type]

@@ -88,7 +88,8 @@ class LossSettings(CheckedSettings, flags="trainer.loss"):
     logits more (trainer.logprob-chunk)."""
     teacher_top: Annotated[int, Range(0, 1000, "0 is the drawn token alone")] = 0
     """With the objective `distillation`: of how many of the teacher's most likely tokens the divergence is computed.
-    Each takes 8 bytes for each drawn token, on its way; 0 estimates it from the drawn token alone."""
+    Each takes 8 bytes for each drawn token, on its way. It is an expectation over what may be drawn, which no weight of
+    who drew multiplies; 0 estimates it from the drawn token alone."""
     teacher_divergence: Literal["reverse", "forward"] = "reverse"
     """With `teacher_top`: `reverse` is KL(pi, teacher): say what the teacher would; `forward` is KL(teacher, pi): leave
     out nothing that the teacher might say (GKD, arXiv:2306.13649)."""

@@ -47,8 +47,7 @@ def reinforcement(settings: LossSettings) -> Objective:
     def objective(output: TokenLogprobs, batch: MicroBatch) -> tuple[torch.Tensor, Sums]:
         policies = _policies(output, batch, settings)
         policy = POLICY_LOSSES[settings.policy_loss].rule(policies, settings)
-        importance = _importance(policies, settings)
-        loss, sums = _total(policy.loss, importance, output, batch, policies, settings)
+        loss, sums = _total(policy.loss, output, batch, policies, settings)
         return loss, sums | {"clipped": policy.limited.sum()}
 
     return _marked(objective, settings, *settings.needed_columns)
@@ -58,8 +57,29 @@ def distillation(settings: LossSettings) -> Objective:
     """The reverse KL to the teacher, token by token: of ``settings`` all counts but policy loss and advantage.
 
     Raises:
-        ValueError: the settings change advantages or the policy loss, which are not read, or judge by them.
+        ValueError: the settings change rewards, advantages or the policy loss, which are not read, or judge by them; or
+            with ``teacher_top`` weigh tokens by who drew them.
     """
+    _check_distilled(settings)
+    ids, logprobs = top_columns(settings.teacher_top)
+
+    def objective(output: TokenLogprobs, batch: MicroBatch) -> tuple[torch.Tensor, Sums]:
+        policies, teacher = _policies(output, batch, settings), batch.columns[TEACHER]
+        sums = {"reverse_kl": (policies.new.detach() - teacher).sum()}
+        loss, of_drawn = reverse_kl(policies.new, teacher), output.others is None
+        if output.others is not None:
+            most_likely = torch.stack([batch.columns[name] for name in logprobs], -1)
+            loss = top_k_divergence(output.others, most_likely, settings.teacher_divergence == "forward")
+            sums["top_k_kl"] = loss.detach().sum()
+        loss, further = _total(loss, output, batch, policies, settings, of_drawn)
+        return loss, further | sums
+
+    marked = _marked(objective, settings, *settings.needed_columns, TEACHER, *logprobs)
+    return other_tokens(ids)(marked) if ids else marked
+
+
+def _check_distilled(settings: LossSettings) -> None:
+    """Refuse what :func:`distillation` does not read."""
     if settings.ratio_to != "trainer" or settings.policy_loss != LossSettings().policy_loss:
         raise ValueError(
             "the objective distillation has no ratio and no policy loss: leave out trainer.loss.ratio-to and "
@@ -70,22 +90,21 @@ def distillation(settings: LossSettings) -> Objective:
             "the objective distillation reads no advantages: leave out trainer.loss.positives-only, the correction "
             "opsm and kl-in reward, or take the advantage of that name instead (trainer.loss.advantage distillation)"
         )
-
-    ids, logprobs = top_columns(settings.teacher_top)
-
-    def objective(output: TokenLogprobs, batch: MicroBatch) -> tuple[torch.Tensor, Sums]:
-        policies, teacher = _policies(output, batch, settings), batch.columns[TEACHER]
-        sums = {"reverse_kl": (policies.new.detach() - teacher).sum()}
-        loss = reverse_kl(policies.new, teacher)
-        if output.others is not None:
-            most_likely = torch.stack([batch.columns[name] for name in logprobs], -1)
-            loss = top_k_divergence(output.others, most_likely, settings.teacher_divergence == "forward")
-            sums["top_k_kl"] = loss.detach().sum()
-        loss, further = _total(loss, _importance(policies, settings), output, batch, policies, settings)
-        return loss, further | sums
-
-    marked = _marked(objective, settings, *settings.needed_columns, TEACHER, *logprobs)
-    return other_tokens(ids)(marked) if ids else marked
+    defaults = LossSettings()
+    for name in ("clip_low", "clip_high", "dual_clip", "overlong_limit"):
+        if getattr(settings, name) != getattr(defaults, name):
+            raise ValueError(
+                f"{settings.flag(name)}: the objective distillation reads no rewards and no policy loss. Leave it out"
+            )
+    if settings.teacher_top and not settings.kl_coefficient:
+        weighs = [name for name in settings.corrections or () if CORRECTIONS[name].weighs_behaviour]
+        given = [f"{settings.flag('corrections')} {weighs[0]}"] if weighs else []
+        given += [settings.flag("importance_cap")] * (settings.importance_cap != defaults.importance_cap)
+        if given:
+            raise ValueError(
+                f"{given[0]}: with trainer.loss.teacher-top the objective distillation is an expectation over what may "
+                "be drawn, which needs no weight of who drew. Leave it out"
+            )
 
 
 def _marked(objective: Objective, settings: LossSettings, *columns: str) -> Objective:
@@ -94,40 +113,49 @@ def _marked(objective: Objective, settings: LossSettings, *columns: str) -> Obje
     return needs(*columns)(objective)
 
 
-def _importance(policies: Policies, settings: LossSettings) -> torch.Tensor:
-    """float32[N], without gradient: the product of the corrections' weights."""
+def _importance(policies: Policies, settings: LossSettings, of_drawn: bool = True) -> torch.Tensor:
+    """float32[N], without gradient: the product of the corrections' weights; where the loss is not ``of_drawn`` tokens
+    of those that drop sequences alone."""
     importance = torch.ones_like(policies.old)
     for name in settings.applied_corrections:
-        importance = importance * CORRECTIONS[name].weights(policies, settings)
+        if of_drawn or not CORRECTIONS[name].weighs_behaviour:
+            importance = importance * CORRECTIONS[name].weights(policies, settings)
     return importance
 
 
 def _total(
     loss: torch.Tensor,
-    importance: torch.Tensor,
     output: TokenLogprobs,
     batch: MicroBatch,
     policies: Policies,
     settings: LossSettings,
+    of_drawn: bool = True,
 ) -> tuple[torch.Tensor, Sums]:
     """The loss of a micro-batch, and its sums, from the loss of each token, float32[N], before its corrections: with
-    the KL to the reference and the entropy."""
+    the KL to the reference and the entropy.
+
+    Args:
+        of_drawn: the loss is an estimate from the token that was drawn. If not, it is an expectation over what may be
+            drawn, like the entropy, and has no weight of who drew.
+    """
+    importance = _importance(policies, settings, of_drawn)
     loss = loss * importance
     sums = _sums(output, batch, policies) | {"importance_weight": importance.sum()}
     if settings.kl_coefficient:
         divergence = kl.ESTIMATES[settings.estimates_kl_by](policies.new, batch.columns[REFERENCE])
         sums["kl_reference"] = divergence.detach().sum()
         if settings.kl_in == "loss":
-            loss = loss + settings.kl_coefficient * _importance_of_kl(importance, policies, settings) * divergence
+            loss = loss + settings.kl_coefficient * _importance_of_kl(policies, settings) * divergence
     if settings.entropy_coefficient:
         loss = loss - settings.entropy_coefficient * output.entropies
     weights = batch.weights * corrections.lag_discount(batch.lags, settings.lag_discount)
     return (loss * weights).sum(), sums
 
 
-def _importance_of_kl(importance: torch.Tensor, policies: Policies, settings: LossSettings) -> torch.Tensor:
+def _importance_of_kl(policies: Policies, settings: LossSettings) -> torch.Tensor:
     """float32[N]: the corrections' weights. Where the policy loss itself weighs tokens that another policy drew, and no
     correction does, the KL has a weight of its own: it is an expectation under the policy."""
+    importance = _importance(policies, settings)
     if not settings.weighs_behaviour:
         return importance
     cap = settings.importance_cap
