@@ -57,7 +57,7 @@ def table(rows: Rows) -> str:
     lines = [head, ["---"] * len(head)]
     for (name, lag), runs in grouped(rows).items():
         ends = accuracies(runs, -1)
-        low, high = interval(ends)
+        low, high = np.clip(interval(ends), 0.0, 1.0)
         accuracy = [f"{np.mean(accuracies(runs, 0)):.1%}", f"{np.mean(ends):.1%}", f"{low:.1%} to {high:.1%}"]
         lines.append([name, str(lag), str(len(runs)), *accuracy, *(_cell(runs, *column) for column in COLUMNS)])
     shown = ["\n".join("| " + " | ".join(line) + " |" for line in lines), *losses_by_lag(rows)]

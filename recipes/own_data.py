@@ -62,8 +62,9 @@ async def train(run: Run, s: Settings) -> None:
         await run.supervised(rows, steps=s.supervised_steps)
     if s.supervised_share:
         await run.mix(rows, share=s.supervised_share)
-    async for _ in run.steps(s.steps):
+    async for step in run.steps(s.steps):
         await run.step()  # the next batch, one optimiser step, and the new version on its way
+        await run.evaluate_after(step)
     await run.evaluate()
 
 

@@ -3,8 +3,7 @@
     python tools/make_tiny_model.py --recipe recipes/tools.py --steps 200 --output .cache/tiny-tools
     python recipes/tools.py
 
-The first command makes a tiny model and shows it how a call is written. A third of the steps shown leave calls out and
-say the answer at once, so the model often guesses. That calls pay is left to reinforcement learning.
+The first command makes a tiny model and shows it calls, but at a third of the steps none, so that it often guesses.
 """
 
 from __future__ import annotations
@@ -101,8 +100,9 @@ async def train(run: Run, s: Settings) -> None:
     await run.start(task(s), advantage=dr_grpo, objective=reinforcement(s.trainer.loss))
     if run.resumed is None:
         await run.evaluate()
-    async for _ in run.steps(s.steps):
+    async for step in run.steps(s.steps):
         await run.step()
+        await run.evaluate_after(step)
     await run.evaluate()
 
 

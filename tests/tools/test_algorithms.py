@@ -78,7 +78,7 @@ def test_what_is_there_is_shown_and_what_is_not_is_said(
     results.write_text("".join(json.dumps(line) + "\n" for line in lines))
     algorithms.main(algorithms.Settings(show=True, results=results, steps=10, seeds=(0, 1)))
     said = capsys.readouterr().out
-    assert "| dapo | 0 | 2 | 20.0% | 70.0% | -57.1% to 197.1% | 0.25 to 0.25 |" in said
+    assert "| dapo | 0 | 2 | 20.0% | 70.0% | 0.0% to 100.0% | 0.25 to 0.25 |" in said
     assert "dapo: lag 8 ends -25.0% beside lag 0 (95 %: -88.5% to +38.5%; 2 seeds)." in said
     assert "10.0%" in said  # 100 tokens of 1000 are wasted
     assert (
