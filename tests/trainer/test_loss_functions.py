@@ -334,6 +334,14 @@ WRONG_OBJECTIVES: dict[str, Any] = {
         lambda loss, sums: (loss, sums | {"kl": torch.ones(4)}),
         r"kl of shape \[4\]: return sums over tokens",
     ),
+    "a metric of the trainer's": (
+        lambda loss, sums: (loss, sums | {"grad_norm": torch.ones(())}),
+        r"the sums .*: return other names than \['grad_norm'\], which are the trainer's own metrics",
+    ),
+    "half of a mean": (
+        lambda loss, sums: (loss, {"tokens": loss, "on_policy_tokens": loss}),
+        "the sums .*: return on_policy_tokens and mismatch_k3_on_policy together, or neither",
+    ),
 }
 
 

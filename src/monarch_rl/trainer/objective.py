@@ -6,7 +6,7 @@ A loss of your own is a function of the type :data:`Objective`: give it to ``run
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -36,6 +36,13 @@ over tokens, under its name after ``trainer/``."""
 OLD, REFERENCE, TEACHER = "old", "reference", "teacher"
 """Columns: log-probs of the trainer's policy at the start of the batch, which there always are, of the reference model,
 and of a teacher."""
+TRAINERS_OWN = frozenset(
+    ("loss", "lr", "grad_norm", "optimizer_steps", "drift_k3", "padding", "imbalance", "computed_share")
+    + ("masked_nonfinite", "masked_episodes", "reference_device_s")
+)
+"""Metrics of an update that no sum of an objective may replace."""
+ON_POLICY_TOKENS, ON_POLICY_MISMATCH = "on_policy_tokens", "mismatch_k3_on_policy"
+"""Sums that are made a mean of each other."""
 VALUE, RETURNS = "value", "returns"
 """Columns: what the critic, before it was updated, expected before each drawn token that the sequence would still get;
 and what its values should have been."""
@@ -184,8 +191,8 @@ def _sums(output: TokenLogprobs, batch: MicroBatch, policies: Policies) -> Sums:
         "entropy": output.entropies.detach().sum(),
         "logprob": new.sum(),
         "mismatch_k3_all": mismatch.sum(),
-        "on_policy_tokens": on_policy.sum(),
-        "mismatch_k3_on_policy": mismatch[on_policy].sum(),
+        ON_POLICY_TOKENS: on_policy.sum(),
+        ON_POLICY_MISMATCH: mismatch[on_policy].sum(),
         "logprob_difference": histogram(difference[on_policy]),
         "kept_mass": output.kept_mass.sum(),
         "ratio_outside": (difference.abs() > math.log(FAR_RATIO)).sum(),
@@ -220,6 +227,15 @@ OBJECTIVES: dict[str, Callable[[LossSettings], Objective]] = {
 """By the names that ``run.start(objective=...)`` knows."""
 
 
+def _unusable_names(names: Collection[str]) -> str:
+    """What an objective should return instead of sums with these names; empty if they will do."""
+    if taken := TRAINERS_OWN.intersection(names):
+        return f"other names than {sorted(taken)}, which are the trainer's own metrics"
+    if (ON_POLICY_TOKENS in names) != (ON_POLICY_MISMATCH in names):
+        return f"{ON_POLICY_TOKENS} and {ON_POLICY_MISMATCH} together, or neither"
+    return ""
+
+
 def call(objective: Objective, output: TokenLogprobs, batch: MicroBatch) -> tuple[torch.Tensor, Sums]:
     """The loss of a micro-batch and its sums, without gradient.
 
@@ -237,6 +253,8 @@ def call(objective: Objective, output: TokenLogprobs, batch: MicroBatch) -> tupl
         raise _refused(objective, "a loss without gradient", "a loss that is computed from the log-probs it was given")
     if "tokens" not in sums:
         raise _refused(objective, f"the sums {sorted(sums)}", "a sum named 'tokens', the number of tokens summed over")
+    if instead := _unusable_names(sums):
+        raise _refused(objective, f"the sums {sorted(sums)}", instead)
     values = {name: torch.as_tensor(value, device=loss.device).detach() for name, value in sums.items()}
     vectors = [name for name, value in values.items() if value.ndim and name != "logprob_difference"]
     if vectors:
