@@ -129,7 +129,8 @@ METRICS = (
     Metric(
         "trainer/optimizer_steps",
         "steps",
-        "Optimiser steps so far: `--trainer.epochs` x `--trainer.minibatches` for each step of the run.",
+        "Optimiser steps so far: `--trainer.epochs` x `--trainer.minibatches` for each step of the run, one for a "
+        "supervised step, none while a critic warms up.",
         "learning",
     ),
     Metric(
