@@ -109,7 +109,7 @@ def test_a_policy_takes_it_in_both_passes_of_half_precision_alone(half: bool, ex
     batch.token_ids, batch.supervised = torch.zeros(1, 3), False
     Watched.seen.clear()
 
-    batch.behaviour_logprobs, batch.columns = torch.zeros(3), {}
+    batch.behaviour_logprobs, batch.advantages, batch.columns = torch.zeros(3), torch.zeros(3), {}
     policy._expert_route_sums, policy.device = lambda _: {}, torch.device("cpu")
 
     def objective(output: Any, _: MicroBatch) -> Any:
