@@ -132,7 +132,11 @@ async def test_settings_are_checked_before_anything_is_spawned() -> None:
     )
     lock = threading.Lock()
     async with Run.open(RunSettings(), cluster) as run:
-        task = ReasoningGym(TaskSettings()).played_by(lambda item, policy: lock)  # type: ignore[arg-type, return-value]
+
+        async def episode(item: Any, policy: Any) -> Any:
+            return lock
+
+        task = ReasoningGym(TaskSettings()).played_by(episode)
         with pytest.MonkeyPatch.context() as patch, pytest.raises(TypeError, match="task chain_sum cannot be pickled"):
             patch.setattr("monarch_rl.pipeline.run.prepare", lambda settings, *_: (settings, Path()))
             await run.start(task, advantage=grpo, objective=supervised)
