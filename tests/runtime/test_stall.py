@@ -167,6 +167,14 @@ def test_a_wait_for_something_outside_counts_as_work() -> None:
     )
 
 
+def test_the_recipe_waits_where_neither_the_controller_nor_a_rank_waits_for_anybody() -> None:
+    idle = process("controller")
+    assert picture(idle, process("trainer rank 0"), BUFFER, WORKER_2).recipe_waits()
+    assert not picture(CONTROLLER, process("trainer rank 0")).recipe_waits()
+    assert not picture(idle, RANK_0, BUFFER).recipe_waits()
+    assert not picture(process("trainer rank 0")).recipe_waits(), "a controller that does not answer may wait for all"
+
+
 def test_a_stall_without_a_culprit_is_described_to_where_it_ends() -> None:
     seen = picture(CONTROLLER, RANK_0, BUFFER, process("rollout worker 2"))
     assert seen.culprits() == [] and not seen.at_work()

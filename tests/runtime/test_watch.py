@@ -19,7 +19,7 @@ import psutil
 import pytest
 from monarch.actor import Actor, current_rank
 
-from monarch_rl.runtime import device_work, presence
+from monarch_rl.runtime import device_work, presence, watch
 from monarch_rl.runtime.cluster import Cluster, launch_cluster
 from monarch_rl.runtime.deadlines import DeadlineExceeded, within
 from monarch_rl.runtime.endpoint import concurrent_endpoint
@@ -385,6 +385,31 @@ def test_a_stall_without_a_culprit_ends_with_the_waits_as_far_as_they_go(cluster
         assert "; rollout worker 0 waits for nobody; its process" in message
 
     run(test)
+
+
+@pytest.mark.heavy
+def test_a_recipe_that_waits_for_something_of_its_own_does_not_end_the_run(tmp_path: Path) -> None:
+    script = tmp_path / "controller.py"
+    script.write_text(
+        f"""
+import asyncio, pathlib
+from monarch_rl.runtime import watch
+from monarch_rl.runtime.cluster import launch_cluster
+
+async def main(cluster):
+    async with watch.watched(cluster, pathlib.Path({str(tmp_path)!r}), 1.0):
+        await asyncio.sleep({4 * watch.STUCK_FACTOR})
+
+with launch_cluster() as cluster:
+    asyncio.run(main(cluster))
+"""
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stderr
+    said = re.findall(
+        r"nothing has advanced for \d+ s: the recipe's own code has asked the run for nothing", done.stderr
+    )
+    assert len(said) == 1 and not list(tmp_path.glob("stall-*.txt")), done.stderr
 
 
 @pytest.mark.heavy

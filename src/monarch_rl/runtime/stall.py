@@ -23,6 +23,8 @@ STARVED_SHARE = 0.3
 than :data:`IDLE_SHARE` of one. One that has work to do is near 1; less, if two take turns."""
 CONTROLLER = "controller"
 """Name of the recipe's own process in waits. It waits for all others, and only moves messages."""
+TRAINER_RANK = "trainer rank "
+"""How their names begin."""
 OUTSIDE = ("an episode's code", "the disk", "the start of an engine")
 """What a wait may be on that is no process of the run. Such waits have deadlines of their own and are no stall."""
 LOST = ("zombie", "dead", "gone")
@@ -203,6 +205,15 @@ class RunPicture:
             for process in reached
         )
 
+    def recipe_waits(self) -> bool:
+        """Whether the controller answers, and neither it nor a trainer rank waits for anybody: then the recipe's own
+        code waits for something of its own, between two calls of the run."""
+        controller = self.processes.get(CONTROLLER)
+        if controller is None or controller.report is None:
+            return False
+        ranks = [process for name, process in self.processes.items() if name.startswith(TRAINER_RANK)]
+        return not any(process.waits for process in [controller, *ranks])
+
     def _order(self, before: Wait | None, wait: Wait) -> tuple[bool, bool]:
         """Sort key: first waits for the same group as ``before``; waits on one process before waits on several."""
         group = GROUP.search(before.what) if before is not None else None
@@ -214,7 +225,7 @@ class RunPicture:
         Each by its shortest chain, nearest first.
         """
         names = sorted(self.processes)
-        ranks = [name for name in names if name.startswith("trainer rank ") and self.processes[name].waits]
+        ranks = [name for name in names if name.startswith(TRAINER_RANK) and self.processes[name].waits]
         links: dict[str, WaitLink] = {}
         # What the trainer ranks wait for comes first, because the controller waits for nearly all processes.
         for roots in (ranks, [CONTROLLER]):

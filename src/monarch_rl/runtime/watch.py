@@ -11,7 +11,8 @@ process from outside. It acts on
 - a stall: nothing has advanced for :data:`STUCK_FACTOR` times ``stall_s``, or for three times the longest pause of the
   run so far, no process that the trainer waits for uses the CPU or waits for something outside the run, and none is
   starved. Progress is: a step trained, a group put, a version published, tokens drawn, a held-out item played. A
-  dropped group is none (a run that only drops groups, but draws for them, is ended by ``pipeline/failures.py``).
+  dropped group is none (a run that only drops groups, but draws for them, is ended by ``pipeline/failures.py``). It is
+  no stall if the recipe's own code asks for nothing meanwhile, which is said in a warning.
 
 A process that uses the CPU is at work, for however long, and so is one that is ready to use it and gets no core: a
 machine that starves the run is no stall, and is said in a warning. What it delays is bounded by the deadlines of those
@@ -224,6 +225,14 @@ class Watch:
             self._pause_reported = True
             sentence = describe_chain(picture.chain(), self._stall_s)
             logger.warning("nothing has advanced for %.0f s, but a process is at work: %s", paused_s, sentence)
+            return
+        if not culprits and picture.recipe_waits():
+            self._pause_reported = True
+            logger.warning(
+                "nothing has advanced for %.0f s: the recipe's own code has asked the run for nothing since. The run "
+                "goes on when it does",
+                paused_s,
+            )
             return
         message = await self._report(picture, paused_s)
         replaced = [culprit for culprit in culprits if await self._try_recover(culprit.name)]
