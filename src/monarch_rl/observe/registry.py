@@ -101,6 +101,14 @@ METRICS = (
         "learning",
     ),
     Metric(
+        "held_out/seat/*",
+        "reward",
+        "Mean reward of a seat's held-out sequences: `held_out/seat/<seat>`; of a named part of it, over those that "
+        "have it: `held_out/seat/<seat>/<part>`. If items of several tasks were played, of each by itself: "
+        "`held_out/<task>/seat/<seat>`.",
+        "learning",
+    ),
+    Metric(
         "held_out/*",
         "as above",
         "`held_out/<name>/accuracy` and so on: the same of a held-out set that is evaluated by its name, "
