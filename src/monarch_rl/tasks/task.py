@@ -25,7 +25,6 @@ from monarch_rl.tasks.coroutines import is_coroutine_function
 if TYPE_CHECKING:
     import numpy as np
 
-
 MOST_PARTS = 100
 """Of one reward."""
 LARGEST_REWARD = 3.4028234663852886e38
@@ -130,6 +129,7 @@ async def _awaited(value: Awaitable[Reward]) -> float:
 def _cancel(reward: object) -> None:
     if isinstance(reward, asyncio.Future):
         reward.cancel()
+        reward.add_done_callback(lambda over: over.cancelled() or over.exception())  # else asyncio logs what it raised
 
 
 class ContextFull(Exception):
