@@ -78,6 +78,27 @@ def test_a_row_of_a_mixture_has_the_item_of_its_own_task() -> None:
     assert [shown["item"] for shown in rows(asked, mixed, template)] == [{"number": 0}, {"number": 1}]
 
 
+def test_an_item_is_made_once_for_its_group_and_one_that_raises_ends_no_run() -> None:
+    data = PackedGroup.read(pack_group(Group(3, 4, [played()]))).episodes[0].data
+    made: list[int] = []
+
+    def items(cursor: int) -> dict[str, int]:
+        made.append(cursor)
+        if cursor == 1:
+            raise KeyError("gone")
+        return {"number": cursor}
+
+    template: Any = Ids()
+    asked = [
+        (TrainedEpisode(8, 3 + cursor, 0, place, "a", cursor, 1.0, -0.5, bytes(data), {}), SAID)
+        for cursor in range(2)
+        for place in range(3)
+    ]
+    told = [one["item"] for one in rows(asked, Task(items, unplayed), template)]
+    assert made == [0, 1]
+    assert told == [{"number": 0}] * 3 + ["<item 1 raised KeyError('gone') when it was made>"] * 3
+
+
 @dataclass
 class Locked:
     """As an item may be that opens something."""

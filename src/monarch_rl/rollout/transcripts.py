@@ -79,8 +79,16 @@ def rows(
     asked: Sequence[tuple[TrainedEpisode, Messages | None]], task: Task, template: ChatTemplate
 ) -> list[dict[str, Any]]:
     """Episodes and what was said in them as rows, with the items as the tasks that played them know them."""
-    items = [task.player_of(task.items(trained.task_index))[1] for trained, _ in asked]
-    return [row(*one, item, template) for one, item in zip(asked, items, strict=True)]
+    items = {index: _item(task, index) for index in dict.fromkeys(trained.task_index for trained, _ in asked)}
+    return [row(trained, messages, items[trained.task_index], template) for trained, messages in asked]
+
+
+def _item(task: Task, index: int) -> Any:
+    """The item as the task that played it knows it; the error in words if it cannot be made again."""
+    try:
+        return task.player_of(task.items(index))[1]
+    except Exception as error:  # whatever the task raises
+        return f"<item {index} raised {_represented(error)} when it was made>"
 
 
 def row(trained: TrainedEpisode, messages: Messages | None, item: Any, template: ChatTemplate) -> dict[str, Any]:
