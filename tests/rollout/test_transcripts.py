@@ -45,9 +45,33 @@ async def unplayed(item: Any, policy: Any) -> float:
     raise AssertionError("not played")
 
 
+def trained_of(group: Group) -> list[TrainedEpisode]:
+    """The episodes of a group as one rank got them in step 8."""
+    return [
+        TrainedEpisode(
+            8,
+            group.group_id,
+            0,
+            place,
+            group.task,
+            group.task_index,
+            one.reward,
+            -0.5,
+            bytes(one.data),
+            one.parts,
+            one.seat,
+            one.play,
+            one.fork,
+            [reward for _, reward in one.turns],
+        )
+        for place, one in enumerate(PackedGroup.read(pack_group(group)).episodes)
+    ]
+
+
 def test_a_row_has_all_that_is_known_of_an_episode() -> None:
-    data = PackedGroup.read(pack_group(Group(3, 4, [played()]))).episodes[0].data
-    trained = TrainedEpisode(8, 3, 0, 0, "sums", 4, 1.0, -0.5, bytes(data), {"score": 1.0})
+    episode = played()
+    episode.turns[1].reward = 0.25
+    (trained,) = trained_of(Group(3, 4, [episode], task="sums"))
     template: Any = Ids()
     (told,) = rows([(trained, SAID)], Task(lambda cursor: ITEM, unplayed), template)
     assert json.loads(json.dumps(told)) == {
@@ -62,7 +86,7 @@ def test_a_row_has_all_that_is_known_of_an_episode() -> None:
         "item": {"question": "1 + 2 =", "answer": "3", "scorer": "<built-in function len>"},
         "messages": [{"role": "user", "content": "1 + 2 ="}, {"role": "assistant", "content": "3"}],
         "prompt": "1 2",
-        "turns": [{"read": "1 2", "drawn": "7 8 9"}, {"read": "3", "drawn": "4 4"}],
+        "turns": [{"read": "1 2", "drawn": "7 8 9", "reward": None}, {"read": "3", "drawn": "4 4", "reward": 0.25}],
         "reward": 1.0,
         "parts": {"score": 1.0},
         "advantage": -0.5,
@@ -94,11 +118,7 @@ def test_branches_tell_what_they_share_and_what_was_drawn_in_it() -> None:
         (Fork(0, 2), [first, begun, turn([], [5, 5])]),
     ]
     group = Group(3, 4, [sequence(play, fork, *turns) for play in range(2) for fork, turns in tree])
-    packed = PackedGroup.read(pack_group(group)).episodes
-    asked: list[Any] = [
-        (TrainedEpisode(8, 3, 0, i, "a", 4, 1.0, 0.0, bytes(one.data), {}, "", one.play, one.fork), SAID)
-        for i, one in enumerate(packed)
-    ]
+    asked: list[Any] = [(trained, SAID) for trained in trained_of(group)]
     template: Any = Ids()
     told = rows(asked[::-1], Task(lambda cursor: ITEM, unplayed), template)[::-1]
     for play in (told[:4], told[4:]):
@@ -118,15 +138,13 @@ def test_branches_tell_what_they_share_and_what_was_drawn_in_it() -> None:
 
 
 def test_a_row_of_a_mixture_has_the_item_of_its_own_task() -> None:
-    data = PackedGroup.read(pack_group(Group(3, 4, [played()]))).episodes[0].data
     mixed = Mixture({Task(lambda cursor: {"number": cursor}, unplayed): 1})
     template: Any = Ids()
-    asked = [(TrainedEpisode(8, 3, 0, 0, "a", cursor, 1.0, -0.5, bytes(data), {}), SAID) for cursor in range(2)]
+    asked = [(one, SAID) for cursor in range(2) for one in trained_of(Group(cursor, cursor, [played()]))]
     assert [shown["item"] for shown in rows(asked, mixed, template)] == [{"number": 0}, {"number": 1}]
 
 
 def test_an_item_is_made_once_for_its_group_and_one_that_raises_ends_no_run() -> None:
-    data = PackedGroup.read(pack_group(Group(3, 4, [played()]))).episodes[0].data
     made: list[int] = []
 
     def items(cursor: int) -> dict[str, int]:
@@ -136,11 +154,7 @@ def test_an_item_is_made_once_for_its_group_and_one_that_raises_ends_no_run() ->
         return {"number": cursor}
 
     template: Any = Ids()
-    asked = [
-        (TrainedEpisode(8, 3 + cursor, 0, place, "a", cursor, 1.0, -0.5, bytes(data), {}), SAID)
-        for cursor in range(2)
-        for place in range(3)
-    ]
+    asked = [(one, SAID) for cursor in range(2) for one in trained_of(Group(cursor, cursor, [played()] * 3))]
     told = [one["item"] for one in rows(asked, Task(items, unplayed), template)]
     assert made == [0, 1]
     assert told == [{"number": 0}] * 3 + ["<item 1 raised KeyError('gone') when it was made>"] * 3

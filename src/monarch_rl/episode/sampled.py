@@ -37,6 +37,8 @@ class TrainedEpisode:
     """Which play of the item it belongs to."""
     fork: Fork | None = None
     """What it shares with an earlier sequence of its play."""
+    turn_rewards: list[float | None] = field(default_factory=list)
+    """Of each turn: what it alone was given; None is nothing."""
 
 
 def draw_groups(groups: int, limit: int, seed: str) -> list[int]:
@@ -73,6 +75,7 @@ def trained_episodes(shard: PackedShard, advantages: Sequence[Any], groups: int,
                     shard.seats[group][place],
                     int(shard.plays[group][place]),
                     shard.forks[group][place],
+                    shard.turn_rewards[group][place],
                 )
             )
         start += nbytes

@@ -256,7 +256,8 @@ METRICS = (
         "turn_reward/*",
         "reward",
         "Mean of the rewards that the turns of a task were given by themselves (process rewards): "
-        "`turn_reward/<task>`, and of one of its seats: `turn_reward/<task>/<seat>`. Only where there are any.",
+        "`turn_reward/<task>`, and of one of its seats: `turn_reward/<task>/<seat>`. A turn that several branches have "
+        "counts once. Only where there are any.",
         "learning",
     ),
     Metric(

@@ -129,7 +129,8 @@ def _item(task: Task, index: int) -> Any:
 
 def _row(opened: _Opened, messages: Messages | None, item: Any, template: ChatTemplate) -> dict[str, Any]:
     trained, episode = opened.trained, opened.episode
-    turns = [_decoded(turn.token_ids, read, template) for turn, read in zip(episode.turns, opened.read, strict=True)]
+    of_turns = zip(episode.turns, opened.read, trained.turn_rewards, strict=True)
+    turns = [_decoded(turn.token_ids, read, template) | {"reward": reward} for turn, read, reward in of_turns]
     return {
         "step": trained.step,
         "group": trained.group_id,
@@ -153,7 +154,7 @@ def _row(opened: _Opened, messages: Messages | None, item: Any, template: ChatTe
     }
 
 
-def _decoded(token_ids: np.ndarray, read: int, template: ChatTemplate) -> dict[str, str]:
+def _decoded(token_ids: np.ndarray, read: int, template: ChatTemplate) -> dict[str, Any]:
     """What the policy read before a turn, and what it drew, with special tokens."""
     return {"read": template.decode(token_ids[:read].tolist()), "drawn": template.decode(token_ids[read:].tolist())}
 

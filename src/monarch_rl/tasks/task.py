@@ -93,7 +93,7 @@ class Reply:
     def reward(self, value: Reward | Awaitable[Reward] | None) -> None:
         """Set it, at any time before the episode ends. Of something to be awaited, such as
         ``policy.in_scorer(check_step, reply.text)``, the result is it: the episode goes on meanwhile, and ends once
-        that is there.
+        that is there. A turn has one number: named parts are added up, and not kept, nor is the info of an outcome.
 
         Raises TypeError or ValueError if it is no reward, RuntimeError if the episode is over.
         """
