@@ -1,4 +1,4 @@
-"""Plays episodes of a recipe without a trainer, and prints them: what was said, in colours by role, and the reward.
+"""Plays episodes of a recipe without a trainer, and prints them: what was said, in colours by role, and the rewards.
 
     python tools/play.py recipes/own_data.py --episodes 3
     python tools/play.py recipes/grpo.py --model .cache/tiny-qwen3 --task.name spell_backward
@@ -79,6 +79,10 @@ def show(played: Episode | EpisodeFailed, console: Console) -> None:
         console.print(Text(f"failed: {played.failure}", style="bold red"), soft_wrap=True)
         return
     parts = "".join(f", {name} {value:g}" for name, value in played.parts.items())
+    given = [turn.reward for turn in played.turns]
+    of_turns = ", ".join("none" if reward is None else f"{reward:g}" for reward in given)
+    if any(reward is not None for reward in given):
+        parts += f"; of its turns: {of_turns}"
     info = f" {played.info}" if played.info else ""
     ended = f"{played.num_trainable} tokens drawn, ended by {played.finish_reason}"
     console.print(Text(f"reward {played.reward:g}{parts} ({ended}){info}", style="bold"), soft_wrap=True)

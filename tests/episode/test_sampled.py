@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from monarch_rl.buffer.order import Batch
 from monarch_rl.buffer.shards import Way, cut
+from monarch_rl.episode.episode import Fork
 from monarch_rl.episode.packed import PackedGroup, pack_group, unpack_episode
 from monarch_rl.episode.sampled import draw_groups, trained_episodes
 from tests.buffer.helpers import group
@@ -23,6 +24,10 @@ def test_the_ranks_have_each_episode_of_the_drawn_groups_once(
     sizes: list[int], ranks: int, limit: int, seed: int
 ) -> None:
     groups = [group(10 + g, *([4] * (1 + e) for e in range(size))) for g, size in enumerate(sizes)]
+    for one in groups:
+        for place, sequence in enumerate(one.episodes):
+            sequence.play, sequence.fork = 0, Fork(place - 1, 1) if place else None
+            sequence.turns[0].reward = place / 4 if place else None
     packed = [PackedGroup.read(pack_group(one)) for one in groups]
     shards = cut(Batch(4, packed, None, np.asarray([1], np.int64)), Way(ranks, 1000))
     advantages = [one.rewards * 10 for one in packed]
@@ -34,6 +39,8 @@ def test_the_ranks_have_each_episode_of_the_drawn_groups_once(
         assert by_group[episode.group_id] == sizes[episode.group_id - 10]
         assert (episode.step, episode.task_index, episode.attempt) == (5, episode.group_id, 0)
         assert (episode.reward, episode.advantage) == (original.reward, 10 * original.reward)
+        assert (episode.play, episode.fork) == (original.play, original.fork)
+        assert episode.turn_rewards == [turn.reward for turn in original.turns]
         np.testing.assert_array_equal(unpack_episode(episode.data).token_ids, original.token_ids)
     assert len({(episode.group_id, episode.place) for episode in found}) == len(found)
 

@@ -51,6 +51,7 @@ ROW = {
     "episode",
     "play",
     "seat",
+    "fork",
     "task",
     "task_index",
     "item",

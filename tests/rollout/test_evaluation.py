@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from monarch_rl.algorithms.estimates import wilson_interval
 from monarch_rl.episode.episode import Episode
 from monarch_rl.episode.sampling import Sampling
+from monarch_rl.observe.registry import check_names
 from monarch_rl.rollout.evaluation import Evaluation, EvaluationPlan, EvaluationSettings, Played, play_held_out
 from monarch_rl.tasks.task import Task
 from tests.rollout.test_statistics import failed
@@ -106,7 +107,31 @@ def test_seats_are_told_by_themselves_and_their_mean_is_the_episodes() -> None:
     np.testing.assert_array_equal(joined.rewards, np.asarray([[0], [0.375], [0]], np.float32))
     values = joined.metrics()
     assert (values["held_out/seat/white"], values["held_out/seat/black"]) == (0.75, -0.375)
+    assert (values["held_out/seat/white/score"], values["held_out/seat/black/score"]) == (0.75, -0.375)
     assert (values["held_out/score"], values["held_out/failed"]) == (0.1875, 1.0)
+
+
+def test_seats_of_one_name_are_told_by_task() -> None:
+    def game(first: float, second: float) -> list[Episode]:
+        return [replace(sequence(first), seat="first"), replace(sequence(second), seat="second")]
+
+    plan = EvaluationPlan("even")
+    halves = [
+        Evaluation.of(plan, [0, 1], [("nim", [game(1, -1)]), ("chess", [game(0, 0)])]),
+        Evaluation.of(plan, [2, 3], [("chess", [game(-0.5, 0.5)]), ("sums", [played(1.0)])]),
+    ]
+    values = Evaluation.joined(halves).metrics()
+    check_names(list(values))
+    assert {name: value for name, value in values.items() if "/seat/" in name} == {
+        "held_out/even/nim/seat/first": 1.0,
+        "held_out/even/nim/seat/first/score": 1.0,
+        "held_out/even/nim/seat/second": -1.0,
+        "held_out/even/nim/seat/second/score": -1.0,
+        "held_out/even/chess/seat/first": -0.25,
+        "held_out/even/chess/seat/first/score": -0.25,
+        "held_out/even/chess/seat/second": 0.25,
+        "held_out/even/chess/seat/second/score": 0.25,
+    }
 
 
 @given(st.permutations(range(6)), st.integers(1, 5))

@@ -12,12 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monarch_rl.episode.episode import Episode, Group, Turn
+from monarch_rl.episode.episode import Episode, Fork, Group, Turn
 from monarch_rl.episode.packed import PackedGroup, pack_group
 from monarch_rl.episode.sampled import TrainedEpisode
 from monarch_rl.episode.sampling import Completion
 from monarch_rl.model.messages import ToolCall, assistant, tool, user
-from monarch_rl.rollout.transcripts import MESSAGE_CHARACTERS, Transcripts, as_rows, row, rows, shown
+from monarch_rl.rollout.sequences import untrained
+from monarch_rl.rollout.transcripts import MESSAGE_CHARACTERS, Transcripts, as_rows, rows, shown
 from monarch_rl.tasks.mixture import Mixture
 from monarch_rl.tasks.task import Task
 
@@ -40,22 +41,52 @@ def played(reward: float = 1.0, messages: list[dict[str, Any]] = SAID) -> Episod
     return Episode(turns, reward, "stop", {"note": "x"}, parts={"score": reward}, messages=messages)
 
 
+async def unplayed(item: Any, policy: Any) -> float:
+    raise AssertionError("not played")
+
+
+def trained_of(group: Group) -> list[TrainedEpisode]:
+    """The episodes of a group as one rank got them in step 8."""
+    return [
+        TrainedEpisode(
+            8,
+            group.group_id,
+            0,
+            place,
+            group.task,
+            group.task_index,
+            one.reward,
+            -0.5,
+            bytes(one.data),
+            one.parts,
+            one.seat,
+            one.play,
+            one.fork,
+            [reward for _, reward in one.turns],
+        )
+        for place, one in enumerate(PackedGroup.read(pack_group(group)).episodes)
+    ]
+
+
 def test_a_row_has_all_that_is_known_of_an_episode() -> None:
-    data = PackedGroup.read(pack_group(Group(3, 4, [played()]))).episodes[0].data
-    trained = TrainedEpisode(8, 3, 0, 0, "sums", 4, 1.0, -0.5, bytes(data), {"score": 1.0})
+    episode = played()
+    episode.turns[1].reward = 0.25
+    (trained,) = trained_of(Group(3, 4, [episode], task="sums"))
     template: Any = Ids()
-    assert json.loads(json.dumps(row(trained, SAID, ITEM, template))) == {
+    (told,) = rows([(trained, SAID)], Task(lambda cursor: ITEM, unplayed), template)
+    assert json.loads(json.dumps(told)) == {
         "step": 8,
         "group": 3,
         "episode": 0,
         "play": 0,
         "seat": "",
+        "fork": None,
         "task": "sums",
         "task_index": 4,
         "item": {"question": "1 + 2 =", "answer": "3", "scorer": "<built-in function len>"},
         "messages": [{"role": "user", "content": "1 + 2 ="}, {"role": "assistant", "content": "3"}],
         "prompt": "1 2",
-        "turns": [{"read": "1 2", "drawn": "7 8 9"}, {"read": "3", "drawn": "4 4"}],
+        "turns": [{"read": "1 2", "drawn": "7 8 9", "reward": None}, {"read": "3", "drawn": "4 4", "reward": 0.25}],
         "reward": 1.0,
         "parts": {"score": 1.0},
         "advantage": -0.5,
@@ -66,16 +97,67 @@ def test_a_row_has_all_that_is_known_of_an_episode() -> None:
     }
 
 
-async def unplayed(item: Any, policy: Any) -> float:
-    raise AssertionError("not played")
+def test_branches_tell_what_they_share_and_what_was_drawn_in_it() -> None:
+    """Two plays of a tree: the second sequence parts from the first after a turn, the third from the second after two,
+    the last from the first in the middle of its second turn."""
+
+    def turn(context: list[int], drawn: list[int]) -> Turn:
+        n = len(drawn)
+        return Turn.from_completion(context, Completion(np.asarray(drawn), np.full(n, -0.5), np.zeros(n, int), "stop"))
+
+    def sequence(play: int, fork: Fork | None, *turns: Turn) -> Episode:
+        shared = 0 if fork is None else fork.turns
+        context = [untrained(turn, False) for turn in turns[:shared]]
+        return Episode([*context, *turns[shared:]], 1.0, "stop", play=play, fork=fork)
+
+    first, begun, rest, other = turn([1, 2], [7]), turn([3], [8, 8]), turn([], [9]), turn([4, 4], [5])
+    tree = [
+        (None, [first, begun, rest]),
+        (Fork(0, 1), [first, other]),
+        (Fork(1, 2), [first, other, turn([6], [6])]),
+        (Fork(0, 2), [first, begun, turn([], [5, 5])]),
+    ]
+    group = Group(3, 4, [sequence(play, fork, *turns) for play in range(2) for fork, turns in tree])
+    asked: list[Any] = [(trained, SAID) for trained in trained_of(group)]
+    template: Any = Ids()
+    told = rows(asked[::-1], Task(lambda cursor: ITEM, unplayed), template)[::-1]
+    for play in (told[:4], told[4:]):
+        assert [one["fork"] for one in play] == [
+            None,
+            {"sequence": 0, "turns": 1},
+            {"sequence": 1, "turns": 2},
+            {"sequence": 0, "turns": 2},
+        ]
+        assert [[(said["read"], said["drawn"]) for said in one["turns"]] for one in play] == [
+            [("1 2", "7"), ("3", "8 8"), ("", "9")],
+            [("1 2", "7"), ("4 4", "5")],
+            [("1 2", "7"), ("4 4", "5"), ("6", "6")],
+            [("1 2", "7"), ("3", "8 8"), ("", "5 5")],
+        ]
+        assert {one["prompt"] for one in play} == {"1 2"} and [one["tokens"] for one in play] == [4, 1, 1, 2]
 
 
 def test_a_row_of_a_mixture_has_the_item_of_its_own_task() -> None:
-    data = PackedGroup.read(pack_group(Group(3, 4, [played()]))).episodes[0].data
     mixed = Mixture({Task(lambda cursor: {"number": cursor}, unplayed): 1})
     template: Any = Ids()
-    asked = [(TrainedEpisode(8, 3, 0, 0, "a", cursor, 1.0, -0.5, bytes(data), {}), SAID) for cursor in range(2)]
+    asked = [(one, SAID) for cursor in range(2) for one in trained_of(Group(cursor, cursor, [played()]))]
     assert [shown["item"] for shown in rows(asked, mixed, template)] == [{"number": 0}, {"number": 1}]
+
+
+def test_an_item_is_made_once_for_its_group_and_one_that_raises_ends_no_run() -> None:
+    made: list[int] = []
+
+    def items(cursor: int) -> dict[str, int]:
+        made.append(cursor)
+        if cursor == 1:
+            raise KeyError("gone")
+        return {"number": cursor}
+
+    template: Any = Ids()
+    asked = [(one, SAID) for cursor in range(2) for one in trained_of(Group(cursor, cursor, [played()] * 3))]
+    told = [one["item"] for one in rows(asked, Task(items, unplayed), template)]
+    assert made == [0, 1]
+    assert told == [{"number": 0}] * 3 + ["<item 1 raised KeyError('gone') when it was made>"] * 3
 
 
 @dataclass

@@ -99,6 +99,43 @@ def test_what_an_overwritten_or_failed_episodes_rewards_wait_for_is_ended(templa
     assert ended == ["overwritten", "failed"]
 
 
+def test_what_a_reward_raised_that_nobody_waits_for_is_not_logged(
+    template: ChatTemplate, caplog: pytest.LogCaptureFixture
+) -> None:
+    failed: list[str] = []
+
+    async def judge(name: str) -> float:
+        failed.append(name)
+        raise KeyError(name)
+
+    async def unwilling() -> float:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await judge("cancelled")
+        return 0.0
+
+    async def overwriting(item: Any, policy: Policy) -> float:
+        reply = await policy.reply("a")
+        rewards: list[Any] = [judge("overwritten"), unwilling(), 2.0]
+        for reward in rewards:
+            reply.reward = reward
+            await asyncio.sleep(0)
+        return 1.0
+
+    async def failing(item: Any, policy: Policy) -> float:
+        (await policy.reply("a")).reward = judge("of a failed episode")
+        await asyncio.sleep(0)
+        raise ValueError("a")
+
+    assert turn_rewards(play(Echo(template, "8"), template, overwriting)) == [2.0]
+    with pytest.raises(EpisodeFailed, match="episode raised ValueError"):
+        play(Echo(template, "8"), template, failing)
+    gc.collect()  # asyncio logs what nobody looked at when the task is collected
+    assert failed == ["overwritten", "cancelled", "of a failed episode"]
+    assert not [record for record in caplog.records if record.name == "asyncio"]
+
+
 def test_turns_of_seats_and_branches_have_their_rewards(template: ChatTemplate) -> None:
     async def seats(item: Any, policy: Policy) -> dict[str, float]:
         for reward, name in enumerate(("white", "black")):

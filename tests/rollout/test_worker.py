@@ -160,7 +160,7 @@ async def check_rollouts(system: System, shard: PackedShard, template: ChatTempl
         item = source.item(row["task_index"])
         assert user == {"role": "user", "content": item.prompt} and row["item"]["prompt"] == item.prompt
         assert assistant["role"] == "assistant" and assistant["content"] in "0123456789"
-        assert row["turns"] == [{"read": row["prompt"], "drawn": assistant["content"] + helpers.END}]
+        assert row["turns"] == [{"read": row["prompt"], "drawn": assistant["content"] + helpers.END, "reward": None}]
         assert template.plain(template.tokenizer.encode(row["prompt"])) == item.prompt
         assert row["step"] == 3 and sum(tokens for _, tokens in row["versions"]) == row["tokens"] == 2
     again = list((await system.workers.rollouts.call(trained, False)).values())

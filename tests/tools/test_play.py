@@ -84,6 +84,19 @@ def test_an_episode_has_its_share_of_the_groups_bound(tmp_path: Path) -> None:
         assert isinstance(failed, EpisodeFailed) and "GroupFull" in failed.reason
 
 
+async def rewarding(item: Any, policy: Policy) -> dict[str, float]:
+    await policy.reply("a")
+    (await policy.reply("b")).reward = 0.25
+    return {"right": 1.0}
+
+
+def test_the_rewards_of_turns_are_printed(tmp_path: Path) -> None:
+    template, text = ChatTemplate(write_model(tmp_path, "qwen3")), io.StringIO()
+    opened = Table(Silent(), template, RolloutSettings(), Task(int, rewarding), 256)  # type: ignore[arg-type]
+    assert asyncio.run(play_at(opened, range(1), Console(file=text, width=200))) == 0
+    assert "reward 1, right 1; of its turns: none, 0.25 (2 tokens drawn" in text.getvalue()
+
+
 def test_the_frozen_models_of_a_recipe_are_planned_or_refused(tmp_path: Path) -> None:
     model = random_model(tmp_path / "tiny")
     (plan,) = load_recipe(RECIPES / "game.py", [f"--model={model}"]).frozen

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from monarch_rl.algorithms.advantages import dr_grpo, grpo
 from monarch_rl.algorithms.group_view import GroupView
+from monarch_rl.episode.episode import Fork
 from monarch_rl.episode.shard import PackedShard
 from monarch_rl.observe.registry import check_names, find
 from monarch_rl.trainer.advantages import advantages_of, flat, group_views
@@ -23,7 +24,11 @@ EPISODE = st.tuples(
     st.dictionaries(st.sampled_from(["format", "answer"]), st.floats(-1, 1, width=32), max_size=2),
 )
 SEATS_AND_TURNS = st.lists(
-    st.tuples(st.sampled_from(["", "white", "black"]), st.lists(st.none() | st.floats(-1, 1, width=32), max_size=3)),
+    st.tuples(
+        st.sampled_from(["", "white", "black"]),
+        st.lists(st.none() | st.floats(-1, 1, width=32), max_size=3),
+        st.none() | st.builds(Fork, st.just(0), st.integers(1, 3)),
+    ),
     min_size=4,
     max_size=4,
 )
@@ -64,17 +69,18 @@ def test_the_share_of_groups_that_were_trained_before_is_there_where_there_can_b
 
 @given(st.lists(GROUP, min_size=1, max_size=4), SEATS_AND_TURNS)
 def test_seats_and_turns_against_plain_numpy(
-    groups: list[Group], seats_and_turns: list[tuple[str, list[float | None]]]
+    groups: list[Group], seats_and_turns: list[tuple[str, list[float | None], Fork | None]]
 ) -> None:
     found = shard(groups, [1])
-    found.seats = [[seat for seat, _ in seats_and_turns[: len(episodes)]] for _, episodes in groups]
-    found.turn_rewards = [[turns for _, turns in seats_and_turns[: len(episodes)]] for _, episodes in groups]
+    found.seats = [[seat for seat, _, _ in seats_and_turns[: len(episodes)]] for _, episodes in groups]
+    found.turn_rewards = [[turns for _, turns, _ in seats_and_turns[: len(episodes)]] for _, episodes in groups]
+    found.forks = [[fork for *_, fork in seats_and_turns[: len(episodes)]] for _, episodes in groups]
     values = batch_metrics(found, [np.zeros(len(episodes)) for _, episodes in groups])
     check_names(list(values))
     played = [
-        (task, seat, turns, reward, length, parts)
+        (task, seat, turns[fork.turns :] if fork else turns, reward, length, parts)
         for task, episodes in groups
-        for (reward, length, _, parts), (seat, turns) in zip(episodes, seats_and_turns, strict=False)
+        for (reward, length, _, parts), (seat, turns, fork) in zip(episodes, seats_and_turns, strict=False)
     ]
     for task, seat in itertools.product(("spell", "sums"), ("", "white", "black")):
         here = [played_one for played_one in played if played_one[0] == task and seat in ("", played_one[1])]

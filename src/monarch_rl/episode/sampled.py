@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from monarch_rl.episode.episode import Fork
 from monarch_rl.episode.shard import PackedShard
 
 
@@ -34,6 +35,10 @@ class TrainedEpisode:
     seat: str = ""
     play: int = 0
     """Which play of the item it belongs to."""
+    fork: Fork | None = None
+    """What it shares with an earlier sequence of its play."""
+    turn_rewards: list[float | None] = field(default_factory=list)
+    """Of each turn: what it alone was given; None is nothing."""
 
 
 def draw_groups(groups: int, limit: int, seed: str) -> list[int]:
@@ -69,6 +74,8 @@ def trained_episodes(shard: PackedShard, advantages: Sequence[Any], groups: int,
                     shard.parts[group][place],
                     shard.seats[group][place],
                     int(shard.plays[group][place]),
+                    shard.forks[group][place],
+                    shard.turn_rewards[group][place],
                 )
             )
         start += nbytes

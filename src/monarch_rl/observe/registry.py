@@ -101,6 +101,14 @@ METRICS = (
         "learning",
     ),
     Metric(
+        "held_out/seat/*",
+        "reward",
+        "Mean reward of a seat's held-out sequences: `held_out/seat/<seat>`; of a named part of it, over those that "
+        "have it: `held_out/seat/<seat>/<part>`. If items of several tasks were played, of each by itself: "
+        "`held_out/<task>/seat/<seat>`.",
+        "learning",
+    ),
+    Metric(
         "held_out/*",
         "as above",
         "`held_out/<name>/accuracy` and so on: the same of a held-out set that is evaluated by its name, "
@@ -248,7 +256,8 @@ METRICS = (
         "turn_reward/*",
         "reward",
         "Mean of the rewards that the turns of a task were given by themselves (process rewards): "
-        "`turn_reward/<task>`, and of one of its seats: `turn_reward/<task>/<seat>`. Only where there are any.",
+        "`turn_reward/<task>`, and of one of its seats: `turn_reward/<task>/<seat>`. A turn that several branches have "
+        "counts once. Only where there are any.",
         "learning",
     ),
     Metric(

@@ -24,6 +24,8 @@ from monarch_rl.tasks.task import Task
 
 Played = list[Episode] | EpisodeFailed
 """What an episode became: its sequences, or why there are none."""
+SeatReward = tuple[float, dict[str, float]]
+"""The reward of a seat's sequence, and its named parts."""
 PlayItem = Callable[[Task, Any, int, Sampling, int], Awaitable[Played]]
 """``play(task, item, index, sampling, group)``."""
 
@@ -121,8 +123,8 @@ class Evaluation:
     """The oldest and the newest verified version that drew a token; None if no token was drawn."""
     plan: EvaluationPlan = field(default_factory=EvaluationPlan)
     """How they were played."""
-    by_seat: dict[str, list[float]] = field(default_factory=dict)
-    """Of each seat: the rewards of its sequences; empty without seats."""
+    by_seat: dict[tuple[str, str], list[SeatReward]] = field(default_factory=dict)
+    """By task and seat: those of its sequences; empty without seats."""
 
     @classmethod
     def of(
@@ -137,8 +139,7 @@ class Evaluation:
         first = {failed.reason: failed.failure for failed in reversed(failures)}
         counted = dict(Counter(failure.reason for failure in failures))
         sequences = [sequence for play in plays if not isinstance(play, EpisodeFailed) for sequence in play]
-        seats = dict.fromkeys(sequence.seat for sequence in sequences if sequence.seat)
-        by_seat = {seat: [one.reward for one in sequences if one.seat == seat] for seat in seats}
+        by_seat = _by_seat(played)
         tasks, played_items = [task for task, _ in played], np.asarray(indices, np.int64)
         versions = _versions(sequences)
         return cls(played_items, by_item, counted, first, tasks, parts, versions, plan, by_seat).in_order()
@@ -154,7 +155,7 @@ class Evaluation:
         known = [part.versions for part in parts if part.versions]
         versions = (min(low for low, _ in known), max(high for _, high in known)) if known else None
         tasks, of_items = ([one for part in parts for one in getattr(part, name)] for name in ("tasks", "parts"))
-        by_seat: dict[str, list[float]] = {}
+        by_seat: dict[tuple[str, str], list[SeatReward]] = {}
         for seat, of_seat in (known for part in parts for known in part.by_seat.items()):
             by_seat.setdefault(seat, []).extend(of_seat)
         return cls(indices, rewards, dict(failed), first, tasks, of_items, versions, parts[0].plan, by_seat).in_order()
@@ -188,7 +189,11 @@ class Evaluation:
                 items = [item for item, name in enumerate(self.tasks) if name == task]
                 values |= self._metrics(f"{group}/{task}", items)
         values |= self._metrics(group, list(range(len(self.rewards))), parts=len(tasks) < 2)
-        values |= {f"{group}/seat/{seat}": float(np.mean(of_seat)) for seat, of_seat in self.by_seat.items()}
+        for (task, seat), of_seat in self.by_seat.items():
+            name = f"{group}/{task}/seat/{seat}" if len(tasks) > 1 else f"{group}/seat/{seat}"
+            values[name] = float(np.mean([reward for reward, _ in of_seat]))
+            means = means_of_parts([parts for _, parts in of_seat])
+            values |= {f"{name}/{part}": mean for part, mean in means.items()}
         if self.versions is not None:
             values[f"{group}/oldest_version"], values[f"{group}/newest_version"] = map(float, self.versions)
         return values
@@ -231,6 +236,15 @@ def _mean_reward(play: Sequence[Episode]) -> float:
 
 def _parts(play: Sequence[Episode]) -> dict[str, float]:
     return means_of_parts([sequence.parts for sequence in play])
+
+
+def _by_seat(played: Iterable[tuple[str, Sequence[Played]]]) -> dict[tuple[str, str], list[SeatReward]]:
+    found: dict[tuple[str, str], list[SeatReward]] = {}
+    for task, of_item in played:
+        for sequence in (one for play in of_item if not isinstance(play, EpisodeFailed) for one in play):
+            if sequence.seat:
+                found.setdefault((task, sequence.seat), []).append((sequence.reward, sequence.parts))
+    return found
 
 
 def _versions(episodes: Iterable[Episode]) -> tuple[int, int] | None:

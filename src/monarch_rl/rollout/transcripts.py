@@ -78,28 +78,66 @@ class Transcripts:
 def rows(
     asked: Sequence[tuple[TrainedEpisode, Messages | None]], task: Task, template: ChatTemplate
 ) -> list[dict[str, Any]]:
-    """Episodes and what was said in them as rows, with the items as the tasks that played them know them."""
-    items = [task.player_of(task.items(trained.task_index))[1] for trained, _ in asked]
-    return [row(*one, item, template) for one, item in zip(asked, items, strict=True)]
-
-
-def row(trained: TrainedEpisode, messages: Messages | None, item: Any, template: ChatTemplate) -> dict[str, Any]:
-    """An episode that was trained as a JSON object: a line of ``rollouts.jsonl`` (docs/run_folder.md).
+    """Episodes that were trained as JSON objects: lines of ``rollouts.jsonl`` (docs/run_folder.md).
 
     Decoding long answers takes tens of milliseconds.
 
     Args:
-        messages: that were said; None if nobody knows any more.
-        item: that was played.
+        asked: all episodes of some groups, and the messages that were said in each; None if nobody knows any more.
+        task: of the run; items are shown as the tasks that played them know them.
     """
-    episode = unpack_episode(trained.data)
-    turns = [_decoded(turn.token_ids, turn.trainable, template) for turn in episode.turns]
+    items = {index: _item(task, index) for index in dict.fromkeys(trained.task_index for trained, _ in asked)}
+    opened = [_Opened(trained, unpack_episode(trained.data)) for trained, _ in asked]
+    _find_shared(opened)
+    return [
+        _row(one, messages, items[one.trained.task_index], template)
+        for one, (_, messages) in zip(opened, asked, strict=True)
+    ]
+
+
+class _Opened:
+    """An episode that was trained, unpacked."""
+
+    def __init__(self, trained: TrainedEpisode, episode: Episode) -> None:
+        self.trained, self.episode = trained, episode
+        self.read = [_tokens_read(turn.trainable) for turn in episode.turns]
+        """Of each turn: tokens that the policy was given before it drew."""
+
+
+def _tokens_read(trainable: np.ndarray) -> int:
+    """Drawn tokens come last. A turn that is not trained, because it was drawn in another way, counts as read."""
+    return int(np.argmax(trainable)) if trainable.any() else len(trainable)
+
+
+def _find_shared(opened: Sequence[_Opened]) -> None:
+    """Turns that a sequence shares with an earlier one of its play are trained there, which tells what was drawn."""
+    plays: dict[tuple[int, int], list[_Opened]] = {}
+    for one in sorted(opened, key=lambda one: (one.trained.group_id, one.trained.place)):
+        play, fork = plays.setdefault((one.trained.group_id, one.trained.play), []), one.trained.fork
+        if fork is not None:
+            one.read[: fork.turns] = play[fork.sequence].read[: fork.turns]
+        play.append(one)
+
+
+def _item(task: Task, index: int) -> Any:
+    """The item as the task that played it knows it; the error in words if it cannot be made again."""
+    try:
+        return task.player_of(task.items(index))[1]
+    except Exception as error:  # whatever the task raises
+        return f"<item {index} raised {_represented(error)} when it was made>"
+
+
+def _row(opened: _Opened, messages: Messages | None, item: Any, template: ChatTemplate) -> dict[str, Any]:
+    trained, episode = opened.trained, opened.episode
+    of_turns = zip(episode.turns, opened.read, trained.turn_rewards, strict=True)
+    turns = [_decoded(turn.token_ids, read, template) | {"reward": reward} for turn, read, reward in of_turns]
     return {
         "step": trained.step,
         "group": trained.group_id,
         "episode": trained.place,
         "play": trained.play,
         "seat": trained.seat,
+        "fork": None if trained.fork is None else trained.fork._asdict(),
         "task": trained.task,
         "task_index": trained.task_index,
         "item": shown(item),
@@ -116,11 +154,9 @@ def row(trained: TrainedEpisode, messages: Messages | None, item: Any, template:
     }
 
 
-def _decoded(token_ids: np.ndarray, trainable: np.ndarray, template: ChatTemplate) -> dict[str, str]:
+def _decoded(token_ids: np.ndarray, read: int, template: ChatTemplate) -> dict[str, Any]:
     """What the policy read before a turn, and what it drew, with special tokens."""
-    # Drawn tokens come last. A turn that is not trained, because it was drawn in another way, counts as read.
-    drawn = int(np.argmax(trainable)) if trainable.any() else len(trainable)
-    return {"read": template.decode(token_ids[:drawn].tolist()), "drawn": template.decode(token_ids[drawn:].tolist())}
+    return {"read": template.decode(token_ids[:read].tolist()), "drawn": template.decode(token_ids[read:].tolist())}
 
 
 def version_runs(episode: Episode) -> list[list[int]]:

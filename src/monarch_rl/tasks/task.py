@@ -25,7 +25,6 @@ from monarch_rl.tasks.coroutines import is_coroutine_function
 if TYPE_CHECKING:
     import numpy as np
 
-
 MOST_PARTS = 100
 """Of one reward."""
 LARGEST_REWARD = 3.4028234663852886e38
@@ -94,7 +93,7 @@ class Reply:
     def reward(self, value: Reward | Awaitable[Reward] | None) -> None:
         """Set it, at any time before the episode ends. Of something to be awaited, such as
         ``policy.in_scorer(check_step, reply.text)``, the result is it: the episode goes on meanwhile, and ends once
-        that is there.
+        that is there. A turn has one number: named parts are added up, and not kept, nor is the info of an outcome.
 
         Raises TypeError or ValueError if it is no reward, RuntimeError if the episode is over.
         """
@@ -130,6 +129,7 @@ async def _awaited(value: Awaitable[Reward]) -> float:
 def _cancel(reward: object) -> None:
     if isinstance(reward, asyncio.Future):
         reward.cancel()
+        reward.add_done_callback(lambda over: over.cancelled() or over.exception())  # else asyncio logs what it raised
 
 
 class ContextFull(Exception):

@@ -68,11 +68,13 @@ def _names(task: str, seat: str) -> tuple[str, ...]:
 
 
 def _turn_metrics(shard: BatchOutcomes) -> dict[str, float]:
-    """Mean of what turns alone were given, by task, and by task and seat."""
+    """Mean of what turns alone were given, by task, and by task and seat. A turn that several branches have counts
+    once."""
     given: dict[str, list[float]] = {}
-    for task, seats, of_group in zip(shard.tasks, shard.seats, shard.turn_rewards, strict=True):
-        for seat, of_episode in zip(seats, of_group, strict=True):
-            rewards = [reward for reward in of_episode if reward is not None]
+    for task, seats, forks, turns in zip(shard.tasks, shard.seats, shard.forks, shard.turn_rewards, strict=True):
+        for seat, fork, of_episode in zip(seats, forks, turns, strict=True):
+            own = of_episode[0 if fork is None else fork.turns :]
+            rewards = [reward for reward in own if reward is not None]
             for name in _names(task, seat) if rewards else ():
                 given.setdefault(name, []).extend(rewards)
     return {f"turn_reward/{name}": float(np.mean(rewards)) for name, rewards in given.items()}
