@@ -22,7 +22,7 @@ from monarch_rl.episode.sampling import Completion, DrawLost, Sampling
 from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.model.conversation import Conversation
-from monarch_rl.model.messages import user
+from monarch_rl.model.messages import Message, user
 from monarch_rl.rollout.episode_failed import EpisodeFailed
 from monarch_rl.rollout.evaluation import Evaluation, EvaluationPlan
 from monarch_rl.rollout.play import EpisodePlayer, all_or_none
@@ -32,7 +32,7 @@ from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import DeadlineExceeded
 from monarch_rl.simulate.clock import run_virtual
-from monarch_rl.tasks.task import ContextFull, Message, Outcome, Policy, Reply, Task, as_outcome
+from monarch_rl.tasks.task import ContextFull, Outcome, Policy, Reply, Task, as_outcome
 from tests.model.chat_helpers import write_model
 from tests.model.test_conversation import template as chat_template
 from tests.rollout.helpers import CHARACTERS

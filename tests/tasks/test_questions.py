@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from benchmarks.lines import ROOT, TASKS, statement_lines
 from monarch_rl.tasks.questions import Questions
 from monarch_rl.tasks.rows import data_set, jsonl, parquet
-from monarch_rl.tasks.task import Message, Outcome, as_outcome
+from monarch_rl.tasks.task import Outcome, as_outcome
 
 ROWS: list[dict[str, Any]] = [{"question": f"{i} + 1 =", "answer": str(i + 1)} for i in range(20)]
 
@@ -202,7 +202,8 @@ def test_a_function_is_rewarded_in_a_scoring_process_and_a_coroutine_in_the_work
 
     policy = Policy()
     outcome = play(Questions(ROWS, reward, system="Be brief."), ROWS[11], policy)
-    assert outcome == Outcome(1.0) and policy.given == [Message("system", "Be brief."), "11 + 1 =", reward]
+    rules = {"role": "system", "content": "Be brief."}
+    assert outcome == Outcome(1.0) and policy.given == [rules, "11 + 1 =", reward]
     policy = Policy()
     outcome = play(Questions(ROWS, own, template="Q: {question}"), ROWS[3], policy)
     assert outcome == Outcome(0.5, {"right": 0.0, "short": 0.5}) and policy.given == ["Q: 3 + 1 ="]

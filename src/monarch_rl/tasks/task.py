@@ -18,7 +18,7 @@ import math
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from monarch_rl.tasks.coroutines import is_coroutine_function
 
@@ -34,20 +34,12 @@ TAKEN_NAMES = re.compile(r"mean|accuracy(_low|_high)?|reward|failed|pass_at_\d+(
 """Of metrics that stand beside those of the parts of a reward, as in docs/metrics.md."""
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
-    """One entry of a conversation."""
-
-    role: Literal["system", "user", "assistant", "tool"]
-    content: str
-
-
 class Spoken(Protocol):
-    """Whatever has a role and content: a :class:`Message`, or a tool's answer (``ToolCall.answer``)."""
+    """Whatever has a role and content, as the messages of ``model/messages.py``."""
 
     @property
     def role(self) -> str:
-        """As in :class:`Message`."""
+        """``system``, ``user``, ``assistant`` or ``tool``."""
         ...
 
     @property
