@@ -1,4 +1,4 @@
-"""Evaluates a model on a recipe's held-out items, as the recipe's run does, without a trainer.
+"""Evaluates a model on a recipe's held-out items, as the recipe's run does, with one engine and without a trainer.
 
     python tools/evaluate.py runs/grpo-20260101-120000-1 --task recipes/grpo.py
     python tools/evaluate.py Qwen/Qwen3-0.6B --task recipes/grpo.py --evaluation.samples 8 --evaluation.temperature 1

@@ -5,8 +5,9 @@
 
 The recipe's own flags follow. Its initial model (`--model`) plays in a real engine, as rollout workers would have it
 play: the same items, the same chat template, the same sampling. Frozen models that the recipe asks have their own
-engines, as in a run. What an episode's code raises is shown with the place in that code. Rewards that compare a group,
-and stages, are not computed. Exit code 1 if an episode failed, 2 if the settings cannot work.
+engines, as in a run; the devices of its trainer and of further replicas are not needed. What an episode's code raises
+is shown with the place in that code. Rewards that compare a group, and stages, are not computed. Exit code 1 if an
+episode failed, 2 if the settings cannot work.
 """
 
 from __future__ import annotations

@@ -77,6 +77,24 @@ def test_a_plan_has_what_a_handle_needs(folder: Path) -> None:
         assert (model.temperature, model.rollouts_truncated) == known
 
 
+def test_the_policys_own_folder_is_asked_as_the_policy_is_unless_it_is_told_otherwise(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Else a policy that plays without thoughts would have an opponent with them."""
+    drawn = RolloutSettings(chat_options='{"a": 1}', tool_parser="hermes")
+
+    def asked(model: Path, **settings: Any) -> tuple[Any, str]:
+        made = plan_frozen("start", str(model), FrozenSettings(**settings), str(folder), CPU, rollout=drawn).model
+        return made.chat_options, made.tool_parser
+
+    other, link = shutil.copytree(folder, tmp_path / "other"), tmp_path / "link"
+    link.symlink_to(folder)
+    assert asked(folder) == asked(link) == ({"a": 1}, "hermes")
+    assert asked(other) == ({}, "")
+    assert asked(folder, chat_options="{}", tool_parser="") == ({}, "")
+    assert asked(other, chat_options='{"b": 2}', tool_parser="llama3") == ({"b": 2}, "llama3")
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

@@ -14,10 +14,10 @@ import tyro
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monarch_rl.generator.replica_memory import CACHE, STATIC
+from monarch_rl.generator.replica_memory import CACHE, STATIC, VERSIONS
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.pipeline.memory import REPLICA, TRAINER, MemoryPlan, Sides, check_gpu_memory, plan_memory
-from monarch_rl.pipeline.settings import RunSettings, memory_sides, resolve
+from monarch_rl.pipeline.settings import RunSettings, engine_sides, memory_sides, resolve
 from monarch_rl.runtime.devices import Devices
 from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.weights.endpoint import TransferSettings, TransportName
@@ -145,6 +145,24 @@ def test_a_run_that_is_resolved_has_the_share_in_its_settings(tmp_path: Path) ->
     assert 0.5 < found.generator.memory_fraction == plan.memory_fraction < 0.8
     assert resolve(found, gpus(80), model) == found
     assert resolve(settings, Devices("cpu", 1, 8), model).generator.memory_fraction == 0
+
+
+def test_an_engine_by_itself_has_the_room_of_trainer_and_versions(tmp_path: Path) -> None:
+    """A recipe whose trainer needs eight GPUs is played on one, and so is one that shares its GPUs."""
+    model, one = model_folder(tmp_path, "Qwen3-8B"), Devices("cuda", 1, 1, device_bytes(80))
+    for settings in (
+        RunSettings(trainer=TrainerSettings(ranks=1), weights=TransferSettings("rdma")),
+        RunSettings(trainer=TrainerSettings(ranks=1), colocate=True),
+    ):
+        assert refused("Qwen3-8B", memory_sides(settings), one).startswith("a trainer rank")
+        alone = engine_sides(settings)
+        check_gpu_memory(MODELS["Qwen3-8B"], alone, one)
+        assert VERSIONS not in plan_memory(MODELS["Qwen3-8B"], alone, one.memory).replica
+        found = resolve(settings, one, model, alone).generator
+        assert found.max_total_tokens == 0 and 0.7 < found.memory_fraction < 0.95
+    message = refused("Qwen3-14B", alone, Devices("cuda", 1, 2, device_bytes(24)))
+    assert message.startswith("a generator replica needs ") and "it fits with generator.tp 2" in message
+    assert "trainer." not in message and "weights." not in message
 
 
 def test_what_shares_a_gpu_is_planned_together() -> None:

@@ -13,13 +13,14 @@ from monarch_rl.generator.gpu import HARMFUL
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.model.tensors import model_bytes
 from monarch_rl.pipeline.meeting import Meeting
-from monarch_rl.pipeline.settings import RunSettings, check, episode_limits, loss_tokens, resolve
+from monarch_rl.pipeline.settings import RunSettings, check, episode_limits, loss_tokens, prepare_engine, resolve
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.runtime.deadlines import disk_limit_s
-from monarch_rl.runtime.devices import Devices
+from monarch_rl.runtime.devices import Devices, TooFewDevices
 from monarch_rl.trainer.settings import LossSettings, TrainerSettings
 from monarch_rl.weights.endpoint import TransferSettings
 from monarch_rl.weights.manifest import Manifest
+from tests.recipe.running import random_model
 
 GPUS, CPUS = Devices("cuda", 1, 8), Devices("cpu", 1, 8)
 
@@ -47,6 +48,35 @@ def test_automatic_values_are_numbers_once_the_devices_are_known() -> None:
 def test_what_cannot_share_a_device_is_refused(settings: RunSettings, devices: Devices, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         check(settings, devices)
+
+
+def test_one_engine_that_plays_needs_nothing_of_trainer_and_other_replicas(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recipe is played on fewer devices than its run needs; what is played is checked as ever."""
+    monkeypatch.setattr("monarch_rl.pipeline.settings.check_environment", lambda: None)  # of a machine with GPUs
+    model = random_model(tmp_path / "tiny")
+    settings = RunSettings(
+        model=str(model),
+        trainer=TrainerSettings(ranks=64),
+        generator=GeneratorSettings(replicas=9, max_total_tokens=4096),
+        output=tmp_path / "runs",
+    )
+    for devices in (CPUS, Devices("cuda", 1, 1, 80 << 30)):
+        with pytest.raises(TooFewDevices):
+            check(settings, devices)
+        generator, folder = prepare_engine(settings, devices)
+        assert (folder, generator.replicas, generator.max_total_tokens) == (model, 1, 4096)
+        assert generator.start_deadline_s is not None and (generator.memory_fraction > 0) == (devices.kind == "cuda")
+    assert not settings.output.exists()
+    for wrong, said in (
+        (replace(settings, generator=GeneratorSettings(tp=16)), r"16 ranks are asked for \(one generator replica\)"),
+        (replace(settings, rollout=RolloutSettings(max_new_tokens=10**6)), "leaves no room for a prompt within"),
+        (replace(settings, generator=GeneratorSettings(context_length=10**6)), "more than the model's own limit"),
+        (replace(settings, model=str(tmp_path / "none")), "no such model"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            prepare_engine(wrong, CPUS)
 
 
 def test_replicas_that_share_devices_begin_at_the_first_one() -> None:

@@ -26,6 +26,7 @@ from monarch_rl.runtime import presence
 from monarch_rl.simulate.clock import run_virtual
 from monarch_rl.tasks.task import Policy
 from tests.model.chat_helpers import write_model
+from tests.model.test_tool_calls import CALLS, TOOLS, WITH_TOOLS
 from tests.rollout.test_play import SETTINGS, Echo, task
 
 
@@ -211,6 +212,22 @@ def test_a_reward_head_rates_the_whole_conversation_by_its_own_template(judge: F
         await connect([(judge, Heads(own))])
         with pytest.raises(ValueError, match="has no reward head: ask it with reply"):
             await judge.reward(conversation)
+
+    asyncio.run(test())
+
+
+def test_the_format_of_a_judges_calls_can_be_set(tmp_path: Path) -> None:
+    """Where its template does not tell it, there is no other way to give it tools."""
+    judge = FrozenModel("judge", write_model(tmp_path, "tagged", WITH_TOOLS), "judge-1", 10_000)
+
+    async def test() -> None:
+        engines = Engines(ChatTemplate(judge.model), CALLS["pythonic"])
+        await connect([(judge, engines)])
+        with pytest.raises(ValueError, match="set the tool parser to one of"):
+            await judge.reply("1+2?", tools=TOOLS)
+        await connect([(replace(judge, tool_parser="pythonic"), engines)])
+        (call,) = (await judge.reply("1+2?", tools=TOOLS)).tool_calls
+        assert (call.name, call.arguments, call.error) == ("add", {"a": 1}, "")
 
     asyncio.run(test())
 

@@ -18,7 +18,7 @@ from monarch_rl.rollout.group_rewards import GroupRewarder
 from monarch_rl.rollout.outside import JudgeFailed, outside
 from monarch_rl.rollout.scoring import Scorer
 from monarch_rl.simulate.clock import run_virtual
-from monarch_rl.tasks.task import Outcome, Task
+from monarch_rl.tasks.task import MOST_INFO_BYTES, Outcome, Task
 
 LOST = EpisodeFailed("score hung")
 
@@ -92,6 +92,10 @@ async def leaving(item: str, outcomes: Sequence[Outcome]) -> Any:
     raise SystemExit
 
 
+async def at_length(item: str, outcomes: Sequence[Outcome]) -> Any:
+    return [Outcome(1.0, info={"why": "x" * (MOST_INFO_BYTES - 20)}) for _ in outcomes]
+
+
 async def words(item: str, outcomes: Sequence[Outcome]) -> Any:
     return ["good"] * len(outcomes)
 
@@ -136,6 +140,7 @@ def test_a_coroutine_compares_the_group_in_the_worker() -> None:
         (endless, "group rewards took over 0.2 s", "raise --rollout.episode-deadline-s"),
         (leaving, "group rewards raised SystemExit", "raise SystemExit"),
         (words, "group rewards cannot be used", "'good' is text"),
+        (at_length, "group rewards cannot be used", "With those of its episode: info has 65,548 bytes"),
         (unjudged, "group rewards: frozen model judge did not answer in time", "request 3"),
     ],
 )

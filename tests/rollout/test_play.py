@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import json
 import random
 from collections.abc import Awaitable
 from contextlib import suppress
@@ -22,7 +23,7 @@ from monarch_rl.episode.sampling import Completion, DrawLost, Sampling
 from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.model.conversation import Conversation
-from monarch_rl.model.messages import user
+from monarch_rl.model.messages import Message, user
 from monarch_rl.rollout.episode_failed import EpisodeFailed
 from monarch_rl.rollout.evaluation import Evaluation, EvaluationPlan
 from monarch_rl.rollout.play import EpisodePlayer, all_or_none
@@ -32,7 +33,7 @@ from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import DeadlineExceeded
 from monarch_rl.simulate.clock import run_virtual
-from monarch_rl.tasks.task import ContextFull, Message, Outcome, Policy, Reply, Task, as_outcome
+from monarch_rl.tasks.task import MOST_INFO_BYTES, ContextFull, Outcome, Policy, Reply, Task, as_outcome
 from tests.model.chat_helpers import write_model
 from tests.model.test_conversation import template as chat_template
 from tests.rollout.helpers import CHARACTERS
@@ -261,16 +262,25 @@ def test_a_loop_that_catches_everything_does_not_block_the_worker(template: Chat
         Outcome(1.0, {"a": "2"}),  # type: ignore[dict-item]
         Outcome(1.0, info={"x": float("inf")}),
         Outcome(1.0, info=None),  # type: ignore[arg-type]
+        Outcome(1.0, info={"trace": "x" * MOST_INFO_BYTES}),
         {str(part): 0.0 for part in range(1000)},
         1e300,
         -1e300,
         {"a": 1e300, "b": -1e300},
     ],
-    ids=["NaN", "text", "infinity", "nothing", "too many", "large", "small", "large part"],
+    ids=["NaN", "text", "infinity", "nothing", "too long", "too many", "large", "small", "large part"],
 )
 def test_parts_and_infos_that_cannot_be_used_are_refused(outcome: Any) -> None:
     with pytest.raises((TypeError, ValueError)):
         as_outcome(outcome)
+
+
+def test_the_size_of_infos_is_bounded() -> None:
+    """To the byte, as the header of an episode has them: the bound of a buffer's memory counts them."""
+    longest = {"trace": "é" * 10_920 + "xxx"}
+    assert len(json.dumps(longest)) == MOST_INFO_BYTES and as_outcome(Outcome(1.0, info=longest)).info == longest
+    with pytest.raises(ValueError, match="info has 65,537 bytes of JSON: at most 65,536, because it travels"):
+        as_outcome(Outcome(1.0, info={"trace": longest["trace"] + "x"}))
 
 
 def test_no_part_has_the_name_of_another_metric() -> None:

@@ -218,6 +218,20 @@ def test_a_key_that_cannot_be_sent_is_not_shown(monkeypatch: pytest.MonkeyPatch,
     run(test)
 
 
+def test_text_that_cannot_be_sent_is_shown_and_nothing_is_said_of_the_key() -> None:
+    """Half of a character, as rows of JSON may hold it."""
+
+    async def test() -> None:
+        async with serving(said("yes")) as (server, judge):
+            with pytest.raises(JudgeFailed, match="could not be asked") as failed:
+                await judge.reply("right? \ud83d no")
+            assert "which is half of a character and no text, in" in failed.value.report
+            assert r"right? \ud83d no" in failed.value.report and "JUDGE_KEY" not in failed.value.report
+            assert not server.asked
+
+    run(test)
+
+
 def test_the_line_break_of_a_keys_file_is_none_of_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
         async with serving(said("yes")) as (server, judge):

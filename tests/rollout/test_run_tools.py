@@ -60,6 +60,21 @@ async def leave_too() -> None:
     sys.exit(3)
 
 
+async def await_a_cancelled_task() -> None:
+    """Await what somebody has cancelled."""
+    other = asyncio.ensure_future(asyncio.Event().wait())
+    other.cancel()
+    await other
+
+
+async def cancel_itself() -> None:
+    """Cancel the call."""
+    task = asyncio.current_task()
+    assert task is not None
+    task.cancel()
+    await asyncio.sleep(0)
+
+
 def hang() -> None:
     """Wait for what never comes, until the test is over."""
     RELEASE.wait(600)
@@ -80,7 +95,21 @@ def seed() -> int:
     return SEED.get()
 
 
-TOOLS = as_tools([multiply, look_up, divide, leave, leave_too, hang, hang_too, long_page, seed])
+TOOLS = as_tools(
+    [
+        multiply,
+        look_up,
+        divide,
+        leave,
+        leave_too,
+        await_a_cancelled_task,
+        cancel_itself,
+        hang,
+        hang_too,
+        long_page,
+        seed,
+    ]
+)
 
 
 def run(*calls: ToolCall, **more: Any) -> tuple[list[str], list[Failure]]:
@@ -114,6 +143,13 @@ def test_calls_are_answered_in_their_order() -> None:
         ),
         (call("leave"), "tool leave raised ToolExit", "ToolExit: SystemExit: 3", "sys.exit(3)"),
         (call("leave_too"), "tool leave_too raised ToolExit", "ToolExit: SystemExit: 3", "sys.exit(3)"),
+        (
+            call("await_a_cancelled_task"),
+            "tool await_a_cancelled_task raised CancelledError",
+            "CancelledError",
+            "await other",
+        ),
+        (call("cancel_itself"), "tool cancel_itself raised CancelledError", "CancelledError", "asyncio.sleep(0)"),
     ],
 )
 def test_a_tool_that_raises_costs_its_call(bad: ToolCall, reason: str, answer: str, line: str) -> None:
@@ -122,6 +158,28 @@ def test_a_tool_that_raises_costs_its_call(bad: ToolCall, reason: str, answer: s
     assert failure.reason == reason
     assert failure.place.startswith(__file__)
     assert line in failure.report
+
+
+def test_calls_end_with_their_episode() -> None:
+    """Its cancellation is no failure of a tool."""
+    failures: list[Failure] = []
+
+    async def cancelled() -> None:
+        started = asyncio.Event()
+
+        async def wait() -> None:
+            """Wait for what never comes."""
+            started.set()
+            await asyncio.Event().wait()
+
+        calling = asyncio.ensure_future(run_tools([call("wait")], as_tools([wait]), failed=failures.append))
+        await started.wait()
+        calling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await calling
+
+    asyncio.run(cancelled())
+    assert failures == []
 
 
 @pytest.mark.parametrize(

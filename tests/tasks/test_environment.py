@@ -37,7 +37,7 @@ class Scripted:
         return self._seats.setdefault(name, Scripted(self._answer))
 
     def read(self, message: Any) -> None:
-        self.given.append(message.content)
+        self.given.append(message["content"])
 
     async def reply(self, said: Any = (), **_: Any) -> Reply:
         self.given.append(said)

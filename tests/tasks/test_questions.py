@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from benchmarks.lines import ROOT, TASKS, statement_lines
 from monarch_rl.tasks.questions import Questions
 from monarch_rl.tasks.rows import data_set, jsonl, parquet
-from monarch_rl.tasks.task import Message, Outcome, as_outcome
+from monarch_rl.tasks.task import Outcome, as_outcome
 
 ROWS: list[dict[str, Any]] = [{"question": f"{i} + 1 =", "answer": str(i + 1)} for i in range(20)]
 
@@ -145,6 +145,25 @@ def test_bad_rows_say_what_to_do(rows: Any, more: dict[str, Any], message: str) 
         Questions(rows, reward, **more).check()
 
 
+def test_a_column_that_is_no_text_is_refused_in_a_template(tmp_path: Path) -> None:
+    """Rows of messages, as TRL and verl store them, would be trained on as Python writes a list."""
+    chats = [
+        {"prompt": [{"role": "user", "content": f"{i} + 1 ="}], "extra": {"level": i}, "answer": str(i)}
+        for i in range(3)
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(chats), tmp_path / "chats.parquet")
+    for rows in (chats, parquet(tmp_path / "chats.parquet"), Dataset.from_list(chats)):
+        for template, column in (("{prompt}", "prompt"), ("{prompt[0]}", r"prompt\[0\]"), ("{extra:>9}", "extra")):
+            with pytest.raises(ValueError, match=f"^template puts {column} of a row into the prompt, which is no text"):
+                Questions(rows, reward, template=template).check()
+        named = Questions(rows, reward, template="{prompt[0][content]} {extra[level]:>2} {answer}").check()
+        assert sorted(named) == [f"{i} + 1 =  {i} {i}" for i in range(3)]
+        written = Questions(rows, reward, template="{prompt!r}").check()
+        assert sorted(written) == [repr(row["prompt"]) for row in chats]
+    with pytest.raises(ValueError, match="no text but a bytes"):
+        Questions([{"question": b"2 + 2"}], reward).check()
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [("{}\n[1]\n", "line 2 is no JSON object"), ("{}\n{", "line 2 is no JSON"), (None, "cannot be read")],
@@ -202,7 +221,8 @@ def test_a_function_is_rewarded_in_a_scoring_process_and_a_coroutine_in_the_work
 
     policy = Policy()
     outcome = play(Questions(ROWS, reward, system="Be brief."), ROWS[11], policy)
-    assert outcome == Outcome(1.0) and policy.given == [Message("system", "Be brief."), "11 + 1 =", reward]
+    rules = {"role": "system", "content": "Be brief."}
+    assert outcome == Outcome(1.0) and policy.given == [rules, "11 + 1 =", reward]
     policy = Policy()
     outcome = play(Questions(ROWS, own, template="Q: {question}"), ROWS[3], policy)
     assert outcome == Outcome(0.5, {"right": 0.0, "short": 0.5}) and policy.given == ["Q: 3 + 1 ="]

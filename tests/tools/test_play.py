@@ -24,6 +24,7 @@ from monarch_rl.runtime.by_value import register_modules
 from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.runtime.devices import Devices
 from monarch_rl.tasks.task import Policy, Task
+from monarch_rl.trainer.settings import TrainerSettings
 from tests.model.chat_helpers import write_model
 from tests.recipe.running import ROOT, random_model
 from tools.evaluate import evaluate_at
@@ -157,7 +158,7 @@ def test_what_the_tools_recipe_shows_is_what_its_episodes_read_and_draw(tmp_path
 
 @pytest.mark.heavy
 def test_episodes_of_the_recipes_are_played_and_printed(tmp_path: Path) -> None:
-    """Also against a frozen model, whose engine is in a process of its own."""
+    """Also against a frozen model, whose engine is in a process of its own; and with fewer devices than a run needs."""
     model = random_model(tmp_path / "tiny", recipe=RECIPES / "tools.py")
     flags = [f"--model={model}"]
     recipes = {name: load_recipe(RECIPES / f"{name}.py", flags) for name in ("grpo", "own_data", "tools")}
@@ -169,7 +170,8 @@ def test_episodes_of_the_recipes_are_played_and_printed(tmp_path: Path) -> None:
         tasks = {name: recipe.task for name, recipe in recipes.items()}
         tasks["failing"] = replace(own.task.played_by(failing), name="failing")
         shown: dict[str, str] = {}
-        async with engine_of(recipes["grpo"].settings, CPU) as (engine, folder):
+        large = replace(recipes["grpo"].settings, trainer=TrainerSettings(ranks=64))
+        async with engine_of(large, CPU) as (engine, folder):
             for name, task in tasks.items():
                 text = io.StringIO()
                 settings = recipes[name].settings if name in recipes else own.settings

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, TypedDict
+from typing import Annotated, Any, Literal, TypedDict
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from monarch_rl.generator.replica import Replica
 from monarch_rl.generator.settings import GeneratorSettings, resolve_dtype
 from monarch_rl.model.reward_head import read_frozen
 from monarch_rl.model.tensors import expected_tensors
+from monarch_rl.rollout.settings import RolloutSettings, template_options
 from monarch_rl.runtime.endpoint import concurrent_endpoint, lasting_endpoint
 from monarch_rl.settings.ranges import FOREVER_S, CheckedSettings, Range
 from monarch_rl.weights.area import Area
@@ -45,8 +46,12 @@ class FrozenSettings(CheckedSettings, flags="frozen"):
     """Share of a GPU's memory for weights and KV cache; 0 computes it. No effect on a CPU."""
     max_new_tokens: Annotated[int, Range(1, 2**31 - 1)] = 256
     """Tokens of an answer that says nothing else."""
-    chat_options: str = "{}"
-    """Variables of the model's chat template, as a JSON object: {"enable_thinking": false}."""
+    chat_options: str | None = None
+    """Variables of the model's chat template, as a JSON object: {"enable_thinking": false}. None is none; for the
+    policy's own folder it is rollout.chat-options."""
+    tool_parser: str | None = None
+    """SGLang's name of the format in which the model writes tool calls, such as hermes; empty: told by the template.
+    None is empty; for the policy's own folder it is rollout.tool-parser."""
     request_deadline_s: Annotated[float, Range(0.1, FOREVER_S)] = 600.0
     """Seconds that a request may take, with the wait for a replica that takes the place of a lost one; a longer one
     costs the episode."""
@@ -55,6 +60,20 @@ class FrozenSettings(CheckedSettings, flags="frozen"):
     which engines end must not end all of them."""
     start_deadline_s: Annotated[float | None, Range(30, FOREVER_S)] = None
     """Seconds an engine may take to start. None is as for a generator."""
+
+    def chat(self, otherwise: RolloutSettings) -> tuple[dict[str, Any], str]:
+        """Variables of the chat template, and the format of tool calls.
+
+        Args:
+            otherwise: whose they are where they are None.
+
+        Raises:
+            ValueError: ``chat_options`` is no JSON object.
+        """
+        parser = otherwise.tool_parser if self.tool_parser is None else self.tool_parser
+        if self.chat_options is None:
+            return otherwise.template_options, parser
+        return template_options(self.chat_options, self.flag("chat_options")), parser
 
     @property
     def engine(self) -> GeneratorSettings:

@@ -242,7 +242,8 @@ METRICS = (
         "reward/*/*",
         "reward",
         "Mean of a named part of the reward, over the task's episodes that have it: `reward/<task>/<part>`, or "
-        "`reward/<task>/<seat>/<part>`. Do not name a part `mean`.",
+        "`reward/<task>/<seat>/<part>`. A part that has the name of another metric, such as `mean`, is refused "
+        "([tasks.md](tasks.md#your-own-data-and-reward)).",
         "learning",
     ),
     Metric(

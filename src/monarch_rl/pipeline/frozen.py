@@ -37,7 +37,7 @@ from monarch_rl.pipeline.actor_pool import ActorFactory, ActorPool
 from monarch_rl.pipeline.memory import USABLE, describe
 from monarch_rl.pipeline.replicas import answers
 from monarch_rl.rollout.frozen import FrozenModel, FrozenRefused, FrozenReplicas, replicas_of
-from monarch_rl.rollout.settings import RolloutSettings, template_options
+from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.worker import RolloutWorker
 from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, disk_limit_s, within
@@ -89,16 +89,15 @@ def plan_frozen(
         policy: Hugging Face folder or Hub name of the model that is trained.
         offered: what the launch has.
         snapshot_every: see :class:`FrozenPlan`.
-        rollout: how the policy draws; None is as by default.
+        rollout: how the policy draws, and is asked; None is as by default.
 
     Raises:
         ValueError: names what cannot work, and says what to do.
     """
-    on_gpu = offered.kind == "cuda"
+    on_gpu, drawn = offered.kind == "cuda", rollout or RolloutSettings()
     if not NAME.fullmatch(name):
         raise ValueError(f"a frozen model is called {name!r}: give a name of small letters and _")
     try:
-        options = template_options(settings.chat_options, FrozenSettings.flag("chat_options"))
         folder, config = resolve_frozen(model)
         check_folder(folder, config)
         check_served(config, settings.engine, on_gpu)
@@ -106,6 +105,8 @@ def plan_frozen(
         settings = with_memory(config, settings, offered)
         trained = resolve_model(policy)
         foreign = tokenizer_difference(trained, folder)
+        # The policy of before is to be asked as the policy is; another model has a template of its own.
+        options, parser = settings.chat(drawn if folder.samefile(trained) else RolloutSettings())
         if snapshot_every and expected_tensors(config) != expected_tensors(read_frozen(trained)):
             raise ValueError(
                 f"{folder} has other tensors than the policy, {trained}, whose weights it is to take over every "
@@ -116,9 +117,9 @@ def plan_frozen(
     limit = min(engine_limits(config, settings.engine, on_gpu).values())
     key = f"{name}-{uuid.uuid4().hex}"
     asked = settings.max_new_tokens, options, settings.request_deadline_s
-    drawn = rollout or RolloutSettings()
     compared = reward_labels(config), drawn.temperature or 1.0, drawn.truncated
-    return FrozenPlan(FrozenModel(name, str(folder), key, limit, *asked, foreign, *compared), settings, snapshot_every)
+    handle = FrozenModel(name, str(folder), key, limit, *asked, foreign, *compared, parser)
+    return FrozenPlan(handle, settings, snapshot_every)
 
 
 def with_memory(config: dict[str, Any], settings: FrozenSettings, offered: Devices) -> FrozenSettings:

@@ -50,6 +50,8 @@ class Sides(NamedTuple):
     weights: TransferSettings
     colocate: bool = False
     """A trainer rank and a replica share a device."""
+    trained: bool = True
+    """False: there is no trainer rank, and no version arrives."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ def check_gpu_memory(config: dict[str, Any], s: Sides, offered: Devices) -> None
     if not offered.memory:
         return
     plan = plan_memory(config, s, offered.memory)
-    for who in (BOTH,) if s.colocate else (TRAINER, REPLICA):
+    for who in (BOTH,) if s.colocate else (TRAINER, REPLICA) if s.trained else (REPLICA,):
         if not plan.fits(who):
             needed, ladders = plan.needed(who), [] if who == REPLICA else _trainer_ladders(config, s, offered)
             ladders += [] if who == TRAINER else _replica_ladders(config, s, offered, lora=who == REPLICA)
@@ -220,7 +222,8 @@ def _replica_ladders(config: dict[str, Any], s: Sides, offered: Devices, lora: b
     flag = "max-total-tokens" if g.max_total_tokens else "context-length"
     requests = _halves(g.running_requests(on_gpu=True), FEWEST_REQUESTS)
     shared = [_of_weights("weights.transport shared_memory", transport="shared_memory")]
-    most = min(MOST_TP, (offered.total - (0 if s.colocate else s.trainer.ranks)) // g.replicas)
+    others = 0 if s.colocate or not s.trained else s.trainer.ranks
+    most = min(MOST_TP, (offered.total - others) // g.replicas)
     divided = [n for n in _doubles(g.tp, most) if _accepted(check_served, config, replace(g, tp=n), True)]
     ladders = [
         *_weights_ladders(s, {"rdma", "auto"}),

@@ -144,33 +144,50 @@ def check(s: RunSettings, offered: Devices, task: Task | None = None) -> Path:
     s.buffer.window_for(s.groups_per_step)
     _check_updates(s)
     _check_devices(s, offered)
-    check_processes(s.rollout, os.cpu_count() or 1)
-    check_attention(s.generator, on_gpu := offered.kind == "cuda")
-    check_driver(torch.version.cuda, torch.cuda.is_available(), os.environ.get("CUDA_VISIBLE_DEVICES"))
-    if on_gpu:
-        check_environment()
-    prompts = [] if task is None else list(task.check())
-    model = resolve_model(s.model)
-    _check_model(s, model, offered, prompts)
+    model = _check_played(s, offered, task)
+    _check_trained(s, model, offered)
     _check_output(s.output)
     return model
 
 
-def resolve(s: S, offered: Devices, model: Path | None = None) -> S:
+def prepare_engine(s: RunSettings, offered: Devices, task: Task | None = None) -> tuple[GeneratorSettings, Path]:
+    """The settings of one engine by itself, with the values that automatic ones take, and the model's folder.
+
+    Refused is what cannot be played with it. What a run has beside it is not looked at: trainer ranks, other replicas.
+
+    Args:
+        offered: what this machine has.
+        task: what is to be played, if it is known.
+
+    Raises:
+        ValueError: names the setting and says what to do.
+    """
+    s = replace(s, generator=replace(s.generator, replicas=1), rollout=replace(s.rollout, workers=1))
+    _check_numbers(s, task)
+    check_rollout(s.rollout, s.groups_per_step, trainer_ranks=1)
+    offered.check(s.generator.tp, "one generator replica")
+    model = _check_played(s, offered, task)
+    check_gpu_memory(read_config(model), sides := engine_sides(s), offered)
+    return resolve(s, offered, model, sides).generator, model
+
+
+def resolve(s: S, offered: Devices, model: Path | None = None, sides: Sides | None = None) -> S:
     """The settings with the values that automatic ones take on these devices.
 
     Args:
         model: its folder; None leaves alone what depends on it.
+        sides: for which memory is planned; None is those of the run.
     """
+    sides = sides or memory_sides(s)
     on_gpu = offered.kind == "cuda"
     requests, limit_s = s.generator.running_requests(on_gpu), s.generator.start_limit_s(on_gpu)
     fraction, tokens = s.generator.memory_fraction, s.generator.max_total_tokens
     if s.generator.start_deadline_s is None and model is not None:
         limit_s += bytes_s(model_bytes(model))
     if model is not None and offered.memory:
-        plan = plan_memory(read_config(model), memory_sides(s), offered.memory)
+        plan = plan_memory(read_config(model), sides, offered.memory)
         fraction = plan.memory_fraction
-        if s.colocate:
+        if sides.colocate:
             tokens = plan.cache_tokens
     resolved = replace(
         s.generator,
@@ -187,25 +204,47 @@ def memory_sides(s: RunSettings) -> Sides:
     return Sides(s.trainer, s.generator, s.transfers, s.colocate)
 
 
-def _check_model(s: RunSettings, model: Path, offered: Devices, prompts: list[str]) -> None:
-    """Refuse a folder that cannot be trained or served with these settings, or that cannot read these prompts."""
-    on_gpu = offered.kind == "cuda"
+def engine_sides(s: RunSettings) -> Sides:
+    """The same of one engine by itself, to which no version is sent: with ``shared_memory`` it would keep none."""
+    episode = TrainerSettings(tokens_per_microbatch=s.trainer.tokens_per_microbatch)
+    return Sides(episode, replace(s.generator, replicas=1), TransferSettings("shared_memory"), trained=False)
+
+
+def _check_played(s: RunSettings, offered: Devices, task: Task | None) -> Path:
+    """Refuse what cannot be served or played here; returns the model's folder."""
+    check_processes(s.rollout, os.cpu_count() or 1)
+    check_attention(s.generator, on_gpu := offered.kind == "cuda")
+    check_driver(torch.version.cuda, torch.cuda.is_available(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if on_gpu:
+        check_environment()
+    prompts = [] if task is None else list(task.check())
+    model = resolve_model(s.model)
     config = read_config(model)
     check_folder(model, config)
     check_served(config, s.generator, on_gpu)
     if not on_gpu:
         check_cache(config, s.generator, psutil.virtual_memory().total)
+    check_context(config, s.generator)
+    limits = episode_limits(s, config, on_gpu)
+    check_lengths(s.rollout, limits)
+    _check_prompts(s, FolderTokenizer(model, config), limits, prompts)
+    return model
+
+
+def _check_trained(s: RunSettings, model: Path, offered: Devices) -> None:
+    """Refuse a folder that cannot be trained with these settings, or that does not fit the GPUs."""
+    config = read_config(model)
     check_experts(config, s.trainer)
     check_tensor_parallel(config, s.trainer.tp)
     check_lora(config, s.trainer.lora)
-    check_context(config, s.generator)
     check_gpu_memory(config, memory_sides(s), offered)
-    limits = episode_limits(s, config, on_gpu)
-    check_lengths(s.rollout, limits)
-    tokenizer = FolderTokenizer(model, config)
-    characters = max(limits.values()) * tokenizer.longest_token
+
+
+def _check_prompts(s: RunSettings, tokenizer: FolderTokenizer, limits: dict[str, int], prompts: list[str]) -> None:
+    """Refuse limits that leave no room for these prompts."""
     if not prompts:
         return
+    characters = max(limits.values()) * tokenizer.longest_token
     check_characters(prompts, characters)
     tokens = tokenizer.count([prompt[: characters + 1] for prompt in prompts])
     if tokens is not None:

@@ -16,7 +16,7 @@ from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.model.folder import read_config
 from monarch_rl.model.lora import FULL_TRAINING
 from monarch_rl.pipeline.frozen import FrozenPlan, start_all_frozen
-from monarch_rl.pipeline.settings import RunSettings, check, episode_limits, resolve
+from monarch_rl.pipeline.settings import RunSettings, episode_limits, prepare_engine
 from monarch_rl.pipeline.start import PRELOADS
 from monarch_rl.rollout.episode_failed import EpisodeFailed, item_failed
 from monarch_rl.rollout.evaluation import Played
@@ -125,10 +125,9 @@ async def engine_of(
     """
     from monarch_rl.generator.engine import Engine
 
-    model = check(settings, offered, task)
-    resolved = resolve(settings, offered, model)
-    limit_s = resolved.generator.start_limit_s(offered.kind == "cuda")
-    starting = Engine.start(str(model), resolved.generator)
+    generator, model = prepare_engine(settings, offered, task)
+    limit_s = generator.start_limit_s(offered.kind == "cuda")
+    starting = Engine.start(str(model), generator)
     engine = await within(limit_s, starting, f"the engine to load {model}", on="the engine")
     try:
         yield engine, model

@@ -88,6 +88,8 @@ class FrozenModel:
     """Of the rollouts: at which its log-probs can be compared with theirs."""
     rollouts_truncated: bool = False
     """Whether the rollouts draw from a part of the vocabulary, so that none can be compared with theirs."""
+    tool_parser: str = ""
+    """As of :class:`~monarch_rl.model.chat.ChatTemplate`."""
 
     async def reply(
         self,
@@ -315,7 +317,8 @@ def _group() -> int:
 async def connect(models: Sequence[tuple[FrozenModel, FrozenReplicas]]) -> None:
     """Have this process ask these engines. Raises what loading a chat template raises (OSError, ValueError)."""
     for model, replicas in models:
-        template = await asyncio.to_thread(ChatTemplate, model.model, model.chat_options)
+        options, parser = model.chat_options, model.tool_parser
+        template = await asyncio.to_thread(ChatTemplate, model.model, options, tool_parser=parser)
         _connected[model.key] = Connected(template, Stops(template.token_texts, template.decode), replicas)
 
 

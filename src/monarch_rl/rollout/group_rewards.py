@@ -16,7 +16,7 @@ from monarch_rl.rollout.scoring_failed import ScoringFailed
 from monarch_rl.rollout.tracebacks import describe, suspended
 from monarch_rl.runtime.deadlines import ends_in_time
 from monarch_rl.tasks.coroutines import is_coroutine_function
-from monarch_rl.tasks.task import GroupRewards, Outcome, Task, as_outcomes
+from monarch_rl.tasks.task import GroupRewards, Outcome, Task, as_outcome, as_outcomes
 
 Played = list[Episode] | EpisodeFailed
 OWN_CODE = "the group's rewards"
@@ -53,10 +53,11 @@ class GroupRewarder:
         ]
         try:
             rewards = await self._rewards(task.group_rewards, item, index, before)
+            joined = [_joined(old, new) for old, new in zip(before, rewards, strict=True)]
         except EpisodeFailed as why:
             return [play if isinstance(play, EpisodeFailed) else _failed(play, why, index) for play in played]
-        for episode, old, new in zip(episodes, before, rewards, strict=True):
-            episode.reward, episode.parts, episode.info = new.reward, old.parts | new.parts, old.info | new.info
+        for episode, new in zip(episodes, joined, strict=True):
+            episode.reward, episode.parts, episode.info = new.reward, new.parts, new.info
         return list(played)
 
     async def _rewards(self, function: GroupRewards, item: Any, index: int, outcomes: list[Outcome]) -> list[Outcome]:
@@ -74,6 +75,14 @@ class GroupRewarder:
             report = f"{len(rewards)} rewards were returned for the {len(outcomes)} episodes of a group."
             raise EpisodeFailed("group rewards are not one for each episode", report=report)
         return rewards
+
+
+def _joined(old: Outcome, new: Outcome) -> Outcome:
+    """The reward of the group, with parts and info of both. Raises EpisodeFailed if these are too many together."""
+    try:
+        return as_outcome(Outcome(new.reward, old.parts | new.parts, old.info | new.info))
+    except (TypeError, ValueError) as error:
+        raise EpisodeFailed("group rewards cannot be used", report=f"With those of its episode: {error}") from error
 
 
 async def _in_worker(

@@ -39,6 +39,8 @@ MOST_BYTES = 8 << 20
 """Of an answer; a longer one is none of a judge."""
 SHOWN_CHARACTERS = 500
 """Of what a server said, in an error."""
+AROUND = 40
+"""Characters before and after one that cannot be sent, in an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +117,12 @@ class RemoteJudge(CheckedSettings, flags="judge"):
         }
         if stop:
             body["stop"] = [stop] if isinstance(stop, str) else list(stop)
+        content = _encoded(body)
         attempts: list[str] = []
         what = f"remote judge {self.model} at {self.url} to answer"
         with outside():
             try:
-                answering = self._answer(body, attempts)
+                answering = self._answer(content, attempts)
                 return await within(self.deadline_s, answering, what, on="a remote judge", flag="judge.deadline-s")
             except DeadlineExceeded as error:
                 before = f"; before: {attempts[-1]}" if attempts else ""
@@ -131,7 +134,7 @@ class RemoteJudge(CheckedSettings, flags="judge"):
         if connection is not None:
             await connection.client.aclose()  # waits: closes sockets, nobody answers
 
-    async def _answer(self, body: dict[str, Any], attempts: list[str]) -> RemoteReply:
+    async def _answer(self, body: bytes, attempts: list[str]) -> RemoteReply:
         """``attempts``: gets what became of each that failed."""
         connection = _connection(self)
         async with connection.places:
@@ -148,17 +151,17 @@ class RemoteJudge(CheckedSettings, flags="judge"):
                 await asyncio.sleep(wait_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
-    async def _post(self, client: httpx.AsyncClient, body: dict[str, Any]) -> bytes:
+    async def _post(self, client: httpx.AsyncClient, body: bytes) -> bytes:
         """The body of a good answer. Raises _Refused."""
         import httpx
 
         key = os.environ.get(self.key_variable, "").strip()  # a file's last line break is none of the key's
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         url = f"{self.url.rstrip('/')}/chat/completions"
         try:
             async with (
                 asyncio.timeout(self.attempt_deadline_s),
-                client.stream("POST", url, json=body, headers=headers) as answer,
+                client.stream("POST", url, content=body, headers=headers) as answer,
             ):
                 content = await _content(answer)
         except TimeoutError:
@@ -197,6 +200,19 @@ def _call_row(call: ToolCall) -> dict[str, Any]:
     arguments: Any = call.arguments
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": text}}
+
+
+def _encoded(body: dict[str, Any]) -> bytes:
+    """Raises JudgeFailed if that cannot be."""
+    try:
+        return json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+    except UnicodeEncodeError as error:
+        around = error.object[max(0, error.start - AROUND) : error.end + AROUND]
+        said = (
+            f"UnicodeEncodeError: not sent; it is asked with {error.object[error.start : error.end]!a}, which is half "
+            f"of a character and no text, in {around!a}: leave it out of the messages"
+        )
+        raise JudgeFailed("remote judge could not be asked", said) from None
 
 
 async def _content(answer: httpx.Response) -> bytes:

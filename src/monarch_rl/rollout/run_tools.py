@@ -104,11 +104,19 @@ async def _answer(
     except DeadlineExceeded:
         failed(Failure(f"tool {call.name} took over {deadline_s:g} s", *run.stack()))
         return call.answer(f"The tool {call.name} gave no answer within {deadline_s:g} seconds.")
-    except Exception as error:
+    except (Exception, asyncio.CancelledError) as error:
+        if isinstance(error, asyncio.CancelledError) and _is_cancelled():  # with the episode, not by the tool
+            raise
         failed(Failure(f"tool {call.name} raised {type(error).__name__}", *describe(error)))
         words = shortened(said(error), ERROR_CHARACTERS)
         return call.answer(f"The tool {call.name} failed: {type(error).__name__}: {words}".removesuffix(": "))
     return call.answer(shortened(text, characters))
+
+
+def _is_cancelled() -> bool:
+    """Whether the running task was asked to end: else a CancelledError comes out of what it awaits."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 class ToolExit(Exception):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from monarch_rl.tasks.seeds import Seeds
-from monarch_rl.tasks.task import Message, Outcome, Policy, Task
+from monarch_rl.tasks.task import Outcome, Policy, Task
 
 MOST_STEPS = 32
 """Actions of an episode, unless the task says how many."""
@@ -88,7 +88,7 @@ class _Playing:
     async def play(self, seed: int, policy: Policy) -> Outcome:
         """The episode of a seed."""
         if self._system:
-            policy.read(Message("system", self._system))
+            policy.read({"role": "system", "content": self._system})
         environment = await _awaited(self._make(seed))
         try:
             return await self._steps(environment, seed, policy)

@@ -14,7 +14,7 @@ from typing import Any
 from monarch_rl.tasks.coroutines import is_coroutine_function
 from monarch_rl.tasks.orders import ShuffledOrder
 from monarch_rl.tasks.rows import Row
-from monarch_rl.tasks.task import GroupRewards, Message, Outcome, Policy, Task, as_outcome
+from monarch_rl.tasks.task import GroupRewards, Outcome, Policy, Task, as_outcome
 from monarch_rl.tasks.template import check_template, fill
 
 RewardFunction = Callable[[Any, str], Any]
@@ -93,7 +93,7 @@ class _Asking:
     async def play(self, row: Row, policy: Policy) -> Outcome:
         """The episode of a row."""
         if self._system:
-            policy.read(Message("system", self._system))
+            policy.read({"role": "system", "content": self._system})
         reply = await policy.reply(prompt_of(self._template, row))
         if self._in_worker:
             return as_outcome(await self._reward(row, reply.text))  # waits: the player has a deadline for it

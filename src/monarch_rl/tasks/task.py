@@ -18,7 +18,7 @@ import math
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from monarch_rl.tasks.coroutines import is_coroutine_function
 
@@ -27,26 +27,20 @@ if TYPE_CHECKING:
 
 MOST_PARTS = 100
 """Of one reward."""
+MOST_INFO_BYTES = 64 << 10
+"""Of what an outcome says beside its reward, as JSON: it travels with its sequence to buffer, trainer and journal."""
 LARGEST_REWARD = 3.4028234663852886e38
 """float32, as which rewards are trained, has none beyond it."""
 TAKEN_NAMES = re.compile(r"mean|accuracy(_low|_high)?|reward|failed|pass_at_\d+(_low|_high)?|(oldest|newest)_version")
 """Of metrics that stand beside those of the parts of a reward, as in docs/metrics.md."""
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
-    """One entry of a conversation."""
-
-    role: Literal["system", "user", "assistant", "tool"]
-    content: str
-
-
 class Spoken(Protocol):
-    """Whatever has a role and content: a :class:`Message`, or a tool's answer (``ToolCall.answer``)."""
+    """Whatever has a role and content, as the messages of ``model/messages.py``."""
 
     @property
     def role(self) -> str:
-        """As in :class:`Message`."""
+        """``system``, ``user``, ``assistant`` or ``tool``."""
         ...
 
     @property
@@ -151,7 +145,7 @@ class Outcome:
     parts: dict[str, float] = field(default_factory=dict)
     """Named parts of the reward, to look at; never read by training."""
     info: dict[str, Any] = field(default_factory=dict)
-    """JSON values to look at later; never read by training."""
+    """JSON values to look at later, at most 64 KiB of them; never read by training."""
     answer: str = ""
     """The text of the policy's last turn; this and the following are filled in for ``group_rewards``."""
     seat: str = ""
@@ -356,8 +350,11 @@ def as_outcome(value: Reward) -> Outcome:
         outcome = Outcome(_number(value.reward), parts, value.info)
         if not isinstance(value.info, dict):
             raise TypeError(f"info must be a dictionary, got {value.info!r:.80}")
-        if value.info:
-            json.dumps(value.info, allow_nan=False)
+        if value.info and (size := len(json.dumps(value.info, allow_nan=False))) > MOST_INFO_BYTES:
+            raise ValueError(
+                f"info has {size:,} bytes of JSON: at most {MOST_INFO_BYTES:,}, because it travels with the episode. "
+                "Write what is longer to a file, and its name into info"
+            )
     elif isinstance(value, Mapping):
         if not value:
             raise ValueError("the reward is an empty dictionary: return a number, named parts, or an Outcome")

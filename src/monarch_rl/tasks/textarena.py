@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from monarch_rl.tasks.seeds import Seeds
-from monarch_rl.tasks.task import Message, Outcome, Policy, Task
+from monarch_rl.tasks.task import Outcome, Policy, Task
 
 Opponent = Callable[[str, random.Random], str | Awaitable[str]]
 """``opponent(what it is told, its random numbers) -> its move``; or a coroutine, which may ask another model."""
@@ -113,7 +113,7 @@ class _Playing:
                 if player not in played:
                     played.append(player)
                     if self._system:
-                        seats[player].read(Message("system", self._system))
+                        seats[player].read({"role": "system", "content": self._system})
                 move = (await seats[player].reply(told)).text
             else:
                 assert self._opponent is not None  # without one, all players have seats
