@@ -253,7 +253,7 @@ def _check_devices(s: RunSettings, offered: Devices) -> None:
     engine_ranks = s.generator.replicas * s.generator.tp
     replicas = f"{s.generator.replicas} generator replicas" + (f" of {s.generator.tp}" if s.generator.tp > 1 else "")
     if s.colocate:
-        _check_shared(s, offered)
+        check_shared(s.transfers.way, offered)
         what = f"{s.trainer.ranks} trainer ranks, which share devices with {replicas}"
         offered.check(max(s.trainer.ranks, engine_ranks), what)
     else:
@@ -262,9 +262,12 @@ def _check_devices(s: RunSettings, offered: Devices) -> None:
     check_hosts(s.trainer, offered.per_host)
 
 
-def _check_shared(s: RunSettings, offered: Devices) -> None:
-    """Refuse transports by which versions cannot travel between processes that share a device."""
-    way = s.transfers.way
+def check_shared(way: str, offered: Devices) -> None:
+    """Refuse a transport by which versions cannot travel between processes that share a device. Raises ValueError.
+
+    Args:
+        way: ``TransferSettings.way``.
+    """
     if offered.kind == "cuda" and way in ("collective", "auto"):
         raise ValueError(
             f"weights.transport {way} cannot be used with colocate: NCCL does not take two ranks on one GPU. Leave "
