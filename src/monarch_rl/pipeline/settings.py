@@ -38,7 +38,6 @@ from monarch_rl.rollout.settings import (
     check_prompts,
     check_rollout,
 )
-from monarch_rl.runtime.deadlines import bytes_s
 from monarch_rl.runtime.devices import Devices
 from monarch_rl.runtime.watch import STALL_S
 from monarch_rl.settings.ranges import FOREVER_S, CheckedSettings, Range
@@ -163,10 +162,9 @@ def resolve(s: S, offered: Devices, model: Path | None = None) -> S:
         model: its folder; None leaves alone what depends on it.
     """
     on_gpu = offered.kind == "cuda"
-    requests, limit_s = s.generator.running_requests(on_gpu), s.generator.start_limit_s(on_gpu)
+    requests = s.generator.running_requests(on_gpu)
+    limit_s = s.generator.start_limit_s(on_gpu, 0 if model is None else model_bytes(model))
     fraction, tokens = s.generator.memory_fraction, s.generator.max_total_tokens
-    if s.generator.start_deadline_s is None and model is not None:
-        limit_s += bytes_s(model_bytes(model))
     if model is not None and offered.memory:
         plan = plan_memory(read_config(model), memory_sides(s), offered.memory)
         fraction = plan.memory_fraction
