@@ -11,18 +11,22 @@ Nothing is run, and no GPU is needed.
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import tyro
 
-from monarch_rl.generator.settings import GeneratorSettings
+from monarch_rl.generator.settings import GeneratorSettings, check_context, check_served
 from monarch_rl.model.folder import read_config
 from monarch_rl.model.sizes import sizes_of, trained_model
 from monarch_rl.pipeline.memory import BOTH, REPLICA, TRAINER, MemoryPlan, Sides, plan_memory
+from monarch_rl.pipeline.program import run_program
+from monarch_rl.pipeline.settings import check_shared
+from monarch_rl.runtime.devices import Devices
 from monarch_rl.trainer.memory import checkpoint_bytes
-from monarch_rl.trainer.settings import TrainerSettings
+from monarch_rl.trainer.settings import TrainerSettings, check_experts, check_lora, check_tensor_parallel
 from monarch_rl.weights.endpoint import TransferSettings
 
 GIB = 2**30
@@ -101,16 +105,47 @@ def fewest(config: dict[str, Any], sides: Sides, memory: int) -> tuple[str, str]
     """The fewest trainer ranks that fit, with GiB on each; and the fewest engine ranks, with tokens in the KV cache."""
     trainer = replica = "-"
     for ranks in RANKS:
-        plan = plan_memory(config, sides._replace(trainer=replace(sides.trainer, ranks=ranks)), memory)
-        if plan.fits(TRAINER):
-            trainer = f"{ranks} x {sum(plan.trainer.values()) / GIB:.0f}"
-            break
+        with suppress(ValueError):  # a run refuses them
+            changed = replace(sides.trainer, ranks=ranks)
+            check_trained(config, changed)
+            plan = plan_memory(config, sides._replace(trainer=changed), memory)
+            if plan.fits(TRAINER):
+                trainer = f"{ranks} x {sum(plan.trainer.values()) / GIB:.0f}"
+                break
     for tp in TP:
-        plan = plan_memory(config, sides._replace(generator=replace(sides.generator, tp=tp)), memory)
-        if plan.fits(REPLICA):
-            replica = f"{tp}: {plan.cache_tokens // 1000}k, {plan.memory_fraction:.2f}"
-            break
+        with suppress(ValueError):
+            served = replace(sides.generator, tp=tp)
+            check_served(config, served, on_gpu=True)
+            plan = plan_memory(config, sides._replace(generator=served), memory)
+            if plan.fits(REPLICA):
+                replica = f"{tp}: {plan.cache_tokens // 1000}k, {plan.memory_fraction:.2f}"
+                break
     return trainer, replica
+
+
+def check_trained(config: dict[str, Any], settings: TrainerSettings) -> None:
+    """Raise ValueError for a model that a run would refuse to train so."""
+    check_experts(config, settings)
+    check_tensor_parallel(config, settings.tp)
+    check_lora(config, settings.lora)
+
+
+def check(config: dict[str, Any], sides: Sides) -> None:
+    """Raise ValueError for what a run would refuse, however much memory there is."""
+    check_trained(config, sides.trainer)
+    check_served(config, sides.generator, on_gpu=True)
+    check_context(config, sides.generator)
+    if sides.colocate:
+        check_shared(sides.weights.way, Devices("cuda", num_hosts=1, per_host=sides.trainer.ranks))
+
+
+def named(model: str) -> dict[str, Any]:
+    """The config of a model of the table, or of a folder."""
+    if model in MODELS:
+        return MODELS[model]
+    if not Path(model).is_dir():
+        raise ValueError(f"model {model}: there is no such folder, and the table has {', '.join(MODELS)}")
+    return read_config(Path(model))
 
 
 def table(sides: Sides) -> str:
@@ -134,19 +169,21 @@ def purposes(plan: MemoryPlan) -> str:
     return "\n".join([*lines, f"| together | {sums[0]} | {sums[1]} |"])
 
 
-def main(options: Options) -> None:
+def main(options: Options) -> int:
+    """The exit code: 1 if it does not fit. Raises ValueError for what a run would refuse."""
     t = options.trainer
     if not options.model:
         if options.colocate:
-            sys.exit("error: the table is of devices of their own; name a model to see what shares a GPU")
+            raise ValueError("the table is of devices of their own; name a model to see what shares a GPU")
         print(
             "Each GPU: fewest trainer ranks x GiB on each; fewest engine ranks: tokens in the KV cache, memory_fraction"
             f"\n(activation_checkpoint {t.activation_checkpoint}, {t.tokens_per_microbatch} tokens a micro-batch, "
             f"transport {options.weights.way})\n"
         )
         print(table(options.sides))
-        return
-    config = MODELS[options.model] if options.model in MODELS else read_config(Path(options.model))
+        return 0
+    config = named(options.model)
+    check(config, options.sides)
     plan = plan_memory(config, options.sides, device_bytes(options.gpu))
     print(purposes(plan))
     print(f"\na GPU has {plan.room / GIB:.1f} GiB to plan with")
@@ -154,8 +191,10 @@ def main(options: Options) -> None:
     print(f"in the host's memory, for each trainer rank on it: {copied / GIB:.2f} GiB from the first checkpoint on")
     print(f"memory_fraction {plan.memory_fraction:g}; the KV cache then has {plan.cache_tokens:,} tokens")
     if not all(plan.fits(who) for who in ((BOTH,) if options.colocate else (TRAINER, REPLICA))):
-        sys.exit("it does not fit")
+        print("it does not fit", file=sys.stderr)
+        return 1
+    return 0
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    run_program(lambda: main(tyro.cli(Options, description=__doc__)))

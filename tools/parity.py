@@ -35,7 +35,7 @@ from monarch_rl.pipeline.parity import TOP, PromptSet, Reading, compare
 from monarch_rl.pipeline.program import run_program
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.tasks.reasoning_gym import TaskSettings, TaskSource
-from monarch_rl.trainer.settings import TrainerSettings, check_experts
+from monarch_rl.trainer.settings import TrainerSettings, check_experts, check_tensor_parallel
 
 Figures = dict[str, float]
 
@@ -165,6 +165,7 @@ def prepare(s: Settings) -> Job:
     if on_gpu:
         check_environment()
     check_experts(config, s.trainer)
+    check_tensor_parallel(config, s.trainer.tp)
     other = folder
     if s.trainer_model is not None:
         other = resolve_model(s.trainer_model, tokenizer=False)

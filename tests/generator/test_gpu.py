@@ -12,6 +12,7 @@ import socket
 import stat
 import subprocess
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 from monarch_rl.generator.engine import Engine
 from monarch_rl.generator.gpu import HARMFUL, Machine, check_driver, check_environment
 from monarch_rl.generator.settings import GeneratorSettings, check_attention, engine_arguments
+from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
 from monarch_rl.runtime.device_work import CAPTURE_S, COMPILATION_S, FIRST_S
 from monarch_rl.runtime.network import MUST_AGREE, NO_DUMP, nccl_environment
 
@@ -52,11 +54,29 @@ MOE = CONFIG | {
 }
 GPUS = {"A100": ([8, 0], 80), "H100": ([9, 0], 80), "H200": ([9, 0], 141), "B200": ([10, 0], 180)}
 """Compute capability and GiB."""
-JOBS: dict[str, tuple[str, dict[str, Any], GeneratorSettings]] = {
-    **{gpu: (gpu, CONFIG, GeneratorSettings()) for gpu in GPUS},
-    **{name: ("H100", config, GeneratorSettings()) for name, config in OTHERS.items()},
-    "experts": ("B200", MOE, GeneratorSettings()),
-    "experts, SGLang's choice": ("B200", MOE, GeneratorSettings()),
+
+
+@dataclass(frozen=True)
+class Job:
+    """An engine on a GPU."""
+
+    gpu: str
+    config: dict[str, Any] = field(default_factory=lambda: CONFIG)
+    settings: GeneratorSettings = GeneratorSettings()
+    lora: LoraSettings = FULL_TRAINING
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Further arguments, as the engine adds them."""
+
+
+JOBS: dict[str, Job] = {
+    **{gpu: Job(gpu) for gpu in GPUS},
+    **{name: Job("H100", config) for name, config in OTHERS.items()},
+    "LoRA": Job("H100", lora=LoraSettings(rank=8)),
+    "deterministic": Job("H100", settings=GeneratorSettings(deterministic=True)),
+    "tensor parallel": Job("H100", settings=GeneratorSettings(tp=2)),
+    "expert routes": Job("H100", MOE, extra={"enable_return_routed_experts": True}),
+    "experts": Job("B200", MOE),
+    "experts, SGLang's choice": Job("B200", MOE),
 }
 OURS = ("moe_runner_backend",)
 """Arguments that jobs of SGLang's choice leave out."""
@@ -66,13 +86,13 @@ OURS = ("moe_runner_backend",)
 def resolved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """By job: what SGLang makes of the arguments."""
     jobs = []
-    for name, (gpu, config, settings) in JOBS.items():
+    for name, job in JOBS.items():
         folder = tmp_path_factory.mktemp(name)
-        (folder / "config.json").write_text(json.dumps(config))
-        arguments = engine_arguments(str(folder), settings, 0, on_gpu=True)
+        (folder / "config.json").write_text(json.dumps(job.config))
+        arguments = engine_arguments(str(folder), job.settings, 0, on_gpu=True, lora=job.lora) | job.extra
         if name.endswith("SGLang's choice"):
             arguments = {key: value for key, value in arguments.items() if key not in OURS}
-        jobs.append({"capability": GPUS[gpu][0], "gib": GPUS[gpu][1], "arguments": arguments})
+        jobs.append({"capability": GPUS[job.gpu][0], "gib": GPUS[job.gpu][1], "arguments": arguments})
     path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("resolve_on_gpu.py"))],
@@ -95,6 +115,15 @@ def test_an_engine_on_a_gpu_runs_256_sequences_with_logits_in_float32(
     assert found["max_running_requests"] == 256
     assert (found["decode_graphs"], found["decode_graph_batch"]) == ("full", 256), "each batch has its graph"
     assert found["attention_backend"] == {"A100": "flashinfer", "H100": "fa3", "H200": "fa3", "B200": "trtllm_mha"}[gpu]
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_every_engine_on_a_gpu_launches_a_step_before_the_one_before_has_ended(
+    name: str, resolved: dict[str, dict[str, Any]]
+) -> None:
+    """By SGLang's overlap scheduler, on which the speed of a GPU depends, and with which commits are tested."""
+    assert resolved[name]["disable_overlap_schedule"] is False
+    assert resolved[name]["decode_graphs"] == "full"
 
 
 @pytest.mark.parametrize("gpu", GPUS)

@@ -101,6 +101,24 @@ def test_a_share_of_the_gpu_that_leaves_too_little_is_refused() -> None:
         check_gpu_memory(MODELS["Qwen3-8B"], sides(memory_fraction=fraction)._replace(trainer=s.trainer), gpus(80))
 
 
+def test_a_share_that_is_too_small_for_the_cache_is_refused_with_one_that_is_not() -> None:
+    s = sides(memory_fraction=0.2)._replace(trainer=TrainerSettings(ranks=8, activation_checkpoint="full"))
+    for tokens, cache in (
+        (0, "a cache for one sequence"),
+        (100_000, "the 100000 tokens of generator.max-total-tokens"),
+    ):
+        s = s._replace(generator=replace(s.generator, max_total_tokens=tokens, memory_fraction=0.2))
+        message = refused("Qwen3-8B", s, gpus(80))
+        assert (
+            message.startswith("generator.memory-fraction 0.2 gives weights and KV cache 15.8 GiB") and cache in message
+        )
+        least = re.search(r"give at least ([\d.]+), or 0", message)
+        assert least is not None
+        for fraction in (float(least[1]), 0.0):
+            generator = replace(s.generator, memory_fraction=fraction)
+            check_gpu_memory(MODELS["Qwen3-8B"], s._replace(generator=generator), gpus(80))
+
+
 def test_nothing_is_refused_where_the_memory_is_not_known() -> None:
     check_gpu_memory(MODELS["Qwen3-235B-A22B"], sides(), Devices("cuda", 1, 8))
     check_gpu_memory(MODELS["Qwen3-235B-A22B"], sides(), Devices("cpu", 1, 8))
@@ -135,6 +153,19 @@ def test_the_automatic_share_leaves_room_for_all_that_is_planned(
 def model_folder(folder: Path, name: str) -> Path:
     (folder / "config.json").write_text(json.dumps(MODELS[name]))
     return folder
+
+
+@pytest.mark.parametrize("gigabytes", GPUS)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_tokens_that_a_plan_has_found_are_taken_as_a_setting(name: str, gigabytes: int, tmp_path: Path) -> None:
+    """By the check of what a user gives, and by the one of what that was resolved to."""
+    s, offered = RunSettings(trainer=TrainerSettings(ranks=8)), gpus(gigabytes)
+    plan = plan_memory(MODELS[name], memory_sides(s), offered.memory)
+    if not plan.fits(REPLICA) or not plan.fits(TRAINER):
+        return
+    s = replace(s, generator=replace(s.generator, max_total_tokens=plan.cache_tokens))
+    check_gpu_memory(MODELS[name], memory_sides(s), offered)
+    check_gpu_memory(MODELS[name], memory_sides(resolve(s, offered, model_folder(tmp_path, name))), offered)
 
 
 def test_a_run_that_is_resolved_has_the_share_in_its_settings(tmp_path: Path) -> None:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+import torch
 
+from monarch_rl.generator.settings import GeneratorSettings
+from monarch_rl.pipeline import parity
 from monarch_rl.pipeline.parity import SideFailed, run_ranks
 from monarch_rl.runtime.fork_client import ADDRESS_VARIABLE
 from monarch_rl.runtime.fork_server import Preload
+from monarch_rl.trainer.settings import TrainerSettings
 from tests.forking import forking
+from tools.memory import MODELS
 
 
 def fail_or_hang(rank: int) -> None:
@@ -43,3 +50,26 @@ def test_a_side_that_fails_or_hangs_is_ended() -> None:
     with pytest.raises(SideFailed, match="waited 0.5 s for the side: killed"):
         run_ranks(fail_or_hang, (), 1, 0.5, "the side")
     assert set(multiprocessing.active_children()) <= set(before)
+
+
+def test_an_engine_has_20_s_more_to_start_for_each_gb_of_its_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the process that starts it, and until the process is killed; or what the user gives."""
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["Qwen3-8B"] | {"dtype": "bfloat16"}))
+    drawn: list[tuple[float, float | None]] = []
+
+    def run(work: object, arguments: tuple[Any, ...], ranks: int, limit_s: float, *_: str) -> None:
+        drawn.append((limit_s, arguments[2].start_deadline_s))
+        raise SideFailed("it was only to be asked for")
+
+    monkeypatch.setattr(parity, "run_ranks", run)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for generator in (GeneratorSettings(), GeneratorSettings(start_deadline_s=77.0)):
+        with pytest.raises(SideFailed):
+            parity.compare(tmp_path, tmp_path, generator, TrainerSettings(), [], experts=False, deadline_s=100.0)
+    needed_s = 1200 + 20 * 2 * 8.19
+    assert drawn == [
+        (pytest.approx(needed_s + 100 + parity.END_S, abs=1), pytest.approx(needed_s, abs=1)),
+        (77 + 100 + parity.END_S, 77),
+    ]

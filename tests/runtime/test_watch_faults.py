@@ -21,9 +21,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monarch_rl.runtime import device_work, monitor, presence, watch
+from monarch_rl.runtime import device_work, monitor, presence, process_poller, watch
 from monarch_rl.runtime.cluster import Cluster
-from monarch_rl.runtime.device_work import Piece
+from monarch_rl.runtime.device_work import COMPILATION_S, Piece
 from monarch_rl.runtime.presence import Progress
 from monarch_rl.runtime.process_poller import LoopLag, ProcessPoller, _PolledProcess
 from monarch_rl.runtime.stall import CONTROLLER, Process, RunPicture
@@ -266,6 +266,72 @@ def test_many_threads_without_a_core_do_not_hide_a_device_that_hangs() -> None:
         process.piece, process.piece_s = Piece("a micro-batch", 0.0, 60.0), now
         poller._leave_out_queued(process, now)
     assert process.piece_s == pytest.approx(10)
+
+
+class MadeUpPoller(ProcessPoller):
+    """Of processes that compute on machines that are not there, at a time that the test says."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(process_poller, "time", SimpleNamespace(monotonic=lambda: self.now))
+        super().__init__(cluster(), 15.0, 3.0, LoopLag())
+
+    async def _states(self, machine: str, processes: list[Process]) -> dict[int, monitor.ProcessState]:
+        return {process.pid: monitor.ProcessState("running", self.now) for process in processes if process.pid}
+
+    def hang(self, now: float, **pieces: tuple[str, Piece]) -> set[str]:
+        """Names of the processes whose device hangs, of those with these machines and pieces."""
+        self.now, picture = now, RunPicture()
+        for pid, (name, (machine, piece)) in enumerate(pieces.items(), 1):
+            made = Process(name.replace("_", " "), pid, machine, piece=piece, piece_s=now - piece.since)
+            picture.processes[made.name] = made
+        asyncio.run(self._inspect(picture))
+        return {process.name for process in picture.culprits()}
+
+
+STEP = Piece("an optimizer step of 8192 tokens", 0.0, 60.0)
+COMPILES = Piece("a micro-batch of 8192 tokens, with compilation", 0.0, COMPILATION_S)
+
+
+def test_a_rank_that_waits_for_another_one_that_compiles_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a collective, until the other one's compilation takes too long itself. An engine does not wait for ranks."""
+    poller = MadeUpPoller(monkeypatch)
+    for now in range(0, 1200, 3):
+        engine = {"the engine of generator 0": ("m", STEP)} if now < 60 else {}
+        assert not poller.hang(now, trainer_rank_0=("m", STEP), trainer_rank_1=("n", COMPILES), **engine)
+    assert poller.hang(1200, trainer_rank_0=("m", STEP), trainer_rank_1=("n", COMPILES)) == {"trainer rank 1"}
+
+    poller = MadeUpPoller(monkeypatch)
+    for now in range(0, 900, 3):
+        poller.hang(now, trainer_rank_0=("m", STEP), trainer_rank_1=("n", COMPILES))
+    then = Piece("a micro-batch of 8192 tokens", 900.0, 600.0)
+    ends = [
+        now for now in range(900, 1000, 3) if poller.hang(now, trainer_rank_0=("m", STEP), trainer_rank_1=("n", then))
+    ]
+    assert 957 <= ends[0] <= 963, "what is left of its own 60 s begins when the other one has compiled"
+
+
+def test_an_engine_that_waits_for_another_one_on_its_machine_that_compiles_does_not_hang(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """For the lock of a kernel's files. Two that hang while they compile do not excuse each other."""
+    poller, prefill = MadeUpPoller(monkeypatch), Piece("a prefill of 100 tokens", 0.0, 60.0)
+    elsewhere = set()
+    for now in range(0, 1200, 3):
+        elsewhere |= poller.hang(
+            now,
+            the_engine_of_generator_0=("m", COMPILES),
+            the_engine_of_generator_1=("m", prefill),
+            the_engine_of_generator_2=("n", prefill),
+            trainer_rank_0=("m", STEP),
+        )
+    assert elsewhere == {"the engine of generator 2", "trainer rank 0"}
+
+    poller = MadeUpPoller(monkeypatch)
+    both = {f"the_engine_of_generator_{i}": ("m", COMPILES) for i in range(2)}
+    for now in range(0, 3000, 3):
+        poller.hang(now, **both)
+    assert len(poller.hang(3000, **both)) == 2
 
 
 def test_a_report_brings_what_the_devices_of_a_process_and_of_its_helpers_have_not_ended() -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tools.memory import MODELS, Options, main, sizes_of, table
+from monarch_rl.generator.settings import GeneratorSettings
+from monarch_rl.trainer.settings import TrainerSettings
+from monarch_rl.weights.endpoint import TransferSettings
+from tools.memory import MODELS, Options, device_bytes, fewest, main, sizes_of, table
 
 ROOT = Path(__file__).parents[2]
 BILLIONS = {
@@ -33,9 +38,51 @@ def test_the_table_of_the_docs_is_the_one_that_is_printed() -> None:
 
 
 def test_one_model_by_purpose(capsys: pytest.CaptureFixture[str]) -> None:
-    main(Options(model="Qwen3-1.7B", colocate=True))
+    assert main(Options(model="Qwen3-1.7B", colocate=True)) == 0
     printed = capsys.readouterr().out
     assert "| optimiser states | 12.8" in printed and "KV cache then has" in printed
-    with pytest.raises(SystemExit, match="does not fit"):
-        main(Options(model="Qwen3-8B", colocate=True))
-    assert "| optimiser states | 61." in capsys.readouterr().out
+    assert main(Options(model="Qwen3-8B", colocate=True)) == 1
+    printed, said = capsys.readouterr()
+    assert "| optimiser states | 61." in printed and said == "it does not fit\n"
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (Options(model="Qwen/Qwen3-8B"), "model Qwen/Qwen3-8B: there is no such folder, and the table has Qwen3-0.6B"),
+        (Options(model=str(ROOT / "tests")), "tests is not a model folder: it has no config.json"),
+        (
+            Options(model="Qwen3-30B-A3B", trainer=TrainerSettings(ranks=2, tp=2)),
+            "trainer.tp 2: this model has experts",
+        ),
+        (Options(model="Qwen3-8B", trainer=TrainerSettings(ranks=2, expert_parallel=2)), "the model has no experts"),
+        (Options(model="Qwen3-8B", generator=GeneratorSettings(tp=3)), "generator.tp 3 does not divide the model"),
+        (Options(model="Qwen3-8B", generator=GeneratorSettings(context_length=50_000)), "context-length 50000"),
+        (Options("Qwen3-8B", weights=TransferSettings("collective"), colocate=True), "cannot be used with colocate"),
+        (Options(colocate=True), "name a model"),
+    ],
+)
+def test_what_a_run_refuses_is_not_planned(options: Options, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        main(options)
+
+
+def test_a_mistake_is_said_in_a_line() -> None:
+    done = subprocess.run(
+        [sys.executable, "tools/memory.py", "--model", "Qwen3-9B"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2 and "error: model Qwen3-9B: there is no such folder" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_table_leaves_out_what_a_run_refuses() -> None:
+    """Tensor-parallel trainer ranks of a mixture of experts, and fewer ranks than there are parts."""
+    experts, dense = (
+        fewest(MODELS[name], Options(trainer=TrainerSettings(ranks=2, tp=2)).sides, device_bytes(141))
+        for name in ("Qwen3-30B-A3B", "Qwen3-0.6B")
+    )
+    assert experts[0] == "-" != experts[1] and dense[0].startswith("2 x ")

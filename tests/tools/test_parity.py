@@ -147,6 +147,7 @@ def test_each_limit_counts_and_replay_is_judged_where_there_is_one() -> None:
         ({"prompt_tokens": 1000}, "may have 1064 tokens, the model's max_position_embeddings is 1024"),
         ({"trainer": TrainerSettings(ranks=1, tokens_per_microbatch=70)}, "trainer.tokens-per-microbatch is 70"),
         ({"trainer": TrainerSettings(ranks=3)}, "cannot be shared equally by trainer.ranks 3"),
+        ({"trainer": TrainerSettings(ranks=2, tp=2)}, "trainer.tp 2: this model has experts"),
         ({"generator": GeneratorSettings(tp=3)}, "tp 3 does not divide the model"),
     ],
 )

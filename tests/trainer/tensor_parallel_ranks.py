@@ -3,7 +3,7 @@
     tensor_parallel_ranks.py FOLDER TP LAYOUT MODEL...
 
 Writes for each model the log-probs and gradients of fixed episodes, the saved folder, and what training made of it;
-checks snapshots, and log-probs over parts of a vocabulary against those over all of it.
+checks snapshots, who writes what of a save, and log-probs over parts of a vocabulary against those over all of it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
+from monarch_rl.trainer import saving
 from monarch_rl.trainer.batch import MicroBatch, pack
 from monarch_rl.trainer.objective import reinforcement
 from monarch_rl.trainer.policy import Policy
 from monarch_rl.trainer.settings import TrainerSettings
+from monarch_rl.trainer.shards import has_columns
 from monarch_rl.trainer.vocabulary import VocabularyPart, logprobs_of
 from tests.episode.trees import tree_of
 from tests.trainer.batches import LR, STEPS, WEIGHT_DECAY, batch, shard
@@ -83,6 +85,20 @@ def train(policy: Policy, folder: Path, name: str) -> None:
     policy.save(folder / name)
     if policy.rank == 0:
         (folder / f"{name}.json").write_text(json.dumps(steps))
+
+
+def check_written(policy: Policy) -> None:
+    """Of a weight of which ranks hold columns, each writes its rows when the model is saved, and no rank has all."""
+    whole = policy.model.hf_state()
+    divided = [name for name, value in whole.items() if has_columns(value)]
+    assert len(divided) == 2 * policy.model.hf_config["num_hidden_layers"], "o_proj and down_proj"
+    with torch.no_grad():
+        written = {name: local.numel() for name, local, _ in saving._values(policy.model)}
+    for name in divided:
+        elements = torch.tensor(written[name])
+        assert 0 < elements < whole[name].numel(), name
+        dist.all_reduce(elements)
+        assert elements == whole[name].numel(), name
 
 
 def check_parts_of_a_vocabulary() -> None:
@@ -146,6 +162,8 @@ def main(folder: Path, tp: int, layout: str, models: list[str]) -> None:
         if policy.rank == 0:
             save_file({key: value.contiguous() for key, value in values.items()}, folder / f"{name}.{layout}.values")
         policy.save(folder / f"{name}.{layout}.saved")
+        if tp > 1:
+            check_written(policy)
         check_snapshot(policy, folder / name)
         train(policy, folder, f"{name}.{layout}")
         check_snapshot(policy, folder / f"{name}.{layout}")

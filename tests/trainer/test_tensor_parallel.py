@@ -68,7 +68,8 @@ def test_log_probs_entropies_and_gradients_are_those_of_one_rank(folder: Path, n
 
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_loaded_is_saved_bit_for_bit(folder: Path, name: str, where: str) -> None:
-    """Also what is sent: the program compares the shards of each rank's snapshot with the saved weights."""
+    """Also what is sent: the program compares the shards of each rank's snapshot with the saved weights. It also checks
+    that each rank writes its rows."""
     before, after = saved(folder / name), saved(folder / f"{name}.{where}.saved")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[tensor], after[tensor]) for tensor in before)

@@ -91,7 +91,13 @@ def automatic_fraction(needed: Mapping[str, int], room: int, device_bytes: int) 
         device_bytes: of the GPU. SGLang takes its share of what is free when it starts, which is a little less.
     """
     beside = sum(nbytes for purpose, nbytes in needed.items() if purpose not in STATIC)
-    return int(1000 * max(0, room - beside) / device_bytes) / 1000
+    return share(max(0, room - beside), device_bytes)
+
+
+def share(nbytes: int, device_bytes: int) -> float:
+    """The share of a GPU that these bytes are, rounded down to three digits. With up to a thousandth of the GPU less
+    than it needs, SGLang's cache has a few tokens less."""
+    return 1000 * nbytes // device_bytes / 1000
 
 
 def cache_tokens(model: TrainedModel, needed: Mapping[str, int], settings: GeneratorSettings, room: int) -> int:

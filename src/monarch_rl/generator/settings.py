@@ -11,6 +11,7 @@ from monarch_rl.generator.version_kind import LOADERS
 from monarch_rl.model.architecture import find_architecture
 from monarch_rl.model.folder import rope_parameters
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
+from monarch_rl.runtime.deadlines import bytes_s
 from monarch_rl.runtime.device_work import COMPILATION_S
 from monarch_rl.settings.ranges import FOREVER_S, SEED, CheckedSettings, Range
 
@@ -68,9 +69,9 @@ class GeneratorSettings(CheckedSettings, flags="generator"):
         """Sequences decoded at once per replica."""
         return self.max_running_requests or RUNNING_REQUESTS["cuda" if on_gpu else "cpu"]
 
-    def start_limit_s(self, on_gpu: bool) -> float:
-        """Seconds an engine may take to start."""
-        return self.start_deadline_s or START_DEADLINE_S["cuda" if on_gpu else "cpu"]
+    def start_limit_s(self, on_gpu: bool, model_bytes: int = 0) -> float:
+        """Seconds an engine may take to start. ``model_bytes``: of the weights that it reads."""
+        return self.start_deadline_s or START_DEADLINE_S["cuda" if on_gpu else "cpu"] + bytes_s(model_bytes)
 
 
 RUNNING_REQUESTS = {"cuda": 256, "cpu": 64}

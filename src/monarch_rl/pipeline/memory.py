@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations, islice
+from math import ceil
 from typing import Any, NamedTuple
 
 from monarch_rl.generator.replica_memory import (
@@ -17,6 +18,7 @@ from monarch_rl.generator.replica_memory import (
     item_bytes,
     longest_sequence,
     replica_memory,
+    share,
 )
 from monarch_rl.generator.settings import GeneratorSettings, check_served
 from monarch_rl.model.lora import LoraSettings
@@ -147,11 +149,14 @@ def check_gpu_memory(config: dict[str, Any], s: Sides, offered: Devices) -> None
             f"give at most {most:g}, or 0, which finds it"
         )
     static = sum(nbytes for purpose, nbytes in plan.replica.items() if purpose in STATIC)
-    if s.generator.memory_fraction and not s.colocate and static > s.generator.memory_fraction * offered.memory:
+    # Rounded as the automatic share is: a share that a plan has found is none to refuse.
+    if s.generator.memory_fraction and not s.colocate and share(static, offered.memory) > s.generator.memory_fraction:
+        tokens = s.generator.max_total_tokens
+        cache = f"the {tokens} tokens of generator.max-total-tokens" if tokens else "a cache for one sequence"
         raise ValueError(
             f"generator.memory-fraction {s.generator.memory_fraction:g} gives weights and KV cache "
-            f"{_gib(s.generator.memory_fraction * offered.memory)} GiB of a GPU, and they need {_gib(static)}, with a "
-            f"cache for one sequence: give at least {static / offered.memory:.2f}, or 0, which finds it"
+            f"{_gib(s.generator.memory_fraction * offered.memory)} GiB of a GPU, and they need {_gib(static)}, with "
+            f"{cache}: give at least {ceil(1000 * static / offered.memory) / 1000:g}, or 0, which finds it"
         )
 
 

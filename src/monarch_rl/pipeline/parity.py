@@ -27,6 +27,7 @@ from monarch_rl.episode.packed import pack_group, unpack_group
 from monarch_rl.episode.sampling import Sampling
 from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD, quiet_imports
 from monarch_rl.generator.settings import GeneratorSettings
+from monarch_rl.model.tensors import model_bytes
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.fork_context import ForkContext
 from monarch_rl.runtime.lifetime import die_with_parent
@@ -101,9 +102,11 @@ def compare(
     """
     quiet_imports()
     trainer = replace(trainer, router_replay="compare" if experts else "off")
+    start_s = generator.start_limit_s(torch.cuda.is_available(), model_bytes(engine_model))
+    generator = replace(generator, start_deadline_s=start_s)
     with temporary_directory() as folder:
         what = f"the engine to draw {sum(len(prompt_set.prompts) for prompt_set in prompt_sets)} sequences"
-        limit_s = generator.start_limit_s(torch.cuda.is_available()) + deadline_s + END_S
+        limit_s = start_s + deadline_s + END_S
         drawing = (folder, engine_model, generator, prompt_sets, experts, deadline_s, dict(engine_arguments or {}))
         run_ranks(draw, drawing, 1, limit_s, what, ENGINE_PRELOAD)
         what = f"{trainer.ranks} trainer ranks to compute the log-probs"

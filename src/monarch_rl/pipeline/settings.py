@@ -38,7 +38,6 @@ from monarch_rl.rollout.settings import (
     check_prompts,
     check_rollout,
 )
-from monarch_rl.runtime.deadlines import bytes_s
 from monarch_rl.runtime.devices import Devices
 from monarch_rl.runtime.watch import STALL_S
 from monarch_rl.settings.ranges import FOREVER_S, CheckedSettings, Range
@@ -180,10 +179,9 @@ def resolve(s: S, offered: Devices, model: Path | None = None, sides: Sides | No
     """
     sides = sides or memory_sides(s)
     on_gpu = offered.kind == "cuda"
-    requests, limit_s = s.generator.running_requests(on_gpu), s.generator.start_limit_s(on_gpu)
+    requests = s.generator.running_requests(on_gpu)
+    limit_s = s.generator.start_limit_s(on_gpu, 0 if model is None else model_bytes(model))
     fraction, tokens = s.generator.memory_fraction, s.generator.max_total_tokens
-    if s.generator.start_deadline_s is None and model is not None:
-        limit_s += bytes_s(model_bytes(model))
     if model is not None and offered.memory:
         plan = plan_memory(read_config(model), sides, offered.memory)
         fraction = plan.memory_fraction
@@ -292,7 +290,7 @@ def _check_devices(s: RunSettings, offered: Devices) -> None:
     engine_ranks = s.generator.replicas * s.generator.tp
     replicas = f"{s.generator.replicas} generator replicas" + (f" of {s.generator.tp}" if s.generator.tp > 1 else "")
     if s.colocate:
-        _check_shared(s, offered)
+        check_shared(s.transfers.way, offered)
         what = f"{s.trainer.ranks} trainer ranks, which share devices with {replicas}"
         offered.check(max(s.trainer.ranks, engine_ranks), what)
     else:
@@ -301,9 +299,12 @@ def _check_devices(s: RunSettings, offered: Devices) -> None:
     check_hosts(s.trainer, offered.per_host)
 
 
-def _check_shared(s: RunSettings, offered: Devices) -> None:
-    """Refuse transports by which versions cannot travel between processes that share a device."""
-    way = s.transfers.way
+def check_shared(way: str, offered: Devices) -> None:
+    """Refuse a transport by which versions cannot travel between processes that share a device. Raises ValueError.
+
+    Args:
+        way: ``TransferSettings.way``.
+    """
     if offered.kind == "cuda" and way in ("collective", "auto"):
         raise ValueError(
             f"weights.transport {way} cannot be used with colocate: NCCL does not take two ranks on one GPU. Leave "

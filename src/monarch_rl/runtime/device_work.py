@@ -31,6 +31,8 @@ FLOOR_S = 60.0
 """Seconds that any piece may take: hundreds of times what one takes, less than NCCL's own 300 s."""
 FIRST_S = 600.0
 """Seconds for the first two pieces of a kind: the first one loads kernels, so it says nothing about the others."""
+COMPILATION = "compilation"
+"""Why a piece takes longer in which kernels are compiled."""
 COMPILATION_S = 1200.0
 """Seconds for a piece in which kernels are compiled, as for the start of an engine that compiles."""
 CAPTURE_S = 600.0
@@ -51,6 +53,11 @@ class Piece:
     """``time.monotonic()`` of this machine when it began, or of the last sign of life in it."""
     limit_s: float
     """Seconds from then on after which the device counts as hung."""
+
+    @property
+    def compiles(self) -> bool:
+        """Whether kernels are compiled in it."""
+        return self.what.endswith(f", with {COMPILATION}")
 
 
 class Mark(Protocol):
@@ -238,7 +245,7 @@ def _notice_compilation() -> None:
 
         def start(self: Any, *args: Any, **kwargs: Any) -> None:
             if _work is not None and _work.is_by_this_thread():
-                _work.extend("compilation", COMPILATION_S)
+                _work.extend(COMPILATION, COMPILATION_S)
             original(self, *args, **kwargs)
 
         subprocess.Popen.__init__ = start  # type: ignore[method-assign]
@@ -254,4 +261,4 @@ def _on_compile_start(arguments: Any) -> None:
     if arguments.callback_trigger.name == "CUDAGRAPH_RECORDING":
         _work.extend("CUDA graph capture", CAPTURE_S)
     else:
-        _work.extend("compilation", COMPILATION_S)
+        _work.extend(COMPILATION, COMPILATION_S)

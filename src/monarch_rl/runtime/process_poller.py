@@ -52,7 +52,7 @@ class _PolledProcess:
     """Monarch has reported its loss."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _SeenPiece:
     """A piece of work on a device when it was first seen, by ``time.monotonic()``."""
 
@@ -61,6 +61,8 @@ class _SeenPiece:
     had: CoreTime
     """What the process had had of the cores by then."""
     unwatched_s: float
+    others_compiled_s: float = 0.0
+    """Seconds since then in which others compiled that it may wait for."""
 
 
 class LoopLag:
@@ -131,7 +133,7 @@ class ProcessPoller:
         self._unwatched_s = 0.0
         """Seconds so far for which this process itself did not run."""
         self._polls: set[asyncio.Task[None]] = set()
-        self._watched_since = time.monotonic()
+        self._watched_since = self._inspected_at = time.monotonic()
 
     def add_new(self) -> None:
         """Start to poll the processes that were spawned since the last call."""
@@ -237,6 +239,8 @@ class ProcessPoller:
                 process.state = None if process.pid is None else states.get(process.pid)
                 self._compare_with_history(process, now)
                 self._leave_out_queued(process, now)
+        _leave_out_others_compilation(list(picture.processes.values()), self._pieces, now, now - self._inspected_at)
+        self._inspected_at = now
 
     def _leave_out_queued(self, process: Process, now: float) -> None:
         """Of the seconds of its piece of work, those for which it had no core, and those before this watch looked."""
@@ -323,6 +327,38 @@ class ProcessPoller:
         else:
             what = f"the end of {process.name}"
             await self._ask_on(process.machine, lambda there: there.kill.call_one(pid), what, None)
+
+
+def _leave_out_others_compilation(
+    processes: list[Process], pieces: dict[tuple[str, int | None], _SeenPiece], now: float, since_last_s: float
+) -> None:
+    """Of the seconds of pieces of work, leave out those in which another process that it may wait for compiled kernels,
+    and was within the time for that. Only the one that compiles can say so.
+
+    One that exceeds that time excuses nobody, so processes that hang while they compile do not excuse each other.
+
+    Args:
+        processes: with the seconds of their pieces, without those for which they had no core.
+        pieces: as they were first seen, by machine and pid.
+        now: the time of this inspection.
+        since_last_s: seconds since the one before.
+    """
+    compiling = [process for process in processes if process.piece is not None and process.piece.compiles]
+    compiling = [process for process in compiling if not process.device_hangs]
+    for process in processes:
+        seen = pieces.get((process.machine, process.pid))
+        if process.piece is None or seen is None or seen.since != process.piece.since:
+            continue
+        if any(other is not process and _may_wait_for(process, other) for other in compiling):
+            seen.others_compiled_s += min(since_last_s, now - seen.at)
+        process.piece_s = max(0.0, process.piece_s - seen.others_compiled_s)
+
+
+def _may_wait_for(process: Process, other: Process) -> bool:
+    """Whether a process's device may wait for what another one compiles: trainer ranks wait for each other in
+    collectives, wherever they are, and engines of a machine for the lock of a kernel's files."""
+    ranks = {known.name.startswith("trainer rank ") for known in (process, other)}
+    return ranks == {True} or (ranks == {False} and process.machine == other.machine)
 
 
 def _handles(cluster: Cluster) -> set[int]:

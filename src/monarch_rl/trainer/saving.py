@@ -1,7 +1,8 @@
 """Writing the model under training as a Hugging Face folder, by all ranks at once and a few MiB at a time.
 
 Every rank writes the elements that it holds to where they belong in the files (``model/weight_files.py``): nothing is
-gathered, and no rank has more of the model in memory than before. All is written to another folder, which gets its name
+gathered, and no rank has more of the model in memory than before. Tensor-parallel ranks that hold columns exchange them
+for rows first, one tensor at a time. All is written to another folder, which gets its name
 when it is complete. So whoever is killed meanwhile, a folder of that name holds a whole model.
 """
 
@@ -28,7 +29,7 @@ from monarch_rl.runtime.deadlines import disk_limit_s
 from monarch_rl.runtime.store import world_store
 from monarch_rl.trainer.lora import merged_shards, save_lora
 from monarch_rl.trainer.model import EXPERT, ShardedModel
-from monarch_rl.trainer.shards import local_run
+from monarch_rl.trainer.shards import by_rows, local_run
 
 DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 """By safetensors' names."""
@@ -122,7 +123,7 @@ def save_adapter(model: ShardedModel, folder: Path) -> None:
 def _write(model: ShardedModel, partial: Path, files: list[WeightFile], dtype: torch.dtype) -> None:
     """Write what this rank holds. All ranks call it together.
 
-    One that cannot write goes on to take part in gathering tensors, because others wait for it there, and raises at the
+    One that cannot write goes on to exchange columns and to gather LoRA, because others wait for it, and raises at the
     end.
     """
     failed: OSError | None = None
@@ -198,8 +199,7 @@ def _values(model: ShardedModel) -> Iterator[tuple[str, torch.Tensor, int]]:
     for name, value in weights.items():
         if name in done:
             continue
-        if isinstance(value, DTensor) and any(p.is_shard() and not p.is_shard(0) for p in value.placements):
-            value = value.full_tensor()  # columns are no run of elements: one such tensor at a time
+        value = by_rows(value)  # columns are no run of elements
         # What lies whole on every rank is written by the first one; an expert lies on one rank.
         if isinstance(value, DTensor) or EXPERT.search(name) or dist.get_rank() == 0:
             yield name, *local_run(value)
