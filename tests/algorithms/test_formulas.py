@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from monarch_rl.algorithms import advantages, aggregation, corrections
+from monarch_rl.algorithms import advantages, aggregation, corrections, losses
 from monarch_rl.algorithms.group_view import GroupView
 from monarch_rl.algorithms.mismatch import figures
 
@@ -80,6 +80,41 @@ def test_token_weights(lengths: list[int], max_tokens: int) -> None:
             torch.tensor(lengths), name, batch_tokens=total, batch_episodes=episodes, max_tokens=max_tokens
         )
         np.testing.assert_allclose(found.numpy(), weights, rtol=1e-5)
+
+
+def pulls(name: aggregation.Aggregation, lengths: list[int]) -> list[np.ndarray]:
+    """The gradient of each token's log-prob: of a right answer, then of wrong ones, of these lengths."""
+    of_group = advantages.dr_grpo(GroupView.of(torch.tensor([1.0] + [0.0] * (len(lengths) - 1))))
+    weights = aggregation.token_weights(
+        torch.tensor(lengths), name, batch_tokens=sum(lengths), batch_episodes=len(lengths), max_tokens=100
+    )
+    logprobs = torch.full((sum(lengths),), -1.0, requires_grad=True)
+    advantages_N, weights_N = (values.repeat_interleave(torch.tensor(lengths)) for values in (of_group, weights))
+    loss = (losses.policy_gradient(logprobs, advantages_N) * weights_N).sum()
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    return [values.numpy() for values in gradient.split(lengths)]
+
+
+@given(st.integers(1, 40), st.integers(1, 20), st.integers(1, 20))
+def test_how_much_long_and_short_wrong_answers_are_punished(right: int, short: int, more: int) -> None:
+    """What the papers say of them: token_mean has long answers count more, sequence_mean hardly punishes a long wrong
+    one, and constant has no bias by length."""
+    long, lengths = short + more, [right, short, short + more]
+    found = {name: pulls(name, lengths) for name in ("token_mean", "sequence_mean", "constant")}
+    for _, of_short, of_long in found.values():
+        assert (of_short > 0).all() and (of_long > 0).all()  # descent lowers the log-probs of both
+    _, of_short, of_long = found["token_mean"]
+    np.testing.assert_allclose(of_long, of_short[0])
+    np.testing.assert_allclose(of_long.sum(), of_short.sum() * long / short, rtol=1e-5)
+    _, of_short, of_long = found["sequence_mean"]
+    np.testing.assert_allclose(of_long.sum(), of_short.sum(), rtol=1e-5)
+    np.testing.assert_allclose(of_long, of_short[0] * short / long, rtol=1e-5)
+    # constant: however long an answer and the others are, a token is pulled alike. token_mean: less in longer batches.
+    of_shorter = {name: pulls(name, [right, short, short]) for name in ("token_mean", "constant")}
+    _, of_short, of_long = found["constant"]
+    for values in (of_short, of_long, *of_shorter["constant"][1:]):
+        np.testing.assert_allclose(values, of_short[0])
+    assert of_shorter["token_mean"][1][0] > found["token_mean"][1][0]
 
 
 def test_an_unknown_aggregation_is_refused() -> None:

@@ -145,3 +145,7 @@ async def test_settings_are_checked_before_anything_is_spawned() -> None:
         async with Run.open(settings, cluster) as run:
             with pytest.raises(ValueError, match=said):
                 await run.start(ReasoningGym(TaskSettings("spel_backward")), advantage=grpo, objective=supervised)
+    async with Run.open(RunSettings(buffer=BufferSettings(drop_equal_rewards=True)), cluster) as run:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match="supervised reads no rewards"):
+            patch.setattr("monarch_rl.pipeline.run.prepare", lambda settings, *_: (settings, Path()))
+            await run.start(ReasoningGym(TaskSettings()), advantage=grpo, objective=supervised)

@@ -127,7 +127,7 @@ async def half(item: Any, group: Group) -> None:
 
 async def not_finite(item: Any, group: Group) -> None:
     for episode in group.episodes:
-        episode.fill_column("teacher", np.where(np.arange(episode.num_tokens) == 3, np.nan, 1.0))
+        episode.fill_column("teacher", np.where(np.arange(episode.num_tokens) == 2, np.nan, 1.0))
 
 
 async def bad_reward(item: Any, group: Group) -> None:
@@ -176,7 +176,7 @@ FAILURES: list[tuple[Callable[[Any, Group], Any], tuple[str, ...], str, str]] = 
     (lambda item, group: 1, (), "raised TypeError", "is no coroutine: write `async def`"),
     (nothing, ("teacher",), CANNOT, "has to fill the columns teacher, but teacher is not there"),
     (half, ("teacher",), CANNOT, "turn 0 of episode 0 has columns ['teacher'], turn 0 of episode 1 has []"),
-    (not_finite, ("teacher",), CANNOT, "Column teacher of episode 0 is nan at token 3 of 8"),
+    (not_finite, ("teacher",), CANNOT, "No episode has finite columns: of episode 0 column teacher is nan at token 2"),
     (bad_reward, (), CANNOT, "Episode 1: the reward is inf, not a finite number of float32."),
     (text_reward, (), CANNOT, "Episode 1: could not convert to a reward: 'much' is text"),
     (bad_part, (), CANNOT, "Episode 1: parts of a reward must be finite numbers of float32: style is nan."),
@@ -211,6 +211,33 @@ def test_a_stage_that_fails_costs_its_group_and_shows_why(
         assert other is None
     if reason.startswith(("raised A", "raised I", "raised S", "took")):
         assert __file__ in failed.failure.place
+
+
+def test_a_column_that_is_not_finite_in_one_episode_reaches_the_trainer() -> None:
+    """Which leaves out the episode, names and counts it."""
+
+    async def one_wrong(item: Any, group: Group) -> None:
+        await teacher(item, group)
+        await not_finite(item, Group(0, 0, group.episodes[1:]))
+        group.episodes[1].reward = 0.5
+
+    of_one = made()
+    (failed,), _ = run([Stage(one_wrong, fills=("teacher",))], of_one)
+    assert failed is None
+    right, wrong = unpack_group(pack_group(of_one)).episodes
+    assert np.isfinite(right.column("teacher")).all() and wrong.reward == 0.5
+    assert np.flatnonzero(np.isnan(wrong.column("teacher"))).tolist() == [2]
+
+
+def test_columns_that_are_not_finite_in_all_episodes_cost_the_group_whichever_they_are() -> None:
+    async def each_another(item: Any, group: Group) -> None:
+        for number, episode in enumerate(group.episodes):
+            for place, name in enumerate(("teacher", "student")):
+                episode.fill_column(name, np.full(episode.num_tokens, np.inf if place == number else 1.0))
+
+    (failed,), _ = run([Stage(each_another, fills=("student", "teacher"))], made())
+    assert failed is not None and failed.failure is not None
+    assert "of episode 0 column teacher is inf at token 2 of 8" in failed.failure.report
 
 
 def test_as_many_groups_are_in_a_stage_as_it_says_and_waiting_is_told_apart() -> None:

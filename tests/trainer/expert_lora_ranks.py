@@ -12,13 +12,15 @@ import sys
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 
 from monarch_rl.model.lora import LoraSettings
 from monarch_rl.trainer.policy import Policy
+from monarch_rl.trainer.reference import without_lora
 from monarch_rl.trainer.settings import TrainerSettings
 from tests.trainer.batches import LR, WEIGHT_DECAY
 from tests.trainer.lora_cases import EXPERT_CASES
-from tests.trainer.lora_ranks import train
+from tests.trainer.lora_ranks import logits, train
 from tests.trainer.moe_cases import layout
 from tests.trainer.programs import saved
 from tests.trainer.ranks import check_snapshot
@@ -34,6 +36,15 @@ def check_sent(policy: Policy, folder: Path, lora: LoraSettings) -> None:
     assert len(experts) * policy.world_size == sum(".experts." in name for name in targets)
 
 
+def check_without_lora(policy: Policy, folder: Path, kind: str) -> None:
+    """What the KL is measured against, whatever LoRA has learned: the model that training started from."""
+    trained, start = logits(policy, folder, kind), load_file(folder / f"{kind}.logits")["logits"]
+    with without_lora(policy.module):
+        found = logits(policy, folder, kind)
+    assert (found.view(start.shape) - start).abs().max() < 5e-6 and (found - trained).abs().max() > 2e-3
+    assert torch.equal(logits(policy, folder, kind), trained)
+
+
 def main(folder: Path, degrees: list[int]) -> None:
     torch.set_num_threads(1)
     ranks = int(os.environ["WORLD_SIZE"])
@@ -43,6 +54,7 @@ def main(folder: Path, degrees: list[int]) -> None:
             name = f"{case}.{layout(ranks, degree)}"
             policy = train(folder, kind, name, settings)
             check_sent(policy, folder / kind, lora)
+            check_without_lora(policy, folder, kind)
             check_snapshot(policy, folder / name)
     policy.close()
 

@@ -50,13 +50,14 @@ def check_trained(policy: Policy, lora: LoraSettings) -> None:
     assert held == {id(parameter) for parameter in trained}
 
 
-def write_logits(policy: Policy, folder: Path, kind: str, name: str) -> None:
+def logits(policy: Policy, folder: Path, kind: str) -> torch.Tensor:
+    """Of the tokens whose logits the reference has written."""
     tokens = load_file(folder / f"{kind}.logits")["tokens"]
     positions = torch.arange(tokens.shape[1]).repeat(tokens.shape[0])[None]
     masks = separate_layout([tokens.shape[1]] * tokens.shape[0], policy.device)
     with torch.no_grad():
-        logits = policy.module(tokens.flatten()[None], positions=positions, attention_masks=masks)[0]
-    save_file({"logits": logits.contiguous()}, folder / f"{name}.rank{policy.rank}")
+        found: torch.Tensor = policy.module(tokens.flatten()[None], positions=positions, attention_masks=masks)[0]
+    return found.contiguous()
 
 
 def train(folder: Path, kind: str, name: str, settings: TrainerSettings) -> Policy:
@@ -69,7 +70,7 @@ def train(folder: Path, kind: str, name: str, settings: TrainerSettings) -> Poli
     check_base(policy, folder / kind)
     policy.save(folder / name)
     check_base(policy, folder / kind)
-    write_logits(policy, folder, kind, name)
+    save_file({"logits": logits(policy, folder, kind)}, folder / f"{name}.rank{policy.rank}")
     return policy
 
 

@@ -26,7 +26,7 @@ from monarch_rl.episode.shard import BatchShard, mask_older, outcomes
 from monarch_rl.trainer.advantages import advantages_of, fingerprint, flat, group_views
 from monarch_rl.trainer.batch import MicroBatch, pack, pack_shard
 from monarch_rl.trainer.critic_settings import CriticSettings
-from monarch_rl.trainer.functions import LoadedFunctions, TrainingFunctions, check_columns
+from monarch_rl.trainer.functions import LoadedFunctions, TrainingFunctions, check_columns, equal_rewards_warning
 from monarch_rl.trainer.loss_settings import LossSettings
 from monarch_rl.trainer.objective import OBJECTIVES, Sums, call, reinforcement, supervised
 from monarch_rl.trainer.settings import TrainerSettings
@@ -384,6 +384,33 @@ def test_a_column_that_nobody_fills_is_refused_before_anything_is_spawned() -> N
     assert sent(by_column, supervised).advantage_columns == needed_columns(by_column) == ("value",)
     with pytest.raises(ValueError, match=r"the advantage <lambda> .* needs the column 'value'"):
         check_columns(sent(by_column, supervised), {"teacher": "teacher"})
+
+
+@pytest.mark.parametrize("advantage", ADVANTAGES)
+def test_to_drop_groups_of_equal_rewards_is_refused_or_warns_where_they_would_teach(advantage: str) -> None:
+    """Where equal rewards have advantages of zero, in a batch in which others do not, and nowhere else."""
+    functions = sent(advantage, "reinforcement")
+    if advantage in ("distillation", "sequence_distillation"):
+        with pytest.raises(ValueError, match="drop-equal-rewards: the advantage distillation reads no rewards"):
+            equal_rewards_warning(functions)
+        return
+    views = [GroupView.of(rewards, columns={"value": [torch.full((1,), 0.25)] * 2}) for rewards in ([1, 1], [0, 1])]
+    of_equal, _ = advantages_of(views, functions.advantage.load())
+    warning = equal_rewards_warning(functions)
+    assert any(values.any() for values in of_equal) == bool(warning)
+    assert not warning or f"drop-equal-rewards: the advantage {advantage} does not compare" in warning
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_to_drop_groups_by_their_rewards_is_refused_where_the_objective_reads_none(objective: str) -> None:
+    if objective == "reinforcement":
+        assert equal_rewards_warning(sent("dr_grpo", objective)) == ""
+        return
+    given = OBJECTIVES[objective](LossSettings(entropy_coefficient=0.1))
+    for of_either in (objective, given):
+        with pytest.raises(ValueError, match=f"drop-equal-rewards: the objective {objective} reads no rewards"):
+            equal_rewards_warning(sent(grpo, of_either))
+    assert equal_rewards_warning(sent(leave_one_out, scaled)) == ""  # of a recipe's own nothing is known
 
 
 def test_the_reference_has_one_source_and_every_group_its_engines_logprobs() -> None:

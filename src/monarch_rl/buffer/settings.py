@@ -31,7 +31,9 @@ class BufferSettings(CheckedSettings, flags="buffer"):
     reject: Literal["drop", "mask"] = "mask"
     """What reject-lag leaves out: the whole group, or its stale tokens."""
     drop_equal_rewards: bool = False
-    """Drop groups whose rewards are all equal, and play others (dynamic sampling, DAPO, arXiv:2503.14476)."""
+    """Drop groups whose rewards are all equal, and play others (dynamic sampling, DAPO, arXiv:2503.14476). For
+    advantages within the group, to which they teach nothing: with `reinforce_pp`, `seat_baselines` and `gae` they would
+    teach, and it warns; where no reward is read (distillation) it is refused."""
     max_filtered: Annotated[int, Range(1, 1_000_000)] = 10
     """Batches' worth of groups that drop-equal-rewards may drop for one batch (10 in DAPO's own code). Further groups
     are trained, so that a task that is solved does not stop the run."""

@@ -216,7 +216,8 @@ METRICS = (
     Metric(
         "reward/equal_groups_share",
         "share",
-        "Share of groups whose episodes all got the same reward: they teach nothing.",
+        "Share of groups whose episodes all got the same reward. Advantages within the group (`dr_grpo`, `grpo`, "
+        "`rloo`, `max_rl`) learn nothing from them; others do, and so does distillation.",
         "learning",
     ),
     Metric(

@@ -63,7 +63,7 @@ from monarch_rl.runtime.heap import freeze_heap, leave_heap
 from monarch_rl.runtime.watch import watched
 from monarch_rl.tasks.rows import Row
 from monarch_rl.tasks.task import Task
-from monarch_rl.trainer.functions import TrainingFunctions, check_columns
+from monarch_rl.trainer.functions import TrainingFunctions, check_columns, equal_rewards_warning
 from monarch_rl.trainer.loss_settings import loss_warnings
 from monarch_rl.trainer.objective import Objective
 
@@ -218,6 +218,8 @@ class Run:
         trainer = settings.trainer
         functions = TrainingFunctions.of(advantage, objective, trainer.loss, trainer.critic)
         check_columns(functions, columns_filled(stages), trainer.reference, trainer.critic.enabled)
+        if settings.buffer.drop_equal_rewards and (warning := equal_rewards_warning(functions)):
+            print(f"warning: {warning}")
         handed, by_value = ByValue(task, f"task {task.name}"), ByValue(stages, "a stage")
         actors = await start_actors(
             *(self._cluster, settings, handed, model, functions, by_value, self._frozen, self.resumed, self.folder),

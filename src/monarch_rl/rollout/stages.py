@@ -213,12 +213,18 @@ def _problem(stage: Stage, group: Group, before: list[tuple[int, str, int, Fork 
     missing = [name for name in stage.fills if name not in names]
     if missing:
         return f"It has to fill the columns {', '.join(stage.fills)}, but {missing[0]} is not there."
-    for number, episode in enumerate(group.episodes):
-        for name in stage.fills:
-            wrong = np.flatnonzero(~np.isfinite(episode.column(name)))
-            if len(wrong):
-                value = episode.column(name)[wrong[0]]
-                return f"Column {name} of episode {number} is {value} at token {wrong[0]} of {episode.num_tokens}."
+    wrong = [_not_finite(episode, stage.fills) for episode in group.episodes]
+    # One that some have costs these alone: the trainer leaves them out, names and counts them (finite_only). Where all
+    # have one, it would train nothing of the group.
+    return f"No episode has finite columns: of episode 0 {wrong[0]}" if all(wrong) else ""
+
+
+def _not_finite(episode: Episode, names: Sequence[str]) -> str:
+    """Which column is not finite, and where; empty if all are."""
+    for name in names:
+        values = episode.column(name)
+        if len(wrong := np.flatnonzero(~np.isfinite(values))):
+            return f"column {name} is {values[wrong[0]]} at token {wrong[0]} of {len(values)}."
     return ""
 
 

@@ -29,6 +29,12 @@ CRITIC = {
 }
 """The same, with ``trainer.critic``; advantages have the first one, too."""
 
+BEYOND_THE_GROUP = ("reinforce_pp", "seat_baselines", "gae")
+"""Advantages that do not compare a group's rewards with each other alone, so that equal ones teach."""
+WITHOUT_REWARDS = {"advantage": ("distillation",), "objective": ("distillation", "supervised")}
+"""Advantages and objectives that teach the same whatever the rewards are; ``sequence_distillation`` is a partial of the
+first."""
+
 
 @dataclass(frozen=True, slots=True)
 class TrainingFunctions:
@@ -188,6 +194,36 @@ def check_columns(
                     f"the {kind} {place_of(function)} needs the column {name!r}, which nobody fills (filled are "
                     f"{', '.join(sorted(known))}): give {flag}run.start() a stage that does, stages=[{made}]"
                 )
+
+
+def equal_rewards_warning(functions: TrainingFunctions) -> str:
+    """What is said of ``buffer.drop_equal_rewards`` where the groups that it drops would teach; empty where they would
+    not, or where the advantage is a recipe's own, of which that is not known.
+
+    Raises:
+        ValueError: by these functions no reward teaches anything, so that none is a reason to drop a group.
+    """
+    flag = "buffer.drop-equal-rewards"
+    kinds: dict[str, ByValue[Any]] = {"objective": functions.objective, "advantage": functions.advantage}
+    made: dict[str, dict[str, object]] = {
+        "objective": {name: make(LossSettings()) for name, make in OBJECTIVES.items()},
+        "advantage": {name: make() for name, make in ADVANTAGES.items()},
+    }
+    name = ""
+    for kind, function in kinds.items():
+        names = {place_of(made[kind][name]): name for name in reversed(made[kind])}  # a partial has the first's place
+        name = names.get(place_of(function.load()), "")
+        if name in WITHOUT_REWARDS[kind]:
+            raise ValueError(
+                f"{flag}: the {kind} {name} reads no rewards, so all groups teach alike, and those of equal rewards "
+                "would be dropped. Leave it out"
+            )
+    if name not in BEYOND_THE_GROUP:
+        return ""
+    return (
+        f"{flag}: the advantage {name} does not compare within the group alone, so the groups that are dropped would "
+        "teach. Leave it out, or take the advantage dr_grpo, grpo, rloo or max_rl"
+    )
 
 
 def _check_critic(functions: Mapping[str, object], filled: Mapping[str, str]) -> None:

@@ -59,7 +59,8 @@ class DrawnTokens:
         """
         if self.kept_sets is not None:
             raise ValueError("log-probs of further tokens are asked for, and tokens were drawn from kept sets")
-        others = torch.stack([column.long() for column in columns], -1)
+        # What is not finite is no id, and its episode is left out of the loss. In its place stands an id that there is.
+        others = torch.stack([torch.where(column.isfinite(), column, 0.0).long() for column in columns], -1)
         if self.rows is None:
             return replace(self, others=others)
         return replace(self, positions=self.positions[self.rows], ids=self.ids[self.rows], rows=None, others=others)
