@@ -115,9 +115,13 @@ async def table(
 
 @asynccontextmanager
 async def engine_of(
-    settings: RunSettings, offered: Devices, task: Task | None = None
+    settings: RunSettings, offered: Devices, task: Task | None = None, version: int = 0
 ) -> AsyncIterator[tuple[Engine, Path]]:
     """An engine that serves the model of ``settings`` as it is, for the block, and the model's folder.
+
+    Args:
+        task: what is to be played, if it is known.
+        version: number of the model's weights.
 
     Raises:
         ValueError: settings that cannot work; names them.
@@ -128,7 +132,7 @@ async def engine_of(
     model = check(settings, offered, task)
     resolved = resolve(settings, offered, model)
     limit_s = resolved.generator.start_limit_s(offered.kind == "cuda")
-    starting = Engine.start(str(model), resolved.generator)
+    starting = Engine.start(str(model), resolved.generator, version=version)
     engine = await within(limit_s, starting, f"the engine to load {model}", on="the engine")
     try:
         yield engine, model
