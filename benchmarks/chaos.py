@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from processes import listening_sockets, name_of, sockets_of
+from processes import listening_sockets, named_in, sockets_of
 from reporting import run_benchmark
 
 from monarch_rl.runtime.lifetime import die_with_parent
@@ -80,7 +80,7 @@ OWNERS = {
     "trainer rank": "trainer",
 }
 """The actor to which a process of a kind belongs, as ``processes.name_of`` calls it."""
-ALONE = ("buffer", "host")
+ALONE = ("buffer", "controller", "host")
 """Kinds of which there is one."""
 REPLACED = ("generator", "engine", "rollout worker", "scorer")
 RESTORED = ("trainer rank", "buffer", "controller", "host")
@@ -132,22 +132,23 @@ class Run:
                 continue
         return found
 
+    def named(self) -> list[tuple[psutil.Process, str]]:
+        """All processes of the run that are running now, and their names."""
+        return named_in(self.scratch / "runs", self.processes())
+
     def victim(self, kind: str, index: int) -> psutil.Process:
         """The process of this kind and index; among a worker's scoring processes, the first."""
-        if kind == "controller":
-            (text,) = [path.read_text() for path in self.scratch.glob("runs/*/run.json")]
-            return psutil.Process(json.loads(text)["pid"])
-        processes = self.processes()
-        (actor,) = [process for process in processes if _name(process) == name_in(OWNERS.get(kind, kind), index)]
+        named = self.named()
+        (actor,) = [process for process, name in named if name == name_in(OWNERS.get(kind, kind), index)]
         if kind not in ("engine", "scorer"):
             return actor
         group = os.getpgid(actor.pid)  # what an actor starts is in its process group
-        return next(p for p in processes if _name(p) == kind and os.getpgid(p.pid) == group)
+        return next(process for process, name in named if name == kind and os.getpgid(process.pid) == group)
 
     def keepable(self) -> set[psutil.Process]:
         """The generators, their engines and the rollout workers, which may stay where trainer ranks are lost."""
         kinds = ("generator actor", "engine", "rollout worker")
-        return {process for process in self.processes() if _name(process).startswith(kinds)}
+        return {process for process, name in self.named() if name.startswith(kinds)}
 
     def rows(self, name: str) -> list[dict[str, Any]]:
         """The lines of a file of the run's folder."""
@@ -209,13 +210,6 @@ class Run:
 def name_in(kind: str, index: int) -> str:
     """The name of a process of a kind."""
     return kind if kind in ALONE else f"{kind} {index}"
-
-
-def _name(process: psutil.Process) -> str:
-    try:
-        return name_of(process.name(), process.cmdline(), process.environ())
-    except psutil.NoSuchProcess:
-        return ""
 
 
 def strike(run: Run, fault: Fault, index: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Looking costs a few milliseconds a run. What a process uses between the last loo
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections import defaultdict
@@ -36,7 +37,8 @@ TITLE = re.compile(r"([a-z]+)(\d*)(?:-(\d+))?( @ |$)")
 
 
 def name_of(title: str, command: list[str], environment: Mapping[str, str]) -> str:
-    """What a process is: its role, and its number where there are several, such as ``trainer 1``.
+    """What a process is: its role, and its number where there are several, such as ``trainer 1``. A controller is a
+    program like any other: see :func:`named_in`.
 
     Args:
         title: name of the process; SGLang's are named so by SGLang, which also overwrites their environment.
@@ -50,6 +52,7 @@ def name_of(title: str, command: list[str], environment: Mapping[str, str]) -> s
     if "fork_client" in text:
         return "stand-in"
     for part, name in (
+        ("monarch_rl.runtime.supervisor", "supervisor"),
         ("monarch_rl.runtime.host", "host"),
         ("fork server", "fork server"),
         ("monarch_rl.runtime.fork_server", "fork server"),
@@ -66,6 +69,21 @@ def name_of(title: str, command: list[str], environment: Mapping[str, str]) -> s
         return "scorer" if role == "rollout worker" else "other"
     number = found[2] or (found[3] if role == "trainer" else "")
     return f"{role} {number}" if number else role
+
+
+def named_in(runs: Path, processes: Iterable[psutil.Process]) -> list[tuple[psutil.Process, str]]:
+    """Processes of a run and their names, without those that have just ended.
+
+    Args:
+        runs: with the run's folder, which says who its controller is.
+    """
+    controllers = [json.loads(path.read_text())["pid"] for path in runs.glob("*/run.json")]
+    found = list[tuple[psutil.Process, str]]()
+    for process in processes:
+        with suppress(psutil.Error, OSError):
+            name = name_of(process.name(), process.cmdline(), process.environ())
+            found.append((process, "controller" if process.pid in controllers else name))
+    return found
 
 
 def by_role(by_name: Mapping[str, float]) -> dict[str, float]:

@@ -32,7 +32,7 @@ from typing import Any
 
 import psutil
 from chaos import FAULTS, RESTORED, ROOT, RUN_S, Fault, Run, check, check_made_again, check_rollouts, strike
-from processes import Look, above_goal, growth, look_at, name_of, shared_files, shared_inodes
+from processes import Look, above_goal, growth, look_at, shared_files, shared_inodes
 from reporting import run_benchmark, short
 
 LEAST_LOOKS = 8
@@ -68,14 +68,10 @@ class Watcher:
     def watch(self) -> None:
         while not self.ended.wait(self.look_s):
             steps = self.run.steps()
-            for process in self.run.processes():
-                self._look(process, steps[-1]["step"] if steps else 0)
+            for process, name in self.run.named():
+                self._look(process, name, steps[-1]["step"] if steps else 0)
 
-    def _look(self, process: psutil.Process, step: int) -> None:
-        try:
-            name = name_of(process.name(), process.cmdline(), process.environ())
-        except (psutil.Error, OSError):  # it has just ended
-            return
+    def _look(self, process: psutil.Process, name: str, step: int) -> None:
         self.shared |= shared_inodes(process.pid)
         if (look := look_at(process.pid, step)) is not None:
             self.lives[re.sub(r" \d+$", "", name), process.pid].append(look)

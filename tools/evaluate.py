@@ -4,11 +4,12 @@
     python tools/evaluate.py Qwen/Qwen3-0.6B --task recipes/grpo.py --evaluation.samples 8 --evaluation.temperature 1
 
 The first argument is a Hugging Face folder, a Hub name, a checkpoint, or the folder of a run: then what it wrote last
-is taken, its saved model or its newest checkpoint, which is written to a temporary folder (TMPDIR) meanwhile. The
-recipe's own flags follow; `--held-out` and `--evaluation.*` say what is played. To the recipe, and so to the frozen
-models that it asks, `--model` is the model that the run began with, or else the one that is evaluated. Prints what a
-run prints, then the same figures as a JSON object. What a greedy evaluation of the same model gave in a run, it gives
-here, too.
+is taken, its newest checkpoint, which is written to a temporary folder (TMPDIR) meanwhile, or a model that it has
+saved since. The recipe's own flags follow; `--held-out` and `--evaluation.*` say what is played. Of a run of this
+recipe, and of its checkpoints, the run's own settings are the defaults, but for its processes: one engine plays all. To
+the recipe, and so to the frozen models that it asks, `--model` is the model that the run began with, or else the one
+that is evaluated. Prints what a run prints, then the same figures as a JSON object. What a greedy evaluation of a
+checkpoint's version gave in its run, it gives here, too. A model's folder is version 0, in the dtype of its files.
 """
 
 from __future__ import annotations
@@ -19,60 +20,93 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from monarch_rl.checkpoint.folders import MANIFEST
+from monarch_rl.checkpoint.folders import MANIFEST, read_manifest
+from monarch_rl.generator.settings import GeneratorSettings, resolve_dtype
 from monarch_rl.pipeline.evaluation import items_to_play
 from monarch_rl.pipeline.exporting import MODEL, export, source_of
 from monarch_rl.pipeline.program import run_program
-from monarch_rl.pipeline.recipes import Recipe, load_recipe
+from monarch_rl.pipeline.recipes import Recipe, as_flags, load_recipe
 from monarch_rl.pipeline.run_folder import SETTINGS
 from monarch_rl.pipeline.standalone import Table, engine_of, host_for, serve_frozen, table
 from monarch_rl.rollout.evaluation import Evaluation, play_held_out
 from monarch_rl.runtime.by_value import register_modules
 from monarch_rl.runtime.cluster import Cluster
-from monarch_rl.runtime.devices import devices
+from monarch_rl.runtime.devices import Devices, devices
 from monarch_rl.runtime.scratch import ScratchFolder
 
 
+@dataclass(frozen=True)
+class Evaluated:
+    """What is evaluated."""
+
+    place: str
+    """A model's folder or Hub name, a run's folder, or a checkpoint."""
+    run: Path | None = None
+    """Its run's folder, if there is one."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Of the run."""
+
+    @classmethod
+    def of(cls, place: str) -> Evaluated:
+        """Raises BrokenCheckpoint."""
+        folder = Path(place).resolve()
+        if (folder / SETTINGS).is_file():
+            return cls(place, folder, json.loads((folder / SETTINGS).read_text()))
+        if (folder / MANIFEST).is_file():
+            return cls(place, folder.parents[1], read_manifest(folder).settings)
+        return cls(place)
+
+    @property
+    def begun_with(self) -> str:
+        """The model that the run began with."""
+        return str(self.settings.get("model", self.place))
+
+    def flags(self, recipe: Path) -> list[str]:
+        """The settings of a run of ``recipe``, as its flags; those of another recipe's run are none of it."""
+        if self.run is None:
+            return []
+        if not self.run.name.startswith(f"{recipe.stem}-"):
+            print(f"{self.run} is no run of {recipe}: the recipe's defaults are taken, not the run's settings")
+            return []
+        played = {name: value for name, value in self.settings.items() if name not in ("model", "output", "resume")}
+        return list(as_flags(played))
+
+
 @contextmanager
-def model_of(place: str) -> Iterator[str]:
-    """The model to evaluate: what a run's folder stands for is that of :func:`source_of`; a checkpoint is exported for
-    the block.
+def model_of(evaluated: Evaluated, settings: GeneratorSettings, offered: Devices) -> Iterator[tuple[str, int]]:
+    """The model to evaluate and its version: what a run's folder stands for is that of :func:`source_of`; a checkpoint
+    is exported for the block, in the dtype that an engine with these settings serves on these devices.
 
     Raises:
         ValueError: the run has saved neither; or the checkpoint cannot be exported.
     """
-    folder = Path(place)
-    if not (folder / SETTINGS).is_file() and not (folder / MANIFEST).is_file():
-        yield place
+    if evaluated.run is None:
+        yield evaluated.place, 0
         return
-    source = source_of(place)
+    source = source_of(evaluated.place)
     print(f"evaluating {source.checkpoint or source.model}")
     if source.checkpoint is None:
-        yield str(source.model)
+        yield str(source.model), 0
         return
     with ScratchFolder() as scratch:
-        export(source, scratch.path / MODEL)
-        yield str(scratch.path / MODEL)
+        export(source, scratch.path / MODEL, resolve_dtype(settings.dtype, offered.kind == "cuda"))
+        yield str(scratch.path / MODEL), read_manifest(source.checkpoint).version
 
 
-def begun_with(place: str, model: str) -> str:
-    """The model that a run began with; ``model`` if ``place`` is no run's folder."""
-    settings = Path(place) / SETTINGS
-    return str(json.loads(settings.read_text()).get("model", model)) if settings.is_file() else model
-
-
-async def evaluate(recipe: Recipe, cluster: Cluster | None = None) -> list[Evaluation]:
+async def evaluate(recipe: Recipe, version: int, cluster: Cluster | None = None) -> list[Evaluation]:
     """Play the held-out sets that the settings name.
 
     Args:
+        version: number of the model's weights.
         cluster: for the engines of the recipe's frozen models.
     """
     offered, settings = devices(), recipe.settings
     async with (
-        engine_of(settings, offered, recipe.task) as (engine, model),
+        engine_of(settings, offered, recipe.task, version) as (engine, model),
         table(settings, recipe.task, model, engine, offered) as opened,
     ):
         await serve_frozen(cluster, recipe.frozen, settings, model)
@@ -105,12 +139,13 @@ def main() -> int:
         "--task", type=Path, required=True, metavar="RECIPE", help="file whose held-out items are played"
     )
     own, flags = parser.parse_known_args()
-    with model_of(own.model) as model:
-        recipe = load_recipe(own.task, [f"--model={begun_with(own.model, model)}", *flags])
+    evaluated = Evaluated.of(own.model)
+    recipe = load_recipe(own.task, [*evaluated.flags(own.task), f"--model={evaluated.begun_with}", *flags])
+    with model_of(evaluated, recipe.settings.generator, devices()) as (model, version):
         recipe = replace(recipe, settings=replace(recipe.settings, model=model))
         register_modules(own.task)
         with host_for(recipe.frozen) as cluster:
-            results = asyncio.run(evaluate(recipe, cluster))
+            results = asyncio.run(evaluate(recipe, version, cluster))
     figures: dict[str, float] = {}
     for result in results:
         print(f"{result.plan.held_out or 'held-out items'} of {recipe.task.name}: {result}")

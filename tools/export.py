@@ -5,7 +5,7 @@
     python tools/export.py RUN out --dtype bfloat16 --file-mib 4096              smaller, in several files with an index
     python tools/export.py RUN out --adapter                                     LoRA alone, for peft
 
-Of a run its newest checkpoint is taken, or the model that it has saved if that is newer. LoRA is merged into the
+Of a run its newest checkpoint is taken, or the model that it has saved if that has later steps. LoRA is merged into the
 weights unless it is written alone. The folder appears when it is complete; one of that name is replaced. Takes the
 memory of the model in float32.
 """

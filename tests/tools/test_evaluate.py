@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.pipeline.exporting import Source, source_of
+from monarch_rl.pipeline.recipes import as_flags, load_recipe
+from monarch_rl.pipeline.resume import plain
+from monarch_rl.runtime.devices import Devices
 from tests.pipeline.test_resume import RunSettings, finished_step
+from tests.recipe.running import ROOT, random_model
 from tools import evaluate
+from tools.evaluate import Evaluated
+
+CPU = Devices("cpu", 1, 8)
 
 
 def test_of_a_run_what_was_written_last_is_evaluated_and_exported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A checkpoint can be named. LoRA by itself is in checkpoints alone."""
+    """A checkpoint can be named; its weights are exported in the dtype that is served, as the version that they are.
+    LoRA by itself is in checkpoints alone. Of the last step a checkpoint has more than a model saved in half precision.
+    """
     base = tmp_path / "base"
     base.mkdir()
     (base / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
@@ -23,14 +35,15 @@ def test_of_a_run_what_was_written_last_is_evaluated_and_exported(
     run = finished_step(RunSettings(output=tmp_path / "runs", model=str(base)))
     exported: list[Source] = []
 
-    def export(source: Source, folder: Path) -> None:
+    def export(source: Source, folder: Path, dtype: str) -> None:
+        assert dtype == "float32"
         exported.append(source)
         folder.mkdir()
 
     monkeypatch.setattr(evaluate, "export", export)
     for place in (run, run / "checkpoints" / "step-000003"):
-        with evaluate.model_of(str(place)) as model:
-            assert Path(model).is_dir()
+        with evaluate.model_of(Evaluated.of(str(place)), GeneratorSettings(), CPU) as (model, version):
+            assert Path(model).is_dir() and version == 3
         assert not Path(model).exists()
         assert exported.pop().checkpoint == (run / "checkpoints" / "step-000003").resolve() and not exported
     (run / "model").mkdir()
@@ -41,20 +54,56 @@ def test_of_a_run_what_was_written_last_is_evaluated_and_exported(
     assert source_of(str(run)) == Source(run / "model")
     assert source_of(str(run), trained=True).checkpoint is not None
     for name, taken in ((str(run), str(run / "model")), ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B")):
-        with evaluate.model_of(name) as model:
-            assert model == taken and not exported
+        with evaluate.model_of(Evaluated.of(name), GeneratorSettings(), CPU) as (model, version):
+            assert (model, version) == (taken, 0) and not exported
+    (run / "metrics.jsonl").write_text('{"step": 2}\n{"step": 3}\n')
+    assert source_of(str(run)).checkpoint is not None, "the model was saved of the same weights"
 
 
 def test_to_the_recipe_the_model_is_what_the_run_began_with(tmp_path: Path) -> None:
     (tmp_path / "settings.json").write_text('{"model": "Qwen/Qwen3-0.6B"}')
-    assert evaluate.begun_with(str(tmp_path), "runs/grpo/model") == "Qwen/Qwen3-0.6B"
-    assert evaluate.begun_with("Qwen/Qwen3-4B", "Qwen/Qwen3-4B") == "Qwen/Qwen3-4B"
+    assert Evaluated.of(str(tmp_path)).begun_with == "Qwen/Qwen3-0.6B"
+    assert Evaluated.of("Qwen/Qwen3-4B").begun_with == "Qwen/Qwen3-4B"
+
+
+CHANGED = ["--held-out=7", "--evaluation.samples=3", "--evaluation.temperature=0.7", "--evaluation.pass-at", "2", "3"]
+CHANGED += ["--evaluation.sets", "held_out", "--rollout.max-new-tokens=5", "--rollout.keep-sampling-mask"]
+CHANGED += ["--rollout.chat-options", '{"enable_thinking": false}', "--rollout.seed=9", "--checkpoint.no-keep-best"]
+CHANGED += ["--trainer.betas", "0.8", "1e-05", "--generator.max-total-tokens=4096", "--trainer.lora.targets", "q_proj"]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.py")), ids=lambda path: path.stem)
+def test_settings_of_a_run_read_as_its_recipes_flags_are_the_same_settings(path: Path, tmp_path: Path) -> None:
+    model = random_model(tmp_path / "tiny", recipe=ROOT / "recipes" / "tools.py")
+    models = [f"--{name}={model}" for name in ("model", "teacher") if name == "model" or path.stem == "distill"]
+    for changed in ([], CHANGED):
+        settings = plain(load_recipe(path, [*models, *changed]).settings)
+        assert plain(load_recipe(path, [*as_flags(settings)]).settings) == settings
+
+
+def test_settings_of_a_run_are_the_defaults_and_flags_that_are_given_win(tmp_path: Path) -> None:
+    """Of a checkpoint those that its manifest has. Where the run was is not taken; nor is anything where another recipe
+    is played."""
+    path = ROOT / "recipes" / "grpo.py"
+    of_run = replace(load_recipe(path, [*CHANGED, "--trainer.ranks=6", "--rollout.workers=9"]).settings, model="begun")
+    run = tmp_path / "grpo-1"
+    run.mkdir()
+    (run / "settings.json").write_text(json.dumps(plain(of_run)))
+    evaluated = Evaluated.of(str(run))
+    taken = load_recipe(path, [*evaluated.flags(path), "--held-out=8"]).settings
+    there, here = plain(of_run), plain(taken)
+    assert here["held_out"] == 8 and all(here[room] == there[room] for room in ("evaluation", "task"))
+    assert here["rollout"] == there["rollout"] and here["trainer"] == there["trainer"]
+    assert evaluated.flags(ROOT / "recipes" / "game.py") == []
+    of_run = replace(of_run, output=tmp_path)
+    checkpoint = finished_step(of_run) / "checkpoints" / "step-000003"
+    assert Evaluated.of(str(checkpoint)).settings == plain(of_run)
 
 
 def test_a_run_that_has_saved_nothing_is_refused(tmp_path: Path) -> None:
     (tmp_path / "settings.json").write_text("{}")
     with (
         pytest.raises(ValueError, match="has neither a checkpoint .* nor a saved model"),
-        evaluate.model_of(str(tmp_path)),
+        evaluate.model_of(Evaluated.of(str(tmp_path)), GeneratorSettings(), CPU),
     ):
         pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import mmap
 import os
 import signal
@@ -13,6 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 
@@ -28,6 +30,7 @@ def processes() -> Any:
     [
         ("sglang::scheduler", ["sglang::scheduler"], "", "engine"),
         ("python", ["python", "-m", "monarch_rl.runtime.host", "ipc://x"], "", "host"),
+        ("python", ["python", "-m", "monarch_rl.runtime.supervisor", "recipe.py"], "", "supervisor"),
         ("python", ["monarch_rl::fork server, trainer"], "", "fork server"),
         ("python", ["python", "-IS", "fork_client.py", "trainer"], "trainer-1 @ vm", "stand-in"),
         ("python", ["monarch_rl::trainer-1 @ vm"], "trainer-1 @ vm", "trainer 1"),
@@ -44,6 +47,17 @@ def processes() -> Any:
 def test_processes_are_told_apart(processes: Any, title: str, command: list[str], mesh: str, name: str) -> None:
     environment = {"HYPERACTOR_PROCESS_NAME": mesh} if mesh else {}
     assert processes.name_of(title, command, environment) == name
+
+
+def test_the_controller_is_who_the_runs_folder_says(processes: Any, tmp_path: Path) -> None:
+    here, runs = psutil.Process(), tmp_path / "runs"
+    assert processes.named_in(runs, [here]) == [(here, "other")], "there is no folder yet"
+    (runs / "grpo-1").mkdir(parents=True)
+    (runs / "grpo-1" / "run.json").write_text(json.dumps({"pid": here.pid}))
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    gone = psutil.Process(ended.pid)
+    ended.wait()
+    assert processes.named_in(runs, [here, gone]) == [(here, "controller")]
 
 
 PARENT = """

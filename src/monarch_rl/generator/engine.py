@@ -61,20 +61,22 @@ class Engine:
         lora: LoraSettings = FULL_TRAINING,
         expert_routes: bool = False,
         name: str = "",
+        version: int = 0,
         **extra: Any,
     ) -> Engine:
-        """Start SGLang's processes and load the model as version 0.
+        """Start SGLang's processes and load the model.
 
         Args:
             model_path: Hugging Face folder, or, without ``expert_routes``, a Hub name.
             settings: of all replicas.
             replica: this one's index; its random seed depends on it.
-            lora: with a rank, versions are LoRA adapters: the model's own weights stay, and version 0 has an adapter of
+            lora: with a rank, versions are LoRA adapters: the model's own weights stay, and the first has an adapter of
                 zeros. With adapters on experts they are the weights that have adapters, merged
                 (:meth:`~monarch_rl.model.lora.LoraSettings.sends_merged`), and the other weights stay.
             expert_routes: requests may ask by which experts their tokens were read. SGLang keeps that on the host for
                 every token of its KV cache: 4 bytes a layer and expert.
             name: what the replica calls itself; empty is ``generator 0`` for replica 0.
+            version: number of the model's weights.
             extra: further SGLang ``ServerArgs``.
 
         Raises ValueError if the model cannot be cut for ``settings.tp`` ranks or has no expert routes, or if a machine
@@ -85,9 +87,7 @@ class Engine:
             await asyncio.to_thread(check_environment)
         config = find_config(model_path)
         if config is not None:
-            check_served(config, settings, on_gpu)
-            if not on_gpu and find_architecture(config) is not None:
-                check_memory(config, settings, lora, free_memory())
+            _check_model(config, settings, lora, on_gpu)
         elif expert_routes:
             raise ValueError(f"expert routes need a model folder, with config.json in it; {model_path} is none")
         route_format = ExpertRouteFormat(config) if config is not None and expert_routes else None
@@ -96,14 +96,14 @@ class Engine:
             raise RuntimeError("there is an engine in this process already; SGLang keeps its settings per process")
         served_lora = lora if kind.lora_name else FULL_TRAINING
         arguments = engine_arguments(model_path, settings, replica, on_gpu, served_lora) | extra
-        arguments["enable_return_routed_experts"] = expert_routes
+        arguments |= {"enable_return_routed_experts": expert_routes, "weight_version": str(version)}
         _set_environment(settings, replica, on_gpu)
         sglang = await SglangEngine.launch(arguments, name or f"generator {replica}", settings.tp)
         # In SGLang's deterministic mode requests without a seed would all share one.
         seeds = random.Random(settings.random_seed + replica) if on_gpu and settings.deterministic else None
-        requests = EngineRequests(
-            sglang, settings.max_running_requests, settings.in_flight == "continue", route_format, seeds
-        )
+        continues = settings.in_flight == "continue"
+        requests = EngineRequests(sglang, settings.max_running_requests, continues, route_format, seeds)
+        requests.version = version
         Engine._in_this_process = started = cls(sglang, requests, Commits(sglang, requests, kind, settings))
         if kind.lora_name:
             await started._add_lora(kind.lora_name, lora, model_path)
@@ -242,6 +242,13 @@ class Engine:
             return
         Engine._in_this_process = None
         await self._sglang.shutdown()
+
+
+def _check_model(config: dict[str, Any], settings: GeneratorSettings, lora: LoraSettings, on_gpu: bool) -> None:
+    """Raises as :meth:`Engine.start` does."""
+    check_served(config, settings, on_gpu)
+    if not on_gpu and find_architecture(config) is not None:
+        check_memory(config, settings, lora, free_memory())
 
 
 def _set_environment(settings: GeneratorSettings, replica: int, on_gpu: bool) -> None:

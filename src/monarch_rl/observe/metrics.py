@@ -22,6 +22,9 @@ from monarch_rl.observe.registry import check_names
 logger = logging.getLogger("monarch_rl")
 
 
+FILE = "metrics.jsonl"
+
+
 class Metrics:
     """Writes ``metrics.jsonl`` and TensorBoard event files into a folder.
 
@@ -36,7 +39,7 @@ class Metrics:
     """
 
     def __init__(self, folder: str | Path, step: int = 0, seconds: float = 0.0) -> None:
-        self.path = Path(folder) / "metrics.jsonl"
+        self.path = Path(folder) / FILE
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.lines = LineFile(self.path)
         self.latest: dict[str, float] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 from monarch_rl.checkpoint.folders import MANIFEST, complete, verify
 from monarch_rl.model.folder import resolve_model
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
+from monarch_rl.observe.metrics import FILE as METRICS
 from monarch_rl.pipeline.checkpoints import FOLDER as CHECKPOINTS
 from monarch_rl.pipeline.parity import run_ranks
 from monarch_rl.pipeline.run_folder import SETTINGS
@@ -35,8 +37,10 @@ class Source:
 
 
 def source_of(place: str, trained: bool = False) -> Source:
-    """What ``place`` names: a run's folder (of its newest checkpoint and the model that it has saved the one that was
-    written last), a checkpoint, or a model's folder.
+    """What ``place`` names: a run's folder, a checkpoint, or a model's folder.
+
+    Of a run it is the newest checkpoint, or the model that it has saved if that was written later, unless the
+    checkpoint is of the run's last step: then both have the same weights, and the checkpoint has them in float32.
 
     Args:
         trained: of a run the newest checkpoint, in which LoRA is by itself, whether or not a model was saved after it.
@@ -54,12 +58,21 @@ def source_of(place: str, trained: bool = False) -> Source:
 
 def _of_run(folder: Path, trained: bool) -> Source:
     model = folder / MODEL
-    checkpoint = next(reversed(complete(folder / CHECKPOINTS).values()), None)
+    step, checkpoint = next(reversed(complete(folder / CHECKPOINTS).items()), (0, None))
     if checkpoint is None and not model.is_dir():
         raise ValueError(f"the run {folder} has neither a checkpoint (--checkpoint.every-steps) nor a saved model")
-    if checkpoint is None or (model.is_dir() and not trained and _written(model) >= _written(checkpoint)):
+    if checkpoint is None:
         return Source(model)
-    return _of_checkpoint(checkpoint.resolve())
+    later = model.is_dir() and _written(model) >= _written(checkpoint) and step != _last_step(folder)
+    return Source(model) if later and not trained else _of_checkpoint(checkpoint.resolve())
+
+
+def _last_step(run: Path) -> int | None:
+    """Of which a run has written figures; None if that cannot be read."""
+    try:
+        return int(json.loads((run / METRICS).read_text().splitlines()[-1])["step"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
 
 
 def _written(folder: Path) -> float:

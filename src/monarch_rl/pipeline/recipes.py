@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import runpy
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,6 +74,24 @@ def load_recipe(path: Path, flags: Sequence[str]) -> Recipe:
     except _Started as started:
         return Recipe(settings, started.task, started.functions, started.frozen)
     raise ValueError(f"{path}: train() ended without run.start(...)")
+
+
+def as_flags(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Settings as ``settings.json`` has them, as a recipe's flags.
+
+    Args:
+        prefix: of the names of all flags.
+    """
+    for name, value in values.items():
+        flag = f"{prefix}{name.replace('_', '-')}"
+        if isinstance(value, dict):
+            yield from as_flags(value, f"{flag}.")
+        elif isinstance(value, bool):
+            yield f"--{flag}" if value else f"--{prefix}no-{name.replace('_', '-')}"
+        elif isinstance(value, list):
+            yield from (f"--{flag}", *map(str, value))
+        else:
+            yield f"--{flag}={value}"
 
 
 async def _to_its_start(train: Callable[[Run, Any], Awaitable[None]], settings: RunSettings) -> None:

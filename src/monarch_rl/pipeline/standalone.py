@@ -115,9 +115,13 @@ async def table(
 
 @asynccontextmanager
 async def engine_of(
-    settings: RunSettings, offered: Devices, task: Task | None = None
+    settings: RunSettings, offered: Devices, task: Task | None = None, version: int = 0
 ) -> AsyncIterator[tuple[Engine, Path]]:
     """An engine that serves the model of ``settings`` as it is, for the block, and the model's folder.
+
+    Args:
+        task: what is to be played, if it is known.
+        version: number of the model's weights.
 
     Raises:
         ValueError: settings that cannot work; names them.
@@ -127,7 +131,7 @@ async def engine_of(
 
     generator, model = prepare_engine(settings, offered, task)
     limit_s = generator.start_limit_s(offered.kind == "cuda")
-    starting = Engine.start(str(model), generator)
+    starting = Engine.start(str(model), generator, version=version)
     engine = await within(limit_s, starting, f"the engine to load {model}", on="the engine")
     try:
         yield engine, model
