@@ -65,7 +65,8 @@ class Made:
     """What a step has made."""
 
     checksums: np.ndarray
-    """int64[tensors]: of this rank's part of each weight after the update, in the order of the model's parameters."""
+    """int64[tensors]: of this rank's part of each trained weight after the update, in the order of the model's
+    parameters, then of the critic's."""
     figures: dict[str, float]
     """The metrics of the update."""
 
