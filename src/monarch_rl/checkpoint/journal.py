@@ -298,5 +298,7 @@ def read_plan(folder: Path, generation: int = 0) -> Any:
     """
     path = folder / PLAN.format(generation=generation)
     if not path.is_file():
-        raise ValueError(f"there is no {path}: for a journal start the run with --journal.mib 1024")
+        raise ValueError(
+            f"there is no {path}: for a journal start the run with --journal.mib 1024, on a disk with room for it"
+        )
     return pickle.loads(path.read_bytes()).load()
