@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import tempfile
 import threading
 from dataclasses import fields, is_dataclass
@@ -204,6 +205,36 @@ def test_a_disk_that_refuses_is_said_once_and_counted(tmp_path: Path, caplog: py
     assert writer.lost == 3
     (warning,) = [record.getMessage() for record in caplog.records]
     assert "has gaps from here on" in warning
+
+
+def test_a_full_disk_leaves_whole_records_and_no_files_without_any(tmp_path: Path) -> None:
+    """Each record that is lost counts once. When there is room again, the next one follows the last whole one."""
+    made = Made(np.arange(50), {"loss": 1.0})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    begun, empty = JournalWriter(tmp_path, 0, 10**6), JournalWriter(tmp_path, 1, 10**6)
+    begun.made(0, made)
+    while not begun._written:
+        threading.Event().wait(0.001)
+    (file,) = files_of(tmp_path / "rank0")
+    whole = file.read_bytes()
+    try:
+        for writer, room in ((begun, len(whole) + 10), (empty, 5)):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+            for version in range(1, 21):
+                writer.made(version, made)
+                while writer.lost < version:
+                    threading.Event().wait(0.001)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    for writer in (begun, empty):
+        writer.made(21, made)
+        writer.close()
+        assert writer.lost == 20
+    for rank, expected in ((0, [0, 21]), (1, [21])):
+        (file,) = files_of(tmp_path / f"rank{rank}")
+        assert [record.version for record in read_records(file) if record.kind == "STEP"] == expected
+        end = pack_record(list(read_records(file))[-1])
+        assert file.read_bytes().endswith(end) and file.stat().st_size == len(whole) + len(end) * (rank == 0)
 
 
 def test_the_plan_takes_its_functions_along(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from monarch_rl.checkpoint import folders
 from monarch_rl.checkpoint.folders import GROUPS, TRAINER, complete, newest_whole, read_manifest
 from monarch_rl.checkpoint.journal import LOST
 from monarch_rl.checkpoint.settings import CheckpointSettings
-from monarch_rl.pipeline.checkpoints import Checkpoints, Position
+from monarch_rl.pipeline.checkpoints import SAID_AGAIN_S, Checkpoints, Position
 from monarch_rl.pipeline.frozen_meter import FrozenMeter
 from monarch_rl.pipeline.observer import Observer
 from monarch_rl.pipeline.rollout_log import RolloutLog
@@ -47,8 +47,15 @@ class SavingTrainer(SimulatedTrainer):
     """Whose checkpoint is a number, and whose disk is slow."""
 
     version = copies = 0
+    broken = False
+    """One rank has waited in vain for another."""
     plans: Sequence[SupervisedPlan] = ()
     """Of the rows that it was handed."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.new_groups: list[bool] = []
+        """Whether a copy was made with another group, by copy."""
 
     async def update(self, version: int, batch_deadline_s: float) -> dict[str, float]:
         figures = await super().update(version, batch_deadline_s)
@@ -64,11 +71,14 @@ class SavingTrainer(SimulatedTrainer):
         self.version = version + 1
         return {"supervised_loss": 1.0, "tokens": 0.0, "wait_s": 0.0, "step_s": SUPERVISED_S}
 
-    async def stage(self) -> Staged:
+    async def stage(self, new_group: bool) -> Staged:
         self.copies += 1
+        self.new_groups.append(new_group)
         return Staged(self.version, self.version)
 
     async def write_checkpoint(self, folder: str) -> list[Any]:
+        if self.broken:
+            raise OSError("trainer rank 0 did not write together with the others")
         (Path(folder) / TRAINER / "shard").write_bytes(bytes(100_000))
         await asyncio.sleep(DISK_S)
         return []
@@ -222,6 +232,32 @@ def test_a_disk_that_refuses_for_a_while_costs_lines_and_checkpoints_but_no_step
     rows = [json.loads(line) for line in (disk / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == 14 - rows[-1]["checkpoint/lost_lines"] and (rows[0]["step"], rows[-1]["step"]) == (1, 14)
     assert (len(rows) < 14) == (refuse is not make_read_only)
+
+
+def test_trainer_ranks_that_could_not_write_have_another_group_for_the_next_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not so after a failure of the controller's own. While all fail, it is said once an hour."""
+
+    async def goes_on() -> None:
+        async with begun(tmp_path, CheckpointSettings(every_steps=1, every_minutes=0)) as (run, trainer):
+            async for step in run.steps(7):
+                trainer.broken = step in (3, 4, 5)  # while the checkpoint of the step before is written
+                if step == 6:  # the controller cannot make the folder of the next one
+                    (tmp_path / "checkpoints" / ".step-000006.partial").write_text("")
+                await run.step()
+                await run._checkpoints_settled()
+                if step == 4:
+                    await asyncio.sleep(SAID_AGAIN_S)
+            seen.append(trainer)
+
+    seen: list[SavingTrainer] = []
+    with caplog.at_level(logging.ERROR):
+        run_virtual(goes_on())
+    assert seen[0].new_groups == [False, False, True, True, True, False, False]
+    assert list(complete(tmp_path / "checkpoints")) == [5, 7], "two are kept"
+    said = [record.getMessage().split(":")[0] for record in caplog.records]
+    assert said == [f"no checkpoint of step {step}" for step in (2, 4, 6)]
 
 
 @pytest.mark.parametrize("part", [RolloutLog.gather, Observer.step, FrozenMeter.metrics])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import shutil
 import zlib
@@ -14,8 +15,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError
 
+from monarch_rl.checkpoint.replacing import partial_folder
 from monarch_rl.episode.sampling import GenerationError
 from monarch_rl.generator.connection import ReplicaLost
 from monarch_rl.generator.dispatcher import Dispatcher
@@ -479,6 +482,53 @@ def test_a_model_takes_over_the_policys_weights_after_every_so_many_versions(tmp
     write_random_model(other, TinyModel(hidden_size=32, layers=2))
     with pytest.raises(ValueError, match="frozen model me: .* other tensors than the policy.*give the policy's own"):
         plan_frozen("me", str(other), FrozenSettings(), str(folder), CPU, snapshot_every=2)
+
+
+def test_a_snapshot_that_the_disk_refuses_leaves_the_one_before(
+    tmp_path: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Said once and counted, whatever of a rank or of the wait for it says so. What was written of it goes. A lost rank
+    is nothing of the disk's."""
+    problems: dict[int, Exception] = {
+        4: ActorError(OSError(errno.ENOSPC, "No space left on device"), "save failed"),
+        6: ActorError(RuntimeError("trainer rank 1 could not write the weights: OSError"), "save failed"),
+        8: DeadlineExceeded("waited 600 s for the disk"),
+        12: SupervisionError("trainer rank 1 is gone"),
+    }
+
+    async def saved(target: str) -> None:
+        path = Path(target)
+        partial = partial_folder(path)
+        shutil.copytree(folder, partial)
+        if problem := problems.get(int(path.name.removeprefix("version-"))):
+            raise problem
+        partial.rename(path)
+
+    async def test(stage: Stage) -> None:
+        pool = stage.pool
+        pool.plan = replace(pool.plan, snapshot_every=2)
+        trainer = SimpleNamespace(save=SimpleNamespace(call=saved))
+        actors: Any = SimpleNamespace(frozen=(pool,), trainer=trainer, model_bytes=0)
+        for version in range(11):
+            await take_snapshots(actors, version, tmp_path)
+            assert pool.version == {0: None, 4: 2, 6: 2, 8: 2}.get(version - version % 2, version - version % 2)
+        assert pool.refused_snapshots == 3
+        assert sorted(path.name for path in (tmp_path / "snapshots").iterdir()) == [
+            "version-00000002",
+            "version-00000010",
+        ]
+        (tmp_path / "snapshots" / "version-00000000").symlink_to(folder)  # rmtree takes no link
+        with pytest.raises(SupervisionError):
+            await take_snapshots(actors, 12, tmp_path)
+        problems.clear()
+        await take_snapshots(actors, 14, tmp_path)
+        assert pool.version == 14
+
+    on_stage(tmp_path, folder, test)
+    said = [record.getMessage() for record in caplog.records]
+    refused, kept = said
+    assert "does not take over version 4 of the policy" in refused and "No space left" in refused
+    assert "it stays version 2" in refused and "older snapshots: not removed" in kept
 
 
 def test_an_engine_that_cannot_read_a_folder_is_lost(tmp_path: Path) -> None:

@@ -228,6 +228,7 @@ def test_experts(run_sample: Callable[..., Launched], tmp_path: Path) -> None:
 # -- other runs -------------------------------------------------------------------------------------------------------
 
 OWN_RECIPE = """
+import os
 import sys
 import torch, tyro
 sys.path.insert(0, {folder!r})
@@ -251,10 +252,14 @@ async def beside(item, group):
 def halved(token_logprobs, batch):
     assert bool((batch.advantages == SHIFT).all()), "not the recipe's advantage"
     assert torch.equal(batch.columns["beside"], batch.behaviour_logprobs + 1), "not the stage's column"
+    assert torch.are_deterministic_algorithms_enabled() and torch._C._get_cudnn_deterministic()
+    assert not torch._C._get_deterministic_fill_uninitialized_memory() and not torch._C._get_cudnn_benchmark()
+    assert (os.environ["CUBLAS_WORKSPACE_CONFIG"], os.environ["NCCL_ALGO"]) == (":4096:8", "Ring")
     loss, sums = reinforcement(LossSettings(lag_discount=0.5))(token_logprobs, batch)
     return loss / 2, sums | {{"own_figure": 7 * sums["tokens"]}}
 
 async def train(run, s):
+    assert os.environ["NCCL_ALGO"] == "Ring" and os.environ["NCCL_PROTO"] == "Simple", "what all meshes are handed"
     stages = [Stage(beside, fills=("beside",), concurrency=4)]
     await run.start(grpo.task(s), advantage=shifted, objective=halved, stages=stages)
     await run.evaluate()
@@ -277,11 +282,12 @@ def test_own_functions_evaluations_on_the_way_and_a_stream_that_filters_and_reje
 ) -> None:
     """Advantage, objective and a stage, which fills a column that the objective reads, are functions of the recipe's
     file; held-out items are played while training goes on. The first step is supervised, and rows are mixed into the
-    others; all of them can be made again from the journal, also by a run that goes on from a checkpoint.
+    others; all of them can be made again from the journal, also by a run that goes on from a checkpoint. In the run and
+    in the replay trainer ranks have the switches of ``--trainer.deterministic``.
     Without a bound the buffer still leaves out what its rules say, counts it, and fills the batches."""
     (own := tmp_path / "own.py").write_text(OWN_RECIPE.format(folder=str(RECIPE.parent)))
     rules = ["--buffer.max-policy-lag=None", "--buffer.reject-lag=0", "--buffer.drop-equal-rewards"]
-    rules += ["--trainer.loss.lag-discount=0.5", "--evaluate-every=2"]
+    rules += ["--trainer.loss.lag-discount=0.5", "--evaluate-every=2", "--trainer.deterministic"]
     rules += ["--steps=4", "--journal.mib=8", "--checkpoint.every-steps=3", "--checkpoint.keep=5"]
     _, *arguments = recipe(model, tmp_path / "runs", *rules)
     run = start([sys.executable, str(own), *arguments])

@@ -13,7 +13,7 @@ import pytest
 
 from monarch_rl.runtime.cluster import Cluster, Devices, TooFewDevices, init_torch_distributed_env, launch_cluster
 from monarch_rl.runtime.deadlines import within
-from monarch_rl.runtime.network import nccl_environment
+from monarch_rl.runtime.network import fix_nccl_order, nccl_environment
 from tests.runtime.members import Member
 
 DEADLINE_S = 60.0
@@ -75,8 +75,13 @@ def test_each_process_sees_its_own_gpus(
 
 
 def test_all_meshes_of_gpus_have_the_same_variables_of_nccl(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that SGLang would set in its own processes alone, and those of the user, but for a machine's own."""
+    """Those that SGLang would set in its own processes alone, those of the user, but for a machine's own, and those
+    that fix the order of sums."""
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    monkeypatch.setenv("NCCL_PROTO", "LL128")
+    monkeypatch.setenv("NCCL_ALGO", "")  # so that it is as before afterwards
+    monkeypatch.delenv("NCCL_ALGO")
+    fix_nccl_order()
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
     gpus = Cluster(cluster.hosts, Devices("cuda", 1, 4), _device_names=(("4", "5", "6", "7"),))
 
@@ -93,6 +98,7 @@ def test_all_meshes_of_gpus_have_the_same_variables_of_nccl(cluster: Cluster, mo
     seen = [{k: v for k, v in found.items() if k.startswith("NCCL_")} for found in environments]
     assert len(seen) == 3 and seen[0] == seen[1] == seen[2]
     assert seen[0].items() >= {"NCCL_DEBUG": "WARN", "NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}.items()
+    assert (seen[0]["NCCL_ALGO"], seen[0]["NCCL_PROTO"]) == ("Ring", "LL128"), "what the user says holds"
     assert seen[0].get("NCCL_SOCKET_IFNAME") != "eth7", "each machine has its own"
 
 

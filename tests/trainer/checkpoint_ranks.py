@@ -1,7 +1,8 @@
 """Checkpoints on every rank of a torchrun job:  checkpoint_ranks.py FOLDER MODEL NAME [write|read]
 
-``write``: makes three updates, a checkpoint that a full disk refuses one rank, one that is written while a fourth
-update is made, and saves the model after a fifth. ``read``: goes on from the checkpoint, makes the same two, and saves.
+``write``: makes three updates, a checkpoint for which a rank comes too late, one that a full disk refuses one rank, one
+that is written while a fourth update is made, and saves the model after a fifth. ``read``: goes on from the checkpoint,
+makes the same two, and saves.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import resource
 import sys
 import threading
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +27,7 @@ from monarch_rl.buffer.shards import Way, cut
 from monarch_rl.checkpoint.tensors import CannotWrite
 from monarch_rl.episode.packed import PackedGroup, pack_group
 from monarch_rl.model.lora import LoraSettings
+from monarch_rl.runtime.store import world_store
 from monarch_rl.trainer.critic_settings import NO_CRITIC, CriticSettings
 from monarch_rl.trainer.functions import LoadedFunctions
 from monarch_rl.trainer.objective import reinforcement
@@ -79,6 +82,22 @@ def refused_by_a_full_disk(policy: Policy, folder: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+def held_up_by_a_stalled_disk(policy: Policy, folder: Path) -> None:
+    """The last rank comes when the others have given up: nobody gets anything through their group from then on."""
+    checkpoint, store, late = policy.checkpoint, world_store(), policy.rank == policy.world_size - 1
+    stalled = checkpoint.group
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), stalled)
+    if late:
+        store.wait(["given up"], timedelta(seconds=120))
+    for _ in range(2):
+        with pytest.raises(CannotWrite, match=f"trainer rank {policy.rank} did not write together"):
+            checkpoint.write(folder)
+    store.set("given up", "")
+    checkpoint.stage(new_group=True)
+    with pytest.raises(CannotWrite, match="was given up"):
+        checkpoint.write(folder, stalled)
+
+
 def draws_of(folder: Path, name: str, rank: int) -> Path:
     """The file of the random numbers that a rank drew after its copy was made."""
     return folder / f"{name}.draws.{rank}"
@@ -89,6 +108,7 @@ def write(policy: Policy, folder: Path, name: str) -> None:
         update(policy, step)
     policy.checkpoint.note(AT, {})
     policy.checkpoint.stage()
+    held_up_by_a_stalled_disk(policy, folder / f"{name}_stalled")
     refused_by_a_full_disk(policy, folder / f"{name}_full")
     torch.manual_seed(100 + policy.rank)
     remembered: dict[str, dict[str, float]] = {"advantage": {"mean": 0.5}, "objective": {"rank": policy.rank}}

@@ -27,6 +27,7 @@ from monarch_rl.episode.packed import PackedGroup, pack_group
 from monarch_rl.episode.shard import PackedShard
 from monarch_rl.model.lora import LoraSettings
 from monarch_rl.trainer.batch import pack
+from monarch_rl.trainer.checksums import weights_checksums
 from monarch_rl.trainer.critic_settings import CriticSettings
 from monarch_rl.trainer.functions import LoadedFunctions
 from monarch_rl.trainer.objective import reinforcement
@@ -112,13 +113,20 @@ def learn(folder: Path, model: str, steps: int = STEPS, **settings: object) -> l
     advantage = partial(gae, gamma=critic.gamma, lam=critic.lam)
     functions = LoadedFunctions(advantage, reinforcement(made.loss))  # type: ignore[arg-type]
     weights = [local_of(weight) for weight in policy.model.trained_state().values()]
-    found, before = [], [weight.clone() for weight in weights]
+    assert policy.critic is not None
+    critic_weights = list(policy.critic.model.module.parameters())
+    found, before, sums = [], [weight.clone() for weight in weights], weights_checksums(policy)
     for step in range(steps):
         part = part_of(policy, foreseeable(0), minibatches=made.minibatches)
         part.version = step
         metrics, advantages = train(policy, part, functions, MAX_NEW_TOKENS)
         drawn = torch.cat(list(chain(*advantages)))
         assert abs(float(drawn.mean())) < 1e-5 and abs(float(drawn.std()) - 1) < 1e-3
+        made_sums = weights_checksums(policy)
+        of_critic = sum(weight.requires_grad for weight in critic_weights)
+        if step or policy.rank == 0:  # the first update changes the head alone, whose row is the first rank's
+            assert (made_sums[-of_critic:] != sums[-of_critic:]).any(), "the critic's are checked, too"
+        sums = made_sums
         changed = any(not torch.equal(a, b) for a, b in zip(before, weights, strict=True))
         assert changed == (step > 0), "in the critic's warm-up the policy stays as it is"
         assert metrics["optimizer_steps"] == step * made.updates_per_batch

@@ -27,8 +27,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_resumed_weights_equal_the_uninterrupted_ones_bit_for_bit(folder: Path, name: str) -> None:
-    """Also those of a checkpoint that was written beside an update, after one that a full disk had refused a rank. Each
-    rank goes on with its own random numbers."""
+    """Also those of a checkpoint that was written beside an update, after one for which a rank had
+    come too late, and one that a full disk had refused a rank. Each rank goes on with its own random numbers."""
     run_program("checkpoint_ranks.py", folder, "model", name, "read", ranks=2)
     expected, resumed = saved(folder / f"{name}_whole"), saved(folder / f"{name}_resumed_2")
     start = saved(folder / "model")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,14 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from monarch_rl.checkpoint.journal import JournalWriter, Made, write_plan
+from monarch_rl.checkpoint.journal import JournalWriter, Made, read_plan, write_plan
 from monarch_rl.pipeline.made_again import common, said_of
 from monarch_rl.trainer import step_journal
 from monarch_rl.trainer.actor import TrainerPlan
 from monarch_rl.trainer.functions import TrainingFunctions
 from monarch_rl.trainer.loss_settings import LossSettings
 from monarch_rl.trainer.settings import TrainerSettings
-from monarch_rl.trainer.step_journal import EarlierSteps, KnownBatch, trained_as
+from monarch_rl.trainer.step_journal import EarlierSteps, KnownBatch, StepJournal, trained_as
 from tests.checkpoint.test_journal import shards
 
 PLAN = TrainerPlan(Path("model"), TrainerSettings(ranks=1), 1, 1.0, 8, generation=2)
@@ -69,6 +70,25 @@ def test_a_journal_of_other_weights_is_not_for_this_checkpoint(
     with caplog.at_level(logging.WARNING):
         assert versions(folder, 2, 0) == [] and versions(folder, 0, 0) == [0, 1, 2]
     assert "of other weights than the checkpoint" in caplog.text
+
+
+def test_a_plan_that_the_disk_refuses_costs_no_run_and_no_record(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy: Any = SimpleNamespace(rank=0, world_size=1, settings=SimpleNamespace(tp=1))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        begun = StepJournal.begin(tmp_path, 10**6, PLAN, policy, 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    begun.took(shards(2, 1)[0])
+    begun.made(2, {})
+    begun.close()
+    assert "has no plan-1.pickle" in caplog.text and begun.lost == 0
+    assert versions(tmp_path, 2, 1) == [2]
+    with pytest.raises(ValueError, match="there is no .*plan-1.pickle"):
+        read_plan(tmp_path, 1)
 
 
 def test_a_batch_whose_step_never_ended_is_tried_once(tmp_path: Path) -> None:

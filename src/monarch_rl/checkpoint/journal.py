@@ -18,9 +18,11 @@ import queue
 import re
 import threading
 import zlib
+from contextlib import suppress
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -65,7 +67,8 @@ class Made:
     """What a step has made."""
 
     checksums: np.ndarray
-    """int64[tensors]: of this rank's part of each weight after the update, in the order of the model's parameters."""
+    """int64[tensors]: of this rank's part of each trained weight after the update, in the order of the model's
+    parameters, then of the critic's."""
     figures: dict[str, float]
     """The metrics of the update."""
 
@@ -88,8 +91,9 @@ class JournalWriter:
         self._about = {"format": FORMAT.decode(), **(about or {})}
         self.lost = 0
         """Records that could not be written."""
-        self._file: IO[bytes] | None = None
+        self._file: FileIO | None = None
         self._written = 0
+        """Bytes of the file, in whole records."""
         self._waiting: queue.Queue[tuple[str, int, Any] | None] = queue.Queue(QUEUED)
         self._thread = threading.Thread(target=self._write_all, name="journal", daemon=True)
         self._thread.start()
@@ -130,20 +134,38 @@ class JournalWriter:
                 self._write(Record(kind, version, zlib.compress(encode(value), COMPRESSION)))
             except Exception as error:  # whatever it is, training goes on
                 self._lose(f"{type(error).__name__}: {error}")
-                self._end_file()  # half of a record may be in it
+                self._take_back()
         self._end_file()
 
     def _write(self, record: Record) -> None:
         data = pack_record(record)
         if self._file is None or self._written + len(data) > self._most // FILES:
-            self._begin_file(record.version)
+            data = self._begin_file(record.version) + data
         assert self._file is not None
-        self._file.write(data)
-        self._file.flush()
+        view = memoryview(data)
+        while view:  # a disk that is nearly full takes a part
+            view = view[self._file.write(view) :]
         self._written += len(data)
 
-    def _begin_file(self, version: int) -> None:
-        """The next file, after the oldest are dropped for which there is no room."""
+    def _take_back(self) -> None:
+        """Remove what a failed write has left behind the last whole record, or the file if it has none: a disk that
+        stays full would get another file with each record."""
+        if self._file is None:
+            return
+        try:
+            if self._written:
+                self._file.truncate(self._written)
+                self._file.seek(self._written)
+                return
+            Path(self._file.name).unlink()
+        except OSError:  # another file follows; half of a record at the end of one is not read
+            pass
+        file, self._file = self._file, None
+        with suppress(OSError):  # the record is counted already
+            file.close()
+
+    def _begin_file(self, version: int) -> bytes:
+        """The next file, after the oldest are dropped for which there is no room; returns what it begins with."""
         self._end_file()
         self._folder.mkdir(parents=True, exist_ok=True)
         known = files_of(self._folder)
@@ -152,10 +174,9 @@ class JournalWriter:
             known.pop(0).unlink()
             sizes.pop(0)
         number = int(known[-1].stem) + 1 if known else 0
-        self._file = (self._folder / f"{number:06d}.journal").open("xb")
-        opened = pack_record(Record(OPENED, version, zlib.compress(encode(self._about), COMPRESSION)))
-        self._file.write(MAGIC + opened)
-        self._written = len(MAGIC) + len(opened)
+        # Without a buffer, whose bytes a later write or close() would try to write once more.
+        self._file, self._written = (self._folder / f"{number:06d}.journal").open("xb", buffering=0), 0
+        return MAGIC + pack_record(Record(OPENED, version, zlib.compress(encode(self._about), COMPRESSION)))
 
     def _end_file(self) -> None:
         file, self._file = self._file, None
@@ -277,5 +298,7 @@ def read_plan(folder: Path, generation: int = 0) -> Any:
     """
     path = folder / PLAN.format(generation=generation)
     if not path.is_file():
-        raise ValueError(f"there is no {path}: for a journal start the run with --journal.mib 1024")
+        raise ValueError(
+            f"there is no {path}: for a journal start the run with --journal.mib 1024, on a disk with room for it"
+        )
     return pickle.loads(path.read_bytes()).load()

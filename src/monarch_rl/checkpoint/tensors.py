@@ -42,6 +42,13 @@ def checkpoint_group(timeout_s: float) -> dist.ProcessGroup:
     return group
 
 
+def renewed_group(old: dist.ProcessGroup, timeout_s: float) -> dist.ProcessGroup:
+    """A :func:`checkpoint_group` in the place of one that a late rank may have broken: after its timeout gloo takes no
+    further message between two ranks. All ranks make it together."""
+    dist.destroy_process_group(old)
+    return checkpoint_group(timeout_s)
+
+
 class StagedTensors:
     """A copy of tensors on the host, made anew by each :meth:`stage` in the same memory."""
 
@@ -80,14 +87,17 @@ class StagedTensors:
         """
         _give_way()
         # A copy ahead would be made on a stream of its own; all is on the host already.
-        writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
+        writer, rank = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0), dist.get_rank()
         try:
             with torch.no_grad():
                 dcp.save(dict(self._copies), storage_writer=writer, planner=_Planner(check), process_group=group)
         except CheckpointException as error:
             failures = (f"trainer rank {rank}: {_last_line(what[0])}" for rank, what in error.failures.items())
             raise CannotWrite("; ".join(failures)) from None
-        rank = dist.get_rank()
+        except (RuntimeError, ValueError, KeyError) as error:  # of the group: a rank is late, or has given up
+            raise CannotWrite(
+                f"trainer rank {rank} did not write together with the others: {_last_line(error)}"
+            ) from error
         mine = sorted(folder.glob(f"__{rank}_*")) + ([folder / ".metadata"] if rank == 0 else [])
         return [file_sum(root, path) for path in mine]
 

@@ -511,6 +511,12 @@ METRICS = (
         "learning",
     ),
     Metric(
+        "frozen/*/refused_snapshots",
+        "versions",
+        "Versions of the policy so far that the frozen model did not take over, because the disk refused them.",
+        "losses",
+    ),
+    Metric(
         "frozen/*/device_s",
         "device-seconds",
         "Seconds so far in which engines of the frozen model had requests, times the devices of each.",

@@ -32,6 +32,8 @@ logger = logging.getLogger("monarch_rl")
 
 FOLDER = "checkpoints"
 """In the run's folder."""
+SAID_AGAIN_S = 3600.0
+"""Seconds between two messages that checkpoints fail, while all of them do."""
 ALIVE_S = 5.0
 """Seconds for trainer and buffer to answer at the end of a run; Monarch notices a lost process within two."""
 COPIES = 3
@@ -94,7 +96,9 @@ class Checkpoints:
         self._root, self._savers, self._settings, self._note = run / FOLDER, savers, settings, note
         self._generation, self._about = generation, about
         self._begun_version, self._begun_at = version, now()
-        self._refused = False
+        self._failure_said_at: float | None = None
+        self._shards_failed = False
+        """In the last write: trainer ranks may have waited for each other in vain."""
         self._copy_s = self._write_s = 0.0
         self._nbytes = 0
         self._writing: asyncio.Task[None] | None = None
@@ -146,12 +150,13 @@ class Checkpoints:
         Raises:
             RuntimeError: the ranks hold different versions.
         """
-        call = self._savers.trainer.stage.call()
+        call = self._savers.trainer.stage.call(self._shards_failed)
         what = "trainer ranks to copy what a checkpoint holds"
         ranks = await within(CALL_DEADLINE_S + disk_limit_s(0), call, what, on="trainer ranks")
         copies = list(ranks.values())
         if len({copy.version for copy in copies}) > 1:
             raise RuntimeError(f"trainer ranks hold versions {sorted(copy.version for copy in copies)}")
+        self._shards_failed = False
         return replace(copies[0], seconds=max(copy.seconds for copy in copies))
 
     async def alive(self) -> None:
@@ -213,7 +218,7 @@ class Checkpoints:
             self._note_failed(copy.version, error)
             await self._tidy("what was written of it", folders.discard, self._root, copy.version)
             return
-        self.saved, self._refused = copy.version, False
+        self.saved, self._failure_said_at = copy.version, None
         self._write_s, self._nbytes = now() - started, manifest.nbytes
         size = f"{manifest.nbytes / 1e6:,.1f} MB"
         self._note(f"checkpoint of step {copy.version} ({size}, {self._write_s:.1f} s) in {folder}")
@@ -236,6 +241,7 @@ class Checkpoints:
         ]
         writes = [within(self.limit_s, part, f"a part of the checkpoint {partial}", on="the disk") for part in parts]
         answers = await asyncio.gather(*writes, return_exceptions=True)
+        self._shards_failed = isinstance(answers[0], BaseException)
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer
@@ -249,13 +255,13 @@ class Checkpoints:
 
     def _note_failed(self, version: int, error: Exception) -> None:
         self.failed += 1
-        if not self._refused:
+        if self._failure_said_at is None or now() - self._failure_said_at >= SAID_AGAIN_S:
+            self._failure_said_at = now()
             last = f"the last one is of step {self.saved}" if self.saved else "there is none before it"
             logger.error(
                 "no checkpoint of step %d: %s; %s. While the run goes on, the next one is tried when it is due",
                 *(version, last_line(error), last),
             )
-        self._refused = True
 
 
 @cache

@@ -239,6 +239,10 @@ class FrozenPool(ActorPool[FrozenEngine]):
         """Of the policy, if they are a snapshot of it that was taken for them."""
         self.published_version = 0
         """Of the policy, when it was last asked whether the engines are to take that over."""
+        self.refused_snapshots = 0
+        """Of the policy, that the disk did not take."""
+        self.refused = False
+        """Whether the newest one that was due is among them."""
         self._loads = 0
         """How often they were told to load another folder."""
         self._loading = asyncio.Lock()

@@ -36,4 +36,9 @@ class FrozenMeter:
                 f"frozen/{name}/device_s": sum(engine["busy_seconds"] * engine["devices"] for engine in each),
             }
         versions = {f"frozen/{pool.model.name}/version": pool.version for pool in self._pools}
-        return values | {name: version for name, version in versions.items() if version is not None}
+        refused = {
+            f"frozen/{pool.model.name}/refused_snapshots": float(pool.refused_snapshots)
+            for pool in self._pools
+            if pool.plan.snapshot_every
+        }
+        return values | refused | {name: version for name, version in versions.items() if version is not None}

@@ -1,15 +1,27 @@
-"""Frozen models that take over the policy's weights after every so many versions, and are the policy of then."""
+"""Frozen models that take over the policy's weights after every so many versions, and are the policy of then.
+
+A disk that refuses a snapshot costs that snapshot: they stay the policy of before until the next one is due.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
+from monarch.actor import ActorError
+
+from monarch_rl.checkpoint.replacing import partial_folder
+from monarch_rl.pipeline.actor_pool import last_line
 from monarch_rl.pipeline.actors import Actors
+from monarch_rl.pipeline.frozen import FrozenPool
 from monarch_rl.pipeline.start import save
 from monarch_rl.runtime.deadlines import disk_limit_s
 from monarch_rl.runtime.disk_work import on_disk
+
+logger = logging.getLogger("monarch_rl")
 
 KEPT = 2
 """Folders: the newest, and the one before it, which an engine that comes up may still be reading."""
@@ -36,17 +48,41 @@ async def take_snapshots(actors: Actors, version: int, folder: Path | None, resu
     if folder is None:
         raise RuntimeError("the run has no folder for snapshots of the policy, which frozen models are to take over")
     written = folder / "snapshots" / f"version-{version:08d}"
-    await save(actors.trainer, written, actors.model_bytes)
-    # waits: each load has a deadline
-    await asyncio.gather(*(pool.load(written, version) for pool in due))
+    try:
+        await save(actors.trainer, written, actors.model_bytes)
+    except (ActorError, OSError) as error:  # of a rank, or of the wait for a disk that stalls
+        _note_refused(due, version, error)
+    else:
+        # waits: each load has a deadline
+        await asyncio.gather(*(pool.load(written, version) for pool in due))
+        for pool in due:
+            pool.refused = False
     served = {pool.folder for pool in following}
-    await on_disk(
-        disk_limit_s(actors.model_bytes), "older snapshots to be removed", _remove_older, written.parent, served
-    )
+    try:
+        await on_disk(
+            disk_limit_s(actors.model_bytes), "older snapshots to be removed", _remove_older, written.parent, served
+        )
+    except OSError as error:
+        logger.warning("older snapshots: not removed: %s", last_line(error))
+
+
+def _note_refused(due: Sequence[FrozenPool], version: int, error: Exception) -> None:
+    for pool in due:
+        pool.refused_snapshots += 1
+        if not pool.refused:
+            has = pool.folder if pool.version is None else f"version {pool.version}"
+            logger.error(
+                "%s does not take over version %d of the policy: %s; it stays %s. While the run goes on, a later "
+                "version is tried when it is due",
+                *(pool.kind, version, last_line(error), has),
+            )
+        pool.refused = True
 
 
 def _remove_older(folder: Path, served: set[Path]) -> None:
-    """Folders that are not the newest ones, and that nobody serves."""
+    """Folders that are not the newest ones, and that nobody serves; and what is left of one that was not completed."""
+    for partial in folder.glob(partial_folder(Path("version-*")).name):
+        shutil.rmtree(partial)
     written = sorted(path for path in folder.glob("version-*") if path.name.removeprefix("version-").isdigit())
     for path in written[:-KEPT]:
         if path not in served:

@@ -60,6 +60,7 @@ from monarch_rl.runtime.cluster import Cluster, devices, launch_cluster
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, Patience, disk_limit_s, within
 from monarch_rl.runtime.disk_work import on_disk
 from monarch_rl.runtime.heap import freeze_heap, leave_heap
+from monarch_rl.runtime.network import fix_nccl_order
 from monarch_rl.runtime.watch import watched
 from monarch_rl.tasks.rows import Row
 from monarch_rl.tasks.task import Task
@@ -597,6 +598,8 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S, task: Callab
         if not raised_in_package(error):  # but by the recipe's own code: its author needs the traceback
             raise
         sys.exit(f"error: {error}")
+    if settings.trainer.deterministic:
+        fix_nccl_order()
     with (
         going_on_after_a_loss(settings.checkpoint.restarts),
         launch_cluster(PRELOADS, settings.checkpoint.grace_s) as cluster,

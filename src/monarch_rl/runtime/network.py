@@ -23,6 +23,9 @@ NCCL's defaults, 1 and automatic, and a group whose members differ in them fails
 NO_DUMP = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
 """Else an error in any NCCL group of a process, also in one for weights whose loss the run survives, asks the monitor
 of the process's first group for a dump of all, after which that ends the process (torch's ``ProcessGroupNCCL.cpp``)."""
+ORDERED = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
+"""One algorithm and protocol, so that sums have one order; else NCCL chooses by the topology that it finds. Rings are
+what all of its collectives have."""
 OF_A_MACHINE = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_TOPO_FILE", "NCCL_HOSTID")
 """Variables that name the devices of a machine, which each has for itself."""
 
@@ -66,6 +69,13 @@ def held_port(ports: range = BELOW_EPHEMERAL) -> Iterator[int]:
             yield port
             return
     raise RuntimeError(f"all TCP ports from {ports[0]} to {ports[-1]} of this machine are in use")
+
+
+def fix_nccl_order() -> None:
+    """Set :data:`ORDERED` where the user has not. In the controller before meshes are spawned: engines are members of
+    groups with trainer ranks, and members that choose for themselves would not understand each other."""
+    for name, value in ORDERED.items():
+        os.environ.setdefault(name, value)
 
 
 def nccl_environment(environment: Mapping[str, str]) -> dict[str, str]:

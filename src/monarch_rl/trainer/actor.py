@@ -374,17 +374,20 @@ class Trainer(ResilientActor):
     # -- checkpoints: docs/checkpoints.md ---------------------------------------------------------------------
 
     @lasting_endpoint
-    async def stage(self) -> Staged:
+    async def stage(self, new_group: bool) -> Staged:
         """Copy to the host's memory what a checkpoint holds, after an update that is under way.
+
+        Args:
+            new_group: the last write failed, see :meth:`TrainerCheckpoint.stage`.
 
         Raises:
             RuntimeError: an update was left half made: the weights are no version.
         """
-        return await self._on(self._compute, self._stage)
+        return await self._on(self._compute, self._stage, new_group)
 
-    def _stage(self) -> Staged:
+    def _stage(self, new_group: bool) -> Staged:
         with device_work.piece("a copy for a checkpoint"):
-            return self.policy.checkpoint.stage()
+            return self.policy.checkpoint.stage(new_group)
 
     @lasting_endpoint
     async def write_checkpoint(self, folder: str) -> list[FileSum]:
@@ -393,7 +396,8 @@ class Trainer(ResilientActor):
         Raises:
             CannotWrite: a rank could not; names it.
         """
-        return await self._on(self._disk, self.policy.checkpoint.write, Path(folder))
+        checkpoint = self.policy.checkpoint
+        return await self._on(self._disk, checkpoint.write, Path(folder), checkpoint.group)
 
     @concurrent_endpoint
     async def restore(self, folder: str, version: int, optimizer_steps: int) -> None:

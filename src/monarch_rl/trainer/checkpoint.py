@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from monarch_rl.checkpoint.folders import TRAINER, FileSum, file_sum
-from monarch_rl.checkpoint.tensors import StagedTensors, checkpoint_group, names, read
+from monarch_rl.checkpoint.tensors import CannotWrite, StagedTensors, checkpoint_group, names, read, renewed_group
 from monarch_rl.runtime.deadlines import disk_limit_s
 from monarch_rl.trainer.shards import not_finite_part
 from monarch_rl.weights.finite import NotFinite
@@ -65,7 +65,9 @@ class TrainerCheckpoint:
         self._critic = critic
         modules = [model.module] + ([] if critic is None else [critic.model.module])
         nbytes = 3 * sum(4 * parameter.numel() for module in modules for parameter in module.parameters())
-        self._group = checkpoint_group(disk_limit_s(nbytes))
+        self._limit_s = disk_limit_s(nbytes)
+        self.group = checkpoint_group(self._limit_s)
+        """In which the ranks agree on what they write, until the next :meth:`stage` makes another one."""
         self._staged = StagedTensors(device)
         self._version, self._counted = 0, self._updates()
         self._noted = self._remembered = _saved({})
@@ -95,13 +97,19 @@ class TrainerCheckpoint:
         """
         self._version, self._counted, self._noted = version, self._updates(), _saved(remembered)
 
-    def stage(self) -> Staged:
+    def stage(self, new_group: bool = False) -> Staged:
         """Copy all of it to the host's memory.
+
+        Args:
+            new_group: the last write failed on some rank: a group in which one rank has waited in vain for another is
+                of no use any more. All ranks give the same.
 
         Raises:
             RuntimeError: an update was left half made: the weights are no version.
         """
         started = time.perf_counter()
+        if new_group:  # before anything that only some ranks may raise
+            self.group = renewed_group(self.group, self._limit_s)
         if self._updates() != self._counted:
             raise RuntimeError(
                 f"the update of version {self._version} was left half made: no checkpoint can be made of it"
@@ -110,15 +118,22 @@ class TrainerCheckpoint:
         self._remembered = self._noted
         return Staged(self._version, self.optimizer_steps, time.perf_counter() - started)
 
-    def write(self, folder: Path) -> list[FileSum]:
+    def write(self, folder: Path, group: dist.ProcessGroup | None = None) -> list[FileSum]:
         """Write the copy into the checkpoint's folder; returns this rank's files. All ranks call it together, on a
         thread of its own.
+
+        Args:
+            group: :attr:`group` as it was when the write was asked for, which may have waited for a disk since; None is
+                as it is now.
 
         Raises:
             CannotWrite: a rank could not write, or has a weight that is not finite, from which no run could go on. All
                 raise it.
         """
-        files = self._staged.write(folder / TRAINER, folder, self._group, _check_finite)
+        group = group or self.group
+        if group is not self.group:
+            raise CannotWrite(f"{folder} was given up while the disk of trainer rank {dist.get_rank()} stalled")
+        files = self._staged.write(folder / TRAINER, folder, group, _check_finite)
         path = folder / TRAINER / REMEMBERED.format(rank=dist.get_rank())
         with path.open("wb") as file:
             file.write(self._remembered)
@@ -143,7 +158,7 @@ class TrainerCheckpoint:
                     init_optim_state(optimizer)
         # A rank that none was before, or on another kind of device, keeps the states that it began with.
         states = {name: state for name, state in self._random_states().items() if name in saved}
-        read(self._trained() | states, folder / TRAINER, self._group)
+        read(self._trained() | states, folder / TRAINER, self.group)
         self._set_random_states(states)
         with warnings.catch_warnings():  # torch takes a rate that is asked for, but not for a step, for a mistake
             warnings.simplefilter("ignore")
@@ -164,7 +179,7 @@ class TrainerCheckpoint:
         Raises:
             ValueError: it is of another model.
         """
-        read(self._weights(), folder / TRAINER, self._group)
+        read(self._weights(), folder / TRAINER, self.group)
 
     def _weights(self) -> dict[str, torch.Tensor]:
         return _weights_of(self._model, _MODEL)

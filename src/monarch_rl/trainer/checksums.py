@@ -11,9 +11,11 @@ from monarch_rl.weights.checksum import tensor_checksum
 
 
 def weights_checksums(policy: Policy) -> np.ndarray:
-    """int64[tensors]: of this rank's part of each trained parameter, in the order of the model's parameters."""
+    """int64[tensors]: of this rank's part of each trained parameter, in the order of the model's parameters, then of
+    those of the critic, if there is one."""
+    modules = [policy.module] if policy.critic is None else [policy.module, policy.critic.model.module]
     with torch.no_grad():
-        trained = [parameter for parameter in policy.module.parameters() if parameter.requires_grad]
+        trained = [parameter for module in modules for parameter in module.parameters() if parameter.requires_grad]
         return torch.stack([_checksum(parameter) for parameter in trained]).cpu().numpy()
 
 

@@ -37,6 +37,7 @@ from monarch_rl.trainer.batch import MicroBatch  # noqa: E402
 from monarch_rl.trainer.checkpoint import TrainerCheckpoint  # noqa: E402
 from monarch_rl.trainer.compiling import first_rows  # noqa: E402
 from monarch_rl.trainer.critic import Critic  # noqa: E402
+from monarch_rl.trainer.deterministic import make_deterministic  # noqa: E402
 from monarch_rl.trainer.finite_episodes import finite_only  # noqa: E402
 from monarch_rl.trainer.model import ShardedModel  # noqa: E402
 from monarch_rl.trainer.model_config import SPMD_BACKEND, parallelism_config  # noqa: E402
@@ -74,6 +75,8 @@ class Policy:
     ) -> None:
         self.settings = settings
         self.temperature = temperature
+        if settings.deterministic:
+            make_deterministic()
         # Ranks that compile wait for the slowest one at the next layer.
         self.device = _join_world(timedelta(seconds=collective_timeout_s + settings.compile_limit_s))
         self._computes_in_half = settings.in_half_on_gpu(self.device.type == "cuda")  # LoRA's matrices, too

@@ -68,6 +68,10 @@ class TrainerSettings(CheckedSettings, flags="trainer"):
     compile: bool = False
     """`torch.compile` of each transformer block (torchtitan's): fewer and larger kernels, for a start that takes
     minutes longer. It needs a C++ compiler."""
+    deterministic: bool = False
+    """Have trainer ranks compute the same bits from the same batch on GPUs, so that updates can be made again from the
+    journal; on CPUs they do in any case. Steps take longer, and an operation without a deterministic kernel ends the
+    run. What it costs has not been measured, nor has equality been examined on a GPU."""
     logprob_chunk: Annotated[int, Range(1, 100_000_000)] = 1024
     """Tokens whose logits over the whole vocabulary exist at one time (fp32): with their gradients they take at most
     six times 4 bytes x vocabulary each."""

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from monarch_rl.algorithms.functions import code_of, place_of
-from monarch_rl.checkpoint.journal import JournalWriter, Made, journal_of, write_plan
+from monarch_rl.checkpoint.journal import PLAN, JournalWriter, Made, journal_of, write_plan
 from monarch_rl.episode.shard import PackedShard
 from monarch_rl.trainer.checksums import weights_checksums
 from monarch_rl.trainer.policy import Policy
@@ -31,9 +31,19 @@ class StepJournal:
 
     @classmethod
     def begin(cls, folder: Path, nbytes: int, plan: Any, policy: Policy, generation: int) -> StepJournal:
-        """Begin to write; the first rank also writes the plan of this generation of the run. Raises OSError."""
+        """Begin to write; the first rank also writes the plan of this generation of the run.
+
+        Without the plan, which the disk may refuse, records are written all the same: a run that goes on from a
+        checkpoint needs them alone.
+        """
         if policy.rank == 0:
-            write_plan(folder, plan, generation)
+            try:
+                write_plan(folder, plan, generation)
+            except OSError as error:
+                logger.warning(
+                    "the journal in %s has no %s, without which tools/replay.py makes no step of this run again: %r",
+                    *(folder, PLAN.format(generation=generation), error),
+                )
         about = {
             "generation": generation,
             "ranks": policy.world_size,
