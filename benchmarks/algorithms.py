@@ -6,10 +6,10 @@
     python benchmarks/algorithms.py --show                 # table and plot of what is there
 
 Four objectives (dapo, gspo, cispo, decoupled) run at lag 0 and 8 with five seeds; the policy gradient with each
-correction at lag 8; everything else that has a name once at lag 2. All have the main job's model, task, batches and
-optimiser, and half of its steps, on 1 trainer rank and 1 replica (algorithms_recipe.py says how the lag is made exact).
-Each seed has its own model, items and draws. Each finished run is a line of the results file, and a call runs only what
-is not there.
+correction at lag 8, and those two that lose most by the lag with the correction opsm, these with three seeds;
+everything else that has a name once at lag 2. All have the main job's model, task, batches and optimiser, and half of
+its steps, on 1 trainer rank and 1 replica (algorithms_recipe.py says how the lag is made exact). Each seed has its
+own model, items and draws. Each finished run is a line of the results file, and a call runs only what is not there.
 
 The last line is JSON. benchmarks/README.md says what each column means.
 """
@@ -48,7 +48,7 @@ class Settings:
     only: tuple[str, ...] = ()
     """Names of cases to run, such as gspo; none is all."""
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
-    """Seeds of the four objectives; everything else runs with the first one."""
+    """Seeds of the four objectives; two with a correction run with the first three, everything else with the first."""
     steps: int = 125
     """Optimiser steps of each run: a multiple of 5."""
     minutes: float = 0.0

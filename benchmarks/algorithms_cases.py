@@ -44,12 +44,23 @@ MORE: dict[str, tuple[str, ...]] = {
     + ("--trainer.loss.kl-estimate", "k2"),
     "KL in the reward (k1, 0.01)": ("--trainer.reference", "--trainer.loss.kl-coefficient", "0.01")
     + ("--trainer.loss.kl-estimate", "k1", "--trainer.loss.kl-in", "reward"),
+    "decoupled, opsm": (*FOUR["decoupled"], CORRECTED, "opsm"),
+    "cispo, opsm": (*FOUR["cispo"], CORRECTED, "opsm"),
     "dapo, 2 epochs": (LOSS, "ppo_clip", "--trainer.epochs", "2"),
     "decoupled, 2 mini-batches": (LOSS, "decoupled", "--trainer.minibatches", "2"),
 }
 """Settings that are no names of the registry, and combinations."""
 MENDING = ("dapo, dual clip 3", "dapo, opsm", "gspo, clip 0.2", "gspo, opsm")
-"""Combinations for stale tokens, at the larger lag only."""
+"""Combinations for stale tokens, at the larger lag only, with the first seed."""
+MENDED = {"decoupled, opsm": "decoupled", "cispo, opsm": "cispo"}
+"""The same with three seeds, for those that lose most by the lag, and what each is without its correction. They refuse
+``tis`` and ``icepop``, because they weigh by the policy that drew themselves; ``sequence_mask`` breaks stale runs."""
+ALIKE = {
+    LAGS[0]: ("dapo", "cispo", "decoupled"),
+    OTHER_LAG: ("pg, tis", "advantage dr_grpo", "advantage rloo", "lag discount 0.8"),
+}
+"""By lag, cases with one gradient but for a factor, which AdamW does not see: their ratios are 1, or ``rloo`` is
+``dr_grpo`` times 8/7, or every token has one lag. What they differ by is noise."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +96,12 @@ def _of_advantages() -> dict[str, tuple[str, ...]]:
     }
 
 
-OTHERS = _of_losses() | _of_corrections() | _of_advantages() | {k: v for k, v in MORE.items() if k not in MENDING}
+OTHERS = (
+    _of_losses()
+    | _of_corrections()
+    | _of_advantages()
+    | {name: flags for name, flags in MORE.items() if name not in (*MENDING, *MENDED)}
+)
 FLAGS = FOUR | OTHERS | MORE
 """By the names of the cases. What a case does not say is the default: advantage ``dr_grpo``, loss ``ppo_clip`` with the
 ratio to the trainer, correction ``tis``."""
@@ -100,5 +116,6 @@ def plan(seeds: tuple[int, ...]) -> list[Case]:
 
     at_once, after = seeds[:3], seeds[3:]
     mending = [Case(name, LAGS[-1], seeds[0]) for name in (*_of_corrections(), *MENDING)]
+    mended = [Case(name, LAGS[-1], seed) for seed in at_once for name in MENDED]
     others = [Case(name, OTHER_LAG, seeds[0]) for name in OTHERS]
-    return four(at_once[:1]) + mending + four(at_once[1:]) + others + four(after)
+    return four(at_once[:1]) + mending + four(at_once[1:]) + mended + others + four(after)

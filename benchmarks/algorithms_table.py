@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from algorithms_cases import FOUR, LAGS
+from algorithms_cases import ALIKE, FOUR, LAGS, MENDED
 
 from monarch_rl.algorithms.estimates import wilson_interval
 
@@ -52,7 +52,8 @@ def accuracies(runs: Rows, place: int) -> list[float]:
 
 
 def table(rows: Rows) -> str:
-    """A line for each case and lag, means over seeds; then how much the four objectives lose by the lag."""
+    """A line for each case and lag, means over seeds; then how much the four objectives lose by the lag, what a
+    correction gives back, and how far equal runs lie apart."""
     head = ["", "lag", "seeds", "accuracy: start", "end", "95 %", *(column[0] for column in COLUMNS)]
     lines = [head, ["---"] * len(head)]
     for (name, lag), runs in grouped(rows).items():
@@ -60,7 +61,12 @@ def table(rows: Rows) -> str:
         low, high = np.clip(interval(ends), 0.0, 1.0)
         accuracy = [f"{np.mean(accuracies(runs, 0)):.1%}", f"{np.mean(ends):.1%}", f"{low:.1%} to {high:.1%}"]
         lines.append([name, str(lag), str(len(runs)), *accuracy, *(_cell(runs, *column) for column in COLUMNS)])
-    shown = ["\n".join("| " + " | ".join(line) + " |" for line in lines), *losses_by_lag(rows)]
+    shown = [
+        "\n".join("| " + " | ".join(line) + " |" for line in lines),
+        *losses_by_lag(rows),
+        *gains_by_correction(rows),
+        *noise(rows),
+    ]
     return "\n\n".join(shown)
 
 
@@ -70,19 +76,50 @@ def _cell(runs: Rows, heading: str, *names: str) -> str:
 
 
 def losses_by_lag(rows: Rows) -> list[str]:
-    """For each of the four a sentence: accuracy at the larger lag minus that at the smaller, of the same seeds."""
-    by_case, sentences = grouped(rows), []
-    for name in FOUR:
-        near, far = ({run["seed"]: run for run in by_case.get((name, lag), [])} for lag in LAGS)
-        seeds = sorted(near.keys() & far.keys())
-        if not seeds:
-            continue
-        differences = [far[seed]["accuracy"][-1][1] - near[seed]["accuracy"][-1][1] for seed in seeds]
-        said = f"{name}: lag {LAGS[1]} ends {np.mean(differences):+.1%} beside lag {LAGS[0]}"
-        if len(seeds) > 1:
-            low, high = interval(differences)
-            said += f" (95 %: {low:+.1%} to {high:+.1%}; {len(seeds)} seeds)"
-        sentences.append(said + (", of one seed." if len(seeds) == 1 else "."))
+    """For each of the four a sentence: accuracy at the larger lag minus that at the smaller."""
+    cases = (((name, LAGS[1]), (name, LAGS[0]), f"lag {LAGS[0]}") for name in FOUR)
+    return [said for case in cases if (said := _difference(rows, *case))]
+
+
+def gains_by_correction(rows: Rows) -> list[str]:
+    """The same of objectives with a correction, at the larger lag, beside those without, at both."""
+    pairs = ((name, without, lag) for name, without in MENDED.items() for lag in reversed(LAGS))
+    cases = (((name, LAGS[1]), (without, lag), f"{without} at lag {lag}") for name, without, lag in pairs)
+    return [said for case in cases if (said := _difference(rows, *case))]
+
+
+def _difference(rows: Rows, one: tuple[str, int], other: tuple[str, int], beside: str) -> str:
+    """Accuracy of one case and lag minus that of another, of the same seeds; empty if no seed has both."""
+    by_case = grouped(rows)
+    found, others = ({run["seed"]: run for run in by_case.get(case, [])} for case in (one, other))
+    seeds = sorted(found.keys() & others.keys())
+    if not seeds:
+        return ""
+    differences = [found[seed]["accuracy"][-1][1] - others[seed]["accuracy"][-1][1] for seed in seeds]
+    said = f"{one[0]}: lag {one[1]} ends {np.mean(differences):+.1%} beside {beside}"
+    if len(seeds) == 1:
+        return said + ", of one seed."
+    low, high = interval(differences)
+    return said + f" (95 %: {low:+.1%} to {high:+.1%}; {len(seeds)} seeds)."
+
+
+def noise(rows: Rows) -> list[str]:
+    """For each of ``ALIKE`` a sentence: the standard deviation of the runs of one seed, pooled over seeds."""
+    sentences = []
+    for lag, names in ALIKE.items():
+        by_seed: dict[int, list[float]] = defaultdict(list)
+        for row in rows:
+            if row["lag"] == lag and row["name"] in names:
+                by_seed[row["seed"]].append(row["accuracy"][-1][1])
+        several = [ends for ends in by_seed.values() if len(ends) > 1]
+        if several:
+            squares = sum(float(np.var(ends)) * len(ends) for ends in several)
+            deviation = math.sqrt(squares / sum(len(ends) - 1 for ends in several))
+            spread = max(max(ends) - min(ends) for ends in several)
+            sentences.append(
+                f"{'; '.join(names)} at lag {lag} have one gradient: runs of one seed lie up to {spread:.1%} apart "
+                f"(standard deviation {deviation:.1%}, of {len(several)} x {len(several[0])} runs)."
+            )
     return sentences
 
 

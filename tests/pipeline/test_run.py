@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import io
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -145,7 +147,25 @@ async def test_settings_are_checked_before_anything_is_spawned() -> None:
         async with Run.open(settings, cluster) as run:
             with pytest.raises(ValueError, match=said):
                 await run.start(ReasoningGym(TaskSettings("spel_backward")), advantage=grpo, objective=supervised)
-    async with Run.open(RunSettings(buffer=BufferSettings(drop_equal_rewards=True)), cluster) as run:
+    wrong_filter = RunSettings(buffer=BufferSettings(drop_equal_rewards=True))
+    async with Run.open(wrong_filter, cluster) as run:
         with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match="supervised reads no rewards"):
             patch.setattr("monarch_rl.pipeline.run.prepare", lambda settings, *_: (settings, Path()))
             await run.start(ReasoningGym(TaskSettings()), advantage=grpo, objective=supervised)
+
+
+@virtual
+async def test_a_filter_that_drops_what_teaches_warns_before_anything_is_spawned() -> None:
+    async def spawn(*_: Any, **__: Any) -> None:
+        raise RuntimeError("spawned")
+
+    cluster: Any = SimpleNamespace(devices=Devices("cpu", 1, 4))
+    async with Run.open(RunSettings(buffer=BufferSettings(drop_equal_rewards=True)), cluster) as run:
+        for advantage, warns in (("reinforce_pp", True), ("grpo", False)):
+            said = io.StringIO()
+            with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
+                patch.setattr("monarch_rl.pipeline.run.prepare", lambda settings, *_: (settings, Path()))
+                patch.setattr("monarch_rl.pipeline.run.start_actors", spawn)
+                with pytest.raises(RuntimeError, match="spawned"):
+                    await run.start(ReasoningGym(TaskSettings()), advantage=advantage, objective="reinforcement")
+            assert ("warning: buffer.drop-equal-rewards: the advantage reinforce_pp" in said.getvalue()) == warns

@@ -73,6 +73,7 @@ def test_what_is_there_is_shown_and_what_is_not_is_said(
     algorithms: Any, cases: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ends = [("dapo", 0, 0, 0.8), ("dapo", 0, 1, 0.6), ("dapo", 8, 0, 0.5), ("dapo", 8, 1, 0.4), ("rows", 2, 0, 0.3)]
+    ends[4:4] = [("decoupled", 8, 0, 0.3), ("decoupled, opsm", 8, 0, 0.6), ("cispo", 0, 0, 0.7), ("cispo", 0, 1, 0.7)]
     lines = [finished(algorithms, cases, *end) for end in ends[:-1]]
     results = tmp_path / "results.jsonl"
     results.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -80,13 +81,17 @@ def test_what_is_there_is_shown_and_what_is_not_is_said(
     said = capsys.readouterr().out
     assert "| dapo | 0 | 2 | 20.0% | 70.0% | 0.0% to 100.0% | 0.25 to 0.25 |" in said
     assert "dapo: lag 8 ends -25.0% beside lag 0 (95 %: -88.5% to +38.5%; 2 seeds)." in said
+    assert "decoupled, opsm: lag 8 ends +30.0% beside decoupled at lag 8, of one seed." in said
+    assert "runs of one seed lie up to 10.0% apart (standard deviation 7.1%, of 2 x 2 runs)" in said
     assert "10.0%" in said  # 100 tokens of 1000 are wasted
     assert (
         "gspo (lag 8, seed 1)" in said
+        and "decoupled, opsm (lag 8, seed 1)" in said
+        and "decoupled, opsm (lag 2" not in said
         and "dapo (lag 8, seed 1)" not in said
         and "advantage gae (lag 2, seed 0)" in said
     )
-    assert json.loads(said.splitlines()[-1])["runs"] == 4
+    assert json.loads(said.splitlines()[-1])["runs"] == 8
 
 
 def test_the_interval_is_students(algorithms: Any) -> None:
