@@ -23,6 +23,7 @@ from monarch_rl.episode.episode import Group, Turn
 from monarch_rl.episode.packed import PackedGroup, pack_group
 from monarch_rl.episode.sampling import Completion
 from monarch_rl.episode.shard import BatchShard, mask_older, outcomes
+from monarch_rl.observe.registry import METRICS, OBJECTIVE
 from monarch_rl.trainer.advantages import advantages_of, fingerprint, flat, group_views
 from monarch_rl.trainer.batch import MicroBatch, pack, pack_shard
 from monarch_rl.trainer.critic_settings import CriticSettings
@@ -338,6 +339,18 @@ WRONG_OBJECTIVES: dict[str, Any] = {
         lambda loss, sums: (loss, sums | {"grad_norm": torch.ones(())}),
         r"the sums .*: return other names than \['grad_norm'\], which are the trainer's own metrics",
     ),
+    "a metric of the trainer's by its whole name": (
+        lambda loss, sums: (loss, sums | {"trainer/grad_norm": loss}),
+        r"the sums .*: return other names than \['trainer/grad_norm'\], which are whole names",
+    ),
+    "a metric of the batch": (
+        lambda loss, sums: (loss, sums | {"reward/mean": loss, "mine": loss}),
+        r"the sums .*: return other names than \['reward/mean'\], which are whole names",
+    ),
+    "a histogram that is a number": (
+        lambda loss, sums: (loss, sums | {"logprob_difference": loss}),
+        r"logprob_difference of shape \[\]: return a histogram of shape \[81\]",
+    ),
     "half of a mean": (
         lambda loss, sums: (loss, {"tokens": loss, "on_policy_tokens": loss}),
         "the sums .*: return on_policy_tokens and mismatch_k3_on_policy together, or neither",
@@ -354,6 +367,22 @@ def test_an_objective_that_returns_what_cannot_be_used_is_refused_with_its_place
 
     with pytest.raises(ValueError, match=rf"the objective changed {HERE} returned {said}"):
         call(changed, *one_microbatch())
+
+
+def test_no_metric_that_a_run_writes_itself_may_be_a_sum() -> None:
+    """But those that ready-made objectives sum, which one's own may sum, too."""
+    summed = {"entropy", "logprob", "tokens", "kl_reference", "reverse_kl", "top_k_kl", "clipped", "importance_weight"}
+    summed |= {"mismatch_k3_on_policy", "mismatch_k3_all", "ratio_outside", "kept_mass"}
+    names = [metric.name.removeprefix("trainer/") for metric in METRICS if metric.name != OBJECTIVE]
+    assert summed < set(names)
+    for name in ["choices_of_a_layer", *(name for name in names if name not in summed)]:
+
+        def objective(output: TokenLogprobs, batch: MicroBatch, name: str = name.replace("*", "x")) -> Any:
+            loss, sums = supervised(output, batch)
+            return loss, sums | {name: loss}
+
+        with pytest.raises(ValueError, match=r"return other names than \['.*'\], which are "):
+            call(objective, *one_microbatch())
 
 
 def test_sums_are_taken_without_gradient_and_may_be_plain_numbers() -> None:

@@ -295,7 +295,8 @@ class Policy:
         output, trained, left_out = finite_only(output, batch)
         if left_out.causes:
             self.left_out[id(batch)] = left_out.causes
-        loss, sums = call(objective, output, trained)
+        # Names that are refused of an objective are those of rows.
+        loss, sums = rows_objective(output, trained) if batch.supervised else call(objective, output, trained)
         if not batch.supervised:
             sums["drift_k3"] = mismatch_k3(output.logprobs, trained.columns[OLD]).sum()
         counts = {"masked_nonfinite": left_out.tokens, "masked_episodes": len(left_out.causes)}
