@@ -16,7 +16,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monarch_rl.algorithms.advantages import ADVANTAGES, dr_grpo, gae, grpo
+from monarch_rl.algorithms.advantages import ADVANTAGES, dr_grpo, gae, grpo, max_rl
+from monarch_rl.algorithms.distillation import distillation, sequence_distillation
 from monarch_rl.algorithms.functions import needed_columns, needs, of_batch, place_of
 from monarch_rl.algorithms.group_view import GroupView, PerToken, PerTurn, Values
 from monarch_rl.episode.episode import Group, Turn
@@ -99,18 +100,61 @@ def test_a_name_that_nobody_has_is_refused_with_all_names() -> None:
         TrainingFunctions.of("grp", supervised, LossSettings())
     with pytest.raises(ValueError, match=f"there is no objective 'ppo': give one of {', '.join(OBJECTIVES)}"):
         TrainingFunctions.of("grpo", "ppo", LossSettings())
-    with pytest.raises(ValueError, match="max_rl needs rewards of at least 0"):
-        TrainingFunctions.of("max_rl", supervised, LossSettings(overlong_limit=100))
     with pytest.raises(ValueError, match=r"trainer.loss.advantage must be one of .*grpo.*, got 'grp'"):
         LossSettings(advantage="grp")
 
 
 def test_an_advantage_of_the_settings_that_the_recipe_replaces_is_refused() -> None:
     said = r"trainer\.loss\.advantage grpo: the recipe gives run\.start\(\) the advantage "
-    replacing: list[tuple[Any, str]] = [("rloo", "'rloo'"), (leave_one_out, "leave_one_out ")]
+    replacing: list[tuple[Any, str]] = [("rloo", "rloo"), (leave_one_out, "leave_one_out ")]
     for advantage, name in replacing:
         with pytest.raises(ValueError, match=said + name):
             TrainingFunctions.of(advantage, supervised, LossSettings(advantage="grpo"))
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_a_ready_made_advantage_is_known_by_itself_and_not_by_what_a_partial_calls(name: str) -> None:
+    """`sequence_distillation` is a partial of `distillation`, another advantage."""
+    for other in ADVANTAGES:
+        made: Any = ADVANTAGES[other]()
+        for advantage in (other, made, partial(made)):
+            if other == name or name == LossSettings().advantage:
+                assert TrainingFunctions.of(advantage, supervised, LossSettings(advantage=name))
+            else:
+                with pytest.raises(ValueError, match=rf"advantage {name}: the recipe .* the advantage {other}\. Leave"):
+                    TrainingFunctions.of(advantage, supervised, LossSettings(advantage=name))
+
+
+def test_an_advantage_given_as_a_function_refuses_the_flags_that_its_name_refuses() -> None:
+    lowered = LossSettings(overlong_limit=100)
+    refusing: dict[str, tuple[Any, ...]] = {
+        "max_rl needs rewards of at least 0": ("max_rl", max_rl, partial(max_rl)),
+        "the advantage distillation reads no rewards": ("distillation", partial(distillation, discount=0.5)),
+        "the advantage sequence_distillation reads": (sequence_distillation, partial(distillation, discount=1)),
+    }
+    for said, advantages in refusing.items():
+        for advantage in advantages:
+            with pytest.raises(ValueError, match=said):
+                TrainingFunctions.of(advantage, supervised, lowered)
+    assert TrainingFunctions.of(dr_grpo, supervised, lowered)
+
+
+def test_the_objective_supervised_refuses_flags_that_it_does_not_read() -> None:
+    changes: list[dict[str, Any]] = [
+        {"policy_loss": "gspo"},
+        {"kl_coefficient": 0.1},
+        {"entropy_coefficient": 0.1},
+        {"lag_discount": 0.5},
+        {"overlong_limit": 8},
+        {"corrections": ()},
+    ]
+    for change in changes:
+        (name,) = change
+        flag = name.replace("_", "-")
+        with pytest.raises(ValueError, match=rf"trainer\.loss\.{flag}: the objective supervised .* Leave it out"):
+            TrainingFunctions.of("grpo", "supervised", LossSettings(**change))
+    assert TrainingFunctions.of("grpo", "supervised", LossSettings(advantage="grpo", max_tokens=8))
+    assert TrainingFunctions.of("grpo", "supervised", LossSettings(aggregation="token_mean"))
 
 
 def test_what_cannot_travel_is_refused_before_anything_is_spawned() -> None:

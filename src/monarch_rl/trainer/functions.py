@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, cast
 
@@ -59,12 +59,16 @@ class TrainingFunctions:
                 advantage; or a ``functools.partial`` of ``gae`` discounts in another way than the critic.
             TypeError: a function cannot be sent to other processes; says why.
         """
-        _check_advantage(advantage, loss)
+        name = advantage if isinstance(advantage, str) else _name_of(advantage)
+        _check_advantage(name or place_of(advantage), loss)
         if isinstance(advantage, str):
-            name, advantage = advantage, named(ADVANTAGES, advantage, "advantage")()
+            advantage = named(ADVANTAGES, advantage, "advantage")()
+        if name:
             loss = replace(loss, advantage=name)  # refuses what does not go with it
         advantage = _discounted(advantage, critic)
         if isinstance(objective, str):
+            if objective == "supervised":
+                _check_supervised(loss)
             objective = named(OBJECTIVES, objective, "objective")(loss)
         if loss.teacher_top and not other_token_columns(objective):
             raise ValueError(
@@ -118,23 +122,49 @@ class LoadedFunctions:
         return {kind: function for kind, function in found.items() if function is not None}
 
 
-def _check_advantage(advantage: Advantage | str, loss: LossSettings) -> None:
-    """Refuse an advantage of the settings that is not the one which the recipe gives."""
-    if loss.advantage == LossSettings().advantage:
-        return
-    given = repr(advantage) if isinstance(advantage, str) else place_of(advantage)
-    if given not in (repr(loss.advantage), place_of(ADVANTAGES[loss.advantage]())):
+def _name_of(advantage: Advantage) -> str:
+    """The name of a function that is in ``ADVANTAGES``, also of a partial of one; "" of one's own."""
+    function, given = _unwrapped(advantage)
+    found = {}
+    for name, make in ADVANTAGES.items():
+        entry, own = _unwrapped(make())
+        if (function is entry or type(function) is make) and own.items() <= given.items():
+            found[name] = len(own)
+    return max(found, key=lambda name: found[name], default="")  # entries may be partials of each other
+
+
+def _unwrapped(function: Any) -> tuple[object, dict[str, Any]]:
+    """What partials call, and with which arguments by name."""
+    given: dict[str, Any] = {}
+    while isinstance(function, partial):
+        function, given = function.func, function.keywords | given
+    return function, given
+
+
+def _check_advantage(given: str, loss: LossSettings) -> None:
+    """Refuse an advantage of the settings that is not the one which the recipe gives, by name or place."""
+    if loss.advantage not in (LossSettings().advantage, given):
         raise ValueError(
             f"trainer.loss.advantage {loss.advantage}: the recipe gives run.start() the advantage {given}. Leave the "
             "flag out, or have the recipe give s.trainer.loss.advantage"
         )
 
 
+def _check_supervised(loss: LossSettings) -> None:
+    """Refuse what the objective ``supervised`` does not read."""
+    defaults = LossSettings()
+    for name in {field.name for field in fields(loss)} - {"advantage", "aggregation", "max_tokens"}:
+        if getattr(loss, name) != getattr(defaults, name):
+            raise ValueError(
+                f"{loss.flag(name)}: the objective supervised is the cross-entropy of what was drawn, and reads of "
+                "trainer.loss only aggregation and max-tokens. Leave it out, or take another objective"
+            )
+
+
 def _discounted(advantage: Advantage, critic: CriticSettings) -> Advantage:
     """``gae`` discounts as the critic does, because that learns the sum of advantage and value; others stay as they
     are. Raises ValueError if a partial has values of its own, other ones."""
-    given = advantage.keywords if isinstance(advantage, partial) else {}
-    function = advantage.func if isinstance(advantage, partial) else advantage
+    function, given = _unwrapped(advantage)
     if function is not cast(Advantage, gae) or (given and not critic.enabled):
         return advantage
     for name in ("gamma", "lam"):
