@@ -18,7 +18,16 @@ from hypothesis import strategies as st
 
 from monarch_rl.algorithms.advantages import ADVANTAGES, dr_grpo, gae, grpo, max_rl
 from monarch_rl.algorithms.distillation import distillation, sequence_distillation
-from monarch_rl.algorithms.functions import needed_columns, needs, of_batch, place_of
+from monarch_rl.algorithms.functions import (
+    differentiates_entropy,
+    entropy_gradient,
+    needed_columns,
+    needs,
+    of_batch,
+    other_token_columns,
+    other_tokens,
+    place_of,
+)
 from monarch_rl.algorithms.group_view import GroupView, PerToken, PerTurn, Values
 from monarch_rl.episode.episode import Group, Turn
 from monarch_rl.episode.packed import PackedGroup, pack_group
@@ -457,6 +466,46 @@ def test_a_column_that_nobody_fills_is_refused_before_anything_is_spawned() -> N
     assert sent(by_column, supervised).advantage_columns == needed_columns(by_column) == ("value",)
     with pytest.raises(ValueError, match=r"the advantage <lambda> .* needs the column 'value'"):
         check_columns(sent(by_column, supervised), {"teacher": "teacher"})
+
+
+class OfBatch:
+    """An advantage whose ``__call__`` is decorated."""
+
+    @needs("value")
+    @of_batch
+    def __call__(self, groups: list[GroupView]) -> list[torch.Tensor]:
+        return [group.rewards + len(groups) for group in groups]
+
+
+class Inherited(OfBatch):
+    pass
+
+
+class Judged:
+    """An objective whose ``__call__`` is decorated."""
+
+    @entropy_gradient
+    @other_tokens(["id"])
+    def __call__(self, output: TokenLogprobs, batch: MicroBatch) -> tuple[torch.Tensor, Sums]:
+        return supervised(output, batch)
+
+
+@pytest.mark.parametrize("kind", [OfBatch, Inherited])
+@pytest.mark.parametrize("wrapped", [lambda function: function, partial])
+def test_decorators_of_a_class_are_those_of_its_objects(kind: Any, wrapped: Any) -> None:
+    functions = sent(wrapped(kind()), wrapped(Judged()))
+    assert functions.advantage_columns == ("value",)
+    with pytest.raises(ValueError, match=rf"the advantage {kind.__name__} {HERE} needs the column 'value'"):
+        check_columns(functions, {})
+    with pytest.raises(ValueError, match=rf"the objective Judged {HERE} needs the column 'id'"):
+        check_columns(functions, {"value": "judge"})
+    loaded = functions.load()
+    views = [GroupView.of([0.0, 1.0], columns={"value": [torch.zeros(1)] * 2})] * 3
+    assert [of_group[1].item() for of_group in advantages_of(views, loaded.advantage)] == [4.0] * 3
+    assert differentiates_entropy(loaded.objective) and other_token_columns(loaded.objective) == ("id",)
+    own: Any = kind()
+    own.needed_columns = ("mine",)
+    assert needed_columns(own) == ("mine",)
 
 
 def test_the_reference_has_one_source_and_every_group_its_engines_logprobs() -> None:
