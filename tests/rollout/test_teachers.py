@@ -17,7 +17,7 @@ from monarch_rl.episode.reading import TopLogprobs
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.rollout import frozen
 from monarch_rl.rollout.frozen import FrozenModel, FrozenRefused, connect
-from monarch_rl.rollout.stages import Stage, StageFailed, columns_filled
+from monarch_rl.rollout.stages import Stage, StageFailed, columns_filled, columns_for_training
 from monarch_rl.rollout.teachers import reference, teacher
 from tests.rollout.test_stages import made, run
 
@@ -132,3 +132,12 @@ def test_a_model_whose_log_probs_cannot_be_compared_is_refused_before_the_start(
         teacher(replace(large, labels=1))
     with pytest.raises(FrozenRefused, match=r"rollout\.top-k, top-p or min-p .* column 'reference' could not be"):
         reference(replace(large, rollouts_truncated=True))
+
+
+def test_columns_of_ready_made_stages_are_for_training_unless_another_stage_may_read_them(large: FrozenModel) -> None:
+    own = Stage(run, name="own", fills=("mine",))  # type: ignore[arg-type]
+    stages = [reference(large), teacher(large, top=1)]
+    columns = ["reference", "teacher", "teacher_id_0", "teacher_logprob_0"]
+    assert columns_for_training(stages) == columns_for_training([own, *stages]) == columns
+    assert columns_for_training([stages[0], own, stages[1]]) == columns[1:]
+    assert columns_for_training([*stages, own]) == columns_for_training([]) == []

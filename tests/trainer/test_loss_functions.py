@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from monarch_rl.algorithms.advantages import ADVANTAGES, dr_grpo, gae, grpo, max_rl
-from monarch_rl.algorithms.distillation import distillation, sequence_distillation
+from monarch_rl.algorithms.distillation import distillation, sequence_distillation, top_columns
 from monarch_rl.algorithms.functions import (
     differentiates_entropy,
     entropy_gradient,
@@ -37,7 +37,7 @@ from monarch_rl.observe.registry import METRICS, OBJECTIVE
 from monarch_rl.trainer.advantages import advantages_of, fingerprint, flat, group_views
 from monarch_rl.trainer.batch import MicroBatch, pack, pack_shard
 from monarch_rl.trainer.critic_settings import CriticSettings
-from monarch_rl.trainer.functions import LoadedFunctions, TrainingFunctions, check_columns
+from monarch_rl.trainer.functions import LoadedFunctions, TrainingFunctions, check_columns, check_that_columns_are_read
 from monarch_rl.trainer.loss_settings import LossSettings
 from monarch_rl.trainer.objective import OBJECTIVES, Sums, call, reinforcement, supervised
 from monarch_rl.trainer.settings import TrainerSettings
@@ -518,6 +518,29 @@ def test_the_reference_has_one_source_and_every_group_its_engines_logprobs() -> 
         check_columns(functions, {"teacher": "teacher", "reference": "mine"}, reference=True)
     with pytest.raises(ValueError, match=r"trainer\.reference: the objective objective .* does not read the column"):
         check_columns(TrainingFunctions.of_settings(LossSettings()), {}, reference=True)
+
+
+@pytest.mark.parametrize(
+    ("loss", "columns", "said"),
+    [
+        ({}, ["reference"], "'reference', which neither .* trainer.loss.kl-coefficient, such as 0.001"),
+        ({}, ["teacher"], "'teacher', which neither .* the objective or the advantage distillation, decorate .*@needs"),
+        ({"teacher_top": 2}, ["teacher", *sum(top_columns(3), [])], r"'teacher_id_2', .*top=s\.trainer\.loss\.teacher"),
+        ({"teacher_top": 2}, ["teacher", *sum(top_columns(2), [])], ""),
+        ({"kl_coefficient": 0.1}, ["reference"], ""),
+    ],
+)
+def test_a_column_that_a_model_computes_and_nobody_reads_is_refused(
+    loss: dict[str, Any], columns: list[str], said: str
+) -> None:
+    objective = "distillation" if "teacher_top" in loss else "reinforcement"
+    functions = TrainingFunctions.of("grpo", objective, LossSettings(**loss))
+    if said:
+        with pytest.raises(ValueError, match=said):
+            check_that_columns_are_read(functions, columns)
+    else:
+        check_that_columns_are_read(functions, columns)
+    check_that_columns_are_read(TrainingFunctions.of("distillation", supervised, LossSettings()), ["teacher"])
 
 
 def test_a_column_that_was_not_asked_for_is_refused_with_what_to_do() -> None:

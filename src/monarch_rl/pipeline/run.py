@@ -52,7 +52,7 @@ from monarch_rl.pipeline.start import PRELOADS, replica_updates, save, schedule,
 from monarch_rl.pipeline.supervised import plan_mixed_rows, plan_rows, supervised_update, use_rows
 from monarch_rl.rollout.evaluation import Evaluation
 from monarch_rl.rollout.frozen import FrozenModel, FrozenRefused
-from monarch_rl.rollout.stages import Stage, columns_filled
+from monarch_rl.rollout.stages import Stage, columns_filled, columns_for_training
 from monarch_rl.rollout.tracebacks import raised_in_package
 from monarch_rl.runtime import supervisor
 from monarch_rl.runtime.by_value import ByValue, register_modules
@@ -63,7 +63,7 @@ from monarch_rl.runtime.heap import freeze_heap, leave_heap
 from monarch_rl.runtime.watch import watched
 from monarch_rl.tasks.rows import Row
 from monarch_rl.tasks.task import Task
-from monarch_rl.trainer.functions import TrainingFunctions, check_columns
+from monarch_rl.trainer.functions import TrainingFunctions, check_columns, check_that_columns_are_read
 from monarch_rl.trainer.loss_settings import loss_warnings
 from monarch_rl.trainer.objective import Objective
 
@@ -218,6 +218,7 @@ class Run:
         trainer = settings.trainer
         functions = TrainingFunctions.of(advantage, objective, trainer.loss, trainer.critic)
         check_columns(functions, columns_filled(stages), trainer.reference, trainer.critic.enabled)
+        check_that_columns_are_read(functions, columns_for_training(stages))
         handed, by_value = ByValue(task, f"task {task.name}"), ByValue(stages, "a stage")
         actors = await start_actors(
             *(self._cluster, settings, handed, model, functions, by_value, self._frozen, self.resumed, self.folder),

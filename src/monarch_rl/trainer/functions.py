@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, cast
@@ -218,6 +218,21 @@ def check_columns(
                     f"the {kind} {place_of(function)} needs the column {name!r}, which nobody fills (filled are "
                     f"{', '.join(sorted(known))}): give {flag}run.start() a stage that does, stages=[{made}]"
                 )
+
+
+def check_that_columns_are_read(functions: TrainingFunctions, columns: Sequence[str]) -> None:
+    """Refuse columns, which a model would be asked for, that neither function reads. Raises ValueError."""
+    read = {*needed_columns(functions.advantage.load()), *needed_columns(functions.objective.load())}
+    for name in columns:
+        if name not in read:
+            instead = "teacher(..., top=s.trainer.loss.teacher_top)"
+            instead = "trainer.loss.kl-coefficient, such as 0.001" if name == REFERENCE else instead
+            instead = "the objective or the advantage distillation" if name == TEACHER else instead
+            raise ValueError(
+                f"a stage fills the column {name!r}, which neither the advantage nor the objective reads, so a model "
+                f"would compute it for nothing. Give {instead}, decorate a function of yours that reads it with "
+                f"@needs({name!r}), or leave the stage out"
+            )
 
 
 def _check_critic(functions: Mapping[str, object], filled: Mapping[str, str]) -> None:
