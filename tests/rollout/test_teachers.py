@@ -124,6 +124,17 @@ def test_a_branch_has_no_other_prompt_and_a_sequence_that_drew_nothing_asks_noth
     assert "cannot read a branch" in failed.failure.report
 
 
+def test_of_a_teacher_with_more_embeddings_than_the_policy_only_ids_of_the_policy_are_taken(large: FrozenModel) -> None:
+    """The most likely ones of these, in their order, also where the engine must be asked for more."""
+    group, requests, failed = asked(large, teacher(replace(large, policy_ids=2**24 - 3), top=2))
+    assert failed is None and len(requests) == 3 * len(group.episodes), "for 2, 4 and 8"
+    for episode in group.episodes:
+        drawn = episode.trainable
+        for i in range(2):
+            assert (episode.column(f"teacher_id_{i}")[drawn] == 2**24 - 4 - i).all()
+            assert (episode.column(f"teacher_logprob_{i}") == episode.column("teacher") - (3 + i) * drawn).all()
+
+
 def test_a_model_whose_log_probs_cannot_be_compared_is_refused_before_the_start(large: FrozenModel) -> None:
     """Where the recipe makes the stage, and nothing is spawned."""
     with pytest.raises(FrozenRefused, match="another tokenizer than the policy.*3 tokens differ"):

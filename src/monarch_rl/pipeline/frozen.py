@@ -105,8 +105,8 @@ def plan_frozen(
         check_context(config, settings.engine)
         settings = with_memory(config, settings, offered)
         trained = resolve_model(policy)
-        foreign = tokenizer_difference(trained, folder)
-        if snapshot_every and expected_tensors(config) != expected_tensors(read_frozen(trained)):
+        foreign, trained_config = tokenizer_difference(trained, folder), read_frozen(trained)
+        if snapshot_every and expected_tensors(config) != expected_tensors(trained_config):
             raise ValueError(
                 f"{folder} has other tensors than the policy, {trained}, whose weights it is to take over every "
                 f"{snapshot_every} versions: give the policy's own folder"
@@ -118,7 +118,9 @@ def plan_frozen(
     asked = settings.max_new_tokens, options, settings.request_deadline_s
     drawn = rollout or RolloutSettings()
     compared = reward_labels(config), drawn.temperature or 1.0, drawn.truncated
-    return FrozenPlan(FrozenModel(name, str(folder), key, limit, *asked, foreign, *compared), settings, snapshot_every)
+    policy_ids: int = trained_config["vocab_size"]
+    handle = FrozenModel(name, str(folder), key, limit, *asked, foreign, *compared, policy_ids=policy_ids)
+    return FrozenPlan(handle, settings, snapshot_every)
 
 
 def with_memory(config: dict[str, Any], settings: FrozenSettings, offered: Devices) -> FrozenSettings:
