@@ -113,6 +113,7 @@ SUPERVISED = SupervisedShard(
     lr_factor=2.0,
     minibatches=[MiniBatch(1, 3, 2), MiniBatch(1, 0, 0)],
     lengths=[[(3, 1), (2, 1)], []],
+    rows=[[7, 3], []],
     token_ids=np.asarray([5, 6, 7, 8, 9], np.int32),
 )
 

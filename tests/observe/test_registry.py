@@ -61,7 +61,7 @@ def test_an_exact_name_comes_before_a_pattern_and_an_unknown_one_is_refused() ->
             check_names(["lag/max", name])
 
 
-def test_what_an_objective_returns_is_logged_under_trainer_whatever_its_name() -> None:
+def test_what_a_rank_returns_is_logged_by_its_whole_name_or_under_trainer() -> None:
     given = ("reward/mean", "reward/spell/format", "loss", "my_own", "kl/reference", "lag")
     names = [full_name(name) for name in given]
     assert names[:2] == ["reward/mean", "reward/spell/format"]

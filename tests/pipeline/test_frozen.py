@@ -133,6 +133,16 @@ def test_a_model_with_another_tokenizer_says_that_its_ids_are_others(folder: Pat
     assert "tokens differ" in plan(folder, policy=other).model.foreign
 
 
+def test_a_plan_has_the_number_of_the_policys_ids_and_not_of_its_own(folder: Path, tmp_path: Path) -> None:
+    """The width of the policy's logits: models of one tokenizer are padded to different numbers."""
+    policy = tmp_path / "policy"
+    shutil.copytree(folder, policy)
+    config = json.loads((folder / "config.json").read_text())
+    (policy / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] - 1}))
+    model = plan(folder, policy=policy).model
+    assert (model.policy_ids, model.foreign) == (config["vocab_size"] - 1, "")
+
+
 def test_engines_take_the_devices_after_all_others(folder: Path) -> None:
     plans = [plan(folder, replicas=2), plan(folder, "teacher", tp=2)]
     check_frozen_devices(4, CPU, plans)

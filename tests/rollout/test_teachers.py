@@ -17,7 +17,7 @@ from monarch_rl.episode.reading import TopLogprobs
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.rollout import frozen
 from monarch_rl.rollout.frozen import FrozenModel, FrozenRefused, connect
-from monarch_rl.rollout.stages import Stage, StageFailed, columns_filled
+from monarch_rl.rollout.stages import Stage, StageFailed, columns_filled, columns_for_training
 from monarch_rl.rollout.teachers import reference, teacher
 from tests.rollout.test_stages import made, run
 
@@ -124,6 +124,17 @@ def test_a_branch_has_no_other_prompt_and_a_sequence_that_drew_nothing_asks_noth
     assert "cannot read a branch" in failed.failure.report
 
 
+def test_of_a_teacher_with_more_embeddings_than_the_policy_only_ids_of_the_policy_are_taken(large: FrozenModel) -> None:
+    """The most likely ones of these, in their order, also where the engine must be asked for more."""
+    group, requests, failed = asked(large, teacher(replace(large, policy_ids=2**24 - 3), top=2))
+    assert failed is None and len(requests) == 3 * len(group.episodes), "for 2, 4 and 8"
+    for episode in group.episodes:
+        drawn = episode.trainable
+        for i in range(2):
+            assert (episode.column(f"teacher_id_{i}")[drawn] == 2**24 - 4 - i).all()
+            assert (episode.column(f"teacher_logprob_{i}") == episode.column("teacher") - (3 + i) * drawn).all()
+
+
 def test_a_model_whose_log_probs_cannot_be_compared_is_refused_before_the_start(large: FrozenModel) -> None:
     """Where the recipe makes the stage, and nothing is spawned."""
     with pytest.raises(FrozenRefused, match="another tokenizer than the policy.*3 tokens differ"):
@@ -132,3 +143,12 @@ def test_a_model_whose_log_probs_cannot_be_compared_is_refused_before_the_start(
         teacher(replace(large, labels=1))
     with pytest.raises(FrozenRefused, match=r"rollout\.top-k, top-p or min-p .* column 'reference' could not be"):
         reference(replace(large, rollouts_truncated=True))
+
+
+def test_columns_of_ready_made_stages_are_for_training_unless_another_stage_may_read_them(large: FrozenModel) -> None:
+    own = Stage(run, name="own", fills=("mine",))  # type: ignore[arg-type]
+    stages = [reference(large), teacher(large, top=1)]
+    columns = ["reference", "teacher", "teacher_id_0", "teacher_logprob_0"]
+    assert columns_for_training(stages) == columns_for_training([own, *stages]) == columns
+    assert columns_for_training([stages[0], own, stages[1]]) == columns[1:]
+    assert columns_for_training([*stages, own]) == columns_for_training([]) == []

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
 
+from monarch_rl.model.lora import LoraSettings
+from monarch_rl.trainer.loss_settings import LossSettings
 from monarch_rl.trainer.objective import reinforcement
 from monarch_rl.trainer.policy import Policy
 from monarch_rl.trainer.settings import TrainerSettings
@@ -25,6 +27,12 @@ from tests.trainer.ranks import packed
 RUNS = {
     "checkpointed": ("dense", TrainerSettings(lr=LR, activation_checkpoint="full")),
     "experts": ("moe", TrainerSettings(lr=LR, expert_parallel=2)),
+    "passes": (  # without gradients: for log-probs of the second mini-batch, and of the model without LoRA
+        "dense",
+        TrainerSettings(
+            lr=LR, minibatches=2, reference=True, lora=LoraSettings(rank=4), loss=LossSettings(kl_coefficient=0.1)
+        ),
+    ),
 }
 
 
@@ -37,7 +45,9 @@ def train(folder: Path, model: str, settings: TrainerSettings, name: str) -> tup
     figures = []
     for step in range(STEPS):
         part = shard(batch(step), step, policy.rank, policy.world_size, token_budget=50)
-        metrics = policy.update(packed(part, policy), reinforcement(settings.loss))
+        microbatches, parts = packed(part, policy), settings.minibatches
+        minibatches = [microbatches[number::parts] for number in range(parts)]
+        metrics = policy.update_batch(minibatches, reinforcement(settings.loss))
         figures.append({"loss": metrics["loss"], "grad_norm": metrics["grad_norm"]})
     policy.save(folder / name)
     if policy.rank == 0:

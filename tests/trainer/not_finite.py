@@ -13,7 +13,8 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -30,6 +31,7 @@ from monarch_rl.buffer.shards import Way, cut
 from monarch_rl.episode.packed import PackedGroup, pack_group
 from monarch_rl.episode.shard import PackedShard
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
+from monarch_rl.runtime.by_value import ByValue
 from monarch_rl.runtime.network import held_port
 from monarch_rl.trainer.batch import MicroBatch
 from monarch_rl.trainer.critic_settings import CriticSettings
@@ -39,6 +41,7 @@ from monarch_rl.trainer.policy import Policy
 from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.trainer.shards import local_run
 from monarch_rl.trainer.step import train
+from monarch_rl.trainer.supervised import SupervisedPlan, SupervisedRows
 from monarch_rl.trainer.token_logprobs import TokenLogprobs
 from monarch_rl.weights.checksum import ShardChecksums
 from monarch_rl.weights.finite import NotFinite
@@ -155,6 +158,16 @@ def kept_after_a_failure(folder: Path) -> dict[str, Any]:
     return {"failed": failed, "made": made, "ahead": advantage.state_dict(), "remembered": remembered["advantage"]}
 
 
+@contextmanager
+def said_in_log() -> Iterator[io.StringIO]:
+    """What the project's logger says in the block."""
+    said = io.StringIO()
+    handler = logging.StreamHandler(said)
+    logging.getLogger("monarch_rl").addHandler(handler)
+    yield said
+    logging.getLogger("monarch_rl").removeHandler(handler)
+
+
 @needs("behaviour")
 def surprise(group: GroupView) -> torch.Tensor:
     sums = torch.stack([values.sum() for values in group.columns["behaviour"]])
@@ -164,17 +177,15 @@ def surprise(group: GroupView) -> torch.Tensor:
 def left_out(folder: Path) -> dict[str, float | str]:
     """What a step says whose advantage reads log-probs of which one is not finite: its episode has no part in the
     advantages of the others, and these are trained."""
-    policy, trained, said = policy_of(folder / "good"), list[torch.Tensor](), io.StringIO()
+    policy, trained = policy_of(folder / "good"), list[torch.Tensor]()
 
     def recorded(output: TokenLogprobs, batch: MicroBatch) -> tuple[torch.Tensor, Sums]:
         trained.append(batch.advantages)
         return supervised(output, batch)
 
-    handler = logging.StreamHandler(said)
-    logging.getLogger("monarch_rl").addHandler(handler)
     part = part_of(wrong=(1, 2))
-    metrics, _ = train(policy, part, LoadedFunctions(surprise, recorded), MAX_NEW_TOKENS)
-    logging.getLogger("monarch_rl").removeHandler(handler)
+    with said_in_log() as said:
+        metrics, _ = train(policy, part, LoadedFunctions(surprise, recorded), MAX_NEW_TOKENS)
     expected = list[torch.Tensor]()
     for group, (columns, lengths) in enumerate(zip(part.columns["behaviour"], part.lengths, strict=True)):
         sums = {place: float(values.sum()) for place, values in enumerate(columns) if (group, place) != (1, 2)}
@@ -184,6 +195,40 @@ def left_out(folder: Path) -> dict[str, float | str]:
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
     assert math.isfinite(metrics["advantage/std"]) and metrics["advantage/std"] > 0
     return {"episodes": metrics["masked_episodes"], "said": said.getvalue()}
+
+
+class WithBadHead(Policy):
+    """Of each micro-batch of supervised rows the log-prob of the last row's first token is not finite."""
+
+    def token_logprobs(self, batch: MicroBatch, *args: Any, **kwargs: Any) -> TokenLogprobs:
+        output = super().token_logprobs(batch, *args, **kwargs)
+        if not batch.supervised:
+            return output
+        first = int((batch.sequences == batch.sequences.max()).int().argmax())
+        wrong = torch.arange(len(output.logprobs)) == first
+        return output._replace(logprobs=output.logprobs.masked_fill(wrong, math.nan))
+
+
+def rows_left_out(folder: Path) -> dict[str, Any]:
+    """What a step says of supervised rows beside a batch, and of rows alone, of which a log-prob is not finite; and how
+    many are counted."""
+    policy = WithBadHead(folder / "good", TrainerSettings(ranks=1, lr=0.0), total_steps=2)
+    rows = [{"prompt": [1] * (1 + row), "answer": [2, 3]} for row in range(5)]
+    functions = LoadedFunctions(surprise, supervised)
+    found: dict[str, Any] = {}
+    for kind, share in (("beside", 0.5), ("alone", 1.0)):
+        plan = SupervisedPlan(ByValue(rows), len(rows), share)
+        taken = SupervisedRows(plan, lambda row: (row["prompt"], row["answer"]), 12, 1).take(0, 0)
+        part = PackedShard.of_rows(0, taken) if share == 1 else replace(part_of(), supervised=taken)
+        with said_in_log() as said:
+            metrics, _ = train(policy, part, functions, MAX_NEW_TOKENS)
+        lengths = [of_microbatch[-1][0] for of_microbatch in taken.lengths]
+        found[kind] = {
+            "said": said.getvalue(),
+            "expected": [length - 3 for length in lengths],
+            "masked": metrics["masked_episodes"],
+        }
+    return found
 
 
 def half_made(folder: Path) -> dict[str, str]:
@@ -215,7 +260,7 @@ def main(folder: Path) -> None:
                 said = str(error)
             (folder / f"{model.name}.said").write_text(said)
         later = said_later(folder) | {"kept": kept_after_a_failure(folder), "half made": half_made(folder)}
-        later["left out"] = left_out(folder)
+        later["left out"], later["rows left out"] = left_out(folder), rows_left_out(folder)
         (folder / "said.json").write_text(json.dumps(later))
         dist.destroy_process_group()
 

@@ -122,7 +122,7 @@ def test_flash_attention_is_traced_once_for_all_rows() -> None:
 
 # ---- on trainer ranks ----------------------------------------------------------------------------------------
 
-RUNS = ("checkpointed", "experts")
+RUNS = ("checkpointed", "experts", "passes")
 COMPILING_S = 1500.0
 """Seconds for a program of which each rank compiles several times, on shared cores."""
 
@@ -148,13 +148,13 @@ def test_updates_of_two_ranks_are_those_without_compiling(folder: Path, name: st
         assert abs(our_step["grad_norm"] - their_step["grad_norm"]) < 1e-4 * their_step["grad_norm"]
     ours, theirs = saved(folder / f"{name}.compiled"), saved(folder / f"{name}.plain")
     for tensor in theirs:
-        moved = (theirs[tensor] - start[tensor]).norm()
-        assert moved > 0 and (ours[tensor] - theirs[tensor]).norm() < 0.01 * moved, tensor
+        moved, trained = (theirs[tensor] - start[tensor]).norm(), name != "passes" or "_proj" in tensor  # LoRA's
+        assert (moved > 0) == trained and (ours[tensor] - theirs[tensor]).norm() <= 0.01 * moved, tensor
 
 
 @pytest.mark.timeout(COMPILING_S + 60)
 @pytest.mark.parametrize("name", RUNS)
 def test_ranks_compile_at_the_start_and_not_in_a_step(folder: Path, name: str) -> None:
-    """But for the row of one input, a rank's that has no episodes."""
+    """But for the row of one input, a rank's that has no episodes. Passes without gradients have none here."""
     at_start, after_steps = json.loads((folder / f"{name}.graphs.json").read_text())
-    assert 1 <= at_start <= after_steps <= at_start + 1
+    assert 1 <= at_start <= after_steps <= at_start + (name != "passes")

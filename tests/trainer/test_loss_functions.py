@@ -16,17 +16,34 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monarch_rl.algorithms.advantages import ADVANTAGES, dr_grpo, gae, grpo
-from monarch_rl.algorithms.functions import needed_columns, needs, of_batch, place_of
+from monarch_rl.algorithms.advantages import ADVANTAGES, dr_grpo, gae, grpo, max_rl
+from monarch_rl.algorithms.distillation import distillation, sequence_distillation, top_columns
+from monarch_rl.algorithms.functions import (
+    differentiates_entropy,
+    entropy_gradient,
+    needed_columns,
+    needs,
+    of_batch,
+    other_token_columns,
+    other_tokens,
+    place_of,
+)
 from monarch_rl.algorithms.group_view import GroupView, PerToken, PerTurn, Values
 from monarch_rl.episode.episode import Group, Turn
 from monarch_rl.episode.packed import PackedGroup, pack_group
 from monarch_rl.episode.sampling import Completion
 from monarch_rl.episode.shard import BatchShard, mask_older, outcomes
+from monarch_rl.observe.registry import METRICS, OBJECTIVE
 from monarch_rl.trainer.advantages import advantages_of, fingerprint, flat, group_views
 from monarch_rl.trainer.batch import MicroBatch, pack, pack_shard
 from monarch_rl.trainer.critic_settings import CriticSettings
-from monarch_rl.trainer.functions import LoadedFunctions, TrainingFunctions, check_columns, equal_rewards_warning
+from monarch_rl.trainer.functions import (
+    LoadedFunctions,
+    TrainingFunctions,
+    check_columns,
+    check_that_columns_are_read,
+    equal_rewards_warning,
+)
 from monarch_rl.trainer.loss_settings import LossSettings
 from monarch_rl.trainer.objective import OBJECTIVES, Sums, call, reinforcement, supervised
 from monarch_rl.trainer.settings import TrainerSettings
@@ -98,18 +115,61 @@ def test_a_name_that_nobody_has_is_refused_with_all_names() -> None:
         TrainingFunctions.of("grp", supervised, LossSettings())
     with pytest.raises(ValueError, match=f"there is no objective 'ppo': give one of {', '.join(OBJECTIVES)}"):
         TrainingFunctions.of("grpo", "ppo", LossSettings())
-    with pytest.raises(ValueError, match="max_rl needs rewards of at least 0"):
-        TrainingFunctions.of("max_rl", supervised, LossSettings(overlong_limit=100))
     with pytest.raises(ValueError, match=r"trainer.loss.advantage must be one of .*grpo.*, got 'grp'"):
         LossSettings(advantage="grp")
 
 
 def test_an_advantage_of_the_settings_that_the_recipe_replaces_is_refused() -> None:
     said = r"trainer\.loss\.advantage grpo: the recipe gives run\.start\(\) the advantage "
-    replacing: list[tuple[Any, str]] = [("rloo", "'rloo'"), (leave_one_out, "leave_one_out ")]
+    replacing: list[tuple[Any, str]] = [("rloo", "rloo"), (leave_one_out, "leave_one_out ")]
     for advantage, name in replacing:
         with pytest.raises(ValueError, match=said + name):
             TrainingFunctions.of(advantage, supervised, LossSettings(advantage="grpo"))
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_a_ready_made_advantage_is_known_by_itself_and_not_by_what_a_partial_calls(name: str) -> None:
+    """`sequence_distillation` is a partial of `distillation`, another advantage."""
+    for other in ADVANTAGES:
+        made: Any = ADVANTAGES[other]()
+        for advantage in (other, made, partial(made)):
+            if other == name or name == LossSettings().advantage:
+                assert TrainingFunctions.of(advantage, supervised, LossSettings(advantage=name))
+            else:
+                with pytest.raises(ValueError, match=rf"advantage {name}: the recipe .* the advantage {other}\. Leave"):
+                    TrainingFunctions.of(advantage, supervised, LossSettings(advantage=name))
+
+
+def test_an_advantage_given_as_a_function_refuses_the_flags_that_its_name_refuses() -> None:
+    lowered = LossSettings(overlong_limit=100)
+    refusing: dict[str, tuple[Any, ...]] = {
+        "max_rl needs rewards of at least 0": ("max_rl", max_rl, partial(max_rl)),
+        "the advantage distillation reads no rewards": ("distillation", partial(distillation, discount=0.5)),
+        "the advantage sequence_distillation reads": (sequence_distillation, partial(distillation, discount=1)),
+    }
+    for said, advantages in refusing.items():
+        for advantage in advantages:
+            with pytest.raises(ValueError, match=said):
+                TrainingFunctions.of(advantage, supervised, lowered)
+    assert TrainingFunctions.of(dr_grpo, supervised, lowered)
+
+
+def test_the_objective_supervised_refuses_flags_that_it_does_not_read() -> None:
+    changes: list[dict[str, Any]] = [
+        {"policy_loss": "gspo"},
+        {"kl_coefficient": 0.1},
+        {"entropy_coefficient": 0.1},
+        {"lag_discount": 0.5},
+        {"overlong_limit": 8},
+        {"corrections": ()},
+    ]
+    for change in changes:
+        (name,) = change
+        flag = name.replace("_", "-")
+        with pytest.raises(ValueError, match=rf"trainer\.loss\.{flag}: the objective supervised .* Leave it out"):
+            TrainingFunctions.of("grpo", "supervised", LossSettings(**change))
+    assert TrainingFunctions.of("grpo", "supervised", LossSettings(advantage="grpo", max_tokens=8))
+    assert TrainingFunctions.of("grpo", "supervised", LossSettings(aggregation="token_mean"))
 
 
 def test_what_cannot_travel_is_refused_before_anything_is_spawned() -> None:
@@ -338,6 +398,18 @@ WRONG_OBJECTIVES: dict[str, Any] = {
         lambda loss, sums: (loss, sums | {"grad_norm": torch.ones(())}),
         r"the sums .*: return other names than \['grad_norm'\], which are the trainer's own metrics",
     ),
+    "a metric of the trainer's by its whole name": (
+        lambda loss, sums: (loss, sums | {"trainer/grad_norm": loss}),
+        r"the sums .*: return other names than \['trainer/grad_norm'\], which are whole names",
+    ),
+    "a metric of the batch": (
+        lambda loss, sums: (loss, sums | {"reward/mean": loss, "mine": loss}),
+        r"the sums .*: return other names than \['reward/mean'\], which are whole names",
+    ),
+    "a histogram that is a number": (
+        lambda loss, sums: (loss, sums | {"logprob_difference": loss}),
+        r"logprob_difference of shape \[\]: return a histogram of shape \[81\]",
+    ),
     "half of a mean": (
         lambda loss, sums: (loss, {"tokens": loss, "on_policy_tokens": loss}),
         "the sums .*: return on_policy_tokens and mismatch_k3_on_policy together, or neither",
@@ -354,6 +426,22 @@ def test_an_objective_that_returns_what_cannot_be_used_is_refused_with_its_place
 
     with pytest.raises(ValueError, match=rf"the objective changed {HERE} returned {said}"):
         call(changed, *one_microbatch())
+
+
+def test_no_metric_that_a_run_writes_itself_may_be_a_sum() -> None:
+    """But those that ready-made objectives sum, which one's own may sum, too."""
+    summed = {"entropy", "logprob", "tokens", "kl_reference", "reverse_kl", "top_k_kl", "clipped", "importance_weight"}
+    summed |= {"mismatch_k3_on_policy", "mismatch_k3_all", "ratio_outside", "kept_mass"}
+    names = [metric.name.removeprefix("trainer/") for metric in METRICS if metric.name != OBJECTIVE]
+    assert summed < set(names)
+    for name in ["choices_of_a_layer", *(name for name in names if name not in summed)]:
+
+        def objective(output: TokenLogprobs, batch: MicroBatch, name: str = name.replace("*", "x")) -> Any:
+            loss, sums = supervised(output, batch)
+            return loss, sums | {name: loss}
+
+        with pytest.raises(ValueError, match=r"return other names than \['.*'\], which are "):
+            call(objective, *one_microbatch())
 
 
 def test_sums_are_taken_without_gradient_and_may_be_plain_numbers() -> None:
@@ -413,6 +501,46 @@ def test_to_drop_groups_by_their_rewards_is_refused_where_the_objective_reads_no
     assert equal_rewards_warning(sent(leave_one_out, scaled)) == ""  # of a recipe's own nothing is known
 
 
+class OfBatch:
+    """An advantage whose ``__call__`` is decorated."""
+
+    @needs("value")
+    @of_batch
+    def __call__(self, groups: list[GroupView]) -> list[torch.Tensor]:
+        return [group.rewards + len(groups) for group in groups]
+
+
+class Inherited(OfBatch):
+    pass
+
+
+class Judged:
+    """An objective whose ``__call__`` is decorated."""
+
+    @entropy_gradient
+    @other_tokens(["id"])
+    def __call__(self, output: TokenLogprobs, batch: MicroBatch) -> tuple[torch.Tensor, Sums]:
+        return supervised(output, batch)
+
+
+@pytest.mark.parametrize("kind", [OfBatch, Inherited])
+@pytest.mark.parametrize("wrapped", [lambda function: function, partial])
+def test_decorators_of_a_class_are_those_of_its_objects(kind: Any, wrapped: Any) -> None:
+    functions = sent(wrapped(kind()), wrapped(Judged()))
+    assert functions.advantage_columns == ("value",)
+    with pytest.raises(ValueError, match=rf"the advantage {kind.__name__} {HERE} needs the column 'value'"):
+        check_columns(functions, {})
+    with pytest.raises(ValueError, match=rf"the objective Judged {HERE} needs the column 'id'"):
+        check_columns(functions, {"value": "judge"})
+    loaded = functions.load()
+    views = [GroupView.of([0.0, 1.0], columns={"value": [torch.zeros(1)] * 2})] * 3
+    assert [of_group[1].item() for of_group in advantages_of(views, loaded.advantage)] == [4.0] * 3
+    assert differentiates_entropy(loaded.objective) and other_token_columns(loaded.objective) == ("id",)
+    own: Any = kind()
+    own.needed_columns = ("mine",)
+    assert needed_columns(own) == ("mine",)
+
+
 def test_the_reference_has_one_source_and_every_group_its_engines_logprobs() -> None:
     functions = TrainingFunctions.of("distillation", "reinforcement", LossSettings(kl_coefficient=0.1))
     assert functions.advantage_columns == ("teacher", "behaviour")
@@ -423,6 +551,29 @@ def test_the_reference_has_one_source_and_every_group_its_engines_logprobs() -> 
         check_columns(functions, {"teacher": "teacher", "reference": "mine"}, reference=True)
     with pytest.raises(ValueError, match=r"trainer\.reference: the objective objective .* does not read the column"):
         check_columns(TrainingFunctions.of_settings(LossSettings()), {}, reference=True)
+
+
+@pytest.mark.parametrize(
+    ("loss", "columns", "said"),
+    [
+        ({}, ["reference"], "'reference', which neither .* trainer.loss.kl-coefficient, such as 0.001"),
+        ({}, ["teacher"], "'teacher', which neither .* the objective or the advantage distillation, decorate .*@needs"),
+        ({"teacher_top": 2}, ["teacher", *sum(top_columns(3), [])], r"'teacher_id_2', .*top=s\.trainer\.loss\.teacher"),
+        ({"teacher_top": 2}, ["teacher", *sum(top_columns(2), [])], ""),
+        ({"kl_coefficient": 0.1}, ["reference"], ""),
+    ],
+)
+def test_a_column_that_a_model_computes_and_nobody_reads_is_refused(
+    loss: dict[str, Any], columns: list[str], said: str
+) -> None:
+    objective = "distillation" if "teacher_top" in loss else "reinforcement"
+    functions = TrainingFunctions.of("grpo", objective, LossSettings(**loss))
+    if said:
+        with pytest.raises(ValueError, match=said):
+            check_that_columns_are_read(functions, columns)
+    else:
+        check_that_columns_are_read(functions, columns)
+    check_that_columns_are_read(TrainingFunctions.of("distillation", supervised, LossSettings()), ["teacher"])
 
 
 def test_a_column_that_was_not_asked_for_is_refused_with_what_to_do() -> None:

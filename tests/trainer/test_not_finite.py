@@ -73,6 +73,16 @@ def test_an_advantage_that_reads_what_is_not_finite_is_that_of_the_other_episode
     )
 
 
+def test_a_supervised_row_that_is_not_trained_is_named(folder: Path) -> None:
+    """By its place among all rows, beside a batch and alone."""
+    for found in json.loads((folder / "said.json").read_text())["rows left out"].values():
+        assert 1 < len(found["expected"]) == found["masked"] < 5
+        assert found["said"].splitlines() == [
+            f"step 1: supervised row {row} is not trained: its log-prob of the trainer is not finite"
+            for row in found["expected"]
+        ]
+
+
 def test_a_gradient_that_is_not_finite_has_a_cause(folder: Path) -> None:
     said = json.loads((folder / "said.json").read_text())
     assert "so no update was made" in said["update"]

@@ -252,6 +252,16 @@ def test_without_old_logprobs_the_policy_that_is_updated_is_the_old_one() -> Non
             {"advantage": "max_rl", "overlong_limit": 100},
             "max_rl needs rewards .* and .*overlong-limit 100",
         ),
+        (
+            {"advantage": "sequence_distillation", "overlong_limit": 100},
+            "overlong-limit 100 takes .* and the advantage sequence_distillation reads no rewards",
+        ),
+        ({"positives_only": True, "dual_clip": 3.0}, "dual-clip: nothing reads it, because .*positives-only"),
+        (
+            {"positives_only": True, "policy_loss": "sapo", "tau_negative": 2.0},
+            "tau-negative: nothing reads it, because .*positives-only",
+        ),
+        ({"positives_only": True, "corrections": ("opsm",)}, "opsm drops .* and trainer.loss.positives-only trains on"),
         ({"kl_coefficient": 0.1, "kl_estimate": "k1"}, "kl-estimate k1 in the loss: its gradient is zero"),
         ({"tau_negative": 2.0}, "tau-negative: nothing reads it, because the policy loss is ppo_clip"),
         ({"max_change": 0.1}, "max-change: nothing reads it"),

@@ -43,6 +43,7 @@ def test_ranks_share_the_rows_of_a_step_and_have_equally_many_microbatches(
     rows = rows_of(lengths, count, ranks)
     parts = [rows.take(cursor, rank, minibatches) for rank in range(ranks)]
     (alone,) = [rows_of(lengths, count).take(cursor, 0, minibatches)]
+    assert all([place for of_microbatch in part.rows for place in of_microbatch] == taken(part) for part in parts)
     assert sorted(number for part in parts for number in taken(part)) == sorted(taken(alone))
     assert {tuple(part.minibatches) for part in parts} == {tuple(parts[0].minibatches)}
     assert sum(rows for _, _, rows in parts[0].minibatches) == count

@@ -15,7 +15,8 @@ _NEEDS, _OF_BATCH, _ENTROPY, _OTHERS = "needed_columns", "of_batch", "entropy_gr
 
 def needs(*columns: str) -> Callable[[F], F]:
     """Decorator of an advantage or an objective: the columns that it reads. That somebody fills them is checked before
-    anything is spawned. An object may have the attribute ``needed_columns`` instead."""
+    anything is spawned. Of an object ``__call__`` is decorated, as with all decorators here; or it has the attribute
+    ``needed_columns``, which then counts alone."""
 
     def mark(function: F) -> F:
         setattr(function, _NEEDS, (*needed_columns(function), *columns))
@@ -71,9 +72,10 @@ def differentiates_entropy(function: object) -> bool:
 
 
 def _inner(function: object, attribute: str) -> object:
+    """The function that was decorated: of partials what they call, of an object its class's ``__call__``."""
     while not hasattr(function, attribute) and hasattr(function, "func"):
         function = function.func
-    return function
+    return function if hasattr(function, attribute) else _call_of(function)
 
 
 def place_of(function: object) -> str:
@@ -94,8 +96,13 @@ def code_of(function: object) -> str:
 def _called(function: Any) -> tuple[object, CodeType | None]:
     while hasattr(function, "func"):
         function = function.func
-    called = function if hasattr(function, "__code__") else type(function).__dict__.get("__call__")
+    called = function if hasattr(function, "__code__") else _call_of(function)
     return function, getattr(called, "__code__", None)
+
+
+def _call_of(function: object) -> object:
+    """What an object's class, or one that it inherits from, does when the object is called."""
+    return next((vars(each)["__call__"] for each in type(function).__mro__ if "__call__" in vars(each)), None)
 
 
 def _text_of(constant: object) -> str:

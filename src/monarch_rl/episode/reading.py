@@ -17,3 +17,12 @@ class TopLogprobs:
     """float32[n, k], natural log, over the whole vocabulary."""
     given: np.ndarray
     """float32[n]: of the tokens that were given there."""
+
+    def below(self, limit: int, k: int) -> TopLogprobs | None:
+        """The ``k`` most likely tokens whose ids are below ``limit``; None if fewer of them are here at some place."""
+        known = self.token_ids < limit
+        if (known.sum(-1) < k).any():
+            return None
+        places = np.argsort(~known, axis=-1, kind="stable")[:, :k]
+        ids, logprobs = (np.take_along_axis(values, places, -1) for values in (self.token_ids, self.logprobs))
+        return TopLogprobs(ids, logprobs, self.given)

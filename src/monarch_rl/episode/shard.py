@@ -103,6 +103,8 @@ class SupervisedShard:
     """In order. An episode stands for a row, a trainable token for one of an answer."""
     lengths: list[list[tuple[int, int]]]
     """By micro-batch, one mini-batch after the other: of each row its tokens, and how many of these are the prompt."""
+    rows: list[list[int]]
+    """By micro-batch: the places of its rows among all that the recipe gave."""
     token_ids: np.ndarray
     """int32: of all rows, one after the other."""
 

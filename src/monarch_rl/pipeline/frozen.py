@@ -104,10 +104,10 @@ def plan_frozen(
         check_context(config, settings.engine)
         settings = with_memory(config, settings, offered)
         trained = resolve_model(policy)
-        foreign = tokenizer_difference(trained, folder)
+        foreign, trained_config = tokenizer_difference(trained, folder), read_frozen(trained)
         # The policy of before is to be asked as the policy is; another model has a template of its own.
         options, parser = settings.chat(drawn if folder.samefile(trained) else RolloutSettings())
-        if snapshot_every and expected_tensors(config) != expected_tensors(read_frozen(trained)):
+        if snapshot_every and expected_tensors(config) != expected_tensors(trained_config):
             raise ValueError(
                 f"{folder} has other tensors than the policy, {trained}, whose weights it is to take over every "
                 f"{snapshot_every} versions: give the policy's own folder"
@@ -118,7 +118,8 @@ def plan_frozen(
     key = f"{name}-{uuid.uuid4().hex}"
     asked = settings.max_new_tokens, options, settings.request_deadline_s
     compared = reward_labels(config), drawn.temperature or 1.0, drawn.truncated
-    handle = FrozenModel(name, str(folder), key, limit, *asked, foreign, *compared, parser)
+    policy_ids: int = trained_config["vocab_size"]
+    handle = FrozenModel(name, str(folder), key, limit, *asked, foreign, *compared, parser, policy_ids)
     return FrozenPlan(handle, settings, snapshot_every)
 
 

@@ -52,7 +52,7 @@ from monarch_rl.pipeline.start import PRELOADS, replica_updates, save, schedule,
 from monarch_rl.pipeline.supervised import plan_mixed_rows, plan_rows, supervised_update, use_rows
 from monarch_rl.rollout.evaluation import Evaluation
 from monarch_rl.rollout.frozen import FrozenModel, FrozenRefused
-from monarch_rl.rollout.stages import Stage, columns_filled
+from monarch_rl.rollout.stages import Stage, columns_filled, columns_for_training
 from monarch_rl.rollout.tracebacks import raised_in_package
 from monarch_rl.runtime import supervisor
 from monarch_rl.runtime.by_value import ByValue, register_modules
@@ -64,7 +64,12 @@ from monarch_rl.runtime.network import fix_nccl_order
 from monarch_rl.runtime.watch import watched
 from monarch_rl.tasks.rows import Row
 from monarch_rl.tasks.task import Task
-from monarch_rl.trainer.functions import TrainingFunctions, check_columns, equal_rewards_warning
+from monarch_rl.trainer.functions import (
+    TrainingFunctions,
+    check_columns,
+    check_that_columns_are_read,
+    equal_rewards_warning,
+)
 from monarch_rl.trainer.loss_settings import loss_warnings
 from monarch_rl.trainer.objective import Objective
 
@@ -219,6 +224,7 @@ class Run:
         trainer = settings.trainer
         functions = TrainingFunctions.of(advantage, objective, trainer.loss, trainer.critic)
         check_columns(functions, columns_filled(stages), trainer.reference, trainer.critic.enabled)
+        check_that_columns_are_read(functions, columns_for_training(stages))
         if settings.buffer.drop_equal_rewards and (warning := equal_rewards_warning(functions)):
             print(f"warning: {warning}")
         handed, by_value = ByValue(task, f"task {task.name}"), ByValue(stages, "a stage")

@@ -90,6 +90,8 @@ class FrozenModel:
     """Whether the rollouts draw from a part of the vocabulary, so that none can be compared with theirs."""
     tool_parser: str = ""
     """As of :class:`~monarch_rl.model.chat.ChatTemplate`."""
+    policy_ids: int = 1 << 24
+    """Token ids that the policy has embeddings of. Models of one tokenizer are padded to different numbers."""
 
     async def reply(
         self,
@@ -150,7 +152,8 @@ class FrozenModel:
     async def top_logprobs(
         self, ids: Sequence[int] | np.ndarray, k: int, start: int = 1, temperature: float | None = None
     ) -> TopLogprobs:
-        """The ``k`` most likely tokens at the places of given tokens, from ``start`` (at least 1) on.
+        """The ``k`` most likely tokens at the places of given tokens, from ``start`` (at least 1) on, of those that the
+        policy has, too.
 
         Entry j tells the distribution that ``ids[start + j]`` would be drawn from: int32[len(ids) - start, k] and
         float32[len(ids) - start, k]. Raises as :meth:`logprobs` does.
@@ -158,10 +161,20 @@ class FrozenModel:
         self.check_ids()
         sequence = np.asarray(ids, np.int64).tolist()
         at = self.temperature if temperature is None else temperature
-        what = f"return the {k} most likely tokens at {len(sequence) - start} places"
+        asked = k
+        while True:
+            found = (await self._most_likely(sequence, asked, start, at)).below(self.policy_ids, k)
+            if found is not None:
+                return found
+            asked *= 2
+
+    async def _most_likely(self, ids: list[int], k: int, start: int, temperature: float) -> TopLogprobs:
+        what = f"return the {k} most likely tokens at {len(ids) - start} places"
         replicas = self._connected().replicas
         return await self.asked(
-            lambda: replicas.call(_group(), what, lambda handle: handle.top_logprobs.call_one(sequence, k, start, at))
+            lambda: replicas.call(
+                _group(), what, lambda handle: handle.top_logprobs.call_one(ids, k, start, temperature)
+            )
         )
 
     def opening(self, messages: Said) -> list[int]:

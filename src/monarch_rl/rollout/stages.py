@@ -56,6 +56,8 @@ class Stage:
     """Seconds that a group may spend in it, waiting for its turn left out."""
     name: str = ""
     """For metrics and messages; empty is the function's name."""
+    only_fills: bool = False
+    """It does nothing but fill its columns, so one that nobody reads is refused."""
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -93,6 +95,13 @@ def columns_filled(stages: Sequence[Stage]) -> dict[str, str]:
                 raise ValueError(f"stages {filled[column]!r} and {stage.name!r} both fill the column {column!r}")
             filled[column] = stage.name
     return filled
+
+
+def columns_for_training(stages: Sequence[Stage]) -> list[str]:
+    """The columns that nothing reads unless an advantage or an objective does: of stages that only fill columns, and
+    after which none comes that may do something with them."""
+    doing = [place for place, stage in enumerate(stages) if not stage.only_fills]
+    return [column for stage in stages[max(doing, default=-1) + 1 :] for column in stage.fills]
 
 
 class Stages:

@@ -68,7 +68,8 @@ def _stage(column: str, engine: FrozenModel, prompt: Prompt | None, top: int, co
     deadline_s = engine.request_deadline_s + GRACE_S
     ids, logprobs = top_columns(top)
     columns = column, *ids, *logprobs
-    return Stage(ColumnReader(engine, columns, prompt), columns, concurrency, deadline_s, name=column)
+    reader = ColumnReader(engine, columns, prompt)
+    return Stage(reader, columns, concurrency, deadline_s, name=column, only_fills=True)
 
 
 @dataclass(frozen=True)

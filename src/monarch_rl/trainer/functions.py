@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, cast
 
@@ -65,12 +65,16 @@ class TrainingFunctions:
                 advantage; or a ``functools.partial`` of ``gae`` discounts in another way than the critic.
             TypeError: a function cannot be sent to other processes; says why.
         """
-        _check_advantage(advantage, loss)
+        name = advantage if isinstance(advantage, str) else _name_of(advantage)
+        _check_advantage(name or place_of(advantage), loss)
         if isinstance(advantage, str):
-            name, advantage = advantage, named(ADVANTAGES, advantage, "advantage")()
+            advantage = named(ADVANTAGES, advantage, "advantage")()
+        if name:
             loss = replace(loss, advantage=name)  # refuses what does not go with it
         advantage = _discounted(advantage, critic)
         if isinstance(objective, str):
+            if objective == "supervised":
+                _check_supervised(loss)
             objective = named(OBJECTIVES, objective, "objective")(loss)
         if loss.teacher_top and not other_token_columns(objective):
             raise ValueError(
@@ -124,23 +128,49 @@ class LoadedFunctions:
         return {kind: function for kind, function in found.items() if function is not None}
 
 
-def _check_advantage(advantage: Advantage | str, loss: LossSettings) -> None:
-    """Refuse an advantage of the settings that is not the one which the recipe gives."""
-    if loss.advantage == LossSettings().advantage:
-        return
-    given = repr(advantage) if isinstance(advantage, str) else place_of(advantage)
-    if given not in (repr(loss.advantage), place_of(ADVANTAGES[loss.advantage]())):
+def _name_of(advantage: Advantage) -> str:
+    """The name of a function that is in ``ADVANTAGES``, also of a partial of one; "" of one's own."""
+    function, given = _unwrapped(advantage)
+    found = {}
+    for name, make in ADVANTAGES.items():
+        entry, own = _unwrapped(make())
+        if (function is entry or type(function) is make) and own.items() <= given.items():
+            found[name] = len(own)
+    return max(found, key=lambda name: found[name], default="")  # entries may be partials of each other
+
+
+def _unwrapped(function: Any) -> tuple[object, dict[str, Any]]:
+    """What partials call, and with which arguments by name."""
+    given: dict[str, Any] = {}
+    while isinstance(function, partial):
+        function, given = function.func, function.keywords | given
+    return function, given
+
+
+def _check_advantage(given: str, loss: LossSettings) -> None:
+    """Refuse an advantage of the settings that is not the one which the recipe gives, by name or place."""
+    if loss.advantage not in (LossSettings().advantage, given):
         raise ValueError(
             f"trainer.loss.advantage {loss.advantage}: the recipe gives run.start() the advantage {given}. Leave the "
             "flag out, or have the recipe give s.trainer.loss.advantage"
         )
 
 
+def _check_supervised(loss: LossSettings) -> None:
+    """Refuse what the objective ``supervised`` does not read."""
+    defaults = LossSettings()
+    for name in {field.name for field in fields(loss)} - {"advantage", "aggregation", "max_tokens"}:
+        if getattr(loss, name) != getattr(defaults, name):
+            raise ValueError(
+                f"{loss.flag(name)}: the objective supervised is the cross-entropy of what was drawn, and reads of "
+                "trainer.loss only aggregation and max-tokens. Leave it out, or take another objective"
+            )
+
+
 def _discounted(advantage: Advantage, critic: CriticSettings) -> Advantage:
     """``gae`` discounts as the critic does, because that learns the sum of advantage and value; others stay as they
     are. Raises ValueError if a partial has values of its own, other ones."""
-    given = advantage.keywords if isinstance(advantage, partial) else {}
-    function = advantage.func if isinstance(advantage, partial) else advantage
+    function, given = _unwrapped(advantage)
     if function is not cast(Advantage, gae) or (given and not critic.enabled):
         return advantage
     for name in ("gamma", "lam"):
@@ -224,6 +254,21 @@ def equal_rewards_warning(functions: TrainingFunctions) -> str:
         f"{flag}: the advantage {name} does not compare within the group alone, so the groups that are dropped would "
         "teach. Leave it out, or take the advantage dr_grpo, grpo, rloo or max_rl"
     )
+
+
+def check_that_columns_are_read(functions: TrainingFunctions, columns: Sequence[str]) -> None:
+    """Refuse columns, which a model would be asked for, that neither function reads. Raises ValueError."""
+    read = {*needed_columns(functions.advantage.load()), *needed_columns(functions.objective.load())}
+    for name in columns:
+        if name not in read:
+            instead = "teacher(..., top=s.trainer.loss.teacher_top)"
+            instead = "trainer.loss.kl-coefficient, such as 0.001" if name == REFERENCE else instead
+            instead = "the objective or the advantage distillation" if name == TEACHER else instead
+            raise ValueError(
+                f"a stage fills the column {name!r}, which neither the advantage nor the objective reads, so a model "
+                f"would compute it for nothing. Give {instead}, decorate a function of yours that reads it with "
+                f"@needs({name!r}), or leave the stage out"
+            )
 
 
 def _check_critic(functions: Mapping[str, object], filled: Mapping[str, str]) -> None:

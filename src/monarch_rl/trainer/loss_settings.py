@@ -155,7 +155,7 @@ class LossSettings(CheckedSettings, flags="trainer.loss"):
         super().__post_init__()
         self._check_parameters()
         self._check_corrections()
-        self._check_that_all_is_read()
+        _check_that_all_is_read(self)
         if self.kl_coefficient and self.kl_in == "loss" and self.kl_estimate == "k1":
             raise ValueError(
                 "trainer.loss.kl-estimate k1 in the loss: its gradient is zero in expectation, whatever the reference. "
@@ -183,6 +183,11 @@ class LossSettings(CheckedSettings, flags="trainer.loss"):
                 f"trainer.loss.overlong-buffer {self.overlong_buffer} is more than trainer.loss.overlong-limit "
                 f"{self.overlong_limit}: give the limit, such as rollout.max-new-tokens, or lower the buffer"
             )
+        if self.advantage in ("distillation", "sequence_distillation") and self.overlong_limit:
+            raise ValueError(
+                f"trainer.loss.overlong-limit {self.overlong_limit} takes some from the reward of a long answer, and "
+                f"the advantage {self.advantage} reads no rewards. Leave it out"
+            )
         if self.advantage == "max_rl" and self.overlong_limit:
             raise ValueError(
                 f"trainer.loss.advantage max_rl needs rewards of at least 0, and trainer.loss.overlong-limit "
@@ -198,30 +203,13 @@ class LossSettings(CheckedSettings, flags="trainer.loss"):
             if low > high:
                 raise ValueError(f"{self.flag(bounds)} {low:g} {high:g}: give the lowest first, then the highest")
 
-    def _check_that_all_is_read(self) -> None:
-        """Refuse values that change nothing."""
-        applied = self.applied_corrections
-        corrects = f"the corrections are {' '.join(applied) or 'none'}"
-        capped = "tis" in applied or (self.kl_coefficient > 0 and self.kl_in == "loss" and self.weighs_behaviour)
-        loss = f"the policy loss is {self.policy_loss}"
-        for names, reads, instead in (
-            (("tau_positive", "tau_negative"), self.policy_loss == "sapo", loss),
-            (("max_change",), self.policy_loss == "dppo_tv", loss),
-            (("behaviour_cap",), self.policy_loss == "decoupled", loss),
-            (("importance_cap",), capped, corrects),
-            (("icepop_range",), "icepop" in applied, corrects),
-            (("sequence_range",), "sequence_mask" in applied, corrects),
-            (("opsm_kl",), "opsm" in applied, corrects),
-            (("kl_in", "kl_estimate"), self.kl_coefficient > 0, "trainer.loss.kl-coefficient is 0"),
-            (("overlong_penalty",), self.overlong_limit > 0, "trainer.loss.overlong-limit is 0"),
-            (("max_tokens",), self.aggregation == "constant", f"the aggregation is {self.aggregation}"),
-        ):
-            for name in names:
-                if not reads and getattr(self, name) != type(self).__dataclass_fields__[name].default:
-                    raise ValueError(f"{self.flag(name)}: nothing reads it, because {instead}. Leave it out")
-
     def _check_corrections(self) -> None:
         given = self.applied_corrections
+        if self.positives_only and "opsm" in given:
+            raise ValueError(
+                "trainer.loss.corrections opsm drops sequences of negative advantage, and trainer.loss.positives-only "
+                "trains on none: leave one of them out"
+            )
         weights = [name for name in given if CORRECTIONS[name].weighs_behaviour]
         if len(set(given)) < len(given) or len(weights) > 1:
             raise ValueError(
@@ -233,6 +221,33 @@ class LossSettings(CheckedSettings, flags="trainer.loss"):
                 f"trainer.loss.corrections {weights[0]} weighs by pi_trainer / pi_engine, and so does {by}: "
                 "leave one of them out"
             )
+
+
+def _check_that_all_is_read(settings: LossSettings) -> None:
+    """Refuse values that change nothing."""
+    applied = settings.applied_corrections
+    corrects = f"the corrections are {' '.join(applied) or 'none'}"
+    capped = "tis" in applied or (
+        settings.kl_coefficient > 0 and settings.kl_in == "loss" and settings.weighs_behaviour
+    )
+    loss = f"the policy loss is {settings.policy_loss}"
+    positives = "trainer.loss.positives-only leaves out tokens of negative advantage"
+    for names, reads, instead in (
+        (("tau_positive", "tau_negative"), settings.policy_loss == "sapo", loss),
+        (("dual_clip", "tau_negative"), not settings.positives_only, positives),
+        (("max_change",), settings.policy_loss == "dppo_tv", loss),
+        (("behaviour_cap",), settings.policy_loss == "decoupled", loss),
+        (("importance_cap",), capped, corrects),
+        (("icepop_range",), "icepop" in applied, corrects),
+        (("sequence_range",), "sequence_mask" in applied, corrects),
+        (("opsm_kl",), "opsm" in applied, corrects),
+        (("kl_in", "kl_estimate"), settings.kl_coefficient > 0, "trainer.loss.kl-coefficient is 0"),
+        (("overlong_penalty",), settings.overlong_limit > 0, "trainer.loss.overlong-limit is 0"),
+        (("max_tokens",), settings.aggregation == "constant", f"the aggregation is {settings.aggregation}"),
+    ):
+        for name in names:
+            if not reads and getattr(settings, name) != LossSettings.__dataclass_fields__[name].default:
+                raise ValueError(f"{settings.flag(name)}: nothing reads it, because {instead}. Leave it out")
 
 
 def loss_warnings(loss: LossSettings, updates_per_batch: int) -> list[str]:

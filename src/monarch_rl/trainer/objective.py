@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from monarch_rl.algorithms import corrections, kl, losses, shaping
 from monarch_rl.algorithms.composition import CORRECTIONS, POLICY_LOSSES, Policies
 from monarch_rl.algorithms.distillation import reverse_kl, top_columns, top_k_divergence
 from monarch_rl.algorithms.functions import entropy_gradient, needs, other_tokens, place_of
-from monarch_rl.algorithms.mismatch import histogram
+from monarch_rl.algorithms.mismatch import BINS, histogram
+from monarch_rl.observe.registry import find
 from monarch_rl.trainer.batch import MicroBatch
 from monarch_rl.trainer.loss_settings import LossSettings
 from monarch_rl.trainer.token_logprobs import TokenLogprobs
@@ -24,9 +26,10 @@ FAR_RATIO = 2.0
 """A token whose ratio trainer / engine is beyond this factor, either way, counts as far off (in ``tools/parity.py``,
 too)."""
 
+LOGPROB_DIFFERENCE = "logprob_difference"
 Sums = dict[str, torch.Tensor]
 """Sums over tokens, by metric name, scalars; ``tokens`` is the number of tokens summed over. ``logprob_difference``
-alone is a vector, a histogram."""
+alone is a vector, a histogram (:func:`monarch_rl.algorithms.mismatch.histogram`)."""
 
 Objective = Callable[[TokenLogprobs, MicroBatch], tuple[torch.Tensor, Sums]]
 """``(log-probs of the micro-batch's tokens, micro-batch) -> (loss, sums)``: the loss is a scalar with gradient, a sum
@@ -36,11 +39,14 @@ over tokens, under its name after ``trainer/``."""
 OLD, REFERENCE, TEACHER = "old", "reference", "teacher"
 """Columns: log-probs of the trainer's policy at the start of the batch, which there always are, of the reference model,
 and of a teacher."""
-TRAINERS_OWN = frozenset(
-    ("loss", "lr", "grad_norm", "optimizer_steps", "drift_k3", "padding", "imbalance", "computed_share")
-    + ("masked_nonfinite", "masked_episodes", "reference_device_s")
+TRAINERS_OWN = (
+    *("loss", "lr", "grad_norm", "optimizer_steps", "drift_k3", "padding", "imbalance", "computed_share"),
+    *("masked_nonfinite", "masked_episodes", "reference_device_s", "supervised_loss", "supervised_tokens"),
+    *("on_policy_share", "logprob_difference_*", "routes_differ", "routes_differ_*", "choices_of_a_layer"),
+    *("wait_s", "step_s", "idle_share"),
 )
-"""Metrics of an update that no sum of an objective may replace."""
+"""Metrics of a step, after ``trainer/``, and what they are computed from; patterns. No sum of an objective may replace
+them."""
 ON_POLICY_TOKENS, ON_POLICY_MISMATCH = "on_policy_tokens", "mismatch_k3_on_policy"
 """Sums that are made a mean of each other."""
 VALUE, RETURNS = "value", "returns"
@@ -193,7 +199,7 @@ def _sums(output: TokenLogprobs, batch: MicroBatch, policies: Policies) -> Sums:
         "mismatch_k3_all": mismatch.sum(),
         ON_POLICY_TOKENS: on_policy.sum(),
         ON_POLICY_MISMATCH: mismatch[on_policy].sum(),
-        "logprob_difference": histogram(difference[on_policy]),
+        LOGPROB_DIFFERENCE: histogram(difference[on_policy]),
         "kept_mass": output.kept_mass.sum(),
         "ratio_outside": (difference.abs() > math.log(FAR_RATIO)).sum(),
     }
@@ -229,8 +235,10 @@ OBJECTIVES: dict[str, Callable[[LossSettings], Objective]] = {
 
 def _unusable_names(names: Collection[str]) -> str:
     """What an objective should return instead of sums with these names; empty if they will do."""
-    if taken := TRAINERS_OWN.intersection(names):
-        return f"other names than {sorted(taken)}, which are the trainer's own metrics"
+    if taken := sorted(name for name in names if any(fnmatchcase(name, own) for own in TRAINERS_OWN)):
+        return f"other names than {taken}, which are the trainer's own metrics"
+    if whole := sorted(name for name in names if find(name) is not None):
+        return f"other names than {whole}, which are whole names of metrics of a run: yours are logged after trainer/"
     if (ON_POLICY_TOKENS in names) != (ON_POLICY_MISMATCH in names):
         return f"{ON_POLICY_TOKENS} and {ON_POLICY_MISMATCH} together, or neither"
     return ""
@@ -256,10 +264,12 @@ def call(objective: Objective, output: TokenLogprobs, batch: MicroBatch) -> tupl
     if instead := _unusable_names(sums):
         raise _refused(objective, f"the sums {sorted(sums)}", instead)
     values = {name: torch.as_tensor(value, device=loss.device).detach() for name, value in sums.items()}
-    vectors = [name for name, value in values.items() if value.ndim and name != "logprob_difference"]
-    if vectors:
-        shape = list(values[vectors[0]].shape)
-        raise _refused(objective, f"{vectors[0]} of shape {shape}", "sums over tokens, which are scalars")
+    for name, value in values.items():
+        shape, instead = list[int](), "sums over tokens, which are scalars"
+        if name == LOGPROB_DIFFERENCE:
+            shape, instead = [BINS], f"a histogram of shape [{BINS}] (monarch_rl.algorithms.mismatch)"
+        if list(value.shape) != shape:
+            raise _refused(objective, f"{name} of shape {list(value.shape)}", instead)
     return loss, values
 
 

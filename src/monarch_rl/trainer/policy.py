@@ -119,11 +119,20 @@ class Policy:
                 block.register_forward_hook(_mark_progress)
 
     def _compile(self) -> None:
-        """Compile all blocks, forward and backward, with made-up rows: at the start, not in the first step."""
+        """Compile all blocks with made-up rows, at the start and not in the first step: forward and backward, and the
+        passes without gradients that a step has, for each of which they are compiled anew."""
         replayed = self._routers if self.settings.router_replay != "off" else []
-        for row in first_rows(self.settings.tokens_per_microbatch, replayed, self.device):
+        rows = first_rows(self.settings.tokens_per_microbatch, replayed, self.device)
+        for row in rows:
             self.token_logprobs(row).logprobs.sum().backward()
         self.optimizers.zero_grad()
+        if self._reference and self.settings.lora.rank:  # else it is a model of its own, which is not compiled
+            for row in rows:
+                self._reference.logprobs(row, self._compute)
+        if self.settings.minibatches > 1:
+            with torch.no_grad():
+                for row in rows:
+                    self.token_logprobs(row)
 
     def token_logprobs(
         self,
@@ -298,7 +307,8 @@ class Policy:
         output, trained, left_out = finite_only(output, batch)
         if left_out.causes:
             self.left_out[id(batch)] = left_out.causes
-        loss, sums = call(objective, output, trained)
+        # Names that are refused of an objective are those of rows.
+        loss, sums = rows_objective(output, trained) if batch.supervised else call(objective, output, trained)
         if not batch.supervised:
             sums["drift_k3"] = mismatch_k3(output.logprobs, trained.columns[OLD]).sum()
         counts = {"masked_nonfinite": left_out.tokens, "masked_episodes": len(left_out.causes)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 
@@ -19,7 +19,7 @@ from monarch_rl.trainer.advantages import (
     group_views,
     with_overlong_penalty,
 )
-from monarch_rl.trainer.batch import pack_shard
+from monarch_rl.trainer.batch import MicroBatch, pack_shard
 from monarch_rl.trainer.batch_metrics import batch_metrics
 from monarch_rl.trainer.functions import LoadedFunctions
 from monarch_rl.trainer.objective import rows_objective
@@ -78,6 +78,7 @@ def train(
         raise NotFinite(f"{where}: {said}, although its gradient is finite")
     for number, microbatch in enumerate(chain.from_iterable(minibatches)):
         _report_left_out(policy.left_out.get(id(microbatch), {}), number, shard)
+    _report_rows_left_out(policy, trained, packed)
     if critic is not None:
         with _not_finite_in(where):
             metrics |= critic.update_batch(minibatches, epochs) | value_metrics(columns)
@@ -89,7 +90,9 @@ def train_rows(policy: Policy, packed: PackedShard) -> dict[str, float]:
     assert packed.supervised is not None
     minibatches = pack_rows(packed.supervised, policy.device)
     with _not_finite_in(f"step {packed.version + 1}, which is supervised"):
-        return policy.update_batch(minibatches, rows_objective, lr_factor=packed.supervised.lr_factor)
+        metrics = policy.update_batch(minibatches, rows_objective, lr_factor=packed.supervised.lr_factor)
+    _report_rows_left_out(policy, minibatches, packed)
+    return metrics
 
 
 @contextmanager
@@ -108,3 +111,13 @@ def _report_left_out(causes: dict[int, str], microbatch: int, shard: BatchShard)
         task = f" of task {shard.tasks[group]}" if shard.tasks[group] else ""
         what = f"step {shard.version + 1}: episode {episode} of item {shard.items[group]}{task}"
         logger.warning("%s is not trained: its %s is not finite", what, cause)
+
+
+def _report_rows_left_out(policy: Policy, minibatches: Sequence[Sequence[MicroBatch]], packed: PackedShard) -> None:
+    """The same of supervised rows."""
+    of_rows = [microbatch for microbatch in chain.from_iterable(minibatches) if microbatch.supervised]
+    places = [] if packed.supervised is None else packed.supervised.rows
+    for microbatch, rows in zip(of_rows, places, strict=True):
+        for place, cause in policy.left_out.get(id(microbatch), {}).items():
+            what = f"step {packed.version + 1}: supervised row {rows[place]}"
+            logger.warning("%s is not trained: its %s is not finite", what, cause)

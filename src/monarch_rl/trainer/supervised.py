@@ -69,15 +69,18 @@ class SupervisedRows:
             ValueError: a row has no prompt or answer, or more tokens than a micro-batch; names it.
         """
         count = self.plan.rows_per_step
-        rows = [self._tokens(self._order.place(cursor + number)) for number in range(count)]
+        places = [self._order.place(cursor + number) for number in range(count)]
+        rows = [self._tokens(place) for place in places]
         parts: list[MiniBatch] = []
         lengths: list[list[tuple[int, int]]] = []
+        own_places: list[list[int]] = []
         token_ids: list[int] = []
         for start, end in pairwise(number * count // minibatches for number in range(minibatches + 1)):
             groups = [SharingGroup([len(prompt) + len(answer)], [0], [0]) for prompt, answer in rows[start:end]]
             own = plan_microbatches(groups, self._token_budget, self._data_ranks)[data_rank]
             parts.append(MiniBatch(len(own), sum(len(answer) for _, answer in rows[start:end]), end - start))
             for microbatch in own:
+                own_places.append([places[start + group] for group, _ in microbatch])
                 chosen = [rows[start + group] for group, _ in microbatch]
                 lengths.append([(len(prompt) + len(answer), len(prompt)) for prompt, answer in chosen])
                 token_ids += [token for prompt, answer in chosen for token in (*prompt, *answer)]
@@ -86,6 +89,7 @@ class SupervisedRows:
             lr_factor=self.plan.lr_factor,
             minibatches=parts,
             lengths=lengths,
+            rows=own_places,
             token_ids=np.asarray(token_ids, np.int32),
         )
 
