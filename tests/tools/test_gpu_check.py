@@ -24,7 +24,7 @@ from tools.gpu_parts.common import Bench, Findings, Skipped
 
 ROOT = Path(__file__).parents[2]
 ENGINES_S = 3100.0
-"""More than both parts may take, which end what they have started."""
+"""More than two parts may take, which end what they have started."""
 RUN_S = 900.0
 """Seconds on shared cores: some 30 when nothing else runs."""
 
@@ -52,13 +52,10 @@ def test_the_parts_without_an_engine_pass_on_a_cpu_without_sglang(tmp_path: Path
     assert group["figures"]["replicas"] == 2 and group["figures"]["members_abort_ms"] < 10_000
 
 
-@pytest.mark.heavy
-@pytest.mark.slow
-@pytest.mark.timeout(ENGINES_S + 60)
-def test_engines_draw_and_tokens_have_their_versions_on_a_cpu() -> None:
-    """Two of the parts that need SGLang, as on a GPU: the real engine, and commits under load."""
+def passed_on_a_cpu(*parts: str) -> list[dict[str, Any]]:
+    """The figures of parts that need SGLang, as on a GPU, none of which found a problem."""
     done = subprocess.run(
-        [sys.executable, "tools/gpu_check.py", "--parts", "engine,commits", "--device", "cpu"],
+        [sys.executable, "tools/gpu_check.py", "--parts", ",".join(parts), "--device", "cpu"],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -66,32 +63,38 @@ def test_engines_draw_and_tokens_have_their_versions_on_a_cpu() -> None:
         timeout=ENGINES_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    engine, under_load = (json.loads(line) for line in done.stdout.splitlines())
-    assert (engine["part"], engine["verdict"], engine["problems"]) == ("engine", "passed", [])
-    assert (under_load["part"], under_load["verdict"], under_load["problems"]) == ("commits", "passed", [])
-    assert engine["figures"]["sequences"] == 16 and engine["figures"]["start_s"] > 0
-    assert under_load["figures"]["commits"] == 12 and under_load["figures"]["versions"] > 2
-    assert under_load["figures"]["labelled_equal_by_version"] == {}
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(part["part"], part["verdict"], part["problems"]) for part in found] == [(p, "passed", []) for p in parts]
+    return [part["figures"] for part in found]
+
+
+@pytest.mark.heavy
+@pytest.mark.slow
+@pytest.mark.timeout(ENGINES_S + 60)
+def test_engines_draw_and_tokens_have_their_versions_on_a_cpu() -> None:
+    """The real engine, and commits under load."""
+    engine, under_load = passed_on_a_cpu("engine", "commits")
+    assert engine["sequences"] == 16 and engine["start_s"] > 0
+    assert under_load["commits"] == 12 and under_load["versions"] > 2
+    assert under_load["labelled_equal_by_version"] == {}
 
 
 @pytest.mark.heavy
 @pytest.mark.slow
 @pytest.mark.timeout(ENGINES_S + 60)
 def test_parity_and_the_main_job_pass_on_a_cpu() -> None:
-    done = subprocess.run(
-        [sys.executable, "tools/gpu_check.py", "--parts", "parity,train", "--device", "cpu"],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=ENGINES_S,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    parity, job = (json.loads(line) for line in done.stdout.splitlines())
-    assert (parity["part"], parity["verdict"], parity["problems"]) == ("parity", "passed", [])
-    assert (job["part"], job["verdict"], job["problems"]) == ("train", "passed", [])
-    assert parity["figures"]["tokens"] == 8 * 32
-    assert {"trainer/loss", "time/step_s", "weights/transfer_ms", "weights/swap_ms"} <= job["figures"].keys()
+    parity, job = passed_on_a_cpu("parity", "train")
+    assert parity["tokens"] == 8 * 32
+    assert {"trainer/loss", "time/step_s", "weights/transfer_ms", "weights/swap_ms"} <= job.keys()
+
+
+@pytest.mark.heavy
+@pytest.mark.slow
+@pytest.mark.timeout(ENGINES_S + 60)
+def test_speed_is_measured_on_a_cpu() -> None:
+    """What it is there says nothing."""
+    (speed,) = passed_on_a_cpu("speed")
+    assert min(speed["generator_ratio"], speed["trainer_ratio"], speed["tokens_per_s"]) > 0
 
 
 @pytest.mark.parametrize(
