@@ -4,15 +4,18 @@
     python tools/gpu_check.py --parts trainer,weights         those that need no SGLang
     python tools/gpu_check.py --parts trainer --device cpu    on a CPU, with tiny models
 
-trainer    attention against a plain one, forward and backward; the LM head in TF32; updates; float32 and bfloat16
+trainer    attention against a plain one, forward and backward; the LM head in TF32; updates, also of a mixture of
+           experts; float32 and bfloat16
 weights    checksums and updates like a CPU's; memory shared between processes; a transfer beside training; what a
            commit of 18,867 tensors does in the engine
 members    a trainer rank and replicas, each with a GPU of its own (two at least): transfers beside training; a replica
            that is killed in a transfer
 engine     SGLang starts with the project's arguments, draws, and leaves memory
 commits    each token fits the version that it carries, while versions change under load
-parity     engine and trainer agree on log-probs, with and without the LM head in float32
-train      the main job, by the recipe: trainer rank and replica share a GPU; where there are two, also with one each
+parity     engine and trainer agree on log-probs, with and without the LM head in float32, and for a mixture of experts
+           with the engine's routes replayed
+train      the main job, by the recipe: trainer rank and replica share a GPU; where there are two, also with one each;
+           once more with LoRA
 speed      tokens/s against SGLang alone; a trainer's step against torchtitan alone
 
 All but the first three need SGLang; without it speed measures the trainer alone.

@@ -16,15 +16,17 @@ import pytest
 import torch
 
 from monarch_rl.episode.sampling import Completion
-from monarch_rl.generator.settings import GeneratorSettings
+from monarch_rl.generator.settings import GeneratorSettings, check_served
+from monarch_rl.model.features import sparse_layers
+from monarch_rl.trainer.settings import TrainerSettings, check_experts
 from tools import gpu_check
 from tools.gpu_parts import child, commits, engines, members, old_torch
 from tools.gpu_parts import train as train_part
-from tools.gpu_parts.common import Bench, Findings, Skipped
+from tools.gpu_parts.common import Bench, Findings, Skipped, expert_shape, model_shape
 
 ROOT = Path(__file__).parents[2]
 ENGINES_S = 3100.0
-"""More than both parts may take, which end what they have started."""
+"""More than two parts may take, which end what they have started."""
 RUN_S = 900.0
 """Seconds on shared cores: some 30 when nothing else runs."""
 
@@ -47,58 +49,66 @@ def test_the_parts_without_an_engine_pass_on_a_cpu_without_sglang(tmp_path: Path
         assert line["part"] == name and line["verdict"] == "passed" and line["problems"] == []
         assert line["device"].startswith("CPU") and line["versions"]["torch"] == torch.__version__
     assert trainer["figures"]["loss_last"] < trainer["figures"]["loss_first"]
+    assert trainer["figures"]["experts_loss_last"] < trainer["figures"]["experts_loss_first"]
     assert trainer["figures"]["rotary_caches"] == 1
     assert weights["figures"]["many_tensors"] == 18_867
     assert group["figures"]["replicas"] == 2 and group["figures"]["members_abort_ms"] < 10_000
+
+
+def passed_on_a_cpu(*parts: str) -> list[dict[str, Any]]:
+    """The figures of parts that need SGLang, as on a GPU, none of which found a problem."""
+    done = subprocess.run(
+        [sys.executable, "tools/gpu_check.py", "--parts", ",".join(parts), "--device", "cpu"],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=ENGINES_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(part["part"], part["verdict"], part["problems"]) for part in found] == [(p, "passed", []) for p in parts]
+    return [part["figures"] for part in found]
 
 
 @pytest.mark.heavy
 @pytest.mark.slow
 @pytest.mark.timeout(ENGINES_S + 60)
 def test_engines_draw_and_tokens_have_their_versions_on_a_cpu() -> None:
-    """Two of the parts that need SGLang, as on a GPU: the real engine, and commits under load."""
-    done = subprocess.run(
-        [sys.executable, "tools/gpu_check.py", "--parts", "engine,commits", "--device", "cpu"],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=ENGINES_S,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    engine, under_load = (json.loads(line) for line in done.stdout.splitlines())
-    assert (engine["part"], engine["verdict"], engine["problems"]) == ("engine", "passed", [])
-    assert (under_load["part"], under_load["verdict"], under_load["problems"]) == ("commits", "passed", [])
-    assert engine["figures"]["sequences"] == 16 and engine["figures"]["start_s"] > 0
-    assert under_load["figures"]["commits"] == 12 and under_load["figures"]["versions"] > 2
-    assert under_load["figures"]["labelled_equal_by_version"] == {}
+    """The real engine, and commits under load."""
+    engine, under_load = passed_on_a_cpu("engine", "commits")
+    assert engine["sequences"] == 16 and engine["start_s"] > 0
+    assert under_load["commits"] == 12 and under_load["versions"] > 2
+    assert under_load["labelled_equal_by_version"] == {}
 
 
 @pytest.mark.heavy
 @pytest.mark.slow
 @pytest.mark.timeout(ENGINES_S + 60)
 def test_parity_and_the_main_job_pass_on_a_cpu() -> None:
-    done = subprocess.run(
-        [sys.executable, "tools/gpu_check.py", "--parts", "parity,train", "--device", "cpu"],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=ENGINES_S,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    parity, job = (json.loads(line) for line in done.stdout.splitlines())
-    assert (parity["part"], parity["verdict"], parity["problems"]) == ("parity", "passed", [])
-    assert (job["part"], job["verdict"], job["problems"]) == ("train", "passed", [])
-    assert parity["figures"]["tokens"] == 8 * 32
-    assert {"trainer/loss", "time/step_s", "weights/transfer_ms", "weights/swap_ms"} <= job["figures"].keys()
+    """With a mixture of experts, and with LoRA, too."""
+    parity, job = passed_on_a_cpu("parity", "train")
+    assert parity["tokens"] == parity["experts_tokens"] == 8 * 32
+    assert 0 <= parity["routes_differ"] < 0.002
+    metrics = {"trainer/loss", "time/step_s", "weights/transfer_ms", "weights/swap_ms"}
+    assert metrics | {f"lora_{name}" for name in metrics} <= job.keys()
+
+
+@pytest.mark.heavy
+@pytest.mark.slow
+@pytest.mark.timeout(ENGINES_S + 60)
+def test_speed_is_measured_on_a_cpu() -> None:
+    """What it is there says nothing."""
+    (speed,) = passed_on_a_cpu("speed")
+    assert min(speed["generator_ratio"], speed["trainer_ratio"], speed["tokens_per_s"]) > 0
 
 
 @pytest.mark.parametrize(
-    "device, gpus, colocated", [("cuda", 1, [True]), ("cuda", 8, [False, True]), ("cpu", 0, [False])]
+    "device, gpus, layouts",
+    [("cuda", 1, ["colocated_", "lora_"]), ("cuda", 8, ["", "colocated_", "lora_"]), ("cpu", 0, ["", "lora_"])],
 )
 def test_one_gpu_is_shared_by_the_main_job_and_of_several_one_is_shared_as_well(
-    device: str, gpus: int, colocated: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    device: str, gpus: int, layouts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is run there is a real run elsewhere (tests/recipe/test_recipe.py)."""
     runs: list[tuple[str, ...]] = []
@@ -118,12 +128,22 @@ def test_one_gpu_is_shared_by_the_main_job_and_of_several_one_is_shared_as_well(
     found = Findings()
     train_part.run(Bench(torch.device(device), tmp_path), found)
     assert found.problems == []
-    assert ["--colocate" in flags for flags in runs] == colocated
+    assert ["--colocate" in flags for flags in runs] == [layout != "" for layout in layouts]
     checkpointing = [" ".join(flags).endswith("--trainer.activation-checkpoint full") for flags in runs]
-    assert checkpointing == colocated
-    assert [f"{name}trainer/loss" in found.figures for name in ("", "colocated_")] == [
-        shared in colocated for shared in (False, True)
-    ]
+    assert checkpointing == [layout == "colocated_" for layout in layouts]
+    lora = [" ".join(flags).endswith("--trainer.lora.rank 8") for flags in runs]
+    assert lora == [layout == "lora_" for layout in layouts]
+    found_in = [layout for layout in train_part.LAYOUTS if f"{layout}trainer/loss" in found.figures]
+    assert found_in == layouts
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_models_can_be_trained_and_served_where_they_are_for(device: str, tmp_path: Path) -> None:
+    bench = Bench(torch.device(device), tmp_path)
+    for config in (model_shape(bench), expert_shape(bench)):
+        check_experts(config, TrainerSettings(ranks=1))
+        check_served(config, GeneratorSettings(), bench.on_gpu)
+    assert sparse_layers(expert_shape(bench)) and not sparse_layers(model_shape(bench))
 
 
 def verdict_of(work: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:

@@ -141,6 +141,25 @@ TINY: dict[str, Any] = _COMMON | {
 }
 
 
+_EXPERTS: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+
+
+def expert_shape(bench: Bench) -> dict[str, Any]:
+    """The ``config.json`` of a small mixture of experts for this device."""
+    if bench.on_gpu:
+        small = {"vocab_size": 32_000, "tie_word_embeddings": False, "num_hidden_layers": 4}
+        return QWEN3_06B | _EXPERTS | small | {"moe_intermediate_size": 256}
+    return TINY | _EXPERTS | {"moe_intermediate_size": 32}
+
+
 def model_shape(bench: Bench) -> dict[str, Any]:
     """The ``config.json`` of the model that is measured on this device."""
     return QWEN3_06B if bench.on_gpu else TINY

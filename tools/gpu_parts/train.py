@@ -1,6 +1,7 @@
 """Part ``train``: the main job, by the recipe: a tiny model, trained for a few steps by one rank and one replica.
 
-Two GPUs, or a CPU, give them a device each. On GPUs they share one as well: with one GPU that is the only run.
+Two GPUs, or a CPU, give them a device each. On GPUs they share one as well: with one GPU there is no other run of it.
+Then once more with LoRA, on a device that they share.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ RUN_S = 240.0
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "": (),
     "colocated_": ("--colocate", "--trainer.activation-checkpoint", "full"),
+    "lora_": ("--colocate", "--trainer.lora.rank", "8"),
 }
 """By what the names of its figures begin with: flags of a run."""
 
@@ -30,8 +32,8 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
 def layouts(bench: Bench) -> list[str]:
     """Those of :data:`LAYOUTS` that this machine has devices for."""
     if not bench.on_gpu:
-        return [""]
-    return list(LAYOUTS) if torch.cuda.device_count() > 1 else ["colocated_"]
+        return ["", "lora_"]
+    return list(LAYOUTS) if torch.cuda.device_count() > 1 else ["colocated_", "lora_"]
 
 
 def run(bench: Bench, found: Findings) -> None:

@@ -1,4 +1,5 @@
-"""Part ``trainer``: attention, the LM head, updates, and float32 against bfloat16, on one rank. Needs no SGLang."""
+"""Part ``trainer``: attention, the LM head, updates, also of a mixture of experts, and float32 against bfloat16, on one
+rank. Needs no SGLang."""
 
 from __future__ import annotations
 
@@ -25,7 +26,15 @@ from monarch_rl.trainer.layout import lay_out  # noqa: E402
 from monarch_rl.trainer.objective import supervised  # noqa: E402
 from monarch_rl.trainer.policy import Policy  # noqa: E402
 from monarch_rl.trainer.settings import TrainerSettings  # noqa: E402
-from tools.gpu_parts.common import GIB, Bench, Findings, make_groups, make_model, model_shape  # noqa: E402
+from tools.gpu_parts.common import (  # noqa: E402
+    GIB,
+    Bench,
+    Findings,
+    expert_shape,
+    make_groups,
+    make_model,
+    model_shape,
+)
 
 STEPS = 5
 LR = 1e-4
@@ -48,6 +57,7 @@ def run(bench: Bench, found: Findings) -> None:
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         updates(bench, found, folder)
+        experts(bench, found)
         if bench.on_gpu:
             precisions(bench, found, folder)
 
@@ -148,23 +158,47 @@ def updates(bench: Bench, found: Findings, folder: Path) -> None:
     )
     groups = make_groups(vocabulary, **sizes)
     apart(found, policy, groups, dtype)
-    batches = [
-        pack_groups([group], 1 / sum(e.num_trainable for g in groups for e in g.episodes), policy.device)
-        for group in groups
-    ]
-    losses: list[float] = []
-
-    def step() -> None:
-        losses.append(policy.update(batches, supervised)["loss"])
-
-    seconds = bench.seconds(step, STEPS - 1)
+    batches = batches_of(groups, policy.device)
+    losses, seconds = repeated(bench, policy, batches)
     found.note(dtype=dtype, loss_first=losses[0], loss_last=losses[-1], step_ms=1e3 * seconds)
     found.note(computed_tokens_per_s=sum(batch.num_tokens for batch in batches) / seconds)
     found.note(tokens_per_s=sum(batch.separate_tokens for batch in batches) / seconds)
     if bench.on_gpu:
         found.note(peak_gib=torch.cuda.max_memory_allocated() / GIB)
-    falls = all(map(math.isfinite, losses)) and losses[-1] < losses[0]
-    found.require(falls, f"the loss of one and the same batch went {losses}")
+    found.require(falls(losses), f"the loss of one and the same batch went {losses}")
+
+
+def experts(bench: Bench, found: Findings) -> None:
+    """Updates of a mixture of experts on one batch, whose loss falls: the products of each expert's rows, forward and
+    backward, and the sum of a token's experts."""
+    config = expert_shape(bench)
+    settings = TrainerSettings(ranks=1, lr=LR, tokens_per_microbatch=4096 if bench.on_gpu else 512)
+    policy = Policy(make_model(bench, config, "experts"), settings, total_steps=STEPS)
+    sizes = dict(size=8, prompt=128, answer=256) if bench.on_gpu else dict(size=3, prompt=9, answer=9)
+    groups = make_groups(config["vocab_size"], groups=2, **sizes)
+    losses, seconds = repeated(bench, policy, batches_of(groups, policy.device))
+    found.note(experts_loss_first=losses[0], experts_loss_last=losses[-1], experts_step_ms=1e3 * seconds)
+    found.require(falls(losses), f"the loss of one and the same batch went {losses} with experts")
+
+
+def batches_of(groups: list[Group], device: torch.device) -> list[MicroBatch]:
+    """Each group as a micro-batch; all trainable tokens weigh the same."""
+    trainable = sum(episode.num_trainable for group in groups for episode in group.episodes)
+    return [pack_groups([group], 1 / trainable, device) for group in groups]
+
+
+def repeated(bench: Bench, policy: Policy, batches: list[MicroBatch]) -> tuple[list[float], float]:
+    """The losses of updates on the same batches, over and over, and the seconds of the fastest one."""
+    losses: list[float] = []
+
+    def step() -> None:
+        losses.append(policy.update(batches, supervised)["loss"])
+
+    return losses, bench.seconds(step, STEPS - 1)
+
+
+def falls(losses: list[float]) -> bool:
+    return all(map(math.isfinite, losses)) and losses[-1] < losses[0]
 
 
 def apart(found: Findings, policy: Policy, groups: list[Group], dtype: str) -> None:
