@@ -118,6 +118,24 @@ def test_a_batch_that_comes_while_the_run_ends_costs_no_checkpoint(tmp_path: Pat
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == run.version
 
 
+def test_a_signal_while_the_last_checkpoint_is_written_leaves_it_whole(tmp_path: Path) -> None:
+    async def ends() -> None:
+        async with begun(tmp_path, CheckpointSettings(every_minutes=1e6, grace_s=1e6)) as (run, trainer):
+            trainers.append(trainer)
+            async for step in run.steps(3):
+                await run.step()
+                if step == 3:
+                    task = asyncio.current_task()
+                    assert task is not None
+                    asyncio.get_running_loop().call_later(DISK_S / 2, task.cancel)
+
+    trainers: list[SavingTrainer] = []
+    with pytest.raises(asyncio.CancelledError):
+        run_virtual(ends())
+    assert newest(tmp_path) == 3 and trainers[0].copies == 1
+    assert not list((tmp_path / "checkpoints").glob(".*"))
+
+
 @pytest.mark.parametrize(("minutes", "saved"), [(1e6, [2]), (0.0, [])])
 def test_a_loop_that_is_left_early_ends_with_a_checkpoint(tmp_path: Path, minutes: float, saved: list[int]) -> None:
     """Unless none are to be made between steps: what comes after the loop may still fail."""

@@ -123,9 +123,9 @@ class Checkpoints:
         return disk_limit_s(COPIES * self._savers.model_bytes) + CALL_DEADLINE_S
 
     async def settled(self) -> None:
-        """Wait until the disk has what was begun."""
+        """Wait until the disk has what was begun. A signal ends this wait alone: the checkpoint is written on."""
         if self._writing is not None:
-            await self._writing  # waits: all that it awaits has a deadline
+            await asyncio.wait([self._writing])  # waits: all that it awaits has a deadline
 
     async def now(self, version: int, position: Callable[[], Position]) -> bool:
         """Make a checkpoint at once, for the end of a run; returns whether it is there."""
