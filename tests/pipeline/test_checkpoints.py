@@ -75,11 +75,14 @@ class SavingTrainer(SimulatedTrainer):
 
 
 @asynccontextmanager
-async def begun(folder: Path, checkpoints: CheckpointSettings) -> AsyncIterator[tuple[Run, SavingTrainer]]:
+async def begun(
+    folder: Path, checkpoints: CheckpointSettings, **settings: Any
+) -> AsyncIterator[tuple[Run, SavingTrainer]]:
     actors = simulated_actors(PLAN, Costs(), grain=8)
     trainer = SavingTrainer(Costs(), PLAN.trainer_devices, 8, actors.buffer)
     mesh: Any = LocalMesh([trainer])
-    async with Run.open(replace(run_settings(PLAN, 1e9), checkpoint=checkpoints), folder=folder) as run:
+    of_run = replace(run_settings(PLAN, 1e9), checkpoint=checkpoints, **settings)
+    async with Run.open(of_run, folder=folder) as run:
         await run.begin(replace(actors, trainer=mesh))
         yield run, trainer
 
@@ -305,8 +308,8 @@ class Savers:
         Path(path).write_bytes(b"groups")
 
 
-async def one_checkpoint(run: Path) -> Checkpoints:
-    checkpoints = Checkpoints(run, Savers(), CheckpointSettings(), {}, lambda _: None)
+async def one_checkpoint(run: Path, metric: str = "") -> Checkpoints:
+    checkpoints = Checkpoints(run, Savers(), CheckpointSettings(), {}, lambda _: None, metric=metric)
     await checkpoints.begin(1, Position)
     return checkpoints
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from monarch_rl.checkpoint import folders
+from monarch_rl.checkpoint.folders import Measurement
 from monarch_rl.pipeline.exporting import Source, source_of
 from tests.pipeline.test_resume import RunSettings, finished_step
 from tools import evaluate
@@ -39,6 +41,9 @@ def test_of_a_run_what_was_written_last_is_evaluated_and_exported(
     assert source_of(str(run)).checkpoint is not None, "the checkpoint is newer"
     os.utime(run / "model" / "config.json", (4e9, 4e9))
     assert source_of(str(run)) == Source(run / "model")
+    os.utime(run / "model" / "config.json")
+    assert folders.measure(run / "checkpoints", Measurement("held_out/accuracy", 0.5, 3), best=True)
+    assert source_of(str(run)) == Source(run / "model"), "an evaluation makes no checkpoint newer"
     assert source_of(str(run), trained=True).checkpoint is not None
     for name, taken in ((str(run), str(run / "model")), ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B")):
         with evaluate.model_of(name) as model:

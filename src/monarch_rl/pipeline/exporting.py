@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from monarch_rl.checkpoint.folders import MANIFEST, complete, verify
+from monarch_rl.checkpoint.folders import GROUPS, MANIFEST, complete, verify
 from monarch_rl.model.folder import resolve_model
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
 from monarch_rl.pipeline.checkpoints import FOLDER as CHECKPOINTS
@@ -57,7 +57,7 @@ def _of_run(folder: Path, trained: bool) -> Source:
     checkpoint = next(reversed(complete(folder / CHECKPOINTS).values()), None)
     if checkpoint is None and not model.is_dir():
         raise ValueError(f"the run {folder} has neither a checkpoint (--checkpoint.every-steps) nor a saved model")
-    if checkpoint is None or (model.is_dir() and not trained and _written(model) >= _written(checkpoint)):
+    if checkpoint is None or (model.is_dir() and not trained and _written(model) >= _made(checkpoint)):
         return Source(model)
     return _of_checkpoint(checkpoint.resolve())
 
@@ -65,6 +65,11 @@ def _of_run(folder: Path, trained: bool) -> Source:
 def _written(folder: Path) -> float:
     """When the last file of a folder was."""
     return max((file.stat().st_mtime for file in folder.iterdir()), default=0.0)
+
+
+def _made(checkpoint: Path) -> float:
+    """When a checkpoint was. Its manifest may be written again, after an evaluation."""
+    return (checkpoint / GROUPS).stat().st_mtime
 
 
 def _of_checkpoint(checkpoint: Path) -> Source:
