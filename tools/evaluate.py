@@ -4,7 +4,7 @@
     python tools/evaluate.py Qwen/Qwen3-0.6B --task recipes/grpo.py --evaluation.samples 8 --evaluation.temperature 1
 
 The first argument is a Hugging Face folder, a Hub name, a checkpoint, or the folder of a run: then what it wrote last
-is taken, its saved model or its newest checkpoint, which is written to a temporary folder (TMPDIR) meanwhile. The
+is taken, its saved model or its newest whole checkpoint, which is written to a temporary folder (TMPDIR) meanwhile. The
 recipe's own flags follow; `--held-out` and `--evaluation.*` say what is played. To the recipe, and so to the frozen
 models that it asks, `--model` is the model that the run began with, or else the one that is evaluated. Prints what a
 run prints, then the same figures as a JSON object. What a greedy evaluation of the same model gave in a run, it gives
@@ -48,14 +48,13 @@ def model_of(place: str) -> Iterator[str]:
     if not (folder / SETTINGS).is_file() and not (folder / MANIFEST).is_file():
         yield place
         return
-    source = source_of(place)
-    print(f"evaluating {source.checkpoint or source.model}")
-    if source.checkpoint is None:
-        yield str(source.model)
-        return
     with ScratchFolder() as scratch:
-        export(source, scratch.path / MODEL)
-        yield str(scratch.path / MODEL)
+        with source_of(place) as source:
+            print(f"evaluating {source.checkpoint or source.model}")
+            model = source.model if source.checkpoint is None else scratch.path / MODEL
+            if source.checkpoint is not None:
+                export(source, model)
+        yield str(model)
 
 
 def begun_with(place: str, model: str) -> str:

@@ -18,7 +18,7 @@ import re
 import shutil
 import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -192,12 +192,36 @@ def read_manifest(folder: Path) -> Manifest:
     return Manifest(**values | {"files": [FileSum(**file) for file in values["files"]]})
 
 
-def verify(folder: Path) -> Manifest:
-    """Read every file of a checkpoint and compare it with the manifest. Raises BrokenCheckpoint."""
-    manifest = read_manifest(folder)
+@contextmanager
+def held(folder: Path, links: Path) -> Iterator[None]:
+    """For the block, hold the files of a checkpoint open, with links to them in a new folder ``links``: there this
+    process and others of its user can read them, also when its run removes the checkpoint meanwhile.
+
+    Raises:
+        BrokenCheckpoint: a file is gone, or cannot be read.
+    """
+    with ExitStack() as files:
+        for name in (MANIFEST, *(file.path for file in read_manifest(folder).files)):
+            try:
+                file = files.enter_context((folder / name).open("rb"))
+            except (FileNotFoundError, PermissionError) as error:
+                raise BrokenCheckpoint(f"{folder / name} cannot be read ({error})") from error
+            (links / name).parent.mkdir(parents=True, exist_ok=True)
+            (links / name).symlink_to(f"/proc/{os.getpid()}/fd/{file.fileno()}")
+        yield
+
+
+def verify(folder: Path, links: Path | None = None) -> Manifest:
+    """Read every file of a checkpoint and compare it with the manifest. Raises BrokenCheckpoint.
+
+    Args:
+        links: where its files are :func:`held`.
+    """
+    there = links or folder
+    manifest = read_manifest(there)
     for expected in manifest.files:
         try:
-            found = file_sum(folder, folder / expected.path)
+            found = file_sum(there, there / expected.path)
         except OSError as error:
             raise BrokenCheckpoint(f"{folder / expected.path} cannot be read ({error})") from error
         if found.nbytes != expected.nbytes:
