@@ -4,12 +4,12 @@
     python tools/evaluate.py Qwen/Qwen3-0.6B --task recipes/grpo.py --evaluation.samples 8 --evaluation.temperature 1
 
 The first argument is a Hugging Face folder, a Hub name, a checkpoint, or the folder of a run: then what it wrote last
-is taken, its newest checkpoint, which is written to a temporary folder (TMPDIR) meanwhile, or a model that it has
+is taken, its newest whole checkpoint, which is written to a temporary folder (TMPDIR) meanwhile, or a model that it has
 saved since. The recipe's own flags follow; `--held-out` and `--evaluation.*` say what is played. Of a run of this
-recipe, and of its checkpoints, the run's own settings are the defaults, but for its processes: one engine plays all. To
-the recipe, and so to the frozen models that it asks, `--model` is the model that the run began with, or else the one
-that is evaluated. Prints what a run prints, then the same figures as a JSON object. What a greedy evaluation of a
-checkpoint's version gave in its run, it gives here, too. A model's folder is version 0, in the dtype of its files.
+recipe, and of its checkpoints, the run's own settings are the defaults, though one engine plays all. To the recipe, and
+so to the frozen models that it asks, `--model` is the model that the run began with, or else the one that is evaluated.
+Prints what a run prints, then the same figures as a JSON object. What a greedy evaluation of a checkpoint's version
+gave in its run, it gives here, too. A model's folder is version 0, in the dtype of its files.
 """
 
 from __future__ import annotations
@@ -87,14 +87,14 @@ def model_of(evaluated: Evaluated, settings: GeneratorSettings, offered: Devices
     if evaluated.run is None:
         yield evaluated.place, 0
         return
-    source = source_of(evaluated.place)
-    print(f"evaluating {source.checkpoint or source.model}")
-    if source.checkpoint is None:
-        yield str(source.model), 0
-        return
     with ScratchFolder() as scratch:
-        export(source, scratch.path / MODEL, resolve_dtype(settings.dtype, offered.kind == "cuda"))
-        yield str(scratch.path / MODEL), read_manifest(source.checkpoint).version
+        with source_of(evaluated.place) as source:
+            print(f"evaluating {source.checkpoint or source.model}")
+            model, version = source.model, 0
+            if source.checkpoint is not None:
+                model, version = scratch.path / MODEL, source.version
+                export(source, model, resolve_dtype(settings.dtype, offered.kind == "cuda"))
+        yield str(model), version
 
 
 async def evaluate(recipe: Recipe, version: int, cluster: Cluster | None = None) -> list[Evaluation]:

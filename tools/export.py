@@ -5,9 +5,9 @@
     python tools/export.py RUN out --dtype bfloat16 --file-mib 4096              smaller, in several files with an index
     python tools/export.py RUN out --adapter                                     LoRA alone, for peft
 
-Of a run its newest checkpoint is taken, or the model that it has saved if that has later steps. LoRA is merged into the
-weights unless it is written alone. The folder appears when it is complete; one of that name is replaced. Takes the
-memory of the model in float32.
+Of a run its newest whole checkpoint is taken, or the model that it has saved if that has later steps. LoRA is merged
+into the weights unless it is written alone. The folder appears when it is complete; one of that name is replaced. Takes
+the memory of the model in float32.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def main() -> int:
     parser.add_argument("--file-mib", type=float, default=4096, help="MiB that a file of weights may have")
     parser.add_argument("--adapter", action="store_true", help="write LoRA alone")
     own = parser.parse_args()
-    source = source_of(own.source, trained=own.adapter)
-    export(source, own.folder, own.dtype, int(own.file_mib * 2**20), own.adapter)
+    with source_of(own.source, trained=own.adapter) as source:
+        export(source, own.folder, own.dtype, int(own.file_mib * 2**20), own.adapter)
     print(f"{own.folder}: {'LoRA of ' if own.adapter else ''}{source.checkpoint or source.model}")
     return 0
 

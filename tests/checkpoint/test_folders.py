@@ -14,24 +14,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from monarch_rl.checkpoint import folders
-from monarch_rl.checkpoint.folders import TRAINER, BrokenCheckpoint, Manifest, complete, newest_whole
+from monarch_rl.checkpoint.folders import TRAINER, BrokenCheckpoint, Manifest, Measurement, complete, newest_whole
 from monarch_rl.checkpoint.settings import CheckpointSettings
 
 MANIFEST = Manifest(0, 0, 0, 1.5, {"metrics.jsonl": 7})
+ACCURACY = "held_out/accuracy"
 
 
-def made(root: Path, version: int, metric: float | None = None) -> Path:
+def made(root: Path, version: int, accuracy: float | None = None, metric: str = ACCURACY) -> Path:
     partial = folders.begin(root, version)
     (partial / TRAINER / "shard").write_bytes(os.urandom(1000))
     files = [folders.file_sum(partial, partial / TRAINER / "shard")]
-    return folders.commit(root, replace(MANIFEST, version=version, metric=metric, files=files))
+    measured = None if accuracy is None else Measurement(metric, accuracy, version)
+    return folders.commit(root, replace(MANIFEST, version=version, measured=measured, files=files))
 
 
 def test_a_checkpoint_is_read_as_it_was_written(tmp_path: Path) -> None:
     folder = made(tmp_path, 3, 0.5)
     folders.keep(tmp_path, 3, newest=1)
     manifest = folders.verify(folder)
-    assert (manifest.version, manifest.metric, manifest.positions) == (3, 0.5, {"metrics.jsonl": 7})
+    assert (manifest.version, manifest.positions) == (3, {"metrics.jsonl": 7})
+    assert manifest.measured == Measurement(ACCURACY, 0.5, 3)
     assert manifest.nbytes == 1000 and newest_whole(tmp_path) == (folder, manifest)
     assert os.readlink(tmp_path / "latest") == "step-000003"
 
@@ -112,15 +115,48 @@ def test_the_newest_stay_and_the_best(
     everything: dict[int, float | None] = {}
     for version, metric in enumerate(metrics, 1):
         made(root, version, metric)
-        folders.keep(root, version, newest, best)
+        folders.keep(root, version, newest, ACCURACY if best else "")
         everything[version] = metric
         expected = sorted(everything)[-newest:]
         measured = {v: m for v, m in everything.items() if m is not None}
         if best and measured:
             # One that was removed before is gone: what stays is the best of those that were there.
             expected = sorted({*expected, max(measured, key=lambda v: (measured[v], -v))})
+            assert os.readlink(root / "best") == f"step-{max(measured, key=lambda v: (measured[v], -v)):06d}"
         assert list(complete(root)) == expected
         everything = {v: everything[v] for v in expected}
+
+
+def test_values_of_another_metric_are_not_compared(tmp_path: Path) -> None:
+    """As after a resume with another --evaluation.best."""
+    made(tmp_path, 1, 4.0, "held_out/reward")
+    folders.keep(tmp_path, 1, 1, "held_out/reward")
+    made(tmp_path, 2)
+    folders.keep(tmp_path, 2, 1, ACCURACY)
+    assert list(complete(tmp_path)) == [2] and not os.path.lexists(tmp_path / "best")
+    for version, accuracy in ((3, 0.9), (4, 0.7)):
+        made(tmp_path, version, accuracy)
+        folders.keep(tmp_path, version, 1, ACCURACY)
+    assert list(complete(tmp_path)) == [3, 4] and os.readlink(tmp_path / "best") == "step-000003"
+
+
+def test_a_later_evaluation_counts_for_the_checkpoint_of_its_version_or_the_next_one(tmp_path: Path) -> None:
+    made(tmp_path, 3, 0.5), made(tmp_path, 6)
+
+    def noted(version: int, accuracy: float, best: bool = False, metric: str = ACCURACY) -> bool:
+        return folders.measure(tmp_path, Measurement(metric, accuracy, version), best)
+
+    def measured() -> list[Measurement | None]:
+        return [folders.verify(folder).measured for folder in complete(tmp_path).values()]
+
+    assert not noted(7, 0.9) and not noted(3, 0.25), "a version is as good as the best evaluation of it"
+    assert measured() == [Measurement(ACCURACY, 0.5, 3), None]
+    assert noted(5, 0.75, best=True) and noted(3, 0.625)
+    assert measured() == [Measurement(ACCURACY, 0.625, 3), Measurement(ACCURACY, 0.75, 5)]
+    assert [folders.verify(folder).best for folder in complete(tmp_path).values()] == [None, measured()[1]]
+    assert noted(6, 0.25) and not noted(5, 1.0), "what an evaluation of its own has found is closer"
+    assert noted(6, 0.125, metric="held_out/reward")
+    assert measured()[1] == Measurement("held_out/reward", 0.125, 6)
 
 
 def test_a_run_that_went_back_behind_a_broken_checkpoint_keeps_those_that_it_makes_then(tmp_path: Path) -> None:
@@ -128,7 +164,7 @@ def test_a_run_that_went_back_behind_a_broken_checkpoint_keeps_those_that_it_mak
     for gone in (False, True):
         root = tmp_path / str(gone)
         made(root, 100), made(root, 120, 0.9)
-        folders.keep(root, 120, 2, True)
+        folders.keep(root, 120, 2, ACCURACY)
         (root / "step-000120" / TRAINER / "shard").write_bytes(b"")
         assert newest_whole(root)[1].version == 100
         if gone:
@@ -136,7 +172,7 @@ def test_a_run_that_went_back_behind_a_broken_checkpoint_keeps_those_that_it_mak
             assert list(complete(root)) == [100] and os.readlink(root / "latest") == "step-000100"
             assert not os.path.lexists(root / "best")
         made(root, 110, 0.5)
-        folders.keep(root, 110, 1, True)
+        folders.keep(root, 110, 1, ACCURACY)
         assert list(complete(root)) == [110] and newest_whole(root)[1].version == 110
         assert {os.readlink(root / link) for link in ("latest", "best")} == {"step-000110"}
 
@@ -164,7 +200,7 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
     folder = made(tmp_path, 1)
     values = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps(values | {"format": 9}))
-    with pytest.raises(BrokenCheckpoint, match="has format 9; this program reads 2"):
+    with pytest.raises(BrokenCheckpoint, match="has format 9; this program reads 3"):
         folders.verify(folder)
 
 

@@ -85,11 +85,14 @@ class SavingTrainer(SimulatedTrainer):
 
 
 @asynccontextmanager
-async def begun(folder: Path, checkpoints: CheckpointSettings) -> AsyncIterator[tuple[Run, SavingTrainer]]:
+async def begun(
+    folder: Path, checkpoints: CheckpointSettings, **settings: Any
+) -> AsyncIterator[tuple[Run, SavingTrainer]]:
     actors = simulated_actors(PLAN, Costs(), grain=8)
     trainer = SavingTrainer(Costs(), PLAN.trainer_devices, 8, actors.buffer)
     mesh: Any = LocalMesh([trainer])
-    async with Run.open(replace(run_settings(PLAN, 1e9), checkpoint=checkpoints), folder=folder) as run:
+    of_run = replace(run_settings(PLAN, 1e9), checkpoint=checkpoints, **settings)
+    async with Run.open(of_run, folder=folder) as run:
         await run.begin(replace(actors, trainer=mesh))
         yield run, trainer
 
@@ -126,6 +129,24 @@ def test_a_batch_that_comes_while_the_run_ends_costs_no_checkpoint(tmp_path: Pat
     assert newest(tmp_path) == run.version == trainer.version >= 2
     assert trainer.copies == copies + 1, "the model is copied once"
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == run.version
+
+
+def test_a_signal_while_the_last_checkpoint_is_written_leaves_it_whole(tmp_path: Path) -> None:
+    async def ends() -> None:
+        async with begun(tmp_path, CheckpointSettings(every_minutes=1e6, grace_s=1e6)) as (run, trainer):
+            trainers.append(trainer)
+            async for step in run.steps(3):
+                await run.step()
+                if step == 3:
+                    task = asyncio.current_task()
+                    assert task is not None
+                    asyncio.get_running_loop().call_later(DISK_S / 2, task.cancel)
+
+    trainers: list[SavingTrainer] = []
+    with pytest.raises(asyncio.CancelledError):
+        run_virtual(ends())
+    assert newest(tmp_path) == 3 and trainers[0].copies == 1
+    assert not list((tmp_path / "checkpoints").glob(".*"))
 
 
 @pytest.mark.parametrize(("minutes", "saved"), [(1e6, [2]), (0.0, [])])
@@ -323,8 +344,8 @@ class Savers:
         Path(path).write_bytes(b"groups")
 
 
-async def one_checkpoint(run: Path) -> Checkpoints:
-    checkpoints = Checkpoints(run, Savers(), CheckpointSettings(), {}, lambda _: None)
+async def one_checkpoint(run: Path, metric: str = "") -> Checkpoints:
+    checkpoints = Checkpoints(run, Savers(), CheckpointSettings(), {}, lambda _: None, metric=metric)
     await checkpoints.begin(1, Position)
     return checkpoints
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from monarch_rl.buffer.settings import BufferSettings
+from monarch_rl.checkpoint.folders import Measurement
 from monarch_rl.pipeline import evaluation
-from monarch_rl.pipeline.evaluation import Best, BestResult, items_to_play
+from monarch_rl.pipeline.evaluation import BestResult, items_to_play
 from monarch_rl.pipeline.run import Run
 from monarch_rl.rollout.evaluation import EvaluationSettings
 from monarch_rl.simulate.costs import Costs
@@ -72,13 +73,14 @@ async def test_what_an_evaluation_beside_training_raises_ends_the_run() -> None:
 def test_a_best_result_that_the_disk_refuses_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     kept = BestResult("held_out/reward", tmp_path / "run")
     for version, value in enumerate((0.5, 0.75)):
-        assert kept.note({"held_out/reward": value}, version) == Best("held_out/reward", value, version)
+        assert kept.note(Measurement("held_out/reward", value, version))
     kept.close()
     assert caplog.text.count("best.json cannot be written (No such file or directory): the run goes on without") == 1
     (tmp_path / "run").mkdir()
-    best = kept.note({"held_out/reward": 1.0}, 3)
+    best = Measurement("held_out/reward", 1.0, 3)
+    assert kept.note(best)
     kept.close()
-    assert best is not None and json.loads((tmp_path / "run" / "best.json").read_text()) == asdict(best)
+    assert json.loads((tmp_path / "run" / "best.json").read_text()) == asdict(best)
 
 
 def test_a_disk_that_stalls_holds_no_result_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +93,7 @@ def test_a_disk_that_stalls_holds_no_result_up(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(evaluation, "write_whole", stalled)
     kept = BestResult("held_out/reward", tmp_path)
-    assert kept.note({"held_out/reward": 0.5}, 1) and kept.note({"held_out/reward": 1.0}, 2)
+    assert all(kept.note(Measurement("held_out/reward", value, version)) for value, version in ((0.5, 1), (1.0, 2)))
     assert not (tmp_path / "best.json").exists()
     disk.set()
     kept.close()
@@ -100,10 +102,9 @@ def test_a_disk_that_stalls_holds_no_result_up(tmp_path: Path, monkeypatch: pyte
 
 def test_the_best_result_is_remembered_and_told(tmp_path: Path) -> None:
     kept = BestResult("held_out/reward", tmp_path)
-    values = [(0.5, 1), (0.5, 2), (0.25, 3), (0.75, 4)]
-    noted = [kept.note({"held_out/reward": value, "held_out/accuracy": 1.0}, version) for value, version in values]
-    first, last = Best("held_out/reward", 0.5, 1), Best("held_out/reward", 0.75, 4)
-    assert noted == [first, None, None, last] and kept.note({"other": 2.0}, 5) is None
+    found = [Measurement("held_out/reward", *of) for of in ((0.5, 1), (0.5, 2), (0.25, 3), (0.75, 4))]
+    assert [kept.note(result) for result in found] == [True, False, False, True]
+    last = found[-1]
     kept.close()
     assert json.loads((tmp_path / "best.json").read_text()) == asdict(last)
     assert BestResult("held_out/reward", tmp_path, last).best == last
@@ -112,9 +113,9 @@ def test_the_best_result_is_remembered_and_told(tmp_path: Path) -> None:
 
     @virtual
     async def test() -> None:
-        told: list[Best] = []
+        told: list[Measurement] = []
 
-        async def tell(best: Best) -> None:
+        async def tell(best: Measurement) -> None:
             told.append(best)
 
         async with begun(EvaluationSettings(best="held_out/reward")) as run:

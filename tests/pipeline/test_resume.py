@@ -14,7 +14,7 @@ import pytest
 
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.checkpoint import folders
-from monarch_rl.checkpoint.folders import GROUPS, Manifest
+from monarch_rl.checkpoint.folders import GROUPS, Manifest, Measurement
 from monarch_rl.checkpoint.journal import write_plan
 from monarch_rl.model.lora import LoraSettings
 from monarch_rl.pipeline import resume
@@ -159,7 +159,7 @@ def test_a_disk_that_refuses_settings_and_results_ends_no_resume(
 ) -> None:
     """And settings that are those of before are not written at all."""
     settings = RunSettings(output=tmp_path)
-    run = finished_step(settings, best={"metric": "held_out/accuracy", "value": 0.5, "version": 2})
+    run = finished_step(settings, best=Measurement("held_out/accuracy", 0.5, 2))
 
     def full(path: Path, *_: Any) -> None:
         raise OSError(28, "No space left on device", str(path))
@@ -206,14 +206,15 @@ def test_a_broken_checkpoint_is_removed_when_the_run_goes_back_behind_it(tmp_pat
     assert list(folders.complete(run / "checkpoints")) == [3]
 
 
-@pytest.mark.parametrize("best", [None, {"metric": "held_out/accuracy", "value": 0.5, "version": 2}])
-def test_the_best_result_is_that_of_the_checkpoint(tmp_path: Path, best: dict[str, Any] | None) -> None:
+@pytest.mark.parametrize("best", [None, Measurement("held_out/accuracy", 0.5, 2)])
+def test_the_best_result_is_that_of_the_checkpoint(tmp_path: Path, best: Measurement | None) -> None:
     """One of weights that are no more would be the best of all that come."""
     settings = RunSettings(output=tmp_path)
     run = finished_step(settings, best=best)
     (run / "best.json").write_text('{"metric": "held_out/accuracy", "value": 0.9, "version": 4}')
     resume.take_folder(settings, resume.going_on(replace(settings, resume=str(run))))
-    assert (json.loads((run / "best.json").read_text()) if best else list(run.glob("best.json"))) == (best or [])
+    found = [Measurement(**json.loads(path.read_text())) for path in run.glob("best.json")]
+    assert found == ([best] if best else [])
 
 
 def test_auto_takes_the_newest_run_that_has_not_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

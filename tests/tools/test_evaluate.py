@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from monarch_rl.checkpoint import folders
+from monarch_rl.checkpoint.folders import Measurement
 from monarch_rl.generator.settings import GeneratorSettings
+from monarch_rl.pipeline import exporting
 from monarch_rl.pipeline.exporting import Source, source_of
 from monarch_rl.pipeline.recipes import as_flags, load_recipe
 from monarch_rl.pipeline.resume import plain
@@ -22,17 +28,27 @@ from tools.evaluate import Evaluated
 CPU = Devices("cpu", 1, 8)
 
 
+def settings_of(folder: Path) -> RunSettings:
+    """Of a run that trains a model there."""
+    base = folder / "base"
+    base.mkdir(exist_ok=True)
+    (base / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
+    (base / "model.safetensors").write_bytes(b"")
+    return RunSettings(output=folder / "runs", model=str(base))
+
+
+def source_in(place: Path, trained: bool = False) -> Source:
+    with source_of(str(place), trained) as source:
+        return source
+
+
 def test_of_a_run_what_was_written_last_is_evaluated_and_exported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A checkpoint can be named; its weights are exported in the dtype that is served, as the version that they are.
     LoRA by itself is in checkpoints alone. Of the last step a checkpoint has more than a model saved in half precision.
     """
-    base = tmp_path / "base"
-    base.mkdir()
-    (base / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
-    (base / "model.safetensors").write_bytes(b"")
-    run = finished_step(RunSettings(output=tmp_path / "runs", model=str(base)))
+    run = finished_step(settings_of(tmp_path))
     exported: list[Source] = []
 
     def export(source: Source, folder: Path, dtype: str) -> None:
@@ -49,15 +65,81 @@ def test_of_a_run_what_was_written_last_is_evaluated_and_exported(
     (run / "model").mkdir()
     (run / "model" / "config.json").write_text("{}")
     os.utime(run / "model" / "config.json", (1e9, 1e9))
-    assert source_of(str(run)).checkpoint is not None, "the checkpoint is newer"
+    assert source_in(run).checkpoint is not None, "the checkpoint is newer"
     os.utime(run / "model" / "config.json", (4e9, 4e9))
-    assert source_of(str(run)) == Source(run / "model")
-    assert source_of(str(run), trained=True).checkpoint is not None
+    assert source_in(run) == Source(run / "model")
+    os.utime(run / "model" / "config.json")
+    assert folders.measure(run / "checkpoints", Measurement("held_out/accuracy", 0.5, 3), best=True)
+    assert source_in(run) == Source(run / "model"), "an evaluation makes no checkpoint newer"
+    assert source_in(run, trained=True).checkpoint is not None
     for name, taken in ((str(run), str(run / "model")), ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B")):
         with evaluate.model_of(Evaluated.of(name), GeneratorSettings(), CPU) as (model, version):
             assert (model, version) == (taken, 0) and not exported
     (run / "metrics.jsonl").write_text('{"step": 2}\n{"step": 3}\n')
-    assert source_of(str(run)).checkpoint is not None, "the model was saved of the same weights"
+    assert source_in(run).checkpoint is not None, "the model was saved of the same weights"
+
+
+READ = "import sys; print(open(sys.argv[1]).read())"
+
+
+@pytest.mark.parametrize("named", [".", "checkpoints/best", "checkpoints/step-000003"])
+def test_a_checkpoint_that_its_run_removes_can_still_be_read(tmp_path: Path, named: str) -> None:
+    settings = settings_of(tmp_path)
+    run = finished_step(settings)
+    folders.point(run / "checkpoints" / "best", run / "checkpoints" / "step-000003")
+    with source_of(str(run / named)) as source:
+        finished_step(settings, version=6)
+        folders.keep(run / "checkpoints", 6, newest=1)
+        assert list(folders.complete(run / "checkpoints")) == [6]
+        assert source.files is not None and source.checkpoint == (run / "checkpoints" / "step-000003").resolve()
+        command = [sys.executable, "-c", READ, str(source.files / folders.GROUPS)]
+        assert subprocess.run(command, capture_output=True, text=True, timeout=60).stdout == "groups\n"
+        assert folders.verify(source.checkpoint, source.files).version == 3
+    assert not source.files.exists()
+
+
+@pytest.mark.parametrize("named", [".", "checkpoints/best", "checkpoints/step-000003"])
+def test_a_checkpoint_that_its_run_removes_before_it_is_held_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str
+) -> None:
+    """But the one that its name has then."""
+    settings = settings_of(tmp_path)
+    run = finished_step(settings)
+    checkpoints, held = run / "checkpoints", exporting.held
+    folders.point(checkpoints / "best", checkpoints / "step-000003")
+
+    def late(folder: Path, links: Path) -> AbstractContextManager[None]:
+        monkeypatch.setattr(exporting, "held", held)
+        finished_step(settings, version=6)
+        assert folders.measure(checkpoints, Measurement("held_out/accuracy", 0.5, 6), best=True)
+        folders.keep(checkpoints, 6, newest=1, best_by="held_out/accuracy")
+        return held(folder, links)
+
+    monkeypatch.setattr(exporting, "held", late)
+    if named.endswith("3"):
+        with pytest.raises(folders.BrokenCheckpoint, match="step-000003/manifest.json cannot be read"):
+            source_in(run / named)
+    else:
+        assert source_in(run / named).checkpoint == (checkpoints / "step-000006").resolve()
+
+
+def test_of_a_run_whose_newest_checkpoint_is_broken_an_earlier_one_is_taken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As by a resume. One that was named is refused."""
+    settings = settings_of(tmp_path)
+    run = finished_step(settings)
+    finished_step(settings, version=6)
+    broken, whole = (run / "checkpoints" / name / folders.GROUPS for name in ("step-000006", "step-000003"))
+    broken.write_bytes(b"gr0ups")
+    said = f"{broken.resolve()} is not what was written: its checksum differs"
+    assert source_in(run).checkpoint == whole.parent.resolve()
+    assert f"{said}: an earlier checkpoint is taken" in caplog.text
+    with pytest.raises(folders.BrokenCheckpoint, match=said):
+        source_in(broken.parent)
+    whole.write_bytes(b"")
+    with pytest.raises(folders.BrokenCheckpoint, match=f"{said}; .*has 0 bytes, not 6"):
+        source_in(run)
 
 
 def test_to_the_recipe_the_model_is_what_the_run_began_with(tmp_path: Path) -> None:

@@ -18,14 +18,14 @@ import re
 import shutil
 import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 logger = logging.getLogger("monarch_rl")
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST = "manifest.json"
 TRAINER = "trainer"
 """The folder of the trainer ranks' shards."""
@@ -51,6 +51,16 @@ class FileSum:
 
 
 @dataclass(frozen=True, slots=True)
+class Measurement:
+    """What an evaluation found: the value of the metric that decides which version is the best."""
+
+    metric: str
+    value: float
+    version: int
+    """The newest version that drew a token of it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """What is known of a checkpoint without reading its tensors."""
 
@@ -65,9 +75,9 @@ class Manifest:
     """Bytes of the run's own files, by path in its folder: a resumed run goes on from there."""
     counters: dict[str, Any] = field(default_factory=dict)
     """What the metrics count over the run, and no actor keeps."""
-    metric: float | None = None
-    """Value of the metric that decides which checkpoint is the best, at the last evaluation."""
-    best: dict[str, Any] | None = None
+    measured: Measurement | None = None
+    """What an evaluation found that counts for it: of its own version, or of an earlier one that has no checkpoint."""
+    best: Measurement | None = None
     """The best result of an evaluation so far, as ``best.json`` has it."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Of the run that made it."""
@@ -120,7 +130,7 @@ def discard(root: Path, version: int) -> None:
 def commit(root: Path, manifest: Manifest) -> Path:
     """Give a checkpoint its name, once all its files are written and flushed. Raises OSError."""
     partial, folder = partial_of(root, manifest.version), folder_of(root, manifest.version)
-    write_whole(partial / MANIFEST, json.dumps(asdict(manifest), indent=1) + "\n")
+    _write_manifest(partial, manifest)
     flush(partial / TRAINER)
     flush(partial)
     replaced = root / f".{folder.name}.replaced.partial"
@@ -130,6 +140,10 @@ def commit(root: Path, manifest: Manifest) -> Path:
     flush(root)
     shutil.rmtree(replaced, ignore_errors=True)
     return folder
+
+
+def _write_manifest(folder: Path, manifest: Manifest) -> None:
+    write_whole(folder / MANIFEST, json.dumps(asdict(manifest), indent=1) + "\n")
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -173,15 +187,41 @@ def read_manifest(folder: Path) -> Manifest:
         raise BrokenCheckpoint(f"{folder / MANIFEST} cannot be read ({error})") from error
     if values.get("format") != FORMAT:
         raise BrokenCheckpoint(f"{folder / MANIFEST} has format {values.get('format')}; this program reads {FORMAT}")
+    for name in ("measured", "best"):
+        values[name] = Measurement(**values[name]) if values[name] else None
     return Manifest(**values | {"files": [FileSum(**file) for file in values["files"]]})
 
 
-def verify(folder: Path) -> Manifest:
-    """Read every file of a checkpoint and compare it with the manifest. Raises BrokenCheckpoint."""
-    manifest = read_manifest(folder)
+@contextmanager
+def held(folder: Path, links: Path) -> Iterator[None]:
+    """For the block, hold the files of a checkpoint open, with links to them in a new folder ``links``: there this
+    process and others of its user can read them, also when its run removes the checkpoint meanwhile.
+
+    Raises:
+        BrokenCheckpoint: a file is gone, or cannot be read.
+    """
+    with ExitStack() as files:
+        for name in (MANIFEST, *(file.path for file in read_manifest(folder).files)):
+            try:
+                file = files.enter_context((folder / name).open("rb"))
+            except (FileNotFoundError, PermissionError) as error:
+                raise BrokenCheckpoint(f"{folder / name} cannot be read ({error})") from error
+            (links / name).parent.mkdir(parents=True, exist_ok=True)
+            (links / name).symlink_to(f"/proc/{os.getpid()}/fd/{file.fileno()}")
+        yield
+
+
+def verify(folder: Path, links: Path | None = None) -> Manifest:
+    """Read every file of a checkpoint and compare it with the manifest. Raises BrokenCheckpoint.
+
+    Args:
+        links: where its files are :func:`held`.
+    """
+    there = links or folder
+    manifest = read_manifest(there)
     for expected in manifest.files:
         try:
-            found = file_sum(folder, folder / expected.path)
+            found = file_sum(there, there / expected.path)
         except OSError as error:
             raise BrokenCheckpoint(f"{folder / expected.path} cannot be read ({error})") from error
         if found.nbytes != expected.nbytes:
@@ -207,19 +247,49 @@ def newest_whole(root: Path) -> tuple[Path, Manifest]:
     raise BrokenCheckpoint("; ".join(broken) or f"{root} has no checkpoint")
 
 
-def keep(root: Path, made: int, newest: int, by_metric: bool = False) -> None:
-    """Let ``latest`` name the checkpoint of version ``made``, which is whole, and remove others.
+def measure(root: Path, found: Measurement, best: bool) -> bool:
+    """Note what an evaluation found in the checkpoint of its version, or in the first one after it; returns whether it
+    counts there. Raises OSError, BrokenCheckpoint.
 
-    All go but the ``newest``, and the one with the largest metric if that is asked for. Those of later versions go: the
-    run went back behind them. Raises OSError.
+    Args:
+        best: it is the best result so far.
+    """
+    folder = next((folder for version, folder in complete(root).items() if version >= found.version), None)
+    if folder is None:
+        return False
+    manifest = read_manifest(folder)
+    if closer(manifest.measured, found) != found:
+        return False
+    _write_manifest(folder, replace(manifest, measured=found, best=found if best else manifest.best))
+    return True
+
+
+def closer(known: Measurement | None, found: Measurement) -> Measurement:
+    """Which of two counts for a checkpoint that is no older: that of the newer version, and of one version the larger
+    value, as for ``best.json``. Those of another metric do not count any more."""
+    if known is None or known.metric != found.metric:
+        return found
+    return max(found, known, key=lambda measured: (measured.version, measured.value))
+
+
+def keep(root: Path, made: int, newest: int, best_by: str = "") -> None:
+    """Let ``latest`` name the checkpoint of version ``made``, which is whole, and remove others. Raises OSError.
+
+    All go but the ``newest``, and the best one. Those of later versions go: the run went back behind them.
+
+    Args:
+        best_by: the metric by which the best one stays, which ``best`` then names; empty keeps none.
     """
     folders = complete(root)
     point(root / LATEST, folders[made])
     known = {version: folder for version, folder in folders.items() if version <= made}
     kept = set(list(known)[-newest:])
-    if by_metric and (best := _best(known.items())) is not None:
+    best = _best(known.items(), best_by) if best_by else None
+    if best is not None:
         kept.add(best)
         point(root / BEST, known[best])
+    else:
+        (root / BEST).unlink(missing_ok=True)
     for version in folders.keys() - kept:
         with suppress(OSError):
             _remove(root, version)
@@ -244,16 +314,15 @@ def _remove(root: Path, version: int) -> None:
     shutil.rmtree(gone, ignore_errors=True)
 
 
-def _best(folders: Iterable[tuple[int, Path]]) -> int | None:
-    """The version with the largest metric; None if none has one. Of several the oldest: a checkpoint has the metric of
-    the last evaluation before it, so the weights of later ones moved on since."""
-    values = dict(_metrics(folders))
+def _best(folders: Iterable[tuple[int, Path]], metric: str) -> int | None:
+    """The version of which the metric is largest, and of several the oldest; None if none was measured by it."""
+    values = dict(_values(folders, metric))
     return max(values, key=lambda version: (values[version], -version), default=None)
 
 
-def _metrics(folders: Iterable[tuple[int, Path]]) -> Iterator[tuple[int, float]]:
+def _values(folders: Iterable[tuple[int, Path]], metric: str) -> Iterator[tuple[int, float]]:
     for version, folder in folders:
         with suppress(BrokenCheckpoint):
-            metric = read_manifest(folder).metric
-            if metric is not None:
-                yield version, metric
+            measured = read_manifest(folder).measured
+            if measured is not None and measured.metric == metric:
+                yield version, measured.value

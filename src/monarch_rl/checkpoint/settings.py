@@ -21,7 +21,8 @@ class CheckpointSettings(CheckedSettings, flags="checkpoint"):
     keep: Annotated[int, Range(1, 1_000_000)] = 2
     """Newest checkpoints that stay on disk."""
     keep_best: bool = True
-    """The checkpoint stays, too, before which the last evaluation was the best, by evaluation.best."""
+    """The checkpoint of the version that was the best in an evaluation, by evaluation.best, stays, too. One is made
+    after each evaluation that is better than all before, unless every-steps and every-minutes are 0."""
     grace_s: Annotated[float, Range(0, FOREVER_S, "0 saves nothing then")] = 20.0
     """Seconds for a last checkpoint at a signal (SIGTERM, SIGUSR1, SIGHUP, Ctrl-C) or when the run fails; ending all
     processes takes up to 20 s more. What preempts runs gives 30 s in all as a rule: have it give more where a model is
@@ -29,6 +30,11 @@ class CheckpointSettings(CheckedSettings, flags="checkpoint"):
     restarts: Annotated[int, Range(0, 1_000_000, "0 is never")] = 3
     """How often a run that has lost a process which it cannot do without goes on from its last checkpoint by itself; a
     newer checkpoint counts anew. Under torchrun --max-restarts says so."""
+
+    @property
+    def between_steps(self) -> bool:
+        """Whether any are made while the run goes on."""
+        return bool(self.every_steps or self.every_minutes)
 
     def due(self, steps: int, seconds: float) -> bool:
         """Whether a checkpoint is due, ``steps`` and ``seconds`` after the last one."""

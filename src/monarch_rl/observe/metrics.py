@@ -42,8 +42,6 @@ class Metrics:
         self.path = Path(folder) / FILE
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.lines = LineFile(self.path)
-        self.latest: dict[str, float] = {}
-        """Of each name, the value that was logged last."""
         self._step = step
         self._start = time.monotonic() - seconds
         self._board: SummaryWriter | None = self._open_board()
@@ -73,7 +71,6 @@ class Metrics:
         numbers = {name: float(value) for name, value in values.items()}
         line: dict[str, float | None] = {"step": step, "seconds": round(self.seconds, 3)}
         line.update({name: value if math.isfinite(value) else None for name, value in numbers.items()})
-        self.latest |= numbers
         write = functools.partial(self._write, step, json.dumps(line), numbers)
         self._disk.begin(write, lambda: self.lines.lose(1, "the disk is slower than the run"))
 

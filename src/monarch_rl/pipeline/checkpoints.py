@@ -20,9 +20,10 @@ from typing import Any, Protocol
 
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.checkpoint import folders
-from monarch_rl.checkpoint.folders import FileSum, Manifest
+from monarch_rl.checkpoint.folders import FileSum, Manifest, Measurement
 from monarch_rl.checkpoint.settings import CheckpointSettings
 from monarch_rl.pipeline.actor_pool import last_line
+from monarch_rl.pipeline.kept_checkpoints import KeptCheckpoints, tidy
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, disk_limit_s, now, within
 from monarch_rl.runtime.disk_work import on_disk
 from monarch_rl.trainer.actor import Trainer
@@ -62,9 +63,7 @@ class Position:
     files: dict[str, int] = field(default_factory=dict)
     """Bytes of the run's own files, by path in its folder."""
     counters: dict[str, Any] = field(default_factory=dict)
-    metric: float | None = None
-    """The one that decides which checkpoint is the best."""
-    best: dict[str, Any] | None = None
+    best: Measurement | None = None
     """The best result of an evaluation so far, as ``best.json`` has it."""
 
 
@@ -77,6 +76,7 @@ class Checkpoints:
         note: shows a line.
         version: that the run begins with.
         generation: how often the run was resumed.
+        metric: of an evaluation; that of the largest value stays, if the best one is to stay.
     """
 
     def __init__(
@@ -88,9 +88,8 @@ class Checkpoints:
         note: Callable[[str], None],
         version: int = 0,
         generation: int = 0,
+        metric: str = "",
     ) -> None:
-        self.saved: int | None = version or None
-        """Version of the newest that is whole."""
         self.failed = 0
         """That the disk has refused."""
         self._root, self._savers, self._settings, self._note = run / FOLDER, savers, settings, note
@@ -102,19 +101,31 @@ class Checkpoints:
         self._copy_s = self._write_s = 0.0
         self._nbytes = 0
         self._writing: asyncio.Task[None] | None = None
+        self._kept = KeptCheckpoints(self._root, settings, metric, lambda: self.limit_s, version or None)
 
     # -- when ------------------------------------------------------------------------------------------------------
 
     async def after_step(self, version: int, position: Callable[[], Position], last: bool) -> None:
-        """Begin a checkpoint if one is due, or if this was the ``last`` step; returns after the local copy. One that
-        is due while the disk still writes the one before is begun after a later step."""
-        s = self._settings
-        due = s.due(version - self._begun_version, now() - self._begun_at)
-        due |= last and version != self.saved and bool(s.every_steps or s.every_minutes)
-        if due and self._writing is not None and last:
+        """Begin a checkpoint if one is due, if an evaluation found the best result so far, or if this was the ``last``
+        step; returns after the local copy. One that is due while the disk still writes the one before is begun after a
+        later step, unless it has to be of this version."""
+        s, wanted = self._settings, self._kept.wanted
+        due = wanted is not None or s.due(version - self._begun_version, now() - self._begun_at)
+        due |= last and version != self.saved and s.between_steps
+        if due and (last or (wanted is not None and wanted.version == version)):
             await self.settled()
         if due and not self.writing:
             await self.begin(version, position)
+
+    def evaluated(self, found: Measurement, best: bool) -> None:
+        """Take what an evaluation found, and whether that is the best so far. The checkpoint that it counts for is made
+        after the step, if there is none."""
+        self._kept.evaluated(found, best, self._begun_version, self._writing)
+
+    @property
+    def saved(self) -> int | None:
+        """Version of the newest that is whole."""
+        return self._kept.saved
 
     @property
     def writing(self) -> bool:
@@ -127,9 +138,9 @@ class Checkpoints:
         return disk_limit_s(COPIES * self._savers.model_bytes) + CALL_DEADLINE_S
 
     async def settled(self) -> None:
-        """Wait until the disk has what was begun."""
-        if self._writing is not None:
-            await self._writing  # waits: all that it awaits has a deadline
+        """Wait until the disk has what was begun. A signal ends this wait alone: the checkpoint is written on."""
+        if tasks := [task for task in (self._writing, *self._kept.notes) if task is not None]:
+            await asyncio.wait(tasks)  # waits: all that they await has a deadline
 
     async def now(self, version: int, position: Callable[[], Position]) -> bool:
         """Make a checkpoint at once, for the end of a run; returns whether it is there."""
@@ -199,6 +210,7 @@ class Checkpoints:
             what = f"the folder of the checkpoint of step {copy.version}"
             partial = await on_disk(self.limit_s, what, folders.begin, self._root, copy.version)
             shards = await self._write_parts(partial)
+            measured = self._kept.found_for(copy.version)
             manifest = Manifest(
                 copy.version,
                 copy.optimizer_steps,
@@ -206,7 +218,7 @@ class Checkpoints:
                 position.seconds,
                 position.files,
                 position.counters,
-                position.metric,
+                measured,
                 position.best,
                 self._about,
                 ranks=len(shards),
@@ -216,21 +228,13 @@ class Checkpoints:
             folder, manifest = await on_disk(self.limit_s, what, self._finish, partial, manifest)
         except Exception as error:
             self._note_failed(copy.version, error)
-            await self._tidy("what was written of it", folders.discard, self._root, copy.version)
+            await tidy(self.limit_s, "what was written of it", folders.discard, self._root, copy.version)
             return
-        self.saved, self._failure_said_at = copy.version, None
+        self._failure_said_at = None
         self._write_s, self._nbytes = now() - started, manifest.nbytes
         size = f"{manifest.nbytes / 1e6:,.1f} MB"
         self._note(f"checkpoint of step {copy.version} ({size}, {self._write_s:.1f} s) in {folder}")
-        kept = self._settings.keep, self._settings.keep_best
-        await self._tidy("older checkpoints", folders.keep, self._root, copy.version, *kept)
-
-    async def _tidy(self, what: str, work: Callable[..., None], *arguments: Any) -> None:
-        """Remove what no longer counts. A disk that does not do it costs nothing but room."""
-        try:
-            await on_disk(self.limit_s, f"{what} to be removed", work, *arguments)
-        except Exception as error:
-            logger.warning("%s: not removed: %s", what, last_line(error))
+        await self._kept.made(copy.version)
 
     async def _write_parts(self, partial: Path) -> list[list[FileSum]]:
         """Have all write their parts; returns the trainer's files, by rank. Raises what the first failure raised."""
@@ -255,6 +259,7 @@ class Checkpoints:
 
     def _note_failed(self, version: int, error: Exception) -> None:
         self.failed += 1
+        self._kept.wanted = None  # the next one is tried when it is due
         if self._failure_said_at is None or now() - self._failure_said_at >= SAID_AGAIN_S:
             self._failure_said_at = now()
             last = f"the last one is of step {self.saved}" if self.saved else "there is none before it"

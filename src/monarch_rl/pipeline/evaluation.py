@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from monarch_rl.checkpoint.folders import write_whole
+from monarch_rl.checkpoint.folders import Measurement, write_whole
 from monarch_rl.observe.console import Console
 from monarch_rl.observe.disk_thread import DiskThread
 from monarch_rl.observe.metrics import Metrics
 from monarch_rl.pipeline.actor_pool import ActorPool
+from monarch_rl.pipeline.checkpoints import Checkpoints
 from monarch_rl.pipeline.failures import Failures
 from monarch_rl.pipeline.publishing import Publisher
 from monarch_rl.pipeline.run_folder import BEST
@@ -78,16 +79,6 @@ def items_to_play(task: Task | None, held_out: str, most: int) -> int:
     return size if held_out else min(most, size)
 
 
-@dataclass(frozen=True, slots=True)
-class Best:
-    """The best result of an evaluation so far."""
-
-    metric: str
-    value: float
-    version: int
-    """The newest version that drew a token of it."""
-
-
 class BestResult:
     """Remembers the best result of a run, in ``best.json`` of its folder.
 
@@ -97,24 +88,23 @@ class BestResult:
         known: the best result so far of a run that goes on; it counts if it is of the same metric.
     """
 
-    def __init__(self, metric: str, folder: Path | None, known: Best | None = None) -> None:
+    def __init__(self, metric: str, folder: Path | None, known: Measurement | None = None) -> None:
         self.metric = metric
         self._path = None if folder is None else folder / BEST
         self._refused = False
         self._disk: DiskThread | None = None
         self.best = known if known is not None and known.metric == metric else None
 
-    def note(self, values: Mapping[str, float], version: int) -> Best | None:
-        """Take the metrics of an evaluation; returns the new best, None if it is not."""
-        value = values.get(self.metric)
-        if value is None or (self.best is not None and value <= self.best.value):
-            return None
-        self.best = Best(self.metric, value, version)
+    def note(self, found: Measurement) -> bool:
+        """Take what an evaluation found; returns whether it is the new best."""
+        if self.best is not None and found.value <= self.best.value:
+            return False
+        self.best = found
         if self._path is not None:
             if self._disk is None:
                 self._disk = DiskThread("best.json", lambda: None)
             self._disk.begin(partial(self._write, self._path, self.best), lambda: None)
-        return self.best
+        return True
 
     def close(self) -> None:
         """Write what is left."""
@@ -122,7 +112,7 @@ class BestResult:
         if disk is not None:
             disk.close()
 
-    def _write(self, path: Path, best: Best) -> None:
+    def _write(self, path: Path, best: Measurement) -> None:
         try:
             write_whole(path, json.dumps(asdict(best)) + "\n")
             self._refused = False
@@ -151,7 +141,7 @@ class Shown:
         return values
 
 
-OnBest = Callable[[Best], Awaitable[None]]
+OnBest = Callable[[Measurement], Awaitable[None]]
 """Called after an evaluation that was better than all before."""
 
 
@@ -165,6 +155,7 @@ class Evaluations:
         show: writes and shows a result and the step after which it was made; returns its metrics.
         best: what was best so far.
         on_best: called for a new best result.
+        checkpoints: in which the result of a version is noted.
     """
 
     def __init__(
@@ -178,10 +169,11 @@ class Evaluations:
         show: Callable[[Evaluation, int], dict[str, float]],
         best: BestResult,
         on_best: list[OnBest],
+        checkpoints: Checkpoints | None,
     ) -> None:
         self._settings, self._requests, self._task = settings, requests, task
         self._workers, self._publisher, self._failures = workers, publisher, failures
-        self._show, self._best, self._on_best = show, best, on_best
+        self._show, self._best, self._on_best, self._checkpoints = show, best, on_best, checkpoints
         self._beside: asyncio.Task[Evaluation] | None = None
         """An evaluation that goes on while training does."""
         self._warned = False
@@ -233,7 +225,12 @@ class Evaluations:
         return results[0]
 
     async def _note(self, values: dict[str, float], result: Evaluation, step: int) -> None:
-        best = self._best.note(values, result.versions[1] if result.versions else step)
-        if best is not None:
-            for call in self._on_best:
-                await call(best)  # waits: its own affair
+        value = values.get(self._best.metric)
+        if value is None:
+            return
+        found = Measurement(self._best.metric, value, result.versions[1] if result.versions else step)
+        best = self._best.note(found)
+        if self._checkpoints is not None:
+            self._checkpoints.evaluated(found, best)
+        for call in self._on_best if best else ():
+            await call(found)  # waits: its own affair

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from monarch_rl.checkpoint.folders import MANIFEST, complete, verify
+from monarch_rl.checkpoint.folders import GROUPS, MANIFEST, BrokenCheckpoint, complete, held, verify
 from monarch_rl.model.folder import resolve_model
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
 from monarch_rl.observe.metrics import FILE as METRICS
@@ -17,7 +20,10 @@ from monarch_rl.pipeline.parity import run_ranks
 from monarch_rl.pipeline.run_folder import SETTINGS
 from monarch_rl.runtime.deadlines import disk_limit_s
 from monarch_rl.runtime.network import held_port
+from monarch_rl.runtime.scratch import ScratchFolder
 from monarch_rl.trainer.settings import TrainerSettings
+
+logger = logging.getLogger("monarch_rl")
 
 MODEL = "model"
 """Folder of a run's last save."""
@@ -34,12 +40,18 @@ class Source:
     checkpoint: Path | None = None
     """With the weights; None are those of ``model``."""
     lora: LoraSettings = FULL_TRAINING
+    files: Path | None = None
+    """Of the checkpoint, from which they are read."""
+    version: int = 0
+    """Of the checkpoint; that of a model's folder is not known."""
 
 
-def source_of(place: str, trained: bool = False) -> Source:
-    """What ``place`` names: a run's folder, a checkpoint, or a model's folder.
+@contextmanager
+def source_of(place: str, trained: bool = False) -> Iterator[Source]:
+    """What ``place`` names: a run's folder, a checkpoint, or a model's folder. It can be read in the block, also when a
+    run that goes on removes the checkpoint meanwhile.
 
-    Of a run it is the newest checkpoint, or the model that it has saved if that was written later, unless the
+    Of a run it is the newest whole checkpoint, or the model that it has saved if that was written later, unless the
     checkpoint is of the run's last step: then both have the same weights, and the checkpoint has them in float32.
 
     Args:
@@ -49,22 +61,34 @@ def source_of(place: str, trained: bool = False) -> Source:
         ValueError: there is nothing to export; says why.
     """
     folder = Path(place)
-    if (folder / SETTINGS).is_file():
-        return _of_run(folder, trained)
-    if (folder / MANIFEST).is_file():
-        return _of_checkpoint(folder.resolve())
-    return Source(resolve_model(place, tokenizer=False))
+    with ScratchFolder() as scratch, ExitStack() as files:
+        if (folder / SETTINGS).is_file():
+            yield _of_run(folder, trained, scratch.path, files)
+        elif (folder / MANIFEST).is_file():
+            yield _of_named(folder, scratch.path, files)
+        else:
+            yield Source(resolve_model(place, tokenizer=False))
 
 
-def _of_run(folder: Path, trained: bool) -> Source:
-    model = folder / MODEL
-    step, checkpoint = next(reversed(complete(folder / CHECKPOINTS).items()), (0, None))
-    if checkpoint is None and not model.is_dir():
-        raise ValueError(f"the run {folder} has neither a checkpoint (--checkpoint.every-steps) nor a saved model")
-    if checkpoint is None:
+def _of_run(folder: Path, trained: bool, scratch: Path, files: ExitStack) -> Source:
+    model, broken = folder / MODEL, dict[Path, BrokenCheckpoint]()
+    # The run may remove one that was listed, but not before there is a newer one.
+    while there := [item for item in complete(folder / CHECKPOINTS).items() if item[1] not in broken]:
+        step, checkpoint = there[-1]
+        try:
+            later = model.is_dir() and _written(model) >= _made(checkpoint) and step != _last_step(folder)
+            if later and not trained:
+                return Source(model)
+            return _hold(checkpoint.resolve(), scratch, files)
+        except BrokenCheckpoint as error:
+            broken[checkpoint] = error
+            if checkpoint.exists():
+                logger.error("%s: an earlier checkpoint is taken", error)
+    if model.is_dir() and not (trained and broken):
         return Source(model)
-    later = model.is_dir() and _written(model) >= _written(checkpoint) and step != _last_step(folder)
-    return Source(model) if later and not trained else _of_checkpoint(checkpoint.resolve())
+    if broken:
+        raise BrokenCheckpoint("; ".join(map(str, broken.values())))
+    raise ValueError(f"the run {folder} has neither a checkpoint (--checkpoint.every-steps) nor a saved model")
 
 
 def _last_step(run: Path) -> int | None:
@@ -75,16 +99,40 @@ def _last_step(run: Path) -> int | None:
         return None
 
 
+def _of_named(folder: Path, scratch: Path, files: ExitStack) -> Source:
+    while True:
+        checkpoint = folder.resolve()
+        try:
+            return _hold(checkpoint, scratch, files)
+        except BrokenCheckpoint:
+            if folder.resolve() == checkpoint:
+                raise  # else it is a link, which the run has set to another checkpoint meanwhile
+
+
 def _written(folder: Path) -> float:
     """When the last file of a folder was."""
     return max((file.stat().st_mtime for file in folder.iterdir()), default=0.0)
 
 
-def _of_checkpoint(checkpoint: Path) -> Source:
-    settings = verify(checkpoint).settings
-    lora: dict[str, Any] = settings["trainer"]["lora"]
+def _made(checkpoint: Path) -> float:
+    """When a checkpoint was. Its manifest may be written again, after an evaluation. Raises BrokenCheckpoint."""
+    try:
+        return (checkpoint / GROUPS).stat().st_mtime
+    except FileNotFoundError as error:
+        raise BrokenCheckpoint(f"{checkpoint / GROUPS} cannot be read ({error})") from error
+
+
+def _hold(checkpoint: Path, scratch: Path, files: ExitStack) -> Source:
+    """Have ``files`` hold those of a checkpoint, which is whole. Raises BrokenCheckpoint."""
+    links = scratch / checkpoint.name
+    with ExitStack() as opened:
+        opened.enter_context(held(checkpoint, links))
+        manifest = verify(checkpoint, links)
+        files.enter_context(opened.pop_all())
+    lora: dict[str, Any] = manifest.settings["trainer"]["lora"]
     known = LoraSettings(**lora | {"targets": tuple(lora["targets"])})
-    return Source(resolve_model(settings["model"], tokenizer=False), checkpoint, known)
+    model = resolve_model(manifest.settings["model"], tokenizer=False)
+    return Source(model, checkpoint, known, links, manifest.version)
 
 
 def export(source: Source, folder: Path, dtype: str = "", file_bytes: int = 0, adapter: bool = False) -> None:
@@ -116,8 +164,8 @@ def _export(rank: int, source: Source, folder: Path, dtype: str, file_bytes: int
 
     settings = TrainerSettings(ranks=1, lora=source.lora, lr_warmup_steps=0)
     policy = Policy(source.model, settings, total_steps=1)
-    if source.checkpoint is not None:
-        policy.checkpoint.restore_weights(source.checkpoint)
+    if source.files is not None:
+        policy.checkpoint.restore_weights(source.files)
     if adapter:
         save_adapter(policy.model, folder)
     else:

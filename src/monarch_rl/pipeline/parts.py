@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from monarch_rl.observe.console import Console
 from monarch_rl.observe.disk_thread import answers
@@ -46,16 +46,15 @@ class Parts:
         """Where the run is. Has the disk hold its files. Raises OSError.
 
         Args:
-            best: its metric decides which checkpoint is the best.
+            best: the best result so far.
             limit_s: seconds for the disk to hold them; None is as few as a step can wait.
         """
         if self.metrics is None or self.rollouts is None:
             return Position()
         names = self.metrics.path.name, self.rollouts.lines.path.name
         sizes = answers([self.metrics.position(), self.rollouts.position()], limit_s)
-        known = None if best.best is None else asdict(best.best)
-        metric, files = self.metrics.latest.get(best.metric), dict(zip(names, sizes, strict=True))
-        return Position(self.metrics.seconds, files, self.observer.counters(), metric, known)
+        files = dict(zip(names, sizes, strict=True))
+        return Position(self.metrics.seconds, files, self.observer.counters(), best.best)
 
     @property
     def lost_lines(self) -> float:

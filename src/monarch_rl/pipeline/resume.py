@@ -207,7 +207,7 @@ def _cut_back(resumed: Resumed) -> None:
     try:  # a result of weights that are no more would be the best of all that come
         (resumed.run / BEST).unlink(missing_ok=True)
         if resumed.manifest.best is not None:
-            write_whole(resumed.run / BEST, json.dumps(resumed.manifest.best) + "\n")
+            write_whole(resumed.run / BEST, json.dumps(asdict(resumed.manifest.best)) + "\n")
     except OSError as error:
         logger.error("%s cannot be written (%s)", resumed.run / BEST, error.strerror or error)
 

@@ -26,6 +26,7 @@ from typing import TypeVar
 
 from monarch_rl.algorithms.group_view import Advantage
 from monarch_rl.buffer.ledger import Counts
+from monarch_rl.checkpoint.folders import Measurement
 from monarch_rl.generator.frozen import FrozenSettings
 from monarch_rl.observe.console import Console
 from monarch_rl.observe.metrics import Metrics
@@ -33,7 +34,7 @@ from monarch_rl.pipeline.actor_pool import last_line
 from monarch_rl.pipeline.actors import Actors, start_actors
 from monarch_rl.pipeline.capture import captures
 from monarch_rl.pipeline.checkpoints import Checkpoints, Position
-from monarch_rl.pipeline.evaluation import Best, BestResult, Evaluations, OnBest, Shown
+from monarch_rl.pipeline.evaluation import BestResult, Evaluations, OnBest, Shown
 from monarch_rl.pipeline.failures import EpisodesFail, Failures
 from monarch_rl.pipeline.frozen import FrozenPlans
 from monarch_rl.pipeline.frozen_meter import FrozenMeter
@@ -110,7 +111,7 @@ class Run:
         self.on_best: list[OnBest] = []
         """Called after each evaluation that was better than all before."""
         known = resumed.manifest.best if resumed else None
-        self._best = BestResult(settings.evaluation.best_metric, folder, Best(**known) if known else None)
+        self._best = BestResult(settings.evaluation.best_metric, folder, known)
         self._lifetimes, self._cluster = lifetimes, cluster
         self._task = asyncio.current_task()
         self._begun: Parts | None = None
@@ -276,12 +277,12 @@ class Run:
         await self._lifetimes.enter_async_context(recovery.supervising(failures.follow()))
         checkpoints = None
         if folder is not None and console is not None:
-            generation = self.resumed.generation if self.resumed else 0
-            checkpoints = Checkpoints(folder, actors, s.checkpoint, plain(s), console.note, restored, generation)
+            about = plain(s), console.note, restored, self.resumed.generation if self.resumed else 0, self._best.metric
+            checkpoints = Checkpoints(folder, actors, s.checkpoint, *about)
         meter = FrozenMeter(actors.frozen)
         evaluations = Evaluations(
             *(s, s.generator.running_requests(self._on_gpu), actors.workers, publisher, failures, task),
-            *(Shown(metrics, console).evaluation, self._best, self.on_best),
+            *(Shown(metrics, console).evaluation, self._best, self.on_best, checkpoints),
         )
         self._lifetimes.callback(evaluations.cancel)
         begun = Parts(
@@ -496,7 +497,7 @@ class Run:
             parts.note(f"no evaluation after step {step}: the one before still goes on (--evaluation.share)")
 
     @property
-    def best(self) -> Best | None:
+    def best(self) -> Measurement | None:
         """The best result of an evaluation so far, by ``evaluation.best_metric``."""
         return self._best.best
 

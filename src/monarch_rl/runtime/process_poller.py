@@ -23,7 +23,7 @@ from monarch_rl.runtime import monitor
 from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.runtime.deadlines import DeadlineExceeded, within
 from monarch_rl.runtime.monitor import ProcessMonitor, ProcessReport, ProcessState
-from monarch_rl.runtime.stall import CONTROLLER, NOT_RUNNING, Process, RunPicture
+from monarch_rl.runtime.stall import CONTROLLER, NOT_RUNNING, TRAINER_RANK, Process, RunPicture
 from monarch_rl.runtime.starvation import CoreTime
 
 logger = logging.getLogger("monarch_rl")
@@ -357,7 +357,7 @@ def _leave_out_others_compilation(
 def _may_wait_for(process: Process, other: Process) -> bool:
     """Whether a process's device may wait for what another one compiles: trainer ranks wait for each other in
     collectives, wherever they are, and engines of a machine for the lock of a kernel's files."""
-    ranks = {known.name.startswith("trainer rank ") for known in (process, other)}
+    ranks = {known.name.startswith(TRAINER_RANK) for known in (process, other)}
     return ranks == {True} or (ranks == {False} and process.machine == other.machine)
 
 

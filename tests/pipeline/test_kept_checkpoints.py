@@ -1,0 +1,176 @@
+"""Which checkpoint is the best, over simulated actors: that of the version which an evaluation found to be the best."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from monarch_rl.checkpoint import folders
+from monarch_rl.checkpoint.folders import Manifest, Measurement, complete, read_manifest
+from monarch_rl.checkpoint.settings import CheckpointSettings
+from monarch_rl.rollout.evaluation import Evaluation, EvaluationSettings
+from monarch_rl.runtime import presence
+from monarch_rl.simulate.clock import run_virtual
+from tests.pipeline.test_checkpoints import begun, one_checkpoint
+
+ACCURACY = "held_out/accuracy"
+Accuracies = Callable[[float], None]
+
+
+@pytest.fixture
+def next_accuracy(monkeypatch: pytest.MonkeyPatch) -> Accuracies:
+    """Says what the next evaluations find."""
+    values = {ACCURACY: 0.0}
+    monkeypatch.setattr(Evaluation, "metrics", lambda _: dict(values))
+
+    def said(accuracy: float) -> None:
+        values[ACCURACY] = accuracy
+
+    return said
+
+
+def best_result(run: Path) -> Measurement:
+    return Measurement(**json.loads((run / "best.json").read_text()))
+
+
+def best_checkpoint(run: Path) -> Manifest:
+    return read_manifest(run / "checkpoints" / os.readlink(run / "checkpoints" / "best"))
+
+
+def test_an_evaluation_after_the_last_checkpoint_counts_for_it(tmp_path: Path, next_accuracy: Accuracies) -> None:
+    """As that at the end of a recipe, and by default there is none but before training."""
+
+    async def whole() -> None:
+        async with begun(tmp_path, CheckpointSettings(every_steps=1, every_minutes=0)) as (run, _):
+            next_accuracy(0.1)
+            await run.evaluate()
+            async for _ in run.steps(6):
+                await run.step()
+                await run._checkpoints_settled()
+            assert not os.path.lexists(tmp_path / "checkpoints" / "best"), "nothing was measured but version 0"
+            next_accuracy(0.9)
+            await run.evaluate()
+
+    run_virtual(whole())
+    best = Measurement(ACCURACY, 0.9, 6)
+    manifest = best_checkpoint(tmp_path)
+    assert best_result(tmp_path) == best and (manifest.version, manifest.measured) == (6, best)
+    assert manifest.best == best, "a run that goes on from there knows it"
+
+
+def test_the_best_version_has_a_checkpoint_of_its_own(tmp_path: Path, next_accuracy: Accuracies) -> None:
+    """Between those that are due; also while the disk still writes another one, whatever is evaluated later."""
+    found = {3: 0.5, 5: 0.75, 7: 0.25, 12: 0.625}
+
+    async def whole() -> None:
+        async with begun(tmp_path, CheckpointSettings(every_steps=4, every_minutes=0, keep=1)) as (run, _):
+            async for step in run.steps(12):
+                await run.step()
+                if step in found:
+                    next_accuracy(found[step])
+                    await run.evaluate()
+                    assert step != 5 or (run._parts.checkpoints and run._parts.checkpoints.writing)
+
+    run_virtual(whole())
+    assert best_result(tmp_path) == Measurement(ACCURACY, 0.75, 5)
+    kept = complete(tmp_path / "checkpoints")
+    assert list(kept) == [5, 12] and best_checkpoint(tmp_path).version == 5
+    assert read_manifest(kept[12]).measured == Measurement(ACCURACY, 0.625, 12)
+
+
+def test_an_evaluation_beside_training_counts_for_the_next_checkpoint(
+    tmp_path: Path, next_accuracy: Accuracies
+) -> None:
+    """Its tokens are of several versions, and training went on: none of them can be saved any more."""
+    settings = {"held_out": 40, "evaluate_every": 1, "evaluation": EvaluationSettings(share=0.02), "steps": 100}
+
+    async def whole() -> None:
+        async with begun(tmp_path, CheckpointSettings(every_minutes=1e6, keep=1), **settings) as (run, _):
+            run.on_best.append(worse)
+            next_accuracy(0.75)
+            async for step in run.steps(30):
+                await run.step()
+                await run.evaluate_after(step)
+
+    async def worse(_: Measurement) -> None:
+        next_accuracy(0.5)
+
+    run_virtual(whole())
+    best, manifest = best_result(tmp_path), best_checkpoint(tmp_path)
+    assert manifest.measured == best and best.value == 0.75
+    assert 0 < best.version <= manifest.version <= best.version + 1
+    assert list(complete(tmp_path / "checkpoints")) == [manifest.version, 30]
+
+
+@pytest.mark.parametrize(
+    "checkpoints", [CheckpointSettings(keep_best=False, every_minutes=1e6), CheckpointSettings(every_minutes=0)]
+)
+def test_no_checkpoint_is_made_of_the_best_version_where_none_is_asked_for(
+    tmp_path: Path, next_accuracy: Accuracies, checkpoints: CheckpointSettings
+) -> None:
+    async def whole() -> None:
+        async with begun(tmp_path, checkpoints) as (run, trainer):
+            async for step in run.steps(4):
+                await run.step()
+                next_accuracy(step / 10)
+                await run.evaluate()
+            assert trainer.copies == (checkpoints.every_minutes > 0), "after the last step"
+
+    run_virtual(whole())
+    assert not os.path.lexists(tmp_path / "checkpoints" / "best")
+
+
+def test_a_result_that_the_disk_refuses_is_said_and_costs_no_checkpoint(
+    tmp_path: Path, next_accuracy: Accuracies, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> bool:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(folders, "measure", full)
+
+    async def whole() -> None:
+        async with begun(tmp_path, CheckpointSettings(every_minutes=1e6)) as (run, _):
+            async for _ in run.steps(2):
+                await run.step()
+            next_accuracy(0.9)
+            await run.evaluate()
+
+    with caplog.at_level(logging.WARNING):
+        run_virtual(whole())
+    assert "the result of version 2 is in no checkpoint: [Errno 28] No space left on device" in caplog.text
+    assert list(complete(tmp_path / "checkpoints")) == [2]
+
+
+@pytest.mark.parametrize("flushed", [False, True])
+def test_a_result_that_comes_while_its_version_is_written_counts_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flushed: bool
+) -> None:
+    """Before its manifest is made, and after that."""
+    disk, commit = threading.Event(), folders.commit
+
+    def slow(*arguments: Any) -> Path:
+        assert disk.wait(60)
+        return commit(*arguments)
+
+    async def ends() -> None:
+        monkeypatch.setattr(folders, "commit", slow)
+        checkpoints = await one_checkpoint(tmp_path, metric=ACCURACY)
+        if flushed:
+            async with asyncio.timeout(60):
+                while not any("flushed" in wait.what for wait in presence.waits()):
+                    await asyncio.sleep(0.01)
+        checkpoints.evaluated(Measurement(ACCURACY, 0.9, 1), best=True)
+        await asyncio.sleep(0)  # what begins before the disk is done
+        disk.set()
+        await checkpoints.settled()
+
+    asyncio.run(ends())
+    assert best_checkpoint(tmp_path).measured == best_checkpoint(tmp_path).best == Measurement(ACCURACY, 0.9, 1)
