@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 
 from monarch_rl.runtime import device_work, monitor, presence, process_poller, watch
 from monarch_rl.runtime.cluster import Cluster
+from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.device_work import COMPILATION_S, Piece
 from monarch_rl.runtime.presence import Progress
 from monarch_rl.runtime.process_poller import LoopLag, ProcessPoller, _PolledProcess
@@ -41,7 +42,7 @@ def cluster(*monitors: tuple[str, list[Any]]) -> Cluster:
 
 
 def idle(culprit_silent_s: float = 0.0) -> RunPicture:
-    """Of a run that waits for nothing and does nothing; a generator has been silent."""
+    """Of a run that does nothing; what is waited for in this process is. A generator has been silent."""
     own = monitor.own_report()
     processes = [Process(CONTROLLER, own.pid, own.machine, own), Process("generator 0", silent_s=culprit_silent_s)]
     return RunPicture({process.name: process for process in processes}, STALL_S)
@@ -67,7 +68,7 @@ def watch_sees(monkeypatch: pytest.MonkeyPatch) -> Callable[[TakePicture], list[
 async def stalled(folder: Path) -> None:
     with pytest.raises(Stalled, match="Nothing has advanced for"):
         async with watched(cluster(), folder, STALL_S):
-            await asyncio.sleep(PATIENCE_S)
+            await within(PATIENCE_S, asyncio.Event().wait(), "what does not come", on="generator 0")
 
 
 def test_a_disk_that_stalls_costs_the_report_and_not_the_end_of_the_run(
