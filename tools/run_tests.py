@@ -36,7 +36,12 @@ GROUPS = [
     ["tests"],
 ]
 """Longest first. Each has what is named in it and in none before it; the last one has all that is left."""
-QUICK_GROUPS = [["tests/buffer"], ["tests/simulate", "tests/trainer", "tests/tools", "tests/generator"], ["tests"]]
+QUICK_GROUPS = [
+    ["tests/recipe", "tests/rollout", "tests/runtime"],
+    ["tests/buffer"],
+    ["tests/simulate", "tests/trainer", "tests/tools", "tests/generator"],
+    ["tests"],
+]
 QUICK = ["-m", "not heavy and not slow"]
 AT_A_TIME = 2
 DEADLINE_S = 3 * 3600.0
