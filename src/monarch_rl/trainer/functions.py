@@ -159,7 +159,8 @@ def _check_advantage(given: str, loss: LossSettings) -> None:
 def _check_supervised(loss: LossSettings) -> None:
     """Refuse what the objective ``supervised`` does not read."""
     defaults = LossSettings()
-    for name in {field.name for field in fields(loss)} - {"advantage", "aggregation", "max_tokens"}:
+    names = [field.name for field in fields(loss) if field.name not in ("advantage", "aggregation", "max_tokens")]
+    for name in names:  # in their order: of several the same one is named each time
         if getattr(loss, name) != getattr(defaults, name):
             raise ValueError(
                 f"{loss.flag(name)}: the objective supervised is the cross-entropy of what was drawn, and reads of "
