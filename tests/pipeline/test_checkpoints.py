@@ -351,23 +351,36 @@ async def one_checkpoint(run: Path, metric: str = "") -> Checkpoints:
     return checkpoints
 
 
+class StalledDisk:
+    """A checkpoint does not get its name before :meth:`go_on`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._goes_on, self._commit = threading.Event(), folders.commit
+        monkeypatch.setattr(folders, "commit", self._stalled)
+
+    def _stalled(self, *arguments: Any) -> Path:
+        assert self._goes_on.wait(60)
+        return self._commit(*arguments)
+
+    async def waited_for(self) -> None:
+        async with asyncio.timeout(60):
+            while not any("flushed" in wait.what and wait.on == "the disk" for wait in presence.waits()):
+                await asyncio.sleep(0.01)
+
+    def go_on(self) -> None:
+        self._goes_on.set()
+
+
 def test_a_wait_for_a_disk_that_stalls_at_the_end_of_a_checkpoint_is_named_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the watch takes the controller, which waits for nobody, for what has ended a run that is done."""
-    disk, commit = threading.Event(), folders.commit
-
-    def stalled(*arguments: Any) -> Path:
-        assert disk.wait(60)
-        return commit(*arguments)
+    disk = StalledDisk(monkeypatch)
 
     async def ends() -> Checkpoints:
-        monkeypatch.setattr(folders, "commit", stalled)
         checkpoints = await one_checkpoint(tmp_path)
-        async with asyncio.timeout(60):
-            while not any("flushed" in wait.what and wait.on == "the disk" for wait in presence.waits()):
-                await asyncio.sleep(0.01)
-        disk.set()
+        await disk.waited_for()
+        disk.go_on()
         await checkpoints.settled()
         return checkpoints
 

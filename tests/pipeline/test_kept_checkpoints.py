@@ -6,10 +6,8 @@ import asyncio
 import json
 import logging
 import os
-import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,9 +15,8 @@ from monarch_rl.checkpoint import folders
 from monarch_rl.checkpoint.folders import Manifest, Measurement, complete, read_manifest
 from monarch_rl.checkpoint.settings import CheckpointSettings
 from monarch_rl.rollout.evaluation import Evaluation, EvaluationSettings
-from monarch_rl.runtime import presence
 from monarch_rl.simulate.clock import run_virtual
-from tests.pipeline.test_checkpoints import begun, one_checkpoint
+from tests.pipeline.test_checkpoints import StalledDisk, begun, one_checkpoint
 
 ACCURACY = "held_out/accuracy"
 Accuracies = Callable[[float], None]
@@ -154,22 +151,15 @@ def test_a_result_that_comes_while_its_version_is_written_counts_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flushed: bool
 ) -> None:
     """Before its manifest is made, and after that."""
-    disk, commit = threading.Event(), folders.commit
-
-    def slow(*arguments: Any) -> Path:
-        assert disk.wait(60)
-        return commit(*arguments)
+    disk = StalledDisk(monkeypatch)
 
     async def ends() -> None:
-        monkeypatch.setattr(folders, "commit", slow)
         checkpoints = await one_checkpoint(tmp_path, metric=ACCURACY)
         if flushed:
-            async with asyncio.timeout(60):
-                while not any("flushed" in wait.what for wait in presence.waits()):
-                    await asyncio.sleep(0.01)
+            await disk.waited_for()
         checkpoints.evaluated(Measurement(ACCURACY, 0.9, 1), best=True)
         await asyncio.sleep(0)  # what begins before the disk is done
-        disk.set()
+        disk.go_on()
         await checkpoints.settled()
 
     asyncio.run(ends())
