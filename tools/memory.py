@@ -26,7 +26,7 @@ from monarch_rl.pipeline.program import run_program
 from monarch_rl.pipeline.settings import check_shared
 from monarch_rl.runtime.devices import Devices
 from monarch_rl.trainer.memory import checkpoint_bytes
-from monarch_rl.trainer.settings import TrainerSettings, check_experts, check_lora, check_tensor_parallel
+from monarch_rl.trainer.settings import TrainerSettings, check_trained
 from monarch_rl.weights.endpoint import TransferSettings
 
 GIB = 2**30
@@ -121,13 +121,6 @@ def fewest(config: dict[str, Any], sides: Sides, memory: int) -> tuple[str, str]
                 replica = f"{tp}: {plan.cache_tokens // 1000}k, {plan.memory_fraction:.2f}"
                 break
     return trainer, replica
-
-
-def check_trained(config: dict[str, Any], settings: TrainerSettings) -> None:
-    """Raise ValueError for a model that a run would refuse to train so."""
-    check_experts(config, settings)
-    check_tensor_parallel(config, settings.tp)
-    check_lora(config, settings.lora)
 
 
 def check(config: dict[str, Any], sides: Sides) -> None:

@@ -42,7 +42,7 @@ from monarch_rl.runtime.devices import Devices
 from monarch_rl.runtime.watch import STALL_S
 from monarch_rl.settings.ranges import FOREVER_S, CheckedSettings, Range
 from monarch_rl.tasks.task import Task
-from monarch_rl.trainer.settings import TrainerSettings, check_experts, check_hosts, check_lora, check_tensor_parallel
+from monarch_rl.trainer.settings import TrainerSettings, check_hosts, check_trained
 from monarch_rl.weights.endpoint import TransferSettings
 
 
@@ -232,9 +232,7 @@ def _check_played(s: RunSettings, offered: Devices, task: Task | None) -> Path:
 def _check_trained(s: RunSettings, model: Path, offered: Devices) -> None:
     """Refuse a folder that cannot be trained with these settings, or that does not fit the GPUs."""
     config = read_config(model)
-    check_experts(config, s.trainer)
-    check_tensor_parallel(config, s.trainer.tp)
-    check_lora(config, s.trainer.lora)
+    check_trained(config, s.trainer)
     check_gpu_memory(config, memory_sides(s), offered)
 
 

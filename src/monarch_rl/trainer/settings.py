@@ -152,6 +152,20 @@ def check_hosts(settings: TrainerSettings, per_host: int) -> None:
         raise ValueError(f"trainer.tp {settings.tp} must lie on one host: a divisor of its {per_host} devices")
 
 
+def check_trained(config: dict[str, Any], settings: TrainerSettings) -> None:
+    """Refuse a model that cannot be trained with these settings, whatever memory there is.
+
+    Args:
+        config: the model's ``config.json``.
+
+    Raises:
+        ValueError: says what does not fit.
+    """
+    check_experts(config, settings)
+    check_tensor_parallel(config, settings.tp)
+    check_lora(config, settings.lora)
+
+
 def check_tensor_parallel(config: dict[str, Any], tp: int) -> None:
     """Refuse a model that tensor-parallel ranks cannot share equally, or that has experts.
 
