@@ -1,7 +1,7 @@
 """Run the tests in groups, two pytest processes at a time, because many tests wait for processes much of their time.
 
     python tools/run_tests.py                  all tests
-    python tools/run_tests.py --quick          those that start no engine, no mesh and no ranks, and take under a minute
+    python tools/run_tests.py --quick          short ones that start no engine, no mesh and no ranks, three at a time
     python tools/run_tests.py --at-a-time 3    three processes
 
 The longest group begins first, and the next one when a process has ended. What a process said is printed when it has
@@ -37,13 +37,15 @@ GROUPS = [
 ]
 """Longest first. Each has what is named in it and in none before it; the last one has all that is left."""
 QUICK_GROUPS = [
-    ["tests/recipe", "tests/rollout", "tests/runtime"],
-    ["tests/buffer"],
-    ["tests/simulate", "tests/trainer", "tests/tools", "tests/generator"],
+    ["tests/rollout", "tests/runtime"],
+    ["tests/buffer", "tests/tools"],
+    ["tests/recipe"],
     ["tests"],
 ]
 QUICK = ["-m", "not heavy and not slow"]
 AT_A_TIME = 2
+QUICK_AT_A_TIME = 3
+"""The first group waits for more than half of its time."""
 DEADLINE_S = 3 * 3600.0
 """Seconds for all; each test has its own deadline."""
 END_S = 90.0
@@ -64,10 +66,11 @@ class Group:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
-    help = f"pytest processes (default {AT_A_TIME})"
-    parser.add_argument("--at-a-time", type=int, choices=range(1, 9), default=AT_A_TIME, help=help)
+    help = f"pytest processes (default {AT_A_TIME}, with --quick {QUICK_AT_A_TIME})"
+    parser.add_argument("--at-a-time", type=int, choices=range(1, 9), help=help)
     asked = parser.parse_args()
-    groups = QUICK_GROUPS if asked.quick else GROUPS
+    groups, at_a_time = (QUICK_GROUPS, QUICK_AT_A_TIME) if asked.quick else (GROUPS, AT_A_TIME)
+    at_a_time = asked.at_a_time or at_a_time
     for signum in (signal.SIGINT, signal.SIGTERM):  # a signal ignored here would be ignored by pytest, too
         signal.signal(signum, signal.default_int_handler)
     with tempfile.TemporaryDirectory() as scratch:
@@ -78,7 +81,7 @@ def main() -> int:
         deadline = time.monotonic() + DEADLINE_S
         try:
             while waiting or running:
-                while waiting and len(running) < asked.at_a_time:
+                while waiting and len(running) < at_a_time:
                     running.append(start(*waiting.pop(0), Path(scratch, f"{len(waiting)}.log")))
                 time.sleep(0.1)
                 for group in [group for group in running if group.process.poll() is not None]:

@@ -572,7 +572,7 @@ class AnyOrder(RuleBasedStateMachine):
             assert not self.core.put(read_group(group_id, play.attempt, (self.core.version,), 0, False))
 
 
-@pytest.mark.parametrize("run", range(RUNS))
+@pytest.mark.parametrize("run", [0, *(pytest.param(run, marks=pytest.mark.slow) for run in range(1, RUNS))])
 def test_any_order(run: int) -> None:
     print(f"BUFFER_SEED={SEED}, run {run}: {ORDERS} orders of up to {STEPS} events")
     machine = seed(SEED + run)(type(f"AnyOrder{run}", (AnyOrder,), {}))

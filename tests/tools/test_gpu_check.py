@@ -31,6 +31,7 @@ RUN_S = 900.0
 """Seconds on shared cores: some 30 when nothing else runs."""
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(RUN_S + 60)
 def test_the_parts_without_an_engine_pass_on_a_cpu_without_sglang(tmp_path: Path) -> None:
     command = [sys.executable, "tools/gpu_check.py", "--parts", "trainer,weights,members"]

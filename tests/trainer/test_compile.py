@@ -73,6 +73,7 @@ def microbatches(routes: bool) -> list[MicroBatch]:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("kind", ["dense", "moe"])
 def test_log_probs_and_gradients_of_rows_of_all_lengths(kind: str) -> None:
