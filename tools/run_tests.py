@@ -69,8 +69,8 @@ def main() -> int:
     help = f"pytest processes (default {AT_A_TIME}, with --quick {QUICK_AT_A_TIME})"
     parser.add_argument("--at-a-time", type=int, choices=range(1, 9), help=help)
     asked = parser.parse_args()
-    groups, at_a_time = (QUICK_GROUPS, QUICK_AT_A_TIME) if asked.quick else (GROUPS, AT_A_TIME)
-    at_a_time = asked.at_a_time or at_a_time
+    groups = QUICK_GROUPS if asked.quick else GROUPS
+    at_a_time = asked.at_a_time or (QUICK_AT_A_TIME if asked.quick else AT_A_TIME)
     for signum in (signal.SIGINT, signal.SIGTERM):  # a signal ignored here would be ignored by pytest, too
         signal.signal(signum, signal.default_int_handler)
     with tempfile.TemporaryDirectory() as scratch:
