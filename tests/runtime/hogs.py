@@ -10,9 +10,12 @@ from contextlib import contextmanager
 
 @contextmanager
 def hogs(count: int, core: int | None = None) -> Iterator[None]:
-    """Run ``count`` of them at this process's own priority, on any core or on one."""
+    """Run ``count`` of them at this process's own priority, on any core or on one.
+
+    Each has a session of its own, as hosts have: Linux may share cores between sessions first (autogroups).
+    """
     loop = ["sh", "-c", "while :; do :; done"]
-    started = [subprocess.Popen(loop) for _ in range(count)]
+    started = [subprocess.Popen(loop, start_new_session=True) for _ in range(count)]
     try:
         for hog in started:
             if core is not None:
