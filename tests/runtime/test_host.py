@@ -6,7 +6,10 @@ import logging
 import os
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -31,6 +34,11 @@ def test_every_signal_has_a_name() -> None:
     names = [signal_name(number) for number in range(1, signal.SIGRTMAX + 1)]
     assert names[signal.SIGKILL - 1] == "SIGKILL"
     assert len(set(names)) == len(names) and all(names)
+
+
+def test_a_process_whose_parent_ends_during_a_look_is_found() -> None:
+    """Else a host ends without it, and it is left for good."""
+    subprocess.run([sys.executable, Path(__file__).with_name("orphans.py")], timeout=300, check=True)
 
 
 def test_a_host_that_a_real_time_signal_ends_is_named(host: HostProcess) -> None:

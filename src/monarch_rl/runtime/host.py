@@ -139,21 +139,28 @@ def _end_descendants() -> None:
     """
     import psutil
 
-    def running() -> list[psutil.Process]:
-        return [process for process in me.children(recursive=True) if _is_running(process)]
-
-    me = psutil.Process()
     if _fork_server is not None and _fork_server.stdin is not None:
         _fork_server.stdin.close()
-    _send(signal.SIGTERM, me.children())
+    _send(signal.SIGTERM, psutil.Process().children())
     grace = time.monotonic() + GRACE_S
-    while (remaining := running()) and time.monotonic() < grace + GRACE_S:
+    while (remaining := running_descendants()) and time.monotonic() < grace + GRACE_S:
         if time.monotonic() > grace:
             victims = [process for process in remaining if not _is_tracker(process)]
             if victims:
                 logger.warning("killing processes left behind by the run: %s", [process.pid for process in victims])
             _send(signal.SIGKILL, victims)
         time.sleep(0.05)
+
+
+def running_descendants() -> list[psutil.Process]:
+    """The descendants of this process, which adopts orphans, that have not ended; empty only if there are none."""
+    import psutil
+
+    def look() -> list[psutil.Process]:
+        return [process for process in psutil.Process().children(recursive=True) if _is_running(process)]
+
+    # A look misses what is below a process that ends meanwhile. By the next one this process has adopted that.
+    return look() or look()
 
 
 def _send(number: signal.Signals, processes: Iterable[psutil.Process]) -> None:
