@@ -3,6 +3,9 @@
 Writes ``<case>.rank<r>.json`` for each case of memory_cases.py: the most bytes that tensors had at one time. They are
 added up from what torch's profiler records of every allocation and release. RSS would add what the C library keeps for
 itself, and code.
+
+A thread of torch's own, which the profiler does not see, may release what it saw allocated. Of such a tensor nobody
+knows how long it was there, so it is not counted: a copy for a collective operation, a moment long.
 """
 
 from __future__ import annotations
@@ -12,11 +15,14 @@ import gc
 import json
 import os
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 from monarch_rl.episode.episode import Episode, Turn
@@ -85,15 +91,41 @@ def work(folder: Path, case: Case) -> None:
 
 
 def measure(folder: Path, case: Case) -> dict[str, int]:
-    """Bytes at the peak, and what is left at the end."""
+    """Bytes at the peak."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work(folder, case)
         gc.collect()
     assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    events.sort(key=lambda event: event.start_ns())
-    held = np.cumsum([event.nbytes() for event in events])
-    return {"peak": int(held.max()), "left": int(held[-1])}
+    return peaks(changes(profiler.profiler.kineto_results.experimental_event_tree()))
+
+
+def changes(tree: Iterable[Any]) -> list[tuple[int, int]]:
+    """The address and the bytes of each allocation, and with a minus of each release, in their order in time."""
+    found, left = list[tuple[int, int, int]](), list(tree)
+    while left:
+        event = left.pop()
+        left += event.children
+        if event.tag == _EventType.Allocation:
+            found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+    return [(address, nbytes) for _, address, nbytes in sorted(found, key=lambda change: change[0])]
+
+
+def peaks(changes: Sequence[tuple[int, int]]) -> dict[str, int]:
+    """The most bytes at one time: ``peak`` of what was seen released; ``bound`` also of the rest, as if that had been
+    there until its address was given out again."""
+    seen, bound = np.zeros(len(changes), np.int64), np.zeros(len(changes), np.int64)
+    live: dict[int, int] = {}
+    """Places in ``changes``, by address."""
+    for place, (address, nbytes) in enumerate(changes):
+        before = live.pop(address, None)
+        if before is not None:
+            bound[place] -= changes[before][1]
+        if nbytes > 0:
+            bound[place] += nbytes
+            live[address] = place
+        elif before is not None:
+            seen[before], seen[place] = -nbytes, nbytes
+    return {"peak": int(seen.cumsum().max()), "bound": int(bound.cumsum().max())}
 
 
 def main() -> None:
