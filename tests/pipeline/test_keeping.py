@@ -6,8 +6,10 @@ Real processes are killed and stopped in tests/recipe/test_resume.py.
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import json
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -63,6 +65,12 @@ class Stage:
 
         return asyncio.run(kept())
 
+    def go_on(self, kept: Kept) -> None:
+        async def returned() -> None:
+            kept.note_returned()
+
+        asyncio.run(returned())
+
     def rows(self, name: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.folder / name).read_text().splitlines()]
 
@@ -86,6 +94,34 @@ def test_a_run_without_a_trainer_rank_goes_on_from_its_checkpoint_once(
     assert stage.keep(before=kept.resumed) is None, "there is no newer checkpoint: all of it is started again"
     finished_step(stage.settings, version=5)
     assert stage.keep(before=kept.resumed) is not None
+
+
+def test_what_a_lost_run_had_is_released_once_another_goes_on(tmp_path: Path) -> None:
+    """Although its errors are kept, as Monarch keeps them: else a run that often goes on would have all runs before."""
+    had: list[weakref.ref[Stage]] = []
+
+    def end_a_run() -> None:
+        run = Stage(tmp_path / "before")
+        had.append(weakref.ref(run))
+        raise RuntimeError("a rank is lost")
+
+    def fail() -> None:
+        try:
+            end_a_run()
+        except RuntimeError as error:
+            raise ExceptionGroup("several", [error]) from error
+
+    stage = Stage(tmp_path)
+    with pytest.raises(ExceptionGroup) as told:
+        fail()
+    error = told.value
+    del told
+    kept = stage.keep(error)
+    assert kept is not None and had[0]() is not None and error.__traceback__ is not None, "it may still have to be told"
+    stage.go_on(kept)
+    gc.collect()
+    assert had[0]() is None
+    assert LOST.__traceback__ is None, "the stage, and its checkpoints, are in the frames where it was raised"
 
 
 def test_a_checkpoint_that_is_being_written_counts(tmp_path: Path) -> None:

@@ -53,6 +53,7 @@ class Kept:
         """The run has what it lost."""
         self.losses.note_returned(LOST, now() - self.lost_at)
         self.losses.close()
+        _forget_frames(self.cause)
 
 
 async def keep_what_lives(
@@ -88,6 +89,20 @@ async def keep_what_lives(
     return Kept(parts.actors, resumed, error, lost_at, losses)
 
 
+def _forget_frames(error: BaseException) -> None:
+    """Have ``error``, and what led to it, no longer say where it was raised. The frames there have the run that it
+    ended, which has what that went on with, and so all runs before. Monarch keeps such errors for good."""
+    left, seen = [error], set[int]()
+    while left:
+        known = left.pop()
+        if id(known) in seen:
+            continue
+        seen.add(id(known))
+        known.__traceback__ = None
+        left += [other for other in (known.__cause__, known.__context__) if other is not None]
+        left += known.exceptions if isinstance(known, BaseExceptionGroup) else ()
+
+
 def _open_newer(folder: Path, settings: RunSettings, since: int) -> Resumed:
     """As :func:`open_run`. Raises ValueError, too, if no checkpoint after step ``since`` is whole."""
     resumed = open_run(folder, settings)
@@ -102,5 +117,6 @@ async def _lost(checkpoints: Checkpoints) -> bool:
         await checkpoints.alive()
     except Exception as error:
         logger.debug("not alive: %s", error)
+        _forget_frames(error)
         return True
     return False

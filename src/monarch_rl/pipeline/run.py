@@ -655,6 +655,7 @@ async def _train(
             if kept is None:
                 raise
             resumed = kept.resumed
+            del begun  # with all that it ran
 
 
 async def _called(
