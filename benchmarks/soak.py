@@ -11,7 +11,8 @@ and no file in /dev/shm is left.
 
 Prints every fault, and by role MiB of a process's own memory (Anonymous in /proc/PID/smaps_rollup), descriptors and
 threads at the start, in the middle and at the end of the longest life of such a process, with its growth by 1,000 steps
-(the slope over the second half of that life). The last line is JSON.
+(the slope over the second half of that life). If a process stayed while the run went on from a checkpoint, that growth
+is also told apart: by 1,000 steps, and by each such resume (least squares). The last line is JSON.
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 from chaos import FAULTS, RESTORED, ROOT, RUN_S, Fault, Run, check, check_made_again, check_rollouts, strike
 from processes import Look, above_goal, growth, look_at, shared_files, shared_inodes
@@ -53,13 +56,20 @@ class Settings:
     """Seed of order, victims and pauses."""
 
 
+@dataclass(frozen=True)
+class LookBetween(Look):
+    """With how often the run had gone on from a checkpoint by then."""
+
+    resumes: int
+
+
 @dataclass
 class Watcher:
     """Looks at all processes of the run, on a thread of its own."""
 
     run: Run
     look_s: float
-    lives: dict[tuple[str, int], list[Look]] = field(default_factory=lambda: defaultdict(list))
+    lives: dict[tuple[str, int], list[LookBetween]] = field(default_factory=lambda: defaultdict(list))
     """By role and pid."""
     shared: set[int] = field(default_factory=set)
     """Inodes of the files in /dev/shm that its processes have had."""
@@ -67,23 +77,34 @@ class Watcher:
 
     def watch(self) -> None:
         while not self.ended.wait(self.look_s):
-            steps = self.run.steps()
+            steps, resumes = self.run.steps(), len(self.run.rows("resumes.jsonl"))
             for process, name in self.run.named():
-                self._look(process, name, steps[-1]["step"] if steps else 0)
+                self._look(process, name, steps[-1]["step"] if steps else 0, resumes)
 
-    def _look(self, process: psutil.Process, name: str, step: int) -> None:
+    def _look(self, process: psutil.Process, name: str, step: int, resumes: int) -> None:
         self.shared |= shared_inodes(process.pid)
         if (look := look_at(process.pid, step)) is not None:
-            self.lives[re.sub(r" \d+$", "", name), process.pid].append(look)
+            between = LookBetween(**vars(look), resumes=resumes)
+            self.lives[re.sub(r" \d+$", "", name), process.pid].append(between)
 
-    def longest(self) -> dict[str, list[Look]]:
+    def longest(self) -> dict[str, list[LookBetween]]:
         """By role: the looks at the process that saw most steps."""
-        found: dict[str, list[Look]] = {}
+        found: dict[str, list[LookBetween]] = {}
         for (role, _), looks in self.lives.items():
             span = looks[-1].step - looks[0].step
             if len(looks) >= LEAST_LOOKS and (role not in found or span > found[role][-1].step - found[role][0].step):
                 found[role] = looks
         return dict(sorted(found.items()))
+
+
+def growth_apart(looks: Sequence[LookBetween]) -> tuple[float, float] | None:
+    """MiB by 1,000 steps and by resume: least squares over the second half. None if the run did not go on meanwhile."""
+    half = looks[len(looks) // 2 :]
+    if half[0].resumes == half[-1].resumes:
+        return None
+    known = np.array([[look.step / 1000, look.resumes, 1.0] for look in half])
+    by_1000_steps, by_resume, _ = np.linalg.lstsq(known, np.array([look.mib for look in half]), rcond=None)[0]
+    return float(by_1000_steps), float(by_resume)
 
 
 def inject(run: Run, s: Settings) -> list[dict[str, Any]]:
@@ -120,9 +141,14 @@ def report(struck: list[dict[str, Any]], watcher: Watcher) -> dict[str, Any]:
         memory = f"{three[0].mib:10.1f} {three[1].mib:7.1f} {three[2].mib:7.1f} {growth(looks):14.2f}"
         counts = "/".join(str(look.descriptors) for look in three), "/".join(str(look.threads) for look in three)
         print(f"{role:20s} {looks[-1].step - looks[0].step:6d} {memory}  descriptors {counts[0]}, threads {counts[1]}")
+    apart = {role: found for role, looks in longest.items() if (found := growth_apart(looks)) is not None}
+    for role, (by_1000_steps, by_resume) in apart.items():
+        print(f"{role}: {by_1000_steps:.2f} MiB by 1,000 steps and {by_resume:.2f} by resume")
     slopes = {role: growth(looks) for role, looks in longest.items()}
     print(above_goal(slopes))
-    return {"mib_by_1000_steps": slopes, "longest_life_steps": {r: x[-1].step - x[0].step for r, x in longest.items()}}
+    lives = {role: looks[-1].step - looks[0].step for role, looks in longest.items()}
+    figures = {"mib_by_1000_steps": slopes, "mib_by_1000_steps_and_resume": {r: list(x) for r, x in apart.items()}}
+    return figures | {"longest_life_steps": lives}
 
 
 def main(s: Settings) -> None:
