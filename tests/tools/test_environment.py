@@ -69,6 +69,7 @@ def installed(environment: Environment) -> set[str]:
     return {line.partition("==")[0] for line in done.stdout.splitlines()}
 
 
+@pytest.mark.slow
 def test_a_real_environment_through_its_life(tmp_path: Path) -> None:
     small_project(tmp_path, "setuptools", "iniconfig")
     environment = Environment(tmp_path)
