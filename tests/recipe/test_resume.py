@@ -33,6 +33,11 @@ def controller(folder: Path) -> psutil.Process:
     return psutil.Process(json.loads((folder / "run.json").read_text())["pid"])
 
 
+def imports_what_trains(process: psutil.Process) -> bool:
+    """Whether it has torchtitan, which loads Triton: 80 MiB, and seconds in which nothing else happens."""
+    return any("libtriton" in mapped.path for mapped in process.memory_maps())
+
+
 def two_steps_more(run: Launched, after: re.Match[str]) -> None:
     """Wait until the run has shown them, so that the journal has what the first one made."""
     wait_for_line(run, r"^step \d+/", after=wait_for_line(run, r"^step \d+/", after=after))
@@ -67,6 +72,8 @@ def test_a_lost_trainer_rank_buffer_or_controller_costs_no_batch_that_the_journa
         said = wait_for_line(run, r"^checkpoint of step ", after=said)
     assert {name: process_named(run, name).pid for name in LIVING} == living
     two_steps_more(run, said)
+    assert imports_what_trains(process_named(run, "trainer-0"))
+    assert not imports_what_trains(controller(folder_of(output))), "what trainer ranks answered made it import that"
     controller(folder_of(output)).kill()
     said = wait_for_line(run, r"^going on with .*\(restart 1 of 2\): the controller ended by SIGKILL$", after=said)
     said = wait_for_line(run, AGAIN, after=said)

@@ -20,9 +20,10 @@ from monarch_rl.pipeline.made_again import common, said_of
 from monarch_rl.trainer import step_journal
 from monarch_rl.trainer.actor import TrainerPlan
 from monarch_rl.trainer.functions import TrainingFunctions
+from monarch_rl.trainer.known_steps import KnownBatch
 from monarch_rl.trainer.loss_settings import LossSettings
 from monarch_rl.trainer.settings import TrainerSettings
-from monarch_rl.trainer.step_journal import EarlierSteps, KnownBatch, StepJournal, trained_as
+from monarch_rl.trainer.step_journal import EarlierSteps, StepJournal, trained_as
 from tests.checkpoint.test_journal import shards
 
 PLAN = TrainerPlan(Path("model"), TrainerSettings(ranks=1), 1, 1.0, 8, generation=2)

@@ -10,15 +10,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from itertools import takewhile
-from typing import TYPE_CHECKING
 
 from monarch_rl.buffer.ledger import Counts
 from monarch_rl.pipeline.actors import Actors
 from monarch_rl.pipeline.resume import Resumed
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, disk_limit_s, within
-
-if TYPE_CHECKING:
-    from monarch_rl.trainer.step_journal import KnownBatch, MadeAgain
+from monarch_rl.trainer.known_steps import KnownBatch, MadeAgain
 
 Shown = Callable[[int, list[dict[str, float]], Counts], Awaitable[None]]
 """What is done with each step: its number, its metrics by trainer rank, and the buffer's counts after it."""

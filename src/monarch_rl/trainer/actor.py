@@ -28,6 +28,7 @@ from monarch_rl.runtime.endpoint import concurrent_endpoint, lasting_endpoint
 from monarch_rl.runtime.heap import freeze_heap
 from monarch_rl.runtime.network import host_address
 from monarch_rl.runtime.resilient import ResilientActor
+from monarch_rl.trainer.known_steps import KnownBatch, MadeAgain
 from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.trainer.snapshots import Snapshots
 from monarch_rl.weights.endpoint import Sender, TransferSettings
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from monarch_rl.trainer.policy import Policy
     from monarch_rl.trainer.publishing import SnapshotPlan
     from monarch_rl.trainer.shards import NamedShape, Run
-    from monarch_rl.trainer.step_journal import EarlierSteps, KnownBatch, MadeAgain, StepJournal
+    from monarch_rl.trainer.step_journal import EarlierSteps, StepJournal
     from monarch_rl.trainer.supervised import SupervisedPlan, SupervisedRows
 
 logger = logging.getLogger("monarch_rl")
@@ -444,8 +445,6 @@ class Trainer(ResilientActor):
         Raises:
             NotFinite, ValueError: as :meth:`update`.
         """
-        from monarch_rl.trainer.step_journal import MadeAgain
-
         earlier = self._earlier
         if earlier is None:
             raise RuntimeError("journaled() must come first")

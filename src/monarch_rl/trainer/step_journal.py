@@ -6,9 +6,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import zlib
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +16,7 @@ from monarch_rl.algorithms.functions import code_of, place_of
 from monarch_rl.checkpoint.journal import PLAN, JournalWriter, Made, journal_of, write_plan
 from monarch_rl.episode.shard import PackedShard
 from monarch_rl.trainer.checksums import weights_checksums
+from monarch_rl.trainer.known_steps import KnownBatch
 from monarch_rl.trainer.policy import Policy
 
 logger = logging.getLogger("monarch_rl")
@@ -70,30 +70,6 @@ class StepJournal:
     def close(self) -> None:
         """Write what is on its way."""
         self._writer.close()
-
-
-@dataclass(frozen=True, slots=True)
-class MadeAgain:
-    """A step that a rank has made again from the journal."""
-
-    metrics: dict[str, float]
-    """Of the update, as the trainer's ``update`` returns them."""
-    group_ids: list[int]
-    """Of the whole batch."""
-    lag_counts: np.ndarray
-    """int64[L]: tokens of the whole batch by lag."""
-    equal: bool | None
-    """Whether this rank's weights are those that it had then, bit for bit; None if the run did not get to say."""
-
-
-class KnownBatch(NamedTuple):
-    """A batch of the journal that a rank could train again; equal on all ranks if it is the same batch."""
-
-    version: int
-    generation: int
-    """Of the run that took it."""
-    sum: int
-    """CRC-32 of what all ranks know of it: its groups, and how many tokens and rows."""
 
 
 class EarlierSteps:
