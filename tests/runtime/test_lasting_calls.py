@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import re
 import signal
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,7 +21,7 @@ from hypothesis import strategies as st
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError, Channel, context, this_host
 
-from monarch_rl.runtime import presence
+from monarch_rl.runtime import lasting_calls, presence
 from monarch_rl.runtime.deadlines import DeadlineExceeded, within
 from monarch_rl.runtime.endpoint import concurrent_endpoint, lasting_endpoint
 from monarch_rl.runtime.monarch_client import STATE_DEADLINE_S
@@ -240,6 +242,54 @@ def test_a_killed_process_ends_the_calls_that_it_owes_and_no_other() -> None:
                 await asyncio.wait_for(asyncio.ensure_future(killed.pid.call_one()), STATE_DEADLINE_S + 10)
             assert await other.echo.call_one(3) == 3 and not not_owed.done()
             not_owed.cancel()
+
+    run(test)
+
+
+def test_an_error_of_a_lost_process_keeps_nothing_of_who_waited() -> None:
+    """Also of Monarch's own calls, whose futures refer to it where Python's collector does not see that."""
+
+    class Mine:
+        pass
+
+    async def ask(call: Callable[[], Awaitable[Any]], had: list[weakref.ref[Mine]]) -> None:
+        mine = Mine()
+        had.append(weakref.ref(mine))
+        try:
+            await within(STATE_DEADLINE_S + 10, call(), "an answer", on="the answerer")
+        except SupervisionError:
+            return
+        pytest.fail("a killed process has answered")
+
+    async def test() -> None:
+        async with answerers() as actor:
+            os.kill(await actor.pid.call_one(), signal.SIGKILL)
+            had: list[weakref.ref[Mine]] = []
+            for call in 2 * [actor.pid.call_one, actor.native.call_one]:
+                await ask(call, had)
+            gc.collect()
+            assert [mine() for mine in had] == [None] * 4
+
+    run(test)
+
+
+def test_event_loops_that_have_ended_leave_nothing_here_or_there() -> None:
+    def call_on_a_loop_of_its_own(actor: Any) -> None:
+        async def call() -> None:
+            presence.name_loop("the watch")
+            assert await actor.echo.call_one(1) == 1
+
+        asyncio.run(call())
+
+    async def test() -> None:
+        async with answerers() as actor:
+            await actor.echo.call_one(0)
+            before = len(lasting_calls._inboxes)
+            for _ in range(3):
+                await asyncio.to_thread(call_on_a_loop_of_its_own, actor)
+            gc.collect()
+            assert (len(lasting_calls._inboxes), len(vars(actor)["_lines"])) == (before, 1)
+            assert await actor.callers.call_one() == ["", "the watch"], "the last one is forgotten when another comes"
 
     run(test)
 

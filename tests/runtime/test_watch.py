@@ -192,6 +192,37 @@ def test_a_lost_process_that_somebody_goes_on_waiting_for_is_named(cluster: Clus
     run(test)
 
 
+@pytest.mark.parametrize("first", ["the run", "the watch"])
+def test_what_ends_a_run_first_is_told(cluster: Cluster, tmp_path: Path, first: str) -> None:
+    """The watch has found a culprit, and asks whether it can be replaced, while the run fails because of it."""
+
+    async def test() -> None:
+        _, pids = await players(cluster, "generator")
+        asked, failed = asyncio.Event(), asyncio.Event()
+
+        async def recover(culprit: str) -> bool:
+            asked.set()
+            await within(PATIENCE_S, failed.wait(), "the run to fail", on="the test")
+            await asyncio.sleep(0.5)  # its end has begun
+            return False
+
+        async def fail() -> None:
+            async with watched(cluster, tmp_path, STALL_S, recover) as watching:
+                await asyncio.sleep(STALL_S)
+                os.kill(pids[0], signal.SIGSTOP)
+                await within(PATIENCE_S, asked.wait(), "the watch to find it", on="the watch")
+                while first == "the watch" and watching.stalled is None:
+                    time.sleep(0.01)  # until its deadline passes; its cancellation comes at the next await
+                failed.set()
+                raise OSError("a rank does not answer")
+
+        with pytest.raises(OSError if first == "the run" else Stalled) as told:
+            await asyncio.create_task(fail())
+        assert first == "the run" or isinstance(told.value.__cause__, OSError)
+
+    run(test)
+
+
 def test_a_culprit_that_is_replaced_does_not_end_the_run(cluster: Cluster, tmp_path: Path) -> None:
     async def test() -> None:
         _, pids = await players(cluster, "generator")

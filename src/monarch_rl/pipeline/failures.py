@@ -46,8 +46,8 @@ class Failures:
         known = 0
         while True:
             try:
-                call = self._buffer.failures.call_one(known, self._patience_s)
-                news = await call  # waits: as long as the run; its end cancels this, and a lost buffer fails the call
+                # waits: as long as the run; its end cancels this, and a lost buffer fails the call
+                news = await self._buffer.failures.call_one(known, self._patience_s)
             except Exception as error:  # the loss of the buffer ends the run: whoever trains says so
                 logger.warning("failures are no longer shown: %s", last_line(error))
                 return

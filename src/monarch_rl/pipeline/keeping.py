@@ -74,6 +74,7 @@ async def keep_what_lives(
         return None
     lost_at, losses = now(), LostProcesses(settings.recovery.per_s, folder / LOSSES)
     losses.note_lost(LOST, error)
+    losses.close()  # what goes on writes to the same file
     try:
         for name in ("trainer", "buffer"):
             await cluster.kill(cluster.named(name))
@@ -84,14 +85,13 @@ async def keep_what_lives(
         await on_disk(disk_limit_s(0), f"{folder} to be cut back", take_folder, settings, resumed)
     except Exception as refused:  # what ended the run first is told
         logger.error("the run does not go on with what it has kept: %s", last_line(refused))
-        losses.close()
         return None
     return Kept(parts.actors, resumed, error, lost_at, losses)
 
 
 def _forget_frames(error: BaseException) -> None:
     """Have ``error``, and what led to it, no longer say where it was raised. The frames there have the run that it
-    ended, which has what that went on with, and so all runs before. Monarch keeps such errors for good."""
+    ended, which has what that went on with, and so all runs before."""
     left, seen = [error], set[int]()
     while left:
         known = left.pop()
@@ -117,6 +117,5 @@ async def _lost(checkpoints: Checkpoints) -> bool:
         await checkpoints.alive()
     except Exception as error:
         logger.debug("not alive: %s", error)
-        _forget_frames(error)
         return True
     return False

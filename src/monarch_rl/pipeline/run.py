@@ -234,10 +234,9 @@ class Run:
             kept=self._kept.actors if self._kept else None,
         )
         await self.begin(actors, task)
-        if self._kept is None:
-            freeze_heap()
-        else:  # what has ended is garbage in this process, and is not to stay forever
+        if self._kept is not None:
             self._kept.note_returned()
+        freeze_heap()
 
     async def begin(self, actors: Actors, task: Task | None = None) -> None:
         """As :meth:`start`, with actors that are running already."""

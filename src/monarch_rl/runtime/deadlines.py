@@ -96,7 +96,8 @@ async def within(
 
     Raises :class:`DeadlineExceeded`, :class:`ProcessLost`, and whatever the awaitable raises.
     """
-    task = asyncio.ensure_future(awaitable)
+    task = _begun(awaitable)
+    del awaitable
     clock, passed_s = (limit, limit.passed_s) if isinstance(limit, DeadlineClock) else (DeadlineClock(limit, what), 0.0)
     seconds, since = clock.seconds, time.time() - passed_s
     number = presence.begin_wait(what, on, seconds - passed_s)
@@ -127,6 +128,18 @@ async def within(
     if flag:
         message += f" (see --{flag})"
     raise DeadlineExceeded(message, what, seconds)
+
+
+def _begun(awaitable: Awaitable[T]) -> asyncio.Future[T]:
+    """``asyncio.ensure_future``, but that no frame refers to a future of Monarch. That keeps its error, and the error's
+    traceback the frame: a circle that Python's collector does not see through, with all that the callers had."""
+    if asyncio.isfuture(awaitable) or asyncio.iscoroutine(awaitable):
+        return asyncio.ensure_future(awaitable)
+    return asyncio.ensure_future(_result_of([awaitable]))
+
+
+async def _result_of(held: list[Awaitable[T]]) -> T:
+    return await held.pop()  # waits: within() has the deadline
 
 
 async def ends_in_time(task: asyncio.Future[T], clock: Callable[[], DeadlineClock | None], longest_s: float) -> bool:

@@ -7,13 +7,16 @@ import gc
 
 
 def freeze_heap() -> None:
-    """Exempt all objects that exist now from garbage collection. Call it once, when a process is set up.
+    """Exempt all objects that exist now from garbage collection. Call it when a process is set up, and again when much
+    of that was replaced: what has become garbage since is collected.
 
     Imports alone make hundreds of thousands of objects, which live as long as the process. Each full collection looks
     at all of them: that was more than half of the CPU time of a rollout worker.
     """
+    gc.unfreeze()
     gc.collect()  # what is garbage already, such as tensors that a set-up left in a cycle, must not stay forever
     gc.freeze()
+    atexit.unregister(gc.unfreeze)
     atexit.register(gc.unfreeze)  # at the end objects are to go in the usual order, before their modules
 
 

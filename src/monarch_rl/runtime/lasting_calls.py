@@ -14,7 +14,7 @@ Calls that are made in one turn of the event loop travel together, and so do ans
 by plain pickle: arguments that cannot be read would end the actor if Monarch read them, an answer that cannot be read
 has no number, and Monarch's own pickler calls Python for every object.
 
-An actor is not told when a caller is lost. It forgets it when another process of the same name introduces itself.
+An actor is not told when a caller is lost. It forgets it when another one of the same name introduces itself.
 """
 
 from __future__ import annotations
@@ -245,6 +245,9 @@ class _Inbox:
                 for number, rank, succeeded, content in answers:
                     if number in self._pending:  # else its caller has given up
                         self._pending[number].add(rank, succeeded, content)
+        except asyncio.CancelledError:  # the loop ends: this task would keep it, and so its entry there
+            _inboxes.pop(asyncio.get_running_loop(), None)
+            raise
         except Exception as error:
             for pending in list(self._pending.values()):
                 pending.fail(error)
@@ -254,10 +257,15 @@ _inboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Inbox] = weakref
 
 
 class _Line:
-    """The caller's end of what one event loop and the actors behind one handle send each other."""
+    """The caller's end of what one event loop and the actors behind one handle send each other.
 
-    def __init__(self, handle: Any) -> None:
-        loop = asyncio.get_running_loop()
+    Args:
+        handle: of the actors.
+        lines: of that handle, by event loop; this one is no longer among them when its loop ends.
+    """
+
+    def __init__(self, handle: Any, lines: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Line]) -> None:
+        loop, self._lines = asyncio.get_running_loop(), lines
         self._inbox = _inboxes.get(loop) or _inboxes.setdefault(loop, _Inbox())
         self._answer_calls, self.actors = handle.answer_calls, len(handle._ndslice)
         self._outbox: list[Call] = []
@@ -306,6 +314,9 @@ class _Line:
         try:
             await attend.call(self._inbox.name, name, number, self._inbox.port)  # waits: as long as the actors live
             self._lose([opened, *self._pending], RuntimeError(f"another process that is {name} is answered instead"))
+        except asyncio.CancelledError:  # the loop ends
+            self._lines.pop(asyncio.get_running_loop(), None)
+            raise
         except Exception as error:
             self._lose([opened, *self._pending], error)
 
@@ -355,7 +366,7 @@ class LastingEndpoint:
         except RuntimeError:
             return None
         lines = vars(self._handle).setdefault("_lines", weakref.WeakKeyDictionary())
-        line: _Line = lines.get(loop) or lines.setdefault(loop, _Line(self._handle))
+        line: _Line = lines.get(loop) or lines.setdefault(loop, _Line(self._handle, lines))
         return None if line.ended else line
 
 

@@ -122,6 +122,11 @@ def register(name: str, more_waits: Callable[[], Sequence[Wait]] | None = None) 
         _heartbeats[name] = heartbeat, loop.create_task(heartbeat.run()), threading.get_ident()
 
 
+def name_loop(name: str) -> None:
+    """Name the running event loop, of which no actor is registered: what waits there does so by this name."""
+    _names[asyncio.get_running_loop()] = name
+
+
 def unregister(name: str) -> None:
     """Undo :func:`register`, on the same event loop."""
     if name in _heartbeats:

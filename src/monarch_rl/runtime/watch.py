@@ -58,6 +58,8 @@ FAILED_POLLS = 5
 """Polls that may fail one after another before the watch gives up: a single one may meet a process that just ends."""
 STARVED_SAID_EVERY_S = 600.0
 """Seconds between two warnings that the machine starves the run, at least."""
+WATCH = "the watch"
+"""Name of the watch as a caller of the processes' monitors: the next one in this process takes its place there."""
 END_S = 20.0
 """Seconds for the controller to leave its loop cleanly; then its process exits."""
 RECOVER_DEADLINE_S = 5.0
@@ -71,6 +73,7 @@ class Stalled(RuntimeError):
     """The run could not go on. The message says who waited for what, down to the cause."""
 
 
+# size: one state machine: what keeps the run from going on is found, told and ended by it
 class Watch:
     """The watch of one run; see the top of this file. :func:`watched` makes, starts and stops it."""
 
@@ -95,6 +98,8 @@ class Watch:
         """The present pause has been logged."""
         self._starved_said_at = -math.inf
         self._ended = threading.Event()
+        self._deciding, self._left = threading.Lock(), False
+        """Whether the run has ended by itself, so that the watch does not end it any more."""
         self._exit_timer: threading.Timer | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._main_loop, self._main_task = asyncio.get_running_loop(), asyncio.current_task()
@@ -109,6 +114,12 @@ class Watch:
     def start(self) -> None:
         starvation.warn_if_not_counted()
         self._thread.start()
+
+    def leave(self) -> Stalled | None:
+        """The run has ended. Returns why, if the watch has ended it; from here on it does not."""
+        with self._deciding:
+            self._left = True
+            return self.stalled
 
     def stop(self) -> None:
         """End the watch. Blocks for a moment."""
@@ -148,6 +159,7 @@ class Watch:
 
     async def _watch(self) -> None:
         self._loop = asyncio.get_running_loop()
+        presence.name_loop(WATCH)
         beating = self._loop.create_task(self._heartbeat.run())
         failed = 0
         self._poller.add_new()
@@ -276,12 +288,15 @@ class Watch:
 
     async def _end(self, message: str, culprits: list[Process]) -> None:
         """End the run. Kill the culprits once its calls are cancelled: stopped processes would delay the end."""
-        self.stalled = Stalled(message)
-        self._exit_timer = threading.Timer(self._end_s, _exit_at_once, (message, self._end_s))
-        self._exit_timer.daemon = True
-        self._exit_timer.start()
-        if self._main_task is not None:
-            self._main_loop.call_soon_threadsafe(self._main_task.cancel)
+        with self._deciding:
+            if self._left:
+                return
+            self.stalled = Stalled(message)
+            self._exit_timer = threading.Timer(self._end_s, _exit_at_once, (message, self._end_s))
+            self._exit_timer.daemon = True
+            self._exit_timer.start()
+            if self._main_task is not None:
+                self._main_loop.call_soon_threadsafe(self._main_task.cancel)
         await asyncio.to_thread(self._ended.wait, ASK_DEADLINE_S)
         for process in culprits:
             if process.name != CONTROLLER:
@@ -326,14 +341,26 @@ async def watched(
     try:
         yield watch
     except Exception as error:
-        if watch.stalled is not None:
-            raise watch.stalled from error
+        if (stalled := watch.leave()) is not None:
+            raise stalled from error
         await watch.explain(error)
         raise
     except asyncio.CancelledError:
-        if watch.stalled is None:
+        if (stalled := watch.leave()) is None:
             raise
-        raise watch.stalled from None
+        raise stalled from None
     finally:
-        await asyncio.to_thread(watch.stop)
+        await _stopped(watch)
         presence.unregister(CONTROLLER)
+
+
+async def _stopped(watch: Watch) -> None:
+    """Stop ``watch``. If it has cancelled this task, that may come only now, and is not to hide what is raised."""
+    stalled = watch.leave()
+    stopping = asyncio.ensure_future(asyncio.to_thread(watch.stop))
+    try:
+        await asyncio.wait([stopping])  # waits: for a thread that ends within a deadline
+    except asyncio.CancelledError:
+        await asyncio.wait([stopping])  # waits: the same
+        if stalled is None:
+            raise
