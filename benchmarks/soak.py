@@ -12,7 +12,8 @@ and no file in /dev/shm is left.
 Prints every fault, and by role MiB of a process's own memory (Anonymous in /proc/PID/smaps_rollup), descriptors and
 threads at the start, in the middle and at the end of the longest life of such a process, with its growth by 1,000 steps
 (the slope over the second half of that life). If a process stayed while the run went on from a checkpoint, that growth
-is also told apart: by 1,000 steps, and by each such resume (least squares). The last line is JSON.
+is also told apart: by 1,000 steps, and by each such resume (least squares; the standard errors take the looks for
+independent). The last line is JSON.
 """
 
 from __future__ import annotations
@@ -40,6 +41,10 @@ from reporting import run_benchmark, short
 
 LEAST_LOOKS = 8
 """At a process, for its growth to be told."""
+LEAST_RESUMES = 4
+"""In the second half of a life, for growth by step and by resume to be told apart."""
+MOST_FAILED = 0.05
+"""Share of the rounds of looks that may be given up."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,8 @@ class Watcher:
 
     run: Run
     look_s: float
+    failed: list[str] = field(default_factory=list)
+    """Why a round of looks was given up: it met a file that was just being written."""
     lives: dict[tuple[str, int], list[LookBetween]] = field(default_factory=lambda: defaultdict(list))
     """By role and pid."""
     shared: set[int] = field(default_factory=set)
@@ -77,9 +84,12 @@ class Watcher:
 
     def watch(self) -> None:
         while not self.ended.wait(self.look_s):
-            steps, resumes = self.run.steps(), len(self.run.rows("resumes.jsonl"))
-            for process, name in self.run.named():
-                self._look(process, name, steps[-1]["step"] if steps else 0, resumes)
+            try:
+                steps, resumes = self.run.steps(), len(self.run.rows("resumes.jsonl"))
+                for process, name in self.run.named():
+                    self._look(process, name, steps[-1]["step"] if steps else 0, resumes)
+            except (OSError, ValueError, KeyError) as error:
+                self.failed.append(repr(error))
 
     def _look(self, process: psutil.Process, name: str, step: int, resumes: int) -> None:
         self.shared |= shared_inodes(process.pid)
@@ -97,14 +107,20 @@ class Watcher:
         return dict(sorted(found.items()))
 
 
-def growth_apart(looks: Sequence[LookBetween]) -> tuple[float, float] | None:
-    """MiB by 1,000 steps and by resume: least squares over the second half. None if the run did not go on meanwhile."""
+def growth_apart(looks: Sequence[LookBetween]) -> dict[str, list[float]] | None:
+    """MiB by 1,000 steps and by resume, each with its standard error: least squares over the second half of the looks.
+    None if the run went on too rarely meanwhile to tell them apart."""
     half = looks[len(looks) // 2 :]
-    if half[0].resumes == half[-1].resumes:
+    if half[-1].resumes - half[0].resumes < LEAST_RESUMES:
         return None
     known = np.array([[look.step / 1000, look.resumes, 1.0] for look in half])
-    by_1000_steps, by_resume, _ = np.linalg.lstsq(known, np.array([look.mib for look in half]), rcond=None)[0]
-    return float(by_1000_steps), float(by_resume)
+    mib = np.array([look.mib for look in half])
+    slopes, _, rank, _ = np.linalg.lstsq(known, mib, rcond=None)
+    if rank < 3:
+        return None
+    variance = np.sum((mib - known @ slopes) ** 2) / (len(half) - 3) * np.linalg.inv(known.T @ known).diagonal()
+    by_1000_steps, by_resume, _ = np.stack([slopes, np.sqrt(variance)], axis=1).tolist()
+    return {"by_1000_steps": by_1000_steps, "by_resume": by_resume}
 
 
 def inject(run: Run, s: Settings) -> list[dict[str, Any]]:
@@ -142,13 +158,14 @@ def report(struck: list[dict[str, Any]], watcher: Watcher) -> dict[str, Any]:
         counts = "/".join(str(look.descriptors) for look in three), "/".join(str(look.threads) for look in three)
         print(f"{role:20s} {looks[-1].step - looks[0].step:6d} {memory}  descriptors {counts[0]}, threads {counts[1]}")
     apart = {role: found for role, looks in longest.items() if (found := growth_apart(looks)) is not None}
-    for role, (by_1000_steps, by_resume) in apart.items():
-        print(f"{role}: {by_1000_steps:.2f} MiB by 1,000 steps and {by_resume:.2f} by resume")
+    for role, found in apart.items():
+        told = (f"{mib:.2f} +- {error:.2f} MiB {what.replace('_', ' ')}" for what, (mib, error) in found.items())
+        print(f"{role}: {', '.join(told)}")
     slopes = {role: growth(looks) for role, looks in longest.items()}
     print(above_goal(slopes))
     lives = {role: looks[-1].step - looks[0].step for role, looks in longest.items()}
-    figures = {"mib_by_1000_steps": slopes, "mib_by_1000_steps_and_resume": {r: list(x) for r, x in apart.items()}}
-    return figures | {"longest_life_steps": lives}
+    figures = {"mib_by_1000_steps": slopes, "mib_apart": apart, "longest_life_steps": lives}
+    return figures | {"failed_looks": len(watcher.failed)}
 
 
 def main(s: Settings) -> None:
@@ -167,6 +184,7 @@ def main(s: Settings) -> None:
             struck = inject(run, s)
             run.until_next_step()
             minutes = (time.monotonic() - started) / 60
+            watched = watching.is_alive()
             watcher.ended.set()
             watching.join(60)
             run.finish()
@@ -179,6 +197,9 @@ def main(s: Settings) -> None:
         evaluations = sum("held_out/accuracy" in row for row in run.rows("metrics.jsonl"))
         if left := shared_files(watcher.shared):
             raise RuntimeError(f"left in shared memory: {left}")
+        rounds = 60 * minutes / s.look_s
+        if not watched or len(watcher.failed) > MOST_FAILED * rounds:
+            raise RuntimeError(f"the processes were not looked at all the time: {watcher.failed[-3:]}")
         print(f"{minutes:.0f} minutes, {len(steps)} steps, {len(struck)} faults, {resumes} resumes, ", end="")
         print(f"{again} steps made again bit for bit, ", end="")
         print(f"{evaluations} evaluations; each of {groups} groups that were logged was trained once; nothing is left")
