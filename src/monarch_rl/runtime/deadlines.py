@@ -96,7 +96,7 @@ async def within(
 
     Raises :class:`DeadlineExceeded`, :class:`ProcessLost`, and whatever the awaitable raises.
     """
-    task = _begun(awaitable)
+    task = begun(awaitable)
     del awaitable
     clock, passed_s = (limit, limit.passed_s) if isinstance(limit, DeadlineClock) else (DeadlineClock(limit, what), 0.0)
     seconds, since = clock.seconds, time.time() - passed_s
@@ -130,7 +130,7 @@ async def within(
     raise DeadlineExceeded(message, what, seconds)
 
 
-def _begun(awaitable: Awaitable[T]) -> asyncio.Future[T]:
+def begun(awaitable: Awaitable[T]) -> asyncio.Future[T]:
     """``asyncio.ensure_future``, but that no frame refers to a future of Monarch. That keeps its error, and the error's
     traceback the frame: a circle that Python's collector does not see through, with all that the callers had."""
     if asyncio.isfuture(awaitable) or asyncio.iscoroutine(awaitable):

@@ -37,6 +37,7 @@ from monarch.actor import concurrent_endpoint as monarch_concurrent_endpoint
 from monarch.actor import endpoint as monarch_endpoint
 
 from monarch_rl.runtime import presence
+from monarch_rl.runtime.deadlines import begun
 
 LASTING = "_monarch_rl_lasting"
 """Attribute of the methods that are called so."""
@@ -349,14 +350,14 @@ class LastingEndpoint:
         """Ask the one actor of a mesh of one, at once."""
         line = self._line()
         if line is None or line.actors != 1:
-            return cast(Awaitable[Any], self._monarchs.call_one(*args, **kwargs))
+            return _begun(self._monarchs.call_one(*args, **kwargs))
         return line.call(self._name, args, kwargs, operator.itemgetter(0))
 
     def call(self, *args: Any, **kwargs: Any) -> Awaitable[Any]:
         """Ask every actor of the mesh, at once."""
         line = self._line()
         if line is None:
-            return cast(Awaitable[Any], self._monarchs.call(*args, **kwargs))
+            return _begun(self._monarchs.call(*args, **kwargs))
         return line.call(self._name, args, kwargs, functools.partial(ValueMesh, self._handle._shape))
 
     def _line(self) -> _Line | None:
@@ -368,6 +369,17 @@ class LastingEndpoint:
         lines = vars(self._handle).setdefault("_lines", weakref.WeakKeyDictionary())
         line: _Line = lines.get(loop) or lines.setdefault(loop, _Line(self._handle, lines))
         return None if line.ended else line
+
+
+def _begun(call: Any) -> Awaitable[Any]:
+    """A call of Monarch; on an event loop a task that awaits it, which a caller's frame may have: see :func:`begun`."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return cast(Awaitable[Any], call)
+    task = begun(call)
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may wait for it any more
+    return task
 
 
 def _endpoint(handle: Any, name: Any, method: Any, propagator: Any) -> Any:
