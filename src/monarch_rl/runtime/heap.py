@@ -5,6 +5,9 @@ from __future__ import annotations
 import atexit
 import gc
 
+_frozen = False
+"""Whether :func:`freeze_heap` was called in this process."""
+
 
 def freeze_heap() -> None:
     """Exempt all objects that exist now from garbage collection. Call it when a process is set up, and again when much
@@ -13,7 +16,10 @@ def freeze_heap() -> None:
     Imports alone make hundreds of thousands of objects, which live as long as the process. Each full collection looks
     at all of them: that was more than half of the CPU time of a rollout worker.
     """
-    gc.unfreeze()
+    global _frozen
+    if _frozen:  # not before the first time: what a fork server has frozen shares its pages with it
+        gc.unfreeze()
+    _frozen = True
     gc.collect()  # what is garbage already, such as tensors that a set-up left in a cycle, must not stay forever
     gc.freeze()
     atexit.unregister(gc.unfreeze)
