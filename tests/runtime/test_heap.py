@@ -5,7 +5,7 @@ import sys
 
 SCRIPT = """
 import gc, weakref
-from monarch_rl.runtime.heap import freeze_heap
+from monarch_rl.runtime.heap import freeze_heap, thaw_heap
 
 class Cycle:
     def __init__(self):
@@ -27,7 +27,9 @@ del kept
 later = end_of(Cycle())
 gc.collect()
 print(collected_first, frozen() is None, later() is None, len(gc.get_objects()) < gc.get_freeze_count())
+freeze_heap()
 print(shared() is None)
+thaw_heap()
 freeze_heap()
 print(frozen() is None)
 """

@@ -60,7 +60,7 @@ from monarch_rl.runtime.by_value import ByValue, register_modules
 from monarch_rl.runtime.cluster import Cluster, devices, launch_cluster
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, Patience, disk_limit_s, within
 from monarch_rl.runtime.disk_work import on_disk
-from monarch_rl.runtime.heap import freeze_heap, leave_heap
+from monarch_rl.runtime.heap import freeze_heap, leave_heap, thaw_heap
 from monarch_rl.runtime.network import fix_nccl_order
 from monarch_rl.runtime.watch import watched
 from monarch_rl.tasks.rows import Row
@@ -236,6 +236,7 @@ class Run:
         await self.begin(actors, task)
         if self._kept is not None:
             self._kept.note_returned()
+            thaw_heap()  # what has ended is garbage, and is not to stay forever
         freeze_heap()
 
     async def begin(self, actors: Actors, task: Task | None = None) -> None:

@@ -5,25 +5,23 @@ from __future__ import annotations
 import atexit
 import gc
 
-_frozen = False
-"""Whether :func:`freeze_heap` was called in this process."""
-
 
 def freeze_heap() -> None:
-    """Exempt all objects that exist now from garbage collection. Call it when a process is set up, and again when much
-    of that was replaced: what has become garbage since is collected.
+    """Exempt all objects that exist now from garbage collection. Call it when a process is set up.
 
     Imports alone make hundreds of thousands of objects, which live as long as the process. Each full collection looks
     at all of them: that was more than half of the CPU time of a rollout worker.
     """
-    global _frozen
-    if _frozen:  # not before the first time: what a fork server has frozen shares its pages with it
-        gc.unfreeze()
-    _frozen = True
     gc.collect()  # what is garbage already, such as tensors that a set-up left in a cycle, must not stay forever
     gc.freeze()
     atexit.unregister(gc.unfreeze)
     atexit.register(gc.unfreeze)  # at the end objects are to go in the usual order, before their modules
+
+
+def thaw_heap() -> None:
+    """Undo :func:`freeze_heap`, where much of what it exempted was replaced. Not in a forked process: what its fork
+    server has frozen shares its pages with that, and the next collection would copy them."""
+    gc.unfreeze()
 
 
 def leave_heap() -> None:
