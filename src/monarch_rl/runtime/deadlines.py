@@ -120,7 +120,7 @@ async def within(
         return task.result()
     # Not awaited, because an awaitable that ignores its cancellation would turn the deadline into a hang.
     task.cancel()
-    task.add_done_callback(_retrieve)
+    task.add_done_callback(retrieve)
     began = time.strftime("%H:%M:%S", time.localtime(since))
     message = f"{_waiter()} waited {seconds:g} s, since {began}, for {what}"
     if clock.passed_s > 1.1 * seconds + presence.PAUSE_S:
@@ -155,12 +155,12 @@ async def ends_in_time(task: asyncio.Future[T], clock: Callable[[], DeadlineCloc
             current = clock()
             window_s = longest_s if current is None else current.next_window_s()
             if window_s is None:
-                task.add_done_callback(_retrieve)
+                task.add_done_callback(retrieve)
                 return False
             await _done_or_late(task, window_s)
     except asyncio.CancelledError:
         task.cancel()
-        task.add_done_callback(_retrieve)
+        task.add_done_callback(retrieve)
         raise
     return True
 
@@ -218,7 +218,7 @@ def _end_waits(timers: dict[float, set[asyncio.Future[None]]], at: float) -> Non
             waiter.set_result(None)
 
 
-def _retrieve(task: asyncio.Future[T]) -> None:
+def retrieve(task: asyncio.Future[T]) -> None:
     """Retrieve the exception of a task that nobody awaits, so that asyncio does not log it."""
     if not task.cancelled():
         task.exception()

@@ -37,7 +37,7 @@ from monarch.actor import concurrent_endpoint as monarch_concurrent_endpoint
 from monarch.actor import endpoint as monarch_endpoint
 
 from monarch_rl.runtime import presence
-from monarch_rl.runtime.deadlines import begun
+from monarch_rl.runtime.deadlines import begun, retrieve
 
 LASTING = "_monarch_rl_lasting"
 """Attribute of the methods that are called so."""
@@ -378,7 +378,7 @@ def _begun(call: Any) -> Awaitable[Any]:
     except RuntimeError:
         return cast(Awaitable[Any], call)
     task = begun(call)
-    task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may wait for it any more
+    task.add_done_callback(retrieve)
     return task
 
 
