@@ -95,11 +95,11 @@ def engines(run: Launched) -> int:
 
 def process_named(run: Launched, name: str) -> psutil.Process:
     """A process of the run by its title (``trainer-1``, ``sglang::scheduler``)."""
-    for line in run.left():
-        process = psutil.Process(int(line.split()[0]))
-        if process.cmdline()[0].removeprefix("monarch_rl::").split(" ")[0] == name:
+    processes = run.processes()
+    for process, command in processes.items():
+        if command.removeprefix("monarch_rl::").split(" ")[0] == name:
             return process
-    raise AssertionError(f"no process {name} among {run.left()}")
+    raise AssertionError(f"no process {name} among {list(processes.values())}")
 
 
 def finished(run: Launched) -> None:

@@ -19,8 +19,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 def youngest_engine(run: Launched) -> psutil.Process:
     """The scheduler of SGLang that was started last."""
-    processes = [psutil.Process(int(line.split()[0])) for line in run.left() if "sglang::scheduler" in line]
-    return max(processes, key=psutil.Process.create_time)
+    engines = [process for process, command in run.processes().items() if "sglang::scheduler" in command]
+    return max(engines, key=psutil.Process.create_time)
 
 
 def test_a_lost_judge_is_replaced_and_its_requests_are_asked_again(start: Start, model: Path, tmp_path: Path) -> None:

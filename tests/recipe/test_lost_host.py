@@ -24,9 +24,9 @@ STOP_S = 60.0
 
 def has_trainer(agent: Launched) -> bool:
     """Whether this agent became the first machine."""
-    for line in agent.left():
+    for process in agent.processes():
         with suppress(psutil.NoSuchProcess):  # some live for a moment only
-            called = psutil.Process(int(line.split()[0])).environ().get("HYPERACTOR_PROCESS_NAME", "")
+            called = process.environ().get("HYPERACTOR_PROCESS_NAME", "")
             if called.startswith("trainer"):
                 return True
     return False
@@ -34,7 +34,7 @@ def has_trainer(agent: Launched) -> bool:
 
 def lose(machine: Launched) -> None:
     """Kill an agent and all that it has started; none does anything when it sees that another one is gone."""
-    pids = [int(line.split()[0]) for line in machine.left()]
+    pids = [process.pid for process in machine.processes()]
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for pid in pids:
             with suppress(ProcessLookupError):

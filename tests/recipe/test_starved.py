@@ -66,7 +66,7 @@ def wait_for_steps(run: Launched, more: int) -> None:
 
 
 def pids(run: Launched) -> list[int]:
-    return [int(line.split()[0]) for line in run.left()]
+    return [process.pid for process in run.processes()]
 
 
 def signal_all(run: Launched, number: signal.Signals) -> None:
@@ -106,8 +106,7 @@ def run(folder: Path) -> Iterator[Launched]:
 
 def host_of(run: Launched) -> psutil.Process:
     """The host process of the only machine."""
-    hosts = [psutil.Process(pid) for pid in pids(run)]
-    (host,) = [process for process in hosts if "monarch_rl.runtime.host" in process.cmdline()]
+    (host,) = [process for process, command in run.processes().items() if "-m monarch_rl.runtime.host " in command]
     return host
 
 
@@ -123,11 +122,11 @@ def goes_on_undisturbed(run: Launched, folder: Path, steps: int) -> None:
 def test_on_one_machine_everything_listens_on_loopback(run: Launched) -> None:
     """But for torchrun itself, whose store is not ours."""
     open_to_all = []
-    for process in map(psutil.Process, pids(run)):
+    for process, command in run.processes().items():
         for connection in process.net_connections("inet"):
             loopback = ip_address(connection.laddr.ip).is_loopback
             if connection.status == psutil.CONN_LISTEN and not loopback and process.pid != run.process.pid:
-                open_to_all.append((process.pid, process.cmdline(), connection.laddr))
+                open_to_all.append((process.pid, command, connection.laddr))
     assert not open_to_all
 
 

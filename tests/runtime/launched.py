@@ -36,16 +36,20 @@ class Launched:
                 command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
             )
 
-    def left(self) -> list[str]:
-        """The processes that still run."""
-        running = []
+    def processes(self) -> dict[psutil.Process, str]:
+        """Those that still run, with their command lines: some live for a moment only, and can be asked for it once."""
+        running = {}
         for process in psutil.process_iter():
             try:
                 if process.status() != psutil.STATUS_ZOMBIE and process.environ().get("MONARCH_RL_TEST") == self._mark:
-                    running.append(f"{process.pid} {' '.join(process.cmdline())}")
+                    running[process] = " ".join(process.cmdline())
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
         return running
+
+    def left(self) -> list[str]:
+        """The processes that still run, for a message."""
+        return [f"{process.pid} {command}" for process, command in self.processes().items()]
 
     def wait(self, seconds: float = START_S) -> int:
         """The exit code."""
@@ -67,9 +71,9 @@ class Launched:
         """Inodes of the semaphores that its processes have now in /dev/shm, where they have other names than those by
         which they were made and mapped."""
         found: set[int] = set()
-        for line in self.left():
+        for process in self.processes():
             with suppress(OSError):  # it has ended meanwhile
-                text = Path(f"/proc/{line.split()[0]}/maps").read_text()
+                text = Path(f"/proc/{process.pid}/maps").read_text()
                 found |= set(map(int, re.findall(r" (\d+) +/dev/shm/sem\.", text)))
         return found
 
@@ -88,11 +92,9 @@ class Launched:
 
     def kill(self) -> None:
         """End whatever is left; for the end of a test."""
-        for line in self.left():
-            try:
-                psutil.Process(int(line.split()[0])).kill()
-            except psutil.NoSuchProcess:
-                continue
+        for process in self.processes():
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         self.process.wait(10)
         self._scratch.remove()
 

@@ -127,10 +127,10 @@ def test_a_lost_host_is_named_and_leaves_no_process(start: Start, tmp_path: Path
     """Its processes have children that are tied to nobody; all of them were the host's to end."""
     run = start(command(mode, tmp_path))
     run.wait_for(tmp_path / "ready")
-    (host,) = [int(line.split()[0]) for line in run.left() if "-m monarch_rl.runtime.host " in line]
-    os.kill(host, signal.SIGKILL)
+    (host,) = [process for process, command in run.processes().items() if "-m monarch_rl.runtime.host " in command]
+    host.kill()
     assert run.wait(GONE_S) == 1, run.output()
-    reason = rf"HostLost: the host process {host} of this machine was killed by SIGKILL: the kernel's log"
+    reason = rf"HostLost: the host process {host.pid} of this machine was killed by SIGKILL: the kernel's log"
     assert re.search(reason, run.output()), run.output()
     assert (tmp_path / "tidied").exists(), "finally blocks run"
     run.assert_gone(GONE_S)
