@@ -329,7 +329,7 @@ def test_what_the_journals_of_all_ranks_have_lost_is_a_metric(tmp_path: Path) ->
 class Savers:
     """A trainer and a buffer at version 1, which write at once."""
 
-    model_bytes = 0
+    checkpoint_bytes = 0
 
     def __init__(self) -> None:
         self.trainer: Any = SimpleNamespace(stage=self._call({0: Staged(1, 1)}), write_checkpoint=self._call({0: []}))

@@ -12,11 +12,13 @@ import pytest
 from monarch_rl.generator.gpu import HARMFUL
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.model.tensors import model_bytes
+from monarch_rl.pipeline.actors import checkpoint_bytes
 from monarch_rl.pipeline.meeting import Meeting
 from monarch_rl.pipeline.settings import RunSettings, check, episode_limits, loss_tokens, prepare_engine, resolve
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.runtime.deadlines import disk_limit_s
 from monarch_rl.runtime.devices import Devices, TooFewDevices
+from monarch_rl.trainer.critic_settings import CriticSettings
 from monarch_rl.trainer.settings import LossSettings, TrainerSettings
 from monarch_rl.weights.endpoint import TransferSettings
 from monarch_rl.weights.manifest import Manifest
@@ -96,6 +98,9 @@ def test_deadlines_follow_the_bytes_of_the_model_and_the_tokens_of_an_episode(tm
     attention = 2 * 8192 * 128 * (64 + 8) + 2 * 128
     parameters = 2 * 150_000 * 8192 + 8192 + 64 * (attention + 3 * 8192 * 25_000 + 2 * 8192)
     assert model_bytes(tmp_path) == 2 * parameters
+    assert checkpoint_bytes(tmp_path, RunSettings()) == 12 * parameters, "whatever dtype the folder has"
+    critic = TrainerSettings(critic=CriticSettings(lr=1e-4))
+    assert checkpoint_bytes(tmp_path, RunSettings(trainer=critic)) == 24 * parameters
     seconds = 2 * parameters / 1e9 * 20
     assert disk_limit_s(2 * parameters) == pytest.approx(600 + seconds)
     assert resolve(RunSettings(), GPUS, tmp_path).generator.start_deadline_s == pytest.approx(1200 + seconds)

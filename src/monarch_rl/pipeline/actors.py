@@ -13,7 +13,7 @@ from monarch_rl.checkpoint.journal import FOLDER as JOURNAL
 from monarch_rl.generator.actor import Generator
 from monarch_rl.generator.replica_memory import cpu_memory
 from monarch_rl.model.folder import read_config
-from monarch_rl.model.tensors import model_bytes
+from monarch_rl.model.tensors import model_bytes, parameters
 from monarch_rl.pipeline.actor_pool import ActorPool
 from monarch_rl.pipeline.frozen import FrozenPlan, FrozenPool, start_all_frozen
 from monarch_rl.pipeline.resume import Resumed
@@ -50,7 +50,9 @@ class Actors:
     generators: ActorPool[Generator]
     workers: ActorPool[RolloutWorker]
     model_bytes: int = 0
-    """Of the weights that are trained; 0 where there are none."""
+    """Of the weights that are trained, in their folder; 0 where there are none."""
+    checkpoint_bytes: int = 0
+    """Of the trainer's part of a checkpoint, at most."""
     frozen: tuple[FrozenPool, ...] = ()
     """The engines of each frozen model."""
     handed: Handed | None = None
@@ -111,7 +113,17 @@ async def start_actors(
         *(cluster, s.rollout, task, model, buffer, generators, min(limits.values()), routes, stages, pools),
         kept=await _workers_to_keep(kept, (task, stages)) if kept else None,
     )
-    return Actors(buffer, trainer, generators, workers, model_bytes(model), tuple(pools), (task, stages))
+    return Actors(buffer, trainer, generators, workers, *_sizes(model, s), tuple(pools), (task, stages))
+
+
+def _sizes(model: Path, s: RunSettings) -> tuple[int, int]:
+    return model_bytes(model), checkpoint_bytes(model, s)
+
+
+def checkpoint_bytes(model: Path, s: RunSettings) -> int:
+    """Of what trainer ranks write, at most: weights in float32 and AdamW's two moments, of the policy and of a critic.
+    With LoRA it is less."""
+    return 3 * 4 * parameters(model) * (2 if s.trainer.critic.lr else 1)
 
 
 async def _workers_to_keep(kept: Actors, handed: Handed) -> ActorPool[RolloutWorker] | None:

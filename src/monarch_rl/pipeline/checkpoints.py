@@ -37,8 +37,6 @@ SAID_AGAIN_S = 3600.0
 """Seconds between two messages that checkpoints fail, while all of them do."""
 ALIVE_S = 5.0
 """Seconds for trainer and buffer to answer at the end of a run; Monarch notices a lost process within two."""
-COPIES = 3
-"""Of the model's weights in float32, that a checkpoint holds: AdamW keeps two moments."""
 
 
 class Savers(Protocol):
@@ -51,7 +49,7 @@ class Savers(Protocol):
     def buffer(self) -> Buffer: ...
 
     @property
-    def model_bytes(self) -> int: ...
+    def checkpoint_bytes(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +133,7 @@ class Checkpoints:
     @property
     def limit_s(self) -> float:
         """Seconds for the disk to take a checkpoint, or to give it back."""
-        return disk_limit_s(COPIES * self._savers.model_bytes) + CALL_DEADLINE_S
+        return disk_limit_s(self._savers.checkpoint_bytes) + CALL_DEADLINE_S
 
     async def settled(self) -> None:
         """Wait until the disk has what was begun. A signal ends this wait alone: the checkpoint is written on."""
