@@ -15,7 +15,7 @@ import pytest
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.checkpoint import folders
 from monarch_rl.checkpoint.folders import GROUPS, Manifest, Measurement
-from monarch_rl.checkpoint.journal import write_plan
+from monarch_rl.checkpoint.journal import JournalSettings, write_plan
 from monarch_rl.model.lora import LoraSettings
 from monarch_rl.pipeline import resume
 from monarch_rl.pipeline.checkpoints import versions_of_packages
@@ -130,6 +130,18 @@ def test_the_folder_is_cut_back_to_the_checkpoint_and_the_resume_recorded(tmp_pa
     rows = [json.loads(line) for line in (run / "resumes.jsonl").read_text().splitlines()]
     assert [(row["generation"], row["step"]) for row in rows] == [(1, 3), (2, 3)]
     assert "held_out 200 -> 7" in rows[0]["differences"]
+
+
+def test_steps_of_a_journal_behind_which_the_run_went_back_do_not_count(tmp_path: Path) -> None:
+    settings = RunSettings(output=tmp_path)
+    run = finished_step(settings)
+    since = []
+    for mib in (64, 0, 64, 64):
+        resumed = resume.going_on(replace(settings, resume=str(run)))
+        assert resumed is not None
+        since.append(resumed.journal_since)
+        resume.take_folder(replace(settings, journal=JournalSettings(mib)), resumed)
+    assert since == [0, 0, 2, 2]
 
 
 @pytest.mark.parametrize("left", ["line", "checkpoint", "plan"])

@@ -63,6 +63,8 @@ class Resumed:
     manifest: Manifest
     generation: int
     """How often the run was resumed, this time included: the versions that it makes are of this generation."""
+    journal_since: int = 0
+    """What earlier generations have left in the journal does not count: a later one went on without it."""
     differences: tuple[str, ...] = ()
     """Between its settings and packages and those of before, a line each."""
 
@@ -158,7 +160,8 @@ def open_run(run: Path, settings: RunSettings) -> Resumed:
         for package, version in manifest.packages.items()
         if installed.get(package) != version
     ]
-    return Resumed(run.resolve(), checkpoint.resolve(), manifest, _last_generation(run) + 1, tuple(differences))
+    generation, since = _last_generation(run) + 1, _last_without_journal(run)
+    return Resumed(run.resolve(), checkpoint.resolve(), manifest, generation, since, tuple(differences))
 
 
 def how_to_go_on(run: Path) -> str:
@@ -179,7 +182,7 @@ def take_folder(settings: RunSettings, resumed: Resumed | None) -> Path:
         write_whole(folder / SETTINGS, _text(settings))
     else:
         _cut_back(resumed)
-        _note_generation(resumed)
+        _note_generation(resumed, journal=settings.journal.mib > 0)
         print("; ".join([str(resumed), *resumed.differences]))
     return folder
 
@@ -212,12 +215,13 @@ def _cut_back(resumed: Resumed) -> None:
         logger.error("%s cannot be written (%s)", resumed.run / BEST, error.strerror or error)
 
 
-def _note_generation(resumed: Resumed) -> None:
+def _note_generation(resumed: Resumed, journal: bool) -> None:
     """Have the disk hold that the run is resumed. Raises OSError: without that two attempts would have the same number,
     and versions and journals of one would be taken for those of the other."""
     note = LineFile(resumed.run / RESUMES)
     row: dict[str, Any] = {"time": time.time(), "generation": resumed.generation, "step": resumed.version}
     row |= {"checkpoint": resumed.checkpoint.name, "differences": resumed.differences}
+    row["journal"] = journal
     try:
         if not note.append(json.dumps(row)):
             raise OSError(f"{note.path} cannot be written: a run does not go on without this line")
@@ -281,12 +285,22 @@ def _started(run: Path) -> float:
 
 def _last_generation(run: Path) -> int:
     """The largest of which anything is known: a line, a checkpoint, a plan of the journal. Any of them may be lost."""
-    known = [0]
-    with suppress(FileNotFoundError):
-        for line in (run / RESUMES).read_text(errors="replace").splitlines():
-            with suppress(ValueError, TypeError, KeyError):
-                known.append(int(json.loads(line)["generation"]))
+    known = [0, *(generation for generation, _ in _resumes(run))]
     for checkpoint in complete(run / FOLDER).values():
         with suppress(BrokenCheckpoint):
             known.append(read_manifest(checkpoint).generation)
     return max(known + plans_of(run / JOURNAL))
+
+
+def _last_without_journal(run: Path) -> int:
+    """The last generation that was resumed without the journal, and so made other steps than it has; 0 if none was."""
+    return max((generation for generation, journal in _resumes(run) if not journal), default=0)
+
+
+def _resumes(run: Path) -> Iterator[tuple[int, bool]]:
+    """The generations of which there is a line, and whether they kept a journal."""
+    with suppress(FileNotFoundError):
+        for line in (run / RESUMES).read_text(errors="replace").splitlines():
+            with suppress(ValueError, TypeError, KeyError):
+                row = json.loads(line)
+                yield int(row["generation"]), bool(row.get("journal", True))
