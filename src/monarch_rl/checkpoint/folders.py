@@ -123,8 +123,13 @@ def begin(root: Path, version: int) -> Path:
 
 
 def discard(root: Path, version: int) -> None:
-    """Remove what was written of a checkpoint that will not be complete."""
-    shutil.rmtree(partial_of(root, version), ignore_errors=True)
+    """Remove what was written of a checkpoint that will not be complete. Renamed first: a thread that a stalled disk
+    holds in :func:`commit` then has nothing to name. Raises OSError."""
+    gone = root / f".{folder_of(root, version).name}.gone.partial"
+    shutil.rmtree(gone, ignore_errors=True)
+    with suppress(FileNotFoundError):
+        partial_of(root, version).rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def commit(root: Path, manifest: Manifest) -> Path:
@@ -273,9 +278,9 @@ def closer(known: Measurement | None, found: Measurement) -> Measurement:
 
 
 def keep(root: Path, made: int, newest: int, best_by: str = "") -> None:
-    """Let ``latest`` name the checkpoint of version ``made``, which is whole, and remove others. Raises OSError.
+    """Let ``latest`` name the checkpoint of version ``made``, which is whole, and remove earlier ones. Raises OSError.
 
-    All go but the ``newest``, and the best one. Those of later versions go: the run went back behind them.
+    All go but the ``newest``, and the best one. Later ones stay: one may just have got its name.
 
     Args:
         best_by: the metric by which the best one stays, which ``best`` then names; empty keeps none.
@@ -290,7 +295,7 @@ def keep(root: Path, made: int, newest: int, best_by: str = "") -> None:
         point(root / BEST, known[best])
     else:
         (root / BEST).unlink(missing_ok=True)
-    for version in folders.keys() - kept:
+    for version in known.keys() - kept:
         with suppress(OSError):
             _remove(root, version)
 
