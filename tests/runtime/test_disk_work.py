@@ -11,7 +11,7 @@ import pytest
 
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import DeadlineExceeded
-from monarch_rl.runtime.disk_work import on_disk
+from monarch_rl.runtime.disk_work import on_disk, on_disk_now
 
 STALLED = """
 import asyncio, threading
@@ -38,6 +38,16 @@ def test_work_that_takes_too_long_is_named_as_the_disk() -> None:
         disk.set()
 
     asyncio.run(late())
+
+
+def test_a_thread_without_a_loop_waits_as_long() -> None:
+    assert on_disk_now(60, "a number", int, "ff", base=16) == 255
+    with pytest.raises(ValueError, match="invalid literal"):
+        on_disk_now(60, "a number", int, "no number")
+    disk = threading.Event()
+    with pytest.raises(DeadlineExceeded, match="waited 0.5 s for the disk: a file"):
+        on_disk_now(0.5, "a file", disk.wait, 60)
+    disk.set()
 
 
 def test_a_disk_that_stalls_for_good_keeps_no_process_from_ending() -> None:

@@ -70,7 +70,7 @@ async def keep_what_lives(
     since = 0 if before is None else before.version
     if not may or checkpoints is None:
         return None
-    if not (checkpoints.writing or max(complete(folder / FOLDER), default=0) > since) or not await _lost(checkpoints):
+    if not await _goes_on_newer(checkpoints, folder, since) or not await _lost(checkpoints):
         return None
     lost_at, losses = now(), LostProcesses(settings.recovery.per_s, folder / LOSSES)
     losses.note_lost(LOST, error)
@@ -101,6 +101,18 @@ def _forget_frames(error: BaseException) -> None:
         known.__traceback__ = None
         left += [other for other in (known.__cause__, known.__context__) if other is not None]
         left += known.exceptions if isinstance(known, BaseExceptionGroup) else ()
+
+
+async def _goes_on_newer(checkpoints: Checkpoints, folder: Path, since: int) -> bool:
+    """Whether there is a checkpoint after step ``since``, or will be."""
+    if checkpoints.writing:
+        return True
+    try:
+        there = await on_disk(disk_limit_s(0), f"the checkpoints of {folder}", complete, folder / FOLDER)
+    except OSError as error:
+        logger.error("the run does not go on with what it has kept: %s", last_line(error))
+        return False
+    return max(there, default=0) > since
 
 
 def _open_newer(folder: Path, settings: RunSettings, since: int) -> Resumed:

@@ -19,7 +19,9 @@ from monarch_rl.checkpoint.folders import complete, write_whole
 from monarch_rl.pipeline.actor_pool import last_line
 from monarch_rl.pipeline.failures import EpisodesFail
 from monarch_rl.runtime import folder_lock, supervisor
+from monarch_rl.runtime.deadlines import CALL_DEADLINE_S
 from monarch_rl.runtime.devices import launched_by_torchrun
+from monarch_rl.runtime.disk_work import on_disk_now
 from monarch_rl.runtime.lifetime import signal_name
 from monarch_rl.runtime.signals import Interrupts
 from monarch_rl.weights.finite import NotFinite
@@ -108,7 +110,9 @@ def note_state(run: Path, state: str, cause: str = "", goes_on: bool = False) ->
     supervisor.note(run, cause=cause, goes_on=goes_on)
     try:
         values = {"state": state, "cause": cause, "goes_on": goes_on, "pid": os.getpid(), "launcher": launcher()}
-        write_whole(run / STATE, json.dumps(values | {"time": time.time()}) + "\n")
+        text = json.dumps(values | {"time": time.time()}) + "\n"
+        # With a deadline: the run's processes are held until it returns.
+        on_disk_now(CALL_DEADLINE_S, f"{run / STATE}", write_whole, run / STATE, text)
     except OSError as error:
         logger.error("%s cannot be written (%s)", run / STATE, error)
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, wait
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
-from monarch_rl.runtime.deadlines import within
+from monarch_rl.runtime.deadlines import DeadlineExceeded, within
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -33,6 +33,14 @@ def _fill(future: Future[Any], work: Callable[[], Any]) -> None:
             future.set_result(work())
         except BaseException as error:
             future.set_exception(error)
+
+
+def on_disk_now(seconds: float, what: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """As :func:`on_disk`, on a thread that has no event loop."""
+    working = _DaemonThreads().submit(work, *args, **kwargs)
+    if not wait([working], seconds).done:
+        raise DeadlineExceeded(f"waited {seconds:g} s for the disk: {what}", what, seconds)
+    return working.result(0)
 
 
 async def on_disk(seconds: float, what: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
