@@ -627,7 +627,8 @@ def launch(train: Callable[[Run, S], Awaitable[None]], settings: S, task: Callab
         except asyncio.CancelledError:
             if (number := cluster.interrupts.received) is None:
                 raise
-            print(f"interrupted: exit code {128 + number}; {how_to_go_on(folder)}")
+            if cluster.interrupts.reason is None:  # else the signal was this process's own, because of a loss
+                print(f"interrupted: exit code {128 + number}; {how_to_go_on(folder)}")
             raise KeyboardInterrupt from None
         print(f"metrics, rollouts {'and the model ' if saved else ''}are in {folder}")
 
