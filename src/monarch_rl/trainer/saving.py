@@ -115,6 +115,8 @@ def _name_dtype(config: Path, dtype: torch.dtype) -> None:
 def save_adapter(model: ShardedModel, folder: Path) -> None:
     """Write LoRA alone, in fp32, for peft: see :func:`save_model`. All ranks call it together."""
     first = dist.get_rank() == 0
+    if first:
+        finish_replacing(folder)
     save_lora(partial_folder(folder), model.whole_lora(), model.lora, model.folder, write=first)
     if first:
         replace_folder(folder)
