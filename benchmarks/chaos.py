@@ -271,7 +271,7 @@ def _found(look: Callable[[], Any]) -> Any:
     """The result of the search, or None while there is none."""
     try:
         return look()
-    except (StopIteration, ValueError, psutil.NoSuchProcess):
+    except (StopIteration, ValueError, ProcessLookupError, psutil.NoSuchProcess):  # it has ended meanwhile
         return None
 
 

@@ -138,7 +138,7 @@ def test_what_a_rank_took_is_read_as_it_was(tmp_path: Path) -> None:
     for rank in range(2):
         writer = JournalWriter(tmp_path, rank, 10**6, {"threads": 1})
         for version, of_ranks in taken.items():
-            _patiently(writer, of_ranks[rank])
+            patiently(writer, of_ranks[rank])
             if version < 4:
                 writer.made(version, Made(np.asarray([version, -rank], np.int64), {"loss": 0.1 * version}))
         writer.close()
@@ -168,7 +168,7 @@ def test_what_a_resumed_run_makes_anew_replaces_what_was(starts: list[int], step
             for version in range(first, reached):
                 (shard,) = shards(version, 1)
                 shard.tasks = [f"run {run}"] * 2
-                _patiently(writer, shard)
+                patiently(writer, shard)
             writer.close()
             expected = {version: was for version, was in expected.items() if version < first}
             expected |= dict.fromkeys(range(first, reached), run)
@@ -176,7 +176,7 @@ def test_what_a_resumed_run_makes_anew_replaces_what_was(starts: list[int], step
         assert {version: int(reader.batch(version).tasks[0][4:]) for version in reader.versions} == expected
 
 
-def _patiently(writer: JournalWriter, shard: PackedShard) -> None:
+def patiently(writer: JournalWriter, shard: PackedShard) -> None:
     """Append a batch once there is room for it and for what it makes."""
     while not writer._waiting.empty():
         threading.Event().wait(0.001)
@@ -188,7 +188,7 @@ def test_the_newest_batches_stay_within_the_bound(tmp_path: Path) -> None:
     writer = JournalWriter(tmp_path, 0, most)
     for version in range(200):
         (shard,) = shards(version, 1)
-        _patiently(writer, shard)
+        patiently(writer, shard)
     writer.close()
     files = files_of(tmp_path / "rank0")
     assert sum(path.stat().st_size for path in files) <= most and len(files) > FILES // 2
@@ -201,7 +201,7 @@ def test_a_disk_that_refuses_is_said_once_and_counted(tmp_path: Path, caplog: py
     (tmp_path / "rank0").write_text("a file where the folder should be")
     writer = JournalWriter(tmp_path, 0, 10**6)
     for version in range(3):
-        _patiently(writer, shards(version, 1)[0])
+        patiently(writer, shards(version, 1)[0])
     writer.close()
     assert writer.lost == 3
     (warning,) = [record.getMessage() for record in caplog.records]

@@ -188,11 +188,19 @@ async def restarted(harness: Harness, caplog: pytest.LogCaptureFixture) -> None:
     await harness.serving(0, 3)
 
 
+def _title(process: psutil.Process) -> str:
+    """Empty of one that has ended."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
+
+
 async def trainer_killed(harness: Harness, caplog: pytest.LogCaptureFixture) -> None:
     """Nobody can send the version: the error names the rank, and the version before is still served."""
     system = harness.system
-    below = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
-    (victim,) = [p for p in below if p.cmdline()[0].startswith("monarch_rl::trainer-1")]
+    below = psutil.Process().children(recursive=True)
+    (victim,) = [process for process in below if _title(process).startswith("monarch_rl::trainer-1")]
     transfer = system.publisher.meeting.transfer
 
     async def struck(*arguments: Any) -> Any:

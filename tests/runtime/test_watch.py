@@ -15,7 +15,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from monarch.actor import Actor, current_rank
 
@@ -239,7 +238,7 @@ def test_a_culprit_that_is_replaced_does_not_end_the_run(cluster: Cluster, tmp_p
             os.kill(pids[0], signal.SIGSTOP)
             await within(PATIENCE_S, replaced.wait(), "a replacement", on="the test")
         assert asked == ["generator 0"]
-        assert not psutil.pid_exists(pids[0]) or psutil.Process(pids[0]).status() == psutil.STATUS_ZOMBIE
+        await asyncio.to_thread(wait_until_dead, pids[0], 10)
 
     run(test)
 
@@ -412,7 +411,7 @@ def test_a_stall_without_a_culprit_ends_with_the_waits_as_far_as_they_go(cluster
             await asyncio.gather(waiting, workers[0].advance.call_one(4 * STALL_S))
 
         message, seconds = await stalled(cluster, tmp_path, work)
-        assert seconds >= 6 * STALL_S, "it was ended while it advanced"
+        assert seconds > 5 * STALL_S, "it was ended while it advanced, or as soon as it stopped"
         assert "; rollout worker 0 waits for nobody; its process" in message
 
     run(test)

@@ -24,7 +24,7 @@ from monarch_rl.trainer.known_steps import KnownBatch
 from monarch_rl.trainer.loss_settings import LossSettings
 from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.trainer.step_journal import EarlierSteps, StepJournal, trained_as
-from tests.checkpoint.test_journal import shards
+from tests.checkpoint.test_journal import patiently, shards
 
 PLAN = TrainerPlan(Path("model"), TrainerSettings(ranks=1), 1, 1.0, 8, generation=2)
 WEIGHTS = np.arange(3)
@@ -43,7 +43,7 @@ def journal(folder: Path, *generations: tuple[TrainerPlan, list[int]], made: np.
         write_plan(folder, replace(plan, generation=generation), generation)
         writer = JournalWriter(folder, 0, 10**6, {"generation": generation, "trained_as": trained_as(plan)})
         for version in versions:
-            writer.batch(shards(abs(version), 1)[0])
+            patiently(writer, shards(abs(version), 1)[0])
             if version >= 0:
                 writer.made(version, Made(made, {}))
         writer.close()
