@@ -26,13 +26,20 @@ class SharedCluster:
         """The cluster that is open, or a new one."""
         if self._cluster is None:
             self._cluster = self._open.enter_context(launch_cluster(PRELOADS))
-        assert self._cluster is not None
+            assert self._cluster is not None
+            asyncio.run(preloaded(self._cluster))
         return self._cluster
 
     def close(self) -> None:
         """End the cluster: the next one may be another's."""
         self._cluster = None
         self._open.close()
+
+
+async def preloaded(cluster: Cluster) -> None:
+    """Wait until all processes are forked with their imports behind them."""
+    for preload in PRELOADS:
+        await cluster.fork_server.imported(preload.name)
 
 
 def end_meshes(cluster: Cluster, names: Collection[str] | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import json
@@ -21,9 +22,11 @@ import psutil
 import pytest
 
 from monarch_rl.runtime import fork_client
+from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.fork_client import NoForkServer, exit_code, fork
 from monarch_rl.runtime.fork_context import ForkContext
 from monarch_rl.runtime.fork_server import Preload, differing_when_loaded, start_server
+from monarch_rl.runtime.preloading import ForkServer
 
 PROGRAM = "tests.runtime.forked_program"
 PRELOADS = [
@@ -249,6 +252,24 @@ def test_a_claim_is_taken_once() -> None:
 def test_a_stage_that_cannot_fork_keeps_nobody_waiting(server: Server, preload: str) -> None:
     with pytest.raises(NoForkServer):
         fork(preload, PROGRAM)
+
+
+def test_the_controller_waits_for_imports(server: Server, tmp_path: Path) -> None:
+    """Also of a server that cannot import, or of none: then processes are started without it."""
+    names = frozenset(preload.name for preload in PRELOADS)
+    name = os.environ[fork_client.ADDRESS_VARIABLE]
+    of_launch = ForkServer(name, names)
+
+    async def test() -> None:
+        for preload in ("small", "broken", "no preload"):
+            await within(DEADLINE_S, of_launch.imported(preload), preload, on="the server")
+        waiting = asyncio.ensure_future(of_launch.imported("slow"))
+        await asyncio.sleep(0.2)
+        assert not waiting.done()
+        (tmp_path / "imported").touch()
+        await within(DEADLINE_S, waiting, "slow", on="the server")
+
+    asyncio.run(test())
 
 
 def stand_in(preload: str = "small") -> subprocess.Popen[bytes]:

@@ -357,7 +357,6 @@ async def start_frozen(
                 await pool.load(Path(plan.model.model))
             return pool
     settings, model = plan.settings, plan.model
-    on_gpu = cluster.devices.kind == "cuda"
 
     def spawn(index: int) -> tuple[ProcMesh, FrozenEngine]:
         device, name = first_device + index * settings.tp, f"frozen_{model.name}{index}"
@@ -365,8 +364,9 @@ async def start_frozen(
         return mesh, mesh.spawn(name, FrozenEngine)
 
     async def set_up(index: int, engine: FrozenEngine) -> None:
-        await pool.set_up(index, engine, on_gpu)
+        await pool.set_up(index, engine, cluster.devices.kind == "cuda")
 
+    await cluster.fork_server.imported(ENGINE_PRELOAD)
     pool = FrozenPool(plan, ActorFactory(cluster, spawn, set_up), first_device)
     await pool.start_all(settings.replicas)
     return pool

@@ -89,6 +89,7 @@ async def start_buffer(
         bound: what each group may hold.
         resumed: what it goes on from instead of a version.
     """
+    await cluster.fork_server.imported("torch")
     buffer: Buffer = cluster.spawn("buffer", 1, preload="torch").spawn(
         "buffer", Buffer, groups_per_step, settings, version, 0, resumed, bound
     )
@@ -103,6 +104,7 @@ async def set_up_buffer(cluster: Cluster, buffer: Buffer) -> None:
 
 async def start_trainer(cluster: Cluster, plan: TrainerPlan, buffer: Buffer, first_device: int) -> Trainer:
     """Spawn the trainer mesh in one torch.distributed world, with the model loaded and sharded."""
+    await cluster.fork_server.imported("trainer")
     mesh = cluster.spawn("trainer", plan.settings.ranks, first_device=first_device, preload="trainer")
     await init_torch_distributed_env(mesh)
     trainer: Trainer = mesh.spawn("trainer", Trainer, plan, buffer)
@@ -166,6 +168,7 @@ async def start_generators(
     async def join(index: int, generator: Generator) -> None:
         await answers(f"generator {index}", generator)
 
+    await cluster.fork_server.imported(ENGINE_PRELOAD)
     generators = kept or ActorPool("generator", "generator", factory=ActorFactory(cluster, spawn, set_up))
     await generators.start_all(settings.replicas, join=join if kept else None)
     return generators
@@ -207,6 +210,7 @@ async def start_rollout(
         name = f"rollout worker {index}"
         await within(SET_UP_DEADLINE_S, set_up, f"{name} to set up", on=name)
 
+    await cluster.fork_server.imported(SCORING_PRELOAD)
     workers = kept or ActorPool("rollout worker", "rollout")
     workers.factory = ActorFactory(cluster, spawn, set_up)
     await workers.start_all(settings.workers, join=set_up if kept else None)

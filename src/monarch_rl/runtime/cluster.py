@@ -33,6 +33,7 @@ from monarch_rl.runtime.meshes import members
 from monarch_rl.runtime.monarch_client import configure_monarch, shut_client_down
 from monarch_rl.runtime.monitor import ProcessMonitor
 from monarch_rl.runtime.network import free_port, host_address, nccl_environment
+from monarch_rl.runtime.preloading import ForkServer
 from monarch_rl.runtime.scratch import folder_of_process
 from monarch_rl.runtime.signals import Interrupts, interrupts
 from monarch_rl.runtime.torchrun import Controller, Follower, Node, Rank, without_torchrun
@@ -99,8 +100,8 @@ class Cluster:
     interrupts: Interrupts = field(default_factory=Interrupts)
     """What signals do to the launch."""
     _device_names: tuple[tuple[str, ...], ...] = ()
-    _preloads: frozenset[str] = frozenset()
-    """Names of the preloads of every host's fork server."""
+    fork_server: ForkServer = field(default_factory=ForkServer)
+    """That of this machine; those of the others import the same."""
     _meshes: list[_Mesh] = field(default_factory=list)
     """The meshes to stop at the end."""
     _ending: bool = False
@@ -133,7 +134,8 @@ class Cluster:
         On a CPU, processes run one OpenMP thread unless OMP_NUM_THREADS says otherwise; on GPUs all meshes have the
         same NCCL variables. ``env`` overrides all this.
 
-        ``preload`` names one of the launch's preloads: the processes have its modules from the start.
+        ``preload`` names one of the launch's preloads: the processes have its modules from the start, if those are
+        imported by now (``fork_server.imported``).
 
         Raises :class:`TooFewDevices` and ValueError. The mesh is stopped when the launch ends.
         """
@@ -164,7 +166,7 @@ class Cluster:
         from monarch.actor import default_bootstrap_cmd
 
         command = default_bootstrap_cmd()
-        if preload in self._preloads:
+        if preload in self.fork_server.preloads:
             command.args = ["-IS", fork_client.__file__, preload, actor_process.__name__]
         else:
             command.args = ["-m", actor_process.__name__]
@@ -286,7 +288,7 @@ def launch_cluster(preloads: Sequence[Preload] = (), grace_s: float = 0.0) -> It
         with interrupts() as interrupting:
             interrupting.grace_s = grace_s
             host = start_host(None)
-            with _attached(host, [Node(host.address, tuple(visible_devices()))], preloads, interrupting) as cluster:
+            with _attached(host, [Node(host.address, tuple(visible_devices()))], interrupting) as cluster:
                 yield cluster
         return
     rank = Rank.from_environment()
@@ -307,7 +309,7 @@ def launch_cluster(preloads: Sequence[Preload] = (), grace_s: float = 0.0) -> It
             from monarch.actor import enable_transport
 
             enable_transport(f"tcp://{ip}:0")
-        with _attached(host, nodes, preloads, interrupting) as cluster:
+        with _attached(host, nodes, interrupting) as cluster:
             yield cluster
         controller.report_success()
 
@@ -323,16 +325,14 @@ def _follow(follower: Follower, start_host: Callable[[str | None], HostProcess])
 
 
 @contextmanager
-def _attached(
-    host: HostProcess, nodes: Sequence[Node], preloads: Sequence[Preload], interrupting: Interrupts
-) -> Iterator[Cluster]:
+def _attached(host: HostProcess, nodes: Sequence[Node], interrupting: Interrupts) -> Iterator[Cluster]:
     """Yield the cluster of running hosts; ``host`` is the one that this process started. Raises HostLost if that is
     lost, whatever else fails because of it."""
     try:
         host.when_lost(interrupting.end)
         # Monarch's client makes a folder of sockets as it starts, needs it while this process lives, and leaves it.
         with folder_of_process().as_temporary_directory():
-            cluster = _attach(nodes, preloads, interrupting)
+            cluster = _attach(nodes, host.fork_server, interrupting)
         try:
             yield cluster
         except Exception:
@@ -352,7 +352,7 @@ def _attached(
         host.end(HOST_DEADLINE_S)
 
 
-def _attach(nodes: Sequence[Node], preloads: Sequence[Preload], interrupting: Interrupts) -> Cluster:
+def _attach(nodes: Sequence[Node], fork_server: ForkServer, interrupting: Interrupts) -> Cluster:
     import monarch.actor
 
     configure_monarch()
@@ -362,8 +362,7 @@ def _attach(nodes: Sequence[Node], preloads: Sequence[Preload], interrupting: In
     workers = [node.address for node in nodes]
     hosts = monarch.actor.attach_to_workers(ca="trust_all_connections", workers=workers, name="hosts")
     names = tuple(node.devices for node in nodes)
-    preloaded = frozenset(each.name for each in preloads)
-    cluster = Cluster(hosts, devices(), interrupts=interrupting, _device_names=names, _preloads=preloaded)
+    cluster = Cluster(hosts, devices(), interrupts=interrupting, _device_names=names, fork_server=fork_server)
     monarch.actor.unhandled_fault_hook = cluster._on_fault  # the default interrupts the main thread
     asyncio.run(within(START_DEADLINE_S, hosts.initialized, f"the hosts at {workers} to come up", on="Monarch"))
     # Exit handlers run from the last to the first: this one before Monarch's own, which then has nothing to do.

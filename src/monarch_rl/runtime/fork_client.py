@@ -27,7 +27,8 @@ ANSWER_S = 300.0
 """Seconds for a server to answer: before the first answer it imports, which takes ten CPU-seconds."""
 STAND_IN_ANSWER_S = 10.0
 """The same for a stand-in: Monarch gives a process 30 s from its start until it has introduced itself. After this time
-the stand-in starts its program without the server, which takes two CPU-seconds."""
+the stand-in starts its program without the server, which takes two CPU-seconds, and ten more if that imports SGLang. So
+whoever spawns it waits for the server's imports before (``preloading.ForkServer``)."""
 NUMBER = struct.Struct("q")
 """How a server reports the pid of a process and later its exit code."""
 REFUSED = 0
@@ -43,7 +44,12 @@ class NoForkServer(RuntimeError):
 def address(preload: str) -> str | None:
     """Where processes with ``preload`` are forked, in Linux's abstract namespace; None on a host without a server."""
     server = os.environ.get(ADDRESS_VARIABLE)
-    return f"\0{server}/{preload}" if server else None
+    return address_of(server, preload) if server else None
+
+
+def address_of(server: str, preload: str) -> str:
+    """Where the fork server of that name forks processes with ``preload``."""
+    return f"\0{server}/{preload}"
 
 
 def fork(

@@ -36,7 +36,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
-from monarch_rl.runtime.fork_client import FIXED_FDS, NUMBER, REFUSED, close_all, take_claim
+from monarch_rl.runtime.fork_client import FIXED_FDS, NUMBER, REFUSED, address_of, close_all, take_claim
 from monarch_rl.runtime.lazy_compile import compiled_on_first_call
 from monarch_rl.runtime.lifetime import die_with_parent, end_quickly, exit_code_of, set_owner
 from monarch_rl.runtime.titles import prepare_titles, show_title
@@ -91,7 +91,7 @@ def start_server(name: str, preloads: Sequence[Preload]) -> subprocess.Popen[byt
         listeners = []
         for preload in preloads:
             listener = ours.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-            listener.bind(f"\0{name}/{preload.name}")
+            listener.bind(address_of(name, preload.name))
             listener.listen(128)
             listeners.append(listener.fileno())
         return subprocess.Popen(

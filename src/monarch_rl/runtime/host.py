@@ -26,6 +26,7 @@ from monarch_rl.runtime.fork_client import ADDRESS_VARIABLE
 from monarch_rl.runtime.fork_server import Preload, preloads_from_text, preloads_to_text, start_server
 from monarch_rl.runtime.lifetime import adopt_orphans, end_quickly, exit_code_of, signal_name
 from monarch_rl.runtime.network import HOST_ADDRESS_VARIABLE, LOOPBACK, free_port, loopback_interface
+from monarch_rl.runtime.preloading import ForkServer
 from monarch_rl.runtime.starvation import HOST_PID_VARIABLE
 
 if TYPE_CHECKING:
@@ -55,8 +56,12 @@ class HostProcess:
         if ip is None and "GLOO_SOCKET_IFNAME" not in environment:
             # Else gloo listens at the address that the machine's name resolves to.
             variables["GLOO_SOCKET_IFNAME"] = loopback_interface()
+        self.fork_server = ForkServer()
+        """Its own, if it has one."""
         if preloads:
-            variables[ADDRESS_VARIABLE] = f"monarch_rl-fork-{uuid.uuid4().hex}"
+            names = frozenset(preload.name for preload in preloads)
+            self.fork_server = ForkServer(f"monarch_rl-fork-{uuid.uuid4().hex}", names)
+            variables[ADDRESS_VARIABLE] = self.fork_server.name
         self.scratch = scratch.ScratchFolder()
         """The temporary directory of its processes."""
         arguments = [self.address, preloads_to_text(preloads), str(self.scratch.path)]
