@@ -1,18 +1,37 @@
-"""A fork server for tests that start many processes: each has its imports behind it, as in a run."""
+"""Fork servers for tests that start many processes: each has its imports behind it, as in a run."""
 
 from __future__ import annotations
 
+import atexit
+import json
+import os
+import select
+import signal
 import subprocess
+import sys
+import tempfile
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
+from pathlib import Path
 
+import pytest
 import torch
 
+from monarch_rl.pipeline.start import PRELOADS
+from monarch_rl.rollout.scoring import PRELOAD as SCORING_PRELOAD
+from monarch_rl.runtime import fork_client
+from monarch_rl.runtime.fork_client import NoForkServer
 from monarch_rl.runtime.fork_server import Preload, start_server
 
 END_S = 60.0
 """Seconds for the server to end: at once if all that it has forked have ended."""
+TRANSFORMERS = Preload("transformers", ("transformers.models.auto.modeling_auto", "peft"), after="torch")
+OF_TESTS = [*(preload for preload in PRELOADS if preload.name != SCORING_PRELOAD), TRANSFORMERS]
+ROOT = Path(__file__).parents[1]
+LOADED = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+"""Variables that are read while modules are imported: a server and what it forks have the same."""
 
 
 @contextmanager
@@ -28,3 +47,77 @@ def forking(preloads: Sequence[Preload]) -> Iterator[tuple[str, subprocess.Popen
         assert server.stdin is not None
         server.stdin.close()
         server.wait(END_S)
+
+
+@cache
+def fork_server() -> str:
+    """The name of a fork server with :data:`OF_TESTS`, which ends with these tests."""
+    server = ExitStack()
+    atexit.register(server.close)
+    with environment(LOADED):
+        return server.enter_context(forking(OF_TESTS))[0]
+
+
+@contextmanager
+def environment(variables: Mapping[str, str], folder: Path | None = None) -> Iterator[None]:
+    """With these variables, and this working directory, during the block."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        if folder is not None:
+            patch.chdir(folder)
+        yield
+
+
+def run_forked(
+    preload: str,
+    program: Sequence[str | Path],
+    seconds: float,
+    variables: Mapping[str, str] | None = None,
+    folder: Path | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run ``python PROGRAM...``, which has its imports behind it if a fork server can help.
+
+    Args:
+        preload: of those that the program imports. What it starts may be forked, too.
+        program: a script and its arguments.
+        seconds: after which it is killed, and the test fails.
+        variables: of its environment, beside those that are there.
+        folder: its working directory.
+    """
+    command, given = [str(part) for part in program], LOADED | dict(variables or {})
+    with tempfile.TemporaryDirectory() as scratch:
+        files = [Path(scratch, name) for name in ("out", "err")]
+        for file in files:
+            file.touch()
+        try:
+            pid, status = fork_program(preload, command, files, given, folder)
+        except NoForkServer:
+            with environment(given, folder):
+                command = [sys.executable, *command]
+                return subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+        try:
+            ended, _, _ = select.select([status], [], [], seconds)
+            assert ended, f"{command} has not ended after {seconds:g} s: {[file.read_text() for file in files]}"
+            code = fork_client.exit_code(status)
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            os.close(status)
+        assert code is not None, "the fork server was lost"
+        return subprocess.CompletedProcess(command, code, *(file.read_text() for file in files))
+
+
+def fork_program(
+    preload: str,
+    command: Sequence[str],
+    files: Sequence[Path],
+    variables: Mapping[str, str],
+    folder: Path | None = None,
+) -> tuple[int, int]:
+    """Fork a process that runs ``command``, a script and its arguments, and writes to two ``files``. Returns what
+    ``fork_client.fork`` does, and raises NoForkServer as it does."""
+    asked = {"FORKED_PROGRAM": json.dumps(list(command)), "FORKED_OUT": str(files[0]), "FORKED_ERR": str(files[1])}
+    asked |= {fork_client.ADDRESS_VARIABLE: fork_server(), **variables}
+    with environment(asked, folder):
+        return fork_client.fork(preload, "tests.forked", Path(command[0]).name)

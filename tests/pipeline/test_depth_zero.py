@@ -14,6 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.forking import run_forked
+
 ROOT = Path(__file__).parents[2]
 TASK = {
     "name": "spell_backward",
@@ -65,7 +67,8 @@ def test_depth_zero_makes_the_updates_of_a_plain_synchronous_loop(tmp_path: Path
     model = tmp_path / "model"
     size = ["--hidden-size", "64", "--layers", "2", "--steps", "40", "--ranks", "1"]
     task = [part for name, value in TASK.items() for part in (f"--task.{name.replace('_', '-')}", str(value))]
-    run(tmp_path, ["tools/make_tiny_model.py", "--output", str(model), *size, *task])
+    made = run_forked("trainer", ["tools/make_tiny_model.py", "--output", model, *size, *task], PROGRAMS_S, folder=ROOT)
+    assert made.returncode == 0, made.stderr
     arguments = {
         "model": model,
         "output": tmp_path / "runs",
@@ -73,6 +76,7 @@ def test_depth_zero_makes_the_updates_of_a_plain_synchronous_loop(tmp_path: Path
         "groups-per-step": SETTINGS["groups_per_step"],
         "buffer.max-policy-lag": 0,
         "held-out": 4,
+        "generator.replicas": 1,
         "rollout.group-size": SETTINGS["group_size"],
         "rollout.max-new-tokens": SETTINGS["max_new_tokens"],
         "rollout.seed": SETTINGS["seed"],

@@ -1,6 +1,6 @@
 """Loads a run's model with transformers alone, generates, and compares: ``load_saved.py START SAVED``, prints JSON.
 
-A process of its own, so that nothing of the engine or the trainer can help.
+A process that has neither the engine's libraries nor the trainer's, so that nothing of them can help.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ def main() -> None:
         "largest_change": max(float((after[name] - before[name]).abs().max()) for name in before),
         "prompt": tokenizer.decode(inputs.input_ids[0]),
         "new_tokens": drawn.shape[1] - inputs.input_ids.shape[1],
-        "strangers": sorted({"sglang", "torchtitan", "monarch", "monarch_rl"} & sys.modules.keys()),
+        "strangers": sorted(
+            {"sglang", "torchtitan", "monarch", "monarch_rl.model", "monarch_rl.trainer"} & sys.modules.keys()
+        ),
     }
     print(json.dumps(report))
 

@@ -6,8 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +16,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from monarch_rl.buffer.settings import BufferSettings
+from tests.forking import run_forked
 from tests.runtime.launched import Launched
 from tools.make_tiny_model import Settings as TinyModel
 from tools.make_tiny_model import write_random_model
@@ -236,9 +235,7 @@ def check_rollouts(folder: Path, max_policy_lag: int) -> None:
 def check_model(saved: Path, start: Path) -> None:
     """The saved model loads with transformers alone, generates, and is another than the one at the start."""
     script = Path(__file__).with_name("load_saved.py")
-    done = subprocess.run(
-        [sys.executable, str(script), str(start), str(saved)], capture_output=True, text=True, timeout=RUN_S
-    )
+    done = run_forked("transformers", [script, start, saved], RUN_S)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["strangers"] == []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -22,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from monarch_rl.buffer.ledger import EQUAL_REWARDS, REJECTED
 from monarch_rl.buffer.settings import BufferSettings
+from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.pipeline.run import launch
 from monarch_rl.pipeline.settings import check
@@ -30,6 +30,7 @@ from monarch_rl.runtime.devices import devices
 from monarch_rl.runtime.network import free_port
 from monarch_rl.tasks.reasoning_gym import TaskSettings
 from monarch_rl.trainer.settings import TrainerSettings
+from tests.forking import run_forked
 from tests.recipe.running import (
     GONE_S,
     RECIPE,
@@ -66,6 +67,12 @@ def test_python(start: Start, model: Path, tmp_path: Path) -> None:
     check_replayed(tmp_path / "runs")
 
 
+LOADS = """
+import sys, transformers
+print(transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype="auto").dtype)
+"""
+
+
 def check_exported(runs: Path, exported: Path) -> None:
     """What tools/export.py writes of the last checkpoint is what the run has saved at its end, in several files with an
     index, and in bfloat16 for transformers."""
@@ -79,12 +86,9 @@ def check_exported(runs: Path, exported: Path) -> None:
     assert found.keys() == saved.keys() and all(found[name].equal(tensor) for name, tensor in saved.items())
     half = exported.with_name("half")
     program("export.py", folder / "checkpoints" / "latest", str(half), "--dtype=bfloat16")
-    loads = (
-        "import sys, transformers; m = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype='auto'); "
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", loads + "print(m.dtype)", str(half)], capture_output=True, text=True, timeout=RUN_S
-    )
+    loads = exported.with_name("loads.py")
+    loads.write_text(LOADS)
+    done = run_forked("transformers", [loads, half], RUN_S)
     assert done.stdout.strip() == "torch.bfloat16", done.stderr
     halves = load_file(half / "model.safetensors")
     assert all(halves[name].equal(tensor.bfloat16()) for name, tensor in saved.items())
@@ -127,8 +131,8 @@ def check_replayed(runs: Path) -> None:
 
 def program(name: str, folder: Path, *flags: str) -> str:
     """What a program of tools/ prints of a run."""
-    command = [sys.executable, f"tools/{name}", str(folder), *flags]
-    done = subprocess.run(command, cwd=RECIPE.parents[1], capture_output=True, text=True, timeout=RUN_S)
+    preload = ENGINE_PRELOAD if name == "evaluate.py" else "trainer"
+    done = run_forked(preload, [f"tools/{name}", folder, *flags], RUN_S, folder=RECIPE.parents[1])
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -553,9 +557,8 @@ def test_an_output_folder_that_cannot_be_made_is_refused(refusal: Callable[..., 
     assert str(tmp_path / "file" / "runs") in message and "cannot be made" in message and "choose another" in message
 
 
-def on_command_line(*command: str, columns: int = 200) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "COLUMNS": str(columns), "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+def on_command_line(*command: str | Path, columns: int = 200) -> subprocess.CompletedProcess[str]:
+    return run_forked("text", command, RUN_S, {"COLUMNS": str(columns)})
 
 
 @pytest.mark.parametrize(
@@ -570,7 +573,7 @@ def on_command_line(*command: str, columns: int = 200) -> subprocess.CompletedPr
     ],
 )
 def test_bad_settings_on_the_command_line(arguments: list[str], code: int, said: list[str]) -> None:
-    done = on_command_line(sys.executable, str(RECIPE), *arguments)
+    done = on_command_line(RECIPE, *arguments)
     assert done.returncode == code
     assert [part for part in said if part not in done.stderr] == [], done.stderr
     assert "Traceback" not in done.stderr and not done.stdout
@@ -582,7 +585,7 @@ def test_a_mistake_in_the_code_of_a_task_is_shown_with_its_traceback(tmp_path: P
     lines = [f"import sys; sys.path.insert(0, {str(RECIPE.parent)!r})", "import grpo", "def task(s):"]
     lines += ["    return int('no number')", "grpo.launch(grpo.train, grpo.Settings(), task)"]
     script.write_text("\n".join(lines))
-    done = on_command_line(sys.executable, str(script))
+    done = on_command_line(script)
     assert done.returncode == 1 and not done.stdout
     assert f'File "{script}", line 4, in task\n' in done.stderr
     assert done.stderr.endswith("\nValueError: invalid literal for int() with base 10: 'no number'\n")
@@ -591,7 +594,8 @@ def test_a_mistake_in_the_code_of_a_task_is_shown_with_its_traceback(tmp_path: P
 @pytest.mark.heavy
 def test_more_ranks_than_torchrun_started(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # GPUs would be counted instead
-    done = on_command_line(*TORCHRUN, "--nproc-per-node=2", *recipe(model, tmp_path / "runs"))
+    command = [*TORCHRUN, "--nproc-per-node=2", *recipe(model, tmp_path / "runs")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_S)
     assert done.returncode == 1
     said = "error: 4 ranks are asked for (2 trainer ranks + 2 generator replicas), but this launch offers 2"
     assert said in done.stderr and "Use torchrun --nproc-per-node=4 ..." in done.stderr
@@ -600,7 +604,7 @@ def test_more_ranks_than_torchrun_started(model: Path, tmp_path: Path, monkeypat
 
 
 def test_help_describes_every_setting(grpo: Any) -> None:
-    done = on_command_line(sys.executable, str(RECIPE), "--help", columns=80)
+    done = on_command_line(RECIPE, "--help", columns=80)
     assert done.returncode == 0
     lines = [line.strip("\u2502 ") for line in done.stdout.splitlines()]  # without the frame
     described = {

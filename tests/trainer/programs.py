@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import json
 import os
 import select
 import signal
@@ -12,8 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +21,8 @@ from safetensors.torch import load_file
 from monarch_rl.model.lora import LoraSettings
 from monarch_rl.runtime import fork_client
 from monarch_rl.runtime.fork_client import NoForkServer
-from monarch_rl.runtime.fork_server import Preload
 from monarch_rl.runtime.network import held_port
-from tests.forking import forking
+from tests.forking import LOADED, environment, fork_program
 from tests.trainer.moe_cases import layout
 
 ROOT = Path(__file__).parents[2]
@@ -40,36 +36,34 @@ def run_program(name: str, *arguments: str | Path, ranks: int = 0, limit_s: floa
 
     Most of such a program's time is imports, so it is forked from a process that has them behind it, where it can be.
     """
-    python_path = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
-    with _environment({"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path}), tempfile.TemporaryDirectory() as scratch:
+    command = [str(ROOT / "tests" / "trainer" / name), *map(str, arguments)]
+    with tempfile.TemporaryDirectory() as scratch:
         try:
-            _run_forked(name, list(map(str, arguments)), ranks, limit_s, Path(scratch))
+            _run_forked(command, ranks, limit_s, Path(scratch))
         except NoForkServer:
-            _run_anew(name, list(map(str, arguments)), ranks, limit_s)
+            _run_anew(command, ranks, limit_s)
 
 
-def _run_anew(name: str, arguments: Sequence[str], ranks: int, limit_s: float) -> None:
+def _run_anew(command: Sequence[str], ranks: int, limit_s: float) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else []
-    command = [sys.executable, *torchrun, f"tests/trainer/{name}", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=limit_s)
+    with environment(LOADED):
+        done = subprocess.run([sys.executable, *torchrun, *command], cwd=ROOT, capture_output=True, timeout=limit_s)
     assert done.returncode == 0, done.stderr.decode()[-4000:]
 
 
-def _run_forked(name: str, arguments: Sequence[str], ranks: int, limit_s: float, scratch: Path) -> None:
+def _run_forked(command: Sequence[str], ranks: int, limit_s: float, scratch: Path) -> None:
     preload = "trainer" if ranks else "transformers"
     logs = [scratch / f"{rank}.log" for rank in range(max(ranks, 1))]
-    program = json.dumps([str(ROOT / "tests" / "trainer" / name), *arguments])
-    variables = {"FORKED_PROGRAM": program, fork_client.ADDRESS_VARIABLE: _fork_server()}
     running: dict[int, int] = {}
     """pids, by the descriptor that tells how the process ended."""
     with held_port() as port:
+        variables = dict(LOADED)
         if ranks:
             variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
         try:
             for rank, log in enumerate(logs):
                 as_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks else {}
-                with _environment(variables | as_rank | {"FORKED_LOG": str(log)}):
-                    pid, status = fork_client.fork(preload, "tests.trainer.forked", f"{name} {rank}")
+                pid, status = fork_program(preload, command, [log, log], variables | as_rank)
                 running[status] = pid
             succeeded = _succeed(running, limit_s)
         finally:
@@ -93,27 +87,6 @@ def _succeed(running: dict[int, int], limit_s: float) -> bool:
             if code != 0:
                 return False
     return True
-
-
-@cache
-def _fork_server() -> str:
-    """The name of a fork server that ends with these tests."""
-    preloads = [
-        Preload("torch", ("torch", "torch.distributed.tensor")),
-        Preload("trainer", ("monarch_rl.trainer.policy",), after="torch", asks_for_accelerators=True),
-        Preload("transformers", ("transformers.models.auto.modeling_auto", "peft"), after="torch"),
-    ]
-    server = contextlib.ExitStack()
-    atexit.register(server.close)
-    return server.enter_context(forking(preloads))[0]
-
-
-@contextlib.contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in variables.items():
-            patch.setenv(name, value)
-        yield
 
 
 def saved(folder: Path) -> Weights:

@@ -1,6 +1,6 @@
-"""What the fork server runs for the trainer's tests: the program, and its arguments, of ``FORKED_PROGRAM``.
+"""What a fork server runs for tests: the program, and its arguments, of ``FORKED_PROGRAM``.
 
-Output goes to the file ``FORKED_LOG``.
+Its output goes to the files ``FORKED_OUT`` and ``FORKED_ERR``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from monarch_rl.runtime.lifetime import exit_code_of
 def forked(_: Sequence[int] = ()) -> int:
     """Run the program as ``python PROGRAM ARGUMENTS...`` would; its exit code."""
     sys.argv = json.loads(os.environ["FORKED_PROGRAM"])
-    log = os.open(os.environ["FORKED_LOG"], os.O_WRONLY | os.O_CREAT, 0o600)
-    for stream in (1, 2):
-        os.dup2(log, stream)
+    sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
+    for stream, name in ((1, "FORKED_OUT"), (2, "FORKED_ERR")):
+        file = os.open(os.environ[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(file, stream)
+        os.close(file)
     return exit_code_of(lambda: runpy.run_path(sys.argv[0], run_name="__main__"))
