@@ -37,7 +37,7 @@ from tests.generator.helpers import (
     weights_in,
 )
 
-PROMPTS = [[5, 6, 7, 8 + i] for i in range(6)]
+PROMPTS = [[5, 6, 7, 8 + i] for i in range(4)]
 LAST = f"model.layers.{LAYERS - 1}."
 KEYS_AND_VALUES = (f"{LAST}self_attn.k_proj.weight", f"{LAST}self_attn.v_proj.weight")
 """Their change makes a past that older weights have read another past; nothing but the last layer's depends on them."""
@@ -139,7 +139,7 @@ def test_a_commit_of_the_same_weights_changes_no_seeded_draw(
 ) -> None:
     """The sequence goes on where it was, with the noise that it would have had: none lost, none doubled."""
     weights = versions.first()
-    seeded = Sampling(max_new_tokens=400, seed=7)
+    seeded = Sampling(max_new_tokens=300, seed=7)
 
     async def play() -> tuple[Completion, Completion]:
         alone = await engine.generate(PROMPTS[0], seeded)
@@ -162,13 +162,13 @@ def test_a_commit_of_the_same_weights_changes_no_seeded_draw(
 def test_each_token_is_drawn_by_the_version_that_it_carries(
     engine: Engine, run: LoopThread, versions: Versions, staging: Staging, policy: str
 ) -> None:
-    """A failed commit, a good one in its place, and another, while six sequences run and three more come.
+    """A failed commit, a good one in its place, and another, while four sequences run and two more come.
 
     The parts that arrive while they run say the same.
     """
     first = engine.version + 1  # of the test's own: an earlier one may have left other weights
     weights = {first: versions.first()} | {first + i: versions.later(i) for i in (1, 2)}
-    sampling = Sampling(max_new_tokens=600)
+    sampling = Sampling(max_new_tokens=300)
 
     async def play() -> tuple[list[list[Completion]], list[Completion]]:
         staging.fill(first, weights[first])
@@ -181,7 +181,7 @@ def test_each_token_is_drawn_by_the_version_that_it_carries(
         spoilt ^= 1
         with pytest.raises(WeightMismatch, match=r"1 of \d+ tensors differ from the trainer's: .*down_proj"):
             await staging.commit(engine, first + 1, checksums_of(weights[first + 1]))
-        late = Drawing.start(engine, PROMPTS[:3], sampling)
+        late = Drawing.start(engine, PROMPTS[:2], sampling)
         tasks = early.tasks + late.tasks
         drawn = [task for task in tasks if task.done()]
         await asyncio.wait(set(tasks) - set(drawn), timeout=1.0)
@@ -194,7 +194,7 @@ def test_each_token_is_drawn_by_the_version_that_it_carries(
         return early.parts + late.parts, await early.completions() + await late.completions()
 
     arrived, played = run(play())
-    asked = [(prompt, completion) for prompt, completion in zip(PROMPTS + PROMPTS[:3], played, strict=True)]
+    asked = [(prompt, completion) for prompt, completion in zip(PROMPTS + PROMPTS[:2], played, strict=True)]
     for parts, completion in zip(arrived, played, strict=True):
         check_parts(parts, completion)
     seen: set[int] = set()
@@ -383,10 +383,10 @@ def test_a_drain_that_takes_too_long_says_how_many_still_run(
 
     async def play() -> tuple[list[Completion], int]:
         served = engine.version
-        drawing = Drawing.start(engine, PROMPTS, Sampling(max_new_tokens=800))
+        drawing = Drawing.start(engine, PROMPTS, Sampling(max_new_tokens=400))
         await drawing.goes_on()
         staging.fill(served + 1, weights)
-        with pytest.raises(StillRunning, match=f"version {served} is: 6 requests still run 0.1 s after"):
+        with pytest.raises(StillRunning, match=f"version {served} is: {len(PROMPTS)} requests still run 0.1 s after"):
             await staging.commit(engine, served + 1, checksums_of(weights))
         assert engine.version == served
         return [*await drawing.completions(), await engine.generate([4], Sampling(max_new_tokens=3))], served

@@ -24,6 +24,7 @@ from monarch_rl.checkpoint import folders
 from monarch_rl.checkpoint.folders import GROUPS, TRAINER, complete, newest_whole, read_manifest
 from monarch_rl.checkpoint.journal import LOST
 from monarch_rl.checkpoint.settings import CheckpointSettings
+from monarch_rl.checkpoint.staged import Staged
 from monarch_rl.pipeline.checkpoints import SAID_AGAIN_S, Checkpoints, Position
 from monarch_rl.pipeline.frozen_meter import FrozenMeter
 from monarch_rl.pipeline.observer import Observer
@@ -34,7 +35,6 @@ from monarch_rl.simulate.clock import run_virtual
 from monarch_rl.simulate.costs import Costs
 from monarch_rl.simulate.handles import LocalMesh
 from monarch_rl.simulate.run import Plan, SimulatedTrainer, run_settings, simulated_actors
-from monarch_rl.trainer.checkpoint import Staged
 from monarch_rl.trainer.supervised import SupervisedPlan
 
 PLAN = Plan(groups_per_step=4, group_size=2, trainer_devices=1, replicas=2, buffer=BufferSettings(1))

@@ -22,12 +22,12 @@ from monarch_rl.buffer.actor import Buffer
 from monarch_rl.checkpoint import folders
 from monarch_rl.checkpoint.folders import FileSum, Manifest, Measurement
 from monarch_rl.checkpoint.settings import CheckpointSettings
+from monarch_rl.checkpoint.staged import Staged
 from monarch_rl.pipeline.actor_pool import last_line
 from monarch_rl.pipeline.kept_checkpoints import KeptCheckpoints, tidy
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, disk_limit_s, now, within
 from monarch_rl.runtime.disk_work import on_disk
 from monarch_rl.trainer.actor import Trainer
-from monarch_rl.trainer.checkpoint import Staged
 
 logger = logging.getLogger("monarch_rl")
 

@@ -38,9 +38,9 @@ from monarch_rl.weights.transport import make_sender
 if TYPE_CHECKING:
     import torch
 
+    from monarch_rl.checkpoint.staged import Staged
     from monarch_rl.episode.shard import SupervisedShard
     from monarch_rl.trainer.advantages import BatchAdvantages
-    from monarch_rl.trainer.checkpoint import Staged
     from monarch_rl.trainer.functions import LoadedFunctions, TrainingFunctions
     from monarch_rl.trainer.policy import Policy
     from monarch_rl.trainer.publishing import SnapshotPlan

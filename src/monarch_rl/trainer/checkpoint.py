@@ -7,7 +7,6 @@ import os
 import time
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from monarch_rl.checkpoint.folders import TRAINER, FileSum, file_sum
+from monarch_rl.checkpoint.staged import Staged
 from monarch_rl.checkpoint.tensors import CannotWrite, StagedTensors, checkpoint_group, names, read, renewed_group
 from monarch_rl.runtime.deadlines import disk_limit_s
 from monarch_rl.trainer.shards import not_finite_part
@@ -34,16 +34,6 @@ _MODEL, _OPTIMIZER, _CRITIC, _CRITIC_OPTIMIZER = "model.", "optimizer.", "critic
 
 ROWS_TAKEN = "supervised rows"
 """Among what is remembered: how many were trained."""
-
-
-@dataclass(frozen=True, slots=True)
-class Staged:
-    """A copy that is ready to be written."""
-
-    version: int
-    optimizer_steps: int
-    seconds: float = 0.0
-    """That the copy took."""
 
 
 class TrainerCheckpoint:
