@@ -149,14 +149,12 @@ def _experts(config: Config) -> Shapes:
     return tensors
 
 
-def parameters(folder: Path) -> int:
-    """How many weights a model folder has, by its config."""
-    return sum(math.prod(shape) for shape in expected_tensors(read_config(folder)).values())
-
-
 def model_bytes(folder: Path) -> int:
     """Bytes of the weights of a model folder, by its config."""
-    return _BYTES_BY_DTYPE.get(saved_dtype(read_config(folder)), 4) * parameters(folder)
+    config = read_config(folder)
+    return _BYTES_BY_DTYPE.get(saved_dtype(config), 4) * sum(
+        math.prod(shape) for shape in expected_tensors(config).values()
+    )
 
 
 def read_header(path: Path) -> Shapes:

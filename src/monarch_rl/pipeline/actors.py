@@ -13,7 +13,8 @@ from monarch_rl.checkpoint.journal import FOLDER as JOURNAL
 from monarch_rl.generator.actor import Generator
 from monarch_rl.generator.replica_memory import cpu_memory
 from monarch_rl.model.folder import read_config
-from monarch_rl.model.tensors import model_bytes, parameters
+from monarch_rl.model.sizes import trained_model
+from monarch_rl.model.tensors import model_bytes
 from monarch_rl.pipeline.actor_pool import ActorPool
 from monarch_rl.pipeline.frozen import FrozenPlan, FrozenPool, start_all_frozen
 from monarch_rl.pipeline.resume import Resumed
@@ -34,6 +35,8 @@ from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.tasks.task import Task
 from monarch_rl.trainer.actor import Trainer, TrainerPlan
 from monarch_rl.trainer.functions import TrainingFunctions
+from monarch_rl.trainer.memory import checkpoint_bytes
+from monarch_rl.trainer.settings import TrainerSettings
 
 logger = logging.getLogger("monarch_rl")
 
@@ -52,7 +55,7 @@ class Actors:
     model_bytes: int = 0
     """Of the weights that are trained, in their folder; 0 where there are none."""
     checkpoint_bytes: int = 0
-    """Of the trainer's part of a checkpoint, at most."""
+    """Of the trainer's part of a checkpoint."""
     frozen: tuple[FrozenPool, ...] = ()
     """The engines of each frozen model."""
     handed: Handed | None = None
@@ -117,13 +120,13 @@ async def start_actors(
 
 
 def _sizes(model: Path, s: RunSettings) -> tuple[int, int]:
-    return model_bytes(model), checkpoint_bytes(model, s)
+    return model_bytes(model), whole_checkpoint_bytes(model, s.trainer)
 
 
-def checkpoint_bytes(model: Path, s: RunSettings) -> int:
-    """Of what trainer ranks write, at most: weights in float32 and AdamW's two moments, of the policy and of a critic.
-    With LoRA it is less."""
-    return 3 * 4 * parameters(model) * (2 if s.trainer.critic.lr else 1)
+def whole_checkpoint_bytes(model: Path, settings: TrainerSettings) -> int:
+    """Of what all trainer ranks write."""
+    trained = trained_model(read_config(model), settings.lora)
+    return settings.ranks * checkpoint_bytes(trained, settings)
 
 
 async def _workers_to_keep(kept: Actors, handed: Handed) -> ActorPool[RolloutWorker] | None:
