@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -18,11 +20,15 @@ from monarch_rl.checkpoint.folders import GROUPS, Manifest, Measurement
 from monarch_rl.checkpoint.journal import JournalSettings, write_plan
 from monarch_rl.model.lora import LoraSettings
 from monarch_rl.pipeline import resume
+from monarch_rl.pipeline.actors import Actors
 from monarch_rl.pipeline.checkpoints import versions_of_packages
+from monarch_rl.pipeline.made_again import Shown, make_again
+from monarch_rl.pipeline.resume import Resumed
 from monarch_rl.pipeline.run_folder import note_state, recipe_name
 from monarch_rl.pipeline.settings import RunSettings
 from monarch_rl.runtime import folder_lock, supervisor
 from monarch_rl.trainer.critic_settings import CriticSettings
+from monarch_rl.trainer.known_steps import KnownBatch
 from monarch_rl.trainer.settings import TrainerSettings
 
 
@@ -135,13 +141,24 @@ def test_the_folder_is_cut_back_to_the_checkpoint_and_the_resume_recorded(tmp_pa
 def test_steps_of_a_journal_behind_which_the_run_went_back_do_not_count(tmp_path: Path) -> None:
     settings = RunSettings(output=tmp_path)
     run = finished_step(settings)
-    since = []
+    since, asked = list[int](), list[tuple[int, int]]()
+
+    async def journaled(*arguments: int) -> dict[int, list[KnownBatch]]:
+        asked.append(arguments)  # type: ignore[arg-type]
+        return {0: []}
+
+    async def again(resumed: Resumed) -> list[str]:
+        trainer = SimpleNamespace(journaled=SimpleNamespace(call=journaled))
+        going = make_again(cast(Actors, SimpleNamespace(trainer=trainer)), resumed, 1, 9, 60, cast(Shown, None))
+        return [said async for said in going]
+
     for mib in (64, 0, 64, 64):
         resumed = resume.going_on(replace(settings, resume=str(run)))
         assert resumed is not None
         since.append(resumed.journal_since)
+        assert asyncio.run(again(resumed)) == []
         resume.take_folder(replace(settings, journal=JournalSettings(mib)), resumed)
-    assert since == [0, 0, 2, 2]
+    assert since == [0, 0, 2, 2] and asked == [(0, number) for number in since]
 
 
 @pytest.mark.parametrize("left", ["line", "checkpoint", "plan"])

@@ -138,6 +138,19 @@ def test_what_was_made_before_the_run_went_back_is_not_compared(tmp_path: Path) 
     assert EarlierSteps(folder, PLAN, RANK, 2, 1)._is_equal(1, 1) is None
 
 
+def test_batches_of_before_the_run_went_on_without_its_journal_do_not_count(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The checkpoint's own weights are compared all the same."""
+    folder = journal(tmp_path / "equal", (PLAN, [0, 1, 2, 3]))
+    assert versions(folder, 2, 0) == [2, 3]
+    with caplog.at_level(logging.WARNING):
+        assert EarlierSteps(folder, PLAN, RANK, 2, 0, since=1).known == [] and not caplog.text
+        other = journal(tmp_path / "other", (PLAN, [0, 1, 2]), made=WEIGHTS + 1)
+        assert EarlierSteps(other, PLAN, RANK, 2, 0, since=1).known == []
+    assert "of other weights than the checkpoint" in caplog.text
+
+
 def test_ranks_make_again_what_all_of_them_have() -> None:
     first, second, other = KnownBatch(4, 0, 11), KnownBatch(5, 0, 12), KnownBatch(5, 1, 13)
     assert common([[first, second], [first, second]]) == 2

@@ -34,7 +34,7 @@ async def make_again(
     Raises what an update raises.
     """
     first, equal = resumed.version, list[bool | None]()
-    looking = actors.trainer.journaled.call(max(resumed.manifest.generation, resumed.journal_since))
+    looking = actors.trainer.journaled.call(resumed.manifest.generation, resumed.journal_since)
     what = "trainer ranks to read their journals"
     found = await within(disk_limit_s(journal_bytes) + CALL_DEADLINE_S, looking, what, on="the disk")
     last = min(first + common(list(found.values())), most)

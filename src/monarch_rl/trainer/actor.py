@@ -415,19 +415,21 @@ class Trainer(ResilientActor):
         await self._on(self._compute, self._note, version)
 
     @concurrent_endpoint
-    async def journaled(self, generation: int) -> list[KnownBatch]:
+    async def journaled(self, generation: int, since: int) -> list[KnownBatch]:
         """Look into the journal after :meth:`restore`; the batches that this rank can train again from there, one after
         the other from the restored version on.
 
         Args:
             generation: of the run that made the checkpoint.
+            since: what earlier generations have left does not count.
         """
         from monarch_rl.trainer.step_journal import EarlierSteps
 
         plan = self._plan
         if plan.journal is None:
             return []
-        look = partial(EarlierSteps, plan.journal, plan, self.policy, self.policy.checkpoint.version, generation)
+        version = self.policy.checkpoint.version
+        look = partial(EarlierSteps, plan.journal, plan, self.policy, version, generation, since)
         try:
             self._earlier = await self._on(self._compute, look)
         except Exception as error:  # a journal is an aid, and is not to prevent a resume

@@ -80,11 +80,12 @@ class EarlierSteps:
         plan: of the trainer now (:class:`TrainerPlan`).
         version: that the checkpoint holds.
         generation: of the run that made the checkpoint.
+        since: batches of earlier generations do not count: a later one went on without the journal.
 
     Raises ValueError if the journal has another format, and OSError.
     """
 
-    def __init__(self, folder: Path, plan: Any, policy: Policy, version: int, generation: int) -> None:
+    def __init__(self, folder: Path, plan: Any, policy: Policy, version: int, generation: int, since: int = 0) -> None:
         self._policy = policy
         self._own, self._batches = journal_of(folder, policy.rank, policy.settings.tp, since=version - 1)
         self.known: list[KnownBatch] = []
@@ -93,7 +94,7 @@ class EarlierSteps:
             logger.warning("the journal is of other weights than the checkpoint: no step is made again from it")
             return
         alike, there = trained_as(plan), set(self._batches.versions)
-        while version in there and self._may_be_made(version, generation, plan.generation, alike):
+        while version in there and self._may_be_made(version, max(generation, since), plan.generation, alike):
             shard = self.batch(version)
             rows = [] if shard.supervised is None else shard.supervised.minibatches
             content = shard.group_ids, shard.trainable_tokens, shard.num_episodes, [row.episodes for row in rows]
@@ -101,11 +102,12 @@ class EarlierSteps:
             self.known.append(KnownBatch(version, taken_by, zlib.crc32(repr(content).encode())))
             version += 1
 
-    def _may_be_made(self, version: int, checkpoint: int, generation: int, alike: str) -> bool:
-        """Whether the batch follows a checkpoint of generation ``checkpoint`` and was cut for ranks that train as these
-        do. One of which nobody knows that its step ended may be what ended the run: it is tried once."""
+    def _may_be_made(self, version: int, since: int, generation: int, alike: str) -> bool:
+        """Whether the batch is of generation ``since`` or a later one before this, ``generation``, and was cut for ranks
+        that train as these do. One of which nobody knows that its step ended may be what ended the run: it is tried
+        once."""
         about = self._batches.about_batch(version)
-        if not checkpoint <= about["generation"] < generation:
+        if not since <= about["generation"] < generation:
             return False
         if about.get("trained_as") != alike:
             logger.warning("step %d is not made again from the journal: it was trained in another way", version + 1)
