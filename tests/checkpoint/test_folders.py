@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -21,12 +22,13 @@ MANIFEST = Manifest(0, 0, 0, 1.5, {"metrics.jsonl": 7})
 ACCURACY = "held_out/accuracy"
 
 
-def made(root: Path, version: int, accuracy: float | None = None, metric: str = ACCURACY) -> Path:
+def made(root: Path, version: int, accuracy: float | None = None, metric: str = ACCURACY, generation: int = 0) -> Path:
     partial = folders.begin(root, version)
     (partial / TRAINER / "shard").write_bytes(os.urandom(1000))
     files = [folders.file_sum(partial, partial / TRAINER / "shard")]
     measured = None if accuracy is None else Measurement(metric, accuracy, version)
-    return folders.commit(root, replace(MANIFEST, version=version, measured=measured, files=files))
+    about = replace(MANIFEST, version=version, generation=generation, measured=measured, files=files)
+    return folders.commit(root, about)
 
 
 def test_a_checkpoint_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -175,26 +177,28 @@ def test_a_run_that_went_back_behind_a_broken_checkpoint_keeps_those_that_it_mak
 
 
 def test_one_that_gets_its_name_while_others_are_removed_stays(tmp_path: Path) -> None:
-    for version in (1, 2, 3):
+    """Unless the run went back behind it since."""
+    for version in (1, 2, 4):
         made(tmp_path, version)
     folders.keep(tmp_path, 2, 1)
-    assert list(complete(tmp_path)) == [2, 3]
+    assert list(complete(tmp_path)) == [2, 4]
+    made(tmp_path, 3, generation=1)
+    folders.keep(tmp_path, 3, 1)
+    assert list(complete(tmp_path)) == [3]
 
 
 def test_what_was_given_up_is_not_named_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As by a thread that a stalled disk has held in the middle."""
-    flush = folders.flush
+    """As by a thread that a stalled disk has held in the middle, and that goes on before all files are removed."""
 
     def stalled(folder: Path) -> None:
         if folder.name == ".step-000003.partial":
+            monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
             folders.discard(tmp_path, 3)
-        else:
-            flush(folder)
 
     monkeypatch.setattr(folders, "flush", stalled)
     with pytest.raises(FileNotFoundError):
         made(tmp_path, 3)
-    assert not list(tmp_path.iterdir())
+    assert not complete(tmp_path)
 
 
 def test_what_cannot_be_removed_of_another_checkpoint_costs_none(

@@ -16,6 +16,7 @@ import logging
 import os
 import re
 import shutil
+import time
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -124,9 +125,8 @@ def begin(root: Path, version: int) -> Path:
 
 def discard(root: Path, version: int) -> None:
     """Remove what was written of a checkpoint that will not be complete. Renamed first: a thread that a stalled disk
-    holds in :func:`commit` then has nothing to name. Raises OSError."""
-    gone = root / f".{folder_of(root, version).name}.gone.partial"
-    shutil.rmtree(gone, ignore_errors=True)
+    holds in :func:`commit` then has nothing to name, until the same version is begun again. Raises OSError."""
+    gone = root / f".{folder_of(root, version).name}.gone-{time.time_ns()}.partial"
     with suppress(FileNotFoundError):
         partial_of(root, version).rename(gone)
     shutil.rmtree(gone, ignore_errors=True)
@@ -280,7 +280,8 @@ def closer(known: Measurement | None, found: Measurement) -> Measurement:
 def keep(root: Path, made: int, newest: int, best_by: str = "") -> None:
     """Let ``latest`` name the checkpoint of version ``made``, which is whole, and remove earlier ones. Raises OSError.
 
-    All go but the ``newest``, and the best one. Later ones stay: one may just have got its name.
+    All go but the ``newest``, and the best one. Later ones stay, since one may just have got its name, but for those of
+    an earlier resume: the run went back behind them.
 
     Args:
         best_by: the metric by which the best one stays, which ``best`` then names; empty keeps none.
@@ -298,6 +299,11 @@ def keep(root: Path, made: int, newest: int, best_by: str = "") -> None:
     for version in known.keys() - kept:
         with suppress(OSError):
             _remove(root, version)
+    generation = read_manifest(folders[made]).generation
+    for version in folders.keys() - known.keys():
+        with suppress(OSError, BrokenCheckpoint):
+            if read_manifest(folders[version]).generation < generation:
+                _remove(root, version)
 
 
 def go_back(root: Path, version: int) -> None:
