@@ -97,6 +97,13 @@ def cluster() -> Iterator[Cluster]:
         yield launched
 
 
+@pytest.fixture(autouse=True)
+def _watch_those_of_the_test_alone(request: pytest.FixtureRequest) -> None:
+    """Not one whose mesh an earlier test broke, which Monarch may no longer ask."""
+    if "cluster" in request.fixturenames:
+        request.getfixturevalue("cluster").monitors = []
+
+
 async def players(cluster: Cluster, kind: str) -> tuple[list[Player], list[int]]:
     """Two processes with a player each; handles and pids."""
     mesh = cluster.spawn(kind.split()[0], 2)
