@@ -199,7 +199,7 @@ def test_each_token_is_drawn_by_the_version_that_it_carries(
         check_parts(parts, completion)
     seen: set[int] = set()
     for _, completion in asked:
-        assert len(completion.token_ids) == 600
+        assert len(completion.token_ids) == sampling.max_new_tokens
         assert (np.diff(completion.policy_versions) >= 0).all()
         assert policy != "drain" or len(set(completion.policy_versions.tolist())) == 1
         seen |= set(completion.policy_versions.tolist())
