@@ -12,7 +12,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -20,7 +20,6 @@ import pytest
 import torch
 
 from monarch_rl.pipeline.start import PRELOADS
-from monarch_rl.rollout.scoring import PRELOAD as SCORING_PRELOAD
 from monarch_rl.runtime import fork_client
 from monarch_rl.runtime.fork_client import NoForkServer
 from monarch_rl.runtime.fork_server import Preload, start_server
@@ -28,9 +27,9 @@ from monarch_rl.runtime.fork_server import Preload, start_server
 END_S = 60.0
 """Seconds for the server to end: at once if all that it has forked have ended."""
 TRANSFORMERS = Preload("transformers", ("transformers.models.auto.modeling_auto", "peft"), after="torch")
-OF_TESTS = [*(preload for preload in PRELOADS if preload.name != SCORING_PRELOAD), TRANSFORMERS]
+OF_TESTS = [*PRELOADS, TRANSFORMERS]
 ROOT = Path(__file__).parents[1]
-LOADED = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+AS_LOADED = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
 """Variables that are read while modules are imported: a server and what it forks have the same."""
 
 
@@ -50,12 +49,15 @@ def forking(preloads: Sequence[Preload]) -> Iterator[tuple[str, subprocess.Popen
 
 
 @cache
-def fork_server() -> str:
-    """The name of a fork server with :data:`OF_TESTS`, which ends with these tests."""
+def fork_server(preload: str) -> str:
+    """The name of a fork server with this preload and those it builds upon, which ends with these tests."""
+    chain, by_name = [preload], {each.name: each for each in OF_TESTS}
+    while after := by_name[chain[0]].after:
+        chain.insert(0, after)
     server = ExitStack()
     atexit.register(server.close)
-    with environment(LOADED):
-        return server.enter_context(forking(OF_TESTS))[0]
+    with environment(AS_LOADED):
+        return server.enter_context(forking([by_name[name] for name in chain]))[0]
 
 
 @contextmanager
@@ -79,13 +81,13 @@ def run_forked(
     """Run ``python PROGRAM...``, which has its imports behind it if a fork server can help.
 
     Args:
-        preload: of those that the program imports. What it starts may be forked, too.
+        preload: what the program has imported. What it starts may be forked, too, with this or what it builds upon.
         program: a script and its arguments.
         seconds: after which it is killed, and the test fails.
         variables: of its environment, beside those that are there.
         folder: its working directory.
     """
-    command, given = [str(part) for part in program], LOADED | dict(variables or {})
+    command, given = [str(part) for part in program], AS_LOADED | dict(variables or {})
     with tempfile.TemporaryDirectory() as scratch:
         files = [Path(scratch, name) for name in ("out", "err")]
         for file in files:
@@ -98,11 +100,11 @@ def run_forked(
                 return subprocess.run(command, capture_output=True, text=True, timeout=seconds)
         try:
             ended, _, _ = select.select([status], [], [], seconds)
+            if not ended:  # else its number may be another's by now
+                os.kill(pid, signal.SIGKILL)
             assert ended, f"{command} has not ended after {seconds:g} s: {[file.read_text() for file in files]}"
             code = fork_client.exit_code(status)
         finally:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
             os.close(status)
         assert code is not None, "the fork server was lost"
         return subprocess.CompletedProcess(command, code, *(file.read_text() for file in files))
@@ -118,6 +120,6 @@ def fork_program(
     """Fork a process that runs ``command``, a script and its arguments, and writes to two ``files``. Returns what
     ``fork_client.fork`` does, and raises NoForkServer as it does."""
     asked = {"FORKED_PROGRAM": json.dumps(list(command)), "FORKED_OUT": str(files[0]), "FORKED_ERR": str(files[1])}
-    asked |= {fork_client.ADDRESS_VARIABLE: fork_server(), **variables}
+    asked |= {fork_client.ADDRESS_VARIABLE: fork_server(preload), **variables}
     with environment(asked, folder):
         return fork_client.fork(preload, "tests.forked", Path(command[0]).name)

@@ -62,7 +62,8 @@ def by_command_line(settings: RunSettings, flag: str, words: list[str]) -> RunSe
 def refusal(settings: RunSettings, flag: str, value: Any, hint: Any, wrong: str) -> str | None:
     """What is said to a wrong value; None if it is accepted. Any other exception than ValueError is the test's.
 
-    By the command line where that reads otherwise than Python, and as Python else: reading takes 30 ms a flag.
+    One of the values that the command line reads otherwise than Python is given there, as reading takes 30 ms; the
+    others as in Python.
     """
     count = max(1, len(value)) if isinstance(value, tuple) else 1
     try:
@@ -106,12 +107,10 @@ def first(models: dict[str, Path], defaults: Callable[[str, Path], RunSettings])
     return {flag: value for flag, value, _ in flags(defaults(RECIPES[0], models[""]))}
 
 
-def tries(settings: RunSettings, flag: str, wrong: str, first: Mapping[str, Any]) -> bool:
+def tries(recipe: str, flag: str, value: Any, wrong: str, first: Mapping[str, Any]) -> bool:
     """Whether a recipe's flag is tried with this value: with all of them if it is the first recipe, or the flag is not
     as there; else with one, and with the next one in the next recipe."""
-    recipe = name_of(settings)
-    own = next(value for name, value, _ in flags(settings) if name == flag)
-    if recipe == RECIPES[0] or flag not in first or own != first[flag]:
+    if recipe == RECIPES[0] or flag not in first or value != first[flag]:
         return True
     return WRONG.index(wrong) == (list(first).index(flag) + RECIPES.index(recipe)) % len(WRONG)
 
@@ -131,7 +130,8 @@ def test_a_wrong_value_is_refused_by_the_flags_name(
     """Flags that all recipes have alike are tried with each value in one of them, and with one in each other."""
     monkeypatch.setenv("COLUMNS", "300")
     monkeypatch.chdir(tmp_path)  # `output` may be any word
-    chosen = [entry for entry in flags(settings) if tries(settings, entry[0], wrong, first)]
+    recipe = name_of(settings)
+    chosen = [(flag, value, hint) for flag, value, hint in flags(settings) if tries(recipe, flag, value, wrong, first)]
     refused = {
         flag: refusal(settings, flag, value, hint, wrong)
         for flag, value, hint in chosen

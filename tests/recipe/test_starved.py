@@ -135,6 +135,15 @@ def test_on_one_machine_everything_listens_on_loopback(run: Launched) -> None:
     assert not open_to_all
 
 
+def test_processes_are_forked_with_their_imports_behind_them(run: Launched) -> None:
+    """Or each start would take ten CPU-seconds more; also where the imports take longer than a process may wait."""
+    stages = {"buffer-0": "torch", "trainer-0": "trainer", "generator0-0": "engine", "rollout0-0": "rollout"}
+    stages["sglang::scheduler"] = "engine"
+    parents = {name: process_named(run, name).parent() for name in stages}
+    titles = {name: " ".join(parent.cmdline()) if parent else "" for name, parent in parents.items()}
+    assert {name: title.rpartition("fork server, ")[2].strip() for name, title in titles.items()} == stages
+
+
 def test_no_process_has_a_named_file_of_sglang_in_shared_memory(run: Launched) -> None:
     """It would be left behind by a kill, and every engine ends by one."""
     mapped: dict[int, str] = {}

@@ -263,6 +263,7 @@ def test_the_controller_waits_for_imports(server: Server, tmp_path: Path) -> Non
     async def test() -> None:
         for preload in ("small", "broken", "no preload"):
             await within(DEADLINE_S, of_launch.imported(preload), preload, on="the server")
+        await within(DEADLINE_S, ForkServer("ended", names).imported("small"), "nothing", on="the server")
         waiting = asyncio.ensure_future(of_launch.imported("slow"))
         await asyncio.sleep(0.2)
         assert not waiting.done()

@@ -22,7 +22,7 @@ from monarch_rl.model.lora import LoraSettings
 from monarch_rl.runtime import fork_client
 from monarch_rl.runtime.fork_client import NoForkServer
 from monarch_rl.runtime.network import held_port
-from tests.forking import LOADED, environment, fork_program
+from tests.forking import AS_LOADED, environment, fork_program
 from tests.trainer.moe_cases import layout
 
 ROOT = Path(__file__).parents[2]
@@ -46,7 +46,7 @@ def run_program(name: str, *arguments: str | Path, ranks: int = 0, limit_s: floa
 
 def _run_anew(command: Sequence[str], ranks: int, limit_s: float) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else []
-    with environment(LOADED):
+    with environment(AS_LOADED):
         done = subprocess.run([sys.executable, *torchrun, *command], cwd=ROOT, capture_output=True, timeout=limit_s)
     assert done.returncode == 0, done.stderr.decode()[-4000:]
 
@@ -57,7 +57,7 @@ def _run_forked(command: Sequence[str], ranks: int, limit_s: float, scratch: Pat
     running: dict[int, int] = {}
     """pids, by the descriptor that tells how the process ended."""
     with held_port() as port:
-        variables = dict(LOADED)
+        variables = dict(AS_LOADED)
         if ranks:
             variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
         try:

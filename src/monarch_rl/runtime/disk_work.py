@@ -1,4 +1,4 @@
-"""Work on files for an event loop: on a thread, with a deadline, and named as the disk in what the watch reports.
+"""Work on files: on a thread, with a deadline; for an event loop also named as the disk in what the watch reports.
 
 ``asyncio.to_thread`` will not do: a thread that a stalled disk holds keeps its event loop and its process from ending.
 """

@@ -28,7 +28,7 @@ ANSWER_S = 300.0
 STAND_IN_ANSWER_S = 10.0
 """The same for a stand-in: Monarch gives a process 30 s from its start until it has introduced itself. After this time
 the stand-in starts its program without the server, which takes two CPU-seconds, and ten more if that imports SGLang. So
-whoever spawns it waits for the server's imports before (``preloading.ForkServer``)."""
+the controller waits for the imports on its own machine before it spawns a run's meshes (``preloading.ForkServer``)."""
 NUMBER = struct.Struct("q")
 """How a server reports the pid of a process and later its exit code."""
 REFUSED = 0

@@ -7,7 +7,7 @@ import logging
 import socket
 from dataclasses import dataclass
 
-from monarch_rl.runtime.deadlines import within
+from monarch_rl.runtime.deadlines import DeadlineExceeded, within
 from monarch_rl.runtime.fork_client import ANSWER_S, address_of
 
 logger = logging.getLogger("monarch_rl")
@@ -23,10 +23,11 @@ class ForkServer:
     """Names of what it imports; empty where there is no server."""
 
     async def imported(self, preload: str) -> None:
-        """Wait until it has the modules of ``preload``, if that is one of its own.
+        """Wait until it has the modules of ``preload``, if that is one of its own; for ``ANSWER_S`` at most.
 
         A process that is spawned before may be started without the server, and imports them itself: Monarch does not
-        wait for it as long as imports can take on a crowded machine. The other machines import at the same time.
+        wait for it as long as imports can take on a crowded machine. Only the controller's machine is asked; the others
+        import at the same time.
         """
         if preload not in self.preloads:
             return
@@ -37,5 +38,5 @@ class ForkServer:
                 connection.send(b"imported?")  # no request, so it is answered by the connection's end
                 answer = asyncio.get_running_loop().sock_recv(connection, 1)
                 await within(ANSWER_S, answer, f"the fork server to import {preload}", on="the fork server")
-            except OSError as error:
+            except (DeadlineExceeded, OSError) as error:  # then a process is started without it
                 logger.warning("processes import %s themselves: %s", preload, error)
