@@ -103,9 +103,9 @@ class EarlierSteps:
             version += 1
 
     def _may_be_made(self, version: int, since: int, generation: int, alike: str) -> bool:
-        """Whether the batch is of generation ``since`` or a later one before this, ``generation``, and was cut for ranks
-        that train as these do. One of which nobody knows that its step ended may be what ended the run: it is tried
-        once."""
+        """Whether the batch is of generation ``since`` or a later one before this, ``generation``, and was cut for
+        ranks that train as these do. One of which nobody knows that its step ended may be what ended the run: it is
+        tried once."""
         about = self._batches.about_batch(version)
         if not since <= about["generation"] < generation:
             return False
