@@ -49,6 +49,7 @@ from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.runtime.deadlines import DeadlineExceeded
 from monarch_rl.runtime.devices import Devices, TooFewDevices
 from monarch_rl.runtime.lasting_calls import LASTING
+from monarch_rl.runtime.preloading import ForkServer
 from tests.model.chat_helpers import write_model
 from tests.recipe.running import random_model
 from tools.make_tiny_model import Settings as TinyModel
@@ -185,7 +186,8 @@ def test_engines_that_are_not_asked_for_again_are_ended_before_others_take_their
         did.append(f"{name} on {first_device}")
         return SimpleNamespace(name=name, spawn=lambda *_: engine)
 
-    cluster: Any = SimpleNamespace(kill=kill, locate=nothing, spawn=spawn, devices=CPU, num_hosts=1)
+    hosts = {"devices": CPU, "num_hosts": 1, "fork_server": ForkServer()}
+    cluster: Any = SimpleNamespace(kill=kill, locate=nothing, spawn=spawn, **hosts)
     judge, teacher, other = (plan(folder, name, max_total_tokens=4096) for name in ("judge", "teacher", "other"))
 
     async def start() -> None:

@@ -8,12 +8,14 @@ from typing import Any, cast
 import pytest
 
 from monarch_rl.generator.gpu import ON_SHARED_DEVICES
+from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.pipeline import start
 from monarch_rl.pipeline.actor_pool import ActorPool
 from monarch_rl.pipeline.start import replica_updates, start_generators
 from monarch_rl.runtime.deadlines import DeadlineExceeded
 from monarch_rl.runtime.devices import Devices
+from monarch_rl.runtime.preloading import ForkServer
 from tests.recipe.running import random_model
 
 
@@ -83,7 +85,7 @@ def test_replicas_that_have_no_memory_together_are_refused_before_any_is_spawned
 
     def started(free_bytes: int, devices: Devices) -> str:
         free.append(free_bytes)
-        cluster = SimpleNamespace(devices=devices, num_hosts=devices.num_hosts, spawn=spawn)
+        cluster = SimpleNamespace(devices=devices, num_hosts=devices.num_hosts, spawn=spawn, fork_server=ForkServer())
         with pytest.raises((RuntimeError, InterruptedError)) as ended:
             asyncio.run(start_generators(cast(Any, cluster), model, settings, first_device=1))
         return str(ended.value)
@@ -96,14 +98,20 @@ def test_replicas_that_have_no_memory_together_are_refused_before_any_is_spawned
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_engines_that_share_devices_do_not_ask_whether_as_much_is_free_on_each(shared: bool, tmp_path: Path) -> None:
-    """SGLang would refuse to start several ranks, if a trainer rank has taken more on the device of one."""
-    spawned: list[Any] = []
+    """SGLang would refuse to start several ranks, if a trainer rank has taken more on the device of one. They are
+    spawned when what they need is imported."""
+    spawned, imported = list[Any](), list[str]()
+
+    class Importing(ForkServer):
+        async def imported(self, preload: str) -> None:
+            imported.append(preload)
 
     def spawn(*_: Any, env: Any, **__: Any) -> None:
+        assert imported == [ENGINE_PRELOAD]
         spawned.append(env)
         raise InterruptedError("spawned")
 
-    cluster = SimpleNamespace(devices=Devices("cuda", 1, 4), num_hosts=1, spawn=spawn)
+    cluster = SimpleNamespace(devices=Devices("cuda", 1, 4), num_hosts=1, spawn=spawn, fork_server=Importing())
     settings = GeneratorSettings(replicas=1, tp=2)
     with pytest.raises(InterruptedError, match="spawned"):
         asyncio.run(start_generators(cast(Any, cluster), tmp_path, settings, first_device=0, shared=shared))
