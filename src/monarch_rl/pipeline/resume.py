@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -160,7 +160,8 @@ def open_run(run: Path, settings: RunSettings) -> Resumed:
         for package, version in manifest.packages.items()
         if installed.get(package) != version
     ]
-    generation, since = _last_generation(run) + 1, _last_without_journal(run)
+    resumes = _resumes(run)
+    generation, since = _last_generation(run, resumes) + 1, _last_without_journal(resumes)
     return Resumed(run.resolve(), checkpoint.resolve(), manifest, generation, since, tuple(differences))
 
 
@@ -283,24 +284,26 @@ def _started(run: Path) -> float:
     return max((run / name).stat().st_mtime for name in (SETTINGS, RESUMES) if (run / name).exists())
 
 
-def _last_generation(run: Path) -> int:
+def _last_generation(run: Path, resumes: Mapping[int, bool]) -> int:
     """The largest of which anything is known: a line, a checkpoint, a plan of the journal. Any of them may be lost."""
-    known = [0, *(generation for generation, _ in _resumes(run))]
+    known = [0, *resumes]
     for checkpoint in complete(run / FOLDER).values():
         with suppress(BrokenCheckpoint):
             known.append(read_manifest(checkpoint).generation)
     return max(known + plans_of(run / JOURNAL))
 
 
-def _last_without_journal(run: Path) -> int:
+def _last_without_journal(resumes: Mapping[int, bool]) -> int:
     """The last generation that was resumed without the journal, and so made other steps than it has; 0 if none was."""
-    return max((generation for generation, journal in _resumes(run) if not journal), default=0)
+    return max((generation for generation, journal in resumes.items() if not journal), default=0)
 
 
-def _resumes(run: Path) -> Iterator[tuple[int, bool]]:
+def _resumes(run: Path) -> dict[int, bool]:
     """The generations of which there is a line, and whether they kept a journal."""
+    found = {}
     with suppress(FileNotFoundError):
         for line in (run / RESUMES).read_text(errors="replace").splitlines():
             with suppress(ValueError, TypeError, KeyError):
                 row = json.loads(line)
-                yield int(row["generation"]), bool(row.get("journal", True))
+                found[int(row["generation"])] = bool(row.get("journal", True))
+    return found
