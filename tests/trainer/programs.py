@@ -22,7 +22,7 @@ from monarch_rl.model.lora import LoraSettings
 from monarch_rl.runtime import fork_client
 from monarch_rl.runtime.fork_client import NoForkServer
 from monarch_rl.runtime.network import held_port
-from tests.forking import AS_LOADED, environment, fork_program
+from tests.forking import AS_LOADED, environment, fork_program, run_forked
 from tests.trainer.moe_cases import layout
 
 ROOT = Path(__file__).parents[2]
@@ -37,6 +37,10 @@ def run_program(name: str, *arguments: str | Path, ranks: int = 0, limit_s: floa
     Most of such a program's time is imports, so it is forked from a process that has them behind it, where it can be.
     """
     command = [str(ROOT / "tests" / "trainer" / name), *map(str, arguments)]
+    if not ranks:
+        done = run_forked("transformers", command, limit_s, folder=ROOT)
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+        return
     with tempfile.TemporaryDirectory() as scratch:
         try:
             _run_forked(command, ranks, limit_s, Path(scratch))
@@ -45,25 +49,22 @@ def run_program(name: str, *arguments: str | Path, ranks: int = 0, limit_s: floa
 
 
 def _run_anew(command: Sequence[str], ranks: int, limit_s: float) -> None:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else []
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     with environment(AS_LOADED):
         done = subprocess.run([sys.executable, *torchrun, *command], cwd=ROOT, capture_output=True, timeout=limit_s)
     assert done.returncode == 0, done.stderr.decode()[-4000:]
 
 
 def _run_forked(command: Sequence[str], ranks: int, limit_s: float, scratch: Path) -> None:
-    preload = "trainer" if ranks else "transformers"
-    logs = [scratch / f"{rank}.log" for rank in range(max(ranks, 1))]
+    logs = [scratch / f"{rank}.log" for rank in range(ranks)]
     running: dict[int, int] = {}
     """pids, by the descriptor that tells how the process ended."""
     with held_port() as port:
-        variables = dict(AS_LOADED)
-        if ranks:
-            variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+        of_all = AS_LOADED | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
         try:
             for rank, log in enumerate(logs):
-                as_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks else {}
-                pid, status = fork_program(preload, command, [log, log], variables | as_rank)
+                variables = of_all | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                pid, status = fork_program("trainer", command, [log, log], variables)
                 running[status] = pid
             succeeded = _succeed(running, limit_s)
         finally:
