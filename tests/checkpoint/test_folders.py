@@ -162,18 +162,21 @@ def test_a_later_evaluation_counts_for_the_checkpoint_of_its_version_or_the_next
 
 
 def test_a_run_that_went_back_behind_a_broken_checkpoint_keeps_those_that_it_makes_then(tmp_path: Path) -> None:
-    """Also if the broken one has the better metric."""
-    made(tmp_path, 100), made(tmp_path, 120, 0.9)
-    folders.keep(tmp_path, 120, 2, ACCURACY)
-    (tmp_path / "step-000120" / TRAINER / "shard").write_bytes(b"")
-    assert newest_whole(tmp_path)[1].version == 100
-    folders.go_back(tmp_path, 100)
-    assert list(complete(tmp_path)) == [100] and os.readlink(tmp_path / "latest") == "step-000100"
-    assert not os.path.lexists(tmp_path / "best")
-    made(tmp_path, 110, 0.5)
-    folders.keep(tmp_path, 110, 1, ACCURACY)
-    assert list(complete(tmp_path)) == [110] and newest_whole(tmp_path)[1].version == 110
-    assert {os.readlink(tmp_path / link) for link in ("latest", "best")} == {"step-000110"}
+    """Also if the broken one stays, and has the better metric: the run no longer comes from there."""
+    for gone in (False, True):
+        root = tmp_path / str(gone)
+        made(root, 100), made(root, 120, 0.9)
+        folders.keep(root, 120, 2, ACCURACY)
+        (root / "step-000120" / TRAINER / "shard").write_bytes(b"")
+        assert newest_whole(root)[1].version == 100
+        if gone:
+            folders.go_back(root, 100)
+            assert list(complete(root)) == [100] and os.readlink(root / "latest") == "step-000100"
+            assert not os.path.lexists(root / "best")
+        made(root, 110, 0.5, generation=1)
+        folders.keep(root, 110, 1, ACCURACY)
+        assert list(complete(root)) == [110] and newest_whole(root)[1].version == 110
+        assert {os.readlink(root / link) for link in ("latest", "best")} == {"step-000110"}
 
 
 def test_one_that_gets_its_name_while_others_are_removed_stays(tmp_path: Path) -> None:

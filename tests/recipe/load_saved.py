@@ -6,10 +6,13 @@ A process that has neither the engine's libraries nor the trainer's, so that not
 from __future__ import annotations
 
 import json
+import re
 import sys
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+STRANGER = re.compile(r"(sglang|torchtitan|monarch)$|monarch_rl\.(?!runtime(\.|$))")
+"""Of this project a process may have what has forked it."""
 PROMPT = "Spell this word backward (example: sun -> nus): cat"
 
 
@@ -25,9 +28,7 @@ def main() -> None:
         "largest_change": max(float((after[name] - before[name]).abs().max()) for name in before),
         "prompt": tokenizer.decode(inputs.input_ids[0]),
         "new_tokens": drawn.shape[1] - inputs.input_ids.shape[1],
-        "strangers": sorted(
-            {"sglang", "torchtitan", "monarch", "monarch_rl.model", "monarch_rl.trainer"} & sys.modules.keys()
-        ),
+        "strangers": sorted(name for name in sys.modules if STRANGER.match(name)),
     }
     print(json.dumps(report))
 
