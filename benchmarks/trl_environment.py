@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LOCK = ROOT / "tools" / "cpu.lock"
+LOCK = ROOT / "locks" / "cpu.txt"
 TRL = "1.16.0"
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 """Asked for torch, and for nothing else, if pip's configured sources do not have the CPU build."""
@@ -44,7 +44,7 @@ def ensure(gpu: bool) -> Path:
     pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     constraints: list[str] = []
     if not gpu:
-        torch = next(line for line in lines_of_lock() if line.startswith("torch=="))
+        torch = next(line for line in lines_of_lock() if line.startswith("torch==")) + "+cpu"
         if _run([*pip, "--no-deps", torch]):
             _install([*pip, "--no-deps", "--index-url", TORCH_CPU_INDEX, torch])
         pinned = folder / "constraints.txt"

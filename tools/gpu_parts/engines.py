@@ -26,7 +26,13 @@ def engine_settings(bench: Bench) -> GeneratorSettings:
     """Of an engine that leaves half of the GPU to others."""
     if bench.on_gpu:
         return GeneratorSettings(replicas=1, memory_fraction=0.5)
-    return GeneratorSettings(replicas=1, max_running_requests=16, max_total_tokens=8192, part_tokens=16)
+    return GeneratorSettings(
+        replicas=1,
+        max_running_requests=16,
+        max_total_tokens=8192,
+        part_tokens=16,
+        start_deadline_s=1200.0,  # the first import of a stack may be one from a cold disk, on shared cores
+    )
 
 
 def free_gib(bench: Bench) -> float:
