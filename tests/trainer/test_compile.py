@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from torchtitan.distributed.compile import apply_compile  # noqa: E402
 from monarch_rl.trainer.attention import PrefixVarlenAttention  # noqa: E402
 from monarch_rl.trainer.attention_layout import AttentionLayout  # noqa: E402
 from monarch_rl.trainer.batch import MicroBatch, pack  # noqa: E402
-from monarch_rl.trainer.compiling import allow_any_length  # noqa: E402
+from monarch_rl.trainer.compiling import prepare_to_compile  # noqa: E402
 from monarch_rl.trainer.layout import lay_out  # noqa: E402
 from tests.episode.trees import tree_of  # noqa: E402
 from tests.trainer.folders import MOE, QWEN3, make_folder  # noqa: E402
@@ -59,7 +60,7 @@ def compiler() -> Iterator[None]:
     torch._dynamo.reset()
     counters.clear()
     with torch._dynamo.config.patch(recompile_limit=64), compiler_config.patch(dynamic_sources=""):
-        allow_any_length()
+        prepare_to_compile()
         yield
     torch._dynamo.reset()
 
@@ -121,11 +122,20 @@ def test_flash_attention_is_traced_once_for_all_rows() -> None:
     assert 1 <= counters["stats"]["unique_graphs"] <= 2
 
 
+@pytest.mark.usefixtures("compiler")
+def test_ranks_may_compile_in_folders_with_spaces() -> None:
+    from torch._inductor.cpp_builder import CppBuilder, CppTorchOptions
+
+    builder = CppBuilder("kernel", ["/a folder/kernel.cpp"], CppTorchOptions(warning_all=False), "/a folder")
+    arguments = shlex.split(builder.get_command_line())
+    assert {"/a folder/kernel.cpp", "/a folder/kernel.so"} <= set(arguments)
+
+
 # ---- on trainer ranks ----------------------------------------------------------------------------------------
 
 RUNS = ("checkpointed", "experts", "passes")
 COMPILING_S = 1500.0
-"""Seconds for a program of which each rank compiles several times, on shared cores."""
+"""Limit of a program of which each rank compiles several times, on shared cores."""
 
 
 @pytest.fixture(scope="module")

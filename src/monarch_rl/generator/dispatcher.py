@@ -49,7 +49,7 @@ class Dispatcher:
             deadline_s: seconds a request may take, with the replicas that it outlives.
             kind: what messages call a replica.
             flag: the setting that ``deadline_s`` comes from.
-            losses: replicas that a request may outlive; None is any number.
+            losses: replicas that a request may outlive; None is any number, where a controller replaces them.
         """
         if not replicas:
             raise ValueError("a dispatcher needs at least one replica")

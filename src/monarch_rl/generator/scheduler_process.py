@@ -8,9 +8,12 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable
-from functools import partialmethod
+from functools import partial, partialmethod
 from typing import Any
 
+from monarch_rl.generator import last_words
+from monarch_rl.generator.last_words import LastWords
+from monarch_rl.runtime.compiler_paths import allow_spaces
 from monarch_rl.runtime.lifetime import die_with_parent
 
 ENGINE_PRELOAD = "engine"
@@ -22,10 +25,16 @@ class SchedulerTarget:
 
     SGLang ties a scheduler's life to its parent's too, but only after some ten seconds of imports. Here the tie
     is made while this object is unpickled, before the arguments, and with them SGLang, are imported.
+
+    Args:
+        words: gets what the scheduler fails with.
     """
 
+    def __init__(self, words: LastWords) -> None:
+        self._words = words
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return _in_new_process, (os.getpid(), self.run)
+        return _in_new_process, (os.getpid(), self.run, self._words.for_scheduler())
 
     @staticmethod
     def run(*args: Any, **kwargs: Any) -> None:
@@ -33,10 +42,20 @@ class SchedulerTarget:
         run_scheduler(*args, **kwargs)
 
 
-def _in_new_process(parent: int, run: Callable[..., None]) -> Callable[..., None]:
+def _in_new_process(parent: int, run: Callable[..., None], words: Any) -> Callable[..., None]:
     die_with_parent(signal.SIGKILL, parent)
+    last_words.use(words)
     quiet_imports()
-    return run
+    allow_spaces()
+    return partial(_run, run)
+
+
+def _run(run: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    try:
+        run(*args, **kwargs)
+    except Exception as error:  # SGLang catches its own: see _exit_on_sigquit
+        last_words.say(error)
+        raise
 
 
 def run_scheduler(*args: Any, **kwargs: Any) -> None:
@@ -106,6 +125,8 @@ def _exit_on_sigquit(self: Any, original: Any, number: int) -> None:
     if number != signal.SIGQUIT:
         original(self, number)
         return
+    if (error := sys.exception()) is not None:
+        last_words.say(error)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)

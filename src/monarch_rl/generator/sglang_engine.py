@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from monarch_rl.generator.last_words import LastWords
 from monarch_rl.generator.launching import close_sockets, end_processes, launch_engine, take_over_watch
 from monarch_rl.generator.scheduler_pieces import SchedulerPieces
 from monarch_rl.runtime import presence
@@ -26,9 +27,16 @@ class SglangEngine:
     """A running ``sglang.Engine``. Build with :meth:`launch`; end with :meth:`shutdown`. Use from one event loop."""
 
     def __init__(
-        self, engine: Any, launcher: ThreadPoolExecutor, replica: str, ranks: int, pieces: SchedulerPieces | None
+        self,
+        engine: Any,
+        launcher: ThreadPoolExecutor,
+        replica: str,
+        ranks: int,
+        pieces: SchedulerPieces | None,
+        words: LastWords,
     ) -> None:
         self.engine = engine
+        self._words = words
         self.replica = replica
         """The name of the replica that hosts it."""
         self.ranks = ranks
@@ -55,10 +63,11 @@ class SglangEngine:
         """
         launcher = ThreadPoolExecutor(1, thread_name_prefix="sglang-launch")
         pieces = SchedulerPieces(ranks) if torch.accelerator.is_available() else None
+        words = LastWords()
         with held_port() as port:  # SGLang's processes meet there, seconds from now; engines start side by side
             arguments = arguments | {"nccl_port": port}
-            engine = await asyncio.get_running_loop().run_in_executor(launcher, launch_engine, arguments)
-        return cls(engine, launcher, replica, ranks, pieces)
+            engine = await asyncio.get_running_loop().run_in_executor(launcher, launch_engine, arguments, words)
+        return cls(engine, launcher, replica, ranks, pieces, words)
 
     @property
     def manager(self) -> Any:
@@ -126,9 +135,11 @@ class SglangEngine:
         presence.no_helper(process.pid)
         if not self._stopped.done():
             process.join()  # waits: it has ended
+            # Who was killed by a signal has said nothing; others may have, who miss it.
+            said = self._words.first() if process.exitcode >= 0 else ""
             self._stopped.set_result(
-                f"{self.replica}: SGLang's process {process.pid} ended by itself, exit code "
-                f"{process.exitcode}; its last words are in its output"
+                f"{self.replica}: SGLang's process {process.pid} ended by itself, exit code {process.exitcode}"
+                + (f": {said}" if said else "; its last words are in its output")
             )
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from monarch_rl.episode.episode import Episode, Turn
+from monarch_rl.runtime.compiler_paths import allow_spaces
 from monarch_rl.trainer.batch import MicroBatch, pack
 from monarch_rl.trainer.moe import ReplayRouter
 
@@ -32,9 +33,10 @@ GRAPHS = 64
 other kernels for sums of more than 4096 terms, which a norm's gradient has from a certain length on."""
 
 
-def allow_any_length() -> None:
-    """Have what is compiled next take rows of any length. Without this the first row would be compiled for its own
-    length, and the second one again."""
+def prepare_to_compile() -> None:
+    """Have what is compiled next take rows of any length, in any folder. Without this the first row would be compiled
+    for its own length, and the second one again."""
+    allow_spaces()
     torch.compiler.config.dynamic_sources = ",".join(_LENGTHS)
     torch._dynamo.config.recompile_limit = GRAPHS
 

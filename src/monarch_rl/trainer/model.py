@@ -18,7 +18,7 @@ from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
 from monarch_rl.model.architecture import architecture_of
 from monarch_rl.model.folder import read_config
-from monarch_rl.trainer.compiling import allow_any_length
+from monarch_rl.trainer.compiling import prepare_to_compile
 from monarch_rl.trainer.families import FAMILIES, TitanFamily
 from monarch_rl.trainer.lora import add_lora, add_lora_names, initialise_lora, remove_untargeted_lora
 from monarch_rl.trainer.model_config import model_config, parallelism_config
@@ -164,7 +164,7 @@ def _build(
             remove_untargeted_lora(module, settings.lora)
     checkpointing = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
     if settings.compile:
-        allow_any_length()
+        prepare_to_compile()
     module = family.parallelize(
         module,
         parallel_dims=dims,

@@ -1,0 +1,129 @@
+"""Compilers of engines: in an environment below a folder whose path has a space, and one that fails."""
+
+from __future__ import annotations
+
+import multiprocessing
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from monarch_rl.episode.sampling import Sampling
+from monarch_rl.generator.engine import Engine
+from monarch_rl.generator.last_words import LastWords
+from monarch_rl.generator.scheduler_process import SchedulerTarget
+from monarch_rl.generator.sglang_engine import EngineStopped
+from monarch_rl.pipeline.standalone import EngineHere
+from monarch_rl.pipeline.start import PRELOADS
+from monarch_rl.runtime.fork_client import ADDRESS_VARIABLE
+from tests import patience
+from tests.forking import forking
+from tests.generator.conftest import FORKED, SETTINGS
+from tests.generator.helpers import LoopThread, make_model
+
+DEADLINE_S = 600.0
+"""Of a request, which must not come to it."""
+PROMPT, SAMPLING = [5, 6, 7], Sampling(4)
+
+
+@pytest.fixture
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """This environment's packages in a folder with a space, from which new interpreters import theirs."""
+    packages = tmp_path / "a folder" / "site-packages"
+    packages.parent.mkdir()
+    packages.symlink_to(Path(torch.__file__).parents[1])
+    monkeypatch.setenv("PYTHONPATH", str(packages), prepend=":")
+    return packages
+
+
+@pytest.fixture(scope="module")
+def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SGLang compiles a part of its routing, on every machine."""
+    return make_model(tmp_path_factory.mktemp("model") / "deepseek", "deepseek")
+
+
+def use_compiler(patch: pytest.MonkeyPatch, folder: Path, script: str) -> Path:
+    """Have what is started from here compile by a shell script, in which ``$real`` is the true compiler, into a cache
+    folder of its own.
+
+    Returns the file with all arguments that it gets, one a line.
+    """
+    compiler, arguments = folder / "bin" / "g++", folder / "arguments"
+    compiler.parent.mkdir()
+    compiler.write_text(f"#!/bin/sh\nreal={shutil.which('g++')}\nprintf '%s\\n' \"$@\" >> {arguments}\n{script}\n")
+    compiler.chmod(0o755)
+    # By the path: a fork server has read CXX before.
+    patch.setenv("PATH", str(compiler.parent), prepend=":")
+    patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "what is compiled"))
+    return arguments
+
+
+class CompilingTarget(SchedulerTarget):
+    """In the process of a scheduler, before SGLang is imported: compiles a function, and ends well if that works."""
+
+    @staticmethod
+    def run(*_: Any, **__: Any) -> None:
+        values = torch.arange(8.0)
+        assert torch.equal(torch.compile(lambda x: (x * 2 + 1).relu())(values), values * 2 + 1)
+
+
+@pytest.mark.slow
+@pytest.mark.core
+def test_a_schedulers_process_compiles_where_paths_have_spaces(
+    packages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = use_compiler(monkeypatch, tmp_path, 'exec $real "$@" -O0')
+    # Fewer calls of the compiler: neither for headers, which pay after several kernels, nor to try vector instructions.
+    monkeypatch.setenv("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
+    monkeypatch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "0")
+    words = LastWords()
+    process = multiprocessing.get_context("spawn").Process(target=CompilingTarget(words))  # type: ignore[arg-type]
+    with monkeypatch.context() as patch:
+        patch.syspath_prepend(packages)  # a spawned process is given it
+        process.start()
+    patience.wait_until(lambda: not process.is_alive(), "a process that compiles", seconds=300)
+    assert (process.exitcode, words.first()) == (0, "")
+    assert f"-L{packages}/torch/lib" in arguments.read_text().splitlines()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_an_engine_compiles_where_paths_have_spaces(
+    packages: Path, deepseek: Path, run: LoopThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = use_compiler(monkeypatch, tmp_path, 'exec $real "$@"')
+
+    async def play() -> int:
+        engine = await Engine.start(str(deepseek), SETTINGS)
+        try:
+            return len((await EngineHere(engine, DEADLINE_S).generate(PROMPT, SAMPLING, 0)).token_ids)
+        finally:
+            await engine.shutdown()
+
+    with forking([preload for preload in PRELOADS if preload.name in FORKED]) as (name, _):
+        monkeypatch.setenv(ADDRESS_VARIABLE, name)
+        assert run(play()) == SAMPLING.max_new_tokens
+    assert f"-L{packages}/torch/lib" in arguments.read_text().splitlines()
+
+
+@pytest.mark.core
+def test_a_compiler_that_fails_is_named_by_the_requests_at_once(
+    deepseek: Path, run: LoopThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the error of the engine's own process, which ends: no deadline passes, and nobody has to look for it."""
+    use_compiler(monkeypatch, tmp_path, 'case "$*" in --version) exec $real "$@"; esac\necho no quartz >&2; exit 1')
+
+    async def play() -> None:
+        engine = await Engine.start(str(deepseek), SETTINGS)
+        try:
+            named = r"(?s)exit code 1: .*CppCompileError.*no quartz"
+            with pytest.raises(EngineStopped, match=named):
+                await EngineHere(engine, DEADLINE_S).generate(PROMPT, SAMPLING, 0)
+            with pytest.raises(EngineStopped, match=named):
+                engine.check()
+        finally:
+            await engine.shutdown()
+
+    run(play())
