@@ -15,6 +15,7 @@ import pytest
 from monarch_rl.runtime import scratch
 from monarch_rl.runtime.host import HostProcess
 from monarch_rl.runtime.scratch import ScratchFolder, temporary_directory
+from tests.patience import exit_code, run
 
 HOLDS = """
 import sys
@@ -43,7 +44,7 @@ def test_a_folder_is_removed_by_the_next_once_its_process_was_killed(temporary: 
             assert kept.is_dir() and folder.path.is_dir() and folder.path != kept
         assert not folder.path.exists()
         holder.kill()
-        holder.wait(60)
+        exit_code(holder)
     assert kept.is_dir(), "the process could not remove it"
     with ScratchFolder():
         assert not kept.exists()
@@ -84,13 +85,16 @@ def test_the_temporary_directory_of_a_block_is_there_for_its_length(
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     with temporary_directory() as folder:
         assert Path(tempfile.mkdtemp()).parent == folder == Path(os.environ["TMPDIR"]) and folder.parent == temporary
-        assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).parent == temporary, "what is compiled stays"
+        compiled = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+        assert compiled.parent == temporary, "what is compiled stays"
+        Path(tempfile.gettempdir(), compiled.name, "header").touch()  # as torch puts it there
     assert tempfile.gettempdir() == os.environ["TMPDIR"] == str(temporary)
-    assert not list(temporary.iterdir()) and "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+    assert list(temporary.iterdir()) == [compiled] and (compiled / "header").is_file(), "and so do its headers"
 
 
 def test_a_folder_of_a_process_is_removed_after_what_multiprocessing_puts_there(temporary: Path) -> None:
-    ended = subprocess.run([sys.executable, "-c", LISTENS], capture_output=True, text=True, timeout=60)
+    ended = run([sys.executable, "-c", LISTENS])
     assert ended.returncode == 0 and not ended.stderr, ended.stderr
     assert ended.stdout.strip() == str(temporary) and not list(temporary.iterdir())
 

@@ -58,9 +58,10 @@ class DeadlineClock:
 
     def __init__(self, seconds: float, what: str) -> None:
         self.seconds, self._what = seconds, what
-        self._began = self._read_at = asyncio.get_running_loop().time()
-        # A simulator's event loop has a time of its own, in which nothing is starved.
-        stretchable = seconds >= STRETCHED_FROM_S and abs(self._began - time.monotonic()) < STRETCHED_FROM_S
+        loop = asyncio.get_running_loop()
+        self._began = self._read_at = loop.time()
+        # A simulator's event loop has a time of its own, in which nothing is starved (simulate/clock.py).
+        stretchable = seconds >= STRETCHED_FROM_S and not getattr(loop, "virtual", False)
         self._first_s = seconds / 2 if stretchable else seconds
         self._window_s = -1.0  # none yet
         self._lost_s = self._paused_s = self._unmeasured_s = 0.0

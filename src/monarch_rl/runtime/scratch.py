@@ -69,7 +69,16 @@ class ScratchFolder:
 
     def variables(self) -> dict[str, str]:
         """Of processes that are to have it as their temporary directory."""
-        return {TEMPORARY: str(self.path), COMPILED: os.environ.get(COMPILED) or _compiled()}
+        compiled = os.environ.get(COMPILED) or _compiled()
+        self._keep_headers(Path(compiled))
+        return {TEMPORARY: str(self.path), COMPILED: compiled}
+
+    def _keep_headers(self, compiled: Path) -> None:
+        """torch puts the C++ headers that it has compiled into a folder of the temporary directory, whatever
+        :data:`COMPILED` says. They are to stay, too: a link by the name of that folder leads there."""
+        with suppress(OSError):  # there is one already, or each run compiles its headers
+            compiled.mkdir(parents=True, exist_ok=True)
+            (self.path / Path(_compiled()).name).symlink_to(compiled)
 
     @contextmanager
     def as_temporary_directory(self) -> Iterator[None]:
