@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 
 import pytest
 import torch
+
+from tests import patience
 
 pytestmark = pytest.mark.skipif(torch.accelerator.is_available(), reason="it is for machines without an accelerator")
 
@@ -38,9 +39,7 @@ os._exit(0)
 
 @pytest.mark.parametrize(("way", "devices"), [("shared", 1), ("own", 6)])
 def test_groups_reduce_over_one_device(way: str, devices: int) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", GROUPS, way], capture_output=True, text=True, timeout=120, env=dict(os.environ)
-    )
+    done = patience.run([sys.executable, "-c", GROUPS, way], env=dict(os.environ))
     assert done.returncode == 0, done.stderr
     of_rank = [([3.0 + 2 * number] * 3, seconds) for number, seconds in enumerate((60.0, 77.0, 88.0))]
     assert done.stdout.strip() == f"{[of_rank, of_rank]} {devices}"

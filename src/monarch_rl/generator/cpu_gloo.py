@@ -20,13 +20,21 @@ def install() -> None:
 
 
 def _on_shared_device(
-    group: Any, original: Any, store: Any, rank: int, size: int, timeout: timedelta | None = None
+    group: Any,
+    original: Any,
+    store: Any,
+    rank: int,
+    size: int,
+    timeout: timedelta | None = None,
+    enable_reconfigure: bool = False,  # torch 2.14 has it, 2.13 not
 ) -> None:
     """Replaces ``ProcessGroupGloo.__init__`` with a time-out, which makes a device."""
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [_device()]
     if timeout is not None:
         options._timeout = timeout
+    if enable_reconfigure:
+        options.enable_reconfigure = True
     original(group, store, rank, size, options)
 
 
