@@ -2,6 +2,7 @@
 
 ``work`` all-reduces over a mesh of all devices (at most 2 a host) and writes what the processes saw to FOLDER/report.
 ``wait`` and ``raise`` start processes, and processes below those, write FOLDER/ready, and then sleep or raise.
+``stuck`` is ``wait``, but does not end when it is told to.
 With ``-forked`` after the mode the processes come from the hosts' fork servers.
 """
 
@@ -20,7 +21,7 @@ from monarch_rl.runtime.cluster import Cluster, init_torch_distributed_env, laun
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.fork_server import Preload
 
-DEADLINE_S = 60.0
+DEADLINE_S = 300.0
 PRELOAD = Preload("numbers", ("numpy",))
 """Imported in a moment: on a crowded machine processes would not wait for more (``fork_client.STAND_IN_ANSWER_S``)."""
 
@@ -53,6 +54,9 @@ async def linger(cluster: Cluster, folder: Path, mode: str) -> None:
     try:
         await asyncio.sleep(600)
     finally:
+        if mode == "stuck":
+            (folder / "stuck").write_text("for good")
+            await asyncio.sleep(600)
         await asyncio.sleep(0.01)
         (folder / "tidied").touch()
 

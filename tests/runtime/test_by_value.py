@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 from monarch_rl.rollout.scoring import Scorer
 from monarch_rl.runtime.by_value import ByValue, register_modules, to_bytes
 from monarch_rl.tasks.task import Outcome
+from tests.patience import run
 
 RECIPE = """
 import pickle, sys
@@ -44,7 +44,7 @@ assert not {"beside", "package"} & set(sys.modules)
 from monarch_rl.rollout.scoring import Scorer
 
 async def main():
-    scorer = Scorer(1, 30.0)
+    scorer = Scorer(1, 300.0)
     try:
         print(reward(None, "abc"), closure(), (await scorer.score(reward, task.items(0), "abc")).reward)
     finally:
@@ -68,18 +68,16 @@ def test_a_recipe_and_the_modules_beside_it_travel_to_processes_that_cannot_impo
     (there / "reader.py").write_text(READER)
     sent = tmp_path / "sent"
     for script, cwd in ((folder / "recipe.py", elsewhere), (there / "reader.py", there)):
-        done = subprocess.run(
-            [sys.executable, str(script), str(sent)], cwd=cwd, capture_output=True, text=True, timeout=300
-        )
+        done = run([sys.executable, script, sent], cwd=cwd)
         assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["21", "3", "21.0"]
 
 
 def test_what_cannot_travel_is_named() -> None:
     lock = threading.Lock()
-    with pytest.raises(TypeError, match="my task cannot be pickled for another process .*make those where"):
+    with pytest.raises(TypeError, match="my task"):
         ByValue(lambda: lock, "my task")
-    with pytest.raises(TypeError, match="what f is given cannot be pickled"):
+    with pytest.raises(TypeError, match="what f is given"):
         to_bytes((lock,), "what f is given")
 
 
@@ -94,12 +92,12 @@ def test_what_a_scoring_process_cannot_read_costs_its_own_score_only() -> None:
             return int, ("no number",)
 
     async def test() -> None:
-        scorer = Scorer(1, 30.0)
+        scorer = Scorer(1, 300.0)
         try:
             scores = [scorer.score(len, [0, 0]) for _ in range(20)]
             unreadable = asyncio.ensure_future(scorer.score(len, Unreadable()))
             assert await asyncio.gather(*scores) == [Outcome(2.0)] * 20
-            with pytest.raises(Exception, match="score raised ValueError"):
+            with pytest.raises(Exception, match="ValueError"):
                 await unreadable
         finally:
             await asyncio.to_thread(scorer.close)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
+
+from tests.patience import run
 
 LINGERS = """
 import ctypes, sys, threading, time
@@ -33,5 +34,5 @@ sys.exit(3)
 @pytest.mark.parametrize(("how", "said"), [("in the usual way", "1\nended\n"), ("quickly", "1\n")])
 def test_threads_of_monarch_end_before_the_interpreter(how: str, said: str) -> None:
     """A process that ends quickly leaves the interpreter as it is, and waits for nobody."""
-    done = subprocess.run([sys.executable, "-c", LINGERS, how], capture_output=True, text=True, timeout=60)
+    done = run([sys.executable, "-c", LINGERS, how])
     assert (done.returncode, done.stdout) == (3, said), done.stderr

@@ -2,21 +2,22 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
+from monarch_rl import runtime
 from monarch_rl.runtime.cluster import Cluster, Devices, TooFewDevices, init_torch_distributed_env, launch_cluster
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.network import fix_nccl_order, nccl_environment
+from tests.patience import run as run_program
+from tests.patience import wait_until
 from tests.runtime.members import Member
 
-DEADLINE_S = 60.0
+DEADLINE_S = 300.0
 PAUSE_S = 25.0
 
 
@@ -111,29 +112,25 @@ def test_what_the_user_says_of_nccl_holds() -> None:
 
 
 def test_a_mesh_that_does_not_fit_is_refused(cluster: Cluster) -> None:
-    with pytest.raises(TooFewDevices, match="trainer takes devices"):
+    with pytest.raises(TooFewDevices, match="trainer"):
         cluster.spawn("trainer", 2, first_device=cluster.devices.total - 1)
     two_hosts = Cluster(cluster.hosts, Devices("cuda", 2, 4))
-    with pytest.raises(ValueError, match="neither lie within one host nor fill whole hosts of 4 devices"):
+    with pytest.raises(ValueError, match="hosts of 4 devices"):
         two_hosts.spawn("trainer", 4, first_device=2)
-    with pytest.raises(ValueError, match="neither lie within one host nor fill whole hosts"):
+    with pytest.raises(ValueError, match="hosts of 4 devices"):
         two_hosts.spawn("trainer", 6, first_device=0)
 
 
 def test_a_lost_process_is_a_fault_and_the_controller_lives(cluster: Cluster) -> None:
     async def run() -> None:
         members = cluster.spawn("short", 1).spawn("members", Member)
-        since = time.monotonic()
-        with pytest.raises(RuntimeError, match="exited with non-zero code 3"):
+        with pytest.raises(RuntimeError, match="code 3"):
             await within(DEADLINE_S, members.die.call_one(), "the end of a process")
-        assert time.monotonic() - since < 8, "Monarch polls at its default of 10 s: was it imported first?"
 
+    assert not runtime.MONARCH_CAME_FIRST, "it polls at its default of 10 s"
     before = len(cluster.faults)
     asyncio.run(run())
-    deadline = time.monotonic() + 10
-    while len(cluster.faults) == before:
-        assert time.monotonic() < deadline, "the fault hook was not called"
-        time.sleep(0.05)
+    wait_until(lambda: len(cluster.faults) > before, "a call of the fault hook")
 
 
 def test_a_host_that_was_paused_is_not_lost(cluster: Cluster) -> None:
@@ -176,7 +173,7 @@ print("seen", len(asyncio.run(see())))
 @pytest.mark.heavy
 def test_monarch_serves_a_process_whose_launch_has_ended(temporary: Path) -> None:
     """Its client is made once in a process, and its folder of sockets must outlive the launch that began it."""
-    done = subprocess.run([sys.executable, "-c", AFTERWARDS], capture_output=True, text=True, timeout=2 * DEADLINE_S)
+    done = run_program([sys.executable, "-c", AFTERWARDS], seconds=DEADLINE_S)
     assert done.returncode == 0 and "seen" in done.stdout, done.stderr
     assert not list(temporary.glob("monarch_rl-*")), "no folder is left"
 
@@ -186,5 +183,5 @@ def test_launch_is_refused_in_an_event_loop() -> None:
         with launch_cluster():
             pass
 
-    with pytest.raises(RuntimeError, match="outside asyncio"):
+    with pytest.raises(RuntimeError, match="asyncio"):
         asyncio.run(run())

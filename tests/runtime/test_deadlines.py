@@ -3,15 +3,17 @@ from __future__ import annotations
 import asyncio
 import pickle
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monarch_rl.runtime import presence
+from monarch_rl.runtime import deadlines, presence
 from monarch_rl.runtime.deadlines import DeadlineExceeded, Patience, ProcessLost, lose, now, within
 from monarch_rl.simulate.clock import run_virtual
+from tests.patience import patiently, until
 
 
 async def never() -> None:
@@ -27,9 +29,9 @@ async def fail() -> None:
 
 
 def test_passes_on_the_result_and_the_error() -> None:
-    assert asyncio.run(within(1.0, answer(), "the answer")) == 42
+    assert asyncio.run(within(60.0, answer(), "the answer")) == 42
     with pytest.raises(LookupError, match="no such group"):
-        asyncio.run(within(1.0, fail(), "the answer"))
+        asyncio.run(within(60.0, fail(), "the answer"))
 
 
 def test_names_who_waits_for_what_since_when() -> None:
@@ -45,7 +47,7 @@ def test_names_who_waits_for_what_since_when() -> None:
 
 
 def test_names_the_flag_that_sets_the_deadline() -> None:
-    with pytest.raises(DeadlineExceeded, match=r"for a version \(see --weights\.deadline-s\)$") as caught:
+    with pytest.raises(DeadlineExceeded, match=r"--weights\.deadline-s") as caught:
         asyncio.run(within(0.01, never(), "a version", flag="weights.deadline-s"))
     assert caught.value.what == "a version"
 
@@ -88,15 +90,12 @@ def test_an_awaitable_that_ignores_its_cancellation_cannot_hold_the_waiter() -> 
             except asyncio.CancelledError:
                 continue
 
-    async def wait() -> float:
-        before = time.monotonic()
+    async def wait() -> None:
         with pytest.raises(DeadlineExceeded):
             await within(0.01, stubborn(), "nothing")
-        waited = time.monotonic() - before
-        release.set()
-        return waited
+        release.set()  # it cannot have ended before
 
-    assert asyncio.run(wait()) < 5
+    asyncio.run(patiently(wait(), "the waiter"))
 
 
 def test_a_cancelled_waiter_cancels_what_it_waits_for() -> None:
@@ -105,7 +104,7 @@ def test_a_cancelled_waiter_cancels_what_it_waits_for() -> None:
         waiter = asyncio.create_task(within(60, inner, "nothing"))
         await asyncio.sleep(0)
         waiter.cancel()
-        await asyncio.wait({inner}, timeout=5)
+        await until(inner.done, "the end of what it waits for")
         return inner.cancelled()
 
     assert asyncio.run(wait())
@@ -119,19 +118,21 @@ def test_a_wait_can_be_seen_from_another_thread_while_it_lasts() -> None:
             await asyncio.sleep(0)
             seen = await asyncio.to_thread(presence.waits)
             waiter.cancel()
-            await asyncio.wait({waiter}, timeout=5)
+            await until(waiter.done, "the end of the wait")
             return seen, presence.waits()
         finally:
             presence.unregister("trainer rank 1")
 
+    began = time.monotonic()
     (wait,), after = asyncio.run(trainer_step())
+    ended = time.monotonic()
     assert (wait.waiter, wait.what, wait.on, wait.deadline_s) == (
         "trainer rank 1",
         "the batch of step 41",
         "buffer",
         60,
     )
-    assert 0 <= time.monotonic() - wait.since < 60
+    assert began <= wait.since <= ended  # clock: an order, and no duration
     assert after == []
 
 
@@ -143,7 +144,7 @@ def test_the_error_names_the_actor_on_whose_loop_it_was() -> None:
         finally:
             presence.unregister("trainer rank 1")
 
-    with pytest.raises(DeadlineExceeded, match=r"^trainer rank 1 \(.*trainer_step, process \d+\) waited 0.01 s"):
+    with pytest.raises(DeadlineExceeded, match=r"^trainer rank 1 .*trainer_step"):
         asyncio.run(trainer_step())
 
 
@@ -162,19 +163,22 @@ def test_patience_is_the_ceiling_first_and_then_a_multiple_of_the_longest_recent
         assert patience.limit_s == pytest.approx(sorted([wanted, floor, ceiling])[1] if floor <= ceiling else ceiling)
 
 
-def test_patience_remembers_steps_that_end_well_only() -> None:
+def test_patience_remembers_steps_that_end_well_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(deadlines, "time", SimpleNamespace(monotonic=lambda: clock.now))
     patience = Patience(100, floor_s=0, factor=2)
     with pytest.raises(LookupError), patience.step() as limit:
         assert limit == 100
+        clock.now += 7.0
         raise LookupError
     assert patience.limit_s == 100
     with patience.step():
-        pass
-    assert patience.limit_s < 10
+        clock.now += 3.0
+    assert patience.limit_s == 6.0
 
 
 def test_patience_refuses_what_makes_no_sense() -> None:
-    with pytest.raises(ValueError, match="ceiling_s must be above 0.*got 0"):
+    with pytest.raises(ValueError, match="ceiling_s.* 0"):
         Patience(0)
 
 

@@ -22,6 +22,7 @@ from monarch_rl.runtime.device_work import (
     DeviceWork,
     Piece,
 )
+from tests.patience import join, run
 
 Pieces = list[tuple[str, int, float, bool]]
 """Kind, tokens, seconds, and whether something was compiled in it."""
@@ -177,7 +178,7 @@ def test_a_compiler_that_the_thread_starts_lengthens_its_piece(device: DeviceWor
     with device_work.piece("a micro-batch", 10):
         other = threading.Thread(target=lambda: subprocess.run(["true"], check=True))
         other.start()
-        other.join(60)
+        join(other)
         assert limit_of(device) == FIRST_S, "what another thread starts compiles nothing for this piece"
         subprocess.run(["true"], check=True)
         assert limit_of(device) == COMPILATION_S
@@ -213,4 +214,4 @@ def test_nothing_is_said_of_a_cpu() -> None:
 def test_device_work_needs_no_torch() -> None:
     """Every process of a run imports it."""
     code = "import sys, monarch_rl.runtime.device_work; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert run([sys.executable, "-c", code]).returncode == 0

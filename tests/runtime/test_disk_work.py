@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 import sys
 import threading
 
@@ -12,6 +11,7 @@ import pytest
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import DeadlineExceeded
 from monarch_rl.runtime.disk_work import on_disk, on_disk_now
+from tests.patience import run
 
 STALLED = """
 import asyncio, threading
@@ -22,7 +22,7 @@ asyncio.run(on_disk(0.1, "a file", threading.Event().wait))
 
 def test_what_work_returns_and_raises() -> None:
     assert asyncio.run(on_disk(60, "a number", int, "ff", base=16)) == 255
-    with pytest.raises(ValueError, match="invalid literal"):
+    with pytest.raises(ValueError, match="no number"):
         asyncio.run(on_disk(60, "a number", int, "no number"))
 
 
@@ -30,10 +30,10 @@ def test_work_that_takes_too_long_is_named_as_the_disk() -> None:
     disk = threading.Event()
 
     async def late() -> None:
-        working = asyncio.ensure_future(on_disk(0.5, "a file", disk.wait, 60))
+        working = asyncio.ensure_future(on_disk(0.5, "a file", disk.wait))
         await asyncio.sleep(0)
         assert [(wait.what, wait.on) for wait in presence.waits()] == [("a file", "the disk")]
-        with pytest.raises(DeadlineExceeded, match="waited 0.5 s, since .*, for a file"):
+        with pytest.raises(DeadlineExceeded, match="0.5 s.*a file"):
             await working
         disk.set()
 
@@ -42,14 +42,14 @@ def test_work_that_takes_too_long_is_named_as_the_disk() -> None:
 
 def test_a_thread_without_a_loop_waits_as_long() -> None:
     assert on_disk_now(60, "a number", int, "ff", base=16) == 255
-    with pytest.raises(ValueError, match="invalid literal"):
+    with pytest.raises(ValueError, match="no number"):
         on_disk_now(60, "a number", int, "no number")
     disk = threading.Event()
-    with pytest.raises(DeadlineExceeded, match="waited 0.5 s for the disk: a file"):
-        on_disk_now(0.5, "a file", disk.wait, 60)
+    with pytest.raises(DeadlineExceeded, match="0.5 s.*a file"):
+        on_disk_now(0.5, "a file", disk.wait)
     disk.set()
 
 
 def test_a_disk_that_stalls_for_good_keeps_no_process_from_ending() -> None:
-    ended = subprocess.run([sys.executable, "-c", STALLED], capture_output=True, text=True, timeout=120)
+    ended = run([sys.executable, "-c", STALLED])
     assert ended.returncode == 1 and "DeadlineExceeded" in ended.stderr

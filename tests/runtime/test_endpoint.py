@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
+
+from tests.patience import run
 
 ROOT = Path(__file__).parents[2]
 CALLS = """\
@@ -34,7 +35,7 @@ async def wrong(trainer: Trainer, generator: Generator, worker: RolloutWorker, b
 def test_mypy_finds_wrong_remote_calls(tmp_path: Path) -> None:
     (file := tmp_path / "calls.py").write_text(CALLS)
     command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), str(file)]
-    checked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    checked = run(command, seconds=400, cwd=ROOT)
     found = {int(line): code for line, code in re.findall(r"calls\.py:(\d+): error: .*\[([a-z-]+)\]", checked.stdout)}
     lines = CALLS.splitlines()
     wrong = lines.index(next(line for line in lines if line.startswith("async def wrong"))) + 1

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,9 @@ from monarch_rl.runtime.fork_client import NoForkServer, exit_code, fork
 from monarch_rl.runtime.fork_context import ForkContext
 from monarch_rl.runtime.fork_server import Preload, differing_when_loaded, start_server
 from monarch_rl.runtime.preloading import ForkServer
+from tests import patience
+from tests.patience import wait_until
+from tests.runtime.launched import gone
 
 PROGRAM = "tests.runtime.forked_program"
 PRELOADS = [
@@ -70,21 +73,7 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Server]:
         for process in started.family():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-    started.process.wait(10)
-
-
-def wait_until(done: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not done():
-        assert time.monotonic() < deadline, f"waited {DEADLINE_S} s for {what}"
-        time.sleep(0.02)
-
-
-def gone(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return True
+    patience.exit_code(started.process)
 
 
 def seen(out: Path) -> Any:
@@ -138,7 +127,7 @@ def test_a_process_dies_with_its_owner(server: Server, monkeypatch: pytest.Monke
     pid = seen(tmp_path / "out")["pid"]
     assert not gone(pid)
     owner.kill()
-    owner.wait(10)
+    patience.exit_code(owner)
     wait_until(lambda: gone(pid), "the end of a process without an owner")
 
 
@@ -173,7 +162,7 @@ def test_the_server_waits_for_what_it_has_forked(
     os.kill(pid, signal.SIGTERM)
     assert exit_code(status) == -signal.SIGTERM
     os.close(status)
-    assert server.process.wait(10) == 0
+    assert patience.exit_code(server.process) == 0
 
 
 def test_libraries_that_are_loaded_cannot_be_set_up_again(
@@ -193,7 +182,7 @@ def test_what_nobody_waits_for_any_more_is_not_forked(
 ) -> None:
     """A server that imports for long must not start a second process beside the one that was started without it."""
     begin(monkeypatch, tmp_path / "given up", "exit 0")
-    with pytest.raises(NoForkServer, match="did not answer within"):
+    with pytest.raises(NoForkServer, match="did not answer"):
         fork("slow", PROGRAM, answer_s=0.1)
     (tmp_path / "imported").touch()
     begin(monkeypatch, tmp_path / "next", "exit 3")
@@ -232,7 +221,7 @@ def test_a_process_that_cannot_be_watched_is_ended_and_refused(
     server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     begin(monkeypatch, tmp_path / "refused", "sleep")
-    with pytest.raises(NoForkServer, match="the fork server refused"):
+    with pytest.raises(NoForkServer, match="refused"):
         fork("unwatched", PROGRAM)
     begin(monkeypatch, tmp_path / "next", "sleep")
     pid, status = fork("unwatched", PROGRAM)
@@ -265,8 +254,8 @@ def test_the_controller_waits_for_imports(server: Server, tmp_path: Path) -> Non
             await within(DEADLINE_S, of_launch.imported(preload), preload, on="the server")
         await within(DEADLINE_S, ForkServer("ended", names).imported("small"), "nothing", on="the server")
         waiting = asyncio.ensure_future(of_launch.imported("slow"))
-        await asyncio.sleep(0.2)
-        assert not waiting.done()
+        await within(DEADLINE_S, of_launch.imported("small"), "small", on="the server")
+        assert not waiting.done(), "another answer of the server came first"
         (tmp_path / "imported").touch()
         await within(DEADLINE_S, waiting, "slow", on="the server")
 
@@ -281,7 +270,7 @@ def stand_in(preload: str = "small") -> subprocess.Popen[bytes]:
 def test_a_stand_in_ends_as_its_process_does(server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for what, code in (("exit 4", 4), ("signal 15", -15), ("signal 9", -9)):
         begin(monkeypatch, tmp_path / what, what)
-        assert stand_in().wait(DEADLINE_S) == code
+        assert patience.exit_code(stand_in()) == code
 
 
 def test_a_stand_in_passes_signals_on(server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -290,7 +279,7 @@ def test_a_stand_in_passes_signals_on(server: Server, monkeypatch: pytest.Monkey
     report = seen(tmp_path / "out")
     assert report["group"] == process.pid, "Monarch signals the group"
     process.terminate()
-    assert process.wait(DEADLINE_S) == 7
+    assert patience.exit_code(process) == 7
     assert (tmp_path / "out.tidied").exists()
 
 
@@ -301,7 +290,7 @@ def test_a_killed_stand_in_takes_its_process_along(
     process = stand_in()
     pid = seen(tmp_path / "out")["pid"]
     process.kill()
-    process.wait(10)
+    patience.exit_code(process)
     wait_until(lambda: gone(pid), "the end of a process without a stand-in")
 
 
@@ -320,9 +309,9 @@ def test_multiprocessing(server: Server, monkeypatch: pytest.MonkeyPatch, forked
     process = context.Process(target=answer, args=(there, lock))
     process.start()
     here.send("question")
-    assert here.poll(DEADLINE_S)
+    wait_until(here.poll, "an answer")
     assert here.recv() == (process.pid, forked, "question")
-    process.join(DEADLINE_S)
+    wait_until(lambda: not process.is_alive(), "its end")
     assert process.exitcode == 3
 
 
@@ -330,5 +319,5 @@ def test_multiprocessing_kills_its_processes(server: Server) -> None:
     process = ForkContext("small").Process(target=time.sleep, args=(600,))
     process.start()
     process.kill()
-    process.join(DEADLINE_S)
+    wait_until(lambda: not process.is_alive(), "its end")
     assert process.exitcode == -signal.SIGKILL and gone(process.pid)

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
-import subprocess
 import sys
+
+from tests.patience import run
 
 SCRIPT = """
 import gc, weakref
@@ -39,7 +40,7 @@ SAID = ("garbage", "frozen", "garbage later", "less is looked at", "frozen by a 
 
 
 def test_collections_look_only_at_what_is_made_afterwards() -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, timeout=60)
+    done = run([sys.executable, "-c", SCRIPT])
     collected = dict(zip(SAID, done.stdout.split(), strict=True))
     assert [name for name, answer in collected.items() if answer == "False"] == ["frozen", "frozen by a fork server"]
 
@@ -67,9 +68,7 @@ cycle = Cycle()
 
 def test_a_process_that_leaves_its_heap_ends_without_collecting_it() -> None:
     """What is registered for the end is done all the same."""
-    said = {
-        way: subprocess.run([sys.executable, "-c", LEFT, way], capture_output=True, text=True, check=True, timeout=60)
-        for way in ("leave", "collect")
-    }
+    said = {way: run([sys.executable, "-c", LEFT, way]) for way in ("leave", "collect")}
+    assert [done.returncode for done in said.values()] == [0, 0]
     assert said["collect"].stdout.split("\n") == ["at exit", "collected", ""]
     assert said["leave"].stdout.split("\n") == ["at exit", ""] and not said["leave"].stderr

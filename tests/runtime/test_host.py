@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 from monarch_rl.runtime.host import HostProcess
 from monarch_rl.runtime.lifetime import signal_name
 from monarch_rl.runtime.torchrun import Follower, Peer, Rank
+from tests.patience import exit_code, run
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def host() -> Iterator[HostProcess]:
 
 def kill(host: HostProcess, number: int) -> None:
     os.kill(host._process.pid, number)
-    host._process.wait(60.0)
+    exit_code(host._process)
 
 
 def test_every_signal_has_a_name() -> None:
@@ -38,13 +38,14 @@ def test_every_signal_has_a_name() -> None:
 
 def test_a_process_whose_parent_ends_during_a_look_is_found() -> None:
     """Else a host ends without it, and it is left for good."""
-    subprocess.run([sys.executable, Path(__file__).with_name("orphans.py")], timeout=300, check=True)
+    done = run([sys.executable, Path(__file__).with_name("orphans.py")], seconds=400)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_host_that_a_real_time_signal_ends_is_named(host: HostProcess) -> None:
     assert host.lost() is None
     kill(host, signal.SIGRTMIN + 6)
-    assert f"was killed by signal {signal.SIGRTMIN + 6}. It owned" in str(host.lost())
+    assert f"signal {signal.SIGRTMIN + 6}." in str(host.lost())
 
 
 def test_a_rank_on_another_machine_says_how_its_host_was_lost(
@@ -56,9 +57,9 @@ def test_a_rank_on_another_machine_says_how_its_host_was_lost(
     kill(host, signal.SIGKILL)
     with controller, connection, caplog.at_level(logging.ERROR, "monarch_rl"):
         assert not follower.wait()
-    (said,) = caplog.messages
+    (said,) = (message for message in caplog.messages if message.startswith("rank 1 "))
     pid = host._process.pid
-    assert f"rank 1 stops: the host process {pid} of this machine was killed by SIGKILL: the kernel's" in said
+    assert f"{pid} " in said and "SIGKILL" in said
 
 
 class _Connected(Peer):

@@ -27,7 +27,10 @@ from monarch_rl.runtime.deadlines import DeadlineExceeded, within
 from monarch_rl.runtime.endpoint import concurrent_endpoint, lasting_endpoint
 from monarch_rl.runtime.monarch_client import STATE_DEADLINE_S
 from monarch_rl.runtime.resilient import ResilientActor
+from tests.patience import patiently, result_of, until
 
+LOST_S = STATE_DEADLINE_S + 60
+"""Seconds for a loss to be noticed, at most: see there."""
 MANY = 4000
 """Calls. With a port for each, caller and actor grow by some 2 KB a call together."""
 TOGETHER = 20
@@ -145,12 +148,12 @@ async def answerers(count: int = 1) -> AsyncIterator[Any]:
     try:
         yield processes.spawn("answerer", Answerer)
     finally:
-        await within(20, processes.stop(), "the answerers to stop")
+        await within(300, processes.stop(), "the answerers to stop")
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
     async def bounded() -> None:
-        await within(120, test(), "the test")
+        await within(500, test(), "the test")
 
     asyncio.run(bounded())
 
@@ -164,6 +167,7 @@ def next_port() -> int:
     return int(Channel[int].open()[0]._port_ref.port_id.index)
 
 
+@pytest.mark.core
 def test_many_calls_travel_together_and_leave_nothing() -> None:
     """Each message opens a port of Monarch's own, which it frees; a call of Monarch opens another one, which stays."""
 
@@ -209,13 +213,13 @@ def test_an_error_comes_with_its_traceback_and_costs_no_other_call() -> None:
     async def test() -> None:
         async with answerers() as actor:
             waiting = asyncio.ensure_future(actor.hang.call_one())
-            with pytest.raises(ActorError, match=r"(?s)answerer\.fail failed.*in fail\n.*ValueError: rank 0") as caught:
+            with pytest.raises(ActorError, match=r"(?s)answerer\.fail .*in fail\n.*ValueError: rank 0") as caught:
                 await actor.fail.call_one()
             assert isinstance(caught.value.exception, ValueError)
             with pytest.raises(ActorError, match=r"(?s)in fail_oddly\n.*CannotTravel: two words") as odd:
                 await actor.fail_oddly.call_one()
             assert "CannotTravel: two words" in str(odd.value.exception)
-            with pytest.raises(ActorError, match=r"(?s)answerer\.unreadable failed.*this cannot be read here"):
+            with pytest.raises(ActorError, match=r"(?s)answerer\.unreadable .*this cannot be read here"):
                 await actor.unreadable.call_one(Unreadable())
             with pytest.raises(RuntimeError, match="^this cannot be read here$"):
                 await actor.unreadable.call_one()
@@ -225,6 +229,7 @@ def test_an_error_comes_with_its_traceback_and_costs_no_other_call() -> None:
     run(test)
 
 
+@pytest.mark.core
 def test_a_killed_process_ends_the_calls_that_it_owes_and_no_other() -> None:
     async def test() -> None:
         async with answerers(2) as actors:
@@ -235,12 +240,12 @@ def test_a_killed_process_ends_the_calls_that_it_owes_and_no_other() -> None:
             await killed.echo.call_one(0)
             os.kill(pid, signal.SIGKILL)
             # A process killed while Monarch asks it for its state is noticed later, and in other words.
-            said = r"(?s)answerer\.{}\(\) failed.*Answerer answerer.*(sig=9|process likely crashed)"
+            said = r"(?s)answerer\.{}\(\).*(sig=9|crashed)"
             for call in owed:
                 with pytest.raises(SupervisionError, match=said.format("hang")):
-                    await asyncio.wait_for(call, STATE_DEADLINE_S + 10)
+                    await patiently(call, "a loss to be noticed", LOST_S)
             with pytest.raises(SupervisionError, match=said.format("pid")):
-                await asyncio.wait_for(asyncio.ensure_future(killed.pid.call_one()), STATE_DEADLINE_S + 10)
+                await patiently(asyncio.ensure_future(killed.pid.call_one()), "a loss to be noticed", LOST_S)
             assert await other.echo.call_one(3) == 3 and not not_owed.done()
             not_owed.cancel()
 
@@ -257,14 +262,14 @@ def test_an_error_of_a_lost_process_keeps_nothing_of_who_waited() -> None:
         mine = Mine()
         had.append(weakref.ref(mine))
         with contextlib.suppress(SupervisionError):
-            await within(STATE_DEADLINE_S + 10, call(), "an answer", on="the answerer")
+            await within(LOST_S, call(), "an answer", on="the answerer")
             pytest.fail("a killed process has answered")
 
     async def ask_and_keep_the_call(call: Callable[[], Awaitable[Any]], had: list[weakref.ref[Mine]]) -> None:
         mine, asked = Mine(), call()
         had.append(weakref.ref(mine))
         with contextlib.suppress(SupervisionError):
-            await within(STATE_DEADLINE_S + 10, asked, "an answer", on="the answerer")
+            await within(LOST_S, asked, "an answer", on="the answerer")
             pytest.fail("a killed process has answered")
 
     async def test() -> None:
@@ -312,14 +317,14 @@ def test_an_error_of_sending_reaches_who_waits() -> None:
             line = vars(actor)["_lines"][asyncio.get_running_loop()]
             answer_calls, line._answer_calls = line._answer_calls, Unsendable()
             with pytest.raises(OSError, match="nothing can be sent"):
-                await asyncio.wait_for(actor.echo.call_one(2), 20)
+                await patiently(actor.echo.call_one(2))
             line._answer_calls = answer_calls
             assert await actor.echo.call_one(3) == 3 and not hanging.done()
             await actor.break_ports.call_one()
             for call in (actor.echo.call_one(4), hanging):
                 with pytest.raises(ActorError, match="the port is broken"):
-                    await asyncio.wait_for(call, 20)
-            assert await asyncio.wait_for(asyncio.ensure_future(_awaited(actor.echo.call_one(5))), 20) == 5
+                    await patiently(call)
+            assert await patiently(_awaited(actor.echo.call_one(5))) == 5
 
     run(test)
 
@@ -335,8 +340,7 @@ def test_calls_under_way_end_before_the_clean_up_of_their_actor(tmp_path: Path) 
     async def test() -> None:
         async with answerers() as actor:
             call = asyncio.ensure_future(actor.hang_with_file.call_one(str(tmp_path / "ended")))
-            while not (tmp_path / "ended.begun").exists():
-                await asyncio.sleep(0.01)
+            await until((tmp_path / "ended.begun").exists, "the call to begin")
         assert (tmp_path / "ended").read_text() == "before the clean-up"
         call.cancel()
 
@@ -353,7 +357,7 @@ def test_a_replaced_caller_is_forgotten() -> None:
                 processes = this_host().spawn_procs(per_host={"gpus": 1}, name="callers")
                 caller: Any = processes.spawn("caller", Caller)
                 assert await caller.ask.call_one("rollout worker 7", actor) == 1
-                await within(20, processes.stop(), "the caller to stop")
+                await within(300, processes.stop(), "the caller to stop")
                 assert await actor.callers.call_one() == ["", "rollout worker 7"]
             assert await actor.echo.call_one(1) == 1
 
@@ -363,7 +367,7 @@ def test_a_replaced_caller_is_forgotten() -> None:
 def test_a_late_answer_is_dropped() -> None:
     async def test() -> None:
         async with answerers() as actor:
-            with pytest.raises(DeadlineExceeded, match="waited 0.01 s.*an answer"):
+            with pytest.raises(DeadlineExceeded, match="an answer"):
                 await within(0.01, actor.hang.call_one(), "an answer", on="the answerer")
             late = actor.echo.call_one(5, 1000)
             late.cancel()
@@ -377,15 +381,16 @@ def test_without_an_event_loop_monarch_is_asked() -> None:
     processes = this_host().spawn_procs(per_host={"gpus": 1}, name="answerers")
     actor: Any = processes.spawn("answerer", Answerer)
     try:
-        assert actor.echo.call_one(4).get(timeout=60) == 4
+        assert actor.echo.call_one(4).get(timeout=300) == 4
     finally:
-        processes.stop().get(timeout=20)
+        processes.stop().get(timeout=300)
 
 
 Plan = list[tuple[int, int, bool]]
 """Of each call: turns of the event loop before it, turns that it takes, whether it is given up."""
 
 
+@pytest.mark.core
 def test_under_any_order_calls_start_as_they_were_made_and_each_gets_its_own_answer() -> None:
     calls = st.tuples(st.integers(0, 3), st.integers(0, 30), st.booleans())
 
@@ -410,7 +415,7 @@ def test_under_any_order_calls_start_as_they_were_made_and_each_gets_its_own_ans
             @settings(max_examples=40, deadline=None)
             @given(plan=st.lists(calls, max_size=40))
             def any_order(plan: Plan) -> None:
-                asyncio.run_coroutine_threadsafe(play(actor, plan), loop).result(60)
+                result_of(asyncio.run_coroutine_threadsafe(play(actor, plan), loop), "all answers")
 
             await asyncio.to_thread(any_order)
 

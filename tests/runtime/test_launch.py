@@ -16,9 +16,6 @@ from monarch_rl.runtime.network import free_port
 from tests.runtime.conftest import Start
 from tests.runtime.launched import SCRIPT, TORCHRUN
 
-GONE_S = 12.0
-"""Seconds for all processes to be gone: two or three when the cores are free."""
-
 
 def python(mode: str, folder: Path) -> list[str]:
     return [sys.executable, str(SCRIPT), mode, str(folder)]
@@ -48,13 +45,16 @@ def check_report(folder: Path, hosts: int, processes: int, forked: bool = False)
         assert not [name for name in seen if name.startswith("TORCHELASTIC_")]
 
 
-@pytest.mark.parametrize(("command", "mode"), [(python, "work"), (torchrun, "work"), (python, "work-forked")])
+@pytest.mark.parametrize(
+    ("command", "mode"),
+    [(python, "work"), (torchrun, "work"), pytest.param(python, "work-forked", marks=pytest.mark.core)],
+)
 def test_work_on_one_node(start: Start, tmp_path: Path, command: Any, mode: str) -> None:
     run = start(command(mode, tmp_path))
     assert run.wait() == 0, run.output()
     check_report(tmp_path, hosts=1, processes=2, forked=mode == "work-forked")
     assert "Traceback" not in run.output()
-    run.assert_gone(GONE_S)
+    run.assert_gone()
 
 
 def test_work_on_two_nodes(start: Start, tmp_path: Path) -> None:
@@ -64,18 +64,18 @@ def test_work_on_two_nodes(start: Start, tmp_path: Path) -> None:
         assert run.wait() == 0, run.output()
     check_report(tmp_path, hosts=2, processes=2, forked=True)
     for run in agents:
-        run.assert_gone(GONE_S)
+        run.assert_gone()
 
 
 @pytest.mark.parametrize(
     ("mode", "number", "to_group", "code"),
     [
-        ("wait", signal.SIGINT, True, 130),  # Ctrl-C in a terminal
+        pytest.param("wait", signal.SIGINT, True, 130, marks=pytest.mark.core),  # Ctrl-C in a terminal
         ("wait", signal.SIGINT, False, 130),
         ("wait", signal.SIGTERM, False, 143),
         ("wait", signal.SIGKILL, False, -9),
         ("wait-forked", signal.SIGTERM, False, 143),
-        ("wait-forked", signal.SIGKILL, False, -9),
+        pytest.param("wait-forked", signal.SIGKILL, False, -9, marks=pytest.mark.core),
     ],
 )
 def test_a_signal_leaves_no_process(
@@ -86,26 +86,28 @@ def test_a_signal_leaves_no_process(
     # A fork server with one preload is two processes, and each forked process has a stand-in.
     assert len(run.left()) == (10 if mode == "wait-forked" else 6), "controller, host, two processes with a child each"
     (os.killpg if to_group else os.kill)(controller, number)
-    assert run.wait(GONE_S) == code, run.output()
-    run.assert_gone(GONE_S)
+    assert run.wait() == code, run.output()
+    run.assert_gone()
     assert (tmp_path / "tidied").exists() == (number != signal.SIGKILL), "finally blocks run unless killed"
 
 
 def test_a_second_signal_ends_at_once(start: Start, tmp_path: Path) -> None:
-    run = start(python("wait", tmp_path))
+    """Whatever still runs: after its time for a clean end, the run would end with the code of the first one."""
+    run = start(python("stuck", tmp_path))
     controller = int(run.wait_for(tmp_path / "ready"))
     os.kill(controller, signal.SIGINT)
+    run.wait_for(tmp_path / "stuck")
     os.kill(controller, signal.SIGTERM)
-    assert run.wait(GONE_S) in (130, 143), run.output()
-    run.assert_gone(GONE_S)
+    assert run.wait() == 128 + signal.SIGTERM, run.output()
+    run.assert_gone()
 
 
-@pytest.mark.parametrize("command", [python, torchrun])
+@pytest.mark.parametrize("command", [python, pytest.param(torchrun, marks=pytest.mark.core)])
 def test_an_exception_leaves_no_process(start: Start, tmp_path: Path, command: Any) -> None:
     run = start(command("raise", tmp_path))
     assert run.wait() == 1, run.output()
     assert "this run fails" in run.output()
-    run.assert_gone(GONE_S)
+    run.assert_gone()
 
 
 @pytest.mark.parametrize(
@@ -118,22 +120,24 @@ def test_a_signal_under_torchrun_leaves_no_process(
     run = start(torchrun("wait", tmp_path))
     controller = int(run.wait_for(tmp_path / "ready"))
     os.kill(controller if target == "controller" else run.process.pid, number)
-    assert run.wait(GONE_S) != 0, run.output()
-    run.assert_gone(GONE_S)
+    assert run.wait() != 0, run.output()
+    run.assert_gone()
 
 
-@pytest.mark.parametrize(("command", "mode"), [(python, "wait"), (torchrun, "wait"), (python, "wait-forked")])
+@pytest.mark.parametrize(
+    ("command", "mode"),
+    [pytest.param(python, "wait", marks=pytest.mark.core), (torchrun, "wait"), (python, "wait-forked")],
+)
 def test_a_lost_host_is_named_and_leaves_no_process(start: Start, tmp_path: Path, command: Any, mode: str) -> None:
     """Its processes have children that are tied to nobody; all of them were the host's to end."""
     run = start(command(mode, tmp_path))
     run.wait_for(tmp_path / "ready")
     (host,) = [process for process, command in run.processes().items() if "-m monarch_rl.runtime.host " in command]
     host.kill()
-    assert run.wait(GONE_S) == 1, run.output()
-    reason = rf"HostLost: the host process {host.pid} of this machine was killed by SIGKILL: the kernel's log"
-    assert re.search(reason, run.output()), run.output()
+    assert run.wait() == 1, run.output()
+    assert re.search(rf"HostLost: .* {host.pid} .*SIGKILL", run.output()), run.output()
     assert (tmp_path / "tidied").exists(), "finally blocks run"
-    run.assert_gone(GONE_S)
+    run.assert_gone()
 
 
 def test_a_lost_controller_ends_the_other_node(start: Start, tmp_path: Path) -> None:
@@ -141,5 +145,5 @@ def test_a_lost_controller_ends_the_other_node(start: Start, tmp_path: Path) -> 
     agents = [start(agent("wait", tmp_path, port)) for _ in range(2)]
     os.kill(int(agents[0].wait_for(tmp_path / "ready")), signal.SIGKILL)
     for run in agents:
-        assert run.wait(3 * GONE_S) != 0, run.output()
-        run.assert_gone(GONE_S)
+        assert run.wait() != 0, run.output()
+        run.assert_gone()

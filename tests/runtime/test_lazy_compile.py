@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
+
+from tests.patience import run
 
 PROGRAM = """
 import sys, torch
@@ -42,5 +43,5 @@ assert torch.equal(outer(x), x * 5)
 
 
 def test_functions_are_compiled_when_they_are_called() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120)
+    done = run([sys.executable, "-c", PROGRAM])
     assert done.returncode == 0, done.stderr

@@ -14,6 +14,7 @@ from monarch_rl.runtime import presence
 from monarch_rl.runtime.monitor import own_report
 from monarch_rl.runtime.presence import WAITS_PER_PROCESS, Wait
 from monarch_rl.runtime.process_poller import LoopLag
+from tests.patience import happened, join, wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +42,7 @@ def test_waiters_are_told_apart_by_their_loops() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        join(thread)
     assert names == {"buffer": "buffer", "generator 1": "generator 1"}
 
 
@@ -91,9 +92,9 @@ def test_a_blocked_loop_is_seen_while_it_is_blocked_and_afterwards(caplog: pytes
         heartbeat, thread = presence.heartbeats()["trainer rank 0"]
         assert thread == threading.get_ident()
         await asyncio.sleep(2 * presence.BEAT_S)
-        assert heartbeat.take_lags() and heartbeat.overdue_s() < 10
+        assert heartbeat.take_lags()
         blocked.set()
-        assert seen.wait(30), "nobody saw it"  # what an actor must not do
+        assert seen.wait(600), "nobody saw it"  # what an actor must not do
         await asyncio.sleep(2 * presence.BEAT_S)
         lags = heartbeat.take_lags()
         presence.unregister("trainer rank 0")
@@ -104,17 +105,15 @@ def test_a_blocked_loop_is_seen_while_it_is_blocked_and_afterwards(caplog: pytes
     (line,) = [first + number for number, text in enumerate(lines) if "seen.wait" in text]
     thread = threading.Thread(target=lambda: lags.extend(asyncio.run(act())))
     thread.start()
-    assert blocked.wait(10)
-    (heartbeat, _) = presence.heartbeats()["trainer rank 0"]
-    deadline = time.monotonic() + 20
-    while heartbeat.overdue_s() < 0.5 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    silent = heartbeat.overdue_s()
-    while not (report := own_report()).blocked_at and time.monotonic() < deadline:
-        time.sleep(0.01)
-    seen.set()
-    thread.join(10)
-    assert silent >= 0.5
+    try:
+        happened(blocked, "the loop to be blocked")
+        (heartbeat, _) = presence.heartbeats()["trainer rank 0"]
+        wait_until(lambda: heartbeat.overdue_s() >= 0.5, "a beat that is overdue")
+        wait_until(lambda: own_report().blocked_at, "a report of the line")
+        report = own_report()
+    finally:
+        seen.set()
+    join(thread)
     assert max(lags) >= 0.5
     assert report.blocked_at == f"{__file__}:{line}" and report.blocked_s >= presence.PAUSE_S
     assert not own_report().blocked_at
@@ -126,8 +125,10 @@ def test_a_blocked_loop_is_seen_while_it_is_blocked_and_afterwards(caplog: pytes
 def test_progress_is_counted_by_kind() -> None:
     progress = presence.progress_by_kind()
     before = progress["group put"].count if "group put" in progress else 0
+    began = time.monotonic()
     presence.progress("group put")
     presence.progress("group put")
+    ended = time.monotonic()
     record = presence.progress_by_kind()["group put"]
     assert record.count == before + 2
-    assert 0 <= time.monotonic() - record.last < 10
+    assert began <= record.last <= ended  # clock: an order, and no duration

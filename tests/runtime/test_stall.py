@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 from hypothesis import given
@@ -43,6 +44,11 @@ def sentence(seen: RunPicture) -> str:
     return describe_chain(seen.chain(), SILENCE_S)
 
 
+def assert_names(seen: RunPicture, *facts: str) -> None:
+    """The sentence has these, in this order."""
+    assert re.search(".*".join(map(re.escape, facts)), sentence(seen)), sentence(seen)
+
+
 CONTROLLER = process("controller", ("trainer ranks to make step 41", "trainer ranks", 20.0))
 RANK_0 = process("trainer rank 0", ("the batch of step 41", "buffer", 21.0))
 GROUP = "group 327, held by rollout worker 2 (7 of 8 groups of the batch are in)"
@@ -63,38 +69,30 @@ def test_the_chain_goes_from_the_trainer_to_a_process_that_is_stopped() -> None:
     stopped = process("generator 1", status="stopped", silent_s=17.0, not_running_s=16.0)
     seen = picture(CONTROLLER, RANK_0, BUFFER, WORKER_1, WORKER_2, stopped)
     assert seen.culprits() == [stopped]
-    assert sentence(seen) == (
-        "trainer rank 0 has waited 21 s for the batch of step 41; "
-        "buffer has waited 25 s for group 327, held by rollout worker 2 (7 of 8 groups of the batch are in); "
-        "rollout worker 2 has waited 25 s for generator 1 to answer a request of group 327; "
-        "generator 1 stopped answering 17 s ago; its process 100 is stopped"
-    )
+    links = ["trainer rank 0", "21 s", "the batch of step 41; buffer", "25 s", f"{GROUP}; rollout worker 2", "25 s"]
+    assert_names(seen, *links, "a request of group 327; generator 1", "17 s", "process 100 is stopped")
+    assert sentence(seen).count(";") == 4 and "worker 1" not in sentence(seen)
 
 
 def test_the_chain_goes_on_into_an_engine() -> None:
     engine = process("the engine of generator 1", status="stopped", not_running_s=16.0)
     seen = picture(RANK_0, BUFFER, WORKER_2, GENERATOR_1, engine)
     assert seen.culprits() == [engine]
-    assert sentence(seen).endswith(
-        "generator 1 has waited 25 s for tokens after 9 others; "
-        "the engine of generator 1 has been stopped for 16 s (process 100)"
-    )
+    assert_names(seen, "generator 1 has", "25 s", "; the engine of generator 1", "stopped", "16 s", "process 100")
 
 
 def test_a_trainer_rank_that_all_wait_for_is_named_by_the_controller() -> None:
     blocked = process("trainer rank 1", blocked_s=18.0)
     seen = picture(CONTROLLER, process("trainer rank 0"), blocked, BUFFER)
     assert seen.culprits() == [blocked]
-    assert sentence(seen) == (
-        "controller has waited 20 s for trainer ranks to make step 41; "
-        "trainer rank 1 has blocked its event loop for 18 s; its process 100 uses 0% of a core"
-    )
+    assert_names(seen, "controller", "20 s", "step 41; trainer rank 1", "blocked", "18 s", "process 100", "0%")
 
 
 def test_a_culprit_nobody_waits_for_is_named_all_the_same() -> None:
     stopped = process("generator 1", status="stopped", silent_s=17.0, not_running_s=16.0)
     seen = picture(RANK_0, process("buffer"), stopped)
-    assert sentence(seen) == "generator 1 stopped answering 17 s ago; its process 100 is stopped"
+    assert sentence(seen).startswith("generator 1 ")
+    assert_names(seen, "17 s", "process 100 is stopped")
 
 
 def test_a_machine_on_which_nobody_answers() -> None:
@@ -144,7 +142,7 @@ def test_a_process_without_a_core_is_at_work_whoever_waits_for_it() -> None:
     worse = process("controller", cpu_share=0.01, queued_share=0.95)
     assert picture(RANK_0, BUFFER, starved, worse).at_work()
     assert picture(RANK_0, BUFFER, starved, worse).starved() == [worse, starved]
-    assert "uses 1% of a core and was ready to use one for 90% of the time" in starved.describe(SILENCE_S)
+    assert re.search("1%.* 90%", starved.describe(SILENCE_S))
 
 
 def test_a_stopped_process_is_a_culprit_however_long_it_was_without_a_core_before() -> None:
@@ -162,9 +160,7 @@ def test_who_is_at_work_counts_only_where_the_trainer_waits_for_it() -> None:
 def test_a_wait_for_something_outside_counts_as_work() -> None:
     outside = process("rollout worker 2", ("the episode's own code", "an episode's code", 40.0))
     assert picture(RANK_0, BUFFER, outside).at_work()
-    assert sentence(picture(RANK_0, BUFFER, outside)).endswith(
-        "rollout worker 2 answers; its process 100 uses 0% of a core"
-    )
+    assert_names(picture(RANK_0, BUFFER, outside), "; rollout worker 2 answers", "process 100", "0%")
 
 
 def test_the_recipe_waits_where_neither_the_controller_nor_a_rank_waits_for_anybody() -> None:
@@ -178,14 +174,15 @@ def test_the_recipe_waits_where_neither_the_controller_nor_a_rank_waits_for_anyb
 def test_a_stall_without_a_culprit_is_described_to_where_it_ends() -> None:
     seen = picture(CONTROLLER, RANK_0, BUFFER, process("rollout worker 2"))
     assert seen.culprits() == [] and not seen.at_work()
-    assert sentence(seen).endswith("rollout worker 2 waits for nobody; its process 100 uses 0% of a core")
+    assert_names(seen, "; rollout worker 2 waits for nobody", "process 100", "0%")
 
 
 def test_a_circle_is_described_once() -> None:
     circle = process("buffer", ("version 7 to be served", "controller", 30.0))
     seen = picture(CONTROLLER, RANK_0, circle)
     assert not seen.at_work()
-    assert sentence(seen).startswith("trainer rank 0 has waited 21 s for the batch of step 41; buffer has waited 30 s")
+    assert_names(seen, "trainer rank 0", "21 s", "the batch of step 41; buffer", "30 s")
+    assert sentence(seen).count("trainer rank 0 has") == 1
 
 
 def test_all_processes_and_their_waits_are_listed() -> None:
@@ -236,15 +233,9 @@ def test_a_device_that_does_not_end_its_work_is_a_culprit_however_much_cpu_is_us
     assert seen.culprits() == ([spins] if seconds >= limit_s else [])
     if seconds >= limit_s:
         assert not spins.at_work and not (seen.at_work() and not spins.starved)
-        assert sentence(seen).endswith(
-            f"trainer rank 1 has waited {seconds:.0f} s for its device to end a micro-batch of 8192 tokens, and "
-            f"{limit_s:.0f} s are the limit; its process 100 {_cpu(spins)}"
-        )
-
-
-def _cpu(made: Process) -> str:
-    used = f"uses {made.cpu_share:.0%} of a core"
-    return used + f" and was ready to use one for {made.queued_share:.0%} of the time" * made.starved
+        share = [f"{queued:.0%}"] * spins.starved
+        work = [f"{seconds:.0f} s", "device", "a micro-batch of 8192 tokens", f"{limit_s:.0f} s", "process 100"]
+        assert_names(seen, "trainer rank 1", *work, f"{cpu:.0%}", *share)
 
 
 def test_of_devices_that_wait_for_each_other_the_first_to_hang_is_named() -> None:
@@ -255,7 +246,7 @@ def test_of_devices_that_wait_for_each_other_the_first_to_hang_is_named() -> Non
     ]
     seen = picture(CONTROLLER, *ranks)
     assert seen.culprits() == [ranks[1], ranks[0], ranks[2]]
-    assert "; trainer rank 1 has waited 75 s for its device" in sentence(seen)
+    assert_names(seen, "; trainer rank 1", "75 s", "device")
     stopped = process("trainer rank 3", status="stopped", not_running_s=16.0)
     assert picture(CONTROLLER, *ranks, stopped).culprits()[0] is stopped
 
@@ -266,8 +257,6 @@ def test_an_engine_whose_gpu_hangs_is_named_at_the_end_of_the_chain() -> None:
     )
     seen = picture(RANK_0, BUFFER, WORKER_2, GENERATOR_1, engine)
     assert seen.culprits() == [engine]
-    assert sentence(seen).endswith(
-        "the engine of generator 1 has waited 61 s for its device to end a step of decoding of 64 tokens, and 60 s are "
-        "the limit; its process 100 uses 100% of a core"
-    )
-    assert "has waited 61 s for its device" in list_processes([engine], SILENCE_S)
+    work = ["61 s", "device", "a step of decoding of 64 tokens", "60 s"]
+    assert_names(seen, "the engine of generator 1 has", *work, "process 100", "100%")
+    assert re.search(".*".join(work), list_processes([engine], SILENCE_S))

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from monarch_rl.runtime.streams import SideStream, SideThread, finish_current, finish_device, on_side_stream
+from tests.patience import happened
 from tests.recorded_streams import DEFAULT, Record, RecordedDevice
 
 CPU = torch.device("cpu")
@@ -80,10 +81,10 @@ def test_streams_are_used_again_but_not_while_something_is_on_them(device: Recor
         def hold() -> None:
             used.append(device.current)
             held.set()
-            assert released.wait(60)
+            happened(released, "the leave to end")
 
         running = asyncio.ensure_future(late.run(hold))
-        assert await asyncio.to_thread(held.wait, 60)
+        await asyncio.to_thread(happened, held, "the call to begin")
         late.close()
         other = SideThread("other", CPU)
         assert other.stream._stream.name != used[-1], "the call under way still uses it"

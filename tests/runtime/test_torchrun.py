@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from monarch_rl.runtime.store import serve_store
+from tests.patience import output_of
 
-WAIT_S = 100.0
+WAIT_S = 600.0
 RANK = """
 import json, sys
 from types import SimpleNamespace
@@ -50,9 +51,9 @@ def test_ranks_meet_again_whatever_earlier_ones_have_left_in_the_store(tmp_path:
             follower = start(store, 1, 0, f"host of round {restarts}")
             controller = start(store, 0, restarts, end)
             ranks += [follower, controller]
-            said, _ = controller.communicate(timeout=WAIT_S)
+            said, _ = output_of(controller)
             assert json.loads(said) == ["host 0", f"host of round {restarts}"]
-            assert follower.communicate(timeout=WAIT_S)[0] == f"{end == 'ends'}\n"
+            assert output_of(follower)[0] == f"{end == 'ends'}\n"
     finally:
         for rank in ranks:
             rank.kill()

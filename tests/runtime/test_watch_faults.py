@@ -29,6 +29,7 @@ from monarch_rl.runtime.presence import Progress
 from monarch_rl.runtime.process_poller import LoopLag, ProcessPoller, _PolledProcess
 from monarch_rl.runtime.stall import CONTROLLER, Process, RunPicture
 from monarch_rl.runtime.watch import FAILED_POLLS, Stalled, watched
+from tests.patience import TICK_S, Patience, until
 
 STALL_S = 2.0
 PATIENCE_S = 120.0
@@ -66,7 +67,7 @@ def watch_sees(monkeypatch: pytest.MonkeyPatch) -> Callable[[TakePicture], list[
 
 
 async def stalled(folder: Path) -> None:
-    with pytest.raises(Stalled, match="Nothing has advanced for"):
+    with pytest.raises(Stalled):
         async with watched(cluster(), folder, STALL_S):
             await within(PATIENCE_S, asyncio.Event().wait(), "what does not come", on="generator 0")
 
@@ -90,7 +91,7 @@ def test_a_disk_that_stalls_costs_the_report_and_not_the_end_of_the_run(
     with caplog.at_level(logging.ERROR):
         asyncio.run(stalled(tmp_path))
     disk.set()
-    assert writing and f"The report could not be written to {writing[0]}" in caplog.text
+    assert writing and str(writing[0]) in caplog.text
 
 
 def test_a_picture_that_takes_long_does_not_hide_a_stall(watch_sees: Any, tmp_path: Path) -> None:
@@ -119,11 +120,8 @@ def test_a_stop_while_a_picture_is_taken_makes_no_culprit(watch_sees: Any, tmp_p
     polls = watch_sees(take)
 
     async def test() -> None:
-        deadline = time.monotonic() + PATIENCE_S
         async with watched(cluster(), tmp_path, STALL_S):
-            while len(polls) < 4:
-                assert time.monotonic() < deadline
-                await asyncio.sleep(0.05)
+            await until(lambda: len(polls) >= 4, "polls of the watch")
 
     asyncio.run(test())
     assert not list(tmp_path.iterdir())
@@ -137,7 +135,7 @@ def test_a_report_that_cannot_be_written_does_not_keep_the_run(
 
     watch_sees(take)
     asyncio.run(stalled(tmp_path / "deleted"))
-    assert "The report could not be written" in caplog.text and "generator 0" in caplog.text
+    assert str(tmp_path / "deleted") in caplog.text and "generator 0" in caplog.text
 
 
 def test_an_error_of_one_poll_does_not_end_the_watch(
@@ -150,7 +148,7 @@ def test_an_error_of_one_poll_does_not_end_the_watch(
 
     watch_sees(take)
     asyncio.run(stalled(tmp_path))
-    assert "a poll of the watch over the run has failed" in caplog.text and "AccessDenied" in caplog.text
+    assert "AccessDenied" in caplog.text
 
 
 def test_a_watch_whose_polls_all_fail_gives_up_and_says_so(
@@ -162,16 +160,13 @@ def test_a_watch_whose_polls_all_fail_gives_up_and_says_so(
     polls = watch_sees(take)
 
     async def test() -> None:
-        deadline = time.monotonic() + PATIENCE_S
         async with watched(cluster(), tmp_path, STALL_S) as watch:
-            while watch._thread.is_alive():
-                assert time.monotonic() < deadline
-                await asyncio.sleep(0.05)
+            await until(lambda: not watch._thread.is_alive(), "the end of the watch")
 
     asyncio.run(test())
     assert len(polls) == FAILED_POLLS
     (said,) = [record for record in caplog.records if record.levelno == logging.ERROR]
-    assert "the watch over the run has failed" in said.getMessage()
+    assert said.exc_info is not None and isinstance(said.exc_info[1], UnicodeDecodeError)
 
 
 def test_a_process_that_may_not_be_inspected_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,22 +206,22 @@ def test_what_has_ended_and_was_replaced_is_forgotten() -> None:
         seen = cluster(("buffer", [lives]))
         poller = ProcessPoller(seen, STALL_S, 0.01, LoopLag())
 
-        async def until(shown: Callable[[RunPicture], bool]) -> None:
-            deadline = time.monotonic() + PATIENCE_S
+        async def picture_of(shown: Callable[[RunPicture], bool]) -> None:
+            patience = Patience("what a picture is to show")
             while not shown(await poller.picture()):
-                assert time.monotonic() < deadline
-                await asyncio.sleep(0.01)
+                patience.tick()
+                await asyncio.sleep(TICK_S)
 
         for _ in range(4):
             replaced = MadeUpMonitor("generator 0")
             seen.monitors = [("buffer", [cast(Any, lives)]), ("generator", [cast(Any, replaced)])]
             poller.add_new()
             pid = replaced.pid
-            await until(partial(shows, pid))
+            await picture_of(partial(shows, pid))
             replaced.end()
             seen.monitors = seen.monitors[:1]
-        await until(lambda picture: picture.processes.keys() == {CONTROLLER, "buffer"})
-        await until(lambda picture: len(poller._polled) == 1)
+        await picture_of(lambda picture: picture.processes.keys() == {CONTROLLER, "buffer"})
+        await picture_of(lambda picture: len(poller._polled) == 1)
         assert len(poller._cpu_history) <= 2 and not poller._not_running_since, "the controller's and the buffer's"
         poller.close()
         lives.end()
@@ -335,12 +330,15 @@ def test_an_engine_that_waits_for_another_one_on_its_machine_that_compiles_does_
     assert len(poller.hang(3000, **both)) == 2
 
 
-def test_a_report_brings_what_the_devices_of_a_process_and_of_its_helpers_have_not_ended() -> None:
+def test_a_report_brings_what_the_devices_of_a_process_and_of_its_helpers_have_not_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """From the process itself to the picture. What was under way when it answered last may have ended since, in its
     helpers, too."""
 
     async def test() -> None:
         own, now = monitor.own_report(), time.monotonic()
+        monkeypatch.setattr(process_poller, "time", SimpleNamespace(monotonic=lambda: now))
         report = dataclasses.replace(
             own,
             name="generator 0",
@@ -355,15 +353,15 @@ def test_a_report_brings_what_the_devices_of_a_process_and_of_its_helpers_have_n
         polled = _PolledProcess(handle, Process("generator 0", os.getppid(), own.machine, report), now - 30)
         poller._polled[id(handle)] = polled
         seen = (await poller.picture()).processes
-        assert seen["generator 0"].piece == report.piece and seen["generator 0"].piece_s == pytest.approx(100, abs=1)
+        assert seen["generator 0"].piece == report.piece and seen["generator 0"].piece_s == pytest.approx(100)
         assert seen["generator 0"].device_hangs
         engine = seen["the engine of generator 0"]
-        assert engine.piece == report.helpers_pieces[1] and engine.piece_s == pytest.approx(50, abs=1)
+        assert engine.piece == report.helpers_pieces[1] and engine.piece_s == pytest.approx(50)
         assert not engine.device_hangs
         poller.reset_silence(lost_s=100.0)
         seen = (await poller.picture()).processes
         assert not seen["generator 0"].device_hangs, "the watch itself did not run meanwhile"
-        assert seen["generator 0"].piece_s == pytest.approx(0, abs=20)
+        assert seen["generator 0"].piece_s == pytest.approx(0)
 
     asyncio.run(test())
 

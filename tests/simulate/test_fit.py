@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -69,14 +70,14 @@ def test_costs_of_a_run_are_found_again(tmp_path: Path) -> None:
 
 
 def test_a_run_that_tells_too_little_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is not the folder of a run"):
+    with pytest.raises(ValueError, match=re.escape(str(tmp_path))):
         read_run(tmp_path)
     write(tmp_path, [row(1)])
-    with pytest.raises(ValueError, match="has 1 steps .* at least 8"):
+    with pytest.raises(ValueError, match="1 steps.* 8 "):
         read_run(tmp_path)
     old = [{name: value for name, value in row(step).items() if name != "generator/running"} for step in range(10)]
     write(tmp_path, old)
-    with pytest.raises(ValueError, match="metric generator/running is missing in 8 steps"):
+    with pytest.raises(ValueError, match="generator/running.* 8 steps"):
         read_run(tmp_path)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from dataclasses import asdict, replace
 from typing import Any
@@ -16,6 +15,7 @@ from monarch_rl.simulate.costs import Costs, DecodeCosts, Distribution, TrainerC
 from monarch_rl.simulate.fit import CALLS
 from monarch_rl.simulate.run import Figures, Plan, predict
 from monarch_rl.simulate.search import Case, gain, recommend, search, splits
+from tests.patience import run
 
 TOKENS, GROUPS, SIZE, REPLICAS = 20, 4, 2, 2
 CONSTANT = Costs(
@@ -131,8 +131,8 @@ def test_the_same_seed_gives_the_same_run_in_every_process(grain: int) -> None:
         "from tests.simulate.test_run import *\n"
         f"print(comparable(predict(plan(2), LONG_TAIL, steps=8, warm_up=2, grain={grain})))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
-    assert done.stdout.strip() == str(here)
+    done = run([sys.executable, "-c", code])
+    assert done.stdout.strip() == str(here), done.stderr
 
 
 @settings(max_examples=15, deadline=None)
@@ -192,10 +192,10 @@ def test_the_search_finds_the_best_split_and_the_smallest_lag_that_is_enough() -
 
 def test_a_split_needs_room_for_both_sides() -> None:
     assert [made.replicas for made in splits(plan(0), 5)] == [1, 2, 3, 4]
-    with pytest.raises(ValueError, match="2 devices cannot hold a trainer and a replica of 2"):
+    with pytest.raises(ValueError, match="2 devices.* 2"):
         splits(plan(0, tp=2), 2)
 
 
 def test_a_stream_must_say_how_much_it_plays() -> None:
-    with pytest.raises(ValueError, match="concurrent-groups must be given for a stream"):
+    with pytest.raises(ValueError, match="concurrent-groups"):
         Plan(buffer=BufferSettings(None))

@@ -131,26 +131,26 @@ def test_an_offset_beyond_the_bucket_is_refused() -> None:
     offset = wire.numel() - 16  # before the only value, each filled up to 8 bytes
     assert wire[offset : offset + 2].tolist() == [50, 0]
     wire[offset + 1] = 0xFF
-    with pytest.raises(DeltaError, match=r"bucket 0 of 1: element 65330 is to be changed, there are 1024"):
+    with pytest.raises(DeltaError, match=r"bucket 0.*65330.*1024"):
         apply(wire, previous)
     assert not previous.any()
 
 
 def test_an_update_of_another_size_is_refused() -> None:
     wire = encoded(torch.zeros(64, dtype=torch.uint8), torch.ones(64, dtype=torch.uint8), 1, 64)
-    with pytest.raises(DeltaError, match="for 64 bytes, the target has 65"):
+    with pytest.raises(DeltaError, match="64.*65"):
         apply(wire, torch.zeros(65, dtype=torch.uint8))
-    with pytest.raises(DeltaError, match="do not begin like an encoded update"):
+    with pytest.raises(DeltaError, match="begin"):
         apply(torch.zeros(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8))
 
 
 def test_buffers_that_do_not_fit_are_refused() -> None:
     eight = torch.zeros(8, dtype=torch.uint8)
-    with pytest.raises(ValueError, match="out must be at least 56 uint8"):
+    with pytest.raises(ValueError, match="out .*56"):
         encode(eight, eight, 1, 64, torch.zeros(55, dtype=torch.uint8))
-    with pytest.raises(ValueError, match="itemsize must be 1, 2, 4 or 8, got 3"):
+    with pytest.raises(ValueError, match="itemsize.* 3"):
         encode(eight, eight, 3, 64, torch.zeros(100, dtype=torch.uint8))
-    with pytest.raises(ValueError, match=r"previous must be a contiguous uint8\[8\], not torch.uint8\[7\]"):
+    with pytest.raises(ValueError, match=r"previous.*8.*7"):
         encode(eight[1:], eight, 1, 64, torch.zeros(100, dtype=torch.uint8))
-    with pytest.raises(ValueError, match="current begins at byte 1 of its storage"):
+    with pytest.raises(ValueError, match="current.* 1 "):
         encode(eight[1:].clone(), eight[1:], 1, 64, torch.zeros(100, dtype=torch.uint8))

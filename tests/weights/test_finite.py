@@ -87,7 +87,7 @@ def test_a_rank_names_the_first_of_its_tensors_that_is_not_finite(
         if said is not None:
             with pytest.raises(NotFinite) as caught:
                 sums.take()
-            assert str(caught.value) == f"{manifest.tensors[shard.tensor].name} {said}"
+            assert str(caught.value).startswith(manifest.tensors[shard.tensor].name) and said in str(caught.value)
             return
     expected = [0, int(tensor_checksum(tensors[1])), 0]
     expected[0] = int(tensor_checksum(tensors[0][4:], 4))

@@ -75,9 +75,9 @@ def test_tensors_do_not_overlap_and_are_aligned() -> None:
 @pytest.mark.parametrize(
     ("owned", "message"),
     [
-        ([[("a", 0, 4)]], "4 of 6 elements are owned"),
-        ([[("a", 0, 4)], [("a", 3, 3)]], "elements from 3 on are owned by two ranks"),
-        ([[("a", 0, 2)], [("a", 3, 3)]], "elements from 2 on are owned by no rank"),
+        ([[("a", 0, 4)]], "4 of 6"),
+        ([[("a", 0, 4)], [("a", 3, 3)]], " 3 .* two ranks"),
+        ([[("a", 0, 2)], [("a", 3, 3)]], " 2 .* no rank"),
     ],
 )
 def test_a_plan_with_gaps_or_overlaps_is_refused(owned: list[list[tuple[str, int, int]]], message: str) -> None:

@@ -135,7 +135,7 @@ def test_a_value_of_one_expert_that_is_not_finite_is_named(
     index = manifest.names.index("1.3.up")
     values: Any = views[index].view(dtype)
     values[13] = torch.inf
-    with pytest.raises(NotFinite, match=r"^1\.3\.up holds 1 values that are not finite, the first at \[2, 1\]$"):
+    with pytest.raises(NotFinite, match=r"1\.3\.up .*\[2, 1\]"):
         sums.take()
     values[13] = 1.5
     sums.take()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -17,24 +16,28 @@ from monarch_rl.weights.checksum import ShardChecksums, tensor_checksum
 from monarch_rl.weights.endpoint import SNAPSHOTS, TransferError, TransferSettings, TransportName
 from monarch_rl.weights.manifest import Manifest, make_manifest
 from monarch_rl.weights.transport import make_receiver, make_sender
+from tests.patience import wait_until
 
 CPU = torch.device("cpu")
 TENSORS = [("wide", (1000, 700), torch.float32), ("odd", (7, 3), torch.float32), ("norm", (5,), torch.float32)]
-ALL_BYTES = 4 * (700_000 + 21 + 5)
-JOIN_S = 120
+TENSORS += [(f"small {i}", (100_000,), torch.float32) for i in range(8)]
+ALL_BYTES = 4 * (700_000 + 21 + 5 + 8 * 100_000)
+JOIN_S = 300
 """Seconds for an answer, the first of which waits for imports: some 4 when nothing else runs, over 40 were seen."""
+FAR_S = 600.0
+"""A deadline that is not to pass: what ends a transfer then is something else."""
 BOTH: tuple[TransportName, ...] = ("collective", "shared_memory")
 
 
-def settings(transport: TransportName, deadline_s: float = 20, delta: bool = False) -> TransferSettings:
+def settings(transport: TransportName, deadline_s: float = FAR_S, delta: bool = False) -> TransferSettings:
     return TransferSettings(transport, bucket_mib=1, deadline_s=deadline_s, delta=delta)
 
 
 def manifest() -> Manifest:
-    """`wide` is cut in two, `odd` unevenly, and `norm` is the second sender's alone."""
-    return make_manifest(
-        TENSORS, [[("wide", 0, 350_000), ("odd", 0, 12)], [("wide", 350_000, 350_000), ("odd", 12, 9), ("norm", 0, 5)]]
-    )
+    """`wide` is cut in two, `odd` unevenly, and `norm` is the second sender's alone. The small ones, the first sender's
+    alone, lie in the areas in another order, so that they share four of the buckets that broadcasts use in turn."""
+    first = [*((f"small {i}", 0, 100_000) for i in reversed(range(8))), ("wide", 0, 350_000), ("odd", 0, 12)]
+    return make_manifest(TENSORS, [first, [("wide", 350_000, 350_000), ("odd", 12, 9), ("norm", 0, 5)]])
 
 
 def values(version: int) -> list[torch.Tensor]:
@@ -143,7 +146,7 @@ class Processes:
 
     @staticmethod
     def answer(pipe: Connection) -> Any:
-        assert pipe.poll(JOIN_S), "a process did not answer"
+        wait_until(pipe.poll, "an answer of a process", JOIN_S)
         return pipe.recv()
 
     def __enter__(self) -> Processes:
@@ -152,7 +155,7 @@ class Processes:
     def __exit__(self, *_: object) -> None:
         for process in self.processes:
             process.kill()
-            process.join(JOIN_S)
+            wait_until(lambda process=process: not process.is_alive(), "the end of a process")  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("transport", BOTH)
@@ -165,7 +168,7 @@ def test_versions_arrive_whole_and_members_may_change(transport: TransportName) 
             sums, arrived = running.transfer(version, running.receivers)
             assert arrived == [ALL_BYTES, ALL_BYTES]
             whole = [int(tensor_checksum(value)) for value in values(version)]
-            assert [(a + b - c) % 2**64 for a, b, c in zip(*sums, whole, strict=True)] == [0, 0, 0]
+            assert [(a + b - c) % 2**64 for a, b, c in zip(*sums, whole, strict=True)] == [0] * len(TENSORS)
         running.processes[-1].kill()
         remaining = [running.receivers[0], running.start(receive, chosen)]
         running.meet(remaining)
@@ -189,10 +192,13 @@ def test_only_what_changed_is_sent_and_all_is_sent_to_new_members(transport: Tra
 
 @pytest.mark.parametrize("transport", BOTH)
 def test_another_version_than_expected_is_refused(transport: TransportName) -> None:
-    with Processes(settings(transport, deadline_s=3)) as running:
+    """The receiver of a broadcast finds another one; through shared memory the one awaited does not come in time."""
+    with Processes(settings(transport, FAR_S if transport == "collective" else 1.0)) as running:
         running.meet(running.receivers)
         for pipe in running.senders:
             pipe.send(("send", 5))
+            if transport == "shared_memory":
+                running.answer(pipe)
         for pipe in running.receivers:
             pipe.send(("receive", 7))  # of the same snapshot
         for pipe in running.receivers:
@@ -200,58 +206,83 @@ def test_another_version_than_expected_is_refused(transport: TransportName) -> N
             assert "version 7" in message and "5" in message and "trainer rank" in message
 
 
-def test_a_killed_sender_is_an_error_within_the_deadline() -> None:
-    with Processes(settings("collective", deadline_s=5)) as running:
+def test_a_killed_sender_is_an_error_before_the_deadline() -> None:
+    with Processes(settings("collective")) as running:
         running.meet(running.receivers)
         assert running.transfer(1, running.receivers)[1] == [ALL_BYTES] * 2
         running.processes[1].kill()
-        started = time.monotonic()
         running.senders[0].send(("send", 2))
         for pipe in running.receivers:
             pipe.send(("receive", 2))
         for pipe in running.receivers:
-            assert "could not receive version 2 from trainer rank" in running.answer(pipe)
-        assert time.monotonic() - started < 15
+            message = running.answer(pipe)
+            assert "version 2 from trainer rank" in message and "deadline" not in message
 
 
 def test_the_loss_of_one_receiver_is_heard_of_by_the_others_at_once() -> None:
     """Not at the deadline: a member that fails closes its connections, which the others notice."""
-    with Processes(settings("collective", deadline_s=300)) as running:
+    with Processes(settings("collective")) as running:
         running.meet(running.receivers)
         assert running.transfer(1, running.receivers)[1] == [ALL_BYTES] * 2
         for pipe in (*running.senders, running.receivers[0]):
             pipe.send(("receive" if pipe is running.receivers[0] else "send", 2))
         running.processes[-1].kill()
-        started = time.monotonic()
         for pipe in (*running.senders, running.receivers[0]):
-            running.answer(pipe)
-        assert time.monotonic() - started < 30
+            message = running.answer(pipe)
+            assert "version 2" in message and "deadline" not in message
 
 
 def test_the_first_update_is_waited_for() -> None:
     """Version 0 is not what areas hold that nobody has written to."""
-    with Processes(settings("shared_memory", delta=True)) as running:
+    with Processes(settings("shared_memory", deadline_s=1.0, delta=True)) as running:
         running.meet(running.receivers)
         for pipe in running.receivers:
             pipe.send(("receive", 0))
-        assert not running.receivers[0].poll(1)
+        for pipe in running.receivers:
+            assert "version 0 is not whole" in running.answer(pipe)
         for pipe in running.senders:
             pipe.send(("send", 0))
+            running.answer(pipe)
+        for pipe in running.receivers:
+            pipe.send(("receive", 0))
         assert min(running.answer(pipe) for pipe in running.receivers) > ALL_BYTES
 
 
 def test_a_late_sender_is_named() -> None:
     """Nothing moves through shared memory: what is missing is a rank's word that its part is there."""
-    with Processes(settings("shared_memory", deadline_s=2)) as running:
+    with Processes(settings("shared_memory", deadline_s=1.0)) as running:
         running.meet(running.receivers)
         running.senders[0].send(("send", 2))
+        running.answer(running.senders[0])
         running.receivers[0].send(("receive", 2))
-        assert "version 2 is not whole after 2 s: the parts of trainer ranks [1]" in running.answer(
-            running.receivers[0]
-        )
+        message = running.answer(running.receivers[0])
+        assert "version 2" in message and "trainer ranks [1]" in message
 
 
 @pytest.mark.parametrize("setting", ["bucket_mib", "deadline_s", "attempts"])
 def test_settings_must_be_positive(setting: str) -> None:
-    with pytest.raises(ValueError, match=f"weights.{setting.replace('_', '-')} must be "):
+    with pytest.raises(ValueError, match=f"weights.{setting.replace('_', '-')}"):
         TransferSettings(**{setting: 0})  # type: ignore[arg-type]
+
+
+def test_a_part_that_is_being_written_is_no_version() -> None:
+    """Versions come again where a run goes back: a receiver must not take the old one for it while it is written."""
+
+    async def received_again() -> None:
+        plan, chosen = make_manifest(TENSORS[2:3], [[("norm", 0, 5)]]), settings("shared_memory", deadline_s=0.5)
+        sender, receiver = make_sender(plan, 0, chosen, "127.0.0.1", CPU), make_receiver(plan, chosen, CPU)
+        address = await sender.open()
+        await sender.connect([address], 1)
+        await receiver.connect([address], 0, 1)
+        sender.views(0)
+        await sender.send(2, 0)
+        assert await receiver.receive(2, 0) == [20]
+        sender.views(0)
+        with pytest.raises(TransferError, match=r"version 2 .* trainer ranks \[0\]"):
+            await receiver.receive(2, 0)
+        await sender.send(2, 0)
+        assert await receiver.receive(2, 0) == [20]
+        await sender.close()
+        await receiver.close()
+
+    asyncio.run(received_again())
