@@ -77,7 +77,7 @@ def test_max_rls_expectation_is_the_truncated_gradient_of_the_log_of_the_success
 
 
 def test_max_rl_refuses_rewards_below_0() -> None:
-    with pytest.raises(ValueError, match="needs rewards of at least 0"):
+    with pytest.raises(ValueError, match="rewards"):
         advantages.max_rl(GroupView.of([-1.0, 1.0]))
 
 
@@ -182,7 +182,7 @@ def test_gae_has_rewards_of_turns_at_their_ends_and_the_episodes_at_the_last() -
     assert found.tolist() == [1.75, 1.75, 0.25, 0.25, 0.25]  # the rewards that are still to come, minus the value
     (found,) = group_advantages(view, lam=0.0)
     assert found.tolist() == [0.0, 1.5, 0.0, 0.0, 0.25]
-    with pytest.raises(ValueError, match="there is no column 'value'"):
+    with pytest.raises(ValueError, match="'value'"):
         advantages.gae([GroupView.of([1.0])])
 
 

@@ -31,9 +31,9 @@ def test_pass_at_k_is_unbiased(p: float, samples: int, k: int) -> None:
 
 
 def test_pass_at_k_of_too_few_episodes_is_refused() -> None:
-    with pytest.raises(ValueError, match="pass@3 cannot be estimated from 2 episodes"):
+    with pytest.raises(ValueError, match="pass@3 .* 2 episodes"):
         pass_at_k(np.asarray([1]), 2, 3)
-    with pytest.raises(ValueError, match="between 0 and 3 right episodes of 2"):
+    with pytest.raises(ValueError, match="0 and 3 .* 2"):
         pass_at_k(np.asarray([0, 3]), 2, 1)
 
 

@@ -31,5 +31,5 @@ def test_quantiles_of_summed_histograms_are_right_within_a_bin(ranks: list[list[
 def test_what_is_above_the_highest_bin_is_in_it() -> None:
     assert quantile(histogram(torch.tensor([10.0 ** (HIGHEST + 3)])), 1.0) == pytest.approx(10.0**HIGHEST)
     assert histogram(torch.tensor([float("nan"), float("inf"), 1.0])).sum() == 1
-    with pytest.raises(ValueError, match="no quantile of nothing"):
+    with pytest.raises(ValueError):
         quantile(histogram(torch.zeros(0)), 0.5)

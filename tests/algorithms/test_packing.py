@@ -127,5 +127,5 @@ def test_many_short_episodes_keep_the_bound_and_are_soon_planned(
 
 
 def test_an_episode_longer_than_the_budget_is_refused() -> None:
-    with pytest.raises(ValueError, match="101 tokens does not fit the token budget of 100"):
+    with pytest.raises(ValueError, match="101 tokens .* 100"):
         plan_microbatches(separate([5, 101]), 100, 2)

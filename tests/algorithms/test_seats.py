@@ -126,10 +126,10 @@ def test_a_branch_without_its_origin_begins_with_nothing() -> None:
 
 
 def test_what_cannot_be_of_a_seat_is_refused_by_its_name() -> None:
-    with pytest.raises(ValueError, match=r"BySeat\(reinforce_pp .*takes all groups of a batch at once"):
+    with pytest.raises(ValueError, match=r"BySeat\(reinforce_pp "):
         BySeat(reinforce_pp)  # type: ignore[arg-type]
     group = GroupView.of([1, 2, 3], seats=["a", "b", "a"])
-    with pytest.raises(ValueError, match=r"<lambda> .*returned 1 values for the 2 sequences of seat 'a'"):
+    with pytest.raises(ValueError, match=r"<lambda> .* 1 values .* 2 sequences of seat 'a'"):
         BySeat(lambda part: part.rewards[:1])(group)
-    with pytest.raises(ValueError, match="returned PerTurn and Tensor: return one kind for all seats"):
+    with pytest.raises(ValueError, match="PerTurn and Tensor"):
         BySeat(lambda part: part.rewards if len(part) == 1 else PerTurn([torch.ones(1)] * 2))(group)

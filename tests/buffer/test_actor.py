@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -19,25 +18,30 @@ from monarch_rl.episode.episode import Group
 from monarch_rl.episode.packed import pack_group
 from monarch_rl.rollout.admissions import Admissions
 from monarch_rl.rollout.outbox import UNASKED_BYTES, Outbox
-from monarch_rl.runtime.deadlines import DeadlineExceeded, within
+from monarch_rl.runtime.deadlines import DeadlineExceeded, now, within
 from tests.buffer.helpers import episode, group
 from tests.episode.trees import distinct_inputs
+from tests.patience import LIMIT_S as WAIT_S
+from tests.patience import patiently
 
-WAIT_S = 30.0
+pytestmark = pytest.mark.core
 
 
-@asynccontextmanager
-async def buffer_actor(groups: int, lag: int, version: int = 0, **settings: Any) -> AsyncIterator[Any]:
-    procs = this_host().spawn_procs(per_host={"buffer": 1}, name="buffer")
-    try:
-        yield procs.spawn("buffer", Buffer, groups, BufferSettings(lag, **{"window": 0, **settings}), version)
-    finally:
-        await within(20, procs.stop(), "the buffer's process to stop")
+@pytest.fixture(scope="module")
+def process() -> Iterator[Any]:
+    """One for all buffers: starting it takes seconds."""
+    process = this_host().spawn_procs(per_host={"buffer": 1}, name="buffer")
+    yield process
+    process.stop().get(timeout=300)
+
+
+def buffer_actor(process: Any, groups: int, lag: int, version: int = 0, **settings: Any) -> Any:
+    return process.spawn("buffer", Buffer, groups, BufferSettings(lag, **{"window": 0, **settings}), version)
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
     async def bounded() -> None:
-        await within(120, test(), "the test")
+        await patiently(test(), "the test", 500)
 
     asyncio.run(bounded())
 
@@ -49,212 +53,213 @@ async def fill(buffer: Any, groups: int, version: int = 0) -> list[int]:
     return [ticket.group_id for ticket in tickets]
 
 
-def test_steps_through_waiting_calls() -> None:
+def test_steps_through_waiting_calls(process: Any) -> None:
     async def test() -> None:
-        async with buffer_actor(2, 1) as buffer:
-            waiting_take = asyncio.ensure_future(buffer.take.call_one(0, 0, 1, 64, WAIT_S))
-            await fill(buffer, 4)
-            shard = await within(WAIT_S, waiting_take, "the first batch")
-            waiting_admit = asyncio.ensure_future(buffer.admit.call_one("worker 1", WAIT_S))
-            assert shard.version == 0 and shard.unpack().num_episodes == 4
-            await buffer.trained.call_one(1)
-            counts = await buffer.counts.call_one()
-            assert (counts.slots_free, counts.unpublished, counts.trained) == (0, 2, 2)
-            assert not waiting_admit.done()
-            await buffer.published.call_one(1)
-            ticket = await within(WAIT_S, waiting_admit, "the slot")
-            assert ticket.group_id == 4
-            shard = await buffer.take.call_one(1, 0, 1, 64, WAIT_S)
-            assert shard.lag_counts.tolist() == [0, 4]
+        buffer = buffer_actor(process, 2, 1)
+        waiting_take = asyncio.ensure_future(buffer.take.call_one(0, 0, 1, 64, WAIT_S))
+        await fill(buffer, 4)
+        shard = await within(WAIT_S, waiting_take, "the first batch")
+        waiting_admit = asyncio.ensure_future(buffer.admit.call_one("worker 1", WAIT_S))
+        assert shard.version == 0 and shard.unpack().num_episodes == 4
+        await buffer.trained.call_one(1)
+        counts = await buffer.counts.call_one()
+        assert (counts.slots_free, counts.unpublished, counts.trained) == (0, 2, 2)
+        assert not waiting_admit.done()
+        await buffer.published.call_one(1)
+        ticket = await within(WAIT_S, waiting_admit, "the slot")
+        assert ticket.group_id == 4
+        shard = await buffer.take.call_one(1, 0, 1, 64, WAIT_S)
+        assert shard.lag_counts.tolist() == [0, 4]
 
     run(test)
 
 
-def test_a_held_buffer_gives_all_ranks_the_batch_under_way_and_no_other() -> None:
+def test_a_held_buffer_gives_all_ranks_the_batch_under_way_and_no_other(process: Any) -> None:
     async def test() -> None:
-        async with buffer_actor(2, 1) as buffer:
-            await fill(buffer, 2)
-            shard = await buffer.take.call_one(0, 0, 2, 64, WAIT_S)
-            assert await buffer.hold.call_one() == 1, "a rank trains what makes version 1"
-            late = await buffer.take.call_one(0, 1, 2, 64, WAIT_S)
-            assert shard.version == late.version == 0
-            await buffer.trained.call_one(1)
-            waiting = asyncio.ensure_future(buffer.take.call_one(1, 0, 2, 64, WAIT_S))
-            await fill(buffer, 2)
-            assert (await buffer.hold.call_one(), await buffer.stage.call_one()) == (1, 1)
-            counts = await buffer.counts.call_one()
-            assert not waiting.done() and (counts.complete, counts.dropped) == (2, {}), "its groups stay"
-            await buffer.close.call_one()
-            with pytest.raises(ActorError, match="the run has ended"):
-                await waiting
+        buffer = buffer_actor(process, 2, 1)
+        await fill(buffer, 2)
+        shard = await buffer.take.call_one(0, 0, 2, 64, WAIT_S)
+        assert await buffer.hold.call_one() == 1, "a rank trains what makes version 1"
+        late = await buffer.take.call_one(0, 1, 2, 64, WAIT_S)
+        assert shard.version == late.version == 0
+        await buffer.trained.call_one(1)
+        waiting = asyncio.ensure_future(buffer.take.call_one(1, 0, 2, 64, WAIT_S))
+        await fill(buffer, 2)
+        assert (await buffer.hold.call_one(), await buffer.stage.call_one()) == (1, 1)
+        counts = await buffer.counts.call_one()
+        assert not waiting.done() and (counts.complete, counts.dropped) == (2, {}), "its groups stay"
+        await buffer.close.call_one()
+        with pytest.raises(ActorError, match="ended"):
+            await waiting
 
     run(test)
 
 
-def test_deadlines_name_who_holds_what() -> None:
+def test_deadlines_name_who_holds_what(process: Any) -> None:
     async def test() -> None:
-        async with buffer_actor(3, 0) as buffer:
-            await fill(buffer, 1)
-            await buffer.admit.call_one("rollout worker 7", WAIT_S)
-            with pytest.raises(ActorError) as failure:
-                await buffer.take.call_one(0, 1, 2, 64, 0.1)
-            assert isinstance(failure.value.exception, DeadlineExceeded)
-            message = str(failure.value.exception)
-            assert "trainer rank 1 waited 0.1 s for the batch that updates version 0" in message
-            assert "misses groups 1 and 1 that no worker has asked for" in message
-            assert "group 1 by rollout worker 7 for " in message
-            await fill(buffer, 1)
-            with pytest.raises(ActorError) as failure:
-                await buffer.admit.call_one("rollout worker 8", 0.1)
-            message = str(failure.value.exception)
-            assert "rollout worker 8 waited 0.1 s for a free slot of the buffer" in message
-            assert "(see --rollout.slot-deadline-s)" in message
-            assert "0 free of 3, 1 playing, 2 complete" in message
-            await buffer.drop.call_one(1, "score hung")  # the call that gave up was given no slot
-            assert (await buffer.counts.call_one()).slots_free == 1
-            assert "dropped so far: {'score hung': 1}" in await buffer.report.call_one()
+        buffer = buffer_actor(process, 3, 0)
+        await fill(buffer, 1)
+        await buffer.admit.call_one("rollout worker 7", WAIT_S)
+        with pytest.raises(ActorError) as failure:
+            await buffer.take.call_one(0, 1, 2, 64, 0.1)
+        assert isinstance(failure.value.exception, DeadlineExceeded)
+        message = str(failure.value.exception)
+        assert "trainer rank 1 waited 0.1 s" in message and "version 0" in message
+        assert "groups 1 and 1 that no worker" in message
+        assert "group 1 by rollout worker 7 for " in message
+        await fill(buffer, 1)
+        with pytest.raises(ActorError) as failure:
+            await buffer.admit.call_one("rollout worker 8", 0.1)
+        message = str(failure.value.exception)
+        assert "rollout worker 8 waited 0.1 s for a free slot" in message
+        assert "--rollout.slot-deadline-s" in message
+        assert "0 free of 3, 1 playing, 2 complete" in message
+        await buffer.drop.call_one(1, "score hung")  # the call that gave up was given no slot
+        assert (await buffer.counts.call_one()).slots_free == 1
+        assert "dropped so far: {'score hung': 1}" in await buffer.report.call_one()
 
     run(test)
 
 
-def test_close_ends_every_wait() -> None:
+def test_close_ends_every_wait(process: Any) -> None:
     async def test() -> None:
-        async with buffer_actor(2, 0) as buffer:
-            await fill(buffer, 1)
-            last = await buffer.admit.call_one("worker 0", WAIT_S)
-            take = asyncio.ensure_future(buffer.take.call_one(0, 0, 1, 64, WAIT_S))
-            admit = asyncio.ensure_future(buffer.admit.call_one("worker 0", WAIT_S))
-            await buffer.counts.call_one()
-            counts = await buffer.close.call_one()
-            assert counts.dropped == {RUN_ENDED: 2}
-            assert await within(WAIT_S, admit, "the end of admit") is None
-            with pytest.raises(ActorError) as failure:
-                await within(WAIT_S, take, "the end of take")
-            assert isinstance(failure.value.exception, BufferClosed)
-            await buffer.put.call_one(pack_group(group(last.group_id, [0])))
-            assert await buffer.admit.call_one("worker 0", WAIT_S) is None
+        buffer = buffer_actor(process, 2, 0)
+        await fill(buffer, 1)
+        last = await buffer.admit.call_one("worker 0", WAIT_S)
+        take = asyncio.ensure_future(buffer.take.call_one(0, 0, 1, 64, WAIT_S))
+        admit = asyncio.ensure_future(buffer.admit.call_one("worker 0", WAIT_S))
+        await buffer.counts.call_one()
+        counts = await buffer.close.call_one()
+        assert counts.dropped == {RUN_ENDED: 2}
+        assert await within(WAIT_S, admit, "the end of admit") is None
+        with pytest.raises(ActorError) as failure:
+            await within(WAIT_S, take, "the end of take")
+        assert isinstance(failure.value.exception, BufferClosed)
+        await buffer.put.call_one(pack_group(group(last.group_id, [0])))
+        assert await buffer.admit.call_one("worker 0", WAIT_S) is None
 
     run(test)
 
 
-def test_shards_hold_each_episode_once_and_all_rewards() -> None:
+def test_shards_hold_each_episode_once_and_all_rewards(process: Any) -> None:
     async def test() -> None:
-        async with buffer_actor(2, 2) as buffer:
-            groups = [
-                Group(
-                    i,
-                    i,
-                    [episode([0] * (1 + i + j), reward=float(10 * i + j), prompt=3) for j in range(3)],
-                    task=f"t{i}",
-                )
-                for i in range(2)
-            ]
-            groups[1].episodes[2].finish_reason, groups[0].episodes[1].parts = "length", {"format": 0.5}
-            groups[0].episodes[1].seat, groups[0].episodes[1].play = "black", 0
-            groups[1].episodes[2].turns[0].reward = 0.25
-            for one in groups:
-                for of_group in one.episodes:
-                    of_group.fill_column("value", np.arange(of_group.num_tokens) + of_group.reward)
-                    of_group.fill_column("other", np.ones(of_group.num_tokens))
-                await buffer.admit.call_one("worker 0", WAIT_S)
-                await buffer.put.call_one(pack_group(one))
-            calls = [buffer.take.call_one(0, rank, 2, 12, WAIT_S, ("value",)) for rank in range(2)]
-            shards = [shard.unpack() for shard in await asyncio.gather(*calls)]
-            again = (await buffer.take.call_one(0, 1, 2, 12, WAIT_S, ("value",))).unpack()
-            assert again.microbatches[0][0][:2] == shards[1].microbatches[0][0][:2]
-            assert len(shards[0].microbatches) == len(shards[1].microbatches)
-            places = []
-            for shard in shards:
-                assert [rewards.tolist() for rewards in shard.rewards] == [[0, 1, 2], [10, 11, 12]]
-                assert [lengths.tolist() for lengths in shard.lengths] == [[1, 2, 3], [2, 3, 4]]
-                assert [cut.tolist() for cut in shard.cut] == [[False] * 3, [False, False, True]]
-                assert (shard.tasks, shard.parts) == (["t0", "t1"], [[{}, {"format": 0.5}, {}], [{}, {}, {}]])
-                assert shard.seats == [["", "black", ""], [""] * 3] and shard.items == [0, 1]
-                assert [plays.tolist() for plays in shard.plays] == [[0, 0, 2], [0, 1, 2]]
-                assert shard.turn_lengths == [[[1], [2], [3]], [[2], [3], [4]]]
-                assert shard.turn_rewards == [[[None]] * 3, [[None], [None], [0.25]]]
-                assert shard.column_names == ("other", "value") and shard.columns.keys() == {"value"}
-                assert [values.tolist() for values in shard.columns["value"][1]] == [
-                    [13, 14],
-                    [14, 15, 16],
-                    [15, 16, 17, 18],
-                ]
-                assert shard.trainable_tokens == 1 + 2 + 3 + 2 + 3 + 4
-                assert shard.lag_counts.tolist() == [15, 0, 0] and shard.lag_counts.dtype == np.int64
-                for microbatch in shard.microbatches:
-                    assert sum(e.num_tokens - 1 for _, _, e in microbatch) <= KEYS_PER_TOKEN * 12
-                    by_group = [[e for g, _, e in microbatch if g == group] for group in range(2)]
-                    assert sum(map(distinct_inputs, by_group)) <= 12
-                    for g, e, one_episode in microbatch:
-                        places.append((g, e))
-                        assert one_episode.reward == groups[g].episodes[e].reward
-                        assert one_episode.token_ids.tolist() == groups[g].episodes[e].token_ids.tolist()
-                        for name in ("value", "other"):
-                            assert one_episode.column(name).tolist() == groups[g].episodes[e].column(name).tolist()
-            assert sorted(places) == [(g, e) for g in range(2) for e in range(3)]
-            with pytest.raises(ActorError, match="trainer ranks disagree"):
-                await buffer.take.call_one(0, 0, 1, 12, WAIT_S)
-            with pytest.raises(ActorError, match="dp_rank 2 is not within dp_size 2"):
-                await buffer.take.call_one(0, 2, 2, 12, WAIT_S)
-
-    run(test)
-
-
-def test_slots_of_stale_groups_go_to_waiting_workers() -> None:
-    async def test() -> None:
-        async with buffer_actor(1, 0, 3) as buffer:
-            await fill(buffer, 1, version=1)
-            admit = asyncio.ensure_future(buffer.admit.call_one("worker 0", WAIT_S))
-            take = asyncio.ensure_future(buffer.take.call_one(3, 0, 1, 64, WAIT_S))
-            ticket = await within(WAIT_S, admit, "the slot of the stale group")
-            await buffer.put.call_one(pack_group(group(ticket.group_id, [3])))
-            await within(WAIT_S, take, "the batch")
-            counts = await buffer.counts.call_one()
-            assert counts.dropped == {STALE: 1}
-
-    run(test)
-
-
-def test_groups_of_a_lost_worker_go_to_another_and_its_late_puts_are_ignored() -> None:
-    async def test() -> None:
-        async with buffer_actor(2, 0) as buffer:
-            tickets = [await buffer.admit.call_one("worker 0", WAIT_S) for _ in range(2)]
-            await buffer.put.call_one(pack_group(group(0, [0], [0])))
-            dead = asyncio.ensure_future(buffer.admit.call_one("worker 0", WAIT_S))
-            waiting = asyncio.ensure_future(buffer.admit.call_one("worker 1", WAIT_S))
-            await buffer.counts.call_one()
-            assert await buffer.release.call_one("worker 0") == [1]
-            assert await within(WAIT_S, dead, "the end of a wait for which nobody is left") is None
-            ticket = await within(WAIT_S, waiting, "the lost worker's group")
-            assert (ticket.group_id, ticket.task_cursor, ticket.attempt) == (1, tickets[1].task_cursor, 1)
-            assert "held: group 1 by worker 1" in await buffer.report.call_one()
-            await buffer.put.call_one(pack_group(group(1, [0], [0])))  # worker 0 was only slow
-            await buffer.drop.call_one(1, "score hung")
-            counts = await buffer.counts.call_one()
-            assert (counts.playing, counts.wasted_tokens, counts.dropped) == (1, {PLAYED_AGAIN: 2}, {})
-            assert "held: group 1 by worker 1" in await buffer.report.call_one()
-            again = group(1, [0], [0])
-            again.attempt = 1
-            await buffer.put.call_one(pack_group(again))
-            shard = await buffer.take.call_one(0, 0, 1, 64, WAIT_S)
-            assert shard.unpack().num_episodes == 4
-
-    run(test)
-
-
-def test_waits_for_a_slow_group_are_counted() -> None:
-    async def test() -> None:
-        async with buffer_actor(1, 2) as buffer:
+        buffer = buffer_actor(process, 2, 2)
+        groups = [
+            Group(
+                i,
+                i,
+                [episode([0] * (1 + i + j), reward=float(10 * i + j), prompt=3) for j in range(3)],
+                task=f"t{i}",
+            )
+            for i in range(2)
+        ]
+        groups[1].episodes[2].finish_reason, groups[0].episodes[1].parts = "length", {"format": 0.5}
+        groups[0].episodes[1].seat, groups[0].episodes[1].play = "black", 0
+        groups[1].episodes[2].turns[0].reward = 0.25
+        for one in groups:
+            for of_group in one.episodes:
+                of_group.fill_column("value", np.arange(of_group.num_tokens) + of_group.reward)
+                of_group.fill_column("other", np.ones(of_group.num_tokens))
             await buffer.admit.call_one("worker 0", WAIT_S)
-            take = asyncio.ensure_future(buffer.take.call_one(0, 0, 1, 64, WAIT_S))
-            await fill(buffer, 2)
-            await buffer.put.call_one(pack_group(group(0, [0])))
-            await within(WAIT_S, take, "the batch")
-            counts = await buffer.counts.call_one()
-            assert counts.order_waits == 1 and 0 < counts.order_wait_s < WAIT_S
-            await buffer.trained.call_one(1)
-            await buffer.take.call_one(1, 0, 1, 64, WAIT_S)
-            assert (await buffer.counts.call_one()).order_waits == 1
+            await buffer.put.call_one(pack_group(one))
+        calls = [buffer.take.call_one(0, rank, 2, 12, WAIT_S, ("value",)) for rank in range(2)]
+        shards = [shard.unpack() for shard in await asyncio.gather(*calls)]
+        again = (await buffer.take.call_one(0, 1, 2, 12, WAIT_S, ("value",))).unpack()
+        assert again.microbatches[0][0][:2] == shards[1].microbatches[0][0][:2]
+        assert len(shards[0].microbatches) == len(shards[1].microbatches)
+        places = []
+        for shard in shards:
+            assert [rewards.tolist() for rewards in shard.rewards] == [[0, 1, 2], [10, 11, 12]]
+            assert [lengths.tolist() for lengths in shard.lengths] == [[1, 2, 3], [2, 3, 4]]
+            assert [cut.tolist() for cut in shard.cut] == [[False] * 3, [False, False, True]]
+            assert (shard.tasks, shard.parts) == (["t0", "t1"], [[{}, {"format": 0.5}, {}], [{}, {}, {}]])
+            assert shard.seats == [["", "black", ""], [""] * 3] and shard.items == [0, 1]
+            assert [plays.tolist() for plays in shard.plays] == [[0, 0, 2], [0, 1, 2]]
+            assert shard.turn_lengths == [[[1], [2], [3]], [[2], [3], [4]]]
+            assert shard.turn_rewards == [[[None]] * 3, [[None], [None], [0.25]]]
+            assert shard.column_names == ("other", "value") and shard.columns.keys() == {"value"}
+            assert [values.tolist() for values in shard.columns["value"][1]] == [
+                [13, 14],
+                [14, 15, 16],
+                [15, 16, 17, 18],
+            ]
+            assert shard.trainable_tokens == 1 + 2 + 3 + 2 + 3 + 4
+            assert shard.lag_counts.tolist() == [15, 0, 0] and shard.lag_counts.dtype == np.int64
+            for microbatch in shard.microbatches:
+                assert sum(e.num_tokens - 1 for _, _, e in microbatch) <= KEYS_PER_TOKEN * 12
+                by_group = [[e for g, _, e in microbatch if g == group] for group in range(2)]
+                assert sum(map(distinct_inputs, by_group)) <= 12
+                for g, e, one_episode in microbatch:
+                    places.append((g, e))
+                    assert one_episode.reward == groups[g].episodes[e].reward
+                    assert one_episode.token_ids.tolist() == groups[g].episodes[e].token_ids.tolist()
+                    for name in ("value", "other"):
+                        assert one_episode.column(name).tolist() == groups[g].episodes[e].column(name).tolist()
+        assert sorted(places) == [(g, e) for g in range(2) for e in range(3)]
+        with pytest.raises(ActorError, match="disagree"):
+            await buffer.take.call_one(0, 0, 1, 12, WAIT_S)
+        with pytest.raises(ActorError, match="dp_rank 2 .*dp_size 2"):
+            await buffer.take.call_one(0, 2, 2, 12, WAIT_S)
+
+    run(test)
+
+
+def test_slots_of_stale_groups_go_to_waiting_workers(process: Any) -> None:
+    async def test() -> None:
+        buffer = buffer_actor(process, 1, 0, 3)
+        await fill(buffer, 1, version=1)
+        admit = asyncio.ensure_future(buffer.admit.call_one("worker 0", WAIT_S))
+        take = asyncio.ensure_future(buffer.take.call_one(3, 0, 1, 64, WAIT_S))
+        ticket = await within(WAIT_S, admit, "the slot of the stale group")
+        await buffer.put.call_one(pack_group(group(ticket.group_id, [3])))
+        await within(WAIT_S, take, "the batch")
+        counts = await buffer.counts.call_one()
+        assert counts.dropped == {STALE: 1}
+
+    run(test)
+
+
+def test_groups_of_a_lost_worker_go_to_another_and_its_late_puts_are_ignored(process: Any) -> None:
+    async def test() -> None:
+        buffer = buffer_actor(process, 2, 0)
+        tickets = [await buffer.admit.call_one("worker 0", WAIT_S) for _ in range(2)]
+        await buffer.put.call_one(pack_group(group(0, [0], [0])))
+        dead = asyncio.ensure_future(buffer.admit.call_one("worker 0", WAIT_S))
+        waiting = asyncio.ensure_future(buffer.admit.call_one("worker 1", WAIT_S))
+        await buffer.counts.call_one()
+        assert await buffer.release.call_one("worker 0") == [1]
+        assert await within(WAIT_S, dead, "the end of a wait for which nobody is left") is None
+        ticket = await within(WAIT_S, waiting, "the lost worker's group")
+        assert (ticket.group_id, ticket.task_cursor, ticket.attempt) == (1, tickets[1].task_cursor, 1)
+        assert "held: group 1 by worker 1" in await buffer.report.call_one()
+        await buffer.put.call_one(pack_group(group(1, [0], [0])))  # worker 0 was only slow
+        await buffer.drop.call_one(1, "score hung")
+        counts = await buffer.counts.call_one()
+        assert (counts.playing, counts.wasted_tokens, counts.dropped) == (1, {PLAYED_AGAIN: 2}, {})
+        assert "held: group 1 by worker 1" in await buffer.report.call_one()
+        again = group(1, [0], [0])
+        again.attempt = 1
+        await buffer.put.call_one(pack_group(again))
+        shard = await buffer.take.call_one(0, 0, 1, 64, WAIT_S)
+        assert shard.unpack().num_episodes == 4
+
+    run(test)
+
+
+def test_waits_for_a_slow_group_are_counted(process: Any) -> None:
+    async def test() -> None:
+        buffer = buffer_actor(process, 1, 2)
+        began = now()
+        await buffer.admit.call_one("worker 0", WAIT_S)
+        take = asyncio.ensure_future(buffer.take.call_one(0, 0, 1, 64, WAIT_S))
+        await fill(buffer, 2)
+        await buffer.put.call_one(pack_group(group(0, [0])))
+        await within(WAIT_S, take, "the batch")
+        counts, passed_s = await buffer.counts.call_one(), now() - began
+        assert counts.order_waits == 1 and 0 < counts.order_wait_s <= passed_s
+        await buffer.trained.call_one(1)
+        await buffer.take.call_one(1, 0, 1, 64, WAIT_S)
+        assert (await buffer.counts.call_one()).order_waits == 1
 
     run(test)
 
@@ -264,94 +269,94 @@ def large(group_id: int) -> bytes:
     return pack_group(group(group_id, [0] * 75_000))
 
 
-def test_a_group_without_room_waits_at_its_worker() -> None:
+def test_a_group_without_room_waits_at_its_worker(process: Any) -> None:
     async def test() -> None:
-        async with buffer_actor(1, 3, max_mib=1) as buffer:
-            outbox = Outbox(buffer, "worker 0", WAIT_S)
-            for _ in range(4):
-                await buffer.admit.call_one("worker 0", WAIT_S)
-            await outbox.put(1, 0, large(1))
-            waiting = asyncio.ensure_future(outbox.put(2, 0, large(2)))
-            with pytest.raises(ActorError) as failure:
-                await buffer.reserve.call_one(3, 0, 2**20, "worker 0", 0.1)
-            message = str(failure.value.exception)
-            assert "worker 0 waited 0.1 s for room for the 1048576 bytes of group 3" in message and "0.6 MiB" in message
-            with pytest.raises(ActorError, match="group 3 cannot be put: .* reserve room first"):
-                await buffer.put.call_one(large(3))
-            counts = await buffer.counts.call_one()
-            assert counts.complete == 1 and counts.nbytes < 2**20 and not waiting.done()
-            await outbox.put(0, 0, large(0))  # the next batch's: it has room, whoever waits
-            await buffer.take.call_one(0, 0, 1, 10**6, WAIT_S)
-            assert not waiting.done()
-            await buffer.trained.call_one(1)
-            await buffer.take.call_one(1, 0, 1, 10**6, WAIT_S)
-            await within(WAIT_S, waiting, "room for the group that is due next")
-
-    run(test)
-
-
-def test_places_are_admitted_together_and_hear_of_deadline_and_end() -> None:
-    async def test() -> None:
-        async with buffer_actor(3, 0) as buffer:
-            admissions = Admissions(buffer, "worker 0", WAIT_S)
-            tickets = await asyncio.gather(*(admissions.ticket() for _ in range(2)))
-            assert [ticket and ticket.group_id for ticket in tickets] == [0, 1]
-            impatient = Admissions(buffer, "worker 1", 0.1)
-            ticket = await impatient.ticket()
-            assert ticket is not None and ticket.group_id == 2
-            waits = await asyncio.gather(*(impatient.ticket() for _ in range(2)), return_exceptions=True)
-            assert all("worker 1 waited 0.1 s for a free slot" in str(error) for error in waits)
-            waiting = [asyncio.ensure_future(admissions.ticket()) for _ in range(3)]
-            await buffer.drop.call_one(1, "score hung")
-            ticket = await within(WAIT_S, waiting[0], "the slot")
-            assert ticket is not None and ticket.group_id == 3
-            await buffer.close.call_one()
-            assert await within(WAIT_S, asyncio.gather(*waiting[1:]), "the end") == [None, None]
-
-    run(test)
-
-
-def test_an_outbox_hands_on_what_the_buffer_refuses() -> None:
-    async def test() -> None:
-        async with buffer_actor(1, 1) as buffer:
-            outbox = Outbox(buffer, "worker 0", WAIT_S)
-            with pytest.raises(ActorError, match="group 5 cannot be given room: it is not admitted"):
-                await within(WAIT_S, outbox.put(5, 0, pack_group(group(5, [0]))), "the refusal")
+        buffer = buffer_actor(process, 1, 3, max_mib=1)
+        outbox = Outbox(buffer, "worker 0", WAIT_S)
+        for _ in range(4):
             await buffer.admit.call_one("worker 0", WAIT_S)
-            await within(WAIT_S, outbox.put(0, 0, pack_group(group(0, [0]))), "a put after a refusal")
+        await outbox.put(1, 0, large(1))
+        waiting = asyncio.ensure_future(outbox.put(2, 0, large(2)))
+        with pytest.raises(ActorError) as failure:
+            await buffer.reserve.call_one(3, 0, 2**20, "worker 0", 0.1)
+        message = str(failure.value.exception)
+        assert "worker 0 waited 0.1 s" in message and "1048576 bytes of group 3" in message and "0.6 MiB" in message
+        with pytest.raises(ActorError, match="group 3 .*reserve"):
+            await buffer.put.call_one(large(3))
+        counts = await buffer.counts.call_one()
+        assert counts.complete == 1 and counts.nbytes < 2**20 and not waiting.done()
+        await outbox.put(0, 0, large(0))  # the next batch's: it has room, whoever waits
+        await buffer.take.call_one(0, 0, 1, 10**6, WAIT_S)
+        assert not waiting.done()
+        await buffer.trained.call_one(1)
+        await buffer.take.call_one(1, 0, 1, 10**6, WAIT_S)
+        await within(WAIT_S, waiting, "room for the group that is due next")
 
     run(test)
 
 
-def test_small_groups_are_put_unasked_and_wait_for_room_like_others() -> None:
+def test_places_are_admitted_together_and_hear_of_deadline_and_end(process: Any) -> None:
     async def test() -> None:
-        async with buffer_actor(1, 3, max_mib=1) as buffer:
-            for _ in range(4):
-                await buffer.admit.call_one("worker 0", WAIT_S)
-            outbox = Outbox(buffer, "worker 0", WAIT_S)
-            small = pack_group(group(2, [0] * 12_000))
-            assert len(small) <= UNASKED_BYTES
-            await outbox.put(1, 0, large(1))
-            await buffer.reserve.call_one(3, 0, 2**20 - len(large(1)) - len(small) + 1, "worker 0", WAIT_S)
-            waiting = asyncio.ensure_future(outbox.put(2, 0, small))
-            assert await buffer.put_if_room.call_one(small) == [False]
-            assert (await buffer.counts.call_one()).complete == 1 and not waiting.done()
-            await buffer.drop.call_one(3, "makes room")
-            await within(WAIT_S, waiting, "room for the small group")
-            assert (await buffer.counts.call_one()).complete == 2
+        buffer = buffer_actor(process, 3, 0)
+        admissions = Admissions(buffer, "worker 0", WAIT_S)
+        tickets = await asyncio.gather(*(admissions.ticket() for _ in range(2)))
+        assert [ticket and ticket.group_id for ticket in tickets] == [0, 1]
+        impatient = Admissions(buffer, "worker 1", 0.1)
+        ticket = await impatient.ticket()
+        assert ticket is not None and ticket.group_id == 2
+        waits = await asyncio.gather(*(impatient.ticket() for _ in range(2)), return_exceptions=True)
+        assert all("worker 1 waited 0.1 s" in str(error) for error in waits)
+        waiting = [asyncio.ensure_future(admissions.ticket()) for _ in range(3)]
+        await buffer.drop.call_one(1, "score hung")
+        ticket = await within(WAIT_S, waiting[0], "the slot")
+        assert ticket is not None and ticket.group_id == 3
+        await buffer.close.call_one()
+        assert await within(WAIT_S, asyncio.gather(*waiting[1:]), "the end") == [None, None]
 
     run(test)
 
 
-def test_groups_that_are_complete_at_once_travel_in_one_call() -> None:
+def test_an_outbox_hands_on_what_the_buffer_refuses(process: Any) -> None:
     async def test() -> None:
-        async with buffer_actor(8, 0) as buffer:
-            counting: Any = CountingBuffer(buffer)
-            outbox = Outbox(counting, "worker 0", WAIT_S)
-            ids = [(await buffer.admit.call_one("worker 0", WAIT_S)).group_id for _ in range(8)]
-            await asyncio.gather(*(outbox.put(i, 0, pack_group(group(i, [0]))) for i in ids))
-            assert counting.puts == [8]
-            assert (await buffer.counts.call_one()).complete == 8
+        buffer = buffer_actor(process, 1, 1)
+        outbox = Outbox(buffer, "worker 0", WAIT_S)
+        with pytest.raises(ActorError, match="group 5 .*not admitted"):
+            await within(WAIT_S, outbox.put(5, 0, pack_group(group(5, [0]))), "the refusal")
+        await buffer.admit.call_one("worker 0", WAIT_S)
+        await within(WAIT_S, outbox.put(0, 0, pack_group(group(0, [0]))), "a put after a refusal")
+
+    run(test)
+
+
+def test_small_groups_are_put_unasked_and_wait_for_room_like_others(process: Any) -> None:
+    async def test() -> None:
+        buffer = buffer_actor(process, 1, 3, max_mib=1)
+        for _ in range(4):
+            await buffer.admit.call_one("worker 0", WAIT_S)
+        outbox = Outbox(buffer, "worker 0", WAIT_S)
+        small = pack_group(group(2, [0] * 12_000))
+        assert len(small) <= UNASKED_BYTES
+        await outbox.put(1, 0, large(1))
+        await buffer.reserve.call_one(3, 0, 2**20 - len(large(1)) - len(small) + 1, "worker 0", WAIT_S)
+        waiting = asyncio.ensure_future(outbox.put(2, 0, small))
+        assert await buffer.put_if_room.call_one(small) == [False]
+        assert (await buffer.counts.call_one()).complete == 1 and not waiting.done()
+        await buffer.drop.call_one(3, "makes room")
+        await within(WAIT_S, waiting, "room for the small group")
+        assert (await buffer.counts.call_one()).complete == 2
+
+    run(test)
+
+
+def test_groups_that_are_complete_at_once_travel_in_one_call(process: Any) -> None:
+    async def test() -> None:
+        buffer = buffer_actor(process, 8, 0)
+        counting: Any = CountingBuffer(buffer)
+        outbox = Outbox(counting, "worker 0", WAIT_S)
+        ids = [(await buffer.admit.call_one("worker 0", WAIT_S)).group_id for _ in range(8)]
+        await asyncio.gather(*(outbox.put(i, 0, pack_group(group(i, [0]))) for i in ids))
+        assert counting.puts == [8]
+        assert (await buffer.counts.call_one()).complete == 8
 
     run(test)
 

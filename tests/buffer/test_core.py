@@ -126,33 +126,33 @@ def test_stale_groups_are_dropped_and_never_trained_if_a_generator_breaks_its_pr
 
 def test_what_cannot_be_is_refused_by_name_and_state() -> None:
     buffer = core(1, 1)
-    with pytest.raises(ValueError, match="group 0 cannot be put: it is not admitted"):
+    with pytest.raises(ValueError, match="group 0 .*not admitted"):
         buffer.put(packed(0, [0]))
     ticket = buffer.admit()
     assert ticket is not None
-    with pytest.raises(ValueError, match="group 0 cannot be put: it has no token to train"):
+    with pytest.raises(ValueError, match="group 0 .*no token"):
         buffer.put(packed(0))
-    with pytest.raises(ValueError, match="version 1 drew a token of it, but only 0"):
+    with pytest.raises(ValueError, match="version 1 drew"):
         buffer.put(packed(0, [1]))
     buffer.put(packed(0, [0]))
-    with pytest.raises(ValueError, match="group 0 cannot be put: it is complete already"):
+    with pytest.raises(ValueError, match="group 0 .*complete"):
         buffer.put(packed(0, [0]))
-    with pytest.raises(ValueError, match="version 1 cannot have been trained: .* 0 groups are taken"):
+    with pytest.raises(ValueError, match="version 1 .*trained.* 0 groups"):
         buffer.trained(1)
-    with pytest.raises(ValueError, match="version 1 was asked for, but the policy is at 0"):
+    with pytest.raises(ValueError, match="version 1 was asked for"):
         buffer.take(1)
     buffer.take(0)
-    with pytest.raises(ValueError, match=r"group 0 cannot be dropped \(late\): it is in the batch that updates"):
+    with pytest.raises(ValueError, match=r"group 0 .*dropped \(late\)"):
         buffer.drop(0, "late")
-    with pytest.raises(ValueError, match="version 1 cannot be published: 0 is, and 0 is trained"):
+    with pytest.raises(ValueError, match="version 1 .*published"):
         buffer.published(1)
     buffer.trained(1)
-    with pytest.raises(ValueError, match="version 1 cannot have been trained"):
+    with pytest.raises(ValueError, match="version 1 .*trained"):
         buffer.trained(1)
-    with pytest.raises(ValueError, match="group 0 cannot be put: it is trained or dropped already"):
+    with pytest.raises(ValueError, match="group 0 .*trained or dropped"):
         buffer.put(packed(0, [0]))
     buffer.published(1)
-    with pytest.raises(ValueError, match="version 0 cannot be published"):
+    with pytest.raises(ValueError, match="version 0 .*published"):
         buffer.published(0)
 
 
@@ -185,9 +185,9 @@ def test_token_lags() -> None:
     assert token_lags(groups, 5, 4, 1).tolist() == [3, 1]
     assert token_lags(groups, 7, None, None).tolist() == [0, 0, 3, 1, 1]
     assert token_lags([], 5, None, 1).tolist() == [0, 0] and token_lags([], 5, None, 1).dtype == np.int64
-    with pytest.raises(ValueError, match="group 0 has 1 tokens of version 3 in the batch that updates version 7"):
+    with pytest.raises(ValueError, match="group 0 .*version 3 .*version 7"):
         token_lags(groups, 7, None, 3)
-    with pytest.raises(ValueError, match="group 0 has 1 tokens of version 5 in the batch that updates version 4"):
+    with pytest.raises(ValueError, match="group 0 .*version 5 .*version 4"):
         token_lags(groups, 4, None, 3)
 
 
@@ -368,7 +368,7 @@ def test_groups_of_a_lost_worker_are_begun_anew_in_their_places() -> None:
     buffer.reserve(3, 100)
     assert buffer.release([0, 2, 3]) == [0, 3]
     assert buffer.counts().nbytes == 0 and buffer.slots_free == 0
-    with pytest.raises(ValueError, match="group 0 cannot be put: it is waiting for a worker"):
+    with pytest.raises(ValueError, match="group 0 .*waiting for a worker"):
         buffer.put(packed(0, [0], attempt=1))
     assert not buffer.put(packed(0, [0, 0]))  # its first worker was not dead after all
     buffer.drop(3, "score hung")  # the same
@@ -393,7 +393,7 @@ def test_what_does_not_fit_waits_but_never_what_the_next_batch_needs() -> None:
         assert buffer.reserve(group_id, MIB // 2)
         buffer.put(packed(group_id, [0], nbytes=MIB // 2))
     assert not buffer.reserve(4, 1)
-    with pytest.raises(ValueError, match="group 4 cannot be put: its 1 bytes do not fit .* buffer.max-mib 1; reserve"):
+    with pytest.raises(ValueError, match="group 4 .*buffer.max-mib 1"):
         buffer.put(packed(4, [0], nbytes=1))
     for group_id in (0, 1):
         assert buffer.reserve(group_id, MIB)
@@ -446,7 +446,7 @@ def test_a_core_goes_on_from_its_state() -> None:
     assert new is not None and (new.group_id, new.task_cursor) == (5, 12)
     resumed.trained(2)
     assert resumed.counts().trained == 4 and resumed.counts().lag_counts == [4, 4, 0]
-    with pytest.raises(ValueError, match="a buffer with slots 5 cannot go on with 6"):
+    with pytest.raises(ValueError, match="slots 5 .* 6"):
         BufferCore.restore(2, BufferSettings(2, window=0), buffer.state())
 
 
@@ -474,7 +474,7 @@ def test_batches_of_a_journal_are_trained_again_after_a_restore() -> None:
         assert resumed.put(packed(group_id, [3], attempt=ATTEMPTS))
     assert ids(resumed) is None, "0 is due first"
     assert resumed.put(packed(0, [3], attempt=ATTEMPTS)) and ids(resumed) == [0]
-    with pytest.raises(ValueError, match="version 4 cannot have been made again: the policy is at 3, 1 groups are tak"):
+    with pytest.raises(ValueError, match="version 4 .*again"):
         resumed.made_again(4, [2], np.zeros(0, np.int64))
 
 

@@ -54,7 +54,7 @@ def test_the_first_batch_all_for_one_reason_is_the_end_and_the_reason_comes_firs
     groups.fail("score raised KeyError", 1.0)
     verdict = groups.verdict(1.0, known=1)
     assert verdict is not None and verdict.report == "Traceback ..."
-    assert str(verdict).startswith("score raised KeyError: all of the first 32 groups were dropped")
+    assert str(verdict).startswith("score raised KeyError: ") and " 32 groups" in str(verdict)
 
 
 def test_several_reasons_and_failures_after_a_success_are_given_time() -> None:
@@ -67,7 +67,7 @@ def test_several_reasons_and_failures_after_a_success_are_given_time() -> None:
     for groups, reason in ((mixed, "score raised KeyError"), (later, "score took over 10 s")):
         assert groups.verdict(5.0 + PATIENCE_S - 0.1) is None
         verdict = groups.verdict(5.0 + PATIENCE_S)
-        assert verdict is not None and verdict.reason.startswith(f"{reason}: for 30 s only groups were dropped")
+        assert verdict is not None and verdict.reason.startswith(f"{reason}: ") and " 30 s" in verdict.reason
     later.admit()
     later.put(later.playing[-1])
     assert later.verdict(1e6) is None
@@ -217,22 +217,22 @@ def test_who_asks_waits_for_news() -> None:
 def test_the_buffer_knows_which_groups_are_still_played() -> None:
     async def test() -> None:
         buffer = LocalMesh([Buffer(1, BufferSettings(max_policy_lag=8))])
-        slow, *fast = await buffer.admit_many.call_one("worker", 2, 1.0)
+        slow, *fast = await buffer.admit_many.call_one("worker", 2, PATIENCE_S)
         asking = asyncio.ensure_future(buffer.failures.call_one(0, PATIENCE_S))
         for _ in range(2 * MIN_GROUPS):
             await buffer.drop.call_one(fast[0].group_id, "score raised KeyError")
-            fast = await buffer.admit_many.call_one("worker", 1, 1.0)
+            fast = await buffer.admit_many.call_one("worker", 1, PATIENCE_S)
         await buffer.release.call_one("worker")
         # It is another worker's now, or will be.
         await buffer.drop.call_one(slow.group_id, "score raised KeyError", 0, slow.attempt)
         await asyncio.sleep(0)
         assert not asking.done()
-        again = await buffer.admit.call_one("another", 1.0)
+        again = await buffer.admit.call_one("another", PATIENCE_S)
         assert again is not None and again.group_id == slow.group_id
         await buffer.drop.call_one(again.group_id, "score raised KeyError", 0, again.attempt)
         verdict = (await asking).verdict
         assert verdict is not None
-        assert verdict.reason.startswith(f"score raised KeyError: all of the first {MIN_GROUPS} groups were dropped")
+        assert verdict.reason.startswith("score raised KeyError: ") and f" {MIN_GROUPS} groups" in verdict.reason
 
     asyncio.run(test())
 
@@ -240,10 +240,10 @@ def test_the_buffer_knows_which_groups_are_still_played() -> None:
 def test_what_is_reported_at_the_end_of_a_run_is_no_verdict() -> None:
     async def test() -> None:
         buffer = LocalMesh([Buffer(1, BufferSettings(max_policy_lag=8))])
-        _, *fast = await buffer.admit_many.call_one("worker", 2, 1.0)
+        _, *fast = await buffer.admit_many.call_one("worker", 2, PATIENCE_S)
         for _ in range(2 * MIN_GROUPS):
             await buffer.drop.call_one(fast[0].group_id, "score raised KeyError")
-            fast = await buffer.admit_many.call_one("worker", 1, 1.0)
+            fast = await buffer.admit_many.call_one("worker", 1, PATIENCE_S)
         await buffer.close.call_one()
         failure = Failure("score raised KeyError")
         await buffer.note_failure.call_one(failure)

@@ -19,10 +19,10 @@ from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.endpoint import concurrent_endpoint
 from tests.buffer.helpers import episode
 from tests.episode.trees import distinct_inputs
+from tests.patience import LIMIT_S as WAIT_S
 
 WORKERS, RANKS, GROUPS, SIZE, STEPS = 3, 3, 4, 5, 12
 TOKEN_BUDGET, LONGEST = 90, 40
-WAIT_S = 60.0
 
 
 def make(group_id: int, version: int, attempt: int) -> Group:
@@ -85,7 +85,7 @@ async def system() -> None:
         assert len(trained) == len(set(trained)) == STEPS * GROUPS * SIZE
     finally:
         for mesh in meshes:
-            await within(20, mesh.stop(), "processes to stop")
+            await within(WAIT_S, mesh.stop(), "processes to stop")
 
 
 def check(shards: list[Any], trained: list[float]) -> None:

@@ -4,8 +4,8 @@ The generators are modelled as the buffer's premise states: a token of a group i
 published when the group was admitted up to the newest trained one (a replica may commit a version before all did, that
 is, before it is published). Checkpoints are made at any moment and gone back to at any later one, also several times:
 what was trained and drawn since then is of versions that do not exist any more, and others get their numbers. Or some
-of the batches that were trained since the checkpoint are trained again, as from a journal. RUNS x ORDERS orders are
-tried, each time others; the seed is printed, and ``BUFFER_SEED=<seed>`` repeats them.
+of the batches that were trained since the checkpoint are trained again, as from a journal. Few orders are tried each
+time, always the same; and slowly many, each time others: the seed is printed, and ``BUFFER_SEED=<seed>`` repeats them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from monarch_rl.episode.group_bound import GroupBound
 from monarch_rl.episode.packed import PackedGroup, pack_group
 from tests.buffer.helpers import episode
 
-RUNS, ORDERS, STEPS = 5, 2000, 25
+STEPS = 25
 SEED = int(os.environ.get("BUFFER_SEED", random.SystemRandom().randrange(2**31)))
 TIGHT_BYTES = 1000
 """A byte budget of some three of the groups below."""
@@ -268,7 +268,7 @@ class AnyOrder(RuleBasedStateMachine):
         group = self.make(group_id, play.attempt, pick)
         if BOUND.excess(len(group.episodes), group.tokens) is not None:
             before = self.core.counts()
-            with pytest.raises(ValueError, match="cannot be put: it has .* and may have"):
+            with pytest.raises(ValueError, match="may have"):
                 self.core.put(group)
             assert self.core.counts() == before
             return
@@ -425,7 +425,7 @@ class AnyOrder(RuleBasedStateMachine):
         """A version without a batch, which only comes before all groups."""
         version = self.core.version + 1
         if self.books.published_at:
-            with pytest.raises(ValueError, match="groups were admitted, whose lag would grow"):
+            with pytest.raises(ValueError, match="admitted"):
                 self.core.begin_at(version)
             return
         self.core.begin_at(version)
@@ -572,15 +572,26 @@ class AnyOrder(RuleBasedStateMachine):
             assert not self.core.put(read_group(group_id, play.attempt, (self.core.version,), 0, False))
 
 
-@pytest.mark.parametrize("run", [0, *(pytest.param(run, marks=pytest.mark.slow) for run in range(1, RUNS))])
-def test_any_order(run: int) -> None:
-    print(f"BUFFER_SEED={SEED}, run {run}: {ORDERS} orders of up to {STEPS} events")
-    machine = seed(SEED + run)(type(f"AnyOrder{run}", (AnyOrder,), {}))
+def run(name: str, first: int, orders: int) -> None:
+    print(f"seed {first}: {orders} orders of up to {STEPS} events")
+    machine = seed(first)(type(name, (AnyOrder,), {}))
     chosen = settings(
-        max_examples=ORDERS,
+        max_examples=orders,
         stateful_step_count=STEPS,
         deadline=None,
         suppress_health_check=list(HealthCheck),
         database=None,
     )
     run_state_machine_as_test(machine, settings=chosen)
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_any_order(part: int) -> None:
+    run(f"AnyOrder{part}", part, 200)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(5))
+def test_any_of_many_orders(part: int) -> None:
+    print(f"BUFFER_SEED={SEED}")
+    run(f"AnyOfManyOrders{part}", SEED + part, 2000)

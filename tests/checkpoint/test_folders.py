@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from hypothesis import strategies as st
 from monarch_rl.checkpoint import folders
 from monarch_rl.checkpoint.folders import TRAINER, BrokenCheckpoint, Manifest, Measurement, complete, newest_whole
 from monarch_rl.checkpoint.settings import CheckpointSettings
+from tests import patience
 
 MANIFEST = Manifest(0, 0, 0, 1.5, {"metrics.jsonl": 7})
 ACCURACY = "held_out/accuracy"
@@ -98,7 +98,8 @@ while code:
 
 def test_a_kill_at_any_line_leaves_whole_checkpoints_only(tmp_path: Path) -> None:
     """While one is made, replaces an older one of the same step, and the older ones are removed."""
-    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=True, timeout=300)
+    done = patience.run([sys.executable, "-c", KILLED, str(tmp_path)], seconds=300)
+    assert done.returncode == 0, done.stderr
     roots = list(tmp_path.iterdir())
     assert len(roots) > 50, "no kill came while a folder was removed"
     for root in roots:
@@ -227,7 +228,7 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
     folder = made(tmp_path, 1)
     values = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps(values | {"format": 9}))
-    with pytest.raises(BrokenCheckpoint, match="has format 9; this program reads 3"):
+    with pytest.raises(BrokenCheckpoint, match="format 9.* 3"):
         folders.verify(folder)
 
 

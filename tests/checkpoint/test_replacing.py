@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from monarch_rl.checkpoint.replacing import finish_all, finish_replacing, partial_folder, replace_folder
+from tests import patience
 
 
 def written(folder: Path, text: str) -> None:
@@ -54,7 +54,8 @@ while code:
 
 
 def test_after_a_kill_at_any_line_the_name_has_the_old_folder_or_the_new_one(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=True, timeout=300)
+    done = patience.run([sys.executable, "-c", KILLED, str(tmp_path)], seconds=300)
+    assert done.returncode == 0, done.stderr
     found, without = set[str](), 0
     for run in tmp_path.iterdir():
         without += not (run / "model").exists()

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from monarch_rl.episode.episode import NO_VERSION, POSITION, Episode, Fork, Group, Turn
@@ -161,6 +161,7 @@ def test_the_header_tells_what_the_buffer_decides_by(group: Group) -> None:
 
 
 @given(BATCHES, st.data())
+@settings(max_examples=50)
 def test_a_shard_has_the_outcomes_of_all_groups_and_the_episodes_of_its_own(
     groups: list[Group], data: st.DataObject
 ) -> None:
@@ -220,7 +221,7 @@ def turn_of(tokens: int, **columns: list[float]) -> Turn:
 def test_turns_of_a_group_have_the_same_columns() -> None:
     one, other = turn_of(2, teacher=[1, 2]), turn_of(1, teacher=[3], value=[4])
     group = Group(7, 0, [Episode([one], 0.0, "stop"), Episode([one, other], 0.0, "stop")])
-    said = r"group 7: turn 0 of episode 0 has columns \['teacher'\], turn 1 of episode 1 has \['teacher', 'value'\]"
+    said = r"group 7: turn 0 of episode 0 .*\['teacher'\], turn 1 of episode 1 .*\['teacher', 'value'\]"
     with pytest.raises(ValueError, match=said):
         pack_group(group)
 
@@ -228,14 +229,14 @@ def test_turns_of_a_group_have_the_same_columns() -> None:
 @pytest.mark.parametrize("values", [[1.0, 2.0], [1.0, 0.0, 2.0, 3.0], [[1.0], [2.0], [3.0]]])
 def test_a_column_without_a_number_for_each_token_is_refused(values: list[float]) -> None:
     group = Group(7, 0, [Episode([turn_of(3, value=values)], 0.0, "stop")])
-    with pytest.raises(ValueError, match="column value of turn 0 of episode 0 must have one number for each of its 3"):
+    with pytest.raises(ValueError, match="column value of turn 0 of episode 0 .* 3"):
         pack_group(group)
 
 
 def test_a_number_that_would_be_lost_is_refused() -> None:
     turn = turn_of(2, value=[1.0, 2.0])
     turn.trainable[0], turn.logprobs[0] = False, 0.0
-    with pytest.raises(ValueError, match="and 0 where the token is not trainable"):
+    with pytest.raises(ValueError, match="not trainable"):
         pack_group(Group(7, 0, [Episode([turn], 0.0, "stop")]))
 
 
@@ -245,16 +246,17 @@ def test_an_episode_is_filled_turn_by_turn() -> None:
     episode.fill_column("value", np.arange(1.0, 6.0))
     assert [turn.columns["value"].tolist() for turn in episode.turns] == [[1, 2], [0, 4, 5]]
     assert episode.column("value").dtype == np.float32
-    with pytest.raises(ValueError, match=r"of 5 tokens has values of shape \[4\]: give one for each token"):
+    with pytest.raises(ValueError, match=r" 5 tokens .*\[4\]"):
         episode.fill_column("value", np.zeros(4))
 
 
 @given(groups_of(["a", "b"], fewest=1), groups_of(["b"], fewest=1))
+@settings(max_examples=50)
 def test_groups_of_a_batch_have_the_same_columns(one: Group, other: Group) -> None:
     packed = [PackedGroup.read(pack_group(group)) for group in (one, other)]
-    with pytest.raises(ValueError, match=r"has columns \['b'\], and another one has \['a', 'b'\]"):
+    with pytest.raises(ValueError, match=r"\['b'\], .*\['a', 'b'\]"):
         outcomes(packed)
-    with pytest.raises(ValueError, match=r"has columns \['b'\], and column a is read"):
+    with pytest.raises(ValueError, match=r"\['b'\], .*column a"):
         outcomes(packed[1:], ["a"])
 
 
@@ -270,17 +272,17 @@ def test_what_a_column_costs() -> None:
 
 def test_what_is_no_packed_group_is_refused() -> None:
     data = pack_group(Group(7, 0, []))
-    with pytest.raises(ValueError, match="group format b'GRP9' cannot be read here"):
+    with pytest.raises(ValueError, match="GRP9"):
         unpack_group(b"GRP9" + data[4:])
-    with pytest.raises(ValueError, match=f"group 7 has {len(data) + 1} bytes, its header says {len(data)}"):
+    with pytest.raises(ValueError, match=f"group 7 .*{len(data) + 1} bytes.*{len(data)}"):
         unpack_group(data + b"x")
-    with pytest.raises(ValueError, match="the header of a group of 20 bytes cannot be read"):
+    with pytest.raises(ValueError, match=" 20 bytes"):
         unpack_group(data[:20])
 
 
 def test_a_logprob_that_would_be_lost_is_refused() -> None:
     turn = Turn(np.zeros(1, np.int32), np.ones(1, np.float32), np.zeros(1, np.int32), np.zeros(1, bool))
-    with pytest.raises(ValueError, match="not 0 on a token that is not trainable"):
+    with pytest.raises(ValueError, match="not trainable"):
         pack_group(Group(0, 0, [Episode([turn], 0.0, "stop")]))
 
 
@@ -293,7 +295,7 @@ def test_a_token_takes_eight_bytes() -> None:
 @pytest.mark.parametrize(("logprobs", "versions"), [(1, 3), (3, 1), (4, 3)])
 def test_a_completion_without_a_number_for_each_token_is_refused(logprobs: int, versions: int) -> None:
     completion = Completion(np.arange(3), np.full(logprobs, -1.0), np.full(versions, 3), "stop")
-    with pytest.raises(ValueError, match="a completion of 3 tokens has"):
+    with pytest.raises(ValueError, match=" 3 tokens"):
         Turn.from_completion([7], completion)
 
 
@@ -329,16 +331,16 @@ def test_kept_sets_are_cut_and_joined_by_tokens() -> None:
     assert [part.counts.tolist() for part in parts] == [[2], [], [0, 1, 3]]
     joined = KeptSets.join([kept_sets[:2], KeptSets.none(1), kept_sets[2:]])
     assert joined.counts.tolist() == [2, 0, 0, 1, 3] and joined.ids.tolist() == kept_sets.ids.tolist()
-    with pytest.raises(ValueError, match="kept sets of 6 ids in all have 5"):
+    with pytest.raises(ValueError, match=" 6 ids .* 5"):
         KeptSets(kept_sets.counts, kept_sets.ids[1:])
 
 
 def test_a_kept_set_that_would_be_lost_is_refused() -> None:
     kept_sets = KeptSets(np.ones(1, np.int32), np.zeros(1, np.int32))
     turn = Turn(np.zeros(1, np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), np.zeros(1, bool), kept_sets)
-    with pytest.raises(ValueError, match="a kept set on a token that is not trainable"):
+    with pytest.raises(ValueError, match="kept set .*not trainable"):
         pack_group(Group(0, 0, [Episode([turn], 0.0, "stop")]))
-    with pytest.raises(ValueError, match="1 of the 2 turns of an episode have kept sets"):
+    with pytest.raises(ValueError, match="1 of the 2 turns"):
         _ = Episode([turn, replace(turn, kept_sets=None)], 0.0, "stop").kept_sets
 
 

@@ -51,9 +51,9 @@ def test_options_reach_the_template_and_unknown_ones_are_refused(tmp_path: Path)
     conversation = Conversation(chat(tmp_path, "qwen3", {"enable_thinking": False}))
     conversation.add(user("1+2?"))
     assert text(conversation).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
-    with pytest.raises(ChatError, match="no option enable_thinkin; it reads .*enable_thinking,"):
+    with pytest.raises(ChatError, match="enable_thinkin; .*enable_thinking,"):
         chat(tmp_path, "qwen3", {"enable_thinkin": False})
-    with pytest.raises(ChatError, match="no option enable_thinking; it reads bos_token"):
+    with pytest.raises(ChatError, match="enable_thinking; .*bos_token"):
         chat(tmp_path, "llama3", {"enable_thinking": False})
 
 
@@ -72,7 +72,7 @@ def test_a_system_message_that_the_template_rejects_is_refused_at_start(tmp_path
     )
     write_model(tmp_path, "tagged", source)
     ChatTemplate(str(tmp_path))
-    with pytest.raises(ChatError, match=r"cannot be used with system messages: .*System role not supported"):
+    with pytest.raises(ChatError, match="system messages: .*System role not supported"):
         ChatTemplate(str(tmp_path), system="Be brief.")
 
 
@@ -82,14 +82,14 @@ SKIPS_TOOLS = TAGGED.replace("messages %}", "messages if m['role'] != 'tool' %}"
 
 def test_tool_messages_that_the_template_drops_are_refused(tmp_path: Path) -> None:
     template = ChatTemplate(write_model(tmp_path, "tagged", SKIPS_TOOLS))
-    with pytest.raises(ChatError, match="cannot be used with tool messages: it drops such a message without an error"):
+    with pytest.raises(ChatError, match="tool messages: .*drops"):
         template.require("user", "tool")
     template.require("user", "system", "assistant")
     conversation = Conversation(template)
     conversation.add(user("?"))
     conversation.replied(template._plain("!<|end|>"), "stop")
     ids = list(conversation.ids)
-    with pytest.raises(ChatError, match="drops such a message"):
+    with pytest.raises(ChatError, match="drops"):
         conversation.add(tool("42"))
     assert conversation.ids == ids
     conversation.add(user("so?"))
@@ -107,8 +107,8 @@ ENDS_DIFFERENTLY = (
     ("source", "sentence"),
     [
         (LAST_ONLY, "loses the turns before the last"),
-        (FOR_IMAGES, "loses what the user says; it may be made for images"),
-        (ENDS_DIFFERENTLY, "ends the last turn with '</s>' and an earlier one with '<|end|>"),
+        (FOR_IMAGES, "loses what the user says"),
+        (ENDS_DIFFERENTLY, "'</s>' and an earlier one with '<|end|>"),
     ],
 )
 def test_templates_that_cannot_hold_a_conversation_are_refused(tmp_path: Path, source: str, sentence: str) -> None:
@@ -120,13 +120,13 @@ def test_templates_that_cannot_hold_a_conversation_are_refused(tmp_path: Path, s
 def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
     conversation = Conversation(chat(tmp_path, "tagged"))
     image = {"role": "user", "content": [{"type": "image", "url": "cat.png"}, {"type": "text", "text": "What is it?"}]}
-    with pytest.raises(ChatError, match="Images, audio and video are not supported"):
+    with pytest.raises(ChatError, match="Images"):
         conversation.add([image])
-    with pytest.raises(ChatError, match="roles are system, user, assistant, tool"):
+    with pytest.raises(ChatError, match="system, user, assistant, tool"):
         conversation.add([{"role": "human", "content": "?"}])
-    with pytest.raises(ChatError, match="is no message: use user"):
+    with pytest.raises(ChatError, match="no message"):
         conversation.add(3)  # type: ignore[arg-type]
-    with pytest.raises(ChatError, match="it needs role and content"):
+    with pytest.raises(ChatError, match="role and content"):
         conversation.add([{"content": "?"}])
 
 
@@ -235,7 +235,7 @@ def test_answers_that_a_template_writes_only_after_a_call_are_written(tmp_path: 
         conversation = Conversation(template)
         conversation.add(user("1+2?"))
         conversation.replied(template._plain(drawn), how)
-        with pytest.raises(ChatError, match="needs the name of the tool"):
+        with pytest.raises(ChatError, match="name of the tool"):
             conversation.add(tool("3"))
         context = conversation.add(ToolCall("add", id="call00000").answer("3"))
         assert template.decode(context) == closes + "<|start|>add\n3<|end|>\n<|start|>assistant\n"
@@ -282,7 +282,7 @@ def test_a_turn_that_was_cut_can_be_asked_to_go_on_with_nothing_said(tmp_path: P
 
 def test_turns_come_one_by_one(tmp_path: Path) -> None:
     conversation = Conversation(chat(tmp_path, "tagged"))
-    with pytest.raises(ChatError, match="no turn was asked for"):
+    with pytest.raises(ChatError, match="no turn"):
         conversation.replied([1], "stop")
     conversation.add(user("1+2?"))
     with pytest.raises(ChatError, match="turn is open"):

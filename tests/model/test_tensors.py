@@ -79,5 +79,5 @@ def test_only_a_deepseek_may_have_a_layer_more(tmp_path: Path) -> None:
         AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES | change)).save_pretrained(folder)
         save_file({"model.layers.3.enorm.weight": torch.zeros(32)}, folder / "more.safetensors")
     check_weights(tmp_path / "deepseek_v3", read_config(tmp_path / "deepseek_v3"))
-    with pytest.raises(ValueError, match=r"more\.safetensors holds model\.layers\.3\.enorm\.weight, which a Llama"):
+    with pytest.raises(ValueError, match=r"more\.safetensors .*model\.layers\.3\.enorm\.weight"):
         check_weights(tmp_path / "llama", read_config(tmp_path / "llama"))

@@ -198,15 +198,15 @@ def test_without_tools_nothing_is_a_call(qwen3: ChatTemplate) -> None:
 
 def test_a_template_without_a_place_for_tools_is_refused(tmp_path: Path) -> None:
     conversation = Conversation(ChatTemplate(write_model(tmp_path, "tagged")))
-    with pytest.raises(ChatError, match="has no place for tools"):
+    with pytest.raises(ChatError, match="no place for tools"):
         conversation.add(user("1+2?"), tools=TOOLS)
 
 
 def test_the_format_of_calls_is_set_where_it_cannot_be_told(tmp_path: Path) -> None:
     folder = write_model(tmp_path, "tagged", WITH_TOOLS)
-    with pytest.raises(ChatError, match=r"SGLang cannot tell .*: set the tool parser to one of .*hermes"):
+    with pytest.raises(ChatError, match="tool parser .*hermes"):
         ChatTemplate(folder).require(tools=TOOLS)
-    with pytest.raises(ChatError, match=r"SGLang has no parser 'mine': set the tool parser"):
+    with pytest.raises(ChatError, match="parser 'mine'"):
         Conversation(ChatTemplate(folder, tool_parser="mine")).add(user("1+2?"), tools=TOOLS)
     for parser, text in CALLS.items():
         (found,) = reply_to(ChatTemplate(folder, tool_parser=parser), text).tool_calls
@@ -217,7 +217,7 @@ def test_tools_stand_in_the_opening_alone(qwen3: ChatTemplate) -> None:
     conversation = Conversation(qwen3)
     conversation.add(user("1+2?"), tools=[add])
     conversation.replied(qwen3._plain("3"), "length")
-    with pytest.raises(ChatError, match="give them with the first message"):
+    with pytest.raises(ChatError, match="first message"):
         conversation.add(user("2+2?"), tools=[add, SEARCH])
     conversation.add(user("2+2?"), tools=[add])
     assert qwen3.decode(conversation.ids).count('"description": "Add numbers."') == 1
@@ -236,13 +236,11 @@ def test_what_cannot_be_described_to_a_model_is_refused() -> None:
         """
 
     for broken in untold, untyped:
-        with pytest.raises(
-            ChatError, match=rf"the tool {broken.__name__}\(.*cannot be described .* It needs a type hint"
-        ):
+        with pytest.raises(ChatError, match=rf"{broken.__name__}\(.*type hint"):
             as_tools([broken])
-    with pytest.raises(ChatError, match="its function has no name"):
+    with pytest.raises(ChatError, match="no name"):
         as_tools([{"type": "function", "function": {}}])
     with pytest.raises(ChatError, match="3 is no tool"):
         as_tools([3])  # type: ignore[list-item]
-    with pytest.raises(ChatError, match="two tools have the same name: add, add"):
+    with pytest.raises(ChatError, match="add, add"):
         as_tools([add, add])

@@ -2,14 +2,25 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from monarch_rl.observe import disk_thread
 from monarch_rl.observe.metrics import Metrics
+from tests.patience import result_of
 
 NAMES = ("reward/mean", "trainer/loss", "trainer/my_own", "lag/max")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def patient() -> Iterator[None]:
+    """A disk that writes is waited for, however long the machine stands still."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(disk_thread, "ANSWER_S", 600.0)
+        yield
 
 
 def test_same_numbers_in_both_files(tmp_path: Path) -> None:
@@ -44,7 +55,7 @@ def pytest_fail(name: str) -> None:
 def test_a_line_is_there_before_its_end_and_a_second_run_appends(tmp_path: Path) -> None:
     first = Metrics(tmp_path)
     first.log(1, {"lag/mean": 1.0})
-    assert first.position().result(60) == (tmp_path / "metrics.jsonl").stat().st_size
+    assert result_of(first.position()) == (tmp_path / "metrics.jsonl").stat().st_size
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
     first.close()
     with Metrics(tmp_path) as second:
@@ -54,7 +65,7 @@ def test_a_line_is_there_before_its_end_and_a_second_run_appends(tmp_path: Path)
 
 def test_a_name_that_is_not_in_the_registry_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
     with Metrics(tmp_path) as metrics:
-        with pytest.raises(ValueError, match="not in monarch_rl/observe/registry.py: reward_mean, speed; add them"):
+        with pytest.raises(ValueError, match="reward_mean, speed;"):
             metrics.log(1, {"reward/mean": 0.5, "reward_mean": 0.5, "speed": 1.0})
         metrics.log(1, {"trainer/my_own": 1.0})
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()

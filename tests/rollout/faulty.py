@@ -145,7 +145,7 @@ async def blocks(item: int, policy: Policy) -> float:
     if item == 0 and not BLOCKED_AT:
         seen = threading.Event()
         threading.Thread(target=look, args=[seen]).start()
-        seen.wait(60)
+        seen.wait(600)
     return float(item)
 
 
@@ -169,7 +169,7 @@ async def play(fault: str, folder: str) -> dict[str, Any]:
     buffer = Buffer(GROUPS - (fault == "stays"))
     worker = RolloutWorker(settings, ByValue(task), folder, "rollout worker 0")
     handle: Any = LocalMesh([buffer])
-    worker.connect(handle, Generator(template.stop_token_ids[0]), Resources(template, task, Scorer(1, 10.0)))  # type: ignore[arg-type]
+    worker.connect(handle, Generator(template.stop_token_ids[0]), Resources(template, task, Scorer(1, 600.0)))  # type: ignore[arg-type]
     worker.guard_process()
     actor: Any = LocalMesh([worker])
     ended = ""

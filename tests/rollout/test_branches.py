@@ -198,7 +198,7 @@ def test_a_fork_at_an_earlier_turn(template: ChatTemplate) -> None:
         again = policy.fork(turns=1)
         await again.reply("d")
         for wrong in (0, 4):
-            with pytest.raises(ValueError, match="give one of its turns"):
+            with pytest.raises(ValueError, match="one of its turns"):
                 policy.fork(turns=wrong)
         return [0.0, 1.0]
 
@@ -222,11 +222,11 @@ def test_a_fork_in_the_middle_of_a_turn_goes_on_with_it(template: ChatTemplate) 
         forks = [policy.fork(tokens=2), policy.fork(turns=1, tokens=3)]
         twig = forks[1].fork()
         assert [fork.turns for fork in forks] == [0, 0] and forks[1].drawn == 3
-        with pytest.raises(ValueError, match="give it what it was given before that turn, or nothing"):
+        with pytest.raises(ValueError, match="before that turn"):
             await twig.reply("c")
-        with pytest.raises(ValueError, match=f"give 1 to {n - 1}"):
+        with pytest.raises(ValueError, match=f"1 to {n - 1}"):
             policy.fork(tokens=n)
-        with pytest.raises(ValueError, match="above 3, the tokens that the turn has already"):
+        with pytest.raises(ValueError, match="above 3"):
             await twig.reply(max_new_tokens=3)
         replies.append(whole)
         replies.append(await forks[0].reply("b"))
@@ -324,7 +324,7 @@ def test_a_seat_or_a_branch_beyond_the_share_is_refused_with_a_sentence(template
             refused.append(str(error))
         for branch in branches:
             await branch.reply("y")
-        with pytest.raises(GroupFull, match="beside its forks"):
+        with pytest.raises(GroupFull, match="forks"):
             await policy.reply("z")
         return [0.0] * len(branches)
 
@@ -428,7 +428,7 @@ def test_what_was_forked_counts_from_the_turn_on_that_it_draws_beside_its_forks(
         turn = asyncio.ensure_future(policy.reply("y"))
         await asyncio.sleep(0)
         twig = fork.fork()
-        with pytest.raises(GroupFull, match="3 sequences, and may have 2"):
+        with pytest.raises(GroupFull, match="3 sequences.* 2"):
             fork.fork()
         await asyncio.gather(turn, twig.reply("z"))
         return [0.0, 1.0]
@@ -440,7 +440,7 @@ def test_the_policys_own_turn_beside_its_seats_is_one_sequence_more(template: Ch
     async def episode(item: Any, policy: Policy) -> Any:
         white = policy.seat("white")
         await white.reply("x")
-        with pytest.raises(GroupFull, match="own turns, beside its forks or seats"):
+        with pytest.raises(GroupFull, match="own turns"):
             await policy.reply("y")
         await white.reply("z")
         return 1.0
@@ -523,7 +523,7 @@ def test_no_turn_is_lost_to_a_fork_in_the_middle_of_it(template: ChatTemplate) -
     async def episode(item: Any, policy: Policy) -> Any:
         turn = asyncio.ensure_future(policy.reply("x"))
         await asyncio.sleep(0)
-        with pytest.raises(RuntimeError, match="a turn is under way"):
+        with pytest.raises(RuntimeError, match="under way"):
             policy.fork()
         await turn
         return 1.0
@@ -577,7 +577,7 @@ def test_a_groups_limits_are_shared_among_its_episodes() -> None:
     bound = RolloutSettings(group_size=4, max_sequences=10, max_tokens=1000).bound(100)
     assert bound == GroupBound(10, 1000) and bound.share(4) == GroupBound(2, 250)
     for wrong in (RolloutSettings(group_size=4, max_sequences=3), RolloutSettings(group_size=4, max_tokens=3)):
-        with pytest.raises(ValueError, match="less than one for each of the 4 episodes"):
+        with pytest.raises(ValueError, match=" 4 episodes"):
             check_rollout(wrong, 4, 1)
 
 

@@ -57,7 +57,7 @@ def test_what_an_episode_opened_is_closed_when_it_is_cancelled(template: ChatTem
 
     async def test() -> None:
         player = EpisodePlayer(Silent(), template, SETTINGS)
-        with pytest.raises(EpisodeFailed, match="took over 0.2 s"):
+        with pytest.raises(EpisodeFailed, match=r"0\.2 s"):
             await player.play(task(late), 0, "", Sampling(), 0)
         await player.leave()
         assert (opened.opened, opened.closed) == (1, 1)
@@ -87,12 +87,12 @@ def test_one_that_does_not_close_holds_up_the_end_for_a_bounded_time(
 
     async def test() -> None:
         player = EpisodePlayer(Echo(template, "8"), template, SETTINGS)
-        with pytest.raises(EpisodeFailed, match="took over 0.2 s"):
+        with pytest.raises(EpisodeFailed, match=r"0\.2 s"):
             await player.play(task(stubborn), 0, "", Sampling(), 0)
         await player.leave()
 
     run_virtual(test())
-    assert "1 cancelled episodes did not end within 5 s" in caplog.text
+    assert "within 5 s" in caplog.text
 
 
 async def recurses(item: Any, policy: Policy) -> float:

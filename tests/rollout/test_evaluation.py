@@ -19,6 +19,7 @@ from monarch_rl.episode.sampling import Sampling
 from monarch_rl.observe.registry import check_names
 from monarch_rl.rollout.evaluation import Evaluation, EvaluationPlan, EvaluationSettings, Played, play_held_out
 from monarch_rl.tasks.task import Task
+from tests import patience
 from tests.rollout.test_statistics import failed
 from tests.rollout.test_statistics import played as sequence
 
@@ -176,7 +177,7 @@ def test_items_that_raise_or_are_not_made_in_time_cost_their_episodes_only() -> 
     class Items(list[int]):
         def __getitem__(self, index: int) -> int:  # type: ignore[override]
             if index == 1:
-                let_go.wait(60)
+                patience.happened(let_go, "the last item to be played")
             return [0, 10, 20, 30][index]
 
     async def play(task: Task, item: Any, index: int, sampling: Sampling, group: int) -> Played:
@@ -186,18 +187,18 @@ def test_items_that_raise_or_are_not_made_in_time_cost_their_episodes_only() -> 
 
     task = Task(int, rewarded, {"held_out": Items(range(5))})
     playing = play_held_out(
-        EvaluationPlan(), task, [0, 1, 2, 3, 4], play, max_new_tokens=8, stops=(1,), item_deadline_s=0.2, places=1
+        EvaluationPlan(), task, [0, 1, 2, 3, 4], play, max_new_tokens=8, stops=(1,), item_deadline_s=1.0, places=1
     )
     result = asyncio.run(playing)
     assert result.rewards.tolist() == [[1], [0], [1], [1], [0]]
-    assert result.failed == {"item took over 0.2 s to be made": 1, "item raised IndexError when it was made": 1}
-    report = result.first["item took over 0.2 s to be made"].report
-    assert "item 1 from the task" in report and "--rollout.episode-deadline-s" in report
+    assert result.failed == {"item took over 1 s to be made": 1, "item raised IndexError when it was made": 1}
+    report = result.first["item took over 1 s to be made"].report
+    assert "item 1 " in report and "--rollout.episode-deadline-s" in report
 
 
 def test_settings_that_cannot_work_are_refused() -> None:
-    with pytest.raises(ValueError, match="greedy episodes of an item are all the same"):
+    with pytest.raises(ValueError, match="greedy"):
         EvaluationSettings(samples=2)
-    with pytest.raises(ValueError, match=r"evaluation.pass-at 3 cannot be estimated from evaluation.samples 2"):
+    with pytest.raises(ValueError, match=r"evaluation\.pass-at 3 .*evaluation\.samples 2"):
         EvaluationSettings(samples=2, temperature=1.0, pass_at=(2, 3))
     assert [EvaluationSettings(share=0.25).places(64, workers) for workers in (1, 2, 100)] == [16, 8, 1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +12,12 @@ from typing import Any
 import pytest
 
 from monarch_rl.rollout.run_tools import HUNG_THREADS
+from tests import patience
 from tests.rollout import faulty
 from tests.rollout.test_play import line_of
 
+pytestmark = [pytest.mark.slow, pytest.mark.core]  # one program has all faults
 ROOT = Path(__file__).parents[2]
-PROCESS_S = 180.0
 
 
 @dataclass
@@ -31,11 +31,9 @@ class Faulty:
 
 @pytest.fixture(scope="module")
 def faults(model: str) -> Faulty:
-    done = subprocess.run(
+    done = patience.run(
         [sys.executable, "-m", "tests.rollout.faulty", model],
-        capture_output=True,
-        text=True,
-        timeout=PROCESS_S,
+        seconds=300,
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])},
     )
@@ -48,27 +46,27 @@ def test_a_copy_of_the_worker_ends_where_it_leaves_the_episode_that_forked(fault
     result, errors = faults.results["forks"], faults.errors
     assert (result["put"], result["failed"], result["ended"]) == (faulty.GROUPS, {}, "")
     place = f"{faulty.__file__}:{line_of(faulty.forks, 'os.fork')}"
-    assert errors.count("forked") == errors.count(f"an episode has forked its worker at {place}: copies are ended") == 1
+    assert errors.count("forked") == errors.count(f"forked its worker at {place}") == 1
 
 
 def test_what_episodes_print_is_shown_up_to_a_bound_that_is_said(faults: Faulty) -> None:
     result, output = faults.results["prints"], faults.output
     assert (result["put"], result["failed"]) == (faulty.GROUPS, {})
     assert 2**15 < len(output) < 2**19
-    assert output.count("[the code of rollout worker 0 has printed more than 64 KiB within 60 s: the rest is left") >= 1
+    assert "rollout worker 0 has printed more than 64 KiB" in output
 
 
 def test_files_that_are_left_open_cost_the_worker_before_it_can_open_no_more(faults: Faulty) -> None:
     result = faults.results["leaks"]
     assert 10 < result["put"] < faulty.GROUPS and not result["failed"]
     assert result["ended"].startswith("FilesLeaked: ") and " of 256 files" in result["ended"]
-    assert f"most often {faulty.OPENED} (" in result["ended"] and "Episodes have to close" in result["ended"]
+    assert f"most often {faulty.OPENED} (" in result["ended"]
 
 
 def test_tools_that_do_not_return_cost_the_worker_and_are_named(faults: Faulty) -> None:
     result = faults.results["calls_tools_that_hang"]
     assert HUNG_THREADS // faulty.SIZE - 2 <= result["put"] < faulty.GROUPS and not result["failed"]
-    assert result["ended"].startswith("ToolsHang: ") and "any more: search (" in result["ended"]
+    assert result["ended"].startswith("ToolsHang: ") and "search (" in result["ended"]
 
 
 def test_an_episode_that_can_open_no_file_is_lost_and_shown_and_the_worker_after_it(faults: Faulty) -> None:

@@ -141,7 +141,7 @@ def test_the_time_of_judges_is_not_the_episodes_own(template: ChatTemplate, judg
     async def test() -> None:
         await connect([(judge, Engines(ChatTemplate(judge.model), seconds=50.0))])
         assert (await played(Echo(template, "8"), template, patient)).reward == 1.0
-        with pytest.raises(EpisodeFailed, match=r"own code took over 0\.2 s"):
+        with pytest.raises(EpisodeFailed, match=r"own code.* 0\.2 s"):
             await played(Echo(template, "8"), template, slow)
 
     waits = len(presence.waits())
@@ -204,13 +204,13 @@ def test_a_reward_head_rates_the_whole_conversation_by_its_own_template(judge: F
         text = own.decode(rated[0])  # Qwen3's template writes the thoughts that there are not
         assert text.startswith("<|im_start|>user\n2 + 3 =<|im_end|>\n<|im_start|>assistant\n")
         assert text.endswith("5<|im_end|>\n"), "no prompt for another turn"
-        with pytest.raises(ValueError, match="the head of frozen model judge returns 2 numbers: take rewards"):
+        with pytest.raises(ValueError, match="judge returns 2 "):
             await rm.reward(conversation)
         for asked in (rm.reply("x"), rm.logprobs([1, 2])):
-            with pytest.raises(ValueError, match="has a reward head and draws nothing"):
+            with pytest.raises(ValueError, match="draws nothing"):
                 await asked
         await connect([(judge, Heads(own))])
-        with pytest.raises(ValueError, match="has no reward head: ask it with reply"):
+        with pytest.raises(ValueError, match="no reward head"):
             await judge.reward(conversation)
 
     asyncio.run(test())
@@ -223,7 +223,7 @@ def test_the_format_of_a_judges_calls_can_be_set(tmp_path: Path) -> None:
     async def test() -> None:
         engines = Engines(ChatTemplate(judge.model), CALLS["pythonic"])
         await connect([(judge, engines)])
-        with pytest.raises(ValueError, match="set the tool parser to one of"):
+        with pytest.raises(ValueError, match="tool parser"):
             await judge.reply("1+2?", tools=TOOLS)
         await connect([(replace(judge, tool_parser="pythonic"), engines)])
         (call,) = (await judge.reply("1+2?", tools=TOOLS)).tool_calls
@@ -236,7 +236,7 @@ def test_a_prompt_without_room_for_an_answer_is_no_request(template: ChatTemplat
     async def test() -> None:
         engines = Engines(ChatTemplate(judge.model))
         await connect([(judge, engines)])
-        with pytest.raises(JudgeFailed, match="has no room for an answer: the prompt has .* 64 are the limit"):
+        with pytest.raises(JudgeFailed, match=" 64 "):
             await judge.reply("word " * 200)
         assert not engines.asked
         await judge.reply("word " * 5, max_new_tokens=1000)
@@ -276,11 +276,11 @@ def test_a_model_is_a_name_and_says_where_it_cannot_be_asked(judge: FrozenModel)
     assert pickle.loads(pickle.dumps(judge)) == judge
 
     async def test() -> None:
-        with pytest.raises(RuntimeError, match="frozen model 'judge' cannot be asked here: before run.start"):
+        with pytest.raises(RuntimeError, match=r"'judge'.*run\.start"):
             await judge.reply("x")
         foreign = replace(judge, foreign="3 tokens differ")
         for asked in (foreign.logprobs([1, 2]), foreign.top_logprobs([1, 2], 2)):
-            with pytest.raises(ValueError, match="another tokenizer than the policy.*: 3 tokens differ"):
+            with pytest.raises(ValueError, match="3 tokens differ"):
                 await asked
 
     asyncio.run(test())

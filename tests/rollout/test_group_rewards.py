@@ -19,6 +19,8 @@ from monarch_rl.rollout.outside import JudgeFailed, outside
 from monarch_rl.rollout.scoring import Scorer
 from monarch_rl.simulate.clock import run_virtual
 from monarch_rl.tasks.task import MOST_INFO_BYTES, Outcome, Task
+from tests.patience import patiently
+from tests.rollout.cores import AMPLE_S, with_cores
 
 LOST = EpisodeFailed("score hung")
 
@@ -36,14 +38,15 @@ def group(*answers: str) -> list[list[Episode] | EpisodeFailed]:
 
 
 def rewarded(function: Any, *answers: str, scorer: Any = None, deadline_s: float = 10.0) -> list[Any]:
+    """In virtual time, but for scoring processes."""
     task = Task(lambda cursor: cursor, _unplayed, group_rewards=function)
     played = group(*answers)
 
     async def rewards() -> list[Any]:
         adding = GroupRewarder(scorer, deadline_s).added(task, "item", 7, played)
-        return [play if isinstance(play, EpisodeFailed) else play[0] for play in await asyncio.wait_for(adding, 60)]
+        return [play if isinstance(play, EpisodeFailed) else play[0] for play in await adding]
 
-    return asyncio.run(rewards())
+    return run_virtual(rewards()) if scorer is None else asyncio.run(patiently(rewards(), "the rewards"))
 
 
 def majority(item: str, outcomes: Sequence[Outcome]) -> list[Outcome]:
@@ -102,7 +105,7 @@ async def words(item: str, outcomes: Sequence[Outcome]) -> Any:
 
 @pytest.fixture(scope="module")
 def scorer() -> Iterator[Scorer]:
-    scorer = Scorer(1, deadline_s=1.0)
+    scorer = Scorer(1, AMPLE_S)
     yield scorer
     scorer.close()
 
@@ -119,10 +122,14 @@ def test_a_function_compares_the_group_in_a_scoring_process(scorer: Scorer) -> N
         (missing, "group rewards: score raised KeyError", 'return [{"cat": 1.0}[outcome.answer]'),
         (hanging, "group rewards: score took over 1 s", "in hanging"),
         (one_for_all, "group rewards: score raised TypeError", "a reward for each episode, got 1.0"),
-        (too_few, "group rewards are not one for each episode", "1 rewards were returned for the 2 episodes"),
+        (too_few, "group rewards are not one for each episode", "2 episodes"),
     ],
 )
-def test_a_function_that_fails_costs_its_group(scorer: Scorer, function: Any, reason: str, report: str) -> None:
+def test_a_function_that_fails_costs_its_group(
+    scorer: Scorer, function: Any, reason: str, report: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_cores(monkeypatch)
+    scorer.deadline_s = 1.0 if function is hanging else AMPLE_S
     first, lost, second = rewarded(function, "a", "b", scorer=scorer)
     assert lost is LOST and first.reason == second.reason == reason and report in first.report
     assert (first.tokens, first.index) == (1, 7)
@@ -137,10 +144,10 @@ def test_a_coroutine_compares_the_group_in_the_worker() -> None:
     ("function", "reason", "report"),
     [
         (raising, "group rewards raised KeyError", 'raise KeyError("dog")'),
-        (endless, "group rewards took over 0.2 s", "raise --rollout.episode-deadline-s"),
+        (endless, "group rewards took over 0.2 s", "--rollout.episode-deadline-s"),
         (leaving, "group rewards raised SystemExit", "raise SystemExit"),
         (words, "group rewards cannot be used", "'good' is text"),
-        (at_length, "group rewards cannot be used", "With those of its episode: info has 65,548 bytes"),
+        (at_length, "group rewards cannot be used", "65,548 bytes"),
         (unjudged, "group rewards: frozen model judge did not answer in time", "request 3"),
     ],
 )

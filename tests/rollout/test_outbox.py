@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from monarch_rl.rollout.outbox import UNASKED_BYTES, Outbox
+from tests.patience import patiently
 
 
 class Buffer:
@@ -34,16 +35,16 @@ def test_an_error_of_sending_reaches_all_who_wait() -> None:
 
     async def put() -> None:
         buffer: Any = Buffer()
-        outbox = Outbox(buffer, "worker 0", 10.0)
+        outbox = Outbox(buffer, "worker 0", 600.0)
         small, large = b"small", bytes(UNASKED_BYTES + 1)
         buffer.put = buffer.put_if_room = Unsendable()
         waiting = [asyncio.ensure_future(outbox.put(*group)) for group in ((0, 0, small), (1, 0, large), (2, 0, small))]
         for group in waiting:
             with pytest.raises(OSError, match="nothing can be sent"):
-                await asyncio.wait_for(group, 10)
+                await patiently(group)
         buffer.put = buffer.put_if_room = buffer
         for group_id, data in ((3, small), (4, large)):
-            await asyncio.wait_for(outbox.put(group_id, 0, data), 10)
+            await patiently(outbox.put(group_id, 0, data))
         assert buffer.groups == [small, large]
 
     asyncio.run(put())

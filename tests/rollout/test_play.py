@@ -7,7 +7,7 @@ import functools
 import inspect
 import json
 import random
-from collections.abc import Awaitable
+from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -82,11 +82,9 @@ async def hanging(item: Any, policy: Policy) -> float:
     return 1.0
 
 
-def run(awaitable: Awaitable[T]) -> T:
-    async def bounded() -> T:
-        return await asyncio.wait_for(awaitable, 30)
-
-    return asyncio.run(bounded())
+def run(coroutine: Coroutine[Any, Any, T]) -> T:
+    """In virtual time: a deadline passes on what hangs, and on nothing else."""
+    return run_virtual(coroutine)
 
 
 def play(
@@ -141,7 +139,7 @@ def test_a_message_that_is_refused_leaves_the_policy_as_it_was(template: ChatTem
         if read_first:
             policy.read("two ")
         for refused in ("refused ", [{"role": "user", "content": 3}]):
-            with pytest.raises(ValueError, match=r"stand in the opening|not text"):
+            with pytest.raises(ValueError, match=r"opening|text"):
                 await policy.reply(refused, tools=[add])
         await policy.reply("three ")
         return 1.0
@@ -279,7 +277,7 @@ def test_the_size_of_infos_is_bounded() -> None:
     """To the byte, as the header of an episode has them: the bound of a buffer's memory counts them."""
     longest = {"trace": "é" * 10_920 + "xxx"}
     assert len(json.dumps(longest)) == MOST_INFO_BYTES and as_outcome(Outcome(1.0, info=longest)).info == longest
-    with pytest.raises(ValueError, match="info has 65,537 bytes of JSON: at most 65,536, because it travels"):
+    with pytest.raises(ValueError, match="65,537 bytes .* 65,536"):
         as_outcome(Outcome(1.0, info={"trace": longest["trace"] + "x"}))
 
 
@@ -290,7 +288,7 @@ def test_no_part_has_the_name_of_another_metric() -> None:
     names = [name.removeprefix("held_out/") for name in evaluation.metrics()]
     assert len(names) > 8
     for name in [*names, "mean"]:
-        with pytest.raises(ValueError, match=f"can be called '{name}', as another metric is"):
+        with pytest.raises(ValueError, match=f"'{name}'"):
             as_outcome({name: 1.0})
     assert as_outcome({"accurate": 1.0, "rewarded": 0.5, "pass": 0.0}).reward == 1.5
 
@@ -475,7 +473,7 @@ def test_an_episode_that_is_no_coroutine_function_is_refused_where_the_task_is_m
     wrong: Any
     for wrong in (forgotten, yielding, functools.partial(forgotten), None, Episode):
         for make in (task, task(silent).played_by):
-            with pytest.raises(ValueError, match="is no coroutine function: write it as `async def episode"):
+            with pytest.raises(ValueError, match="async def episode"):
                 make(wrong)
 
 
@@ -508,12 +506,12 @@ def test_scores_that_wait_in_a_queue_are_not_said_to_be_the_episodes_own_fault(
         scorer.queue = queue
         player = EpisodePlayer(Echo(template, "8"), template, SETTINGS, scorer)
         with pytest.raises(EpisodeFailed) as failed:
-            run_virtual(player.play(task(episode), 7, "", Sampling(), 0))
+            run(player.play(task(episode), 7, "", Sampling(), 0))
         return failed.value
 
     own = "the episode's own code took over 0.2 s"
     assert failure(scored).reason == ("scores had no process within 0.2 s" if queue else own)
-    assert not queue or f"{queue}: raise --rollout.scorer-processes" in failure(scored).report
+    assert not queue or queue in failure(scored).report and "--rollout.scorer-processes" in failure(scored).report
     assert failure(busy).reason == own
 
 
@@ -546,7 +544,7 @@ def test_a_failure_shows_its_author_where_it_was_with_the_item_and_the_answer(te
     line = line_of(hanging, "await")
     assert late.value.place == f"{__file__}:{line}"
     assert f'  File "{__file__}", line {line}, in hanging' in late.value.report
-    assert "raise --rollout.episode-deadline-s" in late.value.report
+    assert "--rollout.episode-deadline-s" in late.value.report
 
 
 class Silent:
@@ -590,16 +588,14 @@ def test_what_is_not_the_episodes_fault_is_raised_as_it_is_whatever_its_code_mak
     replica: Any = SilentReplica()
     for episode in (guessing, stubborn):
         player = EpisodePlayer(Dispatcher([replica], settings.generate_limit_s), template, settings)
-        with pytest.raises(
-            DeadlineExceeded, match=r"for generator 0 to .* of group 5 .*--rollout\.generate-deadline-s"
-        ):
+        with pytest.raises(DeadlineExceeded, match=r"generator 0 .* group 5 .*--rollout\.generate-deadline-s"):
             run(player.play(task(episode), 7, "", Sampling(), 5))
     with pytest.raises(ScorerBroken):
         play(Echo(template, "8"), template, stubborn, scorer=BrokenScorer())
 
 
 def test_an_episode_is_stopped_by_its_own_time_alone_and_draws_nothing_afterwards(template: ChatTemplate) -> None:
-    """In virtual time. Turns take longer than its code may, and it ignores its cancellation."""
+    """Turns take longer than its code may, and it ignores its cancellation."""
     after = list[str]()
 
     class Slow(Echo):
@@ -625,13 +621,13 @@ def test_an_episode_is_stopped_by_its_own_time_alone_and_draws_nothing_afterward
     waits = len(presence.waits())
 
     async def test() -> None:
-        with pytest.raises(EpisodeFailed, match="the episode's own code took over 0.2 s"):
+        with pytest.raises(EpisodeFailed, match=r"own code.* 0\.2 s"):
             player = EpisodePlayer(slow, template, SETTINGS)
             await player.play(task(episode), 0, "", Sampling(), 0)
         while not after:
             await asyncio.sleep(0)
 
-    run_virtual(test())
+    run(test())
     assert len(slow.prompts) == 2 and after == ["the episode is over"]
     assert len(presence.waits()) == waits  # none is left behind
 
@@ -681,9 +677,9 @@ def test_a_turn_has_the_tokens_that_there_is_room_for(template: ChatTemplate) ->
 
 def test_a_first_prompt_without_room_fails(template: ChatTemplate) -> None:
     echo = Echo(template, "8")
-    with pytest.raises(EpisodeFailed, match="prompt leaves no room within 5 tokens") as failure:
+    with pytest.raises(EpisodeFailed, match=" 5 tokens") as failure:
         play(echo, template, guessing, limit=5)
-    assert failure.value.tokens == 0 and failure.value.prompt == "guess" and "Shorten prompts" in failure.value.report
+    assert failure.value.tokens == 0 and failure.value.prompt == "guess"
 
 
 def test_a_turn_may_be_drawn_in_its_own_way_and_is_not_trained_at_another_temperature(template: ChatTemplate) -> None:
@@ -708,7 +704,7 @@ def test_a_turn_may_be_drawn_in_its_own_way_and_is_not_trained_at_another_temper
         await policy.reply("a", temperature=0.0)
         return 1.0
 
-    with pytest.raises(EpisodeFailed, match="no turn of the episode can be trained"):
+    with pytest.raises(EpisodeFailed, match="no turn"):
         play(Echo(template, "8"), template, greedy)
     assert play(Echo(template, "8"), template, greedy, sampling=Sampling(9, 0.0)).reward == 1.0
 
@@ -719,7 +715,7 @@ def test_a_turn_that_cannot_be_drawn_so_is_refused(template: ChatTemplate, wrong
         await policy.reply("a", **wrong)
         return 1.0
 
-    with pytest.raises(EpisodeFailed, match="episode raised ValueError"):
+    with pytest.raises(EpisodeFailed, match="ValueError"):
         play(Echo(template, "8"), template, episode)
 
 
@@ -803,7 +799,7 @@ def test_routes_of_all_turns_are_asked_for_once_and_follow_each_other(template: 
     assert first[1] == 0 and second[1] == first[0] + 2 and second[0] > first[0] + 3
     assert episode.expert_routes is not None and episode.expert_routes.shape == (episode.num_tokens - 1, 2, 4)
     np.testing.assert_array_equal(episode.expert_routes[:, 1, 2], np.arange(episode.num_tokens - 1))
-    with pytest.raises(ValueError, match="turn 0 .* routes of .* were asked for"):
+    with pytest.raises(ValueError, match="turn 0 .* routes"):
         play(Routing(lost=1), template, guessing, sampling=sampling)
 
 
@@ -812,5 +808,5 @@ def test_a_lost_kept_set_costs_its_episode(template: ChatTemplate) -> None:
         async def generate(self, prompt_ids: list[int], sampling: Sampling, group: int) -> Completion:
             raise DrawLost("the engine ended the request")
 
-    with pytest.raises(EpisodeFailed, match="could not tell a token's kept set"):
+    with pytest.raises(EpisodeFailed, match="kept set"):
         play(Losing(), template, guessing)

@@ -15,6 +15,7 @@ from monarch_rl.model.messages import ToolCall
 from monarch_rl.model.tools import as_tools
 from monarch_rl.rollout import run_tools as module
 from monarch_rl.rollout.run_tools import run_tools
+from tests import patience
 
 SEED: contextvars.ContextVar[int] = contextvars.ContextVar("seed", default=0)
 RELEASE = threading.Event()
@@ -204,8 +205,7 @@ def test_a_process_has_few_threads_of_tools_that_do_not_return(monkeypatch: pyte
 
     async def cancelled() -> None:
         calling = asyncio.ensure_future(run_tools([call("hang")], TOOLS))
-        while not any(thread.name == "tool" for thread in threading.enumerate()):
-            await asyncio.sleep(0.01)
+        await patience.until(lambda: "tool" in {thread.name for thread in threading.enumerate()}, "the tool's thread")
         calling.cancel()
         await asyncio.wait({calling})
 
@@ -214,13 +214,13 @@ def test_a_process_has_few_threads_of_tools_that_do_not_return(monkeypatch: pyte
         run(call("hang"), call("hang_too"), call("seed"), deadline_s=0.1)
         module.check_hung_tools()
         run(call("hang"), deadline_s=0.1)
-        with pytest.raises(module.ToolsHang, match=r"3 calls of tools go on .*: hang \(3 times\)"):
+        with pytest.raises(module.ToolsHang, match=r"hang \(3 times\)"):
             module.check_hung_tools()
     finally:
         RELEASE.set()
     for thread in threading.enumerate():
         if thread.name == "tool":
-            thread.join(60)
+            patience.join(thread)
     module.check_hung_tools()
     RELEASE.clear()
 
@@ -242,5 +242,5 @@ def test_the_first_failure_of_a_kind_is_shown(
 
 def test_a_tool_that_is_a_schema_is_not_ours_to_run() -> None:
     schema = {"type": "function", "function": {"name": "search", "parameters": {}}}
-    with pytest.raises(LookupError, match="given as a schema"):
+    with pytest.raises(LookupError, match="schema"):
         asyncio.run(run_tools([call("search")], [schema]))

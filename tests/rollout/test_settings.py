@@ -17,23 +17,23 @@ from monarch_rl.rollout.settings import (
 @pytest.mark.parametrize("field", ["workers", "group_size", "concurrent_groups", "score_deadline_s"])
 def test_settings_out_of_range_are_refused(field: str) -> None:
     settings: dict[str, Any] = {field: 0}
-    with pytest.raises(ValueError, match=f"rollout.{field.replace('_', '-')} must be"):
+    with pytest.raises(ValueError, match=f"rollout.{field.replace('_', '-')} "):
         RolloutSettings(**settings)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"top_k": 20}, "compares two different distributions. Set rollout.keep-sampling-mask"),
-        ({"top_p": 0.9}, "compares two different distributions"),
-        ({"min_p": 0.1}, "compares two different distributions"),
-        ({"top_p": 0.9, "keep_sampling_mask": True}, "need a rollout.top-k of 2 to 2048"),
-        ({"top_k": 1, "keep_sampling_mask": True}, "rollout.top-k must be"),
-        ({"top_k": 5000, "keep_sampling_mask": True}, "rollout.top-k must be"),
-        ({"top_p": 0.0}, "rollout.top-p must be"),
-        ({"min_p": 1.0}, "rollout.min-p must be"),
-        ({"top_k": 9, "temperature": 0.0, "keep_sampling_mask": True}, "nothing to cut off"),
-        ({"top_k": 9, "min_p": 0.1, "seed": 3, "keep_sampling_mask": True}, "cannot be used with rollout.seed"),
+        ({"top_k": 20}, "rollout.keep-sampling-mask"),
+        ({"top_p": 0.9}, "rollout.keep-sampling-mask"),
+        ({"min_p": 0.1}, "rollout.keep-sampling-mask"),
+        ({"top_p": 0.9, "keep_sampling_mask": True}, "rollout.top-k of 2 to 2048"),
+        ({"top_k": 1, "keep_sampling_mask": True}, "^rollout.top-k "),
+        ({"top_k": 5000, "keep_sampling_mask": True}, "^rollout.top-k "),
+        ({"top_p": 0.0}, "^rollout.top-p "),
+        ({"min_p": 1.0}, "^rollout.min-p "),
+        ({"top_k": 9, "temperature": 0.0, "keep_sampling_mask": True}, "cut off"),
+        ({"top_k": 9, "min_p": 0.1, "seed": 3, "keep_sampling_mask": True}, "rollout.seed"),
     ],
 )
 def test_truncation_without_a_mask_or_that_the_engine_lacks_is_refused(settings: dict[str, Any], message: str) -> None:
@@ -44,20 +44,20 @@ def test_truncation_without_a_mask_or_that_the_engine_lacks_is_refused(settings:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (RolloutSettings(group_size=1), "rollout.group-size must be at least 2: advantages compare the episodes"),
-        (RolloutSettings(temperature=0.0), "rollout.temperature must be above 0: greedy episodes of a group are all"),
+        (RolloutSettings(group_size=1), "rollout.group-size must be at least 2"),
+        (RolloutSettings(temperature=0.0), "rollout.temperature must be above 0"),
         (
             RolloutSettings(group_size=1_000_000),
-            r"groups-per-step 5 x rollout.group-size 1,000,000 = 5,000,000 episodes, which is more than 1,000,000: ask",
+            "groups-per-step 5 x rollout.group-size 1,000,000 = 5,000,000",
         ),
         (
             RolloutSettings(concurrent_groups=1_000_000),
-            "rollout.concurrent-groups 1,000,000 x rollout.group-size 8 = 8,000,000 episodes, which is more than 65,5",
+            "rollout.concurrent-groups 1,000,000 x rollout.group-size 8 = 8,000,000",
         ),
-        (RolloutSettings(generate_deadline_s=0.1), "rollout.generate-deadline-s must be at least 5, got 0.1"),
+        (RolloutSettings(generate_deadline_s=0.1), "rollout.generate-deadline-s must be at least 5"),
         (
             RolloutSettings(group_size=3),
-            "5 groups x 3 episodes = 15 episodes a step cannot be shared equally by 2 trainer ranks: change groups",
+            "15 episodes .* 2 trainer ranks",
         ),
     ],
 )
@@ -70,14 +70,14 @@ def test_rollouts_that_cannot_be_trained_on_are_refused(settings: RolloutSetting
 def test_episodes_without_room_for_a_prompt_are_refused() -> None:
     settings = RolloutSettings(max_new_tokens=30)
     check_lengths(settings, {"trainer.tokens-per-microbatch": 31, "generator.context-length": 40})
-    message = "rollout.max-new-tokens 30 leaves no room for a prompt within generator.context-length, which is 30"
+    message = "rollout.max-new-tokens 30 .* generator.context-length, which is 30"
     with pytest.raises(ValueError, match=message):
         check_lengths(settings, {"trainer.tokens-per-microbatch": 31, "generator.context-length": 30})
 
 
 def test_a_prompt_of_more_characters_than_there_is_room_for_is_refused() -> None:
     check_characters(["a" * 21, "a" * 20], most=20)
-    with pytest.raises(ValueError, match=r"shortest of 2 prompts has 21 characters, .* 20 at most, .*task\.template"):
+    with pytest.raises(ValueError, match=r"21 characters, .* 20 .*task\.template"):
         check_characters(["a" * 21, "a" * 22], most=20)
 
 
@@ -86,19 +86,17 @@ def test_prompts_without_room_are_refused_or_warned_of(caplog: pytest.LogCapture
     check_prompts(settings, {"a": 20}, [10, 10, 11])
     assert not caplog.records
     check_prompts(settings, {"a": 20, "b": 19}, [9, 10, 11])
-    assert "2 of 3 prompts leave no room for 10 tokens within b" in caplog.text and len(caplog.records) == 1
-    with pytest.raises(
-        ValueError, match="max-new-tokens 10 after a prompt of 9 tokens, .* is more than c, which is 18"
-    ):
+    assert "2 of 3 prompts" in caplog.text and len(caplog.records) == 1
+    with pytest.raises(ValueError, match="max-new-tokens 10 .* 9 tokens, .* c, which is 18"):
         check_prompts(settings, {"a": 20, "c": 18}, [9, 10, 11])
 
 
 def test_more_processes_than_a_machine_can_start_are_refused() -> None:
     check_processes(RolloutSettings(workers=4, scorer_processes=7), cores=2)
-    with pytest.raises(ValueError, match="rollout.workers 4 with rollout.scorer-processes 8 each are 36 processes"):
+    with pytest.raises(ValueError, match="rollout.workers 4 .*rollout.scorer-processes 8 .* 36 "):
         check_processes(RolloutSettings(workers=4, scorer_processes=8), cores=2)
 
 
 def test_a_temperature_that_sglang_takes_for_greedy_is_refused() -> None:
-    with pytest.raises(ValueError, match="rollout.temperature must be above 0: .* at least 0.01, got 1e-07"):
+    with pytest.raises(ValueError, match="rollout.temperature .* at least 0.01"):
         check_rollout(RolloutSettings(temperature=1e-7), groups_per_step=4, trainer_ranks=2)

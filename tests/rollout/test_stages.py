@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -15,13 +14,14 @@ from monarch_rl.episode.episode import Fork, Group
 from monarch_rl.episode.failure import KINDS
 from monarch_rl.episode.packed import pack_group, unpack_group
 from monarch_rl.rollout.stages import DropGroup, Stage, StageFailed, Stages, columns_filled
+from monarch_rl.simulate.clock import run_virtual
 from tests.buffer.helpers import group
 
 Times = list[tuple[str, float, float]]
 
 
 def run(stages: list[Stage], *groups: Group) -> tuple[list[StageFailed | None], Times]:
-    """All groups at once, with the items 0, 1, ..."""
+    """All groups at once, with the items 0, 1, ..., in virtual time."""
     times: Times = []
 
     async def all_groups() -> list[StageFailed | None]:
@@ -36,7 +36,7 @@ def run(stages: list[Stage], *groups: Group) -> tuple[list[StageFailed | None], 
 
         return await asyncio.gather(*(one(item, of_item) for item, of_item in enumerate(groups)))
 
-    return asyncio.run(all_groups()), times
+    return run_virtual(all_groups()), times
 
 
 def made(group_id: int = 0) -> Group:
@@ -168,24 +168,24 @@ async def another_order(item: Any, group: Group) -> None:
 
 CANNOT = "left what cannot be trained"
 FAILURES: list[tuple[Callable[[Any, Group], Any], tuple[str, ...], str, str]] = [
-    (typo, (), "raised AttributeError", "'Group' object has no attribute 'episode'"),
+    (typo, (), "raised AttributeError", "'episode'"),
     (hang, (), "took over 0.2 s", "await asyncio.sleep(600)"),
     (leave, (), "raised SystemExit", "raise SystemExit(3)"),
     (cancel_itself, (), "raised CancelledError", "Group 7"),
     (no_coroutine, (), "raised IndexError", "group.episodes[99]"),
-    (lambda item, group: 1, (), "raised TypeError", "is no coroutine: write `async def`"),
-    (nothing, ("teacher",), CANNOT, "has to fill the columns teacher, but teacher is not there"),
-    (half, ("teacher",), CANNOT, "turn 0 of episode 0 has columns ['teacher'], turn 0 of episode 1 has []"),
-    (not_finite, ("teacher",), CANNOT, "No episode has finite columns: of episode 0 column teacher is nan at token 2"),
-    (bad_reward, (), CANNOT, "Episode 1: the reward is inf, not a finite number of float32."),
-    (text_reward, (), CANNOT, "Episode 1: could not convert to a reward: 'much' is text"),
-    (bad_part, (), CANNOT, "Episode 1: parts of a reward must be finite numbers of float32: style is nan."),
-    (bad_turn_reward, (), CANNOT, "Episode 1: turn 1: the reward is nan, not a finite number of float32."),
-    (bad_info, (), CANNOT, "Episode 0: Object of type ndarray is not JSON serializable."),
-    (no_episode, (), CANNOT, "It was given 2 episodes and left 0, or others: they must stay the same"),
-    (one_episode_less, (), CANNOT, "It was given 2 episodes and left 1, or others"),
-    (another_fork, (), CANNOT, "left 2, or others: they must stay the same"),
-    (another_order, (), CANNOT, "Raise DropGroup(reason) to drop a group."),
+    (lambda item, group: 1, (), "raised TypeError", "no coroutine"),
+    (nothing, ("teacher",), CANNOT, "columns teacher"),
+    (half, ("teacher",), CANNOT, "turn 0 of episode 1 has []"),
+    (not_finite, ("teacher",), CANNOT, "episode 0 column teacher is nan at token 2"),
+    (bad_reward, (), CANNOT, "Episode 1: the reward is inf"),
+    (text_reward, (), CANNOT, "'much' is text"),
+    (bad_part, (), CANNOT, "style is nan"),
+    (bad_turn_reward, (), CANNOT, "Episode 1: turn 1: the reward is nan"),
+    (bad_info, (), CANNOT, "ndarray"),
+    (no_episode, (), CANNOT, "2 episodes and left 0"),
+    (one_episode_less, (), CANNOT, "2 episodes and left 1"),
+    (another_fork, (), CANNOT, "left 2"),
+    (another_order, (), CANNOT, "DropGroup"),
 ]
 
 
@@ -237,7 +237,7 @@ def test_columns_that_are_not_finite_in_all_episodes_cost_the_group_whichever_th
 
     (failed,), _ = run([Stage(each_another, fills=("student", "teacher"))], made())
     assert failed is not None and failed.failure is not None
-    assert "of episode 0 column teacher is inf at token 2 of 8" in failed.failure.report
+    assert "episode 0 column teacher is inf at token 2" in failed.failure.report
 
 
 def test_as_many_groups_are_in_a_stage_as_it_says_and_waiting_is_told_apart() -> None:
@@ -252,17 +252,17 @@ def test_as_many_groups_are_in_a_stage_as_it_says_and_waiting_is_told_apart() ->
 
     failed, times = run([Stage(slow, concurrency=2, deadline_s=60)], *(made(i) for i in range(6)))
     assert failed == [None] * 6 and most == 2
-    assert sorted(round(waited_s / seconds) for _, waited_s, seconds in times)[:2] == [0, 0]
-    assert max(waited_s for _, waited_s, _ in times) >= 0.09
+    waited = [0.0, 0.0, 0.05, 0.05, 0.1, 0.1]
+    assert sorted(waited_s for _, waited_s, _ in times) == pytest.approx(waited)
+    assert [seconds for _, _, seconds in times] == pytest.approx([0.05] * 6)
 
 
 def test_waiting_for_a_turn_is_not_counted_against_the_deadline() -> None:
     async def slow(item: Any, group: Group) -> None:
         await asyncio.sleep(0.3)
 
-    began = time.monotonic()
-    failed, _ = run([Stage(slow, concurrency=1, deadline_s=0.9)], *(made(i) for i in range(4)))
-    assert failed == [None] * 4 and time.monotonic() - began > 0.9
+    failed, times = run([Stage(slow, concurrency=1, deadline_s=0.4)], *(made(i) for i in range(4)))
+    assert failed == [None] * 4 and max(waited_s for _, waited_s, _ in times) == pytest.approx(0.9)
 
 
 def test_ever_new_reasons_are_counted_together() -> None:
@@ -278,9 +278,9 @@ def test_ever_new_reasons_are_counted_together() -> None:
 def test_stages_are_checked_when_they_are_made() -> None:
     assert Stage(functools.partial(teacher)).name == "partial" and Stage(teacher).name == "teacher"
     assert columns_filled([Stage(teacher, fills=("a", "b")), Stage(judge)]) == {"a": "teacher", "b": "teacher"}
-    with pytest.raises(ValueError, match="two stages are called 'teacher'"):
+    with pytest.raises(ValueError, match="two.*'teacher'"):
         columns_filled([Stage(teacher), Stage(teacher)])
-    with pytest.raises(ValueError, match="stages 'teacher' and 'judge' both fill the column 'a'"):
+    with pytest.raises(ValueError, match="'teacher' and 'judge' .*'a'"):
         columns_filled([Stage(teacher, fills=("a",)), Stage(judge, fills=("a",))])
-    with pytest.raises(ValueError, match="stage judge: concurrency must be at least 1 and deadline_s above 0"):
+    with pytest.raises(ValueError, match="stage judge: concurrency"):
         Stage(judge, concurrency=0)

@@ -137,11 +137,11 @@ def test_of_a_teacher_with_more_embeddings_than_the_policy_only_ids_of_the_polic
 
 def test_a_model_whose_log_probs_cannot_be_compared_is_refused_before_the_start(large: FrozenModel) -> None:
     """Where the recipe makes the stage, and nothing is spawned."""
-    with pytest.raises(FrozenRefused, match="another tokenizer than the policy.*3 tokens differ"):
+    with pytest.raises(FrozenRefused, match="3 tokens differ"):
         teacher(replace(large, foreign="3 tokens differ"))
-    with pytest.raises(FrozenRefused, match="has a reward head"):
+    with pytest.raises(FrozenRefused, match="reward head"):
         teacher(replace(large, labels=1))
-    with pytest.raises(FrozenRefused, match=r"rollout\.top-k, top-p or min-p .* column 'reference' could not be"):
+    with pytest.raises(FrozenRefused, match=r"rollout\.top-k.*'reference'"):
         reference(replace(large, rollouts_truncated=True))
 
 

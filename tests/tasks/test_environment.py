@@ -7,7 +7,6 @@ import os
 import random
 import re
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from monarch_rl.tasks.openenv import OpenEnv
 from monarch_rl.tasks.seeds import HELD_OUT
 from monarch_rl.tasks.task import Outcome, Reply, Task
 from monarch_rl.tasks.textarena import TextArena, random_move
+from tests import patience
 
 
 class Scripted:
@@ -133,7 +133,7 @@ def test_an_environment_is_closed_whatever_ends_the_episode_and_may_wait() -> No
 
     asyncio.run(cancelled())
     assert Counting.closed == 3
-    with pytest.raises(ValueError, match="most_steps must be at least 1"):
+    with pytest.raises(ValueError, match="most_steps"):
         Environment(lake, move_of, most_steps=0)
 
 
@@ -199,13 +199,13 @@ def test_a_policy_that_plays_all_players_has_a_seat_for_each() -> None:
 
 def test_what_cannot_be_played_is_refused() -> None:
     for task, said in (
-        (TextArena("TicTacToe-v0", opponent=random_move, players=1), "an opponent, but 1 player"),
-        (TextArena("TicTacToe-v0"), "cannot begin with 1 players .*has to be 2, received 1.* give TextArena players="),
-        (TextArena("TicTacTo-v0", opponent=random_move), r"no game 'TicTacTo-v0'; it has TicTacToe-v0"),
+        (TextArena("TicTacToe-v0", opponent=random_move, players=1), "1 player"),
+        (TextArena("TicTacToe-v0"), "players="),
+        (TextArena("TicTacTo-v0", opponent=random_move), "'TicTacTo-v0'.* TicTacToe-v0"),
     ):
         with pytest.raises(ValueError, match=said):
             task.check()
-    with pytest.raises(ValueError, match="the game lists no moves"):
+    with pytest.raises(ValueError, match="no moves"):
         random_move("You have a King.", random.Random(0))
 
 
@@ -245,8 +245,6 @@ uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="error")
 """
 OPENENV = os.environ.get("OPENENV_PYTHON", "")
 """A Python that has openenv 0.10.0. It does not install beside this project (docs/tasks.md)."""
-UP_S = 60.0
-"""Seconds for the server to begin to answer."""
 
 
 @pytest.fixture
@@ -256,14 +254,16 @@ def server(tmp_path: Path) -> Iterator[str]:
     running = subprocess.Popen([OPENENV, str(tmp_path / "server.py"), str(port)])
     try:
         url = f"http://127.0.0.1:{port}"
-        deadline = time.monotonic() + UP_S
-        while not asyncio.run(answers(url)):
-            assert running.poll() is None and time.monotonic() < deadline, "the server does not answer"
-            time.sleep(0.2)
+
+        def up() -> bool:
+            assert running.poll() is None
+            return asyncio.run(answers(url))
+
+        patience.wait_until(up, "the server to answer", every_s=0.2)
         yield url
     finally:
         running.kill()
-        running.wait(10)
+        patience.exit_code(running)
 
 
 async def answers(url: str) -> bool:
@@ -271,7 +271,7 @@ async def answers(url: str) -> bool:
 
     async with aiohttp.ClientSession() as session:
         try:
-            async with session.get(f"{url}/health", timeout=aiohttp.ClientTimeout(5)) as answer:
+            async with session.get(f"{url}/health", timeout=aiohttp.ClientTimeout(60)) as answer:
                 return answer.status == 200
         except OSError:
             return False
@@ -303,7 +303,7 @@ def test_sessions_of_an_openenv_server_are_played_side_by_side(server: str) -> N
     assert [outcome.reward for outcome in outcomes] == [1.0] * 8
     assert {outcome.info["end"] for outcome in outcomes} == {"terminated"}
     wrong = Environment(lambda seed: OpenEnv(server), lambda text: {"letter": text}, lambda observation, _: "")
-    with pytest.raises(RuntimeError, match="refuses step: "):
+    with pytest.raises(RuntimeError, match="step: "):
         played(wrong, 0, str)
     with pytest.raises(OSError):
         played(Environment(lambda seed: OpenEnv("http://127.0.0.1:9"), guess), 0, str)

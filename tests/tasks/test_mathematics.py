@@ -12,6 +12,8 @@ from monarch_rl.rollout.scoring import Scorer
 from monarch_rl.rollout.scoring_failed import ScoringFailed
 from monarch_rl.tasks.mathematics import MathReward, are_equal
 from monarch_rl.tasks.questions import Questions
+from tests.patience import patiently
+from tests.rollout.cores import AMPLE_S, with_cores
 
 
 @pytest.mark.parametrize(
@@ -41,31 +43,36 @@ def test_answers_are_equal_if_their_mathematics_is(
 
 
 def test_a_row_without_a_right_answer_is_a_mistake_of_the_row() -> None:
-    with pytest.raises(ValueError, match="'see text.' is no mathematical expression"):
+    with pytest.raises(ValueError, match="'see text.'"):
         are_equal("see text.", "5")
 
 
-def test_it_runs_in_a_scoring_process_where_what_never_ends_costs_its_episode_alone() -> None:
+def test_it_runs_in_a_scoring_process_where_what_never_ends_costs_its_episode_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with_cores(monkeypatch)
     reward = cloudpickle.loads(cloudpickle.dumps(MathReward("solution")))
     row = {"problem": "?", "solution": "8"}
     task = Questions([row], MathReward("solution"), template="{problem}")
     assert task.warm_up is not None
 
     async def scores() -> tuple[float, str, float]:
-        scorer = Scorer(1, deadline_s=2.0, warm_up=task.warm_up)
+        scorer = Scorer(1, AMPLE_S, warm_up=task.warm_up)
         try:
             first = await scorer.score(reward, row, r"\boxed{2^3}")
+            scorer.deadline_s = 2.0
             with pytest.raises(ScoringFailed) as raised:
                 await scorer.score(reward, row, r"\boxed{9^{9^{9^{9}}}}")
+            scorer.deadline_s = AMPLE_S
             last = await scorer.score(reward, row, r"\boxed{7}")
         finally:
             await asyncio.to_thread(scorer.close)
         return first.reward, raised.value.reason, last.reward
 
-    assert asyncio.run(asyncio.wait_for(scores(), 120)) == (1.0, "score took over 2 s", 0.0)
+    assert asyncio.run(patiently(scores(), "the scores", 400)) == (1.0, "score took over 2 s", 0.0)
 
 
 def test_without_the_library_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="math-verify: pip install"):
+    with pytest.raises(ValueError, match="math-verify"):
         MathReward()

@@ -12,7 +12,7 @@ from typing import Any
 
 import cloudpickle
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from monarch_rl.tasks.mixture import BLOCK, Mixture, Schedule, apportioned
@@ -47,6 +47,7 @@ def test_the_shares_are_those_of_the_weights(weights: list[float], block: int, s
 
 
 @given(weights=WEIGHTS, block=st.integers(1, 40), seed=st.integers(0, 3), varying=st.booleans())
+@settings(max_examples=30)
 def test_each_task_is_asked_for_all_of_its_items_in_turn(
     weights: list[float], block: int, seed: int, varying: bool
 ) -> None:
@@ -124,7 +125,7 @@ def test_held_out_sets_of_all_tasks_have_names_and_the_first_one_mixes_them() ->
     assert [mixture.player_of(hard[index])[1]["question"] for index in range(len(hard))] == ["h", "i"]
     with pytest.raises(IndexError):
         first[5]
-    with pytest.raises(ValueError, match="no held-out items"):
+    with pytest.raises(ValueError, match="held-out"):
         Mixture({questions("none", 2): 1}).held_out_items()
 
 
@@ -135,21 +136,21 @@ def test_the_checks_and_preparations_of_all_tasks_are_made() -> None:
     assert mixture.check() == ["p", "p"] and mixture.warm_up is not None
     mixture.warm_up()
     assert prepared == ["a", "b"]
-    with pytest.raises(ValueError, match="broken: there are no rows"):
+    with pytest.raises(ValueError, match="broken: "):
         Mixture({questions("fine", 2): 1, questions("broken", 0): 1}).check()
 
 
 @pytest.mark.parametrize(
     ("weights", "more", "message"),
     [
-        ({}, {}, "a mixture of no tasks"),
-        ({"a": 1, "b": -1}, {}, "must not be negative: b has -1"),
-        ({"a": 1, "b": math.nan}, {}, "must not be negative: b has nan"),
-        ({"a": math.inf}, {}, "must be a finite number"),
-        ({"a": 0, "b": 0}, {}, "no weight of the mixture is above 0 in step 0"),
-        ({"a": lambda step: 1.0}, {}, "give the mixture groups_per_step=s.groups_per_step"),
-        ({"a": lambda step: -1.0}, {"groups_per_step": 2}, "no weight of the mixture is above 0 in step 0"),
-        ({"a": 1}, {"groups_per_step": 0}, "groups_per_step must be at least 1"),
+        ({}, {}, "no tasks"),
+        ({"a": 1, "b": -1}, {}, "b has -1"),
+        ({"a": 1, "b": math.nan}, {}, "b has nan"),
+        ({"a": math.inf}, {}, "finite"),
+        ({"a": 0, "b": 0}, {}, "step 0"),
+        ({"a": lambda step: 1.0}, {}, "groups_per_step="),
+        ({"a": lambda step: -1.0}, {"groups_per_step": 2}, "step 0"),
+        ({"a": 1}, {"groups_per_step": 0}, "groups_per_step must"),
     ],
 )
 def test_a_mixture_that_cannot_be_is_refused(weights: dict[str, Any], more: dict[str, Any], message: str) -> None:
@@ -158,5 +159,5 @@ def test_a_mixture_that_cannot_be_is_refused(weights: dict[str, Any], more: dict
 
 
 def test_tasks_of_one_name_are_refused() -> None:
-    with pytest.raises(ValueError, match="need different names, got a, a: give each its name="):
+    with pytest.raises(ValueError, match="a, a: .*name="):
         Mixture({named("a"): 1, named("a"): 2})

@@ -71,7 +71,7 @@ def test_no_row_with_a_held_out_prompt_is_trained() -> None:
     named = Questions(ROWS, reward, held_out={"easy": ROWS[:2], "hard": ROWS[5:6]})
     assert list(named.held_out) == ["easy", "hard"] and len(set(cursors(named, 17))) == 17
     assert named.held_out_items()[1] == ROWS[1] and named.held_out_items("hard")[0] == ROWS[5]
-    with pytest.raises(ValueError, match="no held-out set 'other'; it has easy, hard"):
+    with pytest.raises(ValueError, match="'other'.* easy, hard"):
         named.held_out_items("other")
 
 
@@ -104,40 +104,40 @@ def test_a_data_set_that_cannot_be_had_is_named(tmp_path: Path, monkeypatch: pyt
     saved = tmp_path / "saved"
     splits = DatasetDict({"train": Dataset.from_list(ROWS)})
     splits.save_to_disk(str(saved))
-    with pytest.raises(ValueError, match=f"the data set {saved}, split test cannot be loaded: .*test"):
+    with pytest.raises(ValueError, match=f"{saved}, split test "):
         Questions(data_set(saved, split="test"), reward).check()
-    with pytest.raises(ValueError, match=r"the data set .*/none \(main\), split train cannot be loaded"):
+    with pytest.raises(ValueError, match=r"/none \(main\), split train "):
         Questions(data_set(f"{tmp_path}/none", "main"), reward).check()
     travelling = data_set(saved)
     assert len(travelling) == 20
     travelled = pickle.dumps(travelling)
     shutil.rmtree(saved)
     DatasetDict({"train": Dataset.from_list(ROWS[:5])}).save_to_disk(str(saved))
-    with pytest.raises(ValueError, match="has 5 rows, and had 20 where the run began"):
+    with pytest.raises(ValueError, match=" 5 rows, .* 20 "):
         len(pickle.loads(travelled))
     shutil.rmtree(saved)
     DatasetDict({"train": Dataset.from_list([*ROWS[:19], ROWS[19] | {"answer": "other"}])}).save_to_disk(str(saved))
-    with pytest.raises(ValueError, match="has other rows than where the run began"):
+    with pytest.raises(ValueError, match="other rows"):
         len(pickle.loads(travelled))
     shutil.rmtree(saved)
     DatasetDict({"train": Dataset.from_list(ROWS)}).save_to_disk(str(saved))  # the same, written anew
     assert len(pickle.loads(travelled)) == 20
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="need the package datasets: pip install datasets"):
+    with pytest.raises(ValueError, match="pip install datasets"):
         data_set(saved)
 
 
 @pytest.mark.parametrize(
     ("rows", "more", "message"),
     [
-        ([], {}, "there are no rows"),
-        (ROWS, {"template": "{question"}, "is no template"),
-        (ROWS, {"template": "{word}"}, r"does not fit a row .* its fields are answer, question"),
-        (ROWS, {"template": "hello"}, "has no field"),
-        (ROWS, {"held_out": 20}, "leaves none to train on"),
-        (ROWS, {"held_out": -1}, "leaves none to train on"),
-        (ROWS, {"held_out": 0.1}, "must be a number of rows, or sets of rows by name, got 0.1"),
-        (ROWS, {"held_out": {"all": ROWS}}, "none is left to train on"),
+        ([], {}, "no rows"),
+        (ROWS, {"template": "{question"}, "no template"),
+        (ROWS, {"template": "{word}"}, "answer, question"),
+        (ROWS, {"template": "hello"}, "no field"),
+        (ROWS, {"held_out": 20}, "none to train on"),
+        (ROWS, {"held_out": -1}, "none to train on"),
+        (ROWS, {"held_out": 0.1}, "got 0.1"),
+        (ROWS, {"held_out": {"all": ROWS}}, "left to train on"),
     ],
 )
 def test_bad_rows_say_what_to_do(rows: Any, more: dict[str, Any], message: str) -> None:
@@ -154,13 +154,13 @@ def test_a_column_that_is_no_text_is_refused_in_a_template(tmp_path: Path) -> No
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(chats), tmp_path / "chats.parquet")
     for rows in (chats, parquet(tmp_path / "chats.parquet"), Dataset.from_list(chats)):
         for template, column in (("{prompt}", "prompt"), ("{prompt[0]}", r"prompt\[0\]"), ("{extra:>9}", "extra")):
-            with pytest.raises(ValueError, match=f"^template puts {column} of a row into the prompt, which is no text"):
+            with pytest.raises(ValueError, match=f"^template puts {column} "):
                 Questions(rows, reward, template=template).check()
         named = Questions(rows, reward, template="{prompt[0][content]} {extra[level]:>2} {answer}").check()
         assert sorted(named) == [f"{i} + 1 =  {i} {i}" for i in range(3)]
         written = Questions(rows, reward, template="{prompt!r}").check()
         assert sorted(written) == [repr(row["prompt"]) for row in chats]
-    with pytest.raises(ValueError, match="no text but a bytes"):
+    with pytest.raises(ValueError, match=" bytes"):
         Questions([{"question": b"2 + 2"}], reward).check()
 
 
@@ -233,7 +233,7 @@ def test_a_coroutine_that_nobody_awaits_is_no_reward() -> None:
         return 1.0
 
     reward: Any = lambda row, answer: judged(row, answer)  # noqa: E731  so it does not look like a coroutine
-    with pytest.raises(TypeError, match="write the function that returns it as `async def`"):
+    with pytest.raises(TypeError, match="async def"):
         as_outcome(reward({}, ""))
 
 

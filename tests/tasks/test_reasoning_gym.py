@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-import subprocess
 import sys
 from typing import Any
 
@@ -20,6 +19,7 @@ from monarch_rl.tasks.reasoning_gym import (
     score,
 )
 from monarch_rl.tasks.task import Outcome
+from tests import patience
 
 SUMS = '{"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}'
 
@@ -61,29 +61,29 @@ def test_splits_do_not_meet() -> None:
 @pytest.mark.parametrize(
     ("task", "message"),
     [
-        (TaskSettings(name="chain_sums"), "no data set 'chain_sums'; did you mean chain_sum"),
-        (TaskSettings(name="xyzzy"), "there are: .*zebra_puzzles"),
+        (TaskSettings(name="chain_sums"), "'chain_sums'.* chain_sum"),
+        (TaskSettings(name="xyzzy"), "zebra_puzzles"),
         (TaskSettings(config="{"), "not JSON"),
-        (TaskSettings(config="[1]"), "must be a JSON object with settings of chain_sum: allow_negation, max_digits"),
-        (TaskSettings(config='{"seed": 1}'), "must be a JSON object with settings of chain_sum"),
-        (TaskSettings(config='{"min_terms": 0}'), "refuses the settings of chain_sum: min_terms must be positive"),
-        (TaskSettings(config='{"min_terms": "two"}'), "refuses the settings of chain_sum"),
+        (TaskSettings(config="[1]"), "chain_sum: allow_negation, max_digits"),
+        (TaskSettings(config='{"seed": 1}'), "settings of chain_sum"),
+        (TaskSettings(config='{"min_terms": 0}'), "chain_sum: min_terms"),
+        (TaskSettings(config='{"min_terms": "two"}'), "settings of chain_sum"),
         (TaskSettings(config="[" * 100_000), "task.config is not JSON"),
         (TaskSettings(config='{"min_terms": [2]}'), "task.config"),
         (TaskSettings("spell_backward", '{"min_word_len": 90, "max_word_len": 99}'), "task.config"),
         (TaskSettings("spell_backward", '{"data_file": "no such file"}'), "task.config"),
-        (TaskSettings(template=""), "task.template '' has no field"),
-        (TaskSettings(template="Hello"), "task.template 'Hello' has no field"),
-        (TaskSettings(template="{question"), r"task.template '\{question' is no template"),
-        (TaskSettings(template="{question.x}"), "task.template .* does not fit chain_sum"),
-        (TaskSettings(template="{question[x]}"), "task.template .* does not fit chain_sum"),
-        (TaskSettings(template="{question:d}"), "task.template .* does not fit chain_sum"),
-        (TaskSettings(template="{question:100000000}"), "task.template .* gives question the width '100000000'"),
-        (TaskSettings(template="{question:{answer}}"), "task.template .* gives question the width"),
-        (TaskSettings(template="{question.__class__}"), "task.template .* makes the same prompt of 16 items, .*class"),
-        (TaskSettings(template="{}"), "task.template '{}' has no field"),
-        (TaskSettings(template="{sum} ="), r"does not fit chain_sum .* its fields are .*expression"),
-        (TaskSettings(name="products", config='{"max_digits": 1}', held_out_size=500), "are held out: hold out less"),
+        (TaskSettings(template=""), "task.template '' "),
+        (TaskSettings(template="Hello"), "task.template 'Hello' "),
+        (TaskSettings(template="{question"), r"task.template '\{question' "),
+        (TaskSettings(template="{question.x}"), "task.template .* fit chain_sum"),
+        (TaskSettings(template="{question[x]}"), "task.template .* fit chain_sum"),
+        (TaskSettings(template="{question:d}"), "task.template .* fit chain_sum"),
+        (TaskSettings(template="{question:100000000}"), "task.template .* width '100000000'"),
+        (TaskSettings(template="{question:{answer}}"), "task.template .* width"),
+        (TaskSettings(template="{question.__class__}"), "task.template .* 16 items, .*class"),
+        (TaskSettings(template="{}"), "task.template '{}' "),
+        (TaskSettings(template="{sum} ="), "fit chain_sum .*expression"),
+        (TaskSettings(name="products", config='{"max_digits": 1}', held_out_size=500), "hold out less"),
     ],
 )
 def test_bad_settings_say_what_to_do(task: TaskSettings, message: str) -> None:
@@ -99,7 +99,7 @@ def test_a_check_returns_the_first_prompts_which_are_the_same_only_of_the_same_q
 
 @pytest.mark.parametrize(("field", "value"), [("train_size", 0), ("held_out_size", 0), ("seed", -1)])
 def test_numbers_out_of_range_are_refused(field: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"task.{field.replace('_', '-')} must "):
+    with pytest.raises(ValueError, match=f"task.{field.replace('_', '-')} "):
         dataclasses.replace(TaskSettings(), **{field: value})
 
 
@@ -135,5 +135,5 @@ def test_extract_answer(text: str, answer: str) -> None:
 def test_import_is_light() -> None:
     heavy = "('torch', 'transformers', 'reasoning_gym')"
     code = f"import sys, monarch_rl.tasks.reasoning_gym; print([m for m in {heavy} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.strip() == "[]"
+    done = patience.run([sys.executable, "-c", code])
+    assert done.stdout.strip() == "[]", done.stderr
