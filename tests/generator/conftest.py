@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from monarch_rl.generator import launching
 from monarch_rl.generator.engine import Engine
 from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.pipeline.start import PRELOADS
 from monarch_rl.runtime.fork_client import ADDRESS_VARIABLE
+from monarch_rl.runtime.fork_context import ForkContext
 from tests.forking import forking
 from tests.generator.checked_scheduler import FOLDER, CheckedTarget
-from tests.generator.helpers import PART_TOKENS, LoopThread, Staging, make_model, weights_in
+from tests.generator.helpers import PART_TOKENS, RUN_S, LoopThread, Staging, make_model, weights_in
 
 # Before Monarch is first used: how often it looks for dead processes.
 os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY", "1s")
@@ -27,7 +27,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 FORKED = ("torch", "text", ENGINE_PRELOAD)
 """What a scheduler is forked from."""
-SETTINGS = GeneratorSettings(max_running_requests=16, max_total_tokens=8192, part_tokens=PART_TOKENS)
+SETTINGS = GeneratorSettings(
+    max_running_requests=16, max_total_tokens=8192, part_tokens=PART_TOKENS, start_deadline_s=RUN_S
+)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -37,7 +39,8 @@ def parity(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("parity")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(FOLDER, str(folder))
-        patch.setattr(launching, "SchedulerTarget", CheckedTarget)
+        # By its name: a fixture of every test that refers to what starts engines would make all of them heavy.
+        patch.setattr("monarch_rl.generator.launching.SchedulerTarget", CheckedTarget)
         yield folder
 
 
@@ -54,6 +57,10 @@ def fork_server() -> Iterator[subprocess.Popen[bytes]]:
     preloads = [preload for preload in PRELOADS if preload.name in FORKED]
     with forking(preloads) as (name, server), pytest.MonkeyPatch.context() as patch:
         patch.setenv(ADDRESS_VARIABLE, name)
+        # No start's deadline, and none of Monarch's, is to pass while the server has its imports before it.
+        ready = ForkContext(ENGINE_PRELOAD).Process(target=os.getpid)
+        ready.start()
+        ready.join()
         yield server
 
 

@@ -7,8 +7,7 @@ import json
 import shutil
 import tempfile
 import threading
-import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +26,7 @@ from monarch_rl.weights.area import Area
 from monarch_rl.weights.checksum import tensor_checksum
 from monarch_rl.weights.manifest import Manifest, make_manifest
 from tests.generator.transformers_server import TransformersServer
+from tests.patience import join, result_of, until
 
 TRANSFORMERS = TransformersServer()
 
@@ -47,8 +47,8 @@ against transformers 5.3e-6 of one version, 1.0e-5 of 600 tokens that three vers
 in 120 batches each, 7.6e-6 dense, 8.1e-6 of the Qwen3-MoE, 1.0e-5 of the DeepSeek-V3."""
 PART_TOKENS = 16
 """Engines pass on what they draw every this many tokens."""
-SETTLE_S = 20.0
-"""How long a test waits for the end of a process that is sure to come."""
+RUN_S = 500.0
+"""Limit of what :class:`LoopThread` runs, and of an engine's start: below that of a test."""
 
 
 def make_model(folder: Path, kind: str) -> Path:
@@ -287,25 +287,44 @@ class Drawing:
 
     async def goes_on(self) -> None:
         """Wait until ``2 * PART_TOKENS`` more tokens of each have arrived, the last one of the served version."""
-        version, goals = self.engine.version, [count + 2 * PART_TOKENS for count in self._counts()]
+        version, goals = self.engine.version, [count + 2 * PART_TOKENS for count in self.counts()]
 
-        async def drawn() -> bool:
+        def drawn() -> bool:
             short = [
                 task
-                for task, parts, count, goal in zip(self.tasks, self.parts, self._counts(), goals, strict=True)
+                for task, parts, count, goal in zip(self.tasks, self.parts, self.counts(), goals, strict=True)
                 if count < goal or parts[-1].policy_versions[-1] != version
             ]
             for task in short:
                 assert not task.done(), f"a request ended too early: {task.result()}"
             return not short
 
-        await until(drawn, f"the requests to draw {2 * PART_TOKENS} more tokens, now by version {version}", 60.0)
+        await until(drawn, f"the requests to draw {2 * PART_TOKENS} more tokens, now by version {version}", RUN_S)
 
     async def completions(self) -> list[Completion]:
         return await asyncio.gather(*self.tasks)
 
-    def _counts(self) -> list[int]:
+    def counts(self) -> list[int]:
+        """Tokens of each request that have arrived."""
         return [sum(len(part.token_ids) for part in parts) for parts in self.parts]
+
+
+async def check_nothing_is_served(engine: Engine, *drawings: Drawing) -> None:
+    """After a commit that failed: new requests wait for the next one, and the scheduler draws nothing though it runs.
+
+    Its answers show that it runs. Each takes a turn of its loop, in which it would draw a token of each sequence.
+
+    Args:
+        engine: has a request that came after the commit.
+        drawings: what was running before.
+    """
+    state = engine._sglang.manager.get_internal_state
+    await state()  # what it had drawn before has arrived then
+    before = [drawing.counts() for drawing in drawings]
+    for _ in range(2 * PART_TOKENS):
+        await state()
+    assert [drawing.counts() for drawing in drawings] == before
+    assert [wait.what for wait in engine.waits()][-1:] == ["a commit to end"], engine.waits()
 
 
 def check_parts(parts: list[Completion], completion: Completion) -> None:
@@ -441,29 +460,19 @@ class LoopThread:
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
 
-    def __call__(self, awaitable: Awaitable[T], timeout: float = 300.0) -> T:
-        async def bounded() -> T:
-            return await asyncio.wait_for(awaitable, timeout)
+    def __call__(self, awaitable: Awaitable[T]) -> T:
+        async def awaited() -> T:
+            return await awaitable
 
-        return asyncio.run_coroutine_threadsafe(bounded(), self.loop).result(timeout + 10)
+        future = asyncio.run_coroutine_threadsafe(awaited(), self.loop)
+        try:
+            return result_of(future, "what runs on the loop of the engines", RUN_S)
+        finally:
+            future.cancel()
 
     def close(self) -> None:
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(10)
-
-
-def wait_until(condition: Callable[[], bool], what: str, timeout: float = SETTLE_S) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout} s: {what}"
-        time.sleep(0.02)
-
-
-async def until(condition: Callable[[], Awaitable[bool]], what: str, timeout: float = SETTLE_S) -> None:
-    deadline = time.monotonic() + timeout
-    while not await condition():
-        assert time.monotonic() < deadline, f"not within {timeout} s: {what}"
-        await asyncio.sleep(0.02)
+        join(self._thread)
 
 
 def gone(pid: int) -> bool:

@@ -14,7 +14,7 @@ async def main() -> None:
     from monarch_rl.generator.engine import Engine
     from monarch_rl.generator.settings import GeneratorSettings
 
-    engine = await Engine.start(sys.argv[1], GeneratorSettings(max_total_tokens=1024))
+    engine = await Engine.start(sys.argv[1], GeneratorSettings(max_total_tokens=1024, start_deadline_s=500))
     print("ready", *engine.child_pids, flush=True)
     try:
         await asyncio.sleep(600)

@@ -25,8 +25,8 @@ from monarch_rl.generator.connection import ReplicaConnection, ReplicaLost
 from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD
 from monarch_rl.runtime import actor_process, fork_client
-from monarch_rl.runtime.fork_context import ForkContext
-from monarch_rl.runtime.monarch_client import STATE_DEADLINE_S, configure_monarch
+from monarch_rl.runtime.monarch_client import configure_monarch
+from monarch_rl.simulate.clock import run_virtual
 from monarch_rl.weights.collective import CollectiveSender
 from monarch_rl.weights.endpoint import SNAPSHOTS, TransferSettings
 from tests.generator.conftest import SETTINGS
@@ -38,12 +38,15 @@ from tests.generator.helpers import (
     manifest_of,
     next_version,
     reference_logprobs,
-    until,
-    wait_until,
     weights_in,
 )
+from tests.patience import patiently, until, wait_until
 
-TRANSFER = TransferSettings(bucket_mib=1, deadline_s=30)
+pytestmark = pytest.mark.core
+
+DEADLINE_S = 300.0
+"""Of what is to succeed, or to end by its cause: no test waits for it."""
+TRANSFER = TransferSettings(bucket_mib=1, deadline_s=DEADLINE_S)
 CPU = torch.device("cpu")
 
 
@@ -77,7 +80,7 @@ async def wait(future: Any) -> Any:
 
 
 async def ask(actor: Any, prompt: list[int], sampling: Sampling) -> Completion:
-    return await Dispatcher([actor], 60).generate(prompt, sampling, 0)
+    return await Dispatcher([actor], DEADLINE_S, losses=0).generate(prompt, sampling, 0)
 
 
 def forked(_: Any) -> Any:
@@ -100,9 +103,6 @@ def replicas(models: dict[str, Path], run: LoopThread, fork_server: subprocess.P
     configure_monarch()
     base = weights_in(models["llama"])
     manifest = manifest_of(base)
-    ready = ForkContext(ENGINE_PRELOAD).Process(target=os.getpid)
-    ready.start()  # until the server has its imports behind it: Monarch's processes wait 10 s only
-    ready.join()
 
     async def start() -> Replicas:
         host, one = this_host(), {"gpus": 1}
@@ -121,7 +121,7 @@ def replicas(models: dict[str, Path], run: LoopThread, fork_server: subprocess.P
         )
         return Replicas(meshes, actors, sender, base, list(seconds))
 
-    started = run(start(), 240)
+    started = run(start())
     family = {process.pid for process in psutil.Process(fork_server.pid).children(recursive=True)}
     for actor in started.actors:
         stats = run(wait(actor.stats.call_one()))
@@ -130,7 +130,7 @@ def replicas(models: dict[str, Path], run: LoopThread, fork_server: subprocess.P
 
     async def stop() -> None:
         for mesh in started.meshes:
-            await asyncio.wait_for(wait(mesh.stop()), 20)
+            await wait(mesh.stop())
 
     run(stop())
 
@@ -144,7 +144,7 @@ def test_two_replicas_draw_while_they_take_new_weights(
     replicas: Replicas, run: LoopThread, models: dict[str, Path]
 ) -> None:
     """Every commit is bit-exact on both, no request is lost, and both replicas draw."""
-    dispatcher = Dispatcher(replicas.actors, 60)
+    dispatcher = Dispatcher(replicas.actors, DEADLINE_S)
 
     async def rounds() -> tuple[list[Completion], list[Any]]:
         playing, reports = asyncio.ensure_future(play(dispatcher, 4, 500)), []
@@ -179,7 +179,7 @@ def test_two_replicas_draw_while_they_take_new_weights(
 
 
 def test_only_what_was_received_is_committed(replicas: Replicas, run: LoopThread) -> None:
-    with pytest.raises(Exception, match="what it received is version 3"):
+    with pytest.raises(Exception, match="version 3"):
         run(wait(replicas.actors[0].commit.call_one(9, 1, np.zeros(0, np.int64))))
 
 
@@ -192,9 +192,8 @@ def test_a_wrong_checksum_stops_that_replica_alone(replicas: Replicas, run: Loop
     async def publish() -> None:
         await replicas.transfer(4, weights)
         await replicas.actors[0].commit.call_one(4, 0, checksums)
-        with pytest.raises(Exception, match="WeightMismatch.*") as caught:
+        with pytest.raises(Exception, match=f"WeightMismatch.*{name}"):
             await replicas.actors[1].commit.call_one(4, 0, wrong)
-        assert name in str(caught.value)
         assert set((await ask(replicas.actors[0], [1], Sampling())).policy_versions.tolist()) == {4}
         await replicas.actors[1].commit.call_one(4, 0, checksums)
         assert set((await ask(replicas.actors[1], [1], Sampling())).policy_versions.tolist()) == {4}
@@ -206,7 +205,7 @@ def test_a_refused_request_costs_no_other(replicas: Replicas, run: LoopThread) -
     """They travel in one message."""
 
     async def play() -> list[Any]:
-        dispatcher = Dispatcher(replicas.actors[:1], 60)
+        dispatcher = Dispatcher(replicas.actors[:1], DEADLINE_S)
         prompts = [[5, 6], [5] * 5000, [5, 7]]
         asked = (dispatcher.generate(prompt, Sampling(max_new_tokens=3), 0) for prompt in prompts)
         return await asyncio.gather(*asked, return_exceptions=True)
@@ -219,8 +218,6 @@ def test_a_refused_request_costs_no_other(replicas: Replicas, run: LoopThread) -
 LONG = Sampling(max_new_tokens=1000, seed=17)
 BEGINNING = replace(LONG, max_new_tokens=200)
 """Asked for in one message with ``LONG``: when it is answered, as many tokens of that have arrived, in parts."""
-NOTICED_S = STATE_DEADLINE_S + 30
-"""Seconds in which a killed process is noticed, also if Monarch has just asked for its state."""
 
 
 def test_cancelled_requests_leave_the_replica_as_it_was(replicas: Replicas, run: LoopThread) -> None:
@@ -238,7 +235,7 @@ def test_cancelled_requests_leave_the_replica_as_it_was(replicas: Replicas, run:
         async def drawn() -> bool:
             return not (await actor.stats.call_one())["requests_in_flight"]
 
-        await until(drawn, "the rest to be drawn", 60.0)
+        await until(drawn, "the rest to be drawn")
         return caught.value
 
     lost = run(cancel())
@@ -252,19 +249,19 @@ def test_requests_that_are_not_sent_yet_are_cancelled_too() -> None:
 
     async def cancel() -> None:
         never = ReplicaConnection(cast(Any, None))
-        never._next_at = asyncio.get_running_loop().time() + 0.01
+        never._next_at = asyncio.get_running_loop().time() + 1.0
         request = never.ask([5], LONG)
         never.cancel_requests("enough")
         with pytest.raises(ReplicaLost, match="enough"):
             await request
-        await asyncio.sleep(0.05)  # past the moment at which it would have been sent
+        await asyncio.sleep(2.0)  # past the moment at which it would have been sent
         assert not never._name, "the connection was opened"
 
-    asyncio.run(cancel())
+    run_virtual(cancel())
 
 
 def test_a_failure_that_is_no_requests_own_is_the_end_of_the_replica(replicas: Replicas, run: LoopThread) -> None:
-    """It is heard of at once, and a request that is refused is no such failure."""
+    """It is heard of by who waits for the replica's end, and a request that is refused is no such failure."""
 
     async def play() -> None:
         actor = replicas.actors[0]
@@ -276,7 +273,7 @@ def test_a_failure_that_is_no_requests_own_is_the_end_of_the_replica(replicas: R
         with pytest.raises(ReplicaLost, match="AttributeError"):
             await ReplicaConnection(actor).ask([5], nothing)
         with pytest.raises(ActorError, match="AttributeError"):
-            await asyncio.wait_for(life, 10)
+            await patiently(life, "the end of the replica")
 
     run(play())
 
@@ -291,7 +288,7 @@ def test_a_killed_replica_takes_its_engine_along_and_another_one_goes_on(replica
 
     async def lose() -> tuple[Completion, Completion, int]:
         alone = await ask(replicas.actors[1], [5], LONG)
-        before, dispatcher = await tokens(), Dispatcher(replicas.actors, NOTICED_S)
+        before, dispatcher = await tokens(), Dispatcher(replicas.actors, DEADLINE_S)
         request = ReplicaConnection(replicas.actors[0]).ask([5], LONG)
         playing = asyncio.ensure_future(dispatcher.generate([5], LONG, 0))
         await dispatcher.generate([5], BEGINNING, 0)
@@ -299,10 +296,10 @@ def test_a_killed_replica_takes_its_engine_along_and_another_one_goes_on(replica
         # A process killed while Monarch asks it for its state is noticed later, and in other words.
         lost = r"(?s)generator\.answer\(\) failed.*(sig=9|process likely crashed)"
         with pytest.raises(ReplicaLost, match=lost):
-            await asyncio.wait_for(request, NOTICED_S)
+            await request
         return alone, await playing, await tokens() - before
 
-    alone, across, again = run(lose(), NOTICED_S + 300)
+    alone, across, again = run(lose())
     assert across.token_ids.tolist() == alone.token_ids.tolist()
     assert np.abs(across.logprobs - alone.logprobs).max() < LOGPROB_BOUND
     assert across.policy_versions.tolist() == alone.policy_versions.tolist()
@@ -330,12 +327,12 @@ def test_a_lost_engine_is_an_error_of_its_requests(replicas: Replicas, run: Loop
 
         await until(started, "the request to start")
         os.kill(scheduler, signal.SIGKILL)
-        with pytest.raises(ReplicaLost, match=f"SGLang's process {scheduler} ended by itself, exit code -9"):
+        with pytest.raises(ReplicaLost, match=rf"\b{scheduler}\b.* -9\b"):
             await request
-        with pytest.raises(ReplicaLost, match="ended by itself"):
+        with pytest.raises(ReplicaLost, match=str(scheduler)):
             await connection.ask([5], Sampling())
-        with pytest.raises(ActorError, match="ended by itself"):
-            await asyncio.wait_for(life, 10)
+        with pytest.raises(ActorError, match=str(scheduler)):
+            await patiently(life, "the end of the replica")
 
     run(lose())
     pid = run(wait(actor.stats.call_one()))["pid"]

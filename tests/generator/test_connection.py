@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.generator.connection import Answering, ReplicaConnection, ReplicaLost
 from monarch_rl.generator.parts import UNFINISHED, OnPart
+from tests.patience import patiently
 
 
 class Refused(ValueError):
@@ -64,7 +65,7 @@ def test_many_messages_take_one_connection() -> None:
     async def play() -> None:
         connection, replica = connect()
         for value in range(1, 20):
-            answer = await asyncio.wait_for(connection.ask([value, 2, 0], Sampling()), 10)
+            answer = await patiently(connection.ask([value, 2, 0], Sampling()))
             assert answer.token_ids.tolist() == [value] and answer.finish_reason == "stop"
         assert replica.opened == 1
 
@@ -77,9 +78,9 @@ def test_a_failure_ends_all_requests_and_the_next_one_opens_the_connection_again
         slow, fatal = connection.ask([1, 3, 10**6], Sampling()), connection.ask([0, 1, 30], Sampling())
         for request, parts in ((slow, 3), (fatal, 1)):
             with pytest.raises(ReplicaLost, match="the engine is gone") as lost:
-                await asyncio.wait_for(request, 10)
+                await patiently(request)
             assert len(lost.value.parts) in (0, parts), "they may arrive after the news"
-        assert (await asyncio.wait_for(connection.ask([7, 0, 0], Sampling()), 10)).token_ids.tolist() == [7]
+        assert (await patiently(connection.ask([7, 0, 0], Sampling()))).token_ids.tolist() == [7]
         assert replica.opened == 2
 
     asyncio.run(play())
@@ -92,7 +93,7 @@ def test_requests_that_cannot_be_read_end_the_connection() -> None:
         _, replica = connect()
         replica.broadcast("here", b"no requests")
         with pytest.raises(pickle.UnpicklingError):
-            await asyncio.wait_for(replica.call_one("here", None), 10)
+            await patiently(replica.call_one("here", None))
 
     asyncio.run(play())
 
@@ -103,20 +104,20 @@ def test_an_error_of_sending_reaches_who_waits() -> None:
     async def play() -> None:
         connection, replica = connect()
         slow = connection.ask([1, 0, 10**6], Sampling())
-        assert (await asyncio.wait_for(connection.ask([2, 0, 0], Sampling()), 10)).token_ids.tolist() == [2]
+        assert (await patiently(connection.ask([2, 0, 0], Sampling()))).token_ids.tolist() == [2]
         unreadable: Any = [threading.Lock()]
         with pytest.raises(TypeError, match="cannot pickle"):
-            await asyncio.wait_for(connection.ask(unreadable, Sampling()), 10)
+            await patiently(connection.ask(unreadable, Sampling()))
         assert not slow.done() and replica.opened == 1
         replica.generate = Unsendable()
         for request in (connection.ask([3, 0, 0], Sampling()), slow):
-            with pytest.raises(ReplicaLost, match="the replica cannot be asked: nothing can be sent"):
-                await asyncio.wait_for(request, 10)
+            with pytest.raises(ReplicaLost, match="nothing can be sent"):
+                await patiently(request)
         replica.answer, replica.generate = Unsendable(), replica
-        with pytest.raises(ReplicaLost, match="the replica cannot be asked: nothing can be sent"):
-            await asyncio.wait_for(connection.ask([4, 0, 0], Sampling()), 10)
+        with pytest.raises(ReplicaLost, match="nothing can be sent"):
+            await patiently(connection.ask([4, 0, 0], Sampling()))
         replica.answer = replica
-        assert (await asyncio.wait_for(connection.ask([5, 0, 0], Sampling()), 10)).token_ids.tolist() == [5]
+        assert (await patiently(connection.ask([5, 0, 0], Sampling()))).token_ids.tolist() == [5]
 
     asyncio.run(play())
 
@@ -142,11 +143,11 @@ def test_a_replica_forgets_the_connections_of_a_process_that_was_replaced() -> N
         assert set(senders) == set(names)
         opened["worker 0/15/a"] = asyncio.ensure_future(replica.call_one("worker 0/15/a", None))
         for name in names[:2]:
-            with pytest.raises(ReplicaLost, match="another process is worker 0 now"):
-                await asyncio.wait_for(opened[name], 10)
+            with pytest.raises(ReplicaLost, match="worker 0"):
+                await patiently(opened[name])
         replica.broadcast("worker 1/12/a", b"no requests")
         with pytest.raises(pickle.UnpicklingError):
-            await asyncio.wait_for(opened["worker 1/12/a"], 10)
+            await patiently(opened["worker 1/12/a"])
         replica.broadcast("worker 1/12/a", b"late")
         assert set(senders) == {"/13/a", "/14/a", "worker 0/15/a"}
         for task in opened.values():
@@ -159,7 +160,6 @@ REQUEST = st.tuples(st.integers(-3, 50), st.integers(0, 3), st.integers(0, 20), 
 """Value (mostly there is one), parts, turns; turns before it is asked; whether the caller gives it up."""
 
 
-@settings(deadline=None)
 @given(st.lists(REQUEST, max_size=40))
 def test_in_any_order_every_request_gets_its_own_answer_or_is_lost(
     requests: list[tuple[int, int, int, int, bool]],
@@ -175,7 +175,7 @@ def test_in_any_order_every_request_gets_its_own_answer_or_is_lost(
                 asked.pop()[2].cancel()
         for value, parts, request in asked:
             try:
-                assert (await asyncio.wait_for(request, 10)).token_ids.tolist() == [value] and value > 0
+                assert (await patiently(request)).token_ids.tolist() == [value] and value > 0
             except Refused as error:
                 assert str(error) == str(value) and value < 0
             except ReplicaLost as lost:

@@ -84,5 +84,5 @@ def test_another_sglang_is_refused_by_name() -> None:
     def forward(self: object, query: int, key: int) -> None: ...
 
     check_parameters(forward, "query key")
-    with pytest.raises(RuntimeError, match=r"forward takes \(query key\), and not \(query\) as in SGLang 0.5.23"):
+    with pytest.raises(RuntimeError, match=r"\(query key\).*\(query\)"):
         check_parameters(forward, "query")

@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.generator.parts import UNFINISHED, OnPart, finish_reason_of
 from monarch_rl.runtime.deadlines import DeadlineExceeded, lose, now
 from monarch_rl.simulate.clock import run_virtual
+from tests.patience import LIMIT_S, until
 
 COMPLETION = Completion(np.zeros(1, np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), "stop")
 
@@ -81,9 +82,9 @@ def start(dispatcher: Dispatcher, group: int) -> asyncio.Task[Completion]:
 def test_groups_go_where_least_is_in_flight_and_stay_there() -> None:
     async def play() -> None:
         replicas = [Replica(), Replica()]
-        dispatcher = Dispatcher(replicas, 10)
+        dispatcher = Dispatcher(replicas, LIMIT_S)
         tasks = [start(dispatcher, group) for group in (0, 0, 0, 1, 2, 0, 1)]
-        await until(lambda: all(replica.messages for replica in replicas))
+        await until(lambda: all(replica.messages for replica in replicas), "requests at both replicas")
         assert [replica.messages for replica in replicas] == [[[0, 0, 0, 0]], [[1, 2, 1]]]
         assert dispatcher.in_flight == (4, 3)
         for replica in replicas:
@@ -97,10 +98,11 @@ def test_groups_go_where_least_is_in_flight_and_stay_there() -> None:
     asyncio.run(play())
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.001)
+async def round_trip() -> None:
+    """Another dispatcher's request is sent, drawn and answered: whatever was ready to be sent before has been sent."""
+    replica = Replica()
+    replica.open.set()
+    assert await Dispatcher([replica], LIMIT_S).generate([0], Sampling(), 0) == COMPLETION
 
 
 def test_an_answer_waits_for_no_other() -> None:
@@ -118,10 +120,10 @@ def test_an_answer_waits_for_no_other() -> None:
 
         replica.draw = draw_slowly  # type: ignore[method-assign]
         replica.open.set()
-        dispatcher = Dispatcher([replica], 10)
+        dispatcher = Dispatcher([replica], LIMIT_S)
         first, refused, last = (start(dispatcher, group) for group in (1, -1, 2))
         assert await first == COMPLETION
-        with pytest.raises(ValueError, match="no such token: -1"):
+        with pytest.raises(ValueError, match="-1"):
             await refused
         assert not last.done() and dispatcher.in_flight == (1,)
         slow.set()
@@ -133,7 +135,7 @@ def test_an_answer_waits_for_no_other() -> None:
 def test_a_request_past_its_deadline_names_the_replica() -> None:
     async def play() -> None:
         dispatcher = Dispatcher([Replica(), Replica()], 0.05)
-        with pytest.raises(DeadlineExceeded, match="generator 0 to answer a request of group 7"):
+        with pytest.raises(DeadlineExceeded, match="generator 0 .*group 7"):
             await dispatcher.generate([1, 2], Sampling(), 7)
         assert dispatcher.in_flight == (0, 0)
 
@@ -157,10 +159,10 @@ class SlowConnection:
 @pytest.mark.parametrize(
     ("connections", "late"),
     [
-        ([SlowConnection(), SlowConnection()], "generator 0 to answer a request of group 7"),
-        ([SlowConnection(20.0), SlowConnection(20.0), SlowConnection()], "generator 2 to answer a request of group 7"),
-        ([SlowConnection(20.0), SlowConnection(60.0)], "generator 1 to answer a request of group 7"),
-        ([SlowConnection(20.0)], "a generator that takes requests of group 7; generator 0 was lost: it was killed"),
+        ([SlowConnection(), SlowConnection()], "generator 0 .*group 7"),
+        ([SlowConnection(20.0), SlowConnection(20.0), SlowConnection()], "generator 2 .*group 7"),
+        ([SlowConnection(20.0), SlowConnection(60.0)], "generator 1 .*group 7"),
+        ([SlowConnection(20.0)], "group 7.*generator 0 .*it was killed"),
     ],
 )
 def test_a_request_has_one_deadline_whatever_replicas_are_lost(connections: list[Any], late: str) -> None:
@@ -175,7 +177,7 @@ def test_a_request_has_one_deadline_whatever_replicas_are_lost(connections: list
             else:
                 asking = dispatcher.call(7, "answer a request of group 7", lambda connection: connection.ask())
             began = now()
-            with pytest.raises(DeadlineExceeded, match=f"waited 60 s, since .* for {late}"):
+            with pytest.raises(DeadlineExceeded, match=rf"\b60 s\b.*{late}"):
                 await asking
             assert 60.0 <= now() - began < 61.0
 
@@ -187,7 +189,7 @@ def test_who_is_told_of_a_loss_before_his_call_fails_asks_another_one() -> None:
 
     async def play() -> None:
         hangs, asked = asyncio.Event(), list[int]()
-        dispatcher = Dispatcher([Replica(), Replica()], 10, "frozen judge")
+        dispatcher = Dispatcher([Replica(), Replica()], LIMIT_S, "frozen judge")
 
         async def ask(replica: Any) -> str:
             asked.append(dispatcher._replicas.index(replica))
@@ -196,7 +198,7 @@ def test_who_is_told_of_a_loss_before_his_call_fails_asks_another_one() -> None:
             return "answer"
 
         asking = asyncio.ensure_future(dispatcher.call(7, "judge", ask))
-        await until(lambda: bool(asked))
+        await until(lambda: bool(asked), "the first call")
         lose("frozen judge 0", "killed")
         assert await asking == "answer" and asked == [0, 1] and dispatcher.in_flight == (0, 0)
 
@@ -207,7 +209,7 @@ def test_what_a_lost_replica_owes_another_one_answers() -> None:
     async def play() -> None:
         replicas = [Replica(), Replica()]
         replicas[0].error = Lost("the process this actor was running on failed")
-        dispatcher = Dispatcher(replicas, 10)
+        dispatcher = Dispatcher(replicas, LIMIT_S)
         tasks = [start(dispatcher, group) for group in (0, 1, 0)]
         for replica in replicas:
             replica.open.set()
@@ -315,7 +317,7 @@ def generate_through(
 
     async def play() -> Completion:
         stand_ins: Any = connections
-        dispatcher = Dispatcher(stand_ins, 10)
+        dispatcher = Dispatcher(stand_ins, LIMIT_S)
         dispatcher._connections = stand_ins
         return await dispatcher.generate(prompt, wanted, 0)
 
@@ -397,7 +399,7 @@ def test_what_a_lost_replica_had_sent_is_not_drawn_again() -> None:
             PartSendingReplica(4, 4, holds=(3,)),
             PartSendingReplica(3, 4),
         ]
-        dispatcher = Dispatcher(replicas, 10)
+        dispatcher = Dispatcher(replicas, LIMIT_S)
         wanted = Sampling(max_new_tokens=20)
         thrice, twice, once = (asyncio.ensure_future(dispatcher.generate([i], wanted, 0)) for i in (3, 4, 5))
         whole = draw([3], wanted, 0)
@@ -427,9 +429,9 @@ def test_an_answer_that_cannot_be_sent_is_the_loss_of_the_replica_to_who_asked()
     async def play() -> None:
         mute, other = Mute(), Replica()
         mute.open.set()
-        dispatcher = Dispatcher([mute, other], 10)
+        dispatcher = Dispatcher([mute, other], LIMIT_S)
         answer = start(dispatcher, 5)
-        await until(lambda: bool(other.messages))
+        await until(lambda: bool(other.messages), "the request at the other replica")
         other.open.set()
         assert (await answer).token_ids.tolist() == [0] and mute.messages == [[5]]
 
@@ -437,7 +439,8 @@ def test_an_answer_that_cannot_be_sent_is_the_loss_of_the_replica_to_who_asked()
         alone.draw = lambda *_: asked  # type: ignore[method-assign,assignment]
         both = asyncio.ensure_future(alone.answering.answer("here", alone))
         alone.broadcast("here", pickle.dumps([(0, [1], Sampling()), (1, [2], Sampling())]))
-        await until(lambda: not both.done())
+        await asyncio.sleep(0)
+        assert not both.done()
         asked.set_result(COMPLETION)
         with pytest.raises(BrokenPipeError, match="no such port"):
             await both
@@ -451,11 +454,11 @@ def test_without_replicas_left_requests_wait_for_a_new_one() -> None:
         lost.error = Lost("gone")
         lost.open.set()
         new.open.set()
-        dispatcher = Dispatcher([lost], 10)
+        dispatcher = Dispatcher([lost], LIMIT_S)
         waiting = start(dispatcher, 0)
-        await until(lambda: bool(dispatcher._lost))
+        await until(lambda: bool(dispatcher._lost), "the loss to be noticed")
         dispatcher.replace(0, new)
-        await asyncio.sleep(0.01)
+        await round_trip()
         assert not waiting.done() and not new.messages, "it was asked before it took requests"
         dispatcher.update_replicas(paused=[], lost=[])
         assert await waiting == COMPLETION
@@ -470,7 +473,7 @@ def test_without_a_new_replica_the_deadline_names_the_losses() -> None:
         replica.error = Lost("gone")
         replica.open.set()
         dispatcher = Dispatcher([replica], 0.05)
-        with pytest.raises(DeadlineExceeded, match="takes requests of group 3; generator 0 was lost: gone"):
+        with pytest.raises(DeadlineExceeded, match="group 3.*generator 0 .*gone"):
             await dispatcher.generate([1], Sampling(), 3)
         assert dispatcher.in_flight == (0,)
 
@@ -483,9 +486,9 @@ def test_a_loss_of_the_one_before_is_not_that_of_its_replacement() -> None:
     async def play() -> None:
         old, new = Replica(), Replica()
         new.open.set()
-        dispatcher = Dispatcher([old], 10)
+        dispatcher = Dispatcher([old], LIMIT_S)
         waiting = start(dispatcher, 0)
-        await until(lambda: bool(old.messages))
+        await until(lambda: bool(old.messages), "the request at the old replica")
         dispatcher.replace(0, new)  # the dispatcher does not know that it is lost
         assert await waiting == COMPLETION
         assert not dispatcher._lost and new.messages == [[0]]
@@ -498,9 +501,9 @@ def test_requests_of_a_removed_replica_are_cancelled_even_if_it_was_known_to_be_
 
     async def play() -> None:
         replicas = [Replica(), Replica()]
-        dispatcher = Dispatcher(replicas, 10)
+        dispatcher = Dispatcher(replicas, LIMIT_S)
         hanging = start(dispatcher, 0)
-        await until(lambda: bool(replicas[0].messages))
+        await until(lambda: bool(replicas[0].messages), "the request at replica 0")
         dispatcher._lost[0] = "another request failed there"
         replicas[1].open.set()
         dispatcher.update_replicas(paused=[], lost=[0])
@@ -514,9 +517,9 @@ def test_a_replica_that_hangs_and_is_removed_owes_nothing() -> None:
 
     async def play() -> None:
         replicas = [Replica(), Replica()]
-        dispatcher = Dispatcher(replicas, 10)
+        dispatcher = Dispatcher(replicas, LIMIT_S)
         task = start(dispatcher, 0)
-        await until(lambda: bool(replicas[0].messages))
+        await until(lambda: bool(replicas[0].messages), "the request at replica 0")
         replicas[1].open.set()
         dispatcher.update_replicas(paused=[], lost=[0])
         assert await task == COMPLETION
@@ -529,16 +532,16 @@ def test_a_replica_that_hangs_and_is_removed_owes_nothing() -> None:
 def test_a_paused_replica_gets_nothing_new_and_keeps_what_it_has() -> None:
     async def play() -> None:
         replicas = [Replica(), Replica()]
-        dispatcher = Dispatcher(replicas, 10)
+        dispatcher = Dispatcher(replicas, LIMIT_S)
         first = start(dispatcher, 0)
-        await until(lambda: bool(replicas[0].messages))
+        await until(lambda: bool(replicas[0].messages), "the request at replica 0")
         dispatcher.update_replicas(paused=[0], lost=[])
         replicas[1].open.set()
         assert await dispatcher.generate([0], Sampling(), 0) == COMPLETION
         assert not first.done() and replicas[0].messages == [[0]]
         dispatcher.update_replicas(paused=[0, 1], lost=[])
         waits = start(dispatcher, 5)
-        await asyncio.sleep(0.01)
+        await round_trip()
         assert not waits.done() and replicas[1].messages == [[0]]
         dispatcher.update_replicas(paused=[0], lost=[])
         assert await waits == COMPLETION
@@ -554,7 +557,7 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     async def play() -> None:
         replica = Replica()
         replica.open.set()
-        dispatcher = Dispatcher([replica], 10)
+        dispatcher = Dispatcher([replica], LIMIT_S)
         for group in (0, 1, 2, 0, 3):
             await dispatcher.generate([1], Sampling(), group)
         assert list(dispatcher._groups) == [2, 0, 3]
@@ -572,5 +575,5 @@ def test_a_copy_counts_its_own_requests() -> None:
 
 
 def test_a_dispatcher_needs_replicas() -> None:
-    with pytest.raises(ValueError, match="at least one"):
+    with pytest.raises(ValueError):
         Dispatcher([], 1.0)

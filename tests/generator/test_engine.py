@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from tests.generator.helpers import (
     Drawing,
     LoopThread,
     Staging,
+    check_nothing_is_served,
     check_parts,
     checksums_of,
     next_version,
@@ -39,6 +41,9 @@ from tests.generator.helpers import (
     watched,
     weights_in,
 )
+from tests.patience import until
+
+pytestmark = pytest.mark.core
 
 
 def start(engine: Engine, count: int, tokens: int, **sampling: object) -> Drawing:
@@ -134,7 +139,7 @@ def test_seeded_and_free_requests_run_in_one_batch(engine: Engine, run: LoopThre
 
 
 def test_refused_requests_say_why(engine: Engine, run: LoopThread) -> None:
-    with pytest.raises(GenerationError, match="maximum context length of 1024"):
+    with pytest.raises(GenerationError, match="1024"):
         run(draw(engine, 1, 2000))
 
 
@@ -220,7 +225,8 @@ def test_a_flipped_bit_is_found_and_nothing_is_served(
         with pytest.raises(WeightMismatch) as caught:
             await staging.commit(engine, version, checksums_of(weights))
         waiting = asyncio.ensure_future(engine.generate([5], Sampling(max_new_tokens=3)))
-        await asyncio.wait({waiting}, timeout=1.0)
+        await asyncio.sleep(0)  # it begins to wait
+        await check_nothing_is_served(engine)
         assert not waiting.done()
         return str(caught.value), waiting
 
@@ -245,7 +251,7 @@ def test_a_version_that_cannot_be_loaded_stays_unserved(
     async def refused() -> None:
         version = engine.version + 1
         partial.fill(version, fewer)
-        with pytest.raises(CommitError, match=r"no tensor that was sent fills .*q_norm"):
+        with pytest.raises(CommitError, match="q_norm"):
             await partial.commit(engine, version, checksums_of(fewer))
         staging.fill(version, weights)
         await staging.commit(engine, version, checksums_of(weights))
@@ -256,8 +262,9 @@ def test_a_version_that_cannot_be_loaded_stays_unserved(
 def test_an_older_version_is_refused(engine: Engine, run: LoopThread, staging: Staging) -> None:
     if not engine.version:
         pytest.skip("no version has been committed yet")
-    with pytest.raises(ValueError, match="is older than version"):
-        run(staging.commit(engine, engine.version - 1, {}))
+    served = engine.version
+    with pytest.raises(ValueError, match=rf"\b{served - 1}\b.*\b{served}\b"):
+        run(staging.commit(engine, served - 1, {}))
 
 
 def test_an_engine_goes_back_to_a_version_of_another_trainer(
@@ -271,8 +278,7 @@ def test_an_engine_goes_back_to_a_version_of_another_trainer(
         await commit_seed(engine, staging, models["qwen3"], 62)
         places = engine._sglang.running_requests
         drawing = Drawing.start(engine, [[5, i] for i in range(places + 2)], Sampling(max_new_tokens=1000))
-        while engine.clock.requests < places:
-            await asyncio.sleep(0.01)
+        await until(lambda: engine.clock.requests >= places, "requests in all places")
         version = engine.version - 1
         engine.begin_anew()
         failed = await asyncio.gather(*drawing.tasks, return_exceptions=True)
@@ -291,7 +297,7 @@ def test_checksums_of_other_tensors_are_refused_and_serving_goes_on(
     checksums = checksums_of(weights_in(models["qwen3"])) | {"lm_head.bias": 0}
     version = engine.version
     tensors = len(staging.manifest.tensors)
-    with pytest.raises(ValueError, match=f"checksums of {tensors + 1} tensors; the manifest has {tensors}"):
+    with pytest.raises(ValueError, match=rf"\b{tensors + 1}\b.*\b{tensors}\b"):
         run(staging.commit(engine, version + 1, checksums))
     assert run(draw(engine, 1, 3))[0].policy_versions.tolist() == [version] * 3
 
@@ -327,26 +333,30 @@ def test_a_cancelled_request_is_ended_and_waits_are_named(
         assert waits == [(f"tokens after {n} others", "the engine of generator 0") for n in (1, 2)]
         for task in drawing.tasks:
             task.cancel()
-        await asyncio.wait(drawing.tasks, timeout=30)
+        await asyncio.wait(drawing.tasks)
         assert not engine.waits() and not engine.clock.requests
-        async with asyncio.timeout(60):
-            while sum(reason is not None and reason["type"] == "abort" for reason in reasons) < 2:
-                await asyncio.sleep(0.05)
+
+        def both_ended() -> bool:
+            return sum(reason is not None and reason["type"] == "abort" for reason in reasons) == 2
+
+        await until(both_ended, "SGLang to end both")
 
     run(cancel())
 
 
 def test_an_idle_engine_leaves_its_core_alone(engine: Engine, run: LoopThread) -> None:
+    """While this process spins, which an engine that looks for messages all the time would do as much."""
     run(draw(engine, 1, 4))
     (pid,) = engine.child_pids
     process = psutil.Process(pid)
-    before = sum(process.cpu_times()[:2])
-    run(asyncio.sleep(2.0))
-    assert sum(process.cpu_times()[:2]) - before < 0.5
+    before, began = sum(process.cpu_times()[:2]), time.thread_time()
+    while (spun_s := time.thread_time() - began) < 1.0:
+        pass
+    assert sum(process.cpu_times()[:2]) - before < 0.25 * spun_s
 
 
 def test_a_process_holds_one_engine(engine: Engine, run: LoopThread) -> None:
-    with pytest.raises(RuntimeError, match="an engine in this process already"):
+    with pytest.raises(RuntimeError, match="in this process already"):
         run(Engine.start("anything", SETTINGS))
 
 
@@ -393,9 +403,9 @@ def test_requests_in_flight_fail_when_the_engine_stops(engine: Engine, run: Loop
         (pid,) = engine.child_pids
         await engine.shutdown()
         await engine.shutdown()
-        with pytest.raises(EngineStopped, match="the engine was stopped"):
+        with pytest.raises(EngineStopped, match="was stopped"):
             await drawing.completions()
-        with pytest.raises(EngineStopped, match="the engine was stopped"):
+        with pytest.raises(EngineStopped, match="was stopped"):
             await engine.generate([5], Sampling())
         return pid
 

@@ -29,5 +29,5 @@ def test_a_forked_scheduler_takes_what_was_set_after_its_imports(
         finally:
             await engine.shutdown()
 
-    run(draw(), 240)
+    run(draw())
     assert [len(part.token_ids) for part in parts] == [PART_TOKENS] * 3

@@ -10,7 +10,6 @@ import os
 import re
 import socket
 import stat
-import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +24,7 @@ from monarch_rl.generator.settings import GeneratorSettings, check_attention, en
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
 from monarch_rl.runtime.device_work import CAPTURE_S, COMPILATION_S, FIRST_S
 from monarch_rl.runtime.network import MUST_AGREE, NO_DUMP, nccl_environment
+from tests import patience
 
 ROOT = Path(__file__).parents[2]
 CONFIG: dict[str, Any] = {
@@ -84,7 +84,7 @@ OURS = ("moe_runner_backend",)
 
 @pytest.fixture(scope="module")
 def resolved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """By job: what SGLang makes of the arguments."""
+    """By job: what SGLang makes of the arguments. Takes some 20 CPU-seconds, so tests that ask for it are slow."""
     jobs = []
     for name, job in JOBS.items():
         folder = tmp_path_factory.mktemp(name)
@@ -94,18 +94,18 @@ def resolved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
             arguments = {key: value for key, value in arguments.items() if key not in OURS}
         jobs.append({"capability": GPUS[job.gpu][0], "gib": GPUS[job.gpu][1], "arguments": arguments})
     path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("resolve_on_gpu.py"))],
-        input=json.dumps(jobs),
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
+    file = tmp_path_factory.mktemp("jobs") / "jobs.json"
+    file.write_text(json.dumps(jobs))
+    with file.open() as stdin:
+        program = Path(__file__).with_name("resolve_on_gpu.py")
+        done = patience.run(
+            [sys.executable, program], seconds=500.0, stdin=stdin, env=os.environ | {"PYTHONPATH": path}
+        )
     assert done.returncode == 0, done.stderr[-4000:]
     return dict(zip(JOBS, json.loads(done.stdout.splitlines()[-1]), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gpu", GPUS)
 def test_an_engine_on_a_gpu_runs_256_sequences_with_logits_in_float32(
     gpu: str, resolved: dict[str, dict[str, Any]]
@@ -117,6 +117,7 @@ def test_an_engine_on_a_gpu_runs_256_sequences_with_logits_in_float32(
     assert found["attention_backend"] == {"A100": "flashinfer", "H100": "fa3", "H200": "fa3", "B200": "trtllm_mha"}[gpu]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", JOBS)
 def test_every_engine_on_a_gpu_launches_a_step_before_the_one_before_has_ended(
     name: str, resolved: dict[str, dict[str, Any]]
@@ -126,6 +127,7 @@ def test_every_engine_on_a_gpu_launches_a_step_before_the_one_before_has_ended(
     assert resolved[name]["decode_graphs"] == "full"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gpu", GPUS)
 def test_sglangs_watchdog_leaves_a_batch_more_time_than_the_runs_own(
     gpu: str, resolved: dict[str, dict[str, Any]]
@@ -134,11 +136,13 @@ def test_sglangs_watchdog_leaves_a_batch_more_time_than_the_runs_own(
     assert resolved[gpu]["watchdog_timeout"] > max(COMPILATION_S, CAPTURE_S, FIRST_S)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_dense_models_are_served_like_a_qwen3(name: str, resolved: dict[str, dict[str, Any]]) -> None:
     assert resolved[name] == resolved["H100"]
 
 
+@pytest.mark.slow
 def test_experts_on_blackwell_keep_the_layout_that_commits_copy_to(resolved: dict[str, dict[str, Any]]) -> None:
     assert resolved["experts"]["moe_runner_backend"] == "triton"
     assert resolved["experts, SGLang's choice"]["moe_runner_backend"] == "flashinfer_trtllm"
@@ -171,7 +175,7 @@ def test_automatic_values_follow_the_device() -> None:
 @pytest.mark.parametrize("backend", ["auto", "fa3", "fa4", "flashinfer", "torch_native", "triton", "trtllm_mha"])
 def test_float32_is_refused_on_a_gpu(backend: str) -> None:
     own: Any = {"attention_backend": backend}
-    with pytest.raises(ValueError, match="generator.dtype float32 cannot be served on a GPU: .* Give bfloat16 or auto"):
+    with pytest.raises(ValueError, match=r"generator\.dtype float32"):
         check_attention(GeneratorSettings(dtype="float32", **own), on_gpu=True)
     check_attention(GeneratorSettings(**own), on_gpu=True)
     check_attention(GeneratorSettings(dtype="float32"), on_gpu=False)
@@ -212,17 +216,14 @@ def test_a_machine_with_compilers_is_taken(toolkit: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     "change, missing",
     [
-        ({"CUDA_HOME": "/nowhere"}, "nvcc (looked for /nowhere/bin/nvcc; set CUDA_HOME to a CUDA toolkit)"),
-        ({"CXX": "clang++-99"}, "a C++20 compiler (looked for clang++-99"),
-        (
-            {"CXX": "c++ -m64"},
-            "a C++20 compiler (looked for c++ -m64; install g++ 11 or newer, or set CXX, without flags",
-        ),
-        ({"PATH": "/nowhere"}, "ninja (pip install ninja), and a C++20 compiler (looked for c++"),
+        ({"CUDA_HOME": "/nowhere"}, r"/nowhere/bin/nvcc;"),
+        ({"CXX": "clang++-99"}, r"clang\+\+-99"),
+        ({"CXX": "c++ -m64"}, r"c\+\+ -m64;.* CXX"),
+        ({"PATH": "/nowhere"}, r"ninja .*c\+\+"),
     ],
 )
 def test_what_sglang_cannot_compile_without_is_named(toolkit: dict[str, str], change: Any, missing: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(missing)):
+    with pytest.raises(ValueError, match=missing):
         check_environment(toolkit | change)
 
 
@@ -232,7 +233,7 @@ def test_an_engine_is_refused_on_a_machine_that_lacks_compilers(
     """Each machine is looked at when an engine starts there: the first one's check says nothing of the others."""
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setenv("CUDA_HOME", "/nowhere")
-    problem = rf"this machine \({re.escape(socket.gethostname())}\) lacks nvcc"
+    problem = rf"\({re.escape(socket.gethostname())}\) .*nvcc"
     with pytest.raises(ValueError, match=problem):
         asyncio.run(Engine.start("no model", GeneratorSettings()))
 
@@ -256,7 +257,7 @@ def test_an_nvcc_without_the_runtime_to_link_with_is_refused(
         check_environment(own)
         return
     looked = re.escape(str(home / "lib64" / "libcudart.so"))
-    with pytest.raises(ValueError, match=rf"CUDA's runtime to link with \(looked for {looked}; the nvcc that pip"):
+    with pytest.raises(ValueError, match=rf"\(looked for {looked};"):
         check_environment(own)
 
 
@@ -267,7 +268,7 @@ def test_a_runtime_that_the_linker_finds_by_itself_will_do(toolkit: dict[str, st
     script(Path(toolkit["PATH"], "c++"), f'[ "$1" = -print-file-name=libcudart.so ] && echo {elsewhere}')
     check_environment(toolkit)
     script(Path(toolkit["PATH"], "c++"), "echo libcudart.so")  # what a compiler says of a file that it does not find
-    with pytest.raises(ValueError, match="CUDA's runtime to link with"):
+    with pytest.raises(ValueError, match="libcudart"):
         check_environment(toolkit)
 
 
@@ -294,15 +295,17 @@ def test_an_nvcc_that_cannot_compile_for_the_gpu_is_refused(
     check_environment(toolkit, Machine("13.0", capability))
     script(nvcc, NVCC.format(release=before))
     gpu = re.escape(".".join(map(str, capability)))
-    problem = rf"compute capability {gpu} takes CUDA {re.escape(least)} or newer, and \S+ is of {re.escape(before)};"
+    problem = rf"\b{gpu} .*\b{re.escape(least)} .*\b{re.escape(before)};"
     with pytest.raises(ValueError, match=problem):
         check_environment(toolkit, Machine("13.0", capability))
 
 
-@pytest.mark.parametrize("text, why", [("echo 'nothing that is known'", "it names none"), ("exit 3", "exit status 3.")])
+@pytest.mark.parametrize(
+    "text, why", [("echo 'nothing that is known'", "nvcc .*none"), ("exit 3", r"nvcc .*exit status 3\.")]
+)
 def test_an_nvcc_that_says_no_release_is_refused(toolkit: dict[str, str], text: str, why: str) -> None:
     script(Path(toolkit["CUDA_HOME"], "bin", "nvcc"), text)
-    with pytest.raises(ValueError, match=rf"lacks an nvcc that says its release \(.*{re.escape(why)}; set CUDA_HOME"):
+    with pytest.raises(ValueError, match=why):
         check_environment(toolkit, Machine("13.0", (9, 0)))
 
 
@@ -314,21 +317,21 @@ def test_an_nvcc_of_another_cuda_than_torchs_is_taken_with_a_warning(
     script(Path(toolkit["CUDA_HOME"], "bin", "nvcc"), NVCC.format(release=release))
     with caplog.at_level(logging.WARNING, "monarch_rl"):
         check_environment(toolkit, Machine("13.0", (9, 0)))
-    said = "is of CUDA 12.8, and torch is built for 13.0: SGLang compiles for the former, whose libcudart.so.12"
-    assert [said in message for message in caplog.messages] == [True] * warned
+    named = ("CUDA 12.8", "13.0", "libcudart.so.12")
+    assert [all(each in message for each in named) for message in caplog.messages] == [True] * warned
 
 
 def test_sglang_still_compiles_for_the_nvcc_that_there_is() -> None:
     """And links with the runtime beside it. If not, the checks above ask for the wrong thing."""
     arch = sglang_source("kernels", "jit", "utils", "arch.py")
-    assert "a cu130 wheel on a CUDA 12.8 toolkit" in arch and "_jit_cuda_version() >= (12, 9)" in arch
+    assert "_jit_cuda_version() >= (12, 9)" in arch
     toolchain = sglang_source("kernels", "jit", "utils", "compile", "toolchain.py")
     assert 'flags + [f"-L{cuda_home()}/lib64", "-lcudart"]' in toolchain
 
 
 @pytest.mark.parametrize("value", ["1", "true", "YES"])
 def test_a_setting_of_sglang_that_corrupts_experts_is_refused(toolkit: dict[str, str], value: str) -> None:
-    with pytest.raises(ValueError, match=f"{HARMFUL} is set: .* Unset it"):
+    with pytest.raises(ValueError, match=HARMFUL):
         check_environment(toolkit | {HARMFUL: value})
     check_environment(toolkit | {HARMFUL: "0"})
 
@@ -349,9 +352,9 @@ def driver(tmp_path: Path, version: str) -> Path:
 def test_a_driver_that_is_too_old_is_no_reason_to_run_on_cpus(tmp_path: Path) -> None:
     old, new = driver(tmp_path, "550.54.15"), tmp_path / "new"
     new.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n")
-    with pytest.raises(ValueError, match=r"driver is 550\.54\.15, .*CUDA 13\.0, which needs 580 or newer"):
+    with pytest.raises(ValueError, match=r"550\.54\.15\b.*13\.0\b.*\b580\b"):
         check_driver("13.0", available=False, visible=None, driver_file=old)
-    with pytest.raises(ValueError, match=r"has an NVIDIA driver \(580\.65\.06\), .* cannot use a GPU"):
+    with pytest.raises(ValueError, match=r"580\.65\.06"):
         check_driver("13.0", available=False, visible="0,1", driver_file=new)
 
 

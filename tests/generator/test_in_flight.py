@@ -6,6 +6,7 @@ Versions are of all weights, or of an adapter. SGLang's overlap scheduler is off
 from __future__ import annotations
 
 import asyncio
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
@@ -28,6 +29,7 @@ from tests.generator.helpers import (
     LoopThread,
     Staging,
     adapter,
+    check_nothing_is_served,
     check_parts,
     checksums_of,
     merged,
@@ -65,7 +67,14 @@ CASES += [Case(policy, LORA) for policy in ALONE]
 CASES += [Case(policy, LORA, overlap=True) for policy in get_args(InFlight)]
 
 
-@pytest.fixture(scope="module", params=CASES, ids=str)
+CORE = [Case(policy) for policy in get_args(InFlight)] + [Case("continue", LORA, overlap=True)]
+"""One real proof of each rule, and of what is most unlike them."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(case, id=str(case), marks=[pytest.mark.core] if case in CORE else []) for case in CASES],
+)
 def case(request: pytest.FixtureRequest) -> Case:
     found: Case = request.param
     return found
@@ -125,7 +134,7 @@ def engine(
     run: LoopThread,
 ) -> Engine:
     """An engine that holds what it started with."""
-    settings = replace(SETTINGS, in_flight=case.policy, drain_deadline_s=60)
+    settings = replace(SETTINGS, in_flight=case.policy, drain_deadline_s=600)
     options = {"lora": case.lora, "disable_overlap_schedule": not case.overlap}
     engine, weights = engines.under(settings, versions.folder, **options), versions.first()
     version = engine.version + 1
@@ -179,13 +188,13 @@ def test_each_token_is_drawn_by_the_version_that_it_carries(
         name = next(name for name in staging.manifest.names if "layers.0.mlp.down_proj" in name)
         spoilt = staging.byte(first + 1, name, 40)
         spoilt ^= 1
-        with pytest.raises(WeightMismatch, match=r"1 of \d+ tensors differ from the trainer's: .*down_proj"):
+        with pytest.raises(WeightMismatch, match=rf"\b1 of \d+ .*: {re.escape(name)}"):
             await staging.commit(engine, first + 1, checksums_of(weights[first + 1]))
         late = Drawing.start(engine, PROMPTS[:2], sampling)
         tasks = early.tasks + late.tasks
         drawn = [task for task in tasks if task.done()]
-        await asyncio.wait(set(tasks) - set(drawn), timeout=1.0)
-        assert [task for task in tasks if task.done()] == drawn  # nothing is served
+        await check_nothing_is_served(engine, early, late)
+        assert [task for task in tasks if task.done()] == drawn
         spoilt ^= 1
         await staging.commit(engine, first + 1, checksums_of(weights[first + 1]))
         await late.goes_on()
@@ -364,7 +373,7 @@ def test_a_stop_token_in_the_step_of_a_commit_ends_the_request(
             version = engine.version + 1
             staging.fill(version, weights)
             await staging.commit(engine, version, checksums_of(weights))
-            await asyncio.wait(drawing.tasks, timeout=0.01)
+            await asyncio.sleep(0.01)  # the next one comes a few steps later
         return drawing.parts, alone, await drawing.completions()
 
     for parts, alone, across in zip(*run(play()), strict=True):
@@ -386,7 +395,7 @@ def test_a_drain_that_takes_too_long_says_how_many_still_run(
         drawing = Drawing.start(engine, PROMPTS, Sampling(max_new_tokens=400))
         await drawing.goes_on()
         staging.fill(served + 1, weights)
-        with pytest.raises(StillRunning, match=f"version {served} is: {len(PROMPTS)} requests still run 0.1 s after"):
+        with pytest.raises(StillRunning, match=rf"version {served} is: {len(PROMPTS)} requests"):
             await staging.commit(engine, served + 1, checksums_of(weights))
         assert engine.version == served
         return [*await drawing.completions(), await engine.generate([4], Sampling(max_new_tokens=3))], served

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from tests.generator.helpers import (
     Staging,
     Weights,
     adapter,
+    check_nothing_is_served,
     checksums_of,
     expected_of,
     manifest_of,
@@ -117,17 +119,15 @@ def test_the_model_itself_is_compared_where_it_lies_and_left_as_it_is(
         with pytest.raises(WeightMismatch) as caught:
             await adapted.verify_frozen(manifest, expected_of(weights))
         waiting = asyncio.ensure_future(adapted.generate(prompt(0), sampling(3)))
-        await asyncio.wait({waiting}, timeout=0.3)
+        await asyncio.sleep(0)  # it begins to wait
+        await check_nothing_is_served(adapted)
         assert not waiting.done()
         await adapted.verify_frozen(manifest, right)
         await waiting
         await adapted.verify_frozen(manifest, right)
         return str(caught.value)
 
-    assert (
-        f"generator 0 does not hold the model whose adapter is trained: 1 of {len(weights)} tensors differ from the "
-        f"trainer's: {name}."
-    ) in run(play())
+    assert re.search(rf"generator 0 .*\b1 of {len(weights)} .*: {re.escape(name)}\.", run(play()))
 
 
 def test_sequences_go_on_across_commits_of_adapters(
@@ -203,7 +203,7 @@ def test_a_flipped_bit_of_an_adapter_is_found(adapted: Engine, run: LoopThread, 
         await staging.commit(adapted, version, checksums_of(tensors))
         return str(caught.value)
 
-    assert f"1 of {len(tensors)} tensors differ from the trainer's: {name}." in run(flipped())
+    assert re.search(rf"\b1 of {len(tensors)} .*: {re.escape(name)}\.", run(flipped()))
 
 
 def test_an_adapter_of_another_rank_is_refused(
@@ -212,7 +212,7 @@ def test_an_adapter_of_another_rank_is_refused(
     other = adapter(folder, LoraSettings(rank=4, alpha=6.0), 1)
 
     async def refused() -> None:
-        with pytest.raises(CommitError, match=r"adapter is of rank 3 .* unlike these .*lora_A.weight \(4, "):
+        with pytest.raises(CommitError, match=r"rank 3 .*lora_A\.weight \(4, "):
             await commit(adapted, Staging(other), other)
         await commit(adapted, staging, adapter(folder, LORA, 0))
 
@@ -284,7 +284,7 @@ def test_a_replica_of_two_ranks_holds_the_adapter_in_parts(
     across, fresh, message = run(play())
     assert {v for c in across for v in c.policy_versions.tolist()} == {0, 1}
     check_logprobs(folder, fresh, merged(folder, LORA, tensors[1]))
-    assert "1 of 28 tensors differ from the trainer's: base_model.model.model.layers.1.mlp.down_proj" in message
+    assert re.search(r"\b1 of 28 .*: base_model\.model\.model\.layers\.1\.mlp\.down_proj", message)
 
 
 def test_an_engine_without_adapters_says_so() -> None:

@@ -58,12 +58,12 @@ def test_versions_are_merged_and_in_part_once_the_rest_is_verified(
         await staging.commit(part_engine, version, checksums_of(weights))
 
     async def play() -> None:
-        with pytest.raises(ValueError, match="the others are not known to be the trainer's"):
+        with pytest.raises(ValueError, match="version 1 "):
             await commit(1, sent)
         wrong = rest | {"model.norm.weight": rest["model.norm.weight"] + 1}
-        with pytest.raises(WeightMismatch, match=r"generator 0 does not hold the model .*: model\.norm\.weight"):
+        with pytest.raises(WeightMismatch, match=r"generator 0 .*: model\.norm\.weight"):
             await part_engine.verify_frozen(manifest_of(wrong), expected_of(wrong))
-        with pytest.raises(ValueError, match="the others are not known to be the trainer's"):
+        with pytest.raises(ValueError, match="version 1 "):
             await commit(1, sent)
         await part_engine.verify_frozen(manifest_of(rest), expected_of(rest))
         for version in (1, 2):
@@ -93,7 +93,7 @@ def test_sglang_still_cannot_serve_adapters_on_experts_on_a_cpu(
         )
     )
     try:
-        with pytest.raises(EngineStopped, match="ended by itself"):
+        with pytest.raises(EngineStopped):
             run(engine.generate(PROMPTS[0], Sampling(max_new_tokens=2)))
     finally:
         run(engine.shutdown())

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from monarch_rl.generator import load_staged
 from monarch_rl.generator.load_report import LoadSheet, Refusal
 from monarch_rl.generator.load_staged import forget_prefixes, load, load_part, verify_rest, write_order
 from tests.generator.helpers import Staging, expected_of, manifest_of
@@ -115,6 +118,20 @@ def test_checksums_are_of_what_the_engine_holds_and_not_of_the_area() -> None:
     assert refusal == Refusal("1 of 7 tensors differ from the trainer's: q", differs=True)
 
 
+@pytest.mark.parametrize("verified", [True, False])
+def test_running_sequences_go_on_only_with_the_trainers_weights(
+    verified: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler itself sees to it: the process beside it, which refuses new requests, hears of it later."""
+    monkeypatch.setattr(load_staged, "_last_load", [])
+    rank, went_on = Rank(Fused(), fused_weights()), list[Any]()
+    assert rank.load(0, fused_weights()) is None
+    rank.sheet.expected[0] += not verified
+    scheduler = SimpleNamespace(_pause_started_at=None, tree_cache=SimpleNamespace(evictable_size=lambda: 0))
+    load_staged.continue_if_verified(scheduler, lambda *asked: went_on.append(asked), "request")
+    assert went_on == ([(scheduler, "request")] if verified else [])
+
+
 def test_a_parameter_that_moved_voids_the_plan() -> None:
     weights = fused_weights()
     rank = Rank(Fused(), weights)
@@ -151,7 +168,7 @@ def test_a_parameter_that_nothing_fills_is_named() -> None:
             super().__init__()
             self.bias = nn.Parameter(torch.zeros(3), requires_grad=False)
 
-    assert "no tensor that was sent fills these parameters of the engine: bias" in error_of(Larger(), fused_weights())
+    assert re.search(r"fills .*: bias\b", error_of(Larger(), fused_weights()))
 
 
 def test_a_version_in_part_needs_the_rest_to_be_verified() -> None:
@@ -161,12 +178,12 @@ def test_a_version_in_part_needs_the_rest_to_be_verified() -> None:
     assert Rank(model, whole).load(0, whole) is None
     part = {name: x for name, x in fused_weights(1).items() if name == "q" or name.endswith("gate")}
     others = {name: x for name, x in whole.items() if name not in part}
-    words = "no tensor that was sent fills these parameters of the engine"
-    assert f"{words}: vocabulary" in error_of(model, part)
+    unfilled = error_of(model, part)
+    assert ": vocabulary" in unfilled and "verified" not in unfilled
     sent = Rank(model, part)
     refusal = sent.load(1, part, load_part)
     assert refusal is not None
-    assert f"{words}, nor were they verified before the first version: vocabulary" in refusal.message
+    assert re.search("verified .*: vocabulary", refusal.message)
     rest = Rank(model, others)
     wrong = others | {"k": others["k"] + 1}
     assert rest.load(0, wrong, verify_rest) == Refusal("1 of 4 tensors differ from the trainer's: k", differs=True)
@@ -187,7 +204,7 @@ def test_a_parameter_stored_transposed_is_refused() -> None:
             self.vocabulary.data.view(4, 16)[:, :13].copy_(dict(weights)["vocabulary"].t())
 
     error = error_of(Transposed(), fused_weights())
-    assert "vocabulary is not held row by row" in error
+    assert "vocabulary is not held" in error
 
 
 def test_a_loader_that_computes_is_refused() -> None:
@@ -384,7 +401,7 @@ def test_ranks_that_leave_out_a_part_are_refused() -> None:
     refusal = load_both(models, staging, LoadSheet(staging.manifest, 2), 0, sliced_weights(0))
     assert refusal is not None
     assert not refusal.differs
-    assert "exactly once: up, down, vocabulary" in refusal.message
+    assert ": up, down, vocabulary" in refusal.message
 
 
 def test_a_rank_that_never_loaded_is_not_taken_for_success() -> None:

@@ -13,11 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.generator.helpers import gone, wait_until
+from tests.generator.helpers import RUN_S, gone
+from tests.patience import exit_code, wait_until
 
 pytestmark = [pytest.mark.heavy, pytest.mark.usefixtures("spawned")]
-
-START_S = 120.0
 
 
 @contextmanager
@@ -29,7 +28,7 @@ def holding(folder: Path) -> Iterator[subprocess.Popen[str]]:
     finally:
         if process.poll() is None:
             process.kill()
-        process.wait(10)
+        exit_code(process)
 
 
 def family(pid: int) -> list[int]:
@@ -44,7 +43,7 @@ def test_ctrl_c_ends_every_process(models: dict[str, Path]) -> None:
         below = family(process.pid)
         assert {int(pid) for pid in first[1:]} <= set(below)
         os.kill(process.pid, signal.SIGINT)
-        process.wait(20)
+        exit_code(process)
         wait_until(lambda: all(map(gone, below)), f"the end of {below}")
 
 
@@ -52,11 +51,11 @@ def test_a_crash_while_the_engine_starts_ends_every_process(models: dict[str, Pa
     """SGLang itself ties its processes to this one only after its imports."""
     with holding(models["qwen3"]) as process:
         # The resource tracker and the scheduler, both from multiprocessing.
-        wait_until(lambda: any("spawn_main" in _command(p) for p in family(process.pid)), "a scheduler", START_S)
+        wait_until(lambda: any("spawn_main" in _command(p) for p in family(process.pid)), "a scheduler", RUN_S)
         below = family(process.pid)
         os.kill(process.pid, signal.SIGKILL)
-        process.wait(10)
-        wait_until(lambda: all(map(gone, below)), f"the end of {below}", 5.0)
+        exit_code(process)
+        wait_until(lambda: all(map(gone, below)), f"the end of {below}")
 
 
 def _command(pid: int) -> str:

@@ -107,12 +107,12 @@ def test_the_most_likely_tokens(engine: Engine, run: LoopThread, readings: list[
 
 def test_a_refused_request_is_its_own_affair(engine: Engine, run: LoopThread) -> None:
     for asked, said in (
-        (engine.readings.logprobs([]), "place 0 is none of the 0 tokens"),
-        (engine.readings.logprobs([5, 6], 2), "place 2 is none of the 2 tokens"),
-        (engine.readings.logprobs([5, 6], 0, 0.0), "temperature 0.0: it must be above 0"),
-        (engine.readings.top_logprobs([5, 6], 3, 0), "place 0, which nothing precedes"),
-        (engine.readings.top_logprobs([5, 6], 0), "give at least 1"),
-        (engine.readings.logprobs([5] * 2000), "longer than the model's context length|context"),
+        (engine.readings.logprobs([]), r"place 0 .*\b0 tokens"),
+        (engine.readings.logprobs([5, 6], 2), r"place 2 .*\b2 tokens"),
+        (engine.readings.logprobs([5, 6], 0, 0.0), "temperature 0.0"),
+        (engine.readings.top_logprobs([5, 6], 3, 0), "place 0"),
+        (engine.readings.top_logprobs([5, 6], 0), r"\b0 most likely"),
+        (engine.readings.logprobs([5] * 2000), "context"),
     ):
         with pytest.raises(GenerationError, match=said):
             run(asked)

@@ -6,6 +6,7 @@ Both against transformers, whatever commits do with running sequences meanwhile.
 from __future__ import annotations
 
 import asyncio
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -143,7 +144,7 @@ def test_a_lost_kept_set_costs_its_request() -> None:
     """SGLang ends a request whose token it finds outside its record of the set; other aborts are no such thing."""
 
     lost = "The sampling backend selected a token outside its captured sampling support."
-    with pytest.raises(DrawLost, match="outside its captured"):
+    with pytest.raises(DrawLost, match=lost):
         read_reason({"type": "abort", "message": lost})
     with pytest.raises(GenerationError) as caught:
         read_reason({"type": "abort", "message": "Aborted by AbortReq."})
@@ -172,7 +173,7 @@ def test_a_wrong_kept_set_costs_its_request_alone(
     monkeypatch.setattr(requests_module, "take_side_channel", forge)
     drawn = run(both())
     (spoiled,) = [one for one in drawn if isinstance(one, GenerationError)]
-    assert "without the token that was drawn" in str(spoiled) and len(victims) > 1, "in a part, and at the end"
+    assert "without the token" in str(spoiled) and len(victims) > 1, "in a part, and at the end"
     (whole,) = [one for one in drawn if isinstance(one, Completion)]
     assert len(whole.token_ids) == 4 * PART_TOKENS
 
@@ -182,11 +183,11 @@ def test_sets_that_do_not_add_up_are_an_error_of_their_request() -> None:
     right = SimpleNamespace(lengths=[2], token_ids=[5, 6], logprobs=[-0.5])
     output = SimpleNamespace(rids=["a", "b"], output_token_sampling_mask=[mask, right], routed_experts=None)
     wrong, fine = take_side_channel(output)
-    assert "kept sets of 3 ids in all have 2" in str(wrong.error) and fine.error is None and len(fine.kept_sets) == 1
+    assert re.search(r"\b3 ids.*\b2\b", str(wrong.error)) and fine.error is None and len(fine.kept_sets) == 1
 
 
 def test_what_the_engine_cannot_report_is_refused(engine: Engine, run: LoopThread) -> None:
-    with pytest.raises(GenerationError, match="min_p only without a seed"):
+    with pytest.raises(GenerationError, match="min_p.*seed"):
         run(engine.generate(PROMPT, Sampling(top_k=5, min_p=0.1, seed=1)))
     plain = run(engine.generate(PROMPT, Sampling(max_new_tokens=3)))
     assert plain.expert_routes is None and plain.kept_sets is None
@@ -205,9 +206,9 @@ def test_routes_of_another_sequence_are_refused() -> None:
     reported = np.arange(3 * 4 * 2, dtype=np.int32).reshape(3, 4, 2)
     sparse = form.read(reported, 3)
     assert sparse.dtype == np.uint16 and sparse.tolist() == reported[:, [1]].tolist()
-    with pytest.raises(GenerationError, match="routes of 3 tokens, of 4 were asked for"):
+    with pytest.raises(GenerationError, match=r"\b3 tokens.*\b4\b"):
         form.read(reported, 4)
-    with pytest.raises(GenerationError, match="by experts 300 to 301, the model has 300"):
+    with pytest.raises(GenerationError, match=r"300 to 301.*\b300\b"):
         form.read(np.asarray([300, 301], np.int32).reshape(1, 1, 2).repeat(4, 1), 1)
     with pytest.raises(GenerationError, match="an expert twice"):
         form.read(np.zeros((3, 4, 2), np.int32), 3)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-import subprocess
 import sys
 from collections import deque
 from collections.abc import Iterator
@@ -23,8 +22,10 @@ from monarch_rl.generator.scheduler_pieces import VARIABLE, SchedulerPieces
 from monarch_rl.model.weight_files import index_of, plan_files
 from monarch_rl.runtime import device_work
 from monarch_rl.runtime.device_work import COMPILATION_S, FIRST_S, FLOOR_S, Piece
+from tests import patience
 from tests.generator.conftest import SETTINGS
 from tests.generator.helpers import LoopThread, reference_reading, weights_in
+from tests.patience import until
 
 DECODE, EXTEND = (SimpleNamespace(is_decode=lambda decodes=decodes: decodes) for decodes in (True, False))
 
@@ -129,7 +130,8 @@ def test_another_process_reads_what_a_scheduler_writes(monkeypatch: pytest.Monke
         f"memory = s.attach(bytes.fromhex(os.environ[{VARIABLE!r}])).numpy().data\n"
         "s._write(memory, 1, Piece('a prefill of 5 tokens', 12.5, 60.0))\n"
     )
-    subprocess.run([sys.executable, "-c", code], env=os.environ.copy(), check=True, timeout=120)
+    done = patience.run([sys.executable, "-c", code], env=os.environ.copy())
+    assert done.returncode == 0, done.stderr
     assert pieces.reader(0)() is None
     assert pieces.reader(1)() == Piece("a prefill of 5 tokens", 12.5, 60.0)
 
@@ -175,10 +177,7 @@ def test_sglangs_own_scheduler_says_what_it_decodes_and_loads_a_model_in_several
             if (piece := read()) is not None:
                 seen.append(piece)
             await asyncio.sleep(0)
-        deadline = asyncio.get_running_loop().time() + 60
-        while read() is not None:
-            assert asyncio.get_running_loop().time() < deadline, f"still: {read()}"
-            await asyncio.sleep(0.01)
+        await until(lambda: read() is None, lambda: f"the end of {read()}")
         return drawing.result()  # waits: it is done
 
     try:

@@ -35,7 +35,7 @@ from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
     ],
 )
 def test_a_bad_value_is_refused_by_name(field: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"generator.{field.replace('_', '-')} must "):
+    with pytest.raises(ValueError, match=rf"generator\.{field.replace('_', '-')}\b"):
         GeneratorSettings(**{field: value})
 
 
@@ -66,16 +66,16 @@ def test_an_engine_has_room_for_the_policys_adapter_and_for_the_model_without_it
 
 
 @pytest.mark.parametrize(
-    ("tp", "config"),
+    ("tp", "config", "culprit"),
     [
-        (2, {"num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 1536}),
-        (3, {"num_attention_heads": 9, "num_key_value_heads": 2, "intermediate_size": 1536}),
-        (2, {"num_attention_heads": 4, "intermediate_size": 15}),
-        (4, {"num_attention_heads": 8, "intermediate_size": 16, "moe_intermediate_size": 6}),
+        (2, {"num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 1536}, "num_attention_heads"),
+        (3, {"num_attention_heads": 9, "num_key_value_heads": 2, "intermediate_size": 1536}, "num_key_value_heads"),
+        (2, {"num_attention_heads": 4, "intermediate_size": 15}, "intermediate_size"),
+        (4, {"num_attention_heads": 8, "intermediate_size": 16, "moe_intermediate_size": 6}, "moe_intermediate_size"),
     ],
 )
-def test_a_tp_that_does_not_divide_the_model_is_refused(tp: int, config: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match=f"tp {tp} does not divide the model: "):
+def test_a_tp_that_does_not_divide_the_model_is_refused(tp: int, config: dict[str, int], culprit: str) -> None:
+    with pytest.raises(ValueError, match=rf"tp {tp} .*\b{culprit}\b"):
         check_served(config, GeneratorSettings(tp=tp), on_gpu=False)
 
 
@@ -100,7 +100,7 @@ def test_ranks_of_replicas_take_cores_in_turn() -> None:
 def test_a_tied_mixture_of_experts_is_refused() -> None:
     """SGLang would draw from a head of random numbers."""
     config = {"architectures": ["Qwen3MoeForCausalLM"], "num_attention_heads": 4, "tie_word_embeddings": True}
-    with pytest.raises(ValueError, match="an LM head of its own .* untie it"):
+    with pytest.raises(ValueError, match="LM head"):
         check_served(config, GeneratorSettings(tp=1), on_gpu=False)
     check_served(config | {"tie_word_embeddings": False}, GeneratorSettings(tp=1), on_gpu=False)
 
@@ -109,12 +109,12 @@ def test_a_deepseek_that_sglang_does_not_serve_is_refused() -> None:
     config: dict[str, Any] = {"architectures": ["DeepseekV3ForCausalLM"], "num_attention_heads": 4}
     yarn = config | {"rope_scaling": {"type": "yarn", "factor": 4.0}}
     check_served(yarn, GeneratorSettings(), on_gpu=False)
-    with pytest.raises(ValueError, match="served in float32 only"):
+    with pytest.raises(ValueError, match="float32"):
         check_served(yarn, GeneratorSettings(dtype="bfloat16"), on_gpu=False)
     for dtype in ("auto", "float32"):
-        with pytest.raises(ValueError, match="a DeepSeek-V3 cannot be served on a GPU: .* Run it on CPUs"):
+        with pytest.raises(ValueError, match="DeepSeek-V3 .*GPU"):
             check_served(yarn, GeneratorSettings(dtype=dtype), on_gpu=True)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="only with YaRN"):
+    with pytest.raises(ValueError, match="YaRN"):
         check_served(config, GeneratorSettings(), on_gpu=False)
 
 
@@ -127,11 +127,9 @@ def test_the_attention_backends_are_those_that_sglang_knows() -> None:
 def test_an_attention_backend_that_cannot_be_used_is_refused() -> None:
     for backend, on_gpu in (("auto", False), ("torch_native", False), ("fa3", True), ("auto", True)):
         check_attention(GeneratorSettings(attention_backend=backend), on_gpu)
-    with pytest.raises(
-        ValueError, match=r"attention-backend 'fa3' cannot be used: on a CPU there is only torch_native"
-    ):
+    with pytest.raises(ValueError, match="attention-backend 'fa3' .*torch_native"):
         check_attention(GeneratorSettings(attention_backend="fa3"), on_gpu=False)
-    with pytest.raises(ValueError, match=r"attention-backend 'flash' cannot be used: SGLang has .*flashinfer"):
+    with pytest.raises(ValueError, match="attention-backend 'flash' .*flashinfer"):
         check_attention(GeneratorSettings(attention_backend="flash"), on_gpu=True)
 
 
@@ -149,7 +147,7 @@ def test_a_kv_cache_that_does_not_fit_is_refused_with_the_tokens_that_do() -> No
     token_bytes = 3 * 2 * 2 * 16 * 4
     settings = GeneratorSettings(replicas=2, max_total_tokens=1000)
     check_cache(SMALL, settings, memory_bytes=2 * 1000 * token_bytes)
-    with pytest.raises(ValueError, match=r"generator\.max-total-tokens 1000 is .* give less than 999"):
+    with pytest.raises(ValueError, match=r"generator\.max-total-tokens 1000\b.*\b999\b"):
         check_cache(SMALL, settings, memory_bytes=2 * 1000 * token_bytes - 1)
 
 
@@ -161,23 +159,21 @@ def test_an_engine_that_has_no_memory_says_what_it_needs_for_what() -> None:
     weights = 4 * (100 * 64 + 64 + 3 * layer)
     settings, cache = GeneratorSettings(max_total_tokens=1000), 1000 * 3 * 2 * 2 * 16 * 4
     check_memory(config, settings, FULL_TRAINING, 2 * weights + cache)
-    with pytest.raises(
-        RuntimeError, match=r"needs 0\.00 GiB .* 1000 tokens \(generator\.max-total-tokens\), .* arrive"
-    ):
+    with pytest.raises(RuntimeError, match=r"\b1000 tokens \(generator\.max-total-tokens\)"):
         check_memory(config, settings, FULL_TRAINING, 2 * weights + cache - 1)
     adapters = 4 * 3 * 4 * (2 * (64 + 64) + 2 * (32 + 64) + 3 * (128 + 64))
     check_memory(config, settings, LoraSettings(rank=4), weights + adapters + cache)
-    with pytest.raises(RuntimeError, match=r"machine are free: end what else"):
+    with pytest.raises(RuntimeError, match="free"):
         check_memory(config, settings, LoraSettings(rank=4), weights + adapters + cache - 1)
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": []}
     sparse = config | experts | {"architectures": ["Qwen3MoeForCausalLM"], "decoder_sparse_step": 1}
     own = weights + 4 * 3 * (8 * 3 * 64 * 32 + 8 * 64 - 3 * 64 * 128)
     merged, lora = 4 * 3 * 8 * 64 * 32, LoraSettings(rank=4, targets=("up_proj",))
     check_memory(sparse, settings, lora, own + merged + cache)
-    with pytest.raises(RuntimeError, match=r"0\.00 for the versions that arrive"):
+    with pytest.raises(RuntimeError, match="versions"):
         check_memory(sparse, settings, lora, own + merged + cache - 1)
     check_memory(config, settings, FULL_TRAINING, 3 * (2 * weights + cache), engines=3)
-    with pytest.raises(RuntimeError, match=r"arrive\), 3 of them 0\.\d\d GiB, and"):
+    with pytest.raises(RuntimeError, match=r"\b3 of them"):
         check_memory(config, settings, FULL_TRAINING, 3 * (2 * weights + cache) - 1, engines=3)
 
 

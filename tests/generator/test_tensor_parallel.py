@@ -29,11 +29,14 @@ from tests.generator.helpers import (
     Drawing,
     LoopThread,
     Staging,
+    check_nothing_is_served,
     checksums_of,
     next_version,
     reference_logprobs,
     weights_in,
 )
+
+pytestmark = pytest.mark.core
 
 PROMPT = [5, 6, 7]
 
@@ -133,10 +136,11 @@ def test_a_bit_that_is_wrong_on_one_rank_alone_is_found(
     async def play() -> Completion:
         with monkeypatch.context() as patch:
             patch.setattr(commit_module, "_serialized_order", orders)
-            with pytest.raises(WeightMismatch, match=rf"1 of \d+ tensors differ from the trainer's: {name}"):
+            with pytest.raises(WeightMismatch, match=rf"\b1 of \d+ .*: {re.escape(name)}"):
                 await staging.commit(engine, version, checksums_of(weights))
         waiting = asyncio.ensure_future(engine.generate(PROMPT, Sampling(max_new_tokens=3)))
-        await asyncio.wait({waiting}, timeout=0.3)
+        await asyncio.sleep(0)  # it begins to wait
+        await check_nothing_is_served(engine)
         assert not waiting.done()
         await staging.commit(engine, version, checksums_of(weights))
         return await waiting
@@ -147,7 +151,7 @@ def test_a_bit_that_is_wrong_on_one_rank_alone_is_found(
 def test_a_tp_that_does_not_divide_the_heads_is_refused_before_the_start(
     models: dict[str, Path], run: LoopThread
 ) -> None:
-    with pytest.raises(ValueError, match="generator.tp 3 does not divide the model: num_attention_heads is 4"):
+    with pytest.raises(ValueError, match=r"generator\.tp 3 .*num_attention_heads is 4"):
         run(Engine.start(str(models["qwen3"]), replace(SETTINGS, tp=3)))
 
 
@@ -167,7 +171,7 @@ def test_the_end_of_one_rank_ends_the_engine(engine: Engine, run: LoopThread) ->
         await asyncio.sleep(0)
         victim = engine.child_pids[1]
         os.kill(victim, signal.SIGKILL)
-        with pytest.raises(EngineStopped, match="ended by itself, exit code"):
+        with pytest.raises(EngineStopped, match="exit code"):
             await request
 
     run(play())

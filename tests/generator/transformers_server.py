@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 ANSWER_S = 300.0
-"""Seconds for an answer on shared cores: some 2, and 8 for the first one."""
+"""Limit of an answer: it takes some 2 s, and 8 for the first one."""
 
 
 class TransformersServer:
@@ -35,9 +35,11 @@ class TransformersServer:
             atexit.register(self._process.kill)
         questions, answers = self._process.stdin, self._process.stdout
         assert questions is not None and answers is not None
+        from tests.patience import result_of  # not above: the process that answers runs this file as a script
+
         questions.write(json.dumps([module, list(map(str, folders)), asked]) + "\n")
         questions.flush()
-        line = self._reader.submit(answers.readline).result(ANSWER_S)
+        line = result_of(self._reader.submit(answers.readline), "transformers", ANSWER_S)
         assert line, "the process that computes with transformers has ended"
         answer, error = json.loads(line)
         assert error is None, error

@@ -77,7 +77,7 @@ def refused_by_a_full_disk(policy: Policy, folder: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     if policy.rank == policy.world_size - 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (FULL_BYTES, before[1]))
-    with pytest.raises(CannotWrite, match=f"trainer rank {policy.world_size - 1}: .*"):
+    with pytest.raises(CannotWrite, match=f"trainer rank {policy.world_size - 1}"):
         policy.checkpoint.write(folder)
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
@@ -88,13 +88,13 @@ def held_up_by_a_stalled_disk(policy: Policy, folder: Path) -> None:
     stalled = checkpoint.group
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), stalled)
     if late:
-        store.wait(["given up"], timedelta(seconds=120))
+        store.wait(["given up"], timedelta(seconds=600))
     for _ in range(2):
-        with pytest.raises(CannotWrite, match=f"trainer rank {policy.rank} did not write together"):
+        with pytest.raises(CannotWrite, match=f"trainer rank {policy.rank} .*together"):
             checkpoint.write(folder)
     store.set("given up", "")
     checkpoint.stage(new_group=True)
-    with pytest.raises(CannotWrite, match="was given up"):
+    with pytest.raises(CannotWrite, match="given up"):
         checkpoint.write(folder, stalled)
 
 

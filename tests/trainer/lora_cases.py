@@ -17,6 +17,9 @@ CASES: dict[str, tuple[str, LoraSettings]] = {
     "lora_moe": ("qwen3_moe", LoraSettings(rank=3, alpha=6.0, targets=("q_proj", "k_proj", "v_proj", "o_proj"))),
 }
 """Name of the run: model of reference.py, and settings."""
+VARIANTS: dict[str, str] = {"lora_divided": "lora_moe", "lora_still": "lora_all", "lora_recomputed": "lora_all"}
+"""Further runs on the ranks, and the case of each: experts divided among them, learning rate 0, activations computed
+again."""
 EXPERT_CASES: dict[str, tuple[str, LoraSettings]] = {
     "experts_all": ("moe", LoraSettings(rank=3, alpha=6.0)),
     # Some layers dense: their MLP has one adapter.

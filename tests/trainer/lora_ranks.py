@@ -1,4 +1,4 @@
-"""The trainer's side of the LoRA tests, on every rank of a torchrun job:  lora_ranks.py FOLDER
+"""The trainer's side of the LoRA tests, on every rank of a torchrun job:  lora_ranks.py FOLDER NAME...
 
 Trains adapters, saves them before and after, and checks that the base stays and that snapshots are the adapters.
 """
@@ -6,7 +6,9 @@ Trains adapters, saves them before and after, and checks that the base stays and
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +22,7 @@ from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.trainer.shards import local_run
 from monarch_rl.weights.checksum import tensor_checksum
 from tests.trainer.batches import LR, STEPS, WEIGHT_DECAY, batch, shard
-from tests.trainer.lora_cases import CASES
+from tests.trainer.lora_cases import CASES, VARIANTS
 from tests.trainer.programs import saved
 from tests.trainer.ranks import check_snapshot, packed
 
@@ -74,19 +76,23 @@ def train(folder: Path, kind: str, name: str, settings: TrainerSettings) -> Poli
     return policy
 
 
-def main(folder: Path) -> None:
+CHANGES: dict[str, dict[str, Any]] = {
+    "lora_divided": {"expert_parallel": 2},
+    "lora_still": {"lr": 0.0},
+    "lora_recomputed": {"activation_checkpoint": "full"},
+}
+
+
+def main(folder: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
-    for name, (kind, lora) in CASES.items():
-        policy = train(folder, kind, name, TrainerSettings(lr=LR, weight_decay=WEIGHT_DECAY, lora=lora))
-        check_snapshot(policy, folder / f"{name}_adapter")
-    kind, lora = CASES["lora_moe"]
-    divided = TrainerSettings(lr=LR, weight_decay=WEIGHT_DECAY, lora=lora, expert_parallel=2)
-    train(folder, kind, "lora_divided", divided)
-    kind, lora = CASES["lora_all"]
-    train(folder, kind, "lora_still", TrainerSettings(lr=0.0, weight_decay=WEIGHT_DECAY, lora=lora))
-    recomputed = TrainerSettings(lr=LR, weight_decay=WEIGHT_DECAY, lora=lora, activation_checkpoint="full")
-    train(folder, kind, "lora_recomputed", recomputed).close()
+    for name in names:
+        kind, lora = CASES[VARIANTS.get(name, name)]
+        settings = TrainerSettings(lr=LR, weight_decay=WEIGHT_DECAY, lora=lora)
+        policy = train(folder, kind, name, replace(settings, **CHANGES.get(name, {})))
+        if name in CASES:
+            check_snapshot(policy, folder / f"{name}_adapter")
+    policy.close()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

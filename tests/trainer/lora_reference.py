@@ -1,4 +1,4 @@
-"""peft's side of the LoRA tests, a program of its own:  lora_reference.py make|compare FOLDER
+"""peft's side of the LoRA tests, a program of its own:  lora_reference.py make|compare FOLDER NAME...
 
 ``make`` writes the models. ``compare`` loads what the ranks saved, as peft and transformers do, writes the logits of
 both, and trains the same adapters plainly.
@@ -53,6 +53,7 @@ if __name__ == "__main__":
     if command == "make":
         make(target)
     else:
-        for case, (model_kind, _) in CASES.items():
+        for case in sys.argv[3:]:
+            model_kind, _ = CASES[case]
             logits(target, model_kind, case)
             train(target, model_kind, case)

@@ -18,5 +18,5 @@ def test_torchtitan_has_a_record_for_each_architecture() -> None:
 
 def test_an_unknown_architecture_is_refused() -> None:
     assert find_architecture({"architectures": ["GPT2LMHeadModel"]}) is None and find_architecture({}) is None
-    with pytest.raises(ValueError, match="architecture GPT2LMHeadModel is not supported; supported: Qwen3ForCausalLM"):
+    with pytest.raises(ValueError, match="GPT2LMHeadModel .*Qwen3ForCausalLM"):
         architecture_of({"architectures": ["GPT2LMHeadModel"]})

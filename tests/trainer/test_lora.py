@@ -10,21 +10,51 @@ import torch
 from safetensors.torch import load_file
 
 from monarch_rl.model.lora import LoraSettings
-from tests.trainer.lora_cases import CASES
+from tests.trainer.lora_cases import CASES, VARIANTS
 from tests.trainer.programs import check_merged, run_program, saved
+
+CORE = "lora_all"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What lora_reference.py and lora_ranks.py wrote."""
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where lora_reference.py has written the models."""
     folder = tmp_path_factory.mktemp("lora")
     run_program("lora_reference.py", "make", folder)
-    run_program("lora_ranks.py", folder, ranks=2)
-    run_program("lora_reference.py", "compare", folder)
     return folder
 
 
-@pytest.mark.parametrize("name", CASES)
+def train(folder: Path, *names: str) -> None:
+    run_program("lora_ranks.py", folder, *names, ranks=2)
+    run_program("lora_reference.py", "compare", folder, *(name for name in names if name in CASES))
+
+
+@pytest.fixture(scope="module")
+def one(models: Path) -> Path:
+    """What lora_ranks.py and lora_reference.py wrote of the core tests' case."""
+    train(models, CORE)
+    return models
+
+
+@pytest.fixture(scope="module")
+def others(models: Path) -> Path:
+    """The same of all others, by one program."""
+    train(models, *(name for name in (*CASES, *VARIANTS) if name != CORE))
+    return models
+
+
+@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.core] * (name == CORE)) for name in CASES])
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def folder(models: Path, name: str, request: pytest.FixtureRequest) -> Path:
+    """With what was trained in the test's case."""
+    request.getfixturevalue("one" if name == CORE else "others")
+    return models
+
+
 def test_updates_equal_those_of_peft(folder: Path, name: str) -> None:
     """Packed, in micro-batches and on two ranks, or one episode after the other: the same adapters."""
     expected, found = load_file(folder / f"{name}.trained"), saved(folder / f"{name}_adapter")
@@ -37,7 +67,6 @@ def test_updates_equal_those_of_peft(folder: Path, name: str) -> None:
         assert (found[tensor] - expected[tensor]).norm() < 0.01 * moved, tensor
 
 
-@pytest.mark.parametrize("name", CASES)
 def test_trainer_adapter_and_merged_model_give_the_same_logits(folder: Path, name: str) -> None:
     written = load_file(folder / f"{name}.logits")
     before = load_file(folder / f"{CASES[name][0]}.logits")["logits"]
@@ -48,14 +77,12 @@ def test_trainer_adapter_and_merged_model_give_the_same_logits(folder: Path, nam
         assert (found - written["peft"]).abs().max() < 2e-6
 
 
-@pytest.mark.parametrize("name", CASES)
 def test_the_merged_weights_are_the_formulas(folder: Path, name: str) -> None:
     kind, lora = CASES[name]
     before, merged, adapter = saved(folder / kind), saved(folder / name), saved(folder / f"{name}_adapter")
     check_merged(before, merged, adapter, lora)
 
 
-@pytest.mark.parametrize("name", CASES)
 def test_training_starts_from_the_model_as_it_is(folder: Path, name: str) -> None:
     """B is zero; A is uniform within 1 / sqrt(in), which is peft's Kaiming draw; two tensors are not alike."""
     before, start = saved(folder / CASES[name][0]), saved(folder / f"{name}_start")
@@ -72,27 +99,27 @@ def test_training_starts_from_the_model_as_it_is(folder: Path, name: str) -> Non
     assert not torch.equal(first, second)
 
 
-def test_learning_rate_zero_changes_nothing(folder: Path) -> None:
+def test_learning_rate_zero_changes_nothing(others: Path) -> None:
     for start, end in (("lora_still_start_adapter", "lora_still_adapter"), ("qwen3", "lora_still")):
-        before, after = saved(folder / start), saved(folder / end)
+        before, after = saved(others / start), saved(others / end)
         assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_activation_checkpointing_changes_nothing(folder: Path) -> None:
-    first, second = saved(folder / "lora_all_adapter"), saved(folder / "lora_recomputed_adapter")
+def test_activation_checkpointing_changes_nothing(one: Path, others: Path) -> None:
+    first, second = saved(one / "lora_all_adapter"), saved(others / "lora_recomputed_adapter")
     assert all(torch.allclose(first[name], second[name], atol=1e-6) for name in first)
 
 
-def test_expert_parallelism_changes_no_adapter(folder: Path) -> None:
-    first, second = saved(folder / "lora_moe_adapter"), saved(folder / "lora_divided_adapter")
-    start = saved(folder / "lora_moe_start_adapter")
+def test_expert_parallelism_changes_no_adapter(others: Path) -> None:
+    first, second = saved(others / "lora_moe_adapter"), saved(others / "lora_divided_adapter")
+    start = saved(others / "lora_moe_start_adapter")
     for name in first:
         assert (first[name] - second[name]).norm() < 1e-3 * (first[name] - start[name]).norm(), name
 
 
-def test_the_adapters_folder_names_its_base(folder: Path) -> None:
-    config = json.loads((folder / "lora_some_adapter" / "adapter_config.json").read_text())
-    assert config["base_model_name_or_path"] == str(folder / "qwen3")
+def test_the_adapters_folder_names_its_base(others: Path) -> None:
+    config = json.loads((others / "lora_some_adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(others / "qwen3")
     assert config["target_modules"] == ["q_proj", "v_proj"]
     assert (config["r"], config["lora_alpha"]) == (4, 8.0)
 
@@ -100,11 +127,11 @@ def test_the_adapters_folder_names_its_base(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"rank": -1}, "lora.rank must not be negative"),
-        ({"rank": 2, "alpha": 0.0}, "lora.alpha must be at least 0.001"),
-        ({"rank": 2, "targets": ()}, "lora.targets must be some of q_proj"),
+        ({"rank": -1}, r"lora\.rank\b"),
+        ({"rank": 2, "alpha": 0.0}, r"lora\.alpha\b.*\b0\.001\b"),
+        ({"rank": 2, "targets": ()}, r"lora\.targets\b.*\bsome\b"),
         ({"rank": 2, "targets": ("q_proj", "q_proj")}, "each once"),
-        ({"rank": 2, "targets": ("lm_head",)}, "targets must be one of q_proj, .*, got 'lm_head'"),
+        ({"rank": 2, "targets": ("lm_head",)}, "targets .*'lm_head'"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(wrong: dict[str, object], words: str) -> None:

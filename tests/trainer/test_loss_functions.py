@@ -111,16 +111,16 @@ def test_names_are_functions(name: str) -> None:
 
 
 def test_a_name_that_nobody_has_is_refused_with_all_names() -> None:
-    with pytest.raises(ValueError, match="there is no advantage 'grp': give one of dr_grpo, grpo"):
+    with pytest.raises(ValueError, match="advantage 'grp'.* dr_grpo, grpo"):
         TrainingFunctions.of("grp", supervised, LossSettings())
-    with pytest.raises(ValueError, match=f"there is no objective 'ppo': give one of {', '.join(OBJECTIVES)}"):
+    with pytest.raises(ValueError, match=f"objective 'ppo'.*{', '.join(OBJECTIVES)}"):
         TrainingFunctions.of("grpo", "ppo", LossSettings())
-    with pytest.raises(ValueError, match=r"trainer.loss.advantage must be one of .*grpo.*, got 'grp'"):
+    with pytest.raises(ValueError, match=r"trainer\.loss\.advantage .*grpo.*'grp'"):
         LossSettings(advantage="grp")
 
 
 def test_an_advantage_of_the_settings_that_the_recipe_replaces_is_refused() -> None:
-    said = r"trainer\.loss\.advantage grpo: the recipe gives run\.start\(\) the advantage "
+    said = r"trainer\.loss\.advantage grpo: .* advantage "
     replacing: list[tuple[Any, str]] = [("rloo", "rloo"), (leave_one_out, "leave_one_out ")]
     for advantage, name in replacing:
         with pytest.raises(ValueError, match=said + name):
@@ -136,16 +136,16 @@ def test_a_ready_made_advantage_is_known_by_itself_and_not_by_what_a_partial_cal
             if other == name or name == LossSettings().advantage:
                 assert TrainingFunctions.of(advantage, supervised, LossSettings(advantage=name))
             else:
-                with pytest.raises(ValueError, match=rf"advantage {name}: the recipe .* the advantage {other}\. Leave"):
+                with pytest.raises(ValueError, match=rf"advantage {name}: .* advantage {other}\b"):
                     TrainingFunctions.of(advantage, supervised, LossSettings(advantage=name))
 
 
 def test_an_advantage_given_as_a_function_refuses_the_flags_that_its_name_refuses() -> None:
     lowered = LossSettings(overlong_limit=100)
     refusing: dict[str, tuple[Any, ...]] = {
-        "max_rl needs rewards of at least 0": ("max_rl", max_rl, partial(max_rl)),
-        "the advantage distillation reads no rewards": ("distillation", partial(distillation, discount=0.5)),
-        "the advantage sequence_distillation reads": (sequence_distillation, partial(distillation, discount=1)),
+        r"\bmax_rl\b": ("max_rl", max_rl, partial(max_rl)),
+        "advantage distillation ": ("distillation", partial(distillation, discount=0.5)),
+        "advantage sequence_distillation ": (sequence_distillation, partial(distillation, discount=1)),
     }
     for said, advantages in refusing.items():
         for advantage in advantages:
@@ -166,7 +166,7 @@ def test_the_objective_supervised_refuses_flags_that_it_does_not_read() -> None:
     for change in changes:
         (name,) = change
         flag = name.replace("_", "-")
-        with pytest.raises(ValueError, match=rf"trainer\.loss\.{flag}: the objective supervised .* Leave it out"):
+        with pytest.raises(ValueError, match=rf"trainer\.loss\.{flag}: .*\bsupervised\b"):
             TrainingFunctions.of("grpo", "supervised", LossSettings(**change))
     assert TrainingFunctions.of("grpo", "supervised", LossSettings(advantage="grpo", max_tokens=8))
     assert TrainingFunctions.of("grpo", "supervised", LossSettings(aggregation="token_mean"))
@@ -179,7 +179,7 @@ def test_what_cannot_travel_is_refused_before_anything_is_spawned() -> None:
         with lock:
             return group.rewards
 
-    with pytest.raises(TypeError, match=rf"the advantage guarded {HERE} cannot be pickled"):
+    with pytest.raises(TypeError, match=rf"advantage guarded {HERE}"):
         TrainingFunctions.of(guarded, supervised, LossSettings())
 
 
@@ -356,63 +356,63 @@ def test_what_remembers_goes_on_from_its_state_and_is_alike_on_all_ranks() -> No
     assert again[0] == again[1] != first[0]
     wrapped: Any = partial(partial(resumed))
     assert LoadedFunctions(wrapped, supervised).state_dict() == {"advantage": {"mean": resumed.mean}}
-    with pytest.raises(ValueError, match=r"remembers something of its \['advantage'\], this one of \{\}"):
+    with pytest.raises(ValueError, match=r"\['advantage'\].*\{\}"):
         LoadedFunctions(grpo, supervised).load_state_dict(saved)
 
 
 # ---- what is refused -----------------------------------------------------------------------------------------
 
 WRONG: dict[str, Any] = {
-    "one too few": (lambda group: group.rewards[1:], r"returned shapes .*, not .*: one value for each sequence"),
-    "a matrix": (lambda group: group.rewards[:, None], "one value for each sequence"),
+    "one too few": (lambda group: group.rewards[1:], "each sequence"),
+    "a matrix": (lambda group: group.rewards[:, None], "each sequence"),
     "a number": (lambda group: 1.0, r"returned 1\.0 "),
-    "NaN": (lambda group: group.rewards / 0 * 0, "returned nan for sequence 0, of rewards"),
-    "turns that are not there": (lambda group: PerTurn([torch.zeros(2)] * 3), "one value for each turn"),
-    "too few tokens": (lambda group: PerToken([torch.zeros(0)] * 3), "one value for each drawn token"),
-    "a batch of another size": (of_batch(lambda groups: groups[1:]), "for a batch of 1 groups"),
+    "NaN": (lambda group: group.rewards / 0 * 0, "nan for sequence 0"),
+    "turns that are not there": (lambda group: PerTurn([torch.zeros(2)] * 3), "each turn"),
+    "too few tokens": (lambda group: PerToken([torch.zeros(0)] * 3), "each drawn token"),
+    "a batch of another size": (of_batch(lambda groups: groups[1:]), "batch of 1 "),
 }
 
 
 @pytest.mark.parametrize("what", WRONG)
 def test_an_advantage_that_returns_what_cannot_be_used_is_refused_with_its_place(what: str) -> None:
     advantage, said = WRONG[what]
-    with pytest.raises(ValueError, match=rf"the advantage <lambda> {HERE} returned") as caught:
+    with pytest.raises(ValueError, match=rf"advantage <lambda> {HERE}") as caught:
         advantages_of([GroupView.of([1.0, 0.0, 1.0])], advantage)
     assert re.search(said, str(caught.value))
 
 
 WRONG_OBJECTIVES: dict[str, Any] = {
-    "only a loss": (lambda loss, sums: loss, r"tensor.*: return a pair of the loss and a dictionary"),
+    "only a loss": (lambda loss, sums: loss, "pair"),
     "a loss for each token": (
         lambda loss, sums: (loss * torch.ones(3), sums),
-        r"a loss of shape \[3\]: return a scalar",
+        r"loss of shape \[3\]",
     ),
-    "a float": (lambda loss, sums: (float(loss), sums), "the loss -?[0-9.]+: return a scalar"),
-    "a loss without gradient": (lambda loss, sums: (loss.detach(), sums), "a loss without gradient"),
-    "no count of tokens": (lambda loss, sums: (loss, {"kl": loss}), r"the sums \['kl'\]: return a sum named 'tokens'"),
+    "a float": (lambda loss, sums: (float(loss), sums), "loss -?[0-9.]+: "),
+    "without gradient": (lambda loss, sums: (loss.detach(), sums), "without gradient"),
+    "no count of tokens": (lambda loss, sums: (loss, {"kl": loss}), r"\['kl'\].*'tokens'"),
     "a vector": (
         lambda loss, sums: (loss, sums | {"kl": torch.ones(4)}),
-        r"kl of shape \[4\]: return sums over tokens",
+        r"kl of shape \[4\]",
     ),
     "a metric of the trainer's": (
         lambda loss, sums: (loss, sums | {"grad_norm": torch.ones(())}),
-        r"the sums .*: return other names than \['grad_norm'\], which are the trainer's own metrics",
+        r"\['grad_norm'\].*trainer's own",
     ),
     "a metric of the trainer's by its whole name": (
         lambda loss, sums: (loss, sums | {"trainer/grad_norm": loss}),
-        r"the sums .*: return other names than \['trainer/grad_norm'\], which are whole names",
+        r"\['trainer/grad_norm'\].*whole names",
     ),
     "a metric of the batch": (
         lambda loss, sums: (loss, sums | {"reward/mean": loss, "mine": loss}),
-        r"the sums .*: return other names than \['reward/mean'\], which are whole names",
+        r"\['reward/mean'\].*whole names",
     ),
     "a histogram that is a number": (
         lambda loss, sums: (loss, sums | {"logprob_difference": loss}),
-        r"logprob_difference of shape \[\]: return a histogram of shape \[81\]",
+        r"logprob_difference of shape \[\].*\[81\]",
     ),
     "half of a mean": (
         lambda loss, sums: (loss, {"tokens": loss, "on_policy_tokens": loss}),
-        "the sums .*: return on_policy_tokens and mismatch_k3_on_policy together, or neither",
+        "on_policy_tokens and mismatch_k3_on_policy",
     ),
 }
 
@@ -424,7 +424,7 @@ def test_an_objective_that_returns_what_cannot_be_used_is_refused_with_its_place
     def changed(output: TokenLogprobs, batch: MicroBatch) -> Any:
         return change(*supervised(output, batch))
 
-    with pytest.raises(ValueError, match=rf"the objective changed {HERE} returned {said}"):
+    with pytest.raises(ValueError, match=rf"objective changed {HERE} .*{said}"):
         call(changed, *one_microbatch())
 
 
@@ -440,7 +440,7 @@ def test_no_metric_that_a_run_writes_itself_may_be_a_sum() -> None:
             loss, sums = supervised(output, batch)
             return loss, sums | {name: loss}
 
-        with pytest.raises(ValueError, match=r"return other names than \['.*'\], which are "):
+        with pytest.raises(ValueError, match=rf"\['.*{re.escape(name.split('*')[0])}.*'\]"):
             call(objective, *one_microbatch())
 
 
@@ -461,16 +461,16 @@ def distilled(output: TokenLogprobs, batch: MicroBatch) -> tuple[torch.Tensor, S
 
 def test_a_column_that_nobody_fills_is_refused_before_anything_is_spawned() -> None:
     functions = sent(grpo, partial(distilled))
-    said = rf"the objective distilled {HERE} needs the column 'teacher', which nobody fills \(filled are old\)"
+    said = rf"objective distilled {HERE} .*'teacher'.*\(filled are old\)"
     with pytest.raises(ValueError, match=said):
         check_columns(functions, {})
-    ready = r"nobody fills \(filled are old, value\): give run.start\(\) a stage .* stages=\[teacher\(run.frozen"
+    ready = r"\(filled are old, value\).*stages=\[teacher\("
     with pytest.raises(ValueError, match=ready):
         check_columns(functions, {"value": "critic"})
     check_columns(functions, {"teacher": "teacher"})
     by_column = needs("value")(lambda group: PerToken(group.columns["value"]))
     assert sent(by_column, supervised).advantage_columns == needed_columns(by_column) == ("value",)
-    with pytest.raises(ValueError, match=r"the advantage <lambda> .* needs the column 'value'"):
+    with pytest.raises(ValueError, match="advantage <lambda> .*'value'"):
         check_columns(sent(by_column, supervised), {"teacher": "teacher"})
 
 
@@ -479,14 +479,14 @@ def test_to_drop_groups_of_equal_rewards_is_refused_or_warns_where_they_would_te
     """Where equal rewards have advantages of zero, in a batch in which others do not, and nowhere else."""
     functions = sent(advantage, "reinforcement")
     if advantage in ("distillation", "sequence_distillation"):
-        with pytest.raises(ValueError, match="drop-equal-rewards: the advantage distillation reads no rewards"):
+        with pytest.raises(ValueError, match="drop-equal-rewards: .*advantage distillation "):
             equal_rewards_warning(functions)
         return
     views = [GroupView.of(rewards, columns={"value": [torch.full((1,), 0.25)] * 2}) for rewards in ([1, 1], [0, 1])]
     of_equal, _ = advantages_of(views, functions.advantage.load())
     warning = equal_rewards_warning(functions)
     assert any(values.any() for values in of_equal) == bool(warning)
-    assert not warning or f"drop-equal-rewards: the advantage {advantage} does not compare" in warning
+    assert not warning or re.search(f"drop-equal-rewards: .*advantage {advantage} ", warning)
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
@@ -496,7 +496,7 @@ def test_to_drop_groups_by_their_rewards_is_refused_where_the_objective_reads_no
         return
     given = OBJECTIVES[objective](LossSettings(entropy_coefficient=0.1))
     for of_either in (objective, given):
-        with pytest.raises(ValueError, match=f"drop-equal-rewards: the objective {objective} reads no rewards"):
+        with pytest.raises(ValueError, match=f"drop-equal-rewards: .*objective {objective} "):
             equal_rewards_warning(sent(grpo, of_either))
     assert equal_rewards_warning(sent(leave_one_out, scaled)) == ""  # of a recipe's own nothing is known
 
@@ -528,9 +528,9 @@ class Judged:
 def test_decorators_of_a_class_are_those_of_its_objects(kind: Any, wrapped: Any) -> None:
     functions = sent(wrapped(kind()), wrapped(Judged()))
     assert functions.advantage_columns == ("value",)
-    with pytest.raises(ValueError, match=rf"the advantage {kind.__name__} {HERE} needs the column 'value'"):
+    with pytest.raises(ValueError, match=rf"advantage {kind.__name__} {HERE} .*'value'"):
         check_columns(functions, {})
-    with pytest.raises(ValueError, match=rf"the objective Judged {HERE} needs the column 'id'"):
+    with pytest.raises(ValueError, match=rf"objective Judged {HERE} .*'id'"):
         check_columns(functions, {"value": "judge"})
     loaded = functions.load()
     views = [GroupView.of([0.0, 1.0], columns={"value": [torch.zeros(1)] * 2})] * 3
@@ -546,18 +546,18 @@ def test_the_reference_has_one_source_and_every_group_its_engines_logprobs() -> 
     assert functions.advantage_columns == ("teacher", "behaviour")
     check_columns(functions, {"teacher": "teacher", "reference": "reference"})
     check_columns(functions, {"teacher": "teacher"}, reference=True)
-    said = "'reference' would be filled by --trainer.reference and by the stage 'mine': leave one"
+    said = r"'reference' .*--trainer\.reference\b.*'mine'"
     with pytest.raises(ValueError, match=said):
         check_columns(functions, {"teacher": "teacher", "reference": "mine"}, reference=True)
-    with pytest.raises(ValueError, match=r"trainer\.reference: the objective objective .* does not read the column"):
+    with pytest.raises(ValueError, match=r"trainer\.reference: "):
         check_columns(TrainingFunctions.of_settings(LossSettings()), {}, reference=True)
 
 
 @pytest.mark.parametrize(
     ("loss", "columns", "said"),
     [
-        ({}, ["reference"], "'reference', which neither .* trainer.loss.kl-coefficient, such as 0.001"),
-        ({}, ["teacher"], "'teacher', which neither .* the objective or the advantage distillation, decorate .*@needs"),
+        ({}, ["reference"], r"'reference'.* trainer\.loss\.kl-coefficient\b"),
+        ({}, ["teacher"], "'teacher'.*@needs"),
         ({"teacher_top": 2}, ["teacher", *sum(top_columns(3), [])], r"'teacher_id_2', .*top=s\.trainer\.loss\.teacher"),
         ({"teacher_top": 2}, ["teacher", *sum(top_columns(2), [])], ""),
         ({"kl_coefficient": 0.1}, ["reference"], ""),
@@ -577,9 +577,9 @@ def test_a_column_that_a_model_computes_and_nobody_reads_is_refused(
 
 
 def test_a_column_that_was_not_asked_for_is_refused_with_what_to_do() -> None:
-    with pytest.raises(ValueError, match=r"no column 'teacher', there are none here\. Decorate .* @needs\('teacher'\)"):
+    with pytest.raises(ValueError, match=r"'teacher'.*@needs\('teacher'\)"):
         call(distilled, *one_microbatch())
-    with pytest.raises(ValueError, match="no column 'value', here are other"):
+    with pytest.raises(ValueError, match="'value'.*other"):
         _ = GroupView.of([1.0], columns={"other": [torch.zeros(1)]}).columns["value"]
 
 
@@ -606,7 +606,7 @@ def test_the_settings_objective_is_reinforcement() -> None:
 def test_gae_is_refused_unless_a_critic_or_a_stage_fills_its_values() -> None:
     functions = TrainingFunctions.of_settings(LossSettings(advantage="gae"))
     assert functions.advantage_columns == ("value",)
-    with pytest.raises(ValueError, match="the advantage gae .* needs the column 'value', which .* --trainer.critic.lr"):
+    with pytest.raises(ValueError, match=r"advantage gae .*'value'.* --trainer\.critic\.lr"):
         check_columns(functions, {})
     check_columns(functions, {"value": "of a recipe"})
     settings = TrainerSettings(loss=LossSettings(advantage="gae"), critic=CriticSettings(lr=1e-5, gamma=0.9, lam=0.8))
@@ -619,9 +619,9 @@ def test_gae_is_refused_unless_a_critic_or_a_stage_fills_its_values() -> None:
         found: Any = of_run.load().advantage([view])  # type: ignore[arg-type]
         for one, other in zip(found[0].values, gae([view], 0.9, 0.8)[0].values, strict=True):
             torch.testing.assert_close(one, other)
-    with pytest.raises(ValueError, match="'value' is filled by the stage judge, and by the trainer's critic"):
+    with pytest.raises(ValueError, match="'value' .*stage judge\\b.*critic"):
         check_columns(functions, {"value": "judge"}, critic=True)
-    with pytest.raises(ValueError, match=r"trainer\.critic\.lr: neither the advantage nor the objective reads"):
+    with pytest.raises(ValueError, match=r"trainer\.critic\.lr: "):
         check_columns(TrainingFunctions.of_settings(LossSettings()), {}, critic=True)
 
 
@@ -636,7 +636,7 @@ def test_gae_discounts_as_the_critic_does_whoever_gives_its_parameters() -> None
         for one, other in zip(found[0].values, expected, strict=True):
             torch.testing.assert_close(one, other)
     other_lam: Any = partial(gae, lam=0.95)
-    with pytest.raises(ValueError, match=r"gae has lam 0\.95, and the critic .*trainer\.critic\.lam 0\.8: give"):
+    with pytest.raises(ValueError, match=r"lam 0\.95\b.*trainer\.critic\.lam 0\.8\b"):
         TrainingFunctions.of(other_lam, supervised, loss, critic)
     by_stage: Any = TrainingFunctions.of(other_lam, supervised, loss).load().advantage
     assert by_stage.keywords == {"lam": 0.95}, "a stage's values are discounted as the recipe says"
@@ -646,14 +646,14 @@ def test_tokens_of_a_teacher_that_the_objective_does_not_read_are_refused() -> N
     loss = LossSettings(teacher_top=4)
     assert TrainingFunctions.of("distillation", "distillation", loss)
     for objective in ("reinforcement", supervised):
-        with pytest.raises(ValueError, match=r"loss\.teacher-top 4: the objective .* reads log-probs of no token"):
+        with pytest.raises(ValueError, match=r"loss\.teacher-top 4: "):
             TrainingFunctions.of("distillation", objective, loss)
 
 
 def test_settings_of_a_critic_that_contradict_themselves_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"trainer\.critic\.clip 0\.5: there is no critic\. Give trainer\.critic\.lr"):
+    with pytest.raises(ValueError, match=r"trainer\.critic\.clip 0\.5: .*trainer\.critic\.lr"):
         CriticSettings(clip=0.5)
-    with pytest.raises(ValueError, match=r"trainer\.critic\.lr: .* leave trainer\.tp at 1"):
+    with pytest.raises(ValueError, match=r"trainer\.critic\.lr: .*trainer\.tp\b"):
         TrainerSettings(tp=2, critic=CriticSettings(lr=1e-5))
 
 

@@ -17,8 +17,8 @@ from tests.trainer.memory_cases import CASES, RANKS, folder_of, make_model
 from tests.trainer.programs import run_program
 
 TOLERANCE = 0.1
-PROGRAM_S = 540.0
-"""Seconds for all cases, on shared cores: some 45 when nothing else runs."""
+PROGRAM_S = 1500.0
+"""Limit of all cases together: some 45 s when nothing else runs."""
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +37,7 @@ def peaks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
     return found
 
 
+@pytest.mark.timeout(PROGRAM_S + 60)
 @pytest.mark.parametrize("name", CASES)
 def test_a_trainer_rank_takes_what_is_planned(name: str, peaks: dict[str, int]) -> None:
     case = CASES[name]

@@ -63,16 +63,16 @@ def test_the_first_layers_are_dense_and_rotary_scaling_is_taken_over() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantised weights are not supported"),
-        ({"rms_norm_eps": 1e-5}, "rms_norm_eps 1e-05 is not supported for DeepSeek-V3"),
-        ({"scoring_func": "softmax"}, "not softmax"),
-        ({"rope_interleave": False}, "rope_interleave must be true"),
-        ({"rope_parameters": YARN | {"mscale": 0.7}}, "only 'default', and 'yarn' with mscale and mscale_all_dim"),
-        ({"rope_parameters": YARN | {"mscale": None}}, "only 'default', and 'yarn' with mscale and mscale_all_dim"),
-        ({"rope_parameters": YARN | {"mscale": None, "mscale_all_dim": None}}, "with mscale and mscale_all_dim"),
-        ({"rope_parameters": YARN | {"mscale": 0.0, "mscale_all_dim": 0.0}}, "with mscale and mscale_all_dim"),
-        ({"rope_parameters": YARN | {"attention_factor": 1.2}}, "without attention_factor"),
-        ({"rope_parameters": YARN | {"rope_type": "linear"}}, "only 'default', and 'yarn' with mscale and"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),
+        ({"rms_norm_eps": 1e-5}, "rms_norm_eps 1e-05"),
+        ({"scoring_func": "softmax"}, "softmax"),
+        ({"rope_interleave": False}, "rope_interleave"),
+        ({"rope_parameters": YARN | {"mscale": 0.7}}, "'yarn' .*mscale_all_dim"),
+        ({"rope_parameters": YARN | {"mscale": None}}, "'yarn' .*mscale_all_dim"),
+        ({"rope_parameters": YARN | {"mscale": None, "mscale_all_dim": None}}, "'yarn' .*mscale_all_dim"),
+        ({"rope_parameters": YARN | {"mscale": 0.0, "mscale_all_dim": 0.0}}, "'yarn' .*mscale_all_dim"),
+        ({"rope_parameters": YARN | {"attention_factor": 1.2}}, "attention_factor"),
+        ({"rope_parameters": YARN | {"rope_type": "linear"}}, "'yarn' .*mscale_all_dim"),
     ],
 )
 def test_what_is_not_supported_is_refused(change: dict[str, Any], words: str) -> None:

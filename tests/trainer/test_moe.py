@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(params=parameters(LAYOUTS))
+@pytest.fixture(params=parameters(LAYOUTS, core=True))
 def where(request: pytest.FixtureRequest, folder: Path, ran: set[int]) -> str:
     """A layout, of which moe_ranks.py has written its part."""
     ranks = int(request.param[0])
@@ -151,23 +151,23 @@ def test_layers_with_experts_are_those_of_the_config(change: dict[str, Any], lay
 
 def test_a_deepseek_that_sglang_could_not_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["DeepseekV3ForCausalLM"], "moe_layer_freq": 1}))
-    with pytest.raises(ValueError, match=r"lacks topk_method, scoring_func, .* Add .*\{\"topk_method\": \"noaux_tc\""):
+    with pytest.raises(ValueError, match=r"topk_method, scoring_func"):
         resolve_model(str(tmp_path))
 
 
 def test_a_config_without_the_number_of_experts_is_refused() -> None:
-    with pytest.raises(ValueError, match="neither num_experts nor num_local_experts"):
+    with pytest.raises(ValueError, match="num_experts"):
         sparse_layers({key: value for key, value in CONFIG.items() if key != "num_experts"})
 
 
 @pytest.mark.parametrize(
     ("ranks", "degree", "words"),
     [
-        (3, 1, "8 experts cannot be shared equally by trainer.ranks 3"),
-        (6, 3, "8 experts cannot be shared equally by trainer.expert-parallel 3"),
-        (10, 1, "hidden_size 48 cannot be shared equally"),
-        (16, 1, "moe_intermediate_size 20 cannot be shared equally"),
-        (16, 2, "so 8 ranks hold rows of the same ones; moe_intermediate_size 20 cannot"),
+        (3, 1, r"\b8 experts .*trainer\.ranks 3\b"),
+        (6, 3, r"\b8 experts .*trainer\.expert-parallel 3\b"),
+        (10, 1, r"\bhidden_size 48\b"),
+        (16, 1, r"\bmoe_intermediate_size 20\b"),
+        (16, 2, r"\b8 ranks .*\bmoe_intermediate_size 20\b"),
     ],
 )
 def test_ranks_that_cannot_share_the_experts_are_refused(ranks: int, degree: int, words: str) -> None:
@@ -181,9 +181,9 @@ def test_ranks_that_can_share_the_experts_are_not(ranks: int, degree: int, exper
 
 
 def test_expert_parallelism_that_cannot_be_is_refused() -> None:
-    with pytest.raises(ValueError, match="expert-parallel 4 must divide trainer.ranks, which is 6"):
+    with pytest.raises(ValueError, match=r"expert-parallel 4 .*trainer\.ranks\b.*\b6\b"):
         TrainerSettings(ranks=6, expert_parallel=4)
-    with pytest.raises(ValueError, match="the model has no experts"):
+    with pytest.raises(ValueError, match="no experts"):
         check_experts(CONFIG | {"num_experts": 0}, TrainerSettings(ranks=2, expert_parallel=2))
 
 
@@ -193,9 +193,9 @@ def test_adapters_that_cannot_be_are_refused() -> None:
     lora = LoraSettings(rank=2, targets=("q_proj", "gate_proj", "down_proj"))
     for experts in (0, 8):
         check_experts(CONFIG | {"num_experts": experts}, TrainerSettings(lora=lora))
-    words = r"gate_proj, down_proj are projections of experts, and trainer.ranks 4 is more than the 2 experts"
+    words = r"gate_proj, down_proj .*trainer\.ranks 4 .*\b2 experts"
     with pytest.raises(ValueError, match=words):
         check_experts(CONFIG | {"num_experts": 2}, TrainerSettings(4, 2, lora=lora))
     deepseek = {"architectures": ["DeepseekV3ForCausalLM"], "n_routed_experts": 8, "first_k_dense_replace": 2}
-    with pytest.raises(ValueError, match="adapters on the latent attention of a DeepSeek-V3 are not supported"):
+    with pytest.raises(ValueError, match="DeepSeek-V3"):
         check_experts(CONFIG | deepseek, attention)

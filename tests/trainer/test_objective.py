@@ -159,23 +159,23 @@ def test_what_distillation_does_not_read_is_refused() -> None:
     assert other_token_columns(distillation(TOP)) == ("teacher_id_0",) and not other_token_columns(
         distillation(LossSettings())
     )
-    with pytest.raises(ValueError, match="which the drawn token alone does not tell: give trainer.loss.teacher-top"):
+    with pytest.raises(ValueError, match=r"trainer\.loss\.teacher-top"):
         LossSettings(teacher_divergence="forward")
     for changes in ({"positives_only": True}, {"corrections": ("opsm",)}, {"kl_coefficient": 0.1, "kl_in": "reward"}):
-        with pytest.raises(ValueError, match=r"reads no advantages: leave out trainer\.loss\.positives-only"):
+        with pytest.raises(ValueError, match=r"trainer\.loss\.positives-only"):
             distillation(LossSettings(**changes))  # type: ignore[arg-type]
     for unused in ({"clip_low": 0.1}, {"clip_high": 0.5}, {"dual_clip": 3.0}, {"overlong_limit": 100}):
         name = next(iter(unused)).replace("_", "-")
-        with pytest.raises(ValueError, match=rf"trainer\.loss\.{name}: the objective distillation reads no rewards"):
+        with pytest.raises(ValueError, match=rf"trainer\.loss\.{name}: .*\bdistillation\b"):
             distillation(LossSettings(**unused))  # type: ignore[arg-type]
     weighed: list[dict[str, Any]] = [{"corrections": ("tis",)}, {"corrections": ("sequence_mask", "icepop")}]
     for weighing in [*weighed, {"importance_cap": 3.0}]:
         with pytest.raises(
-            ValueError, match=r"trainer\.loss\.(corrections (tis|icepop)|importance-cap): with .*teacher-top"
+            ValueError, match=r"trainer\.loss\.(corrections (tis|icepop)|importance-cap): .*teacher-top"
         ):
             distillation(replace(TOP, **weighing))
     for unread in ({"ratio_to": "behaviour"}, {"policy_loss": "decoupled"}):
-        with pytest.raises(ValueError, match=r"has no ratio and no policy loss: leave out trainer\.loss\.ratio-to"):
+        with pytest.raises(ValueError, match=r"trainer\.loss\.ratio-to"):
             distillation(LossSettings(**unread))  # type: ignore[arg-type]
 
 
@@ -254,29 +254,29 @@ def test_without_old_logprobs_the_policy_that_is_updated_is_the_old_one() -> Non
         ),
         (
             {"advantage": "sequence_distillation", "overlong_limit": 100},
-            "overlong-limit 100 takes .* and the advantage sequence_distillation reads no rewards",
+            "overlong-limit 100 .*sequence_distillation",
         ),
-        ({"positives_only": True, "dual_clip": 3.0}, "dual-clip: nothing reads it, because .*positives-only"),
+        ({"positives_only": True, "dual_clip": 3.0}, "dual-clip: .*positives-only"),
         (
             {"positives_only": True, "policy_loss": "sapo", "tau_negative": 2.0},
-            "tau-negative: nothing reads it, because .*positives-only",
+            "tau-negative: .*positives-only",
         ),
-        ({"positives_only": True, "corrections": ("opsm",)}, "opsm drops .* and trainer.loss.positives-only trains on"),
-        ({"kl_coefficient": 0.1, "kl_estimate": "k1"}, "kl-estimate k1 in the loss: its gradient is zero"),
-        ({"tau_negative": 2.0}, "tau-negative: nothing reads it, because the policy loss is ppo_clip"),
-        ({"max_change": 0.1}, "max-change: nothing reads it"),
-        ({"behaviour_cap": 2.0}, "behaviour-cap: nothing reads it"),
+        ({"positives_only": True, "corrections": ("opsm",)}, r"opsm .*trainer\.loss\.positives-only"),
+        ({"kl_coefficient": 0.1, "kl_estimate": "k1"}, "kl-estimate k1"),
+        ({"tau_negative": 2.0}, "tau-negative: .*ppo_clip"),
+        ({"max_change": 0.1}, "max-change: "),
+        ({"behaviour_cap": 2.0}, "behaviour-cap: "),
         (
             {"ratio_to": "behaviour", "importance_cap": 4.0},
-            "importance-cap: nothing reads it, because the corrections are none",
+            "importance-cap: .*corrections .*none",
         ),
-        ({"icepop_range": (0.1, 3.0)}, "icepop-range: nothing reads it, because the corrections are tis"),
-        ({"sequence_range": (0.1, 3.0)}, "sequence-range: nothing reads it"),
-        ({"opsm_kl": 0.1}, "opsm-kl: nothing reads it"),
-        ({"kl_in": "reward"}, "kl-in: nothing reads it, because trainer.loss.kl-coefficient is 0"),
-        ({"kl_estimate": "k2"}, "kl-estimate: nothing reads it"),
-        ({"overlong_penalty": 0.5}, "overlong-penalty: nothing reads it, because trainer.loss.overlong-limit is 0"),
-        ({"aggregation": "token_mean", "max_tokens": 8}, "max-tokens: nothing reads it, because .* token_mean"),
+        ({"icepop_range": (0.1, 3.0)}, "icepop-range: .*corrections .*tis"),
+        ({"sequence_range": (0.1, 3.0)}, "sequence-range: "),
+        ({"opsm_kl": 0.1}, "opsm-kl: "),
+        ({"kl_in": "reward"}, r"kl-in: .*trainer\.loss\.kl-coefficient\b.*\b0\b"),
+        ({"kl_estimate": "k2"}, "kl-estimate: "),
+        ({"overlong_penalty": 0.5}, r"overlong-penalty: .*trainer\.loss\.overlong-limit\b.*\b0\b"),
+        ({"aggregation": "token_mean", "max_tokens": 8}, "max-tokens: .*token_mean"),
     ],
 )
 def test_what_contradicts_itself_is_refused(settings: dict[str, Any], said: str) -> None:
@@ -287,21 +287,21 @@ def test_what_contradicts_itself_is_refused(settings: dict[str, Any], said: str)
 @pytest.mark.parametrize("policy_loss", ["cispo", "gspo", "sapo", "dppo_tv", "decoupled"])
 def test_a_ratio_that_is_1_by_construction_warns(policy_loss: str) -> None:
     (warning,) = loss_warnings(LossSettings(policy_loss=policy_loss), 1)
-    assert "is 1 by construction" in warning and f"policy-loss {policy_loss}" in warning
+    assert f"policy-loss {policy_loss}" in warning
     assert loss_warnings(LossSettings(policy_loss=policy_loss), 2) == []
     if policy_loss != "decoupled":
         assert loss_warnings(LossSettings(policy_loss=policy_loss, ratio_to="behaviour"), 1) == []
     else:
-        assert "nothing is limited" not in warning and "above behaviour-cap 5" in warning
+        assert "behaviour-cap 5" in warning
     assert loss_warnings(LossSettings(), 1) == []
     assert len(loss_warnings(LossSettings(clip_high=0.3), 1)) == 1
 
 
 def test_several_updates_without_a_ratio_and_another_estimate_in_the_reward_warn() -> None:
     (warning,) = loss_warnings(LossSettings(policy_loss="pg"), 4)
-    assert "pg with 4 updates a batch" in warning and loss_warnings(LossSettings(policy_loss="pg"), 1) == []
+    assert "pg with 4 updates" in warning and loss_warnings(LossSettings(policy_loss="pg"), 1) == []
     (warning,) = loss_warnings(LossSettings(kl_coefficient=0.1, kl_in="reward", kl_estimate="k3"), 1)
-    assert "kl-estimate k3 with kl-in reward: its gradient is not that of KL(pi, reference)" in warning
+    assert "kl-estimate k3 with kl-in reward" in warning
     assert loss_warnings(LossSettings(kl_coefficient=0.1, kl_in="reward"), 1) == []
 
 

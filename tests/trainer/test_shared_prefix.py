@@ -222,7 +222,7 @@ def test_a_rank_without_episodes_has_all_columns() -> None:
 def test_an_episode_without_a_column_that_others_have_is_refused() -> None:
     episodes = tree_of([8, 8], [(0, 0), (0, 5)], 0)
     episodes[0].fill_column("value", np.zeros(8))
-    with pytest.raises(ValueError, match=r"an episode has columns \[\], but not value, as others have"):
+    with pytest.raises(ValueError, match=r"\[\].*\bvalue\b"):
         pack(episodes, torch.zeros(2), torch.zeros(2), 0, CPU, [0, 0], ["value"])
 
 

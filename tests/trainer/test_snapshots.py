@@ -17,6 +17,7 @@ from monarch_rl.weights.checksum import tensor_checksum
 from monarch_rl.weights.endpoint import TransferError
 from monarch_rl.weights.manifest import make_manifest
 from tests.kernels import Kernels
+from tests.patience import patiently
 
 
 class Memory:
@@ -37,9 +38,9 @@ def test_a_snapshot_of_another_version_is_refused() -> None:
     (view,) = snapshots.prepare(3, 1)
     view.view(torch.float32).view(4, 2).copy_(weights)
     assert asyncio.run(snapshots.checksums(3, 1)).tolist() == [int(tensor_checksum(weights))]
-    with pytest.raises(RuntimeError, match="trainer rank 0 has version 3 in snapshot 1, not 2"):
+    with pytest.raises(RuntimeError, match="rank 0 .*version 3 .*snapshot 1.*2"):
         asyncio.run(snapshots.checksums(2, 1))
-    with pytest.raises(RuntimeError, match="has version None in snapshot 0, not 3"):
+    with pytest.raises(RuntimeError, match="None .*snapshot 0.*3"):
         asyncio.run(snapshots.checksums(3, 0))
 
 
@@ -55,7 +56,7 @@ class Transfer(Memory):
     async def send(self, version: int, index: int) -> None:
         self.sending.set()
         try:
-            await asyncio.wait_for(self.outcome, 60)
+            await patiently(self.outcome, "the outcome of the transfer")
         finally:
             self.ended = True
 
@@ -74,7 +75,7 @@ async def outcome_of(fails: str) -> tuple[Transfer, Any]:
     (view,) = snapshots.prepare(3, 1)
     view.view(torch.float32).fill_(1)
     calling = asyncio.ensure_future(snapshots.send(2 if "checksums" in fails else 3, 1))
-    await asyncio.wait_for(sender.sending.wait(), 60)
+    await patiently(sender.sending.wait(), "the transfer to begin")
     if fails == "transfer":
         sender.outcome.set_exception(TransferError("a generator is lost"))
     elif not fails:
@@ -87,8 +88,8 @@ async def outcome_of(fails: str) -> tuple[Transfer, Any]:
 def test_a_snapshot_whose_checksums_fail_is_not_sent_on_behind_the_callers_back() -> None:
     """The transfer is aborted and has ended when the error is raised; and the error is that of the checksums."""
     sender, answer = asyncio.run(outcome_of("checksums"))
-    assert sender.ended and "has version 3 in snapshot 1, not 2" in str(answer)
-    assert "could not take the checksums: trainer rank 0 has version 3" in str(sender.outcome.exception())
+    assert sender.ended and "snapshot 1" in str(answer)
+    assert str(answer) in str(sender.outcome.exception())
     sender, answer = asyncio.run(outcome_of("transfer"))
     assert sender.ended and str(answer) == "a generator is lost"
     sender, answer = asyncio.run(outcome_of(""))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import resource
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from monarch_rl.checkpoint import journal as journal_module
 from monarch_rl.checkpoint.journal import JournalWriter, Made, read_plan, write_plan
 from monarch_rl.pipeline.made_again import common, said_of
 from monarch_rl.trainer import step_journal
@@ -24,7 +24,8 @@ from monarch_rl.trainer.known_steps import KnownBatch
 from monarch_rl.trainer.loss_settings import LossSettings
 from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.trainer.step_journal import EarlierSteps, StepJournal, trained_as
-from tests.checkpoint.test_journal import patiently, shards
+from tests import patience
+from tests.checkpoint.test_journal import shards
 
 PLAN = TrainerPlan(Path("model"), TrainerSettings(ranks=1), 1, 1.0, 8, generation=2)
 WEIGHTS = np.arange(3)
@@ -35,6 +36,7 @@ RANK: Any = SimpleNamespace(rank=0, settings=SimpleNamespace(tp=1))
 @pytest.fixture(autouse=True)
 def weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_journal, "weights_checksums", lambda policy: WEIGHTS)
+    monkeypatch.setattr(journal_module, "END_S", 600.0)  # a disk that writes is waited for
 
 
 def journal(folder: Path, *generations: tuple[TrainerPlan, list[int]], made: np.ndarray = WEIGHTS) -> Path:
@@ -43,7 +45,8 @@ def journal(folder: Path, *generations: tuple[TrainerPlan, list[int]], made: np.
         write_plan(folder, replace(plan, generation=generation), generation)
         writer = JournalWriter(folder, 0, 10**6, {"generation": generation, "trained_as": trained_as(plan)})
         for version in versions:
-            patiently(writer, shards(abs(version), 1)[0])
+            patience.wait_until(writer._waiting.empty, "room for a batch", every_s=0.001)
+            writer.batch(shards(abs(version), 1)[0])
             if version >= 0:
                 writer.made(version, Made(made, {}))
         writer.close()
@@ -70,7 +73,7 @@ def test_a_journal_of_other_weights_is_not_for_this_checkpoint(
     folder = journal(tmp_path, (PLAN, [0, 1, 2]), made=WEIGHTS + 1)
     with caplog.at_level(logging.WARNING):
         assert versions(folder, 2, 0) == [] and versions(folder, 0, 0) == [0, 1, 2]
-    assert "of other weights than the checkpoint" in caplog.text
+    assert "of other weights" in caplog.text
 
 
 def test_a_plan_that_the_disk_refuses_costs_no_run_and_no_record(
@@ -86,9 +89,9 @@ def test_a_plan_that_the_disk_refuses_costs_no_run_and_no_record(
     begun.took(shards(2, 1)[0])
     begun.made(2, {})
     begun.close()
-    assert "has no plan-1.pickle" in caplog.text and begun.lost == 0
+    assert "plan-1.pickle" in caplog.text and begun.lost == 0
     assert versions(tmp_path, 2, 1) == [2]
-    with pytest.raises(ValueError, match="there is no .*plan-1.pickle"):
+    with pytest.raises(ValueError, match=r"plan-1\.pickle"):
         read_plan(tmp_path, 1)
 
 
@@ -106,7 +109,7 @@ def test_batches_for_other_ranks_or_functions_are_left(tmp_path: Path, caplog: p
     folder = journal(tmp_path, (two, [0, 1]), (PLAN, [2, 3]))
     with caplog.at_level(logging.WARNING):
         assert versions(folder, 1, 0) == [] and versions(folder, 2, 0) == [2, 3]
-    assert "step 2 is not made again from the journal: it was trained in another way" in caplog.text
+    assert "step 2 is not made again" in caplog.text
     assert len({trained_as(plan) for plan in (PLAN, two, own, replace(own, total_steps=9))}) == 3
 
 
@@ -125,7 +128,9 @@ def test_an_objective_that_was_edited_where_it_stands_is_another_one() -> None:
         text = f"def objective(batch):\n    return [{body} for column in batch if column in {{'a', 'b', 'c', 'd'}}]"
         environment = {**os.environ, "PYTHONHASHSEED": str(seed)}
         command = [sys.executable, "-c", CODE, text]
-        return subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=60).stdout
+        done = patience.run(command, env=environment)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
     first = code("2 * column", 1)
     assert len(first) > 32 and first == code("2 * column", 2) == code("2 * column", 3) != code("3 * column", 1)
@@ -148,7 +153,7 @@ def test_batches_of_before_the_run_went_on_without_its_journal_do_not_count(
         assert EarlierSteps(folder, PLAN, RANK, 2, 0, since=1).known == [] and not caplog.text
         other = journal(tmp_path / "other", (PLAN, [0, 1, 2]), made=WEIGHTS + 1)
         assert EarlierSteps(other, PLAN, RANK, 2, 0, since=1).known == []
-    assert "of other weights than the checkpoint" in caplog.text
+    assert "of other weights" in caplog.text
 
 
 def test_ranks_make_again_what_all_of_them_have() -> None:

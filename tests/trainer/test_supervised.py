@@ -86,10 +86,10 @@ def test_rows_beside_a_batch_have_their_share_of_the_weights() -> None:
     [
         (
             {"prompt": [1], "answer": [2] * BUDGET},
-            f"has {BUDGET + 1} tokens: .*tokens-per-microbatch, which is {BUDGET}",
+            rf"\b{BUDGET + 1} tokens.*tokens-per-microbatch\b.*\b{BUDGET}\b",
         ),
-        ({"prompt": [], "answer": [2]}, "its prompt has no token"),
-        ({"prompt": [1]}, "cannot be trained: 'answer'"),
+        ({"prompt": [], "answer": [2]}, "prompt"),
+        ({"prompt": [1]}, "'answer'"),
     ],
 )
 def test_a_row_that_cannot_be_trained_is_named(row: dict[str, Any], said: str) -> None:
@@ -101,9 +101,9 @@ def test_a_row_that_cannot_be_trained_is_named(row: dict[str, Any], said: str) -
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
-        ([], "there are no supervised rows"),
-        ([{"question": "1+1?", "answer": "2"}], "need prompt .* the first one has question, answer"),
-        ([{"prompt": "1+1?", "answer": 2}], "answer of a supervised row is text, and the first one has 2"),
+        ([], "no supervised rows"),
+        ([{"question": "1+1?", "answer": "2"}], "question, answer"),
+        ([{"prompt": "1+1?", "answer": 2}], r"answer .*\b2\b"),
     ],
 )
 def test_rows_of_another_kind_are_refused_before_they_travel(rows: list[dict[str, Any]], said: str) -> None:

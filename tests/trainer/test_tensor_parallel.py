@@ -102,7 +102,7 @@ def test_updates_are_those_of_one_rank(folder: Path, name: str, where: str) -> N
 def test_a_model_that_cannot_be_shared_equally_is_refused(change: dict[str, int], refusal: str) -> None:
     check_tensor_parallel(QWEN3, 2)
     check_tensor_parallel(QWEN3 | change, 1)
-    with pytest.raises(ValueError, match=rf"trainer.tp 2 cannot share {refusal}"):
+    with pytest.raises(ValueError, match=rf"trainer\.tp 2 .*{refusal}\b"):
         check_tensor_parallel(QWEN3 | change, 2)
 
 
@@ -110,19 +110,19 @@ def test_torchtitan_still_has_no_context_parallelism_for_packed_rows() -> None:
     """When this fails, docs/architecture.md has to say something else."""
     config = model_config(QWEN3, logprob_chunk=16, longest=64, half_on_gpu=True)
     parallelism = ParallelismConfig(context_parallel_degree=2)
-    with pytest.raises(NotImplementedError, match="Varlen attention is not supported with CP"):
+    with pytest.raises(NotImplementedError, match="Varlen.*CP"):
         config.update_from_config(config=SimpleNamespace(parallelism=parallelism))
 
 
 def test_experts_lora_and_groups_across_hosts_are_refused() -> None:
-    with pytest.raises(ValueError, match="has experts or latent attention"):
+    with pytest.raises(ValueError, match="experts"):
         check_tensor_parallel(MOE, 2)
-    with pytest.raises(ValueError, match="trainer.lora cannot be trained with trainer.tp 2"):
+    with pytest.raises(ValueError, match=r"trainer\.lora .*trainer\.tp 2\b"):
         TrainerSettings(tp=2, lora=LoraSettings(rank=4))
-    with pytest.raises(ValueError, match="trainer.compile would compile rows of every length anew with trainer.tp 2"):
+    with pytest.raises(ValueError, match=r"trainer\.compile .*trainer\.tp 2\b"):
         TrainerSettings(tp=2, compile=True)
     check_hosts(TrainerSettings(ranks=12, tp=2), per_host=6)
-    with pytest.raises(ValueError, match="trainer.tp 4 must lie on one host: a divisor of its 6 devices"):
+    with pytest.raises(ValueError, match=r"trainer\.tp 4 .*\b6 devices"):
         check_hosts(TrainerSettings(ranks=12, tp=4), per_host=6)
-    with pytest.raises(ValueError, match="trainer.tp 2 must divide trainer.ranks, which is 3"):
+    with pytest.raises(ValueError, match=r"trainer\.tp 2 .*trainer\.ranks\b.*\b3\b"):
         TrainerSettings(ranks=3, tp=2)
