@@ -23,9 +23,9 @@ from monarch_rl.pipeline.start import PRELOADS
 from monarch_rl.runtime import fork_client
 from monarch_rl.runtime.fork_client import NoForkServer
 from monarch_rl.runtime.fork_server import Preload, start_server
+from tests import patience
+from tests.patience import TICK_S, Impatient, wait_until
 
-END_S = 60.0
-"""Seconds for the server to end: at once if all that it has forked have ended."""
 TRANSFORMERS = Preload("transformers", ("transformers.models.auto.modeling_auto", "peft"), after="torch")
 OF_TESTS = [*PRELOADS, TRANSFORMERS]
 ROOT = Path(__file__).parents[1]
@@ -45,7 +45,7 @@ def forking(preloads: Sequence[Preload]) -> Iterator[tuple[str, subprocess.Popen
     finally:
         assert server.stdin is not None
         server.stdin.close()
-        server.wait(END_S)
+        patience.exit_code(server)
 
 
 @cache
@@ -96,13 +96,14 @@ def run_forked(
             pid, status = fork_program(preload, command, files, given, folder)
         except NoForkServer:
             with environment(given, folder):
-                command = [sys.executable, *command]
-                return subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+                return patience.run([sys.executable, *command], seconds=seconds)
         try:
-            ended, _, _ = select.select([status], [], [], seconds)
-            if not ended:  # else its number may be another's by now
+            said = lambda: f"the end of {command}: {[file.read_text() for file in files]}"  # noqa: E731
+            try:
+                wait_until(lambda: select.select([status], [], [], TICK_S)[0], said, seconds, every_s=0.0)
+            except Impatient:  # its number is not another's yet
                 os.kill(pid, signal.SIGKILL)
-            assert ended, f"{command} has not ended after {seconds:g} s: {[file.read_text() for file in files]}"
+                raise
             code = fork_client.exit_code(status)
         finally:
             os.close(status)

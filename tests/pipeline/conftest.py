@@ -52,11 +52,19 @@ def end_meshes(cluster: Cluster, names: Collection[str] | None = None) -> None:
     asyncio.run(end())
 
 
+SHARED = SharedCluster()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """End the cluster before tests of another folder run in this process: they may start one of their own."""
+    if nextitem is None or nextitem.path.parent != item.path.parent:
+        SHARED.close()
+
+
 @pytest.fixture(scope="session")
-def shared_cluster() -> Iterator[SharedCluster]:
-    shared = SharedCluster()
-    yield shared
-    shared.close()
+def shared_cluster() -> SharedCluster:
+    return SHARED
 
 
 @pytest.fixture(scope="module")

@@ -64,6 +64,11 @@ class InspectedGenerator(Generator):
         return list(received)
 
     @concurrent_endpoint
+    async def engine_waits(self) -> list[str]:
+        """What its requests wait for."""
+        return [wait.what for wait in self._running.waits()]
+
+    @concurrent_endpoint
     async def save_ranks(self, folder: str) -> None:
         """Let SGLang write the parameters of each engine rank to a file: see :mod:`tests.pipeline.held`."""
         save = self._running._sglang.engine.save_sharded_model
@@ -148,7 +153,8 @@ class System(Generic[G]):
 
     async def draw(self, prompts: list[list[int]], sampling: Sampling = ALL_TOKENS) -> list[Completion]:
         """Completions of all prompts at once, spread over the replicas."""
-        dispatcher = Dispatcher(self.generators, 120.0)
+        # No controller replaces a lost replica: the last one's end is the request's.
+        dispatcher = Dispatcher(self.generators, 120.0, losses=len(self.generators) - 1)
         drawing = (dispatcher.generate(prompt, sampling, group) for group, prompt in enumerate(prompts))
         return list(await asyncio.gather(*drawing))
 

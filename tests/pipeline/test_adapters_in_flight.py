@@ -30,7 +30,7 @@ def test_adapters_flow_while_sequences_are_drawn(cluster: Cluster, tmp_path: Pat
     async def go() -> None:
         pool = await start_generators(cluster, model, ENGINES, first_device=2, lora=LORA)
         generators = list(pool.handles.values())
-        refusal = rf"generator 0 does not hold the model whose adapter is trained: 1 of \d+ tensors .*: {CHANGED}"
+        refusal = rf"generator 0 .* 1 of \d+ tensors .*: {CHANGED}"
         with pytest.raises(Exception, match=refusal):
             await System.start(cluster, other, generators, lr=1e-2, lora=LORA)
         system = await System.start(cluster, model, generators, lr=1e-2, lora=LORA)

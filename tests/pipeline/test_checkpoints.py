@@ -36,6 +36,7 @@ from monarch_rl.simulate.costs import Costs
 from monarch_rl.simulate.handles import LocalMesh
 from monarch_rl.simulate.run import Plan, SimulatedTrainer, run_settings, simulated_actors
 from monarch_rl.trainer.supervised import SupervisedPlan
+from tests.patience import happened, until
 
 PLAN = Plan(groups_per_step=4, group_size=2, trainer_devices=1, replicas=2, buffer=BufferSettings(1))
 DISK_S = 300.0
@@ -249,7 +250,7 @@ def test_a_disk_that_refuses_for_a_while_costs_lines_and_checkpoints_but_no_step
     assert failed[:6] == [0] * 6 and 2 <= failed[-1] <= 3 and kept == {2, 4}
     assert newest(disk) == 14
     said = [record.getMessage() for record in caplog.records]
-    assert sum("no checkpoint of step 6: " in text and "the last one is of step 4" in text for text in said) == 1
+    assert sum("of step 6: " in text and "of step 4" in text for text in said) == 1
     assert sum("no checkpoint of step" in text for text in said) == 1
     rows = [json.loads(line) for line in (disk / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == 14 - rows[-1]["checkpoint/lost_lines"] and (rows[0]["step"], rows[-1]["step"]) == (1, 14)
@@ -359,13 +360,14 @@ class StalledDisk:
         monkeypatch.setattr(folders, "commit", self._stalled)
 
     def _stalled(self, *arguments: Any) -> Path:
-        assert self._goes_on.wait(60)
+        happened(self._goes_on, "the disk to go on")
         return self._commit(*arguments)
 
     async def waited_for(self) -> None:
-        async with asyncio.timeout(60):
-            while not any("flushed" in wait.what and wait.on == "the disk" for wait in presence.waits()):
-                await asyncio.sleep(0.01)
+        def waits() -> bool:
+            return any("flushed" in wait.what and wait.on == "the disk" for wait in presence.waits())
+
+        await until(waits, "a wait for the disk to flush")
 
     def go_on(self) -> None:
         self._goes_on.set()
@@ -402,7 +404,7 @@ def test_a_disk_that_stalls_for_good_costs_the_checkpoint_and_not_the_end_of_the
     checkpoints = asyncio.run(ends())
     disk.set()
     assert checkpoints.saved is None and checkpoints.failed == 1
-    assert "no checkpoint of step 1: " in caplog.text and "the checkpoint of step 1 to be flushed" in caplog.text
+    assert "the checkpoint of step 1 to be flushed" in caplog.text
 
 
 def test_a_checkpoint_counts_once_it_has_its_name(
@@ -421,7 +423,7 @@ def test_a_checkpoint_counts_once_it_has_its_name(
 
     checkpoints = asyncio.run(ends())
     assert checkpoints.saved == 1 and not checkpoints.failed and newest_whole(tmp_path / "checkpoints")[1].version == 1
-    assert "older checkpoints: not removed: [Errno 28] No space left on device" in caplog.text
+    assert "No space left on device" in caplog.text
 
 
 def test_the_last_step_has_one_checkpoint(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.forking import run_forked
+from tests.patience import exit_code
 
 ROOT = Path(__file__).parents[2]
 TASK = {
@@ -27,13 +28,13 @@ SETTINGS = {"task": TASK, "steps": 3, "groups_per_step": 4, "group_size": 4, "ma
 
 
 PROGRAMS_S = 1200.0
-"""Seconds for programs that run at the same time: some 40 when nothing else runs."""
+"""The limit of a program, by the clock of ``tests/patience.py``: some 40 s when nothing else runs."""
 
 
 def run(scratch: Path, *commands: list[str]) -> None:
     """Run programs of Python at the same time: each takes long to import what it needs. Their errors fail the test."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    deadline, programs = time.monotonic() + PROGRAMS_S, []
+    programs = []
     try:
         for number, command in enumerate(commands):
             with (log := scratch / f"program{number}.log").open("w") as output:
@@ -41,11 +42,11 @@ def run(scratch: Path, *commands: list[str]) -> None:
                 program = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
             programs.append((program, log))
         for program, log in programs:
-            assert program.wait(deadline - time.monotonic()) == 0, log.read_text()[-6000:]
+            assert exit_code(program, seconds=PROGRAMS_S) == 0, log.read_text()[-6000:]
     finally:
         for program, _ in programs:
             program.kill()
-            program.wait(10)
+            exit_code(program)
 
 
 def forget_after(folder: Path, step: int) -> None:
@@ -59,19 +60,41 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
 
 
-@pytest.mark.slow
-@pytest.mark.heavy
-@pytest.mark.timeout(3 * PROGRAMS_S + 60)
-def test_depth_zero_makes_the_updates_of_a_plain_synchronous_loop(tmp_path: Path) -> None:
-    """And so does a run that is resumed after its first step."""
-    model = tmp_path / "model"
+@dataclass
+class Compared:
+    """A run without lag and a plain loop, of the same settings."""
+
+    model: Path
+    folder: Path
+    """Of the run."""
+    command: list[str]
+    """Of the run."""
+    plain: Path
+    """The weights of the plain loop."""
+
+    def check(self, trained: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+        """The weights that the run made are those expected."""
+        start = weights(self.model)
+        assert trained.keys() == expected.keys()
+        for name in expected:
+            moved = (expected[name] - start[name]).abs().max()
+            assert moved > 1e-3, name
+            # Adam divides by the gradient's size: where that is almost 0, rounding decides the direction.
+            assert (trained[name] - expected[name]).abs().max() < 0.02 * moved, name
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> Compared:
+    scratch = tmp_path_factory.mktemp("depth_zero")
+    model = scratch / "model"
+    # Of a random model nearly all rewards are alike, and what then moves its weights is rounding.
     size = ["--hidden-size", "64", "--layers", "2", "--steps", "40", "--ranks", "1"]
     task = [part for name, value in TASK.items() for part in (f"--task.{name.replace('_', '-')}", str(value))]
     made = run_forked("trainer", ["tools/make_tiny_model.py", "--output", model, *size, *task], PROGRAMS_S, folder=ROOT)
     assert made.returncode == 0, made.stderr
     arguments = {
         "model": model,
-        "output": tmp_path / "runs",
+        "output": scratch / "runs",
         "steps": SETTINGS["steps"],
         "groups-per-step": SETTINGS["groups_per_step"],
         "buffer.max-policy-lag": 0,
@@ -86,27 +109,30 @@ def test_depth_zero_makes_the_updates_of_a_plain_synchronous_loop(tmp_path: Path
         "checkpoint.every-steps": 1,
         "checkpoint.keep": 3,
     }
-    plain = tmp_path / "plain.safetensors"
-    recipe = [part for name, value in arguments.items() for part in (f"--{name}", str(value))]
-    run(
-        tmp_path,
-        ["recipes/grpo.py", *task, *recipe],
-        ["tests/pipeline/plain_loop.py", str(model), json.dumps(SETTINGS), str(plain)],
-    )
-    (folder,) = (tmp_path / "runs").iterdir()
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    plain = scratch / "plain.safetensors"
+    flags = [part for name, value in arguments.items() for part in (f"--{name}", str(value))]
+    command = ["recipes/grpo.py", *task, *flags]
+    run(scratch, command, ["tests/pipeline/plain_loop.py", str(model), json.dumps(SETTINGS), str(plain)])
+    (folder,) = (scratch / "runs").iterdir()
+    return Compared(model, folder, command, plain)
+
+
+@pytest.mark.slow
+@pytest.mark.heavy
+@pytest.mark.timeout(3 * PROGRAMS_S)
+def test_depth_zero_makes_the_updates_of_a_plain_synchronous_loop(compared: Compared) -> None:
+    rows = [json.loads(line) for line in (compared.folder / "metrics.jsonl").read_text().splitlines()]
     assert {row["lag/max"] for row in rows if "lag/max" in row} == {0}
     assert any(0 < row.get("reward/mean", 0) < 1 for row in rows), "without rewards nothing would be compared"
+    compared.check(weights(compared.folder / "model"), load_file(compared.plain))
 
-    start, trained, expected = weights(model), weights(folder / "model"), load_file(plain)
-    forget_after(folder, 1)
-    run(tmp_path, ["recipes/grpo.py", *task, *recipe, "--resume", str(folder)])
-    assert json.loads((folder / "resumes.jsonl").read_text())["step"] == 1
-    resumed = weights(folder / "model")
-    assert trained.keys() == expected.keys() == resumed.keys()
-    for name in expected:
-        moved = (expected[name] - start[name]).abs().max()
-        assert moved > 1e-3, name
-        # Adam divides by the gradient's size: where that is almost 0, rounding decides the direction.
-        assert (trained[name] - expected[name]).abs().max() < 0.02 * moved, name
-        assert (resumed[name] - trained[name]).abs().max() < 0.02 * moved, name
+
+@pytest.mark.slow
+@pytest.mark.heavy
+@pytest.mark.timeout(3 * PROGRAMS_S)
+def test_so_does_a_run_that_is_resumed_after_its_first_step(compared: Compared, tmp_path: Path) -> None:
+    trained = weights(compared.folder / "model")
+    forget_after(compared.folder, 1)
+    run(tmp_path, [*compared.command, "--resume", str(compared.folder)])
+    assert json.loads((compared.folder / "resumes.jsonl").read_text())["step"] == 1
+    compared.check(weights(compared.folder / "model"), trained)

@@ -39,7 +39,7 @@ def test_the_weights_with_adapters_travel_merged_and_no_others(
 
     async def go() -> None:
         generators = await start_inspected(cluster, model, 1, first_device, f"merged{tp}", tp, lora=LORA)
-        refusal = rf"generator 0 does not hold the model whose adapter is trained: 1 of \d+ tensors .*: {CHANGED}"
+        refusal = rf"generator 0 .* 1 of \d+ tensors .*: {CHANGED}"
         with pytest.raises(Exception, match=refusal):
             await System.start(cluster, other, generators, lr=1e-2, lora=LORA, expert_parallel=degree)
         system = await System.start(cluster, model, generators, lr=1e-2, lora=LORA, expert_parallel=degree)

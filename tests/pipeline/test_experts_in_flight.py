@@ -146,7 +146,7 @@ def test_a_bit_of_one_expert_that_is_wrong_is_caught_and_the_expert_named(
             for projection in ("gate", "up", "down"):
                 name = f"model.layers.{layer}.mlp.experts.{expert}.{projection}_proj.weight"
                 await generator.flip_bit.call_one(snapshot, name)
-                with pytest.raises(Exception, match=rf"1 of \d+ tensors differ from the trainer's: {re.escape(name)}"):
+                with pytest.raises(Exception, match=rf"1 of \d+ tensors .*: {re.escape(name)}"):
                     await generator.commit.call_one(version, snapshot, expected)
                 await generator.flip_bit.call_one(snapshot, name)
         await generator.commit.call_one(version, snapshot, expected)

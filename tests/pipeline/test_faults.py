@@ -27,10 +27,14 @@ from monarch_rl.runtime.endpoint import concurrent_endpoint
 from monarch_rl.weights.area import attach
 from monarch_rl.weights.endpoint import TransferSettings
 from tests.generator.helpers import make_model
+from tests.patience import patiently
 from tests.pipeline.conftest import SharedCluster
 from tests.pipeline.system import ENGINES, InspectedGenerator, System
 
-TRANSFER = TransferSettings(bucket_mib=1, deadline_s=8)
+TRANSFER = TransferSettings(bucket_mib=1, deadline_s=15)
+"""A deadline that is to pass once. All else takes less than a second when nothing else runs."""
+STORY_S = 1500.0
+"""The limit of all losses together, by the clock of ``tests/patience.py``."""
 SHORT = Sampling(max_new_tokens=4, temperature=0.0)
 Fault = Literal["killed while receiving", "stopped while receiving", "engine killed in commit", "bit flipped"]
 
@@ -96,7 +100,7 @@ class Harness:
         return system.version
 
     async def ask(self, index: int) -> Completion:
-        return await Dispatcher([self.generators[index]], 30.0).generate([7, 8, 9], SHORT, 0)
+        return await Dispatcher([self.generators[index]], 120.0, losses=0).generate([7, 8, 9], SHORT, 0)
 
     async def serving(self, *indices: int) -> None:
         """Check that these replicas draw with the newest version, from the same bits, and answer alike."""
@@ -116,6 +120,8 @@ def harness(tmp_path_factory: pytest.TempPathFactory, shared_cluster: SharedClus
     shared_cluster.close()
 
 
+@pytest.mark.core
+@pytest.mark.timeout(2 * STORY_S)
 def test_losses_one_after_the_other(harness: Harness, caplog: pytest.LogCaptureFixture) -> None:
     # A process that has held an engine keeps to errors: SGLang sets the level of the root logger.
     caplog.set_level("WARNING", "monarch_rl")
@@ -128,7 +134,7 @@ def test_losses_one_after_the_other(harness: Harness, caplog: pytest.LogCaptureF
             caplog.clear()
             await chapter(harness, caplog)
 
-    asyncio.run(asyncio.wait_for(story(), 300))
+    asyncio.run(patiently(story(), "all losses", STORY_S))
 
 
 async def flipped(harness: Harness, caplog: pytest.LogCaptureFixture) -> None:
@@ -168,7 +174,7 @@ async def stopped(harness: Harness, caplog: pytest.LogCaptureFixture) -> None:
         assert (np.diff(served) >= 0).all(), (
             "the new version may come while this is drawn, but never the old one after it"
         )
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(1)
         assert not step.done() or not step.exception()
     await step
     assert harness.lost == [3, 2, 1] and "generator 1 is lost (generator 1 does not answer" in caplog.text
@@ -213,7 +219,6 @@ async def trainer_killed(harness: Harness, caplog: pytest.LogCaptureFixture) -> 
 
     system.publisher.meeting.transfer = struck  # type: ignore[method-assign, assignment]
     await system.publisher.publish(system.version + 1)
-    blame = rf"version {system.version + 1} could not be sent: trainer rank 1 does not answer"
-    with pytest.raises(PublishError, match=blame):
+    with pytest.raises(PublishError, match=rf"version {system.version + 1} .*: trainer rank 1 "):
         await system.publisher.settled()
     assert {int(v) for v in (await harness.ask(0)).policy_versions} == {system.version}

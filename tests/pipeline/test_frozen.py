@@ -50,7 +50,9 @@ from monarch_rl.runtime.deadlines import DeadlineExceeded
 from monarch_rl.runtime.devices import Devices, TooFewDevices
 from monarch_rl.runtime.lasting_calls import LASTING
 from monarch_rl.runtime.preloading import ForkServer
+from monarch_rl.simulate.clock import run_virtual
 from tests.model.chat_helpers import write_model
+from tests.patience import until
 from tests.recipe.running import random_model
 from tools.make_tiny_model import Settings as TinyModel
 from tools.make_tiny_model import write_random_model
@@ -102,11 +104,11 @@ def test_the_policys_own_folder_is_asked_as_the_policy_is_unless_it_is_told_othe
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"name": "Judge 1"}, "a frozen model is called 'Judge 1': give a name of small letters"),
-        ({"tp": 3}, "frozen model judge: .*does not divide the model"),
-        ({"context_length": 10**6}, "frozen model judge: .*more than the model's own limit"),
-        ({"chat_options": "[]"}, "frozen model judge: frozen.chat-options must be an object"),
-        ({"replicas": 0}, "frozen.replicas must be at least 1"),
+        ({"name": "Judge 1"}, "'Judge 1'"),
+        ({"tp": 3}, "judge: .*tp 3 "),
+        ({"context_length": 10**6}, "judge: .*context-length"),
+        ({"chat_options": "[]"}, "judge: frozen.chat-options"),
+        ({"replicas": 0}, "frozen.replicas"),
     ],
 )
 def test_what_cannot_be_served_is_refused(folder: Path, settings: dict[str, Any], said: str) -> None:
@@ -115,14 +117,14 @@ def test_what_cannot_be_served_is_refused(folder: Path, settings: dict[str, Any]
 
 
 def test_a_folder_that_is_none_or_damaged_is_refused(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="frozen model judge: .*no such model"):
+    with pytest.raises(ValueError, match="judge: .*missing"):
         plan(tmp_path / "missing")
     config = json.loads((folder / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["GPT2LMHeadModel"]}))
-    with pytest.raises(ValueError, match="GPT2LMHeadModel is not supported.*Qwen3ForSequenceClassification"):
+    with pytest.raises(ValueError, match="GPT2LMHeadModel .*Qwen3ForSequenceClassification"):
         plan(tmp_path, policy=folder)
     (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen3ForSequenceClassification"]}))
-    with pytest.raises(ValueError, match="no .*safetensors"):
+    with pytest.raises(ValueError, match="safetensors"):
         plan(tmp_path, policy=folder)
 
 
@@ -147,7 +149,7 @@ def test_a_plan_has_the_number_of_the_policys_ids_and_not_of_its_own(folder: Pat
 def test_engines_take_the_devices_after_all_others(folder: Path) -> None:
     plans = [plan(folder, replicas=2), plan(folder, "teacher", tp=2)]
     check_frozen_devices(4, CPU, plans)
-    with pytest.raises(TooFewDevices, match="5 for trainer and generators, 4 for frozen models: 2 of frozen judge"):
+    with pytest.raises(TooFewDevices, match="5 for trainer and generators, 4 for .* 2 of frozen judge"):
         check_frozen_devices(5, CPU, plans)
 
 
@@ -208,9 +210,7 @@ def test_weights_for_a_model_that_the_run_has_not_are_refused_with_a_sentence(fo
     async def test() -> None:
         async with Run.open(RunSettings(model=str(folder))) as run:
             run._begun = SimpleNamespace(actors=SimpleNamespace(frozen=[FrozenPool(asked)]), checkpoints=None)  # type: ignore[assignment]
-            with pytest.raises(
-                ValueError, match="no frozen model 'teacher' .*; it has judge. Ask for it by run.frozen"
-            ):
+            with pytest.raises(ValueError, match="'teacher' .*judge.*run.frozen"):
                 await run.load_frozen(other.model, folder)
 
     asyncio.run(test())
@@ -225,7 +225,7 @@ def test_the_memory_plan_of_a_gpu_counts_log_probs_and_no_versions() -> None:
     assert 0.5 < automatic < 0.95
     assert with_memory(small, FrozenSettings(memory_fraction=0.3), gpu).memory_fraction == 0.3
     gpu = Devices("cuda", 1, 8, device_bytes(40))
-    with pytest.raises(ValueError, match=r"a replica needs .* GiB at its peak .*weights.*: raise frozen\.tp"):
+    with pytest.raises(ValueError, match=r"frozen\.tp"):
         with_memory(large, FrozenSettings(context_length=4096), gpu)
     assert with_memory(large, FrozenSettings(context_length=4096, tp=4), gpu).memory_fraction > 0
 
@@ -233,7 +233,7 @@ def test_the_memory_plan_of_a_gpu_counts_log_probs_and_no_versions() -> None:
 def test_a_machine_without_gpus_needs_room_for_all_engines(folder: Path) -> None:
     plans = [plan(folder, max_total_tokens=4096), plan(folder, "teacher", replicas=2, max_total_tokens=4096)]
     check_free_memory(plans, beside=0, free_bytes=1 << 30)
-    with pytest.raises(RuntimeError, match="the engines need generators 1.0, frozen teacher"):
+    with pytest.raises(RuntimeError, match="generators 1.0, frozen teacher"):
         check_free_memory(plans, beside=1 << 30, free_bytes=1 << 30)
 
 
@@ -343,17 +343,14 @@ class Stage:
             raise RuntimeError("no device")
         await self.pool.set_up(index, engine, on_gpu=False)
 
-    async def until(self, condition: Callable[[], Any]) -> None:
-        async with asyncio.timeout(10):
-            while not condition():
-                await asyncio.sleep(0.001)
-
 
 def on_stage(tmp_path: Path, folder: Path, test: Callable[[Stage], Awaitable[None]], restarts: int = 3) -> None:
+    """In virtual time."""
+
     async def go() -> None:
         await test(Stage(tmp_path, plan(folder, "generator"), restarts))
 
-    asyncio.run(go())
+    run_virtual(go())
     frozen._connected.clear()
 
 
@@ -370,7 +367,7 @@ def test_everybody_is_told_of_a_lost_engine_and_of_the_new_one(tmp_path: Path, f
                 assert await stage.recovery.recover(culprit)
             else:
                 stage.engines[1].end.set_exception(RuntimeError("Killed(sig=9)"))
-            await stage.until(lambda: stage.recovery.metrics()["recovery/returned"])
+            await until(lambda: stage.recovery.metrics()["recovery/returned"], "a return")
         (new,) = stage.started
         for told in (stage.told, *(worker.told for worker in stage.workers)):
             assert told == [("lost", [1]), ("new", 1, new), ("lost", [])]
@@ -384,7 +381,7 @@ def test_everybody_is_told_of_a_lost_engine_and_of_the_new_one(tmp_path: Path, f
 def test_a_run_without_engines_of_a_frozen_model_ends(tmp_path: Path, folder: Path) -> None:
     async def test(stage: Stage) -> None:
         stage.broken = True
-        with pytest.raises(AllActorsLost, match="no frozen generator is left. The first loss was that of frozen"):
+        with pytest.raises(AllActorsLost, match="frozen generator [01]: .*Killed"):
             async with stage.recovery.supervising():
                 for engine in stage.engines:
                     engine.end.set_exception(RuntimeError("Killed(sig=9)"))
@@ -412,7 +409,7 @@ def test_all_engines_load_another_folder_and_so_does_one_that_comes_up_meanwhile
     write_random_model(other, TinyModel(hidden_size=32, layers=2))
 
     async def test(stage: Stage) -> None:
-        with pytest.raises(ValueError, match="frozen generator: .*other holds another model than"):
+        with pytest.raises(ValueError, match="frozen generator: .*/other "):
             await stage.pool.load(other)
         assert stage.pool.folder == folder and not stage.engines[0].loaded
         stage.engines[1]._answers = ActorError(EngineStopped("exit code -9"), "load failed")  # to be replaced
@@ -438,7 +435,7 @@ def test_an_engine_that_comes_up_from_a_folder_that_was_written_since_does_not_s
         await stage.pool.start(1)
         (file,) = saved.glob("*.safetensors")
         file.write_bytes(file.read_bytes()[:-1] + b"x")
-        with pytest.raises(FolderChanged, match="frozen generator 1 found other weights in .*saved than"):
+        with pytest.raises(FolderChanged, match="frozen generator 1 .*/saved "):
             await stage.pool.start(1)
         await stage.pool.load(saved)
         await stage.pool.start(1)
@@ -486,13 +483,13 @@ def test_a_model_takes_over_the_policys_weights_after_every_so_many_versions(tmp
         stage.pool.plan = replace(stage.pool.plan, snapshot_every=0)
         await take_snapshots(actors, 18, None)
         stage.pool.plan = replace(stage.pool.plan, snapshot_every=2)
-        with pytest.raises(RuntimeError, match="has no folder for snapshots"):
+        with pytest.raises(RuntimeError, match="snapshot"):
             await take_snapshots(actors, 18, None)
 
     on_stage(tmp_path, folder, test)
     other = tmp_path / "other"
     write_random_model(other, TinyModel(hidden_size=32, layers=2))
-    with pytest.raises(ValueError, match="frozen model me: .* other tensors than the policy.*give the policy's own"):
+    with pytest.raises(ValueError, match="model me: .* tensors"):
         plan_frozen("me", str(other), FrozenSettings(), str(folder), CPU, snapshot_every=2)
 
 
@@ -539,8 +536,7 @@ def test_a_snapshot_that_the_disk_refuses_leaves_the_one_before(
     on_stage(tmp_path, folder, test)
     said = [record.getMessage() for record in caplog.records]
     refused, kept = said
-    assert "does not take over version 4 of the policy" in refused and "No space left" in refused
-    assert "it stays version 2" in refused and "older snapshots: not removed" in kept
+    assert all(part in refused for part in ("version 4 ", "version 2", "No space left")) and "snapshots" in kept
 
 
 def test_an_engine_that_cannot_read_a_folder_is_lost(tmp_path: Path) -> None:
@@ -589,10 +585,10 @@ def test_a_call_outlives_lost_engines_within_a_bound() -> None:
     async def test() -> None:
         lost = ActorError(EngineStopped("exit code -9"), "logprobs failed")
         engines: list[Any] = [Engine(lost), Engine(lost), Engine(np.ones(2))]
-        answer = await ask(Dispatcher(engines, 10, "frozen judge", losses=2))
+        answer = await ask(Dispatcher(engines, 600, "frozen judge", losses=2))
         assert answer.tolist() == [1, 1] and [engine.asked for engine in engines] == [1, 1, 1]
         with pytest.raises(ReplicaLost, match="exit code -9"):
-            await ask(Dispatcher(engines[:2], 10, "frozen judge", losses=1))
+            await ask(Dispatcher(engines[:2], 600, "frozen judge", losses=1))
 
     asyncio.run(test())
 
@@ -600,7 +596,7 @@ def test_a_call_outlives_lost_engines_within_a_bound() -> None:
 def test_a_refusal_is_the_callers_and_costs_no_engine() -> None:
     async def test() -> None:
         refusing: Any = Engine(ActorError(GenerationError("too long"), "logprobs failed"))
-        dispatcher = Dispatcher([refusing], 10, "frozen judge", losses=2)
+        dispatcher = Dispatcher([refusing], 600, "frozen judge", losses=2)
         for asked in (1, 2):
             with pytest.raises(GenerationError, match="too long"):
                 await ask(dispatcher)
@@ -613,7 +609,7 @@ def test_without_an_engine_a_call_waits_for_the_next_one_and_says_so_when_it_is_
     async def test() -> None:
         lost: Any = Engine(ActorError(EngineStopped("exit code -9"), "logprobs failed"))
         fresh: Any = Engine(np.ones(1))
-        dispatcher = Dispatcher([lost], 10, "frozen judge", "frozen.request-deadline-s", losses=2)
+        dispatcher = Dispatcher([lost], 600, "frozen judge", "frozen.request-deadline-s", losses=2)
         asking = asyncio.ensure_future(ask(dispatcher))  # type: ignore[arg-type]
         while not dispatcher._lost:
             await asyncio.sleep(0)
@@ -621,7 +617,7 @@ def test_without_an_engine_a_call_waits_for_the_next_one_and_says_so_when_it_is_
         dispatcher.update_replicas([], [])
         assert (await asking).tolist() == [1]
         late = Dispatcher([lost], 0.05, "frozen judge", "frozen.request-deadline-s", losses=2)
-        with pytest.raises(DeadlineExceeded, match="a frozen judge that takes requests .*frozen judge 0 was lost"):
+        with pytest.raises(DeadlineExceeded, match="frozen judge 0 was lost"):
             await ask(late)
 
     asyncio.run(test())

@@ -34,7 +34,7 @@ WIDTH, WIDER, LAYERS = 1024, 20_480, 2
 480 MiB: 7.5 buckets for each of two ranks."""
 EXPERTS, EXPERT_WIDTH = 20, 1024
 """The same figures for experts: all of a layer take 80 MiB for each of three projections, in all 480 MiB."""
-DEADLINE_S = 120.0
+DEADLINE_S = 600.0
 
 T = TypeVar("T")
 

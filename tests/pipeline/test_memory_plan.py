@@ -61,7 +61,7 @@ def test_what_a_refusal_names_makes_it_fit(name: str, gigabytes: int) -> None:
             return
         except ValueError as error:
             message = str(error)
-        assert "GiB at its peak" in message and "to plan with" in message
+        assert re.search(r"\d GiB", message), message
         if "no 3 settings" in message:
             return
         advice = message.partition("it fits with ")[2]

@@ -37,17 +37,18 @@ def tell_parent(rank: int, folder: Path) -> None:
 def test_ranks_are_forked_where_there_is_a_fork_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with forking([Preload("small", ("json",))]) as (name, server):
         monkeypatch.setenv(ADDRESS_VARIABLE, name)
-        run_ranks(tell_parent, (tmp_path,), 1, 120.0, "the rank", "small")
+        run_ranks(tell_parent, (tmp_path,), 1, 600.0, "the rank", "small")
         stages = {child.pid for child in psutil.Process(server.pid).children(recursive=True)}
     assert int((tmp_path / "0").read_text()) in stages
 
 
+@pytest.mark.slow
 def test_a_side_that_fails_or_hangs_is_ended() -> None:
     before = multiprocessing.active_children()  # of other tests
-    with pytest.raises(SideFailed, match="waited for the sides: a process ended with 3"):
-        run_ranks(fail_or_hang, (), 2, 120.0, "the sides")
+    with pytest.raises(SideFailed, match="the sides: .* ended with 3"):
+        run_ranks(fail_or_hang, (), 2, 600.0, "the sides")
     assert set(multiprocessing.active_children()) <= set(before)
-    with pytest.raises(SideFailed, match="waited 0.5 s for the side: killed"):
+    with pytest.raises(SideFailed, match="waited 0.5 s for the side"):
         run_ranks(fail_or_hang, (), 1, 0.5, "the side")
     assert set(multiprocessing.active_children()) <= set(before)
 

@@ -23,6 +23,7 @@ from monarch_rl.weights.checksum import add_checksums, signed
 from monarch_rl.weights.endpoint import StillServing, TransferSettings
 from monarch_rl.weights.finite import NotFinite
 from monarch_rl.weights.manifest import Manifest
+from tests.patience import patiently
 
 
 def publisher() -> Publisher:
@@ -39,8 +40,8 @@ def test_a_failed_delivery_ends_the_wait_for_a_batch_at_once() -> None:
         waiting = publisher()
         waiting._deliveries.append(asyncio.create_task(fails()))
         batch = asyncio.get_running_loop().create_future()
-        with pytest.raises(RuntimeError, match="tensors differ from the trainer's"):
-            await asyncio.wait_for(waiting.or_failed(batch), 5)
+        with pytest.raises(RuntimeError, match="generator 1: 2 of 21"):
+            await patiently(waiting.or_failed(batch), "a delivery that has failed")
         assert batch.cancelled()
 
     asyncio.run(go())
@@ -202,9 +203,7 @@ def test_a_replica_that_is_gone_is_to_blame_even_at_the_only_attempt() -> None:
 
 def test_no_replica_left_is_an_error_that_names_all() -> None:
     harness = Harness(*[Replica(commit=says(RuntimeError(f"broken {i}"))) for i in range(2)], attempts=1)
-    with pytest.raises(
-        PublishError, match=r"version 1 is abandoned: .*generator 0: .*broken 0; generator 1: .*broken 1"
-    ):
+    with pytest.raises(PublishError, match=r"version 1 .*generator 0: .*broken 0; generator 1: .*broken 1"):
         asyncio.run(harness.publish(1))
 
 
@@ -227,9 +226,7 @@ def test_a_version_that_is_not_finite_is_committed_by_nobody_and_no_replica_is_b
 
         harness = Harness(Replica(commit=commit), Replica(commit=commit), send=send)
         await harness.publish(1)
-        with pytest.raises(
-            PublishError, match=r"version 2, which step 2 made, is not served: norm\.weight holds 1 values .* at \[3\]"
-        ):
+        with pytest.raises(PublishError, match=r"version 2, .*step 2 .*: norm\.weight .*\[3\]"):
             await harness.publish(2)
         assert committed == [1, 1] and not harness.publisher.lost and harness.served == [1]
         assert [replica.version for replica in harness.publisher.replicas] == [1, 1]
@@ -276,6 +273,12 @@ def test_a_replica_that_could_not_commit_yet_is_still_asked_and_one_that_broke_i
     assert last.verify_share == pytest.approx(0.2)
 
 
+async def some_turns() -> None:
+    """Let everybody go on who waits for nothing."""
+    for _ in range(100):
+        await asyncio.sleep(0)
+
+
 def test_two_versions_are_on_their_way_and_a_third_waits() -> None:
     async def go() -> None:
         gate = asyncio.Event()
@@ -289,7 +292,7 @@ def test_two_versions_are_on_their_way_and_a_third_waits() -> None:
         await harness.publisher.publish(1)
         await harness.publisher.publish(2)
         third = asyncio.create_task(harness.publisher.publish(3))
-        await asyncio.sleep(0.05)
+        await some_turns()
         assert not third.done() and harness.publisher._newest == 2, "a snapshot that is being read was written to"
         gate.set()
         await third
@@ -322,7 +325,7 @@ def test_a_replica_added_while_a_delivery_is_awaited_is_sent_to_after_it() -> No
         harness.publisher.lost[1] = "killed"
         new: Any = Replica(receive=receive)
         adding = asyncio.create_task(harness.publisher.add(1, new))
-        await asyncio.sleep(0.05)
+        await some_turns()
         gate.set()
         await asyncio.gather(settling, adding)
         assert most_at_once == 1 and list(harness.publisher.generators) == [0, 1] and not harness.publisher.lost
@@ -395,7 +398,7 @@ def test_a_replica_lost_in_a_transfer_ends_it_at_once_and_the_others_are_sent_th
         publishing = asyncio.create_task(harness.publish(1))
         await sending.wait()
         await harness.publisher.remove_replica(1, "it is stopped")
-        await asyncio.wait_for(publishing, 30)  # of a deadline of three minutes
+        await patiently(publishing, "a version that is published")
         assert reasons == ["generator 1 is lost: it is stopped"]
         assert harness.served == [1] and list(harness.publisher.generators) == [0]
         assert list(harness.publisher.lost) == [1]
@@ -422,7 +425,7 @@ def test_a_member_that_fails_has_all_others_leave_the_transfer() -> None:
         gone = Replica(ready=ready, receive=killed)
         there = Replica(receive=receive, weights_abort=abort_receive)
         harness = Harness(there, gone, send=send, weights_abort=abort_send)
-        await asyncio.wait_for(harness.publish(1), 30)
+        await patiently(harness.publish(1), "a version that is published")
         assert of_rank == of_replica == ["Killed(sig=9)"]
         assert harness.served == [1] and list(harness.publisher.lost) == [1]
 
@@ -443,7 +446,7 @@ def test_a_meeting_that_a_replica_is_lost_in_is_left_by_all() -> None:
         publishing = asyncio.create_task(harness.publish(1))
         await connecting.wait()
         await harness.publisher.remove_replica(1, "it is stopped")
-        await asyncio.wait_for(publishing, 30)
+        await patiently(publishing, "a version that is published")
         assert reasons == ["generator 1 is lost: it is stopped"] and harness.served == [1]
 
     asyncio.run(go())

@@ -9,6 +9,7 @@ import asyncio
 import functools
 import json
 import os
+import re
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +23,7 @@ from monarch_rl.pipeline.lost_processes import LostProcesses
 from monarch_rl.pipeline.recovery import AllActorsLost, Recovery, RecoverySettings
 from monarch_rl.runtime.deadlines import DeadlineExceeded
 from monarch_rl.simulate.clock import run_virtual
+from tests.patience import until
 
 
 class Worker:
@@ -122,11 +124,6 @@ class Stage:
 
         return record
 
-    async def until(self, condition: Callable[[], Any]) -> None:
-        async with asyncio.timeout(10):
-            while not condition():
-                await asyncio.sleep(0.001)
-
     def losses(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.file.read_text().splitlines()] if self.file.exists() else []
 
@@ -138,17 +135,19 @@ class Stage:
 
 
 def run_on_stage(folder: Path, test: Callable[[Stage], Awaitable[None]], **settings: Any) -> None:
+    """In virtual time."""
+
     async def go() -> None:
         await test(Stage(folder, **settings))
 
-    asyncio.run(go())
+    run_virtual(go())
 
 
 def test_a_lost_generator_is_replaced_and_added(tmp_path: Path) -> None:
     async def test(stage: Stage) -> None:
         async with stage.recovery.supervising():
             stage.generators.handles[1].fail("process ended\nKilled(sig=9)")
-            await stage.until(stage.returns)
+            await until(stage.returns, "a return")
         (new,) = stage.started["generator"]
         assert stage.events == [("remove", 1, "Killed(sig=9)"), ("add", 1, new)]
         assert stage.generators.handles[1] is new
@@ -173,10 +172,10 @@ def test_a_lost_worker_leaves_its_groups_and_another_plays(tmp_path: Path, how: 
                 lost.work.set_exception(RuntimeError("no such item"))
             else:
                 assert await stage.recovery.recover("rollout worker 0")
-            await stage.until(stage.returns)
+            await until(stage.returns, "a return")
             (new,) = stage.started["rollout worker"]
             assert stage.events == [("release", "rollout worker 0"), ("dispatch",)]
-            await stage.until(lambda: new.runs)  # the task that asks it to play starts after its return is noted
+            await until(lambda: new.runs, "a play")  # the task that asks it to play starts after its return is noted
             stage.workers.handles[1].work.set_result(None)
             new.work.set_result(None)  # it was asked to play, or this would end nothing
         assert new.runs == 1
@@ -190,7 +189,7 @@ def test_a_replica_that_the_publisher_removes_is_replaced(tmp_path: Path) -> Non
         async with stage.recovery.supervising():
             await asyncio.sleep(0)
             stage.publisher.on_lost(0, "no version in 3 attempts")
-            await stage.until(stage.returns)
+            await until(stage.returns, "a return")
         assert stage.losses()[0]["cause"] == "no version in 3 attempts"
         assert stage.publisher.on_lost is None
 
@@ -202,7 +201,7 @@ def test_a_replacement_that_does_not_start_is_tried_as_often_as_allowed(tmp_path
         stage.broken["generator"] = "out of memory"
         async with stage.recovery.supervising():
             stage.generators.handles[0].fail("Killed(sig=9)")
-            await stage.until(stage.has_removed)
+            await until(stage.has_removed, "a removal")
             assert len(stage.started["generator"]) == 2 and list(stage.generators.handles) == [1]
             assert await stage.recovery.recover("generator 1"), "another one may be started in its place"
 
@@ -215,13 +214,12 @@ def test_a_crash_loop_ends_with_its_first_cause(tmp_path: Path) -> None:
         with pytest.raises(AllActorsLost) as ended:
             async with stage.recovery.supervising():
                 stage.workers.handles[1].fail("the disk is full")
-                await stage.until(stage.has_removed)
+                await until(stage.has_removed, "a removal")
                 stage.workers.handles[0].fail("Killed(sig=9)")
                 await asyncio.sleep(30)
-        assert "no rollout worker is left. The first loss was that of rollout worker 1: the disk is full" in str(
-            ended.value
+        assert re.search(
+            r"rollout worker 1: the disk is full(?s:.*) rollout worker 0, 3 times: a conseq", str(ended.value)
         )
-        assert "The last one was that of rollout worker 0, 3 times: a consequence" in str(ended.value)
 
     run_on_stage(tmp_path, test, restarts=2)
 
@@ -242,12 +240,9 @@ def test_the_first_cause_is_that_of_a_series_and_not_of_long_ago(tmp_path: Path)
                     stage.workers.handles[index].fail("the last of them")
                     await asyncio.sleep(30)
         assert stage.returns() == 5
-        assert "The first loss was that of rollout worker 1: the disk is full" in str(ended.value)
+        assert "rollout worker 1: the disk is full" in str(ended.value) and "unrelated" not in str(ended.value)
 
-    async def go() -> None:
-        await test(Stage(tmp_path, restarts=1, per_s=100))
-
-    run_virtual(go())
+    run_on_stage(tmp_path, test, restarts=1, per_s=100)
 
 
 def test_a_removed_process_is_ended(tmp_path: Path) -> None:
@@ -255,7 +250,7 @@ def test_a_removed_process_is_ended(tmp_path: Path) -> None:
         async with stage.recovery.supervising():
             stage.publisher_refuses = True
             stage.generators.handles[0].fail("Killed(sig=9)")
-            await stage.until(stage.has_removed)
+            await until(stage.has_removed, "a removal")
             assert stage.stopped == ["mesh of generator 0"] * 2
             assert list(stage.generators.handles) == [1]
 
@@ -267,10 +262,10 @@ def test_a_worker_that_starts_while_playing_begins_is_asked_once(tmp_path: Path)
         async with stage.recovery.supervising():
             stage.hold = asyncio.Event()
             stage.workers.handles[0].fail("Killed(sig=9)")
-            await stage.until(lambda: ("dispatch waits",) in stage.events)
+            await until(lambda: ("dispatch waits",) in stage.events, "the dispatch")
             async with stage.recovery.rolling_out():
                 stage.hold.set()
-                await stage.until(stage.returns)
+                await until(stage.returns, "a return")
                 await asyncio.sleep(0.01)
                 assert [worker.runs for worker in stage.workers.handles.values()] == [1, 1]
                 for worker in stage.workers.handles.values():
@@ -284,7 +279,7 @@ def test_a_worker_that_does_not_take_note_of_a_new_generator_is_replaced_too(tmp
         async with stage.recovery.supervising():
             stage.workers.handles[1].refuses_replacements = True
             stage.generators.handles[0].fail("Killed(sig=9)")
-            await stage.until(lambda: stage.returns() == 2)
+            await until(lambda: stage.returns() == 2, "two returns")
         assert {row["who"] for row in stage.losses()} == {"generator 0", "rollout worker 1"}
 
     run_on_stage(tmp_path, test)
@@ -296,7 +291,7 @@ def test_a_process_that_has_not_said_its_name_is_known_by_its_mesh(tmp_path: Pat
             await asyncio.sleep(0)
             assert await stage.recovery.recover("generator1 0")
             assert not await stage.recovery.recover("trainer 0")
-            await stage.until(stage.returns)
+            await until(stage.returns, "a return")
         assert stage.losses()[0]["who"] == "generator 1"
 
     run_on_stage(tmp_path, test)
@@ -308,7 +303,7 @@ def test_a_replica_lost_before_the_supervision_is_replaced(tmp_path: Path) -> No
     async def test(stage: Stage) -> None:
         stage.publisher.lost[1] = "no version in 3 attempts"
         async with stage.recovery.supervising():
-            await stage.until(stage.returns)
+            await until(stage.returns, "a return")
         assert stage.losses()[0]["cause"] == "no version in 3 attempts"
 
     run_on_stage(tmp_path, test)
@@ -339,11 +334,11 @@ def test_losses_long_ago_do_not_count(tmp_path: Path) -> None:
         async with stage.recovery.supervising():
             for times in range(1, 5):
                 stage.generators.handles[0].fail("Killed(sig=9)")
-                await stage.until(functools.partial(lambda so_far: stage.returns() == so_far, times))
-                await asyncio.sleep(0.02)
+                await until(functools.partial(lambda so_far: stage.returns() == so_far, times), "a return")
+                await asyncio.sleep(200)
         assert len(stage.started["generator"]) == 4
 
-    run_on_stage(tmp_path, test, restarts=1, per_s=0.01)
+    run_on_stage(tmp_path, test, restarts=1, per_s=100)
 
 
 def test_without_restarts_the_others_go_on_and_the_last_one_cannot_be_spared(tmp_path: Path) -> None:
@@ -351,7 +346,7 @@ def test_without_restarts_the_others_go_on_and_the_last_one_cannot_be_spared(tmp
         async with stage.recovery.supervising():
             await asyncio.sleep(0)
             assert await stage.recovery.recover("the engine of generator 1")
-            await stage.until(lambda: list(stage.generators.handles) == [0])
+            await until(lambda: list(stage.generators.handles) == [0], "a removal")
             assert not await stage.recovery.recover("generator 0")
             assert not await stage.recovery.recover("trainer rank 0")
 

@@ -50,13 +50,13 @@ def test_a_replay_takes_policy_losses_by_name() -> None:
 
     assert loss(None) == loss("pg") != loss("gspo")
     assert functions_of(plan, objective_of("supervised", plan), {}).objective is not None
-    with pytest.raises(ValueError, match="there is no objective 'gsp'"):
+    with pytest.raises(ValueError, match="'gsp'"):
         objective_of("gsp", plan)
 
 
 def test_what_was_not_compared_is_not_said_to_be_equal() -> None:
     equal, unknown, other = (ReplayedStep(7, known, {}, {}) for known in (True, None, False))
-    assert verdict([unknown]) == "nothing was compared: the journal has no checksums of the weights after these steps"
+    assert "checksums" in verdict([unknown]) and "bit for bit" not in verdict([unknown])
     assert exit_code([unknown]) == exit_code([]) == 2
     assert (
         verdict([equal, unknown]).startswith("the weights after 1 of 1 steps are") and exit_code([equal, unknown]) == 0
@@ -73,7 +73,7 @@ def test_steps_of_another_recipe_are_not_mixed_with_those_after_it(tmp_path: Pat
         writer.close()
     reader = JournalReader(tmp_path, 0)
     assert generation_of(tmp_path, reader, 3, 6) == 1
-    with pytest.raises(ValueError, match="step 3 was made with another advantage or objective than step 6"):
+    with pytest.raises(ValueError, match="step 3 .*objective.* step 6"):
         generation_of(tmp_path, reader, 0, 6)
 
 
@@ -88,7 +88,7 @@ def test_steps_before_a_resume_with_other_ranks_are_not_mixed_with_those_after_i
     reader = JournalReader(tmp_path, 0)
     assert generation_of(tmp_path, reader, 0, 3) == 0
     assert generation_of(tmp_path, reader, 3, 8) == 2, "the settings are the same"
-    with pytest.raises(ValueError, match=r"step 3 was made with other .* than step 5 \(trainer.ranks 2 and 1\)"):
+    with pytest.raises(ValueError, match=r"step 3 .* step 5 \(trainer.ranks 2 and 1\)"):
         generation_of(tmp_path, reader, 0, 5)
-    with pytest.raises(ValueError, match="the journal lacks step 9"):
+    with pytest.raises(ValueError, match="step 9"):
         generation_of(tmp_path, reader, 3, 9)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -30,6 +31,7 @@ from monarch_rl.runtime import folder_lock, supervisor
 from monarch_rl.trainer.critic_settings import CriticSettings
 from monarch_rl.trainer.known_steps import KnownBatch
 from monarch_rl.trainer.settings import TrainerSettings
+from tests import patience
 
 
 def finished_step(of: RunSettings, version: int = 3, name: str = "1", **manifest: Any) -> Path:
@@ -54,9 +56,9 @@ def finished_step(of: RunSettings, version: int = 3, name: str = "1", **manifest
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        (RunSettings(groups_per_step=8), "groups-per-step 8 cannot go on with this run: it was 32, and the bound"),
-        (RunSettings(buffer=BufferSettings(1)), "buffer.max-policy-lag 1 cannot .*: it was 2, and the bound"),
-        (RunSettings(trainer=TrainerSettings(lr=1e-5)), "trainer.lr 1e-05 cannot .* schedule of the learning rate"),
+        (RunSettings(groups_per_step=8), "groups-per-step 8 .* 32, .* bound"),
+        (RunSettings(buffer=BufferSettings(1)), "buffer.max-policy-lag 1 .* 2, .* bound"),
+        (RunSettings(trainer=TrainerSettings(lr=1e-5)), "trainer.lr 1e-05 .* schedule"),
     ],
 )
 def test_settings_that_break_the_bound_or_the_schedule_are_refused(
@@ -74,7 +76,7 @@ def test_more_steps_are_refused_only_where_the_schedule_depends_on_them(tmp_path
     assert resumed is not None and {"steps 250 -> 300", "held_out 200 -> 7"} <= set(resumed.differences)
     decaying = RunSettings(output=tmp_path / "other", trainer=TrainerSettings(lr_min_factor=0.1))
     run = finished_step(decaying)
-    with pytest.raises(ValueError, match="steps 300 cannot go on"):
+    with pytest.raises(ValueError, match="steps 300 .* schedule"):
         resume.going_on(replace(decaying, steps=300, resume=str(run)))
 
 
@@ -87,15 +89,15 @@ def test_more_updates_a_batch_are_refused_where_the_schedule_depends_on_them(tmp
     assert resumed is not None and f"trainer.{flag} 1 -> 2" in resumed.differences
     decaying = RunSettings(output=tmp_path / "other", trainer=TrainerSettings(lr_min_factor=0.1))
     run = finished_step(decaying)
-    with pytest.raises(ValueError, match=f"trainer.{flag} 2 cannot go on .*: it was 1, and the schedule"):
+    with pytest.raises(ValueError, match=f"trainer.{flag} 2 .* 1, .* schedule"):
         resume.going_on(replace(decaying, resume=str(run), trainer=TrainerSettings(lr_min_factor=0.1, **twice)))
 
 
 @pytest.mark.parametrize(
     ("trainer", "said"),
     [
-        (TrainerSettings(lora=LoraSettings(4)), "the checkpoint has LoRA's weights alone"),
-        (TrainerSettings(reference=True), "the reference is read from it"),
+        (TrainerSettings(lora=LoraSettings(4)), "LoRA"),
+        (TrainerSettings(reference=True), "reference"),
     ],
 )
 def test_another_model_is_refused_where_a_checkpoint_does_not_hold_all_weights(
@@ -103,7 +105,7 @@ def test_another_model_is_refused_where_a_checkpoint_does_not_hold_all_weights(
 ) -> None:
     run = finished_step(RunSettings(output=tmp_path, trainer=trainer))
     other = RunSettings(model="other/model", output=tmp_path, resume=str(run), trainer=trainer)
-    with pytest.raises(ValueError, match=f"model other/model cannot go on .*: it was Qwen/Qwen3-0.6B, and {said}"):
+    with pytest.raises(ValueError, match=f"model other/model .*Qwen/Qwen3-0.6B, .*{said}"):
         resume.going_on(other)
     whole = RunSettings(output=tmp_path / "whole")
     run = finished_step(whole)
@@ -117,7 +119,7 @@ def test_a_run_without_a_critic_does_not_go_on_with_one(tmp_path: Path) -> None:
     del about["trainer"]["critic"]  # a run from before there were any
     run = finished_step(RunSettings(output=tmp_path, trainer=without), settings=about)
     assert resume.going_on(RunSettings(output=tmp_path, resume=str(run), trainer=without)) is not None
-    with pytest.raises(ValueError, match="trainer.critic.lr 1e-05 cannot go on with this run: .* has no critic"):
+    with pytest.raises(ValueError, match="trainer.critic.lr 1e-05 .*no critic"):
         resume.going_on(RunSettings(output=tmp_path, resume=str(run), trainer=with_one))
     run = finished_step(RunSettings(output=tmp_path / "other", trainer=with_one))
     faster = replace(with_one, critic=CriticSettings(lr=1e-4))
@@ -179,7 +181,7 @@ def test_a_resume_that_cannot_be_noted_does_not_go_on(tmp_path: Path) -> None:
     run = finished_step(settings)
     resumed = resume.going_on(replace(settings, resume=str(run)))
     (run / "resumes.jsonl").mkdir()
-    with pytest.raises(OSError, match="resumes.jsonl cannot be written: a run does not go on without this line"):
+    with pytest.raises(OSError, match="resumes.jsonl"):
         resume.take_folder(settings, resumed)
 
 
@@ -197,9 +199,9 @@ def test_a_disk_that_refuses_settings_and_results_ends_no_resume(
     assert resume.take_folder(settings, resume.going_on(replace(settings, resume=str(run)))) == run.resolve()
     resume.note_settings(run, settings)
     (said,) = [record.getMessage() for record in caplog.records]
-    assert f"{run.resolve() / 'best.json'} cannot be written (" in said
+    assert str(run.resolve() / "best.json") in said
     resume.note_settings(run, replace(settings, held_out=7))
-    assert "settings.json cannot be written (No space left on device): it is that of before" in caplog.text
+    assert re.search("settings.json .*No space left on device", caplog.text)
 
 
 def test_what_a_checkpoint_is_of_is_written_in_it(tmp_path: Path) -> None:
@@ -323,10 +325,10 @@ def test_torchrun_does_not_start_again_what_has_finished_or_ended_by_a_mistake(
     older, run = (finished_step(settings, name=name) for name in "12")
     os.utime(older / "settings.json", (1e9, 1e9))
     note_state(run, "failed", "ValueError: no such word", goes_on=False)
-    with pytest.raises(ValueError, match=f"torchrun starts {run} again, which would end so again: .*no such word"):
+    with pytest.raises(ValueError, match=f"torchrun .*{run} .*no such word"):
         resume.going_on(settings)
     note_state(run, "finished")
-    with pytest.raises(ValueError, match=f"torchrun starts {run} again, which has finished"):
+    with pytest.raises(ValueError, match=f"torchrun .*{run} .*finished"):
         resume.going_on(settings)
 
 
@@ -346,14 +348,14 @@ def test_a_run_that_still_goes_on_is_refused_by_name_and_passed_over_by_auto(tmp
     command = [sys.executable, "-c", HOLDS]
     with subprocess.Popen([*command, str(newer)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None and holder.stdout.readline() == "True\n"
-        with pytest.raises(ValueError, match=f"resume {newer}: the run still goes on, in process {os.getpid()}"):
+        with pytest.raises(ValueError, match=f"resume {newer}: .*process {os.getpid()}"):
             resume.going_on(replace(settings, resume=str(newer)))
         resumed = resume.going_on(settings)
         assert resumed is not None and resumed.run == older.resolve()
-        tried = subprocess.run([*command, str(older)], input="", capture_output=True, text=True, timeout=60)
+        tried = patience.run([*command, str(older)], stdin=subprocess.DEVNULL)
         assert tried.stdout == "False\n", "it is locked from here on"
         holder.kill()
-        holder.wait(60)
+        patience.exit_code(holder)
         resumed = resume.going_on(settings)
         assert resumed is not None and resumed.run == newer.resolve()
     for run in (older, newer):
@@ -364,5 +366,5 @@ def test_a_run_without_a_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
     assert resume.how_to_go_on(tmp_path / "none") == "it has no checkpoint to go on from"
     run = finished_step(RunSettings(output=tmp_path))
     assert resume.how_to_go_on(run) == f"--resume {run} goes on with it"
-    with pytest.raises(ValueError, match="resume .*: there is no checkpoint in .*; give the folder of a run"):
+    with pytest.raises(ValueError, match=f"resume {tmp_path}/none: .*no checkpoint"):
         resume.going_on(RunSettings(output=tmp_path, resume=str(tmp_path / "none")))

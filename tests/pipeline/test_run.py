@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import re
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -86,7 +87,7 @@ async def test_steps_are_for_one_loop() -> None:
     async with begun() as run:
         async for _ in run.steps(1):
             await run.step()
-        with pytest.raises(RuntimeError, match="used once"):
+        with pytest.raises(RuntimeError, match=r"run\.steps"):
             await anext(run.steps(1))
 
 
@@ -107,22 +108,22 @@ async def test_a_version_that_cannot_be_delivered_is_an_error_also_after_a_loop_
 @virtual
 async def test_calls_in_a_wrong_order_are_refused() -> None:
     async with begun() as run:
-        with pytest.raises(RuntimeError, match=r"inside `async for step in run\.steps"):
+        with pytest.raises(RuntimeError, match=r"run\.update.*run\.steps"):
             await run.update()
-        with pytest.raises(RuntimeError, match="start it once"):
+        with pytest.raises(RuntimeError, match="start"):
             await run.begin(run.actors)
     async with Run.open(run_settings(PLAN, 1e6)) as run:
         actors = simulated_actors(PLAN, Costs(), grain=8)
-        with pytest.raises(RuntimeError, match="in the task that opened the run"):
-            await asyncio.wait_for(run.begin(actors), 10)
+        with pytest.raises(RuntimeError, match=r"run\.start\(\) in the task"):
+            await asyncio.create_task(run.begin(actors))
 
 
 @virtual
 async def test_a_run_without_actors_says_what_to_call() -> None:
     async with Run.open(RunSettings()) as run:
-        with pytest.raises(RuntimeError, match=r"await run\.start"):
+        with pytest.raises(RuntimeError, match=r"run\.start"):
             await run.update()
-        with pytest.raises(RuntimeError, match="open the run with a cluster"):
+        with pytest.raises(RuntimeError, match="cluster"):
             await run.start(ReasoningGym(TaskSettings()), advantage=grpo, objective=lambda *_: (_[0], {}))
 
 
@@ -139,17 +140,17 @@ async def test_settings_are_checked_before_anything_is_spawned() -> None:
             return lock
 
         task = ReasoningGym(TaskSettings()).played_by(episode)
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(TypeError, match="task chain_sum cannot be pickled"):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(TypeError, match="chain_sum"):
             patch.setattr("monarch_rl.pipeline.run.prepare", lambda settings, *_: (settings, Path()))
             await run.start(task, advantage=grpo, objective=supervised)
-    wrong = {"held-out 201 is more": RunSettings(held_out=201), "no data set 'spel_backward'": RunSettings()}
+    wrong = {"held-out 201 ": RunSettings(held_out=201), "'spel_backward'": RunSettings()}
     for said, settings in wrong.items():
         async with Run.open(settings, cluster) as run:
             with pytest.raises(ValueError, match=said):
                 await run.start(ReasoningGym(TaskSettings("spel_backward")), advantage=grpo, objective=supervised)
     wrong_filter = RunSettings(buffer=BufferSettings(drop_equal_rewards=True))
     async with Run.open(wrong_filter, cluster) as run:
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match="supervised reads no rewards"):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match="supervised .*rewards"):
             patch.setattr("monarch_rl.pipeline.run.prepare", lambda settings, *_: (settings, Path()))
             await run.start(ReasoningGym(TaskSettings()), advantage=grpo, objective=supervised)
 
@@ -168,4 +169,4 @@ async def test_a_filter_that_drops_what_teaches_warns_before_anything_is_spawned
                 patch.setattr("monarch_rl.pipeline.run.start_actors", spawn)
                 with pytest.raises(RuntimeError, match="spawned"):
                     await run.start(ReasoningGym(TaskSettings()), advantage=advantage, objective="reinforcement")
-            assert ("warning: buffer.drop-equal-rewards: the advantage reinforce_pp" in said.getvalue()) == warns
+            assert (bool(re.search("warning: buffer.drop-equal-rewards: .*reinforce_pp", said.getvalue()))) == warns

@@ -41,10 +41,10 @@ def test_automatic_values_are_numbers_once_the_devices_are_known() -> None:
 @pytest.mark.parametrize(
     ("settings", "devices", "said"),
     [
-        (RunSettings(), Devices("cuda", 1, 1), "4 ranks are asked for .* offers 1: .* --colocate"),
-        (RunSettings(colocate=True), Devices("cuda", 1, 1), "2 ranks are asked for .* which share devices with 2 gen"),
-        (RunSettings(colocate=True, weights=TransferSettings("collective")), GPUS, "NCCL does not take two ranks on"),
-        (RunSettings(colocate=True, weights=TransferSettings("auto")), GPUS, "weights.transport auto cannot be used"),
+        (RunSettings(), Devices("cuda", 1, 1), "4 ranks .* 1: .* --colocate"),
+        (RunSettings(colocate=True), Devices("cuda", 1, 1), "2 ranks .* 2 gen"),
+        (RunSettings(colocate=True, weights=TransferSettings("collective")), GPUS, "NCCL"),
+        (RunSettings(colocate=True, weights=TransferSettings("auto")), GPUS, "weights.transport auto"),
         (RunSettings(colocate=True), Devices("cuda", 2, 8), "colocate on 2 hosts: .* rdma"),
     ],
 )
@@ -73,10 +73,10 @@ def test_one_engine_that_plays_needs_nothing_of_trainer_and_other_replicas(
         assert generator.start_deadline_s is not None and (generator.memory_fraction > 0) == (devices.kind == "cuda")
     assert not settings.output.exists()
     for wrong, said in (
-        (replace(settings, generator=GeneratorSettings(tp=16)), r"16 ranks are asked for \(one generator replica\)"),
-        (replace(settings, rollout=RolloutSettings(max_new_tokens=10**6)), "leaves no room for a prompt within"),
-        (replace(settings, generator=GeneratorSettings(context_length=10**6)), "more than the model's own limit"),
-        (replace(settings, model=str(tmp_path / "none")), "no such model"),
+        (replace(settings, generator=GeneratorSettings(tp=16)), "16 ranks .*one generator replica"),
+        (replace(settings, rollout=RolloutSettings(max_new_tokens=10**6)), "rollout.max-new-tokens"),
+        (replace(settings, generator=GeneratorSettings(context_length=10**6)), "generator.context-length"),
+        (replace(settings, model=str(tmp_path / "none")), "none"),
     ):
         with pytest.raises(ValueError, match=said):
             prepare_engine(wrong, CPUS)
@@ -125,16 +125,16 @@ def test_gpus_without_compilers_are_refused_before_a_model_is_looked_for(
 ) -> None:
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     settings = RunSettings(model="no/such-model", trainer=TrainerSettings(ranks=2), output=tmp_path)
-    with pytest.raises(ValueError, match=r"SGLang compiles GPU kernels when it starts, .* lacks nvcc"):
+    with pytest.raises(ValueError, match="nvcc"):
         check(settings, GPUS)
     monkeypatch.setenv(HARMFUL, "1")
-    with pytest.raises(ValueError, match="would silently permute the experts' weights"):
+    with pytest.raises(ValueError, match=HARMFUL):
         check(settings, GPUS)
 
 
 def test_engines_on_gpus_are_refused_in_float32(tmp_path: Path) -> None:
     settings = RunSettings(generator=GeneratorSettings(dtype="float32"), output=tmp_path)
-    with pytest.raises(ValueError, match="generator.dtype float32 cannot be served on a GPU"):
+    with pytest.raises(ValueError, match="generator.dtype float32"):
         check(settings, GPUS)
 
 

@@ -74,7 +74,7 @@ def test_supervised_steps_come_before_groups(tmp_path: Path) -> None:
         async with begun(tmp_path, NONE) as (run, _):
             async for _step in run.steps(2):
                 await run.step()
-                with pytest.raises(RuntimeError, match=r"come before run\.steps.* run\.mix\(rows, share=\.\.\.\)"):
+                with pytest.raises(RuntimeError, match=r"run\.steps.* run\.mix"):
                     await run.supervised(ROWS, steps=5)
 
     run_virtual(late())
@@ -96,10 +96,10 @@ def test_mixed_rows_are_their_share_of_the_sequences() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"share": 0.0}, "share 0 of supervised rows must be above 0 and below 1"),
-        ({"share": 1.0}, "share 1 of supervised rows must be above 0 and below 1"),
-        ({"share": 0.05, "s": settings(minibatches=4)}, "makes 2 rows a batch, fewer than trainer.minibatches 4"),
-        ({"share": 0.5, "rows": []}, "there are no supervised rows"),
+        ({"share": 0.0}, "share 0 "),
+        ({"share": 1.0}, "share 1 "),
+        ({"share": 0.05, "s": settings(minibatches=4)}, "2 rows .*trainer.minibatches 4"),
+        ({"share": 0.5, "rows": []}, "no supervised rows"),
     ],
 )
 def test_a_mixture_that_cannot_be_is_refused(arguments: dict[str, Any], said: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.recipe import failing_reward
-from tests.recipe.running import GONE_S, RUN_S, assert_no_traceback, recipe
+from tests.recipe.running import RUN_S, STAND_IN, assert_no_traceback, recipe
 from tests.runtime.launched import Start
 
 pytestmark = pytest.mark.slow
@@ -23,16 +23,16 @@ def line_of(text: str) -> int:
     return line
 
 
-@pytest.mark.parametrize("held_out", ["0", "8"])
+@pytest.mark.parametrize(("held_out", "engine"), [("0", []), ("8", [STAND_IN])], ids=["training", "held-out items"])
 def test_a_reward_with_a_typo_ends_the_run_at_once_with_its_traceback(
-    start: Start, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held_out: str
+    start: Start, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held_out: str, engine: list[str]
 ) -> None:
     """Also from a scoring process; one that crashes is named, and one that prints 10 MB does not bury the rest."""
     monkeypatch.setenv("HELD_OUT", held_out)
     _, *arguments = recipe(model, tmp_path / "runs", "--generator.replicas=1")
-    run = start([sys.executable, str(FAILING), *arguments])
+    run = start([sys.executable, *engine, str(FAILING), *arguments])
     assert run.wait(RUN_S) == 1, run.output()
-    run.assert_gone(GONE_S)
+    run.assert_gone()
     output = run.output()
     assert len(output) < failing_reward.PRINTED_BYTES / 50
     assert_no_traceback(output)
@@ -41,14 +41,14 @@ def test_a_reward_with_a_typo_ends_the_run_at_once_with_its_traceback(
     traceback = r"(Traceback \(most recent call last\):\n(?: .*\n)*KeyError: 'rewrad')"
     said = re.search(rf"^error: (.*)\n{traceback}$", output, re.MULTILINE)
     assert said, output
-    what = r"all of the first \d+ groups were dropped" if held_out == "0" else r"\d of 8 held-out items failed"
-    assert re.match(rf"score raised KeyError: {what} for this reason", said[1]), said[1]
+    what = r"all of the first \d+ groups" if held_out == "0" else r"\d of 8 held-out items"
+    assert re.match(rf"score raised KeyError: {what} ", said[1]), said[1]
     assert typo in said[2]
     assert len(re.findall("^an episode failed, .*: score raised KeyError$", output, re.MULTILINE)) == 1
 
     if held_out == "0":  # it ended before the crash was known: that score is computed again, after the others
         return
-    crash = output.split("an episode failed, the first one in this way: score ended its process by SIGSEGV\n")[1]
+    crash = output.split("score ended its process by SIGSEGV\n")[1]
     assert f'  File "{REWARD}", line {line_of("string_at")} in crash\n' in crash.split("an episode failed")[0]
     assert re.search(r"^Item \d+, prompt: '\w+ -> '$", crash, re.MULTILINE)
-    assert "printed more than 64 KiB within 60 s: the rest is left out]" in output
+    assert "printed more than 64 KiB" in output

@@ -8,8 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -30,9 +29,10 @@ from monarch_rl.runtime.devices import devices
 from monarch_rl.runtime.network import free_port
 from monarch_rl.tasks.reasoning_gym import TaskSettings
 from monarch_rl.trainer.settings import TrainerSettings
+from tests import patience
 from tests.forking import run_forked
 from tests.recipe.running import (
-    GONE_S,
+    POLL_S,
     RECIPE,
     RUN_S,
     SMALL_RUN,
@@ -41,30 +41,71 @@ from tests.recipe.running import (
     check_run,
     engines,
     finished,
+    keep_environment,
     random_model,
     recipe,
     wait_for_step,
 )
-from tests.runtime.launched import TORCHRUN, Launched, Start
+from tests.runtime.launched import TORCHRUN, Launched, Start, launching
 
 # -- whole runs ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(1200)
-def test_python(start: Start, model: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def ended(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
+    """A run of the recipe with python that has ended well, with checkpoints and a journal; its folder is in ``runs``
+    beside its log."""
+    scratch = tmp_path_factory.mktemp("python")
     kept = ["--journal.mib=8", "--checkpoint.every-steps=2", "--checkpoint.keep=2"]
-    run = start([sys.executable, *recipe(model, tmp_path / "runs", *kept)])
-    finished(run)
-    check_run(run.output(), model, max_policy_lag=2)
-    refused = re.findall(r"started without the fork server: .* differ", run.output())
+    with pytest.MonkeyPatch.context() as patch, launching(scratch) as start:
+        keep_environment(patch)
+        run = start([sys.executable, *recipe(model, scratch / "runs", *kept)])
+        finished(run)
+        yield run
+
+
+@pytest.fixture
+def run_folder(ended: Launched) -> Path:
+    """That of the run."""
+    found = re.search(r"Run folder: (\S+)$", ended.output(), re.MULTILINE)
+    assert found, ended.output()
+    return Path(found[1])
+
+
+@pytest.mark.core
+@pytest.mark.timeout(1800)
+def test_python(ended: Launched, run_folder: Path, model: Path, tmp_path: Path) -> None:
+    check_run(ended.output(), model, max_policy_lag=2)
+    refused = re.findall(r"started without the fork server: .* differ", ended.output())
     assert not refused, "each process of a run would be started as slowly as before"
     described = (RECIPE.parents[1] / "docs" / "run_folder.md").read_text()
-    (folder,) = (tmp_path / "runs").iterdir()
-    names = [path.name + "/" * path.is_dir() for path in folder.iterdir()]
+    names = [path.name + "/" * path.is_dir() for path in run_folder.iterdir()]
     assert len(names) >= 8 and not [name for name in names if f"`{name}`" not in described]
-    check_exported(tmp_path / "runs", tmp_path / "exported")
-    check_evaluated_again(tmp_path / "runs")
-    check_replayed(tmp_path / "runs")
+    check_exported(run_folder, tmp_path / "exported")
+    check_evaluated_again(run_folder)
+    check_replayed(run_folder)
+
+
+@pytest.mark.timeout(1800)
+def test_a_run_is_exported_in_bfloat16_and_replayed_in_part_and_with_another_objective(
+    run_folder: Path, tmp_path: Path
+) -> None:
+    """transformers loads what is exported; under another objective the updates are others."""
+    half, loads = tmp_path / "half", tmp_path / "loads.py"
+    program("export.py", run_folder / "checkpoints" / "latest", str(half), "--dtype=bfloat16")
+    loads.write_text(LOADS)
+    done = run_forked("transformers", [loads, half], RUN_S)
+    assert done.stdout.strip() == "torch.bfloat16", done.stderr
+    saved, halves = load_file(run_folder / "model" / "model.safetensors"), load_file(half / "model.safetensors")
+    assert all(halves[name].equal(tensor.bfloat16()) for name, tensor in saved.items())
+    last = program("replay.py", run_folder, f"--from={STEPS}")
+    assert re.search("1 of 1 steps .*bit for bit", last) and " 2  " not in last
+    other = program("replay.py", run_folder, "--to=2", "--open=2", "--objective=supervised")
+    assert "2  differ" in other and other.count("episode ") == 64 and "bit for bit" not in other
+    tokens = [line for line in other.splitlines() if line.startswith(("'", '"'))]
+    rows = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+    trained = next(row["trainer/tokens"] for row in rows if row["step"] == 2 and "trainer/tokens" in row)
+    assert len(tokens) == trained
 
 
 LOADS = """
@@ -73,10 +114,9 @@ print(transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype="auto
 """
 
 
-def check_exported(runs: Path, exported: Path) -> None:
+def check_exported(folder: Path, exported: Path) -> None:
     """What tools/export.py writes of the last checkpoint is what the run has saved at its end, in several files with an
-    index, and in bfloat16 for transformers."""
-    (folder,) = runs.iterdir()
+    index."""
     program("export.py", folder / "checkpoints" / "latest", str(exported), "--file-mib=0.1")
     saved, index = load_file(folder / "model" / "model.safetensors"), exported / "model.safetensors.index.json"
     found = {name: tensor for file in exported.glob("*.safetensors") for name, tensor in load_file(file).items()}
@@ -84,20 +124,11 @@ def check_exported(runs: Path, exported: Path) -> None:
         saved
     )
     assert found.keys() == saved.keys() and all(found[name].equal(tensor) for name, tensor in saved.items())
-    half = exported.with_name("half")
-    program("export.py", folder / "checkpoints" / "latest", str(half), "--dtype=bfloat16")
-    loads = exported.with_name("loads.py")
-    loads.write_text(LOADS)
-    done = run_forked("transformers", [loads, half], RUN_S)
-    assert done.stdout.strip() == "torch.bfloat16", done.stderr
-    halves = load_file(half / "model.safetensors")
-    assert all(halves[name].equal(tensor.bfloat16()) for name, tensor in saved.items())
 
 
-def check_evaluated_again(runs: Path) -> None:
+def check_evaluated_again(folder: Path) -> None:
     """tools/evaluate.py of the run gives what the run's last evaluation gave, by the version that gave it. No flag of
     the run is given again."""
-    (folder,) = runs.iterdir()
     *_, said, figures = program("evaluate.py", folder, f"--task={RECIPE}").splitlines()
     assert f"version {STEPS}: held-out accuracy" in said
     again = json.loads(figures)
@@ -108,11 +139,10 @@ def check_evaluated_again(runs: Path) -> None:
     assert len(of_run) >= 7 and of_run == {name: again[name] for name in of_run}
 
 
-def check_replayed(runs: Path) -> None:
-    """tools/replay.py makes the updates of the run again, bit for bit; with another objective they are others."""
-    (folder,) = runs.iterdir()
+def check_replayed(folder: Path) -> None:
+    """tools/replay.py makes the updates of the run again, bit for bit."""
     again = program("replay.py", folder)
-    assert f"the weights after {STEPS} of {STEPS} steps are those of the run, bit for bit" in again
+    assert re.search(f"{STEPS} of {STEPS} steps .*bit for bit", again)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     losses = [f"{row['trainer/loss']:.5g}" for row in rows if "trainer/loss" in row]
     assert all(row["journal/lost"] == 0 for row in rows if "trainer/loss" in row)
@@ -120,13 +150,6 @@ def check_replayed(runs: Path) -> None:
     assert [int(line[0]) for line in table] == list(range(1, STEPS + 1))
     assert [line[2] for line in table] == [line[3] for line in table] == losses
     assert (folder / "checkpoints" / "step-000002").is_dir()
-    last = program("replay.py", folder, f"--from={STEPS}")
-    assert "the weights after 1 of 1 steps are those of the run, bit for bit" in last and " 2  " not in last
-    other = program("replay.py", folder, "--to=2", "--open=2", "--objective=supervised")
-    assert "2  differ" in other and other.count("episode ") == 64 and "bit for bit" not in other
-    tokens = [line for line in other.splitlines() if line.startswith(("'", '"'))]
-    trained = next(row["trainer/tokens"] for row in rows if row["step"] == 2 and "trainer/tokens" in row)
-    assert len(tokens) == trained
 
 
 def program(name: str, folder: Path, *flags: str) -> str:
@@ -301,11 +324,12 @@ def test_own_functions_evaluations_on_the_way_and_a_stream_that_filters_and_reje
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     steps = [row for row in rows if "lag/max" in row]
     assert [row["trainer/own_figure"] for row in steps] == [7.0] * len(steps) and steps
-    assert all(0 < row["stage/beside/seconds"] < 5 and row["stage/beside/waited_s"] >= 0 for row in steps)
+    assert all(0 < row["stage/beside/seconds"] <= row["seconds"] for row in steps)
+    assert all(row["stage/beside/waited_s"] >= 0 for row in steps)
     assert [row["step"] for row in rows if "held_out/accuracy" in row] == [0, 2]
-    assert re.search(r"after step 2, versions? [0-9 to]+: held-out accuracy", run.output())
+    assert re.search(r"step 2, versions? [0-9 to]+: held-out", run.output())
 
-    assert "stream: nothing bounds the lag" in run.output()
+    assert re.search(r"^.* stream: ", run.output(), re.MULTILINE)
     assert [row["buffer/trained"] for row in steps] == [8, 16, 24]
     assert {row["lag/max"] for row in steps} == {0}
     last = steps[-1]
@@ -317,10 +341,7 @@ def test_own_functions_evaluations_on_the_way_and_a_stream_that_filters_and_reje
     shutil.rmtree(file.parent / "checkpoints" / "step-000004")  # as of a run that was lost before it
     again = start([sys.executable, str(own), *arguments, f"--resume={file.parent}", "--steps=5"])
     finished(again)
-    assert (
-        "step 4 made again from the journal; the weights are those of before, bit for bit, after all 1"
-        in again.output()
-    )
+    assert re.search(r"^step 4 .*journal.*bit for bit, after all 1", again.output(), re.MULTILINE), again.output()
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [line["step"] for line in lines if "lag/max" in line] == [2, 3, 4, 5]
     assert rows_taken(file.parent, 5) == 10 + 4 * round(0.25 / 0.75 * 8 * 8)
@@ -338,7 +359,7 @@ def check_supervised(folder: Path, rows: list[dict[str, Any]]) -> None:
         assert rows_taken(folder, step) == 10 + (step - 1) * mixed
     for flags, steps in (([], 4), (["--from=4"], 1)):
         again = program("replay.py", folder, *flags)
-        assert f"the weights after {steps} of {steps} steps are those of the run, bit for bit" in again
+        assert re.search(f"{steps} of {steps} steps .*bit for bit", again)
 
 
 def rows_taken(folder: Path, step: int) -> int:
@@ -364,14 +385,13 @@ def test_a_version_that_is_not_finite_ends_the_run_and_names_tensor_and_step(
     wild = ["--trainer.lr=1", "--trainer.weight-decay=100", "--trainer.ranks=1", "--generator.replicas=1"]
     run = start([sys.executable, *recipe(tmp_path / "model", tmp_path / "runs", *wild)])
     assert run.wait(RUN_S) == 1, run.output()
-    run.assert_gone(GONE_S)
-    said = (
-        rf"version 1, which step 1 made, is not served: {re.escape(name)} holds 1 values .*, the first at \[{row}, 3\]"
-    )
+    run.assert_gone()
+    said = rf"version 1, .*step 1 .*: {re.escape(name)} .*\[{row}, 3\]"
     assert re.search(rf"^\S*PublishError: {said}", run.output(), re.MULTILINE), run.output()
     assert "is lost" not in run.output() and "is sent it again" not in run.output(), run.output()
 
 
+@pytest.mark.core
 def test_torchrun_without_lag_and_with_two_engine_ranks(start: Start, model: Path, tmp_path: Path) -> None:
     """Trained in float32 and served in bfloat16, as on a GPU, over the transport that is the fastest here. Both sides
     are tensor parallel."""
@@ -382,7 +402,7 @@ def test_torchrun_without_lag_and_with_two_engine_ranks(start: Start, model: Pat
     assert engines(run) == 2, run.left()
     finished(run)
     check_run(run.output(), model, max_policy_lag=0)
-    chosen = re.search(r"Weights travel by (\w+): .* took (.*)\.$", run.output(), re.MULTILINE)
+    chosen = re.search(r"^Weights .* by (\w+): .* took (.*)\.$", run.output(), re.MULTILINE)
     assert chosen and chosen[2].startswith(chosen[1]), run.output()
     assert {measured.split()[0] for measured in chosen[2].split(", ")} == {"collective", "rdma", "shared_memory"}
 
@@ -393,8 +413,8 @@ def test_one_device_for_a_trainer_rank_and_a_replica(start: Start, model: Path, 
     compiled when it starts."""
     arguments = recipe(model, tmp_path / "runs", "--trainer.ranks=1", "--generator.replicas=1")
     run = start([*TORCHRUN, "--nproc-per-node=1", *arguments])
-    assert run.wait(RUN_S) != 0 and "2 ranks are asked for" in run.output() and "--colocate" in run.output()
-    run.assert_gone(GONE_S)
+    assert run.wait(RUN_S) != 0 and re.search("2 ranks .*--colocate", run.output())
+    run.assert_gone()
     run = start([*TORCHRUN, "--nproc-per-node=1", *arguments, "--colocate", "--trainer.compile"])
     finished(run)
     check_run(run.output(), model, max_policy_lag=2)
@@ -402,6 +422,8 @@ def test_one_device_for_a_trainer_rank_and_a_replica(start: Start, model: Path, 
     assert json.loads(file.read_text())["weights"]["transport"] == "shared_memory"
 
 
+@pytest.mark.core
+@pytest.mark.timeout(1800)
 def test_two_nodes(start: Start, model: Path, tmp_path: Path) -> None:
     """Two agents play two machines: the first holds the trainer ranks, the second the generators, over RDMA. The
     advantage is of a module beside the recipe, where no process of theirs would look for it."""
@@ -418,19 +440,24 @@ def test_two_nodes(start: Start, model: Path, tmp_path: Path) -> None:
     for machine in machines:
         machine.mkdir()
     agents = [start(["env", "-C", str(machine), *TORCHRUN, *job]) for machine in machines]
-    most = [0, 0]
-    deadline = time.monotonic() + RUN_S
-    while any(agent.process.poll() is None for agent in agents):
-        assert time.monotonic() < deadline, "\n".join(agent.output() for agent in agents)
-        most = [max(before, engines(agent)) for before, agent in zip(most, agents, strict=True)]
-        time.sleep(0.5)
-    for agent in agents:
-        assert agent.process.returncode == 0, agent.output()
-        agent.assert_gone(GONE_S)
     # Either agent may have become the first machine; that is where the controller is, which prints.
-    second, first = sorted(zip(most, (agent.output() for agent in agents), strict=True), reverse=True)
-    assert (first[0], second[0]) == (0, 2), "engines on the first and the second machine"
-    check_run(first[1], model, max_policy_lag=1)
+    first = wait_for_the_controller(agents)
+    (second,) = (agent for agent in agents if agent is not first)
+    assert (engines(first), engines(second)) == (0, 2)
+    for agent in agents:
+        finished(agent)
+    check_run(first.output(), model, max_policy_lag=1)
+
+
+def wait_for_the_controller(agents: Sequence[Launched]) -> Launched:
+    """Wait until one of the agents has shown the first step of their run, and return it."""
+
+    def shows() -> Launched | None:
+        assert all(agent.process.poll() is None for agent in agents), [agent.output() for agent in agents]
+        return next((agent for agent in agents if re.search(r"^step 1/", agent.output(), re.MULTILINE)), None)
+
+    what = "a step of a run on two machines"
+    return patience.wait_until(shows, lambda: f"{what}: {[agent.output() for agent in agents]}", RUN_S, POLL_S)
 
 
 # -- bad settings -------------------------------------------------------------------------------------------------
@@ -478,29 +505,29 @@ MIN_P = RolloutSettings(top_k=20, min_p=0.1, keep_sampling_mask=True)
     [
         (
             {"trainer": TrainerSettings(router_replay="replay")},
-            ["trainer.router-replay replay", "the model has no experts"],
+            ["trainer.router-replay replay", "experts"],
         ),
         (
             {"rollout": MIN_P, "generator": GeneratorSettings(deterministic=True)},
-            ["rollout.min-p cannot be used with generator.deterministic"],
+            ["rollout.min-p", "generator.deterministic"],
         ),
-        ({"buffer": BufferSettings(window=65)}, ["buffer.window 65", "at most max-policy-lag 2 x", "= 64"]),
-        ({"held_out": 201}, ["held-out 201", "200 held-out items of task spell_backward", "task.held-out-size"]),
-        ({"rollout": RolloutSettings(group_size=1)}, ["rollout.group-size must be at least 2", "advantages"]),
-        ({"rollout": RolloutSettings(temperature=0.0)}, ["rollout.temperature must be above 0"]),
-        ({"groups_per_step": 1, "trainer": TrainerSettings(ranks=3)}, ["8 episodes", "3 trainer ranks", "change"]),
+        ({"buffer": BufferSettings(window=65)}, ["buffer.window 65", "max-policy-lag 2 x", "= 64"]),
+        ({"held_out": 201}, ["held-out 201", "200", "spell_backward", "task.held-out-size"]),
+        ({"rollout": RolloutSettings(group_size=1)}, ["rollout.group-size", "at least 2"]),
+        ({"rollout": RolloutSettings(temperature=0.0)}, ["rollout.temperature", "above 0"]),
+        ({"groups_per_step": 1, "trainer": TrainerSettings(ranks=3)}, ["8 episodes", "3 trainer ranks"]),
         (
             {"groups_per_step": 4096, "trainer": TrainerSettings(ranks=4096)},
-            ["4098 ranks", "4096 trainer ranks + 2 generator replicas", "this launch offers", "ask for at most"],
+            ["4098 ranks", "4096 trainer ranks", "2 generator replicas"],
         ),
         ({"generator": GeneratorSettings(replicas=5000)}, ["5002 ranks", "5000 generator replicas"]),
         ({"generator": GeneratorSettings(replicas=700, tp=4)}, ["2802 ranks", "700 generator replicas of 4"]),
-        ({"generator": GeneratorSettings(tp=3)}, ["tp 3 does not divide the model"]),
-        ({"task": TaskSettings("spel_backward")}, ["'spel_backward'", "did you mean spell_backward"]),
-        ({"task": TaskSettings("chain_sum", "{min_terms: 2}")}, ["task.config is not JSON", "{min_terms: 2}"]),
-        ({"task": TaskSettings("chain_sum", '{"terms": 2}')}, ["task.config", "settings of chain_sum", "min_terms"]),
-        ({"task": TaskSettings("chain_sum", template="{word}")}, ["task.template '{word}'", "its fields are"]),
-        ({"model": "/no/such/folder"}, ["no such model", "/no/such/folder", "Hub name such as"]),
+        ({"generator": GeneratorSettings(tp=3)}, ["tp 3 "]),
+        ({"task": TaskSettings("spel_backward")}, ["'spel_backward'", "spell_backward"]),
+        ({"task": TaskSettings("chain_sum", "{min_terms: 2}")}, ["task.config", "JSON", "{min_terms: 2}"]),
+        ({"task": TaskSettings("chain_sum", '{"terms": 2}')}, ["task.config", "chain_sum", "min_terms"]),
+        ({"task": TaskSettings("chain_sum", template="{word}")}, ["task.template '{word}'", "expression"]),
+        ({"model": "/no/such/folder"}, ["model", "/no/such/folder"]),
         ({"rollout": RolloutSettings(max_new_tokens=1024)}, ["rollout.max-new-tokens 1024", "context", "1024"]),
         (
             {"rollout": TURNS_OF_16, "generator": GeneratorSettings(context_length=16)},
@@ -509,7 +536,7 @@ MIN_P = RolloutSettings(top_k=20, min_p=0.1, keep_sampling_mask=True)
         ({"generator": GeneratorSettings(context_length=2048)}, ["generator.context-length 2048", "1024"]),
         (
             {"rollout": TURNS_OF_16, "trainer": TrainerSettings(tokens_per_microbatch=16)},
-            ["rollout.max-new-tokens 16", "no room for a prompt", "trainer.tokens-per-microbatch"],
+            ["rollout.max-new-tokens 16", "trainer.tokens-per-microbatch"],
         ),
     ],
 )
@@ -524,7 +551,7 @@ def test_ranks_that_do_not_fill_hosts_are_refused(refusal: Callable[..., str], m
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("monarch_rl.runtime.devices.visible_devices", lambda: [])  # on a GPU machine, too
     message = refusal(groups_per_step=3, trainer=TrainerSettings(ranks=3), generator=GeneratorSettings(replicas=1))
-    assert "trainer.ranks 3 must fill whole hosts: a multiple of 2" in message
+    assert re.search("trainer.ranks 3 .* 2", message)
 
 
 @pytest.mark.parametrize(
@@ -532,10 +559,10 @@ def test_ranks_that_do_not_fill_hosts_are_refused(refusal: Callable[..., str], m
     [
         (
             lambda folder: (folder / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}'),
-            ["architecture GPT2LMHeadModel is not supported", "Qwen3ForCausalLM, Qwen3MoeForCausalLM, Qwen2"],
+            ["GPT2LMHeadModel", "Qwen3ForCausalLM, Qwen3MoeForCausalLM, Qwen2"],
         ),
-        (lambda folder: (folder / "config.json").unlink(), ["is not a model folder", "config.json"]),
-        (lambda folder: (folder / "model.safetensors").unlink(), ["no *.safetensors file", "save the weights"]),
+        (lambda folder: (folder / "config.json").unlink(), ["config.json"]),
+        (lambda folder: (folder / "model.safetensors").unlink(), ["safetensors"]),
     ],
     ids=["architecture", "config.json", "weights"],
 )
@@ -554,7 +581,7 @@ def test_a_folder_that_cannot_be_trained_is_refused(
 def test_an_output_folder_that_cannot_be_made_is_refused(refusal: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     message = refusal(output=tmp_path / "file" / "runs")
-    assert str(tmp_path / "file" / "runs") in message and "cannot be made" in message and "choose another" in message
+    assert str(tmp_path / "file" / "runs") in message and "output" in message
 
 
 def on_command_line(*command: str | Path, columns: int = 200) -> subprocess.CompletedProcess[str]:
@@ -564,12 +591,12 @@ def on_command_line(*command: str | Path, columns: int = 200) -> subprocess.Comp
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (["--model=no-such/model"], 1, ["error: no such model: no-such/model", "Give a folder with config.json"]),
-        (["--buffer.max-policy-lag=-1"], 2, ["max-policy-lag must not be negative", "0 is synchronous", "-1"]),
-        (["--trainer.ranks=0"], 2, ["trainer.ranks must be at least 1, got 0"]),
-        (["--steps=0"], 2, ["steps must be at least 1, got 0"]),
-        (["--rollout.top-p=0.9"], 2, ["cut tokens off", "Set rollout.keep-sampling-mask"]),
-        (["--step=3"], 2, ["Unrecognized options: --step", "--steps"]),
+        (["--model=no-such/model"], 1, ["error: ", "no-such/model"]),
+        (["--buffer.max-policy-lag=-1"], 2, ["max-policy-lag", "-1"]),
+        (["--trainer.ranks=0"], 2, ["trainer.ranks", "at least 1", "0"]),
+        (["--steps=0"], 2, ["steps", "at least 1", "0"]),
+        (["--rollout.top-p=0.9"], 2, ["top-p", "rollout.keep-sampling-mask"]),
+        (["--step=3"], 2, ["--step", "--steps"]),
     ],
 )
 def test_bad_settings_on_the_command_line(arguments: list[str], code: int, said: list[str]) -> None:
@@ -595,10 +622,10 @@ def test_a_mistake_in_the_code_of_a_task_is_shown_with_its_traceback(tmp_path: P
 def test_more_ranks_than_torchrun_started(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # GPUs would be counted instead
     command = [*TORCHRUN, "--nproc-per-node=2", *recipe(model, tmp_path / "runs")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_S)
+    done = patience.run(command, seconds=RUN_S)
     assert done.returncode == 1
-    said = "error: 4 ranks are asked for (2 trainer ranks + 2 generator replicas), but this launch offers 2"
-    assert said in done.stderr and "Use torchrun --nproc-per-node=4 ..." in done.stderr
+    said = r"error: 4 ranks .*2 trainer ranks \+ 2 generator replicas.* 2\D.*--nproc-per-node=4"
+    assert re.search(said, done.stderr), done.stderr
     assert done.stderr.count("Traceback") == 1 and "ChildFailedError" in done.stderr, "none but torchrun's own"
     assert not (tmp_path / "runs").exists()
 

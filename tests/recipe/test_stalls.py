@@ -8,15 +8,15 @@ from __future__ import annotations
 import re
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.recipe.running import (
-    GONE_S,
+    RUN_S,
+    SLOW,
+    STAND_IN,
     ends_by,
-    engines,
     goes_on,
     recipe,
     send,
@@ -28,30 +28,20 @@ from tests.runtime.launched import Launched, Start
 
 pytestmark = pytest.mark.slow
 
-ACT_S = 90.0
-"""Seconds from the fault to the end of the run, by default settings: 60 where nothing else uses the cores."""
 BLOCKED = Path(__file__).with_name("blocked.py")
 BATCH = r"trainer rank \d has waited \d+ s for the batch of step \d+; buffer has waited \d+ s for "
 
 
-def ends_with(run: Launched, since: float, chain: str, folder: Path) -> str:
+def ends_with(run: Launched, chain: str, folder: Path) -> str:
     """Wait for the end; the message, and the report in the run's folder, tell ``chain``. Returns the report."""
-    code = run.wait(ACT_S)
-    seconds = time.monotonic() - since
-    assert code == 1 and seconds < ACT_S, f"exit code {code} after {seconds:.1f} s\n{run.output()}"
-    run.assert_gone(GONE_S)
+    assert run.wait(RUN_S) == 1, run.output()
+    run.assert_gone()
     (path,) = folder.glob("*/stall-*.txt")
     report = path.read_text()
     for text in (report.splitlines()[0], run.output()):
         assert re.search(chain, text), text
     assert re.search(rf"^monarch_rl\.runtime\.watch\.Stalled: .*{chain}", run.output(), re.MULTILINE), run.output()
     return report
-
-
-def stop(run: Launched, process: str) -> float:
-    """Stop a process of a run that is under way; returns when."""
-    send(run, process, signal.SIGSTOP)
-    return time.monotonic()
 
 
 # Without lag, and with answers that take seconds to draw, the trainer waits for its batch when a step was just shown.
@@ -63,8 +53,8 @@ ALONE = ["--recovery.restarts=0"]  # what is stopped is not replaced
 def test_a_stopped_rollout_worker_is_named_along_the_chain_and_replaced_and_sigterm_leaves_no_process(
     start: Start, model: Path, tmp_path: Path
 ) -> None:
-    run = start([sys.executable, *recipe(model, tmp_path / "runs", *WAITING, *TWO_WORKERS)])
-    stop(run, "rollout1-0")
+    run = start([sys.executable, STAND_IN, *recipe(model, tmp_path / "runs", *WAITING, *TWO_WORKERS, script=SLOW)])
+    send(run, "rollout1-0", signal.SIGSTOP)
     # On a crowded machine the signal may come when the step's version goes out, before the groups of the next one are
     # begun, or when the step after it is summed up.
     held = rf"{BATCH}group \d+, held by rollout worker 1 \(\d of 8 groups of the batch are in\)"
@@ -83,14 +73,14 @@ def test_a_stopped_rollout_worker_is_named_along_the_chain_and_replaced_and_sigt
     assert re.search(r"--- (trainer rank \d|controller)\nthread ", report), "no stacks by the process itself"
     assert re.search(r"^rollout worker 0 \(process \d+\): answers", report, re.MULTILINE), "not every process is listed"
     goes_on(run, back)
-    assert engines(run) == 1 and len(run.left()) > 8, "controller, host, 2 trainers, buffer, 2 workers, replica, engine"
+    assert len(run.left()) >= 8, "controller, host, 2 trainers, buffer, 2 workers, generator"
     ends_by(run, signal.SIGTERM, 143)
     assert steps_logged(tmp_path / "runs")
 
 
 def test_a_stopped_engine_is_named_along_the_chain(start: Start, model: Path, tmp_path: Path) -> None:
     run = start([sys.executable, *recipe(model, tmp_path / "runs", *WAITING, *ALONE)])
-    since = stop(run, "sglang::scheduler")
+    send(run, "sglang::scheduler", signal.SIGSTOP)
     drawing = (
         r"group (?P<group>\d+), held by rollout worker 0 \(\d of 8 groups of the batch are in\); "
         r"rollout worker 0 has waited \d+ s for generator 0 to answer a request of group (?P=group) .*; "
@@ -103,7 +93,7 @@ def test_a_stopped_engine_is_named_along_the_chain(start: Start, model: Path, tm
     )
     stopped = r"the engine of generator 0 has been stopped for \d+ s \(process \d+\)"
     chain = rf"{BATCH}({drawing}|{committing}); {stopped}"
-    report = ends_with(run, since, chain, tmp_path / "runs")
+    report = ends_with(run, chain, tmp_path / "runs")
     assert "--- the engine of generator 0\nProcess" in report, "no stacks by py-spy"
 
 
@@ -112,13 +102,12 @@ def test_a_blocked_trainer_rank_is_named_with_the_line_that_blocks_it(
 ) -> None:
     """Its event loop sleeps in a call of Python; the process is there and answers."""
     _, *arguments = recipe(model, tmp_path / "runs", "--steps=5000", "--generator.replicas=1")
-    run = start([sys.executable, str(BLOCKED), str(tmp_path), *arguments])
+    run = start([sys.executable, STAND_IN, str(BLOCKED), str(tmp_path), *arguments])
     wait_for_step(run)
     (tmp_path / "go").touch()
     run.wait_for(tmp_path / "blocked")
-    since = time.monotonic()
     blocked = r"trainer rank 1 has blocked its event loop for \d+ s at \S+blocked\.py:\d+"
     chain = rf"{blocked}; its process \d+ uses \d+% of a core"
-    report = ends_with(run, since, chain, tmp_path / "runs")
+    report = ends_with(run, chain, tmp_path / "runs")
     stacks = report.split("--- trainer rank 1\n")[1].split("\n--- ")[0]
     assert re.search(r"the loop of trainer rank 1\n(.*\n)*.*blocked\.py.*in snapshots\n\s+time\.sleep", stacks), stacks

@@ -22,7 +22,9 @@ import psutil
 import pytest
 
 from monarch_rl.runtime.starvation import look
+from tests import patience
 from tests.recipe.running import (
+    POLL_S,
     RUN_S,
     keep_environment,
     process_named,
@@ -48,8 +50,9 @@ at nice 19, too. So its sessions, which have a nice value of their own, get this
 STALL_S = 5.0
 """A third of the default: so the run is stopped for a third of a minute."""
 STOPPED_S = 4 * STALL_S
-STARVED_STEP_S = 60.0
-"""Seconds for a step of a CPU-second: a run at nice 19 gets 1.4 % of two cores beside two hogs on each."""
+STARVED_STEP_S = 600.0
+"""The limit of a step, by the clock of ``tests/patience.py``. It takes some 60 s: a CPU-second, where a run at nice 19
+gets 1.4 % of two cores beside two hogs on each."""
 
 
 def latest_step(run: Launched) -> int:
@@ -58,11 +61,13 @@ def latest_step(run: Launched) -> int:
 
 def wait_for_steps(run: Launched, more: int) -> None:
     """Wait for so many steps more than the run has shown now, however long it takes a machine that has no cores."""
-    step, deadline = latest_step(run) + more, time.monotonic() + more * STARVED_STEP_S * 10
-    while latest_step(run) < step:
+    step = latest_step(run) + more
+
+    def shown() -> bool:
         assert run.process.poll() is None, f"ended with {run.process.poll()}\n{run.output()}"
-        assert time.monotonic() < deadline, f"no step {step}\n{run.output()}"
-        time.sleep(0.5)
+        return latest_step(run) >= step
+
+    patience.wait_until(shown, lambda: f"step {step}\n{run.output()}", more * STARVED_STEP_S, POLL_S)
 
 
 def pids(run: Launched) -> list[int]:

@@ -1,0 +1,102 @@
+"""Runs a recipe with engines that only spell: ``stand_in.py SCRIPT ARGUMENTS...``, as ``python SCRIPT ARGUMENTS...``.
+
+For tests of the controller, the watch and the workers. Generators are real actors, to which versions really travel; in
+the place of SGLang they have an engine that answers at once with letters of its prompt. SGLang's import, its start and
+its decoding are a third of what a small run costs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import runpy
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from monarch_rl.episode.sampling import Completion, Sampling
+from monarch_rl.generator.actor import Generator
+from monarch_rl.generator.clock import BusyClock
+from monarch_rl.generator.commit import CommitReport
+from monarch_rl.generator.parts import OnPart, ignore_part
+from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD
+from monarch_rl.generator.scheduler_requests import TurnReads
+from monarch_rl.generator.settings import GeneratorSettings
+from monarch_rl.pipeline import run, start
+from monarch_rl.runtime import presence
+from monarch_rl.runtime.presence import Wait
+from monarch_rl.weights.manifest import Manifest
+
+
+class SpellingEngine:
+    """Has the part of an :class:`~monarch_rl.generator.engine.Engine` that a generator asks for."""
+
+    def __init__(self, seed: int) -> None:
+        self.version = 0
+        self.clock = BusyClock()
+        self.generated_tokens = self.finished_requests = 0
+        self.turn_reads = TurnReads()
+        self.child_pids: list[int] = []
+        self.hold_s = 0.0
+        self._random = random.Random(seed)
+
+    def waits(self) -> list[Wait]:
+        return []
+
+    def check(self) -> None:
+        """It lives as long as its process."""
+
+    async def ended(self) -> str:
+        never: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        return await never
+
+    async def generate(self, prompt_ids: list[int], sampling: Sampling, on_part: OnPart = ignore_part) -> Completion:
+        drawn = self._random.choices(prompt_ids, k=self._random.randint(1, sampling.max_new_tokens))
+        self.generated_tokens += len(drawn)
+        self.finished_requests += 1
+        versions = np.full(len(drawn), self.version, np.int32)
+        return Completion(np.asarray(drawn, np.int32), np.full(len(drawn), -2.0, np.float32), versions, "length")
+
+    async def commit(self, version: int, manifest: Manifest, area: bytes, expected: np.ndarray) -> CommitReport:
+        self.version = version
+        return CommitReport(version, manifest.nbytes, 0.0, 0.0, 0.0, 0.0)
+
+    async def verify_frozen(self, manifest: Manifest, expected: np.ndarray) -> None:
+        """It holds no weights."""
+
+    def begin_anew(self) -> None:
+        """Nothing of the versions before is kept."""
+
+    async def shutdown(self) -> None:
+        """It has no process of its own."""
+
+
+class SpellingGenerator(Generator):
+    """A generator with such an engine."""
+
+    async def _start(self, name: str, model_path: str, settings: GeneratorSettings, index: int, **engine: Any) -> float:
+        self._name, self._devices = name, settings.tp
+        made: Any = SpellingEngine(index)
+        self._engine = made
+        presence.register(name, made.waits)
+        return 0.0
+
+
+def replace_engines() -> None:
+    """Let the run of this process start such generators, and import nothing of SGLang."""
+    start.Generator = SpellingGenerator  # type: ignore[misc]
+    run.PRELOADS = tuple(
+        replace(preload, modules=("monarch_rl.generator.engine",)) if preload.name == ENGINE_PRELOAD else preload
+        for preload in start.PRELOADS
+    )  # type: ignore[assignment]
+
+
+if __name__ == "__main__":
+    import stand_in  # type: ignore[import-not-found]  # what is pickled by name must not be of __main__
+
+    stand_in.replace_engines()
+    del sys.argv[0]
+    runpy.run_path(str(Path(sys.argv[0])), run_name="__main__")
