@@ -70,11 +70,12 @@ class SlowGenerator(Generator):
             if sampling.seed is None:  # a held-out item
                 return await draw(prompt_ids, sampling, on_part)
             async with places:
-                due = time.monotonic() + latencies.token_s * tokens_of(latencies.length, sampling.seed)
+                now = asyncio.get_running_loop().time
+                due = now() + latencies.token_s * tokens_of(latencies.length, sampling.seed)
                 engine.clock.enter()
                 try:
                     completion = await draw(prompt_ids, sampling, on_part)
-                    await asyncio.sleep(due - time.monotonic())
+                    await asyncio.sleep(due - now())
                 finally:
                     engine.clock.leave()
                 return completion

@@ -58,7 +58,7 @@ class Patience:
 
 
 def wait_until(
-    condition: Callable[[], T], what: str | Callable[[], str], seconds: float = LIMIT_S, every_s: float = TICK_S
+    condition: Callable[[], T | None], what: str | Callable[[], str], seconds: float = LIMIT_S, every_s: float = TICK_S
 ) -> T:
     """Wait until ``condition()`` is true, and return what it returned.
 
@@ -75,9 +75,7 @@ def wait_until(
     return found
 
 
-async def until(
-    condition: Callable[[], T | Awaitable[T]], what: str | Callable[[], str], seconds: float = LIMIT_S
-) -> T:
+async def until(condition: Callable[[], Any], what: str | Callable[[], str], seconds: float = LIMIT_S) -> Any:
     """:func:`wait_until` in a coroutine; ``condition`` may be one, too. In virtual time it is right, and free."""
     patience = Patience(what, seconds)
     while True:

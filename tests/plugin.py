@@ -2,7 +2,7 @@
 
 A test is ``heavy`` if it starts an engine, a mesh or ranks of torchrun, itself or by a fixture. The marker is set by
 what the test's code and its fixtures' code refer to (:func:`uses`); a test that starts one in a script has the marker
-written above it. Where no heavy test is selected, a test below which such a process is seen fails.
+written above it. Until a process has run its first heavy test, a test below which such a process is seen fails.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,19 +21,20 @@ from typing import Any
 import pytest
 
 from monarch_rl.runtime.scratch import folder_of_process
-from tests.costs import Cost, table
 from tests.process_tree import ProcessTree
+from tests.tiers import Cost, Tier, table, tier_of
 
 STARTERS = ({"launch_cluster"}, {"this_host"}, {"Engine", "start"}, {"launching"}, {"run_program"})
 """Names which, all of one set in one function, show that it starts an engine, a mesh or ranks."""
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--costs", type=Path, help="write what each test has cost to this file, and print nothing of it")
+TIER_OF: pytest.StashKey[dict[str, Tier]] = pytest.StashKey()
+"""In ``config.stash``: by id, the tier of every test that was collected, also of those that are not selected."""
+pytest_plugins = ["tests.scheduling"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(Costs(config.getoption("--costs")))
+    config.pluginmanager.register(Costs(config))
     # Engines that tests start in their own process, and torchrun, leave files; tmp_path is to stay where it was.
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     temporary = ExitStack()
@@ -42,46 +43,61 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Set the marker before tests are selected by it."""
     seen: dict[int, bool] = {}
+    tiers: dict[str, Tier] = {}
     for item in items:
         if isinstance(item, pytest.Function):
             fixtures = [found[-1].func for found in item._fixtureinfo.name2fixturedefs.values()]
             if any(uses(code, seen) for code in (item.function, *fixtures)):
                 item.add_marker("heavy")
+        tiers[item.nodeid] = tier_of({marker.name for marker in item.iter_markers()})
+    config.stash[TIER_OF] = tiers
 
 
 class Costs:
-    """Measures tests, and guards those that are not heavy."""
+    """Measures tests, and guards those that are not heavy. Under xdist the processes that run tests do both."""
 
-    def __init__(self, file: Path | None) -> None:
+    def __init__(self, config: pytest.Config) -> None:
         self.tree = ProcessTree()
         self.by_test: dict[str, Cost] = {}
-        self.guarded = False
-        """No heavy test is selected."""
-        self._file = file
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        self.guarded = not any(item.get_closest_marker("heavy") for item in items)
+        self.guarded = True
+        """No heavy test has run: fork servers and clusters that this process has are nobody's yet."""
+        self._config, self._path = config, list(sys.path)
+        self._plan: Path | None = config.getoption("--plan")
+        self._worker: str = getattr(config, "workerinput", {}).get("workerid", "alone")
+        self._measures = self._worker != "alone" or not config.getoption("numprocesses", None)
 
     def pytest_sessionstart(self) -> None:
-        self.tree.start()
+        if self._measures:
+            self.tree.start()
+
+    @pytest.hookimpl(tryfirst=True)  # before xdist tells the scheduler, which reads what is written here
+    def pytest_collection_finish(self) -> None:
+        if self._plan is not None and self._measures:
+            written = self._plan / f"tiers-{self._worker}.json"
+            written.write_text(json.dumps(self._config.stash[TIER_OF]))
 
     def pytest_sessionfinish(self) -> None:
+        if not self._measures:
+            return
         self.tree.stop()
-        if self._file is not None:
-            by_test = {name: [cost.seconds, cost.cpu_s] for name, cost in self.by_test.items()}
-            self._file.write_text(json.dumps(by_test))
+        if self._plan is not None:
+            by_test = {name: [cost.cpu_s, cost.idle_s] for name, cost in self.by_test.items()}
+            (self._plan / f"costs-{self._worker}.json").write_text(json.dumps(by_test))
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        seconds, cpu_s = time.monotonic(), self.tree.cpu_s()
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+        if item.get_closest_marker("heavy"):
+            self.guarded = False
+        before = Cost(self.tree.cpu_s(), self.tree.idle_s())
         try:
             return (yield)
         finally:
-            self.by_test[item.nodeid] = Cost(time.monotonic() - seconds, self.tree.cpu_s() - cpu_s)
+            self.by_test[item.nodeid] = Cost(self.tree.cpu_s() - before.cpu_s, self.tree.idle_s() - before.idle_s)
+            if nextitem is None or nextitem.path != item.path:
+                sys.path[:] = self._path  # programs that a module runs in this process may add folders to it
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self) -> None:
@@ -100,7 +116,7 @@ class Costs:
         return result
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        if self._file is None:  # else tools/run_tests.py prints it
+        if self._measures and self._plan is None:  # else tools/run_tests.py prints it
             for line in table(self.by_test):
                 terminalreporter.write_line(line)
 
@@ -123,10 +139,12 @@ def uses(code: Any, seen: dict[int, bool]) -> bool:
 
 
 def _functions(code: Any) -> list[FunctionType]:
-    """A function of these tests, or the methods of a class of theirs."""
+    """A function of these tests, or the methods of a class of theirs, also of an object's."""
     if not str(getattr(code, "__module__", "")).startswith("tests."):
         return []
-    members = [code] if isinstance(code, FunctionType) else vars(code).values() if isinstance(code, type) else []
+    members = (
+        [code] if isinstance(code, FunctionType) else vars(code if isinstance(code, type) else type(code)).values()
+    )
     functions = [getattr(member, "__func__", member) for member in members]
     return [function for function in functions if isinstance(function, FunctionType)]
 

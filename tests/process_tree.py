@@ -10,11 +10,14 @@ from __future__ import annotations
 import os
 import resource
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 SAMPLE_S = 0.25
 """Seconds between two looks at /proc. A process that lives shorter counts if its parent waits for it."""
+IDLE_SHARE = 0.1
+"""Of a core: below it, between two looks, the processes are taken to have done nothing."""
 TICKS = os.sysconf("SC_CLK_TCK")
 STARTED_BY_TESTS = {
     "sglang::": "an engine of SGLang",
@@ -48,6 +51,7 @@ class ProcessTree:
         self._orphans_s = 0.0
         """CPU-seconds of processes that have ended and that nobody here has waited for."""
         self._started: list[str] = []
+        self._idle_s = 0.0
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="process tree", daemon=True)
@@ -63,9 +67,17 @@ class ProcessTree:
         """CPU-seconds so far, user and system."""
         with self._lock:
             self._look()
-            own = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-            used = sum(usage.ru_utime + usage.ru_stime for usage in own)
-            return used + self._orphans_s + sum(process.cpu_s for process in self._known.values())
+            return self._used_s()
+
+    def idle_s(self) -> float:
+        """Seconds so far in which the processes waited for something other than a core, roughly."""
+        with self._lock:
+            return self._idle_s
+
+    def _used_s(self) -> float:
+        own = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+        used = sum(usage.ru_utime + usage.ru_stime for usage in own)
+        return used + self._orphans_s + sum(process.cpu_s for process in self._known.values())
 
     def take_started(self) -> list[str]:
         """What of :data:`STARTED_BY_TESTS` was seen for the first time since the last call."""
@@ -75,9 +87,14 @@ class ProcessTree:
             return taken
 
     def _watch(self) -> None:
+        looked, used_s = time.monotonic(), 0.0
         while not self._ended.wait(SAMPLE_S):
             with self._lock:
                 self._look()
+                now, now_used_s = time.monotonic(), self._used_s()
+                if now_used_s - used_s < IDLE_SHARE * (now - looked):  # clock: this measures, and asserts nothing
+                    self._idle_s += now - looked
+                looked, used_s = now, now_used_s
 
     def _look(self) -> None:
         running = {int(name) for name in os.listdir("/proc") if name.isdigit()}

@@ -12,6 +12,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("src", "recipes")
+DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+BLOCKS = DEFINITIONS | ast.For | ast.AsyncFor | ast.While | ast.If | ast.With | ast.AsyncWith
 
 
 @dataclass(frozen=True, order=True)
@@ -32,10 +34,9 @@ class Excuses:
 
     def __init__(self, text: str, reason: re.Pattern[str]) -> None:
         self._text_lines = text.splitlines()
+        tokens = tokenize.generate_tokens(StringIO(text).readline) if reason.search(text) else ()
         self._lines = {
-            token.start[0]
-            for token in tokenize.generate_tokens(StringIO(text).readline)
-            if token.type == tokenize.COMMENT and reason.match(token.string)
+            token.start[0] for token in tokens if token.type == tokenize.COMMENT and reason.match(token.string)
         }
 
     def covers(self, node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
@@ -43,13 +44,14 @@ class Excuses:
         statement = node
         while not isinstance(statement, ast.stmt):
             statement = parents[statement]
-        last = statement.end_lineno or statement.lineno
-        if isinstance(statement, ast.For | ast.AsyncFor | ast.While | ast.If | ast.With | ast.AsyncWith):
+        last, first = statement.end_lineno or statement.lineno, statement.lineno
+        if isinstance(statement, DEFINITIONS):
+            first = min([first, *(decorator.lineno for decorator in statement.decorator_list)])
+        if isinstance(statement, BLOCKS):
             last = max(statement.lineno, statement.body[0].lineno - 1)
-        above = statement.lineno - 1
+        above = first - 1
         is_comment = above > 0 and self._text_lines[above - 1].lstrip().startswith("#")
-        first = above if is_comment else statement.lineno
-        return not self._lines.isdisjoint(range(first, last + 1))
+        return not self._lines.isdisjoint(range(above if is_comment else first, last + 1))
 
 
 def parents_of(tree: ast.AST) -> dict[ast.AST, ast.AST]:

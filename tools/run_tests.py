@@ -1,145 +1,355 @@
-"""Run the tests in groups, two pytest processes at a time, because many tests wait for processes much of their time.
+"""Run the project's checks: lint, types and contracts, then the tests by tiers (``tests/tiers.py``), in two processes.
 
-    python tools/run_tests.py                  all tests
-    python tools/run_tests.py --quick          short ones that start no engine, no mesh and no ranks, three at a time
-    python tools/run_tests.py --at-a-time 3    three processes
+    python tools/run_tests.py            every quick test, a real proof of each mechanism, a sample of the rest
+    python tools/run_tests.py --quick    tests that start no engine, no mesh and no ranks
+    python tools/run_tests.py --core     the real proofs alone
+    python tools/run_tests.py --all      everything; writes benchmarks/results/test_all.txt
+    python tools/run_tests.py --all --costs    and tests/costs.json
 
-The longest group begins first, and the next one when a process has ended. What a process said is printed when it has
-ended; at last what the groups have taken and the tests have cost. The exit code is 0 if all groups passed.
+A heavy test that fails is run once more, alone, when all else has ended: if it passes then, it is counted as flaky and
+does not fail the checks. Quick tests are repeated only where the machine was at fault (no memory, no disk). A test of
+the sample fails the checks only if it fails twice and its package has changed since the last ``--all``; otherwise it is
+printed as owed. The exit code is 0 if the checks pass.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+import uuid
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.costs import Cost, table  # noqa: E402
+from tests.tiers import (  # noqa: E402
+    TIERS,
+    Cost,
+    CostTable,
+    Tier,
+    changed_folders,
+    dearer,
+    folder_of,
+    slowness,
+    table,
+)
 
-GROUPS = [
-    ["tests/recipe/test_recipe.py", "tests/recipe/test_losses.py"],
-    ["tests/pipeline"],
-    ["tests/generator"],
-    ["tests/recipe"],
-    ["tests/trainer"],
-    ["tests/runtime", "tests/rollout"],
-    ["tests"],
-]
-"""Longest first. Each has what is named in it and in none before it; the last one has all that is left."""
-QUICK_GROUPS = [
-    ["tests/rollout", "tests/runtime"],
-    ["tests/buffer", "tests/tools"],
-    ["tests/recipe"],
-    ["tests"],
-]
-QUICK = ["-m", "not heavy and not slow"]
-AT_A_TIME = 2
-QUICK_AT_A_TIME = 3
-"""The first group waits for more than half of its time."""
-DEADLINE_S = 3 * 3600.0
-"""Seconds for all; each test has its own deadline."""
+PYTHON = sys.executable
+CHECKS: dict[str, list[str]] = {
+    "ruff": [PYTHON, "-m", "ruff", "check", "."],
+    "ruff format": [PYTHON, "-m", "ruff", "format", "--check", "."],
+    "waits": [PYTHON, "tools/lint_waits.py"],
+    "streams": [PYTHON, "tools/lint_streams.py"],
+    "clocks": [PYTHON, "tools/lint_clocks.py"],
+    "imports": ["lint-imports", "--no-logo", "--no-cache"],
+    "metrics table": [PYTHON, "tools/metrics_table.py", "--check"],
+    "locks": [PYTHON, "tools/lock.py", "--check"],
+}
+TYPES = [PYTHON, "-m", "mypy"]
+CHECK_S = 1800.0
+"""Seconds for one check: the end of a hang."""
+TESTS_S = 4 * 3600.0
+"""Seconds for all tests; each test has its own deadline."""
 END_S = 90.0
-"""Seconds that an interrupted process may take to end what its tests have started."""
+"""Seconds that an interrupted pytest may take to end what its tests have started."""
+MARK = "MONARCH_RL_CHECKS"
+"""A variable that everything below has, so that whatever a crashed test leaves is found and ended."""
+SUMMARY = ROOT / "benchmarks" / "results" / "test_all.txt"
+INFRASTRUCTURE = re.compile(
+    r"MemoryError|Cannot allocate memory|No space left on device|worker '\w+' crashed|Could not fetch|"
+    r"Temporary failure in name resolution"
+)
+"""What a log says where the machine is at fault."""
 
 
 @dataclass
-class Group:
-    """A pytest process that runs."""
+class Results:
+    """What became of the tests of one call of pytest."""
 
-    paths: list[str]
-    process: subprocess.Popen[bytes]
-    said: Path
-    started: float
-    """On ``time.monotonic()``."""
+    code: int
+    outcomes: dict[str, str]
+    logs: dict[str, str]
+    tiers: dict[str, Tier]
+    costs: dict[str, Cost]
+    left_out: list[str]
+
+    @property
+    def failed(self) -> list[str]:
+        return [test for test, outcome in self.outcomes.items() if outcome == "failed"]
+
+
+@dataclass
+class Verdict:
+    """Which failures count."""
+
+    failed: list[str] = field(default_factory=list)
+    flaky: list[str] = field(default_factory=list)
+    owed: list[str] = field(default_factory=list)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    help = f"pytest processes (default {AT_A_TIME}, with --quick {QUICK_AT_A_TIME})"
-    parser.add_argument("--at-a-time", type=int, choices=range(1, 9), help=help)
+    which = parser.add_mutually_exclusive_group()
+    for name in ("quick", "core", "all"):
+        which.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("--costs", action="store_true", help="write what the tests cost to tests/costs.json")
+    parser.add_argument("--no-repeats", action="store_true", help="do not run a test that failed once more")
+    parser.add_argument("--at-a-time", type=int, default=2, help="processes that run tests (default 2)")
+    parser.add_argument("paths", nargs="*", help="only tests in these files and folders, of all tiers")
     asked = parser.parse_args()
-    groups = QUICK_GROUPS if asked.quick else GROUPS
-    at_a_time = asked.at_a_time or (QUICK_AT_A_TIME if asked.quick else AT_A_TIME)
     for signum in (signal.SIGINT, signal.SIGTERM):  # a signal ignored here would be ignored by pytest, too
         signal.signal(signum, signal.default_int_handler)
-    with tempfile.TemporaryDirectory() as scratch:
-        waiting = list(zip(groups, commands(groups, QUICK if asked.quick else [], Path(scratch)), strict=True))
-        running: list[Group] = []
-        codes: list[int] = []
-        took = ["   seconds  group"]
-        deadline = time.monotonic() + DEADLINE_S
+    os.environ[MARK] = uuid.uuid4().hex
+    os.environ["SPT_NOENV"] = "1"  # or SGLang's titles overwrite the variables by which processes are found
+    began, phases = time.time(), {}
+    if not asked.core and not asked.paths:
+        wrong = checked()
+        phases["lint and contracts"] = time.time() - began
+        if wrong:
+            return closed([], [], f"{', '.join(wrong)} failed; no test was run", began)
+    types = subprocess.Popen(TYPES, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        return tested(asked, began, phases, types)
+    finally:
+        types.kill()
+        sweep()
+
+
+def checked() -> list[str]:
+    """Run what needs no test; the names of the checks that failed."""
+    wrong = []
+    for name, command in CHECKS.items():
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=CHECK_S)
+        if done.returncode:
+            wrong.append(name)
+            print(f"-- {name}\n{done.stdout}{done.stderr}", flush=True)
+    return wrong
+
+
+def tested(asked: argparse.Namespace, began: float, phases: dict[str, float], types: subprocess.Popen[str]) -> int:
+    """Run the tests, decide which failures count, print and write the summaries; the exit code."""
+    everything = asked.all or asked.paths
+    changed = changed_since_summary()
+    arguments = ["--rest=all" if everything else "--rest=none" if asked.quick or asked.core else "--rest=sample"]
+    arguments += ["-m", "not heavy and not slow"] if asked.quick else ["-m", "core"] if asked.core else []
+    arguments += [f"--changed={','.join(sorted(changed))}", f"--commit-number={commits_up_to('HEAD')}"]
+    if asked.all:
+        seed = int(began)
+        arguments += ["--hypothesis-profile=random", f"--hypothesis-seed={seed}"]
+        print(f"property tests: --hypothesis-seed={seed}", flush=True)
+    started = time.time()
+    results = pytest([f"-n{asked.at_a_time}", f"--began={began}", *arguments, *asked.paths])
+    phases["tests"] = time.time() - started
+    started = time.time()
+    verdict = judged(results, set() if asked.no_repeats else repeatable(results), changed, bool(everything))
+    phases["tests that failed, once more"] = time.time() - started
+    started = time.time()
+    output, _ = types.communicate(timeout=CHECK_S)
+    phases["types (beside the tests)"] = time.time() - started
+    wrong = ["types"] if types.returncode else []
+    if wrong:
+        print(f"-- types\n{output}", flush=True)
+    report(results, verdict, phases, began, sampled=not everything and not asked.quick and not asked.core)
+    if asked.costs:
+        write_costs(results)
+    if asked.all:
+        write_summary(results, verdict, began)
+    code = results.code if results.code not in (0, 1) else 0  # 1: tests have failed, which the verdict is about
+    broken = wrong + ([f"pytest ended with {code}"] if code else [])
+    return closed(verdict.failed, verdict.flaky, "; ".join(broken), began, results, verdict.owed)
+
+
+def pytest(arguments: Sequence[str]) -> Results:
+    """Run pytest in a group of its own: a Ctrl-C reaches it once, from here."""
+    with tempfile.TemporaryDirectory() as plan:
+        command = [PYTHON, "-m", "pytest", f"--plan={plan}", *arguments]
+        process = subprocess.Popen(command, cwd=ROOT, process_group=0)
         try:
-            while waiting or running:
-                while waiting and len(running) < at_a_time:
-                    running.append(start(*waiting.pop(0), Path(scratch, f"{len(waiting)}.log")))
-                time.sleep(0.1)
-                for group in [group for group in running if group.process.poll() is not None]:
-                    running.remove(group)
-                    codes.append(group.process.returncode)
-                    took.append(f"{time.monotonic() - group.started:10.1f}  {' '.join(group.paths)}")
-                    show(group)
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"the tests have taken more than {DEADLINE_S:g} s")
+            code = process.wait(TESTS_S)
         finally:
-            interrupt(running)
-            print(*took, *table(read(Path(scratch))), sep="\n", flush=True)
-    return next((code for code in codes if code), 0)
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(END_S)
+                process.kill()
+        folder = Path(plan)
+        said = read(folder / "outcomes.json")
+        tiers = {test: tier for file in folder.glob("tiers-*.json") for test, tier in read(file).items()}
+        costs = {test: Cost(*cost) for file in folder.glob("costs-*.json") for test, cost in read(file).items()}
+        left_out = read(folder / "left_out.json")
+        return Results(code, said.get("outcomes", {}), said.get("logs", {}), tiers, costs, list(left_out))
 
 
-def commands(groups: Sequence[list[str]], selected: list[str], scratch: Path) -> list[list[str]]:
-    """The arguments of pytest for each group. A later group leaves out what an earlier one has."""
-    found: list[list[str]] = []
-    before: list[str] = []
-    for number, paths in enumerate(groups):
-        ignored = [f"--ignore={path}" for path in before if path not in paths]
-        found.append([*selected, f"--costs={scratch / f'{number}.json'}", *ignored, *paths])
-        before += paths
-    return found
+def read(file: Path) -> Any:
+    """What a JSON file holds; an empty mapping where pytest has not come to write it."""
+    return json.loads(file.read_text()) if file.exists() else {}
 
 
-def start(paths: list[str], arguments: list[str], said: Path) -> Group:
-    """Start pytest in a group of its own: a Ctrl-C reaches it once, from here. What it says goes to ``said``."""
-    command = [sys.executable, "-m", "pytest", *arguments]
-    with said.open("wb") as output:
-        process = subprocess.Popen(command, cwd=ROOT, process_group=0, stdout=output, stderr=subprocess.STDOUT)
-    return Group(paths, process, said, time.monotonic())
-
-
-def show(group: Group) -> None:
-    """Print what a process said, which has ended."""
-    print(group.said.read_text(errors="replace"), flush=True)
-
-
-def interrupt(groups: Sequence[Group]) -> None:
-    """Let pytest end its tests' processes: they are in sessions of their own, and only pytest knows them."""
-    for group in groups:
-        group.process.send_signal(signal.SIGINT)
-    for group in groups:
-        try:
-            group.process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            group.process.kill()
-        show(group)
-
-
-def read(folder: Path) -> dict[str, Cost]:
-    """What each test has cost, by name; nothing from a process that did not come to its end."""
+def repeatable(results: Results) -> set[str]:
+    """The failed tests that are run once more: those with real processes, and where the machine was at fault."""
     return {
-        name: Cost(*cost)
-        for file in sorted(folder.glob("*.json"))
-        for name, cost in json.loads(file.read_text()).items()
+        test
+        for test in results.failed
+        if results.tiers.get(test, "quick") != "quick" or INFRASTRUCTURE.search(results.logs.get(test, ""))
     }
+
+
+def judged(results: Results, repeats: Collection[str], changed: Collection[str], everything: bool) -> Verdict:
+    """Run ``repeats`` once more, alone, and decide which failures count."""
+    verdict = Verdict()
+    again: set[str] = set()
+    if repeats:
+        print(f"\n{len(repeats)} tests that failed are run once more, with nothing beside them", flush=True)
+        again = set(pytest(["-p", "no:xdist", *sorted(repeats)]).failed)
+    for test in results.failed:
+        if test in repeats and test not in again:
+            verdict.flaky.append(test)
+        elif results.tiers.get(test) == "rest" and not everything and folder_of(test) not in changed:
+            verdict.owed.append(test)
+        else:
+            verdict.failed.append(test)
+    return verdict
+
+
+# -- the commit ------------------------------------------------------------------------------------------------------
+
+
+def git(*arguments: str) -> str:
+    """What git prints; nothing where it fails or this is no repository."""
+    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60.0)
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def commits_up_to(revisions: str) -> int:
+    return int(git("rev-list", "--count", revisions) or 0)
+
+
+def trees() -> str:
+    """The hashes of the trees that tests depend on."""
+    return " ".join(
+        f"{folder} {git('rev-parse', '--short=12', f'HEAD:{folder}')}" for folder in ("src", "tests", "tools")
+    )
+
+
+def last_full_run() -> dict[str, str]:
+    """The fields of the committed summary of ``--all``; empty where there is none."""
+    if not SUMMARY.exists():
+        return {}
+    lines = SUMMARY.read_text().splitlines()
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines) if value}
+
+
+def changed_since_summary() -> set[str]:
+    """The folders of tests whose sources have changed since the last full run that was committed."""
+    commit = last_full_run().get("commit", "").split(" ")[0]
+    return changed_folders(git("diff", "--name-only", commit).splitlines()) if commit else set()
+
+
+# -- what is printed and written -------------------------------------------------------------------------------------
+
+
+def report(results: Results, verdict: Verdict, phases: Mapping[str, float], began: float, sampled: bool) -> None:
+    """Print what the tests cost, where the minutes went, and what is owed."""
+    print(*table(results.costs), sep="\n")
+    print("\nCPU-seconds  idle seconds  tests  tier")
+    for tier in TIERS:
+        costs = [cost for test, cost in results.costs.items() if results.tiers.get(test) == tier]
+        total = sum(costs, Cost(0.0))
+        print(f"{total.cpu_s:11.1f} {total.idle_s:13.1f} {len(costs):6}  {tier}")
+    committed = CostTable.read()
+    print(f"This machine needs {slowness(results.costs, results.tiers, committed):.2f} of the table's CPU-seconds.")
+    for line in dearer(results.costs, results.tiers, committed):
+        print(f"DEARER: {line}: mend it, or run ./tools/test --all --costs and commit tests/costs.json")
+    print("\n  minutes  of the checks")
+    for name, seconds in phases.items():
+        print(f"{seconds / 60:9.1f}  {name}")
+    if sampled:
+        taken = sum(1 for test in results.outcomes if results.tiers.get(test) == "rest")
+        print(f"\nsample: {taken} tests of the rest; {len(results.left_out)} units of it were left out")
+    full = last_full_run()
+    if full:
+        age = commits_up_to(f"{full.get('commit', '').split(' ')[0]}..HEAD")
+        same = "the same sources" if full.get("trees") == trees() else "other sources"
+        print(f"last ./tools/test --all: {age} commits ago, {same}; failed: {full.get('failed', 'none')}")
+    else:
+        print("no ./tools/test --all has been committed")
+    for name, tests in (("FLAKY", verdict.flaky), ("OWED", verdict.owed), ("FAILED", verdict.failed)):
+        for test in tests:
+            print(f"{name}: {test}")
+    for test in verdict.flaky:
+        print(f"\n-- the first log of {test}\n{results.logs.get(test, '')}")
+
+
+def write_costs(results: Results) -> None:
+    """Write the costs of the modules that were run, in the table's CPU-seconds, whatever machine this is."""
+    before = CostTable.read()
+    passed = {test: cost for test, cost in results.costs.items() if results.outcomes.get(test) != "failed"}
+    factor = slowness(passed, results.tiers, before)
+    before.replaced(CostTable.measured(passed, results.tiers).scaled(1 / factor)).write()
+    print(f"tests/costs.json: {len(passed)} tests, divided by {factor:.2f}")
+
+
+def write_summary(results: Results, verdict: Verdict, began: float) -> None:
+    counted = Counter(results.outcomes.values())
+    cpu_s = sum(cost.cpu_s for cost in results.costs.values())
+    dirty = " with uncommitted changes" if git("status", "--porcelain", "src", "tests", "tools") else ""
+    lines = [
+        "What `./tools/test --all` found, and on which sources.",
+        "",
+        f"commit: {git('rev-parse', 'HEAD')}{dirty}",
+        f"trees: {trees()}",
+        f"date: {time.strftime('%Y-%m-%d')}",
+        f"minutes: {(time.time() - began) / 60:.0f} on {os.cpu_count()} cores; {cpu_s / 60:.0f} CPU-minutes",
+        f"tests: {counted['passed']} passed, {len(verdict.failed)} failed, {len(verdict.flaky)} flaky, "
+        f"{counted['skipped']} skipped",
+        f"failed: {' '.join(verdict.failed) or 'none'}",
+        f"flaky: {' '.join(verdict.flaky) or 'none'}",
+    ]
+    SUMMARY.write_text("\n".join(lines) + "\n")
+
+
+def closed(
+    failed: Sequence[str],
+    flaky: Sequence[str],
+    broken: str,
+    began: float,
+    results: Results | None = None,
+    owed: Sequence[str] = (),
+) -> int:
+    """Print the last lines; the exit code."""
+    counted = Counter(results.outcomes.values()) if results else Counter()
+    print(f"\n{counted['passed'] + len(flaky)} passed, {len(failed)} failed, {counted['skipped']} skipped")
+    word = "failed" if failed or broken else "passed"
+    why = f" ({broken})" if broken else ""
+    print(
+        f"checks {word}{why} in {(time.time() - began) / 60:.1f} minutes; {len(flaky)} flaky, {len(owed)} owed",
+        flush=True,
+    )
+    return 1 if failed or broken else 0
+
+
+def sweep() -> None:
+    """End what tests have left behind: whatever carries this run's mark."""
+    mark, own = os.environ[MARK], os.getpid()
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.pid != own and process.environ().get(MARK) == mark:
+                print(f"left by the tests, ended now: {process.pid} {' '.join(process.cmdline())[:200]}", flush=True)
+                process.kill()
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import importlib
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from hypothesis import strategies as st
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.episode.sampling import Sampling
 from monarch_rl.generator.clock import BusyClock
+from monarch_rl.simulate.clock import run_virtual
 from monarch_rl.simulate.costs import Costs, DecodeCosts, Distribution, TrainerCosts
 from monarch_rl.simulate.run import Figures, predict
 
@@ -87,13 +87,10 @@ def test_answers_wait_for_a_place_and_then_take_their_time(async_gain: Any) -> N
         generator, engine = recipe.SlowGenerator.__new__(recipe.SlowGenerator), _Engine()
         generator.latencies = recipe.Latencies(length, token_s, places, 0.0)
         generator._slow_down(engine)
-        began = time.monotonic()
         drawn = [engine.generate([index], Sampling(8, 1.0, (), seed)) for index, seed in enumerate(seeds)]
         assert await asyncio.gather(*drawn) == [[index] for index in range(len(seeds))]
-        return time.monotonic() - began
+        return asyncio.get_running_loop().time()
 
-    one, turns = asyncio.run(draw(4, [1, 2])), asyncio.run(draw(1, [1, 2, 3, 4, 5]))
-    greedy = asyncio.run(draw(1, [None] * 50))
-    assert one >= 10 * token_s * 0.99
-    assert turns >= 5 * 10 * token_s * 0.99
-    assert greedy < 50 * 10 * token_s  # not in turn, and not slowed down
+    assert run_virtual(draw(4, [1, 2])) == pytest.approx(10 * token_s)
+    assert run_virtual(draw(1, [1, 2, 3, 4, 5])) == pytest.approx(5 * 10 * token_s)
+    assert run_virtual(draw(1, [None] * 50)) == 0, "held-out items are neither in turn nor slowed down"

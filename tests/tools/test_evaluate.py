@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
+import re
 import sys
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -20,6 +20,7 @@ from monarch_rl.pipeline.exporting import Source, source_of
 from monarch_rl.pipeline.recipes import as_flags, load_recipe
 from monarch_rl.pipeline.resume import plain
 from monarch_rl.runtime.devices import Devices
+from tests import patience
 from tests.pipeline.test_resume import RunSettings, finished_step
 from tests.recipe.running import ROOT, random_model
 from tools import evaluate
@@ -93,7 +94,7 @@ def test_a_checkpoint_that_its_run_removes_can_still_be_read(tmp_path: Path, nam
         assert list(folders.complete(run / "checkpoints")) == [6]
         assert source.files is not None and source.checkpoint == (run / "checkpoints" / "step-000003").resolve()
         command = [sys.executable, "-c", READ, str(source.files / folders.GROUPS)]
-        assert subprocess.run(command, capture_output=True, text=True, timeout=60).stdout == "groups\n"
+        assert patience.run(command).stdout == "groups\n"
         assert folders.verify(source.checkpoint, source.files).version == 3
     assert not source.files.exists()
 
@@ -117,7 +118,7 @@ def test_a_checkpoint_that_its_run_removes_before_it_is_held_is_not_taken(
 
     monkeypatch.setattr(exporting, "held", late)
     if named.endswith("3"):
-        with pytest.raises(folders.BrokenCheckpoint, match="step-000003/manifest.json cannot be read"):
+        with pytest.raises(folders.BrokenCheckpoint, match="step-000003/manifest.json"):
             source_in(run / named)
     else:
         assert source_in(run / named).checkpoint == (checkpoints / "step-000006").resolve()
@@ -132,13 +133,13 @@ def test_of_a_run_whose_newest_checkpoint_is_broken_an_earlier_one_is_taken(
     finished_step(settings, version=6)
     broken, whole = (run / "checkpoints" / name / folders.GROUPS for name in ("step-000006", "step-000003"))
     broken.write_bytes(b"gr0ups")
-    said = f"{broken.resolve()} is not what was written: its checksum differs"
+    said = f"{broken.resolve()} .*checksum"
     assert source_in(run).checkpoint == whole.parent.resolve()
-    assert f"{said}: an earlier checkpoint is taken" in caplog.text
+    assert re.search(said, caplog.text)
     with pytest.raises(folders.BrokenCheckpoint, match=said):
         source_in(broken.parent)
     whole.write_bytes(b"")
-    with pytest.raises(folders.BrokenCheckpoint, match=f"{said}; .*has 0 bytes, not 6"):
+    with pytest.raises(folders.BrokenCheckpoint, match=f"{said}.*{whole.parent.name}.* 0 bytes"):
         source_in(run)
 
 
@@ -185,7 +186,7 @@ def test_settings_of_a_run_are_the_defaults_and_flags_that_are_given_win(tmp_pat
 def test_a_run_that_has_saved_nothing_is_refused(tmp_path: Path) -> None:
     (tmp_path / "settings.json").write_text("{}")
     with (
-        pytest.raises(ValueError, match="has neither a checkpoint .* nor a saved model"),
+        pytest.raises(ValueError, match=f"{tmp_path}.* neither"),
         evaluate.model_of(Evaluated.of(str(tmp_path)), GeneratorSettings(), CPU),
     ):
         pass

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -22,13 +21,14 @@ from monarch_rl.rollout.scoring import PRELOAD as SCORING_PRELOAD
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.runtime.fork_client import ADDRESS_VARIABLE
 from monarch_rl.trainer.settings import TrainerSettings
+from tests import patience
 from tests.forking import forking
 from tests.generator.helpers import LAYERS, LOGPROB_BOUND, make_model, weights_in
 from tools import parity
 
 ROOT = Path(__file__).parents[2]
 RUN_S = 300.0
-"""Seconds for a run on shared cores: some 30 when nothing else runs."""
+"""Seconds for a run on shared cores, by the clock of tests/patience.py: some 30 when nothing else runs."""
 FLAGS = (
     "--prompts random --sequences 8 --rollout.max-new-tokens 48 --generator.max-total-tokens 4096 --rollout.top-k 20"
 )
@@ -44,7 +44,7 @@ class Run:
 
 def run(model: Path, *flags: str) -> Run:
     command = [sys.executable, "tools/parity.py", str(model), *FLAGS.split(), *flags]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=RUN_S)
+    done = patience.run(command, cwd=ROOT, seconds=RUN_S)
     assert done.returncode in (0, 1), done.stderr[-4000:]
     assert "without the fork server" not in done.stderr, "each process has its imports before it"
     *_, verdict, last = done.stdout.splitlines()
@@ -141,14 +141,14 @@ def test_each_limit_counts_and_replay_is_judged_where_there_is_one() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": "no/such/folder/"}, "no such model"),
-        ({"prompts": "task"}, "no tokenizer"),
-        ({"trainer_model": "other"}, "must have the model's architecture, vocabulary and experts"),
-        ({"prompt_tokens": 1000}, "may have 1064 tokens, the model's max_position_embeddings is 1024"),
-        ({"trainer": TrainerSettings(ranks=1, tokens_per_microbatch=70)}, "trainer.tokens-per-microbatch is 70"),
-        ({"trainer": TrainerSettings(ranks=3)}, "cannot be shared equally by trainer.ranks 3"),
-        ({"trainer": TrainerSettings(ranks=2, tp=2)}, "trainer.tp 2: this model has experts"),
-        ({"generator": GeneratorSettings(tp=3)}, "tp 3 does not divide the model"),
+        ({"model": "no/such/folder/"}, "no/such/folder"),
+        ({"prompts": "task"}, "tokenizer"),
+        ({"trainer_model": "other"}, "architecture"),
+        ({"prompt_tokens": 1000}, "1064 .*1024"),
+        ({"trainer": TrainerSettings(ranks=1, tokens_per_microbatch=70)}, "trainer.tokens-per-microbatch"),
+        ({"trainer": TrainerSettings(ranks=3)}, "trainer.ranks 3"),
+        ({"trainer": TrainerSettings(ranks=2, tp=2)}, "trainer.tp 2"),
+        ({"generator": GeneratorSettings(tp=3)}, "generator.tp 3"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_before_anything_starts(
@@ -164,14 +164,14 @@ def test_what_cannot_be_compared_is_refused_before_anything_starts(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"sequences": 0}, "sequences must be at least 1"),
-        ({"ratio_low": 1.5}, "must have 1 between them"),
-        ({"rollout": RolloutSettings(temperature=0.0)}, "a greedy set is drawn in any case"),
-        ({"trainer": TrainerSettings(ranks=1, router_replay="replay")}, "trainer.router-replay replay: leave it off"),
+        ({"sequences": 0}, "sequences"),
+        ({"ratio_low": 1.5}, "ratio.low"),
+        ({"rollout": RolloutSettings(temperature=0.0)}, "rollout.temperature"),
+        ({"trainer": TrainerSettings(ranks=1, router_replay="replay")}, "trainer.router-replay"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(parity.Settings("model"), **changes)
-    with pytest.raises(ValueError, match="limits.p99 must not be negative"):
+    with pytest.raises(ValueError, match="limits.p99"):
         parity.Limits(p99=-1.0)

@@ -17,6 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.patience import wait_until
+
 
 @pytest.fixture(scope="module")
 def processes() -> Any:
@@ -86,7 +88,7 @@ def test_what_has_ended_counts_and_what_goes_on_is_still_seen(processes: Any) ->
     assert [found for found, _ in tree.running()] == [scorer[0]]
     assert tree.cpu_s()["controller"] >= used
     parent.stdin.close()  # the child's, too, ends with it
-    scorer[0].wait(60)
+    wait_until(lambda: not scorer[0].is_running() or scorer[0].status() == psutil.STATUS_ZOMBIE, "the child's end")
     tree.look()
     assert list(tree.running()) == []
 

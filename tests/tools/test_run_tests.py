@@ -1,20 +1,127 @@
-"""The groups in which all tests run."""
+"""Which failures count, and what the processes that run tests are given: a small project with all kinds of tests."""
 
 from __future__ import annotations
 
+import json
+import os
+import sys
 from pathlib import Path
 
 import pytest
 
-from tools.run_tests import GROUPS, QUICK_GROUPS, ROOT, commands
+from tests import patience
+from tests.tiers import CostTable
+from tools import run_tests
+from tools.run_tests import Results, judged, repeatable
+
+ROOT = Path(__file__).parents[2]
+
+QUICK, CORE, REST = (f"tests/a/test_b.py::test_{name}" for name in ("quick", "core", "rest"))
 
 
-@pytest.mark.parametrize("groups", [GROUPS, QUICK_GROUPS])
-def test_each_file_is_in_one_group(groups: list[list[str]], tmp_path: Path) -> None:
-    found = commands(groups, [], tmp_path)
-    files = [file.relative_to(ROOT) for file in (ROOT / "tests").rglob("test_*.py")]
-    assert len(files) > 90
-    for file in files:
-        above = {str(file), *map(str, file.parents)}
-        runs = [set(command) & above for command in found if not {f"--ignore={path}" for path in above} & set(command)]
-        assert len([paths for paths in runs if paths]) == 1, file
+def results(*failed: str, log: str = "assert 1 == 2") -> Results:
+    tests = [QUICK, CORE, REST]
+    outcomes = {test: "failed" if test in failed else "passed" for test in tests}
+    tiers = dict(zip(tests, ("quick", "core", "rest"), strict=True))
+    return Results(1 if failed else 0, outcomes, dict.fromkeys(failed, log), tiers, {}, [])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("log", "repeated"),
+    [
+        ("assert 1 == 2", {CORE, REST}),
+        ("MemoryError", {QUICK, CORE, REST}),
+        ("worker 'gw1' crashed", {QUICK, CORE, REST}),
+    ],
+)
+def test_real_processes_are_repeated_and_all_others_only_where_the_machine_was_at_fault(
+    log: str, repeated: set[str]
+) -> None:
+    assert repeatable(results(QUICK, CORE, REST, log=log)) == repeated
+
+
+@pytest.mark.parametrize(
+    ("again", "changed", "everything", "expected"),
+    [
+        ((), (), False, {"flaky": [CORE, REST], "failed": [QUICK]}),
+        ((CORE, REST), (), False, {"failed": [QUICK, CORE], "owed": [REST]}),
+        ((CORE, REST), ("tests/a",), False, {"failed": [QUICK, CORE, REST]}),
+        ((REST,), (), True, {"flaky": [CORE], "failed": [QUICK, REST]}),
+    ],
+)
+def test_a_failure_counts_if_it_comes_again_and_of_the_rest_if_its_package_has_changed(
+    monkeypatch: pytest.MonkeyPatch,
+    again: tuple[str, ...],
+    changed: tuple[str, ...],
+    everything: bool,
+    expected: dict[str, list[str]],
+) -> None:
+    monkeypatch.setattr(run_tests, "pytest", lambda _: results(*again))
+    found = judged(results(QUICK, CORE, REST), {CORE, REST}, changed, everything)
+    assert {name: tests for name, tests in vars(found).items() if tests} == expected
+
+
+PROJECT = """
+import pathlib, pytest
+LOG = pathlib.Path({log!r})
+
+def note(name):
+    with LOG.open("a") as log:
+        log.write(name + "\\n")
+
+@pytest.mark.parametrize("case", range(3))
+def test_quick(case): note("quick")
+
+@pytest.mark.slow
+@pytest.mark.core
+def test_core(): note("core")
+
+@pytest.mark.slow
+def test_rest(): note("rest"); assert False, "of the rest"
+"""
+
+
+@pytest.mark.parametrize(
+    ("rest", "expected"),
+    [
+        ("sample", {"quick": 6, "core": 2, "rest": 2}),
+        pytest.param("none", {"quick": 6, "core": 2}, marks=pytest.mark.slow),
+        pytest.param("all", {"quick": 6, "core": 2, "rest": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_two_processes_run_each_test_of_the_tiers_that_are_asked_for_once(
+    tmp_path: Path, rest: str, expected: dict[str, int]
+) -> None:
+    log, plan = tmp_path / "log", tmp_path / "plan"
+    plan.mkdir()
+    for name in ("test_x.py", "test_y.py"):
+        (tmp_path / name).write_text(PROJECT.format(log=str(log)))
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n  slow: long\n  core: a proof\n")
+    command = [sys.executable, "-m", "pytest", "-p", "tests.plugin", "-n2", f"--plan={plan}", f"--rest={rest}", "."]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}:{os.environ.get('PYTHONPATH', '')}"}
+    done = patience.run(command, cwd=tmp_path, env=environment)
+    lines = log.read_text().splitlines()
+    assert {name: lines.count(name) for name in lines} == expected, done.stdout
+    written = json.loads((plan / "outcomes.json").read_text())
+    assert len(written["outcomes"]) == sum(expected.values()), done.stdout
+    failed = {test.rpartition("::")[2] for test, outcome in written["outcomes"].items() if outcome == "failed"}
+    assert failed == ({"test_rest"} if "rest" in expected else set())
+    assert all("of the rest" in text for text in written["logs"].values())
+    assert done.returncode == (1 if failed else 0), done.stdout
+    costs = [json.loads(file.read_text()) for file in plan.glob("costs-*.json")]
+    assert sorted(name for each in costs for name in each) == sorted(written["outcomes"])
+
+
+def test_costs_are_written_in_the_seconds_of_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half as fast a machine writes nothing new for what it has measured before."""
+    file = tmp_path / "costs.json"
+    before = CostTable.measured({CORE: run_tests.Cost(100.0)}, {CORE: "core"})
+    before.write(file)
+    monkeypatch.setattr(CostTable, "read", staticmethod(lambda: before))
+    monkeypatch.setattr(CostTable, "write", lambda self: written.append(self))
+    written: list[CostTable] = []
+    measured = results()
+    measured.costs = {CORE: run_tests.Cost(200.0), REST: run_tests.Cost(50.0)}
+    run_tests.write_costs(measured)
+    assert written[0].functions[f"{CORE}@core"].cpu_s == pytest.approx(100.0)
+    assert written[0].functions[f"{REST}@rest"].cpu_s == pytest.approx(25.0)

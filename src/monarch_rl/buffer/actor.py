@@ -53,7 +53,6 @@ class BufferClosed(RuntimeError):
     """The run ended before the batch was complete."""
 
 
-# size: each endpoint is a few lines over the core, and all share its lines of waiting callers
 class Buffer(FailureReports):
     """The one buffer of a run.
 

@@ -29,7 +29,6 @@ from monarch_rl.episode.packed import PackedGroup
 from monarch_rl.episode.ticket import Ticket
 
 
-# size: every event moves groups, slots, bytes and counts together, and the checks belong where these move
 class BufferCore:
     """The state machine of the module's rules.
 

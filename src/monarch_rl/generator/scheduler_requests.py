@@ -71,7 +71,6 @@ class TurnReads:
         self.reread_tokens += (prompt_tokens - cached_tokens) * older
 
 
-# size: a request is sent, reported and ended here, and each of these changes the others
 class SchedulerRequests:
     """Sends requests to SGLang's scheduler and reads its reports.
 

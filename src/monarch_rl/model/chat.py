@@ -19,7 +19,6 @@ JOINED = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 """The template of a model that has none: contents are joined."""
 
 
-# size: one template, and both ways between text and ids
 class ChatTemplate:
     """The chat template of a model, checked.
 

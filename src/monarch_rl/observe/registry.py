@@ -3,9 +3,7 @@
 The table of docs/metrics.md is made from this list (``python tools/metrics_table.py``), the console takes its columns
 from it, and ``Metrics.log`` refuses names that are not in it.
 """
-# size: a list of texts
 
-# size: a list of texts
 from __future__ import annotations
 
 import functools

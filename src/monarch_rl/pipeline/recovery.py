@@ -71,7 +71,6 @@ class Living(Protocol):
 L = TypeVar("L", bound=Living)
 
 
-# size: one state machine: what is lost, of whatever kind, is found, counted and replaced by it
 class Recovery:
     """Replaces lost processes of two pools inside :meth:`supervising`; :meth:`rolling_out` goes inside that.
 

@@ -13,7 +13,6 @@ Rollouts go on all the time between the first and the last step; the buffer boun
 simulator, tests and benchmarks run the same :class:`Run` over actors that they start themselves (:meth:`Run.begin`).
 """
 
-# size: all that a recipe calls, each call a few lines and what they mean
 from __future__ import annotations
 
 import asyncio
@@ -79,7 +78,6 @@ logger = logging.getLogger("monarch_rl")
 S = TypeVar("S", bound=RunSettings)
 
 
-# size: all that a recipe calls, each call a few lines and what they mean
 class Run:
     """One run, from its first actor to its last metric. Open with :meth:`open`; use from one task.
 

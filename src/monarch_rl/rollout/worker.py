@@ -63,7 +63,6 @@ class Resources:
         return cls(template, task, Scorer(settings.scorer_processes, settings.score_deadline_s, task.warm_up))
 
 
-# size: the endpoints of one actor, each a few lines and what they mean
 class RolloutWorker(AsksFrozenModels):
     """One process that plays groups.
 

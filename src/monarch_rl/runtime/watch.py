@@ -73,7 +73,6 @@ class Stalled(RuntimeError):
     """The run could not go on. The message says who waited for what, down to the cause."""
 
 
-# size: one state machine: what keeps the run from going on is found, told and ended by it
 class Watch:
     """The watch of one run; see the top of this file. :func:`watched` makes, starts and stops it."""
 

@@ -1,6 +1,5 @@
 """The trainer mesh: one :class:`Trainer` actor a rank, all in one torch.distributed world of their own."""
 
-# size: the endpoints of one actor and the state that they share
 from __future__ import annotations
 
 import asyncio
@@ -78,7 +77,6 @@ class TrainerPlan:
     """How often the run was resumed."""
 
 
-# size: the endpoints of one actor and the state that they share
 class Trainer(ResilientActor):
     """One rank. All ranks get every call; training runs on one thread, checksums on another."""
 

@@ -53,7 +53,6 @@ from monarch_rl.trainer.token_logprobs import DrawnTokens, TokenLogprobs  # noqa
 from monarch_rl.weights.finite import NotFinite  # noqa: E402
 
 
-# size: what all ranks do together with one model
 class Policy:
     """A torchtitan model under FSDP2 with torchtitan's AdamW and schedule.
 
