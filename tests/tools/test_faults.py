@@ -1,0 +1,32 @@
+"""The faults that show what tests catch can still be put into the sources, and the tests named for them exist."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tools.faults import ROOT, Fault, problems, read_faults
+
+FAULTS = read_faults()
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.id)
+def test_each_can_be_tried(fault: Fault) -> None:
+    """In one place of the sources, which it leaves importable; and a test is named that is there."""
+    assert not list(problems(fault, ROOT))
+    assert fault.caught_by and fault.after != fault.before
+
+
+def test_each_has_its_own_name() -> None:
+    assert len({fault.id for fault in FAULTS}) == len(FAULTS) >= 30
+
+
+def test_what_has_gone_is_named() -> None:
+    """A fault that no longer fits would otherwise be one that nothing catches."""
+    fault = FAULTS[0]
+    gone = replace(fault, before="what nobody wrote", caught_by=("buffer/test_core.py::test_gone",))
+    text, test = problems(gone, ROOT)
+    assert fault.id in text and fault.file in text and "test_gone" in test
+    assert fault.id in next(problems(replace(fault, file="src/gone.py"), ROOT))
+    assert fault.id in next(problems(replace(fault, after="return return"), ROOT))
