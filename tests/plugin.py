@@ -24,7 +24,14 @@ from monarch_rl.runtime.scratch import folder_of_process
 from tests.process_tree import ProcessTree
 from tests.tiers import Cost, Tier, table, tier_of
 
-STARTERS = ({"launch_cluster"}, {"this_host"}, {"Engine", "start"}, {"launching"}, {"run_program"})
+STARTERS = (
+    {"launch_cluster"},
+    {"this_host"},
+    {"HostProcess"},
+    {"Engine", "start"},
+    {"launching"},
+    {"run_program"},
+)
 """Names which, all of one set in one function, show that it starts an engine, a mesh or ranks."""
 
 

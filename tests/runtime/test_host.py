@@ -42,12 +42,14 @@ def test_a_process_whose_parent_ends_during_a_look_is_found() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.core
 def test_a_host_that_a_real_time_signal_ends_is_named(host: HostProcess) -> None:
     assert host.lost() is None
     kill(host, signal.SIGRTMIN + 6)
     assert f"signal {signal.SIGRTMIN + 6}." in str(host.lost())
 
 
+@pytest.mark.core
 def test_a_rank_on_another_machine_says_how_its_host_was_lost(
     host: HostProcess, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -107,6 +107,7 @@ def test_a_path_too_long_for_sockets_is_not_taken(temporary: Path, monkeypatch: 
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.core
 def test_a_hosts_folder_goes_with_it_however_it_ends(temporary: Path, killed: bool) -> None:
     host = HostProcess(None, os.environ)
     (folder,) = temporary.iterdir()
