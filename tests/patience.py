@@ -108,8 +108,8 @@ def result_of(future: Future[T], what: str = "a future", seconds: float = LIMIT_
         try:
             return future.result(TICK_S)
         except FutureTimeout:
-            if future.done():
-                raise
+            if future.done():  # the time-out is its own, or it was done just after this look
+                return future.result()
             patience.tick()
 
 

@@ -27,7 +27,7 @@ BUDGETS: dict[Tier, float] = {"quick": 700.0, "core": 1300.0}
 LARGEST: dict[Tier, float] = {"quick": 30.0, "core": 150.0}
 """CPU-seconds that all cases of a test function of a tier may cost, by the committed costs."""
 UNKNOWN_S: dict[Tier, float] = {"quick": 2.0, "core": 40.0, "rest": 60.0}
-"""CPU-seconds that a test counts for that is not in the table yet."""
+"""CPU-seconds that a test function counts for that is not in the table yet."""
 
 SAMPLE_S = 180.0
 """Seconds that the sample may take after everything else."""
@@ -47,6 +47,15 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "buffer": ("runtime", "episode"),
 }
 """What the tests of a folder run besides the package of their own name; ``""`` is all of ``src``."""
+
+
+EVERYTHING = ("locks/", "pyproject.toml")
+"""What all tests run, besides the modules that stand in ``tests`` itself."""
+
+
+def all_folders() -> set[str]:
+    """The folders of all tests."""
+    return {f"tests/{folder.name}" for folder in COSTS.parent.iterdir() if folder.is_dir()}
 
 
 def tier_of(markers: Collection[str]) -> Tier:
@@ -152,7 +161,7 @@ class CostTable:
         if dear is not None:
             return Cost(dear.cpu_s / cases, dear.idle_s / cases)
         others, count = self.others.get((module_of(test), tier), (Cost(0.0), 0))
-        return Cost(others.cpu_s / count, others.idle_s / count) if count else Cost(UNKNOWN_S[tier])
+        return Cost(others.cpu_s / count, others.idle_s / count) if count else Cost(UNKNOWN_S[tier] / cases)
 
     def scaled(self, factor: float) -> CostTable:
         """As on a machine that needs ``factor`` times the CPU-seconds."""
@@ -335,6 +344,8 @@ def sample_order(units: Iterable[Unit], changed: Collection[str], number: int) -
 def changed_folders(files: Iterable[str]) -> set[str]:
     """The folders of tests that run what is in these files, by their paths below the repository."""
     changed = set(files)
+    if any(path.startswith(EVERYTHING) or (path.startswith("tests/") and path.count("/") == 1) for path in changed):
+        return all_folders()
     packages = {path.split("/")[2].removesuffix(".py") for path in changed if path.startswith("src/monarch_rl/")}
     others = {path.split("/")[0] for path in changed if not path.startswith(("src/", "tests/"))}
     if any(path.startswith("src/") for path in changed):

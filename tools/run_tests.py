@@ -41,6 +41,7 @@ from tests.tiers import (  # noqa: E402
     Cost,
     CostTable,
     Tier,
+    all_folders,
     changed_folders,
     dearer,
     folder_of,
@@ -55,7 +56,7 @@ CHECKS: dict[str, list[str]] = {
     "waits": [PYTHON, "tools/lint_waits.py"],
     "streams": [PYTHON, "tools/lint_streams.py"],
     "clocks": [PYTHON, "tools/lint_clocks.py"],
-    "imports": ["lint-imports", "--no-logo", "--no-cache"],
+    "imports": [str(Path(PYTHON).with_name("lint-imports")), "--no-logo", "--no-cache"],
     "metrics table": [PYTHON, "tools/metrics_table.py", "--check"],
     "locks": [PYTHON, "tools/lock.py", "--check"],
 }
@@ -69,6 +70,8 @@ END_S = 90.0
 MARK = "MONARCH_RL_CHECKS"
 """A variable that everything below has, so that whatever a crashed test leaves is found and ended."""
 SUMMARY = ROOT / "benchmarks" / "results" / "test_all.txt"
+MOST_REPEATS = 8
+"""Tests that are run once more: of more, the cause is one that a repeat does not change."""
 INFRASTRUCTURE = re.compile(
     r"MemoryError|Cannot allocate memory|No space left on device|worker '\w+' crashed|Could not fetch|"
     r"Temporary failure in name resolution"
@@ -111,6 +114,12 @@ def main() -> int:
     parser.add_argument("--at-a-time", type=int, default=2, help="processes that run tests (default 2)")
     parser.add_argument("paths", nargs="*", help="only tests in these files and folders, of all tiers")
     asked = parser.parse_args()
+    if asked.all and asked.paths:
+        parser.error("--all runs all tests: give no paths")
+    if asked.costs and not (asked.all or asked.quick or asked.core or asked.paths):
+        parser.error(
+            "--costs needs whole tiers or modules: --all, --quick, --core or paths; a sample has parts of them"
+        )
     for signum in (signal.SIGINT, signal.SIGTERM):  # a signal ignored here would be ignored by pytest, too
         signal.signal(signum, signal.default_int_handler)
     os.environ[MARK] = uuid.uuid4().hex
@@ -142,7 +151,7 @@ def checked() -> list[str]:
 
 def tested(asked: argparse.Namespace, began: float, phases: dict[str, float], types: subprocess.Popen[str]) -> int:
     """Run the tests, decide which failures count, print and write the summaries; the exit code."""
-    everything = asked.all or asked.paths
+    everything, sources = asked.all or asked.paths, commit_and_trees()
     changed = changed_since_summary()
     arguments = ["--rest=all" if everything else "--rest=none" if asked.quick or asked.core else "--rest=sample"]
     arguments += ["-m", "not heavy and not slow"] if asked.quick else ["-m", "core"] if asked.core else []
@@ -152,7 +161,7 @@ def tested(asked: argparse.Namespace, began: float, phases: dict[str, float], ty
         arguments += ["--hypothesis-profile=random", f"--hypothesis-seed={seed}"]
         print(f"property tests: --hypothesis-seed={seed}", flush=True)
     started = time.time()
-    results = pytest([f"-n{asked.at_a_time}", f"--began={began}", *arguments, *asked.paths])
+    results = pytest([f"-n{asked.at_a_time}", "--max-worker-restart=2", f"--began={began}", *arguments, *asked.paths])
     phases["tests"] = time.time() - started
     started = time.time()
     verdict = judged(results, set() if asked.no_repeats else repeatable(results), changed, bool(everything))
@@ -167,7 +176,7 @@ def tested(asked: argparse.Namespace, began: float, phases: dict[str, float], ty
     if asked.costs:
         write_costs(results)
     if asked.all:
-        write_summary(results, verdict, began)
+        write_summary(results, verdict, began, sources)
     code = results.code if results.code not in (0, 1) else 0  # 1: tests have failed, which the verdict is about
     broken = wrong + ([f"pytest ended with {code}"] if code else [])
     return closed(verdict.failed, verdict.flaky, "; ".join(broken), began, results, verdict.owed)
@@ -211,12 +220,15 @@ def repeatable(results: Results) -> set[str]:
 def judged(results: Results, repeats: Collection[str], changed: Collection[str], everything: bool) -> Verdict:
     """Run ``repeats`` once more, alone, and decide which failures count."""
     verdict = Verdict()
-    again: set[str] = set()
-    if repeats:
+    passed: set[str] = set()
+    if len(repeats) > MOST_REPEATS:
+        print(f"\n{len(repeats)} tests have failed: that is no chance, so none is run once more", flush=True)
+    elif repeats:
         print(f"\n{len(repeats)} tests that failed are run once more, with nothing beside them", flush=True)
-        again = set(pytest(["-p", "no:xdist", *sorted(repeats)]).failed)
+        outcomes = pytest(["-p", "no:xdist", *sorted(repeats)]).outcomes
+        passed = {test for test in repeats if outcomes.get(test) == "passed"}
     for test in results.failed:
-        if test in repeats and test not in again:
+        if test in passed:
             verdict.flaky.append(test)
         elif results.tiers.get(test) == "rest" and not everything and folder_of(test) not in changed:
             verdict.owed.append(test)
@@ -254,9 +266,18 @@ def last_full_run() -> dict[str, str]:
 
 
 def changed_since_summary() -> set[str]:
-    """The folders of tests whose sources have changed since the last full run that was committed."""
+    """The folders of tests whose sources have changed since the last full run that was committed; all, if that is not
+    known."""
     commit = last_full_run().get("commit", "").split(" ")[0]
-    return changed_folders(git("diff", "--name-only", commit).splitlines()) if commit else set()
+    if not commit or not git("cat-file", "-t", commit):  # a shallow clone does not have it
+        return all_folders()
+    return changed_folders(git("diff", "--name-only", commit).splitlines())
+
+
+def commit_and_trees() -> list[str]:
+    """Two lines of the summary, on what is about to be run."""
+    dirty = " with uncommitted changes" if git("status", "--porcelain", "src", "tests", "tools") else ""
+    return [f"commit: {git('rev-parse', 'HEAD')}{dirty}", f"trees: {trees()}"]
 
 
 # -- what is printed and written -------------------------------------------------------------------------------------
@@ -282,7 +303,7 @@ def report(results: Results, verdict: Verdict, phases: Mapping[str, float], bega
         print(f"\nsample: {taken} tests of the rest; {len(results.left_out)} units of it were left out")
     full = last_full_run()
     if full:
-        age = commits_up_to(f"{full.get('commit', '').split(' ')[0]}..HEAD")
+        age = git("rev-list", "--count", f"{full.get('commit', '').split(' ')[0]}..HEAD") or "an unknown number of"
         same = "the same sources" if full.get("trees") == trees() else "other sources"
         print(f"last ./tools/test --all: {age} commits ago, {same}; failed: {full.get('failed', 'none')}")
     else:
@@ -303,15 +324,13 @@ def write_costs(results: Results) -> None:
     print(f"tests/costs.json: {len(passed)} tests, divided by {factor:.2f}")
 
 
-def write_summary(results: Results, verdict: Verdict, began: float) -> None:
+def write_summary(results: Results, verdict: Verdict, began: float, sources: Sequence[str]) -> None:
     counted = Counter(results.outcomes.values())
     cpu_s = sum(cost.cpu_s for cost in results.costs.values())
-    dirty = " with uncommitted changes" if git("status", "--porcelain", "src", "tests", "tools") else ""
     lines = [
         "What `./tools/test --all` found, and on which sources.",
         "",
-        f"commit: {git('rev-parse', 'HEAD')}{dirty}",
-        f"trees: {trees()}",
+        *sources,
         f"date: {time.strftime('%Y-%m-%d')}",
         f"minutes: {(time.time() - began) / 60:.0f} on {os.cpu_count()} cores; {cpu_s / 60:.0f} CPU-minutes",
         f"tests: {counted['passed']} passed, {len(verdict.failed)} failed, {len(verdict.flaky)} flaky, "

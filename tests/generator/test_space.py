@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,9 @@ def use_compiler(patch: pytest.MonkeyPatch, folder: Path, script: str) -> Path:
     """
     compiler, arguments = folder / "bin" / "g++", folder / "arguments"
     compiler.parent.mkdir()
-    compiler.write_text(f"#!/bin/sh\nreal={shutil.which('g++')}\nprintf '%s\\n' \"$@\" >> {arguments}\n{script}\n")
+    compiler.write_text(
+        f"#!/bin/sh\nreal={shutil.which('g++')}\nprintf '%s\\n' \"$@\" >> {shlex.quote(str(arguments))}\n{script}\n"
+    )
     compiler.chmod(0o755)
     # By the path: a fork server has read CXX before.
     patch.setenv("PATH", str(compiler.parent), prepend=":")

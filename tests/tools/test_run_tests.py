@@ -61,6 +61,18 @@ def test_a_failure_counts_if_it_comes_again_and_of_the_rest_if_its_package_has_c
     assert {name: tests for name, tests in vars(found).items() if tests} == expected
 
 
+def test_what_a_repeat_did_not_come_to_run_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_tests, "pytest", lambda _: Results(-9, {}, {}, {}, {}, []))
+    assert judged(results(CORE), {CORE}, (), everything=False).failed == [CORE]
+
+
+def test_many_failures_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_tests, "pytest", lambda _: pytest.fail("repeated"))
+    many = [f"{CORE}[{number}]" for number in range(run_tests.MOST_REPEATS + 1)]
+    failed = Results(1, dict.fromkeys(many, "failed"), {}, dict.fromkeys(many, "core"), {}, [])
+    assert judged(failed, set(many), (), everything=False).failed == many
+
+
 PROJECT = """
 import pathlib, pytest
 LOG = pathlib.Path({log!r})

@@ -146,6 +146,8 @@ def test_the_projects_committed_costs_are_within_their_budgets(request: pytest.F
         ("tests/weights/test_rdma.py", {"tests/weights"}, {"tests/recipe", "tests/pipeline"}),
         ("recipes/grpo.py", {"tests/recipe"}, {"tests/buffer", "tests/tools"}),
         ("tools/parity.py", {"tests/tools"}, {"tests/recipe"}),
+        ("locks/cpu.txt", {"tests/buffer", "tests/recipe", "tests/weights"}, {"tests"}),
+        ("tests/patience.py", {"tests/buffer", "tests/recipe", "tests/weights"}, {"tests"}),
         ("docs/buffer.md", set(), {"tests/buffer", "tests/recipe"}),
     ],
 )
