@@ -108,6 +108,15 @@ def test_first_load_goes_through_the_model_and_later_ones_by_the_plan_whatever_t
     assert rank.model.loads == 1
 
 
+def test_later_loads_copy_bits_whatever_the_dtype() -> None:
+    """A GPU's kernel that copies many tensors takes bfloat16 through float32, and a NaN does not keep its bits."""
+    rank = Rank(Fused(), fused_weights())
+    assert rank.load(0, fused_weights()) is None
+    _, plan = load_staged._plans[rank.model]
+    copied = [data for block in plan.checksums.blocks for data in block.data]
+    assert copied and not any(data.dtype.is_floating_point for data in copied)
+
+
 def test_checksums_are_of_what_the_engine_holds_and_not_of_the_area() -> None:
     class Forgetful(Fused):
         def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:

@@ -16,7 +16,7 @@ from monarch_rl.generator.load_report import Box, matrix_shape
 from monarch_rl.weights.area import attach
 from monarch_rl.weights.blocks import TensorBox
 from monarch_rl.weights.checksum import Checksums
-from monarch_rl.weights.manifest import TensorSpec, list_names
+from monarch_rl.weights.manifest import INT_OF_SIZE, TensorSpec, list_names
 from monarch_rl.weights.runs import find_runs, memory_kind, stack_run
 
 AREAS = 2
@@ -46,12 +46,13 @@ class PlacedRun:
     """Indices into the manifest."""
     box: Box
     destination: torch.Tensor
-    """View of a parameter: ``[tensors, rows, columns]``."""
+    """View of a parameter's bits, as integers of the same size: ``[tensors, rows, columns]``. A GPU that copies many
+    tensors in one kernel takes floats through float32, which changes the bits of a NaN."""
 
     def source_in(self, area: torch.Tensor, specs: tuple[TensorSpec, ...]) -> torch.Tensor:
-        """View of an area: ``[tensors, rows, columns]``."""
+        """View of an area's bits, like ``destination``."""
         first = [box_of(area, specs[tensor], self.box) for tensor in self.tensors[:2]]
-        return stack_run(first, len(self.tensors))
+        return stack_run(first, len(self.tensors)).view(self.destination.dtype)
 
 
 @dataclass(slots=True)
@@ -121,6 +122,7 @@ def _join(specs: tuple[TensorSpec, ...], placements: Sequence[Placement]) -> Ite
     for run in find_runs(kinds, offsets, [place.destination.data_ptr() for place in placements]):
         members = [placements[i] for i in run]
         destination = stack_run([place.destination for place in members[:2]], len(members))
+        destination = destination.view(INT_OF_SIZE[destination.element_size()])
         yield PlacedRun(tuple(place.tensor for place in members), members[0].box, destination)
 
 
