@@ -76,11 +76,10 @@ class PlainTorchtitan:
             The mean cross-entropy of the labelled tokens of all ranks, before the update.
         """
         self._optimizers.zero_grad()
-        valid = torch.zeros((), dtype=torch.int64)
+        valid = torch.zeros((), dtype=torch.int64, device=self._device)
         for _, _, labels, _ in microbatches:
             valid += (labels != IGNORE_INDEX).sum()
         mesh = self._dims.get_mesh("batch") if self._dims.dp_enabled else None
-        valid = valid.to(self._device)
         all_valid = valid if mesh is None else dist_utils.dist_sum_tensor(valid, mesh)
         total = torch.zeros((), device=self._device)
         if self._reference is not None:
