@@ -14,7 +14,7 @@ from typing import Any
 
 from monarch_rl.runtime.lifetime import end_quickly
 from tools.gpu_parts import old_torch
-from tools.gpu_parts.common import Bench, Findings, Skipped, versions
+from tools.gpu_parts.common import Bench, Findings, Skipped, machine, versions
 
 WITHOUT_SGLANG = ("trainer", "weights", "members")
 """Parts that must run where SGLang is not installed."""
@@ -27,7 +27,7 @@ def look(part: str, device: str, scratch: Path) -> dict[str, Any]:
     try:
         old_torch.prepare()
         bench = Bench.on(device, scratch)
-        found = {"device": bench.device_name, "versions": versions()}
+        found = {"device": bench.device_name, "versions": versions(), "machine": machine()}
         importlib.import_module(f"tools.gpu_parts.{part}").run(bench, findings)
     except Skipped as reason:
         return found | {"verdict": "skipped", "problems": [str(reason)], "figures": findings.figures}

@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
+import resource
+import shutil
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -33,8 +36,11 @@ class Findings:
     problems: list[str] = field(default_factory=list)
 
     def note(self, **figures: Any) -> None:
-        """Keep figures; floats with four significant digits."""
-        self.figures |= {name: float(f"{x:.4g}") if isinstance(x, float) else x for name, x in figures.items()}
+        """Keep figures, floats with four significant digits. They are printed at once, too: of a part that is killed
+        that is all that is left."""
+        rounded = {name: float(f"{x:.4g}") if isinstance(x, float) else x for name, x in figures.items()}
+        print(json.dumps(rounded), file=sys.stderr, flush=True)
+        self.figures |= rounded
 
     def require(self, holds: bool, problem: str) -> None:
         """Keep a problem unless it ``holds``."""
@@ -100,6 +106,13 @@ def versions() -> dict[str, str | None]:
             found["driver"] = DRIVER_FILE.read_text().splitlines()[0]
         found["capability"] = ".".join(map(str, torch.cuda.get_device_capability()))
     return found
+
+
+def machine() -> dict[str, float | str]:
+    """What a container may have less of than NCCL and RDMA want: shared memory, and memory that may be locked."""
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    memlock = "unlimited" if limit == resource.RLIM_INFINITY else limit / GIB
+    return {"shm_gib": round(shutil.disk_usage("/dev/shm").total / GIB, 3), "memlock_gib": memlock}
 
 
 # ---- models --------------------------------------------------------------------------------------------------

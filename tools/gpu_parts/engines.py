@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import math
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -25,7 +27,7 @@ DRAW_S = 480.0
 def engine_settings(bench: Bench) -> GeneratorSettings:
     """Of an engine that leaves half of the GPU to others."""
     if bench.on_gpu:
-        return GeneratorSettings(replicas=1, memory_fraction=0.5)
+        return GeneratorSettings(replicas=1, memory_fraction=0.5, attention_backend=attention_backend())
     return GeneratorSettings(
         replicas=1,
         max_running_requests=16,
@@ -33,6 +35,15 @@ def engine_settings(bench: Bench) -> GeneratorSettings:
         part_tokens=16,
         start_deadline_s=1200.0,  # the first import of a stack may be one from a cold disk, on shared cores
     )
+
+
+def attention_backend() -> Literal["auto", "triton"]:
+    """SGLang's own choice, or ``triton`` where the kernels that it would choose on Hopper are not there: a bundle for a
+    machine without a network leaves them out, which are most of a wheel's bytes."""
+    package = importlib.util.find_spec("sgl_kernel")
+    folders = list(package.submodule_search_locations or []) if package else []
+    has_flash = any(list(Path(folder).rglob("flash_ops*.so")) for folder in folders)
+    return "auto" if has_flash else "triton"
 
 
 def free_gib(bench: Bench) -> float:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import math
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,7 @@ def run(bench: Bench, found: Findings) -> None:
         updates(bench, found, folder)
         experts(bench, found)
         if bench.on_gpu:
+            compiled(bench, found, folder)
             precisions(bench, found, folder)
 
 
@@ -122,7 +124,7 @@ def _with_gradients(
 
 
 def head(bench: Bench, found: Findings) -> None:
-    """The head's product of bfloat16 values in float32 and in TF32."""
+    """The head's product of bfloat16 values in float32, in TF32, and in bfloat16 with a result in float32."""
     if not bench.on_gpu:
         return
     torch.manual_seed(0)
@@ -134,9 +136,13 @@ def head(bench: Bench, found: Findings) -> None:
         found.note(**{f"head_{name}_ms": 1e3 * bench.seconds(lambda: F.linear(hidden, weight))})
         results[name] = F.linear(hidden, weight)
     torch.set_float32_matmul_precision(before)
-    error = float((results["tf32"] - results["fp32"]).abs().max() / results["fp32"].abs().max())
-    found.note(head_tf32_difference=error)
-    found.require(error < HEAD_BOUND, f"TF32 changes logits by {error:.2g} of the largest")
+    narrow = hidden.bfloat16(), weight.bfloat16().t()
+    found.note(head_bf16_ms=1e3 * bench.seconds(lambda: torch.mm(*narrow, out_dtype=torch.float32)))
+    results["bf16"] = torch.mm(*narrow, out_dtype=torch.float32)
+    for name in ("tf32", "bf16"):
+        error = float((results[name] - results["fp32"]).abs().max() / results["fp32"].abs().max())
+        found.note(**{f"head_{name}_difference": error})
+        found.require(error < HEAD_BOUND, f"a head in {name} changes logits by {error:.2g} of the largest")
 
 
 # ---- the policy ----------------------------------------------------------------------------------------------
@@ -210,6 +216,22 @@ def apart(found: Findings, policy: Policy, groups: list[Group], dtype: str) -> N
     difference = float((shared - alone).abs().quantile(0.99))
     found.note(shared_prefix_p99=difference)
     found.require(difference < SHARED_BOUND[dtype], f"sharing a prefix changes log-probs by {difference:.2g} nats")
+
+
+def compiled(bench: Bench, found: Findings, folder: Path) -> None:
+    """The updates of :func:`updates` with compiled blocks: how long the first one takes, and the fastest later one."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    settings = TrainerSettings(ranks=1, lr=LR, tokens_per_microbatch=8192, compile=True)
+    policy = Policy(folder, settings, total_steps=STEPS)
+    groups = make_groups(model_shape(bench)["vocab_size"], groups=8, size=8, prompt=256, answer=768)
+    batches = batches_of(groups, policy.device)
+    started = time.perf_counter()
+    losses = [policy.update(batches, supervised)["loss"]]
+    found.note(compiled_first_s=time.perf_counter() - started)
+    later, seconds = repeated(bench, policy, batches)
+    found.note(compiled_step_ms=1e3 * seconds, compiled_loss_first=losses[0], compiled_loss_last=later[-1])
+    found.require(falls(losses + later), f"the loss of one and the same batch went {losses + later} when compiled")
 
 
 def precisions(bench: Bench, found: Findings, folder: Path) -> None:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,6 +40,7 @@ def run(bench: Bench, found: Findings) -> None:
     checksums(bench, found)
     updates(bench, found)
     areas(bench, found)
+    expandable_segments(bench, found)
     asyncio.run(transfer(bench, found))
     many_tensors(bench, found)
 
@@ -88,6 +93,8 @@ def updates(bench: Bench, found: Findings) -> None:
 def areas(bench: Bench, found: Findings) -> None:
     """Another process sees what is written to an area, also after it attached, and writes to it."""
     size = GIB if bench.on_gpu else 1 << 20
+    if bench.on_gpu:
+        torch.cuda.empty_cache()  # what earlier checks have left is not given back while this one counts
     before = torch.cuda.memory_reserved() if bench.on_gpu else 0
     area = Area(size, bench.device)
     context = multiprocessing.get_context("spawn")
@@ -116,6 +123,36 @@ def areas(bench: Bench, found: Findings) -> None:
         del unattached
         torch.cuda.empty_cache()
         found.note(unattached_area_kept_mib=(torch.cuda.memory_reserved() - before) / 2**20)
+
+
+def expandable_segments(bench: Bench, found: Findings) -> None:
+    """Note whether a process whose allocator has expandable segments can share an area, with what torch has by
+    default and with ``TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC``. Neither is required."""
+    if not bench.on_gpu:
+        return
+    setting = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    for name, environment in (
+        ("expandable_segments", setting),
+        ("expandable_segments_ipc", setting | {"TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC": "1"}),
+    ):
+        work = [sys.executable, "-c", "from tools.gpu_parts.weights import share_an_area; share_an_area()"]
+        try:
+            ended = subprocess.run(
+                work, env=os.environ | environment, capture_output=True, text=True, timeout=2 * SPAWN_S
+            )
+        except subprocess.TimeoutExpired:
+            found.note(**{name: f"no answer within {2 * SPAWN_S:g} s"})
+            continue
+        last = (ended.stderr.strip().splitlines() or ["no message"])[-1]
+        found.note(**{name: "shared" if ended.returncode == 0 else last})
+
+
+def share_an_area() -> None:
+    """Share an area with one more process, as :func:`areas` does; raises RuntimeError if that fails."""
+    found = Findings()
+    areas(Bench.on("cuda", Path()), found)
+    if found.problems:
+        raise RuntimeError("; ".join(found.problems))
 
 
 def _sum_area(pipe: Any, handle: bytes) -> None:
