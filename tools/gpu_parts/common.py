@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import json
 import platform
 import resource
@@ -12,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -113,6 +114,15 @@ def machine() -> dict[str, float | str]:
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     memlock = "unlimited" if limit == resource.RLIM_INFINITY else limit / GIB
     return {"shm_gib": round(shutil.disk_usage("/dev/shm").total / GIB, 3), "memlock_gib": memlock}
+
+
+def attention_backend() -> Literal["auto", "triton"]:
+    """SGLang's own choice, or ``triton`` where the kernels that it would choose on Hopper are not there: a bundle for a
+    machine without a network leaves them out, which are most of a wheel's bytes."""
+    package = importlib.util.find_spec("sgl_kernel")
+    folders = list(package.submodule_search_locations or []) if package else []
+    has_flash = any(list(Path(folder).rglob("flash_ops*.so")) for folder in folders)
+    return "auto" if has_flash else "triton"
 
 
 # ---- models --------------------------------------------------------------------------------------------------

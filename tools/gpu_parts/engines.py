@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import math
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -18,7 +16,7 @@ from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.generator.engine import Engine
 from monarch_rl.generator.scheduler_process import quiet_imports
 from monarch_rl.generator.settings import GeneratorSettings
-from tools.gpu_parts.common import GIB, Bench, Findings
+from tools.gpu_parts.common import GIB, Bench, Findings, attention_backend
 
 DRAW_S = 480.0
 """Seconds for a load of requests, on shared cores too."""
@@ -35,15 +33,6 @@ def engine_settings(bench: Bench) -> GeneratorSettings:
         part_tokens=16,
         start_deadline_s=1200.0,  # the first import of a stack may be one from a cold disk, on shared cores
     )
-
-
-def attention_backend() -> Literal["auto", "triton"]:
-    """SGLang's own choice, or ``triton`` where the kernels that it would choose on Hopper are not there: a bundle for a
-    machine without a network leaves them out, which are most of a wheel's bytes."""
-    package = importlib.util.find_spec("sgl_kernel")
-    folders = list(package.submodule_search_locations or []) if package else []
-    has_flash = any(list(Path(folder).rglob("flash_ops*.so")) for folder in folders)
-    return "auto" if has_flash else "triton"
 
 
 def free_gib(bench: Bench) -> float:

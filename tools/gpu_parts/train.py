@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from monarch_rl.generator.settings import CPU_KV_TOKENS, GeneratorSettings
-from tools.gpu_parts.common import Bench, Findings
+from tools.gpu_parts.common import Bench, Findings, attention_backend
 
 ROOT = Path(__file__).parents[2]
 STEPS = 4
@@ -55,6 +55,8 @@ def _train(bench: Bench, found: Findings, model: Path, layout: str, limit_s: flo
     flags = ["--model", model, "--output", runs, "--steps", STEPS, "--held-out", 16, "--groups-per-step", 4]
     # Without a bound a cache that fills a GPU has tens of millions of the tiny model's tokens.
     flags += ["--trainer.ranks", 1, "--generator.replicas", 1, "--generator.max-total-tokens", CPU_KV_TOKENS]
+    if bench.on_gpu:
+        flags += ["--generator.attention-backend", attention_backend()]
     _python("recipes/grpo.py", *flags, *LAYOUTS[layout], limit_s=limit_s)
     (metrics,) = runs.glob("*/metrics.jsonl")
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
