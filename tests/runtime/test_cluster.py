@@ -137,7 +137,7 @@ def test_a_host_that_was_paused_is_not_lost(cluster: Cluster) -> None:
     """As when the machine is suspended, or a virtual machine moves: longer than Monarch's defaults would allow."""
 
     async def run() -> None:
-        members = cluster.spawn("patient", 1).spawn("members", Member)
+        members = cluster.spawn("patient", 1).spawn("patient", Member)
         await within(DEADLINE_S, members.see.call_one(), "the process")
         processes = psutil.Process().children(recursive=True)
         (host,) = [process for process in processes if "monarch_rl.runtime.host" in process.cmdline()]
@@ -149,9 +149,9 @@ def test_a_host_that_was_paused_is_not_lost(cluster: Cluster) -> None:
             host.resume()
         await within(DEADLINE_S, asked, "the answer to a call made during the pause")
 
-    before = len(cluster.faults)
     asyncio.run(run())
-    assert len(cluster.faults) == before
+    # Tests before this one have lost processes, which Monarch may report during the pause.
+    assert not [fault.report() for fault in cluster.faults if fault.mesh_name.startswith("patient")]
 
 
 AFTERWARDS = """
