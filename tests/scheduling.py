@@ -27,6 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--began", type=float, default=0.0, help="time.time() when the checks began: the sample's budget")
     group.addoption("--commit-number", type=int, default=0, help="where the sample begins")
     group.addoption("--changed", default="", help="folders of tests whose sources have changed, with commas between")
+    group.addoption("--owed", action="append", default=[], help="a test that the sample begins with")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -67,8 +68,9 @@ class TierScheduling(LoadScopeScheduling):
             self._unit_of = {test: unit.name for unit in units for test in unit.tests}
             self._began = time.monotonic()
             self.sampled = [unit for unit in units if unit.tier == "rest"] if rest == "sample" else []
+            number, owed = self.config.getoption("--commit-number"), self.config.getoption("--owed")
             changed = set(self.config.getoption("--changed").split(","))
-            self._sample = sample_order(self.sampled, changed, self.config.getoption("--commit-number"))
+            self._sample = sample_order(self.sampled, changed, number, owed)
         super().schedule()
 
     def _split_scope(self, nodeid: str) -> str:
@@ -98,7 +100,8 @@ class TierScheduling(LoadScopeScheduling):
         return self._sampled(node)
 
     def _of_folder(self, node: WorkerController, waiting: list[Unit]) -> Unit:
-        """The dearest unit of the process's own folder; else of that with the most work in which no other is."""
+        """The dearest unit of the folder that the process is in; if nothing waits there, of the folder with the most
+        work, those last in which another process is."""
         left: dict[str, float] = {}
         for unit in waiting:
             left[unit.folder] = left.get(unit.folder, 0.0) + unit.cost.wall_s
@@ -128,8 +131,8 @@ class TierScheduling(LoadScopeScheduling):
         return None
 
     def _write_left_out(self) -> None:
-        names = [unit.name for unit in self._left_out]
-        (self.config.getoption("--plan") / "left_out.json").write_text(json.dumps(names))
+        seconds = {unit.name: unit.cost.wall_s for unit in self._left_out}
+        (self.config.getoption("--plan") / "left_out.json").write_text(json.dumps(seconds))
 
 
 class Outcomes:
@@ -140,6 +143,8 @@ class Outcomes:
         self._folder: Path = config.getoption("--plan")
         self._outcomes: dict[str, str] = {}
         self._logs: dict[str, str] = {}
+        self._skips: dict[str, str] = {}
+        """By test, why."""
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
@@ -151,8 +156,10 @@ class Outcomes:
             self._logs[report.nodeid] = "\n".join([report.longreprtext, *(text for _, text in report.sections)])
         elif report.when == "call" or report.skipped:
             self._outcomes.setdefault(report.nodeid, report.outcome)
+            if isinstance(report.longrepr, tuple):  # file, line and the reason
+                self._skips[report.nodeid] = report.longrepr[2].removeprefix("Skipped: ")
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self) -> None:
-        written = {"outcomes": self._outcomes, "logs": self._logs}
+        written = {"outcomes": self._outcomes, "logs": self._logs, "skips": self._skips}
         (self._folder / "outcomes.json").write_text(json.dumps(written))

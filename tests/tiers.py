@@ -317,20 +317,23 @@ def units_of(tests: Iterable[str], tiers: Mapping[str, Tier], table: CostTable, 
     return list(by_name.values())
 
 
-def sample_order(units: Iterable[Unit], changed: Collection[str], number: int) -> Iterator[Unit]:
+def sample_order(
+    units: Iterable[Unit], changed: Collection[str], number: int, owed: Collection[str] = ()
+) -> Iterator[Unit]:
     """All units of the rest in the order in which a run takes them: the same commit takes the same.
 
-    Units of changed packages come first. Both parts are a fixed permutation that begins where commit ``number`` is, so
-    that runs of later commits take the next ones.
+    Units with owed tests come first, then those of changed packages. Each part is a fixed permutation that begins where
+    commit ``number`` is, so that runs of later commits take the next ones.
 
     Args:
         units: of the rest.
         changed: folders of tests whose sources have changed (:func:`changed_folders`).
         number: of the commit: how many there are before it.
+        owed: tests that have failed, by their ids.
     """
-    parts: tuple[list[Unit], list[Unit]] = ([], [])
+    parts: tuple[list[Unit], ...] = ([], [], [])
     for unit in sorted(units, key=lambda unit: hashlib.sha256(unit.name.encode()).digest()):
-        parts[unit.folder not in changed].append(unit)
+        parts[0 if set(owed) & set(unit.tests) else 1 if unit.folder in changed else 2].append(unit)
     for part in parts:
         total = sum(unit.cost.cpu_s for unit in part)
         begins = (number * SLICE_CPU_S) % total if total else 0.0

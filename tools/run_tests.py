@@ -9,7 +9,7 @@
 A heavy test that fails is run once more, alone, when all else has ended: if it passes then, it is counted as flaky and
 does not fail the checks. Quick tests are repeated only where the machine was at fault (no memory, no disk). A test of
 the sample fails the checks only if it fails twice and its package has changed since the last ``--all``; otherwise it is
-printed as owed. The exit code is 0 if the checks pass.
+owed: listed in the summary, and the first of each later sample, until it passes. The exit code is 0 if the checks pass.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import tempfile
 import time
 import uuid
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tests.tiers import (  # noqa: E402
+    SAMPLE_S,
     TIERS,
     Cost,
     CostTable,
@@ -88,7 +89,10 @@ class Results:
     logs: dict[str, str]
     tiers: dict[str, Tier]
     costs: dict[str, Cost]
-    left_out: list[str]
+    left_out: dict[str, float] = field(default_factory=dict)
+    """Units of the rest that the sample did not take, and their committed seconds."""
+    skips: dict[str, str] = field(default_factory=dict)
+    """Why tests were skipped."""
 
     @property
     def failed(self) -> list[str]:
@@ -102,6 +106,25 @@ class Verdict:
     failed: list[str] = field(default_factory=list)
     flaky: list[str] = field(default_factory=list)
     owed: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Clock:
+    """Where the minutes of the checks went."""
+
+    began: float = field(default_factory=time.time)
+    phases: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def minutes(self) -> float:
+        """Since the checks began."""
+        return (time.time() - self.began) / 60
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        started = time.time()
+        yield
+        self.phases[name] = time.time() - started
 
 
 def main() -> int:
@@ -124,17 +147,18 @@ def main() -> int:
         signal.signal(signum, signal.default_int_handler)
     os.environ[MARK] = uuid.uuid4().hex
     os.environ["SPT_NOENV"] = "1"  # or SGLang's titles overwrite the variables by which processes are found
-    began, phases = time.time(), {}
+    clock, types = Clock(), None
     if not asked.core and not asked.paths:
-        wrong = checked()
-        phases["lint and contracts"] = time.time() - began
+        with clock.phase("lint and contracts"):
+            wrong = checked()
         if wrong:
-            return closed([], [], f"{', '.join(wrong)} failed; no test was run", began)
-    types = subprocess.Popen(TYPES, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            return closed(clock, f"{', '.join(wrong)} failed; no test was run")
+        types = subprocess.Popen(TYPES, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
-        return tested(asked, began, phases, types)
+        return tested(asked, clock, types)
     finally:
-        types.kill()
+        if types:
+            types.kill()
         sweep()
 
 
@@ -149,37 +173,54 @@ def checked() -> list[str]:
     return wrong
 
 
-def tested(asked: argparse.Namespace, began: float, phases: dict[str, float], types: subprocess.Popen[str]) -> int:
-    """Run the tests, decide which failures count, print and write the summaries; the exit code."""
-    everything, sources = asked.all or asked.paths, commit_and_trees()
-    changed = changed_since_summary()
-    arguments = ["--rest=all" if everything else "--rest=none" if asked.quick or asked.core else "--rest=sample"]
-    arguments += ["-m", "not heavy and not slow"] if asked.quick else ["-m", "core"] if asked.core else []
+def tested(asked: argparse.Namespace, clock: Clock, types: subprocess.Popen[str] | None) -> int:
+    """Run the tests, decide which failures count, print and write the summaries; the exit code.
+
+    Args:
+        asked: the command line.
+        clock: since the beginning of the checks.
+        types: mypy, which runs beside the tests; None if it was not asked for.
+    """
+    tiers = "all" if asked.all or asked.paths else "none" if asked.quick or asked.core else "sample"
+    sources, changed, owed = commit_and_trees(), changed_since_summary(), tests_owed()
+    with clock.phase("tests"):
+        results = pytest(arguments_of(asked, tiers, clock.began, changed, owed))
+    with clock.phase("tests that failed, once more"):
+        repeats = set() if asked.no_repeats else repeatable(results)
+        verdict = judged(results, repeats, changed, owed, everything=tiers == "all")
+    wrong = []
+    if types:
+        with clock.phase("types (beside the tests)"):
+            output, _ = types.communicate(timeout=CHECK_S)
+        if types.returncode:
+            wrong.append("types")
+            print(f"-- types\n{output}", flush=True)
+    report(results, verdict, clock, sampled=tiers == "sample")
+    if asked.costs:
+        write_costs(results)
+    if asked.all:
+        write_summary(results, verdict, clock, sources)
+    elif tiers == "sample":
+        write_owed(verdict.owed)
+    if results.code not in (0, 1):  # 1: tests have failed, which the verdict is about
+        wrong.append(f"pytest ended with {results.code}")
+    return closed(clock, "; ".join(wrong), verdict, results)
+
+
+def arguments_of(
+    asked: argparse.Namespace, rest: str, began: float, changed: Collection[str], owed: Collection[str]
+) -> list[str]:
+    """What pytest is started with."""
+    arguments = [f"-n{asked.at_a_time}", "--max-worker-restart=2", f"--rest={rest}", f"--began={began}"]
     arguments += [f"--changed={','.join(sorted(changed))}", f"--commit-number={commits_up_to('HEAD')}"]
+    arguments += [f"--owed={test}" for test in owed]
+    if asked.quick or asked.core:
+        arguments += ["-m", "core" if asked.core else "not heavy and not slow"]
     if asked.all:
         seed = int(began)
         arguments += ["--hypothesis-profile=random", f"--hypothesis-seed={seed}"]
         print(f"property tests: --hypothesis-seed={seed}", flush=True)
-    started = time.time()
-    results = pytest([f"-n{asked.at_a_time}", "--max-worker-restart=2", f"--began={began}", *arguments, *asked.paths])
-    phases["tests"] = time.time() - started
-    started = time.time()
-    verdict = judged(results, set() if asked.no_repeats else repeatable(results), changed, bool(everything))
-    phases["tests that failed, once more"] = time.time() - started
-    started = time.time()
-    output, _ = types.communicate(timeout=CHECK_S)
-    phases["types (beside the tests)"] = time.time() - started
-    wrong = ["types"] if types.returncode else []
-    if wrong:
-        print(f"-- types\n{output}", flush=True)
-    report(results, verdict, phases, began, sampled=not everything and not asked.quick and not asked.core)
-    if asked.costs:
-        write_costs(results)
-    if asked.all:
-        write_summary(results, verdict, began, sources)
-    code = results.code if results.code not in (0, 1) else 0  # 1: tests have failed, which the verdict is about
-    broken = wrong + ([f"pytest ended with {code}"] if code else [])
-    return closed(verdict.failed, verdict.flaky, "; ".join(broken), began, results, verdict.owed)
+    return [*arguments, *asked.paths]
 
 
 def pytest(arguments: Sequence[str]) -> Results:
@@ -199,8 +240,8 @@ def pytest(arguments: Sequence[str]) -> Results:
         said = read(folder / "outcomes.json")
         tiers = {test: tier for file in folder.glob("tiers-*.json") for test, tier in read(file).items()}
         costs = {test: Cost(*cost) for file in folder.glob("costs-*.json") for test, cost in read(file).items()}
-        left_out = read(folder / "left_out.json")
-        return Results(code, said.get("outcomes", {}), said.get("logs", {}), tiers, costs, list(left_out))
+        outcomes, logs, skips = (said.get(name, {}) for name in ("outcomes", "logs", "skips"))
+        return Results(code, outcomes, logs, tiers, costs, read(folder / "left_out.json"), skips)
 
 
 def read(file: Path) -> Any:
@@ -217,9 +258,19 @@ def repeatable(results: Results) -> set[str]:
     }
 
 
-def judged(results: Results, repeats: Collection[str], changed: Collection[str], everything: bool) -> Verdict:
-    """Run ``repeats`` once more, alone, and decide which failures count."""
-    verdict = Verdict()
+def judged(
+    results: Results, repeats: Collection[str], changed: Collection[str], owed: Collection[str], everything: bool
+) -> Verdict:
+    """Run ``repeats`` once more, alone, and decide which failures count.
+
+    Args:
+        results: of all tests.
+        repeats: those of the failed ones that are run once more.
+        changed: folders of tests whose sources have changed.
+        owed: tests of the rest that have failed before.
+        everything: the rest was asked for, so its failures count like others.
+    """
+    verdict = Verdict(owed=[test for test in owed if results.outcomes.get(test) not in ("passed", "failed")])
     passed: set[str] = set()
     if len(repeats) > MOST_REPEATS:
         print(f"\n{len(repeats)} tests have failed: that is no chance, so none is run once more", flush=True)
@@ -230,7 +281,7 @@ def judged(results: Results, repeats: Collection[str], changed: Collection[str],
     for test in results.failed:
         if test in passed:
             verdict.flaky.append(test)
-        elif results.tiers.get(test) == "rest" and not everything and folder_of(test) not in changed:
+        elif not everything and results.tiers.get(test) == "rest" and (test in owed or folder_of(test) not in changed):
             verdict.owed.append(test)
         else:
             verdict.failed.append(test)
@@ -265,6 +316,11 @@ def last_full_run() -> dict[str, str]:
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines) if value}
 
 
+def tests_owed() -> list[str]:
+    """Tests of the rest that have failed and not passed since, by the committed summary."""
+    return [test for test in last_full_run().get("owed", "none").split(" ") if test != "none"]
+
+
 def changed_since_summary() -> set[str]:
     """The folders of tests whose sources have changed since the last full run that was committed; all, if that is not
     known."""
@@ -283,8 +339,8 @@ def commit_and_trees() -> list[str]:
 # -- what is printed and written -------------------------------------------------------------------------------------
 
 
-def report(results: Results, verdict: Verdict, phases: Mapping[str, float], began: float, sampled: bool) -> None:
-    """Print what the tests cost, where the minutes went, and what is owed."""
+def report(results: Results, verdict: Verdict, clock: Clock, sampled: bool) -> None:
+    """Print what the tests cost, where the minutes went, what was left out, and what is owed."""
     print(*table(results.costs), sep="\n")
     print("\nCPU-seconds  idle seconds  tests  tier")
     for tier in TIERS:
@@ -296,23 +352,32 @@ def report(results: Results, verdict: Verdict, phases: Mapping[str, float], bega
     for line in dearer(results.costs, results.tiers, committed):
         print(f"DEARER: {line}: mend it, or run ./tools/test --all --costs and commit tests/costs.json")
     print("\n  minutes  of the checks")
-    for name, seconds in phases.items():
+    for name, seconds in clock.phases.items():
         print(f"{seconds / 60:9.1f}  {name}")
+    print("\n    tests  skipped, because")
+    for reason, number in Counter(results.skips.values()).most_common():
+        print(f"{number:9}  {reason}")
     if sampled:
         taken = sum(1 for test in results.outcomes if results.tiers.get(test) == "rest")
+        dear = sum(1 for seconds in results.left_out.values() if seconds > SAMPLE_S)
         print(f"\nsample: {taken} tests of the rest; {len(results.left_out)} units of it were left out")
-    full = last_full_run()
-    if full:
-        age = git("rev-list", "--count", f"{full.get('commit', '').split(' ')[0]}..HEAD") or "an unknown number of"
-        same = "the same sources" if full.get("trees") == trees() else "other sources"
-        print(f"last ./tools/test --all: {age} commits ago, {same}; failed: {full.get('failed', 'none')}")
-    else:
-        print("no ./tools/test --all has been committed")
+        print(f"{dear} of them take longer than a sample may: only ./tools/test --all has them")
+    print(since_full_run())
     for name, tests in (("FLAKY", verdict.flaky), ("OWED", verdict.owed), ("FAILED", verdict.failed)):
         for test in tests:
             print(f"{name}: {test}")
     for test in verdict.flaky:
         print(f"\n-- the first log of {test}\n{results.logs.get(test, '')}")
+
+
+def since_full_run() -> str:
+    """How old the committed summary of ``--all`` is."""
+    full = last_full_run()
+    if not full:
+        return "no ./tools/test --all has been committed"
+    age = git("rev-list", "--count", f"{full.get('commit', '').split(' ')[0]}..HEAD") or "an unknown number of"
+    same = "the same sources" if full.get("trees") == trees() else "other sources"
+    return f"last ./tools/test --all: {age} commits ago, {same}; failed: {full.get('failed', 'none')}"
 
 
 def write_costs(results: Results) -> None:
@@ -324,7 +389,15 @@ def write_costs(results: Results) -> None:
     print(f"tests/costs.json: {len(passed)} tests, divided by {factor:.2f}")
 
 
-def write_summary(results: Results, verdict: Verdict, began: float, sources: Sequence[str]) -> None:
+def write_owed(owed: Sequence[str]) -> None:
+    """Note in the summary which tests are owed now, where there is one."""
+    if set(owed) != set(tests_owed()) and SUMMARY.exists():
+        lines = [line for line in SUMMARY.read_text().splitlines() if not line.startswith("owed:")]
+        SUMMARY.write_text("\n".join([*lines, f"owed: {' '.join(sorted(owed)) or 'none'}"]) + "\n")
+        print(f"the tests that are owed are others now: commit {SUMMARY.relative_to(ROOT)}")
+
+
+def write_summary(results: Results, verdict: Verdict, clock: Clock, sources: Sequence[str]) -> None:
     counted = Counter(results.outcomes.values())
     cpu_s = sum(cost.cpu_s for cost in results.costs.values())
     lines = [
@@ -332,33 +405,25 @@ def write_summary(results: Results, verdict: Verdict, began: float, sources: Seq
         "",
         *sources,
         f"date: {time.strftime('%Y-%m-%d')}",
-        f"minutes: {(time.time() - began) / 60:.0f} on {os.cpu_count()} cores; {cpu_s / 60:.0f} CPU-minutes",
+        f"minutes: {clock.minutes:.0f} on {os.cpu_count()} cores; {cpu_s / 60:.0f} CPU-minutes",
         f"tests: {counted['passed']} passed, {len(verdict.failed)} failed, {len(verdict.flaky)} flaky, "
         f"{counted['skipped']} skipped",
         f"failed: {' '.join(verdict.failed) or 'none'}",
         f"flaky: {' '.join(verdict.flaky) or 'none'}",
+        f"owed: {' '.join(test for test in verdict.failed if results.tiers.get(test) == 'rest') or 'none'}",
     ]
     SUMMARY.write_text("\n".join(lines) + "\n")
 
 
-def closed(
-    failed: Sequence[str],
-    flaky: Sequence[str],
-    broken: str,
-    began: float,
-    results: Results | None = None,
-    owed: Sequence[str] = (),
-) -> int:
-    """Print the last lines; the exit code."""
-    counted = Counter(results.outcomes.values()) if results else Counter()
-    print(f"\n{counted['passed'] + len(flaky)} passed, {len(failed)} failed, {counted['skipped']} skipped")
-    word = "failed" if failed or broken else "passed"
-    why = f" ({broken})" if broken else ""
-    print(
-        f"checks {word}{why} in {(time.time() - began) / 60:.1f} minutes; {len(flaky)} flaky, {len(owed)} owed",
-        flush=True,
-    )
-    return 1 if failed or broken else 0
+def closed(clock: Clock, broken: str, verdict: Verdict | None = None, results: Results | None = None) -> int:
+    """Print the last lines; the exit code. ``broken`` says what else than a test has failed."""
+    verdict, counted = verdict or Verdict(), Counter(results.outcomes.values() if results else ())
+    passed = counted["passed"] + len(verdict.flaky)
+    print(f"\n{passed} passed, {len(verdict.failed)} failed, {counted['skipped']} skipped")
+    word, why = "failed" if verdict.failed or broken else "passed", f" ({broken})" if broken else ""
+    numbers = f"{len(verdict.flaky)} flaky, {len(verdict.owed)} owed"
+    print(f"checks {word}{why} in {clock.minutes:.1f} minutes; {numbers}", flush=True)
+    return 1 if verdict.failed or broken else 0
 
 
 def sweep() -> None:

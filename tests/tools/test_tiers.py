@@ -80,12 +80,19 @@ def unit(name: str, cpu_s: float) -> Unit:
 UNITS = [unit(f"tests/{folder}/test_x.py::test_{number}", 40.0) for folder in ("a", "b") for number in range(20)]
 
 
-@given(st.sets(st.sampled_from(["tests/a", "tests/b", "tests/c"])), st.integers(0, 10_000))
-def test_a_sample_has_every_unit_once_those_of_changed_packages_first(changed: set[str], number: int) -> None:
-    order = list(sample_order(UNITS, changed, number))
+@given(
+    st.sets(st.sampled_from(["tests/a", "tests/b", "tests/c"])),
+    st.integers(0, 10_000),
+    st.sets(st.sampled_from([unit.name for unit in UNITS]), max_size=3),
+)
+def test_a_sample_has_every_unit_once_owed_ones_first_then_those_of_changed_packages(
+    changed: set[str], number: int, owed: set[str]
+) -> None:
+    order = list(sample_order(UNITS, changed, number, owed))
     assert sorted(unit.name for unit in order) == sorted(unit.name for unit in UNITS)
-    assert order == list(sample_order(reversed(UNITS), changed, number)), "the same commit takes the same"
-    in_changed = [unit.folder in changed for unit in order]
+    assert order == list(sample_order(reversed(UNITS), changed, number, owed)), "the same commit takes the same"
+    assert {unit.name for unit in order[: len(owed)]} == owed
+    in_changed = [unit.folder in changed for unit in order[len(owed) :]]
     assert in_changed == sorted(in_changed, reverse=True)
 
 
