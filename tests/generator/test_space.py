@@ -51,6 +51,8 @@ def use_compiler(patch: pytest.MonkeyPatch, folder: Path, script: str) -> Path:
 
     Returns the file with all arguments that it gets, one a line.
     """
+    if shutil.which("g++") is None:
+        pytest.skip("there is no g++")
     compiler, arguments = folder / "bin" / "g++", folder / "arguments"
     compiler.parent.mkdir()
     compiler.write_text(

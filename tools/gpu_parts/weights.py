@@ -27,7 +27,7 @@ from monarch_rl.weights.manifest import TensorSpec, make_manifest
 from monarch_rl.weights.transport import make_sender
 from tools.gpu_parts.common import GIB, Bench, Findings
 
-SPAWN_S = 120.0
+SPAWN_S = 600.0
 """Seconds for another process to import torch, open a GPU and sum an area."""
 BUSY_S = 3.0
 """Seconds for which the training stream is kept busy while a version is sent."""
