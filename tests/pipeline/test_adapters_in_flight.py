@@ -20,6 +20,7 @@ CHANGED = "model.layers.0.mlp.up_proj.weight"
 
 
 @pytest.mark.slow
+@pytest.mark.core
 def test_adapters_flow_while_sequences_are_drawn(cluster: Cluster, tmp_path: Path) -> None:
     """They are refused by engines that hold another model than the trainer's."""
     model, other = (make_model(tmp_path / name, "qwen3") for name in ("model", "other"))

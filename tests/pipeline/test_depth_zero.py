@@ -119,6 +119,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Compared:
 
 @pytest.mark.slow
 @pytest.mark.heavy
+@pytest.mark.core
 @pytest.mark.timeout(3 * PROGRAMS_S)
 def test_depth_zero_makes_the_updates_of_a_plain_synchronous_loop(compared: Compared) -> None:
     rows = [json.loads(line) for line in (compared.folder / "metrics.jsonl").read_text().splitlines()]

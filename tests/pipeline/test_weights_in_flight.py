@@ -239,6 +239,7 @@ def test_what_changed_travels_by_every_transport_and_all_to_a_replica_that_comes
     asyncio.run(go())
 
 
+@pytest.mark.core
 def test_a_version_that_arrives_wrong_is_not_served(
     cluster: Cluster, model: Path, generators: list[InspectedGenerator]
 ) -> None:
