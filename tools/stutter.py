@@ -174,8 +174,8 @@ def hogs(number: int) -> Iterator[None]:
     command = [sys.executable, "-S", "-c", HOG.format(parent=os.getpid())]
     started: list[subprocess.Popen[bytes]] = []
     try:
-        for _ in range(number):  # in a session each, between which Linux may share cores first (autogroups)
-            started.append(subprocess.Popen(command, start_new_session=True))
+        for _ in range(number):  # all in one session and the command in another, so that autogroups give each half
+            started.append(subprocess.Popen(command, process_group=0))
         yield
     finally:
         for hog in started:
