@@ -20,7 +20,10 @@ LOGPROB_BOUND, GRADIENT_BOUND = 1e-5, 2e-5
 whole gradient's), fp32."""
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["experts-gathered", "experts-divided"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(1, marks=pytest.mark.core, id="experts-gathered"), pytest.param(2, id="experts-divided")],
+)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What keep_ranks.py wrote."""
     folder = tmp_path_factory.mktemp("keep")

@@ -41,7 +41,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.slow] if n > 2 else []) for name, n in LAYOUTS.items()])
+@pytest.fixture(
+    params=[
+        pytest.param(name, marks=pytest.mark.core if ranks == 2 else pytest.mark.slow)
+        for name, ranks in LAYOUTS.items()
+    ]
+)
 def where(request: pytest.FixtureRequest, folder: Path, ran: set[int]) -> str:
     """A layout, of which tensor_parallel_ranks.py has written its part."""
     ranks = LAYOUTS[request.param]
