@@ -13,7 +13,7 @@ import torch
 
 from monarch_rl.episode.sampling import Sampling
 from monarch_rl.generator.engine import Engine
-from monarch_rl.generator.last_words import LastWords
+from monarch_rl.generator.error_file import ErrorFile
 from monarch_rl.generator.scheduler_process import SchedulerTarget
 from monarch_rl.generator.sglang_engine import EngineStopped
 from monarch_rl.pipeline.standalone import EngineHere
@@ -83,13 +83,13 @@ def test_a_schedulers_process_compiles_where_paths_have_spaces(
     # Fewer calls of the compiler: neither for headers, which pay after several kernels, nor to try vector instructions.
     monkeypatch.setenv("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
     monkeypatch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "0")
-    words = LastWords()
-    process = multiprocessing.get_context("spawn").Process(target=CompilingTarget(words))  # type: ignore[arg-type]
+    errors = ErrorFile()
+    process = multiprocessing.get_context("spawn").Process(target=CompilingTarget(errors))  # type: ignore[arg-type]
     with monkeypatch.context() as patch:
         patch.syspath_prepend(packages)  # a spawned process is given it
         process.start()
     patience.wait_until(lambda: not process.is_alive(), "a process that compiles", seconds=300)
-    assert (process.exitcode, words.first()) == (0, "")
+    assert (process.exitcode, errors.first()) == (0, "")
     assert f"-L{packages}/torch/lib" in arguments.read_text().splitlines()
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import psutil
 
+from monarch_rl.generator.error_file import ErrorFile
 from monarch_rl.generator.flag_names import rename_in
-from monarch_rl.generator.last_words import LastWords
 from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD, SchedulerTarget, few_models, quiet_imports
 from monarch_rl.runtime.fork_context import ForkContext
 
@@ -20,11 +20,11 @@ KILL_SECONDS = 10.0
 """How long a killed engine process may take to be gone."""
 
 
-def launch_engine(arguments: dict[str, Any], words: LastWords) -> Any:
+def launch_engine(arguments: dict[str, Any], errors: ErrorFile) -> Any:
     """A ``sglang.Engine`` of tokens only, made with these ``ServerArgs``; ends what it started if it fails.
 
     Args:
-        words: gets what its schedulers fail with, and ends the message of the error if one does so here.
+        errors: gets what its schedulers fail with, and ends the message of the error if one does so here.
     """
     quiet_imports()
     few_models()
@@ -39,7 +39,7 @@ def launch_engine(arguments: dict[str, Any], words: LastWords) -> Any:
 
     class TokenEngine(sglang_engine.Engine):
         init_tokenizer_manager_func = staticmethod(init_tokenizer_manager)
-        run_scheduler_process_func = SchedulerTarget(words)
+        run_scheduler_process_func = SchedulerTarget(errors)
 
         @classmethod
         def _launch_detokenizer_subprocesses(cls, *_: Any, **__: Any) -> tuple[list[Any], list[str]]:
@@ -61,7 +61,7 @@ def launch_engine(arguments: dict[str, Any], words: LastWords) -> Any:
             return TokenEngine(**arguments)
     except BaseException as error:
         rename_in(error)
-        if said := words.first():
+        if said := errors.first():
             error.args = (f"{error}\nSGLang's process failed with {said}",)
         for process in multiprocessing.active_children():
             if process not in before:

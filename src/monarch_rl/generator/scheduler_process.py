@@ -11,8 +11,8 @@ from collections.abc import Callable
 from functools import partial, partialmethod
 from typing import Any
 
-from monarch_rl.generator import last_words
-from monarch_rl.generator.last_words import LastWords
+from monarch_rl.generator import error_file
+from monarch_rl.generator.error_file import ErrorFile
 from monarch_rl.runtime.compiler_paths import allow_spaces
 from monarch_rl.runtime.lifetime import die_with_parent
 
@@ -27,14 +27,14 @@ class SchedulerTarget:
     is made while this object is unpickled, before the arguments, and with them SGLang, are imported.
 
     Args:
-        words: gets what the scheduler fails with.
+        errors: gets what the scheduler fails with.
     """
 
-    def __init__(self, words: LastWords) -> None:
-        self._words = words
+    def __init__(self, errors: ErrorFile) -> None:
+        self._errors = errors
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _in_new_process, (os.getpid(), self.run, self._words.for_scheduler())
+        return _in_new_process, (os.getpid(), self.run, self._errors.for_scheduler())
 
     @staticmethod
     def run(*args: Any, **kwargs: Any) -> None:
@@ -42,9 +42,9 @@ class SchedulerTarget:
         run_scheduler(*args, **kwargs)
 
 
-def _in_new_process(parent: int, run: Callable[..., None], words: Any) -> Callable[..., None]:
+def _in_new_process(parent: int, run: Callable[..., None], errors: Any) -> Callable[..., None]:
     die_with_parent(signal.SIGKILL, parent)
-    last_words.use(words)
+    error_file.use(errors)
     quiet_imports()
     allow_spaces()
     return partial(_run, run)
@@ -54,7 +54,7 @@ def _run(run: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     try:
         run(*args, **kwargs)
     except Exception as error:  # SGLang catches its own: see _exit_on_sigquit
-        last_words.say(error)
+        error_file.record(error)
         raise
 
 
@@ -126,7 +126,7 @@ def _exit_on_sigquit(self: Any, original: Any, number: int) -> None:
         original(self, number)
         return
     if (error := sys.exception()) is not None:
-        last_words.say(error)
+        error_file.record(error)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)

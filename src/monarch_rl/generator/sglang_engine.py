@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from monarch_rl.generator.last_words import LastWords
+from monarch_rl.generator.error_file import ErrorFile
 from monarch_rl.generator.launching import close_sockets, end_processes, launch_engine, take_over_watch
 from monarch_rl.generator.scheduler_pieces import SchedulerPieces
 from monarch_rl.runtime import presence
@@ -33,10 +33,10 @@ class SglangEngine:
         replica: str,
         ranks: int,
         pieces: SchedulerPieces | None,
-        words: LastWords,
+        errors: ErrorFile,
     ) -> None:
         self.engine = engine
-        self._words = words
+        self._errors = errors
         self.replica = replica
         """The name of the replica that hosts it."""
         self.ranks = ranks
@@ -63,11 +63,11 @@ class SglangEngine:
         """
         launcher = ThreadPoolExecutor(1, thread_name_prefix="sglang-launch")
         pieces = SchedulerPieces(ranks) if torch.accelerator.is_available() else None
-        words = LastWords()
+        errors = ErrorFile()
         with held_port() as port:  # SGLang's processes meet there, seconds from now; engines start side by side
             arguments = arguments | {"nccl_port": port}
-            engine = await asyncio.get_running_loop().run_in_executor(launcher, launch_engine, arguments, words)
-        return cls(engine, launcher, replica, ranks, pieces, words)
+            engine = await asyncio.get_running_loop().run_in_executor(launcher, launch_engine, arguments, errors)
+        return cls(engine, launcher, replica, ranks, pieces, errors)
 
     @property
     def manager(self) -> Any:
@@ -135,11 +135,11 @@ class SglangEngine:
         presence.no_helper(process.pid)
         if not self._stopped.done():
             process.join()  # waits: it has ended
-            # Who was killed by a signal has said nothing; others may have, who miss it.
-            said = self._words.first() if process.exitcode >= 0 else ""
+            # A process killed by a signal has recorded nothing; what is there is of others, which miss it.
+            said = self._errors.first() if process.exitcode >= 0 else ""
             self._stopped.set_result(
                 f"{self.replica}: SGLang's process {process.pid} ended by itself, exit code {process.exitcode}"
-                + (f": {said}" if said else "; its last words are in its output")
+                + (f": {said}" if said else "; its error is in its output")
             )
 
 
