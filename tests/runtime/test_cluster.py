@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +11,14 @@ import psutil
 import pytest
 
 from monarch_rl import runtime
-from monarch_rl.runtime.cluster import Cluster, Devices, TooFewDevices, init_torch_distributed_env, launch_cluster
+from monarch_rl.runtime.cluster import (
+    Cluster,
+    Devices,
+    TooFewDevices,
+    _as_controller,
+    init_torch_distributed_env,
+    launch_cluster,
+)
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.network import fix_nccl_order, nccl_environment
 from tests.patience import run as run_program
@@ -26,6 +34,16 @@ def cluster() -> Iterator[Cluster]:
     with launch_cluster() as launched:
         assert launched is not None
         yield launched
+
+
+def test_deadlines_of_attaching_and_ending_leave_out_what_the_controller_stood_still() -> None:
+    """A pause within the first half of the deadline, which nobody is late for: only a heartbeat shows it."""
+
+    async def stand_still() -> None:
+        asyncio.get_running_loop().call_later(0.2, time.sleep, 1.7)
+        await within(4.0, asyncio.sleep(4.5), "something that takes 2.8 s, and the pause")
+
+    asyncio.run(_as_controller(stand_still()))
 
 
 def test_all_reduce_over_a_mesh(cluster: Cluster) -> None:

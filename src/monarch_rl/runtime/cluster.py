@@ -19,10 +19,10 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from monarch_rl import runtime
-from monarch_rl.runtime import actor_process, fork_client, monitor
+from monarch_rl.runtime import actor_process, fork_client, monitor, presence
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, DeadlineExceeded, within
 from monarch_rl.runtime.devices import Devices, TooFewDevices, devices, launched_by_torchrun, visible_devices
 from monarch_rl.runtime.distributed import ENVIRONMENT, init_torch_distributed_env
@@ -36,6 +36,7 @@ from monarch_rl.runtime.network import free_port, host_address, nccl_environment
 from monarch_rl.runtime.preloading import ForkServer
 from monarch_rl.runtime.scratch import folder_of_process
 from monarch_rl.runtime.signals import Interrupts, interrupts
+from monarch_rl.runtime.stall import CONTROLLER
 from monarch_rl.runtime.torchrun import Controller, Follower, Node, Rank, without_torchrun
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ __all__ = [
     "launch_cluster",
     "launched_by_torchrun",
 ]
+
+T = TypeVar("T")
 
 logger = logging.getLogger("monarch_rl")
 
@@ -342,7 +345,7 @@ def _attached(host: HostProcess, nodes: Sequence[Node], interrupting: Interrupts
         finally:
             if not host.lost():  # else nobody on this machine can be stopped, and other hosts end with the controller
                 host.expect_end()
-                asyncio.run(cluster._end())
+                asyncio.run(_as_controller(cluster._end()))
     except Exception:
         lost = host.lost()
         if lost is not None:
@@ -364,11 +367,21 @@ def _attach(nodes: Sequence[Node], fork_server: ForkServer, interrupting: Interr
     names = tuple(node.devices for node in nodes)
     cluster = Cluster(hosts, devices(), interrupts=interrupting, _device_names=names, fork_server=fork_server)
     monarch.actor.unhandled_fault_hook = cluster._on_fault  # the default interrupts the main thread
-    asyncio.run(within(START_DEADLINE_S, hosts.initialized, f"the hosts at {workers} to come up", on="Monarch"))
+    what = f"the hosts at {workers} to come up"
+    asyncio.run(_as_controller(within(START_DEADLINE_S, hosts.initialized, what, on="Monarch")))
     # Exit handlers run from the last to the first: this one before Monarch's own, which then has nothing to do.
     atexit.unregister(shut_client_down)
     atexit.register(shut_client_down)
     return cluster
+
+
+async def _as_controller(awaitable: Awaitable[T]) -> T:
+    """Await it with the controller's heartbeat, by which deadlines leave out what this process stood still."""
+    presence.register(CONTROLLER)
+    try:
+        return await awaitable
+    finally:
+        presence.unregister(CONTROLLER)
 
 
 def _start_host(ip: str | None, preloads: Sequence[Preload]) -> HostProcess:
