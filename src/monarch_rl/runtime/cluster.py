@@ -379,7 +379,7 @@ async def _as_controller(awaitable: Awaitable[T]) -> T:
     """Await it with the controller's heartbeat, by which deadlines leave out what this process stood still."""
     presence.register(CONTROLLER)
     try:
-        return await awaitable
+        return await awaitable  # waits: it has deadlines of its own
     finally:
         presence.unregister(CONTROLLER)
 
