@@ -6,11 +6,14 @@ and more, most of them of one rank: together they took 1 % of a core of an engin
 
 from __future__ import annotations
 
+import threading
 from datetime import timedelta
 from functools import cache, partialmethod
 from typing import Any
 
 import torch.distributed as dist
+
+_device_lock = threading.Lock()
 
 
 def install() -> None:
@@ -30,7 +33,8 @@ def _on_shared_device(
 ) -> None:
     """Replaces ``ProcessGroupGloo.__init__`` with a time-out, which makes a device."""
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [_device()]
+    with _device_lock:  # groups may be made in several threads, and `cache` would let each make a device
+        options._devices = [_device()]
     if timeout is not None:
         options._timeout = timeout
     if enable_reconfigure:
