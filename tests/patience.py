@@ -1,8 +1,8 @@
 """Waiting in tests: the one way, by a clock that counts only time in which the waiter itself ran.
 
 A wait ticks every 0.05 s, and a tick counts for 0.25 s at most. So a machine that stands still, or that leaves this
-process without a core, costs a wait next to nothing, however long that takes; only a thing that does not happen while
-the waiter looks on exhausts it. Limits are generous because they merely end a hang. What must happen *at once* is
+process without a core for longer than that, costs a wait next to nothing, however long it takes; only a thing that does
+not happen while the waiter looks on exhausts it. Limits are generous because they merely end a hang. What must happen *at once* is
 asserted by its cause (the message, the event, a deadline that has not passed), never by a duration.
 
 ``tools/lint_clocks.py`` finds waits of tests that measure the wall clock instead.
@@ -88,12 +88,11 @@ async def until(condition: Callable[[], Any], what: str | Callable[[], str], sec
 
 
 async def patiently(awaitable: Awaitable[T], what: str = "an awaitable", seconds: float = LIMIT_S) -> T:
-    """Await it: ``asyncio.wait_for`` by the clock of this module. Cancels it beyond the limit."""
+    """Await it and return its result; beyond the limit, by the clock of this module, cancel it."""
     task = asyncio.ensure_future(awaitable)
     patience = Patience(what, seconds)
     try:
-        while not task.done():
-            await asyncio.wait({task}, timeout=TICK_S)
+        while not (await asyncio.wait({task}, timeout=TICK_S))[0]:
             patience.tick()
     except BaseException:
         task.cancel()
@@ -154,8 +153,10 @@ def run(command: Sequence[Any], *, seconds: float = LIMIT_S, **popen: Any) -> su
 def join(thread: threading.Thread, seconds: float = LIMIT_S) -> None:
     """``thread.join()``, and it has ended."""
     patience = Patience(f"the end of thread {thread.name}", seconds)
-    while thread.is_alive():
+    while True:
         thread.join(TICK_S)
+        if not thread.is_alive():
+            return
         patience.tick()
 
 

@@ -37,6 +37,8 @@ STARTERS = (
 
 TIER_OF: pytest.StashKey[dict[str, Tier]] = pytest.StashKey()
 """In ``config.stash``: by id, the tier of every test that was collected, also of those that are not selected."""
+HEAVY: pytest.StashKey[list[str]] = pytest.StashKey()
+"""The ids of those of them that are heavy."""
 pytest_plugins = ["tests.scheduling"]
 
 
@@ -61,6 +63,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker("heavy")
         tiers[item.nodeid] = tier_of({marker.name for marker in item.iter_markers()})
     config.stash[TIER_OF] = tiers
+    config.stash[HEAVY] = [item.nodeid for item in items if item.get_closest_marker("heavy")]
 
 
 class Costs:
@@ -83,8 +86,9 @@ class Costs:
     @pytest.hookimpl(tryfirst=True)  # before xdist tells the scheduler, which reads what is written here
     def pytest_collection_finish(self) -> None:
         if self._plan is not None and self._measures:
-            written = self._plan / f"tiers-{self._worker}.json"
-            written.write_text(json.dumps(self._config.stash[TIER_OF]))
+            collected = {"tiers": self._config.stash[TIER_OF], "heavy": self._config.stash[HEAVY]}
+            for name, what in collected.items():
+                (self._plan / f"{name}-{self._worker}.json").write_text(json.dumps(what))
 
     def pytest_sessionfinish(self) -> None:
         if not self._measures:

@@ -53,7 +53,8 @@ class TierScheduling(LoadScopeScheduling):
         self._began = time.monotonic()
         self._given_s = 0.0
         """Committed seconds of all units that were handed out."""
-        self._left_out: list[Unit] = []
+        self._left_out: dict[str, float] = {}
+        """Units of the sample that were not run, and their committed seconds."""
 
     def schedule(self) -> None:
         """Read the tiers that the processes have written while they collected, before the first unit is given."""
@@ -80,12 +81,14 @@ class TierScheduling(LoadScopeScheduling):
         """Hand out the next unit; or none, where only a sample is left and the time is over."""
         name = self._next(node)
         if name is None:
-            self._left_out = [self._units[name] for name in self.workqueue]
+            self._left_out |= {name: self._units[name].cost.wall_s for name in self.workqueue}
             self.workqueue.clear()
-            self._write_left_out()
+            (self.config.getoption("--plan") / "left_out.json").write_text(json.dumps(self._left_out))
             node.shutdown()
             return
         unit = self._units[name]
+        with (self.config.getoption("--plan") / "given.txt").open("a") as given:
+            given.writelines(f"{test}\n" for test in unit.tests)
         self._folders[node], self._given_s = unit.folder, self._given_s + unit.cost.wall_s
         self.workqueue.move_to_end(name, last=False)
         super()._assign_work_unit(node)
@@ -130,9 +133,22 @@ class TierScheduling(LoadScopeScheduling):
                 return unit.name
         return None
 
-    def _write_left_out(self) -> None:
-        seconds = {unit.name: unit.cost.wall_s for unit in self._left_out}
-        (self.config.getoption("--plan") / "left_out.json").write_text(json.dumps(seconds))
+    def remove_node(self, node: WorkerController) -> str | None:
+        """Take what a worker has not run back into the queue, and return the test that it crashed in, if it did.
+
+        xdist's own would also hand out again what has run, for which no report ever comes, and the test that crashed.
+        """
+        workload = self.assigned_work.pop(node)
+        self._folders.pop(node, None)
+        pending = [test for unit in workload.values() for test, has_run in unit.items() if not has_run]
+        if not pending:
+            return None
+        crashed = pending[0]
+        workload[self._unit_of[crashed]][crashed] = True
+        self.workqueue.update({name: unit for name, unit in workload.items() if not all(unit.values())})
+        for other in self.assigned_work:
+            self._reschedule(other)
+        return crashed
 
 
 class Outcomes:
@@ -146,6 +162,12 @@ class Outcomes:
         self._skips: dict[str, str] = {}
         """By test, why."""
 
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """A module that cannot be imported fails under its own name; so does a worker that finds other tests."""
+        if report.failed:
+            self._outcomes[report.nodeid] = "failed"
+            self._logs[report.nodeid] = report.longreprtext
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
             self._outcomes[report.nodeid] = "failed"
@@ -153,7 +175,9 @@ class Outcomes:
             terminal: Any = self._config.pluginmanager.get_plugin("terminalreporter")
             terminal.ensure_newline()
             terminal.write_line(f"FAILED {report.nodeid}")
-            self._logs[report.nodeid] = "\n".join([report.longreprtext, *(text for _, text in report.sections)])
+            before = [self._logs[report.nodeid]] if report.nodeid in self._logs else []  # its call's, at teardown
+            texts = [*before, report.longreprtext, *(text for _, text in report.sections)]
+            self._logs[report.nodeid] = "\n".join(texts)
         elif report.when == "call" or report.skipped:
             self._outcomes.setdefault(report.nodeid, report.outcome)
             if isinstance(report.longrepr, tuple):  # file, line and the reason

@@ -1,7 +1,7 @@
 """Which tests run when, and in which order: tiers, units of work, and the sample of what every run leaves out.
 
-- *quick*: neither ``heavy`` nor ``slow``. Every run has them.
-- *core*: heavy or slow, and marked ``core``: a real proof of a mechanism. Every run of ``./tools/test`` has them.
+- *quick*: neither ``heavy`` nor ``slow``. ``./tools/test`` and ``--quick`` run them.
+- *core*: heavy or slow, and marked ``core``: a real proof of a mechanism. ``./tools/test`` and ``--core`` run them.
 - *rest*: all others. ``./tools/test --all`` has them, and every ``./tools/test`` a sample: as many as fit into
   :data:`SAMPLE_S`, those of changed packages first, otherwise the next ones of a fixed permutation.
 
@@ -163,22 +163,29 @@ class CostTable:
         others, count = self.others.get((module_of(test), tier), (Cost(0.0), 0))
         return Cost(others.cpu_s / count, others.idle_s / count) if count else Cost(UNKNOWN_S[tier] / cases)
 
-    def scaled(self, factor: float) -> CostTable:
-        """As on a machine that needs ``factor`` times the CPU-seconds."""
+    def updated(self, measured: Mapping[str, Cost], tiers: Mapping[str, Tier], everything: bool) -> CostTable:
+        """With what was measured in place of what is here, and without tests that there are no more.
 
-        def by(cost: Cost) -> Cost:
-            return Cost(cost.cpu_s * factor, cost.idle_s)
+        Args:
+            measured: costs by test, in this table's CPU-seconds.
+            tiers: every test that was collected: at least all of the modules that have been measured.
+            everything: all tests were collected, so that other modules are gone.
+        """
+        newer = CostTable.measured(measured, tiers)
+        modules = {module_of(test) for test in tiers}
+        collected = {f"{function_of(test)}@{tier}" for test, tier in tiers.items()}
+        ran = {f"{function_of(test)}@{tiers[test]}" for test in measured}
+        places = {(module_of(test), tier) for test, tier in tiers.items()}
 
-        others = {key: (by(cost), count) for key, (cost, count) in self.others.items()}
-        return CostTable({name: by(cost) for name, cost in self.functions.items()}, others)
+        def stays(module: str, is_collected: bool) -> bool:
+            return is_collected if module in modules or everything else True
 
-    def replaced(self, newer: CostTable) -> CostTable:
-        """With the modules and tiers of ``newer`` in place of those here."""
-        known = {(module_of(name), tier_in(name)) for name in newer.functions} | newer.others.keys()
         functions = {
-            name: cost for name, cost in self.functions.items() if (module_of(name), tier_in(name)) not in known
+            name: cost
+            for name, cost in self.functions.items()
+            if name not in ran and stays(module_of(name), name in collected)
         }
-        others = {key: entry for key, entry in self.others.items() if key not in known}
+        others = {key: entry for key, entry in self.others.items() if stays(key[0], key in places)}
         return CostTable(functions | newer.functions, others | newer.others)
 
     def sum(self, tier: Tier) -> Cost:
@@ -202,14 +209,18 @@ def _rounded(cost: Cost) -> list[float]:
     return [round(cost.cpu_s, 1), round(cost.idle_s, 1)]
 
 
-def slowness(measured: Mapping[str, Cost], tiers: Mapping[str, Tier], table: CostTable) -> float:
-    """How many CPU-seconds this machine needs for one of the table: the ratio of the sums of what is in both, so that
-    it leaves out how fast the machine is."""
+COMPARED_S = 60.0
+"""CPU-seconds of the table that tell how fast a machine is."""
+
+
+def slowness(measured: Mapping[str, Cost], tiers: Mapping[str, Tier], table: CostTable) -> float | None:
+    """How many CPU-seconds this machine needs for one of the table: the ratio of the sums of what is in both. None if
+    both have less than :data:`COMPARED_S` in common."""
     expected = here = 0.0
     for name, cost in CostTable.measured(measured, tiers).functions.items():
         if name in table.functions:
             expected, here = expected + table.functions[name].cpu_s, here + cost.cpu_s
-    return here / expected if expected > 60.0 else 1.0
+    return here / expected if expected > COMPARED_S else None
 
 
 DEARER = 2.0
@@ -220,7 +231,7 @@ normalising: what several tests share (a fork server: 25 CPU-seconds) counts for
 
 def dearer(measured: Mapping[str, Cost], tiers: Mapping[str, Tier], table: CostTable) -> list[str]:
     """A sentence for each test function that costs far more than the table says; for unknown ones as well."""
-    factor, found = slowness(measured, tiers, table), []
+    factor, found = slowness(measured, tiers, table) or 1.0, []
     for name, cost in CostTable.measured(measured, tiers).functions.items():
         committed = table.functions.get(name, Cost(UNKNOWN_S[tier_in(name)])).cpu_s
         now_s = cost.cpu_s / factor
@@ -346,7 +357,7 @@ def sample_order(
 
 def changed_folders(files: Iterable[str]) -> set[str]:
     """The folders of tests that run what is in these files, by their paths below the repository."""
-    changed = set(files)
+    changed = set(files) - {"tests/costs.json"}  # no test's outcome depends on it but its own
     if any(path.startswith(EVERYTHING) or (path.startswith("tests/") and path.count("/") == 1) for path in changed):
         return all_folders()
     packages = {path.split("/")[2].removesuffix(".py") for path in changed if path.startswith("src/monarch_rl/")}

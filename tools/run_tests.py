@@ -1,15 +1,16 @@
 """Run the project's checks: lint, types and contracts, then the tests by tiers (``tests/tiers.py``), in two processes.
 
     python tools/run_tests.py            every quick test, a real proof of each mechanism, a sample of the rest
-    python tools/run_tests.py --quick    tests that start no engine, no mesh and no ranks
+    python tools/run_tests.py --quick    short tests that start no engine, no mesh and no ranks
     python tools/run_tests.py --core     the real proofs alone
     python tools/run_tests.py --all      everything; writes benchmarks/results/test_all.txt
     python tools/run_tests.py --all --costs    and tests/costs.json
 
 A heavy test that fails is run once more, alone, when all else has ended: if it passes then, it is counted as flaky and
-does not fail the checks. Quick tests are repeated only where the machine was at fault (no memory, no disk). A test of
-the sample fails the checks only if it fails twice and its package has changed since the last ``--all``; otherwise it is
-owed: listed in the summary, and the first of each later sample, until it passes. The exit code is 0 if the checks pass.
+does not fail the checks. Other tests are repeated only where the machine was at fault (no memory, no disk), and none is
+if more than eight have failed. A test of the sample fails the checks only if it fails twice and its package has changed
+since the last ``--all``; otherwise it is owed: listed in the summary, and the first of each later sample, until it
+passes. The exit code is 0 if the checks pass.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from tests.tiers import (  # noqa: E402
     changed_folders,
     dearer,
     folder_of,
+    function_of,
     slowness,
     table,
 )
@@ -74,10 +76,11 @@ SUMMARY = ROOT / "benchmarks" / "results" / "test_all.txt"
 MOST_REPEATS = 8
 """Tests that are run once more: of more, the cause is one that a repeat does not change."""
 INFRASTRUCTURE = re.compile(
-    r"MemoryError|Cannot allocate memory|No space left on device|worker '\w+' crashed|Could not fetch|"
-    r"Temporary failure in name resolution"
+    r"^(E\s.*)?(MemoryError|Cannot allocate memory|No space left on device|worker '\w+' crashed|Could not fetch|"
+    r"Temporary failure in name resolution)",
+    re.MULTILINE,
 )
-"""What a log says where the machine is at fault."""
+"""What a log says where the machine is at fault; not its lines of source."""
 
 
 @dataclass
@@ -93,10 +96,24 @@ class Results:
     """Units of the rest that the sample did not take, and their committed seconds."""
     skips: dict[str, str] = field(default_factory=dict)
     """Why tests were skipped."""
+    heavy: set[str] = field(default_factory=set)
+    given: set[str] = field(default_factory=set)
+    """Tests that were handed out."""
 
     @property
     def failed(self) -> list[str]:
         return [test for test, outcome in self.outcomes.items() if outcome == "failed"]
+
+    @property
+    def incomplete(self) -> str:
+        """Why these are not the results of all tests that were asked for; empty if they are."""
+        if self.code not in (0, 1):  # 1: tests have failed
+            return f"pytest ended with {self.code}"
+        if self.code == 1 and not self.failed:
+            return "pytest failed, but no test"
+        # A unit of the sample that a crashed worker has left behind may be left out in the end.
+        missing = {test for test in self.given - self.outcomes.keys() if function_of(test) not in self.left_out}
+        return f"{len(missing)} tests have not ended, as {min(missing)}" if missing else ""
 
 
 @dataclass
@@ -139,6 +156,8 @@ def main() -> int:
     asked = parser.parse_args()
     if asked.all and asked.paths:
         parser.error("--all runs all tests: give no paths")
+    if asked.costs and any("::" in path for path in asked.paths):
+        parser.error("--costs writes whole modules: name files or folders")
     if asked.costs and not (asked.all or asked.quick or asked.core or asked.paths):
         parser.error(
             "--costs needs whole tiers or modules: --all, --quick, --core or paths; a sample has parts of them"
@@ -183,28 +202,39 @@ def tested(asked: argparse.Namespace, clock: Clock, types: subprocess.Popen[str]
     """
     tiers = "all" if asked.all or asked.paths else "none" if asked.quick or asked.core else "sample"
     sources, changed, owed = commit_and_trees(), changed_since_summary(), tests_owed()
+    examples = examples_of(asked, clock.began)
     with clock.phase("tests"):
-        results = pytest(arguments_of(asked, tiers, clock.began, changed, owed))
-    with clock.phase("tests that failed, once more"):
-        repeats = set() if asked.no_repeats else repeatable(results)
-        verdict = judged(results, repeats, changed, owed, everything=tiers == "all")
-    wrong = []
+        results = pytest([*arguments_of(asked, tiers, clock.began, changed, owed), *examples])
+    wrong = [results.incomplete] if results.incomplete else []
     if types:
         with clock.phase("types (beside the tests)"):
             output, _ = types.communicate(timeout=CHECK_S)
         if types.returncode:
             wrong.append("types")
             print(f"-- types\n{output}", flush=True)
+    with clock.phase("tests that failed, once more"):
+        sweep()  # nothing that a crashed test has left is beside them
+        repeats = set() if asked.no_repeats else repeatable(results)
+        verdict = judged(results, repeats, changed, owed, everything=tiers == "all", examples=examples)
     report(results, verdict, clock, sampled=tiers == "sample")
-    if asked.costs:
-        write_costs(results)
-    if asked.all:
-        write_summary(results, verdict, clock, sources)
-    elif tiers == "sample":
-        write_owed(verdict.owed)
-    if results.code not in (0, 1):  # 1: tests have failed, which the verdict is about
-        wrong.append(f"pytest ended with {results.code}")
+    if wrong:
+        print("neither costs nor a summary are written, since the checks did not come to their end")
+    else:
+        if asked.costs:
+            write_costs(results, everything=not asked.paths)
+        if asked.all:
+            write_summary(results, verdict, clock, sources)
+        elif tiers == "sample":
+            write_owed(verdict.owed)
     return closed(clock, "; ".join(wrong), verdict, results)
+
+
+def examples_of(asked: argparse.Namespace, began: float) -> list[str]:
+    """Which examples property tests try: those of the commit, but new ones with ``--all``."""
+    if not asked.all:
+        return []
+    print(f"property tests: --hypothesis-seed={int(began)}", flush=True)
+    return ["--hypothesis-profile=random", f"--hypothesis-seed={int(began)}"]
 
 
 def arguments_of(
@@ -216,10 +246,6 @@ def arguments_of(
     arguments += [f"--owed={test}" for test in owed]
     if asked.quick or asked.core:
         arguments += ["-m", "core" if asked.core else "not heavy and not slow"]
-    if asked.all:
-        seed = int(began)
-        arguments += ["--hypothesis-profile=random", f"--hypothesis-seed={seed}"]
-        print(f"property tests: --hypothesis-seed={seed}", flush=True)
     return [*arguments, *asked.paths]
 
 
@@ -241,7 +267,10 @@ def pytest(arguments: Sequence[str]) -> Results:
         tiers = {test: tier for file in folder.glob("tiers-*.json") for test, tier in read(file).items()}
         costs = {test: Cost(*cost) for file in folder.glob("costs-*.json") for test, cost in read(file).items()}
         outcomes, logs, skips = (said.get(name, {}) for name in ("outcomes", "logs", "skips"))
-        return Results(code, outcomes, logs, tiers, costs, read(folder / "left_out.json"), skips)
+        heavy = {test for file in folder.glob("heavy-*.json") for test in read(file)}
+        given = folder / "given.txt"
+        handed_out = set(given.read_text().splitlines()) if given.exists() else set()
+        return Results(code, outcomes, logs, tiers, costs, read(folder / "left_out.json"), skips, heavy, handed_out)
 
 
 def read(file: Path) -> Any:
@@ -252,14 +281,17 @@ def read(file: Path) -> Any:
 def repeatable(results: Results) -> set[str]:
     """The failed tests that are run once more: those with real processes, and where the machine was at fault."""
     return {
-        test
-        for test in results.failed
-        if results.tiers.get(test, "quick") != "quick" or INFRASTRUCTURE.search(results.logs.get(test, ""))
+        test for test in results.failed if test in results.heavy or INFRASTRUCTURE.search(results.logs.get(test, ""))
     }
 
 
 def judged(
-    results: Results, repeats: Collection[str], changed: Collection[str], owed: Collection[str], everything: bool
+    results: Results,
+    repeats: Collection[str],
+    changed: Collection[str],
+    owed: Collection[str],
+    everything: bool,
+    examples: Sequence[str] = (),
 ) -> Verdict:
     """Run ``repeats`` once more, alone, and decide which failures count.
 
@@ -269,6 +301,7 @@ def judged(
         changed: folders of tests whose sources have changed.
         owed: tests of the rest that have failed before.
         everything: the rest was asked for, so its failures count like others.
+        examples: options by which property tests try the same examples again.
     """
     verdict = Verdict(owed=[test for test in owed if results.outcomes.get(test) not in ("passed", "failed")])
     passed: set[str] = set()
@@ -276,7 +309,7 @@ def judged(
         print(f"\n{len(repeats)} tests have failed: that is no chance, so none is run once more", flush=True)
     elif repeats:
         print(f"\n{len(repeats)} tests that failed are run once more, with nothing beside them", flush=True)
-        outcomes = pytest(["-p", "no:xdist", *sorted(repeats)]).outcomes
+        outcomes = pytest(["-p", "no:xdist", *examples, *sorted(repeats)]).outcomes
         passed = {test for test in repeats if outcomes.get(test) == "passed"}
     for test in results.failed:
         if test in passed:
@@ -318,7 +351,8 @@ def last_full_run() -> dict[str, str]:
 
 def tests_owed() -> list[str]:
     """Tests of the rest that have failed and not passed since, by the committed summary."""
-    return [test for test in last_full_run().get("owed", "none").split(" ") if test != "none"]
+    owed: list[str] = json.loads(last_full_run().get("owed", "[]"))
+    return owed
 
 
 def changed_since_summary() -> set[str]:
@@ -327,7 +361,8 @@ def changed_since_summary() -> set[str]:
     commit = last_full_run().get("commit", "").split(" ")[0]
     if not commit or not git("cat-file", "-t", commit):  # a shallow clone does not have it
         return all_folders()
-    return changed_folders(git("diff", "--name-only", commit).splitlines())
+    new = git("ls-files", "--others", "--exclude-standard").splitlines()
+    return changed_folders([*git("diff", "--name-only", commit).splitlines(), *new])
 
 
 def commit_and_trees() -> list[str]:
@@ -348,7 +383,8 @@ def report(results: Results, verdict: Verdict, clock: Clock, sampled: bool) -> N
         total = sum(costs, Cost(0.0))
         print(f"{total.cpu_s:11.1f} {total.idle_s:13.1f} {len(costs):6}  {tier}")
     committed = CostTable.read()
-    print(f"This machine needs {slowness(results.costs, results.tiers, committed):.2f} of the table's CPU-seconds.")
+    if factor := slowness(results.costs, results.tiers, committed):
+        print(f"This machine needs {factor:.2f} of the table's CPU-seconds.")
     for line in dearer(results.costs, results.tiers, committed):
         print(f"DEARER: {line}: mend it, or run ./tools/test --all --costs and commit tests/costs.json")
     print("\n  minutes  of the checks")
@@ -358,10 +394,12 @@ def report(results: Results, verdict: Verdict, clock: Clock, sampled: bool) -> N
     for reason, number in Counter(results.skips.values()).most_common():
         print(f"{number:9}  {reason}")
     if sampled:
-        taken = sum(1 for test in results.outcomes if results.tiers.get(test) == "rest")
+        taken = [test for test in results.outcomes if results.tiers.get(test) == "rest"]
         dear = sum(1 for seconds in results.left_out.values() if seconds > SAMPLE_S)
-        print(f"\nsample: {taken} tests of the rest; {len(results.left_out)} units of it were left out")
-        print(f"{dear} of them take longer than a sample may: only ./tools/test --all has them")
+        print("\nthe sample, which follows from the commit and from how much time was left:")
+        print(*(f"    {function}" for function in dict.fromkeys(map(function_of, taken))), sep="\n")
+        print(f"sample: {len(taken)} tests of the rest; {len(results.left_out)} test functions were left out")
+        print(f"{dear} of these take longer than a sample may: only ./tools/test --all has them")
     print(since_full_run())
     for name, tests in (("FLAKY", verdict.flaky), ("OWED", verdict.owed), ("FAILED", verdict.failed)):
         for test in tests:
@@ -376,24 +414,38 @@ def since_full_run() -> str:
     if not full:
         return "no ./tools/test --all has been committed"
     age = git("rev-list", "--count", f"{full.get('commit', '').split(' ')[0]}..HEAD") or "an unknown number of"
-    same = "the same sources" if full.get("trees") == trees() else "other sources"
+    commit, here = commit_and_trees()
+    changed = "changes" in full.get("commit", "") or "changes" in commit
+    same = "the same sources" if f"trees: {full.get('trees')}" == here and not changed else "other sources"
     return f"last ./tools/test --all: {age} commits ago, {same}; failed: {full.get('failed', 'none')}"
 
 
-def write_costs(results: Results) -> None:
-    """Write the costs of the modules that were run, in the table's CPU-seconds, whatever machine this is."""
+def write_costs(results: Results, everything: bool) -> None:
+    """Write what the tests that passed have cost, in the table's CPU-seconds, whatever machine this is.
+
+    Args:
+        results: of all tests of the modules that were run.
+        everything: no modules were named, so that those that were not collected are gone.
+    """
     before = CostTable.read()
-    passed = {test: cost for test, cost in results.costs.items() if results.outcomes.get(test) != "failed"}
+    failed = {function_of(test) for test in results.failed}
+    passed = {
+        test: cost
+        for test, cost in results.costs.items()
+        if results.outcomes.get(test) == "passed" and function_of(test) not in failed
+    }
     factor = slowness(passed, results.tiers, before)
-    before.replaced(CostTable.measured(passed, results.tiers).scaled(1 / factor)).write()
-    print(f"tests/costs.json: {len(passed)} tests, divided by {factor:.2f}")
+    scaled = {test: Cost(cost.cpu_s / (factor or 1.0), cost.idle_s) for test, cost in passed.items()}
+    before.updated(scaled, results.tiers, everything).write()
+    how = f"divided by {factor:.2f}" if factor else "as measured: the table has too few of them to compare machines by"
+    print(f"tests/costs.json: {len(passed)} tests, {how}")
 
 
 def write_owed(owed: Sequence[str]) -> None:
     """Note in the summary which tests are owed now, where there is one."""
     if set(owed) != set(tests_owed()) and SUMMARY.exists():
         lines = [line for line in SUMMARY.read_text().splitlines() if not line.startswith("owed:")]
-        SUMMARY.write_text("\n".join([*lines, f"owed: {' '.join(sorted(owed)) or 'none'}"]) + "\n")
+        SUMMARY.write_text("\n".join([*lines, f"owed: {json.dumps(sorted(owed))}"]) + "\n")
         print(f"the tests that are owed are others now: commit {SUMMARY.relative_to(ROOT)}")
 
 
@@ -410,7 +462,7 @@ def write_summary(results: Results, verdict: Verdict, clock: Clock, sources: Seq
         f"{counted['skipped']} skipped",
         f"failed: {' '.join(verdict.failed) or 'none'}",
         f"flaky: {' '.join(verdict.flaky) or 'none'}",
-        f"owed: {' '.join(test for test in verdict.failed if results.tiers.get(test) == 'rest') or 'none'}",
+        f"owed: {json.dumps([test for test in verdict.failed if results.tiers.get(test) == 'rest'])}",
     ]
     SUMMARY.write_text("\n".join(lines) + "\n")
 

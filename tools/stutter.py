@@ -66,7 +66,7 @@ class Stat:
     def read(cls, pid: int) -> Stat | None:
         """None if there is no such process."""
         try:
-            text = Path(f"/proc/{pid}/stat").read_text()
+            text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
         except OSError:
             return None
         fields = text[text.rindex(")") + 2 :].split()
@@ -209,12 +209,10 @@ def run(command: list[str], stop_s: float, every_s: float, seed: int) -> int:
             standstill.end()
             standstill = Standstill()
             at = time.monotonic() + draw.expovariate(1 / every_s)
-    except Interrupted as interrupted:
+    except BaseException as error:
         standstill.end()
-        end(process, tree, interrupted.signum)
+        end(process, tree, error.signum if isinstance(error, Interrupted) else signal.SIGTERM)
         raise
-    finally:
-        standstill.end()
     say(f"exit code {process.returncode} after {time.monotonic() - began:.0f} s and {stops} stops, seed {seed}")
     return process.returncode
 

@@ -24,14 +24,16 @@ def results(*failed: str, log: str = "assert 1 == 2") -> Results:
     tests = [QUICK, CORE, REST, PASSED]
     outcomes = {test: "failed" if test in failed else "passed" for test in tests}
     tiers = dict(zip(tests, ("quick", "core", "rest", "rest"), strict=True))
-    return Results(1 if failed else 0, outcomes, dict.fromkeys(failed, log), tiers, {})  # type: ignore[arg-type]
+    code, logs = 1 if failed else 0, dict.fromkeys(failed, log)
+    return Results(code, outcomes, logs, tiers, {}, heavy={CORE, REST})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("log", "repeated"),
     [
         ("assert 1 == 2", {CORE, REST}),
-        ("MemoryError", {QUICK, CORE, REST}),
+        ("E   MemoryError", {QUICK, CORE, REST}),
+        (">   raise MemoryError", {CORE, REST}),
         ("worker 'gw1' crashed", {QUICK, CORE, REST}),
     ],
 )
@@ -75,6 +77,37 @@ def test_many_failures_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None
     many = [f"{CORE}[{number}]" for number in range(run_tests.MOST_REPEATS + 1)]
     failed = Results(1, dict.fromkeys(many, "failed"), {}, dict.fromkeys(many, "core"), {})
     assert judged(failed, set(many), (), (), everything=False).failed == many
+
+
+@pytest.mark.parametrize(
+    ("code", "failed", "given", "left_out", "culprit"),
+    [
+        (0, (), (PASSED,), (), ""),
+        (1, (CORE,), (CORE, PASSED), (), ""),
+        (1, (CORE,), (NOT_RUN,), (NOT_RUN,), ""),
+        (1, (), (PASSED,), (), "pytest"),
+        (2, (CORE,), (CORE,), (), "2"),
+        (0, (), (PASSED, f"{NOT_RUN}[a]"), (), NOT_RUN),
+    ],
+)
+def test_results_without_some_of_the_tests_are_incomplete(
+    code: int, failed: tuple[str, ...], given: tuple[str, ...], left_out: tuple[str, ...], culprit: str
+) -> None:
+    found = results(*failed)
+    found.code, found.given, found.left_out = code, set(given), dict.fromkeys(left_out, 1.0)
+    assert (culprit in found.incomplete) if culprit else (found.incomplete == "")
+
+
+def test_a_repeat_tries_the_same_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def pytest_with(arguments: list[str]) -> Results:
+        asked.extend(arguments)
+        return results(CORE)
+
+    monkeypatch.setattr(run_tests, "pytest", pytest_with)
+    judged(results(CORE), {CORE}, (), (), everything=True, examples=["--hypothesis-seed=3"])
+    assert "--hypothesis-seed=3" in asked
 
 
 PROJECT = """
@@ -132,6 +165,51 @@ def test_two_processes_run_each_test_of_the_tiers_that_are_asked_for_once(
     assert sorted(name for each in costs for name in each) == sorted(written["outcomes"])
 
 
+BROKEN = """
+import os, pathlib, pytest
+LOG = pathlib.Path({log!r})
+
+@pytest.fixture
+def ends_badly():
+    yield
+    assert False, "of the teardown"
+
+def test_both(ends_badly): assert False, "of the call"
+
+@pytest.mark.parametrize("case", range(4))
+def test_quick(case):
+    with LOG.open("a") as log: log.write("quick ")
+
+@pytest.mark.slow
+@pytest.mark.core
+def test_crashes(): os._exit(1)
+
+@pytest.mark.slow
+@pytest.mark.core
+def test_after_it():
+    with LOG.open("a") as log: log.write("after ")
+"""
+
+
+def test_a_crashed_worker_and_a_module_that_cannot_be_imported_fail_and_all_others_run_once(tmp_path: Path) -> None:
+    log, plan = tmp_path / "log", tmp_path / "plan"
+    plan.mkdir()
+    (tmp_path / "test_x.py").write_text(BROKEN.format(log=str(log)))
+    (tmp_path / "test_y.py").write_text("import there_is_none")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n  slow: long\n  core: a proof\n")
+    options = ["-n2", "--max-worker-restart=2", f"--plan={plan}", "--rest=none"]
+    command = [sys.executable, "-m", "pytest", "-p", "tests.plugin", *options, "."]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}:{os.environ.get('PYTHONPATH', '')}"}
+    done = patience.run(command, cwd=tmp_path, env=environment)
+    written = json.loads((plan / "outcomes.json").read_text())
+    failed = {test for test, outcome in written["outcomes"].items() if outcome == "failed"}
+    assert failed == {"test_x.py::test_both", "test_x.py::test_crashes", "test_y.py"}, done.stdout
+    assert sorted(log.read_text().split()) == ["after", *["quick"] * 4]
+    assert set((plan / "given.txt").read_text().splitlines()) <= written["outcomes"].keys()
+    assert all(cause in written["logs"]["test_x.py::test_both"] for cause in ("of the call", "of the teardown"))
+    assert "there_is_none" in written["logs"]["test_y.py"]
+
+
 def test_what_is_owed_stays_in_the_summary_until_it_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     summary = tmp_path / "test_all.txt"
     monkeypatch.setattr(run_tests, "SUMMARY", summary)
@@ -142,11 +220,12 @@ def test_what_is_owed_stays_in_the_summary_until_it_passes(tmp_path: Path, monke
     run_tests.write_summary(results(CORE, REST), verdict, run_tests.Clock(), ["commit: abc"])
     assert run_tests.tests_owed() == [REST]
     before = run_tests.last_full_run()
-    run_tests.write_owed([PASSED, NOT_RUN])
-    assert run_tests.tests_owed() == [NOT_RUN, PASSED]
+    with_a_space = f"{NOT_RUN}[a case]"
+    run_tests.write_owed([PASSED, with_a_space])
+    assert run_tests.tests_owed() == [with_a_space, PASSED]
     run_tests.write_owed([])
     assert run_tests.tests_owed() == []
-    assert run_tests.last_full_run() | {"owed": REST} == before
+    assert run_tests.last_full_run() | {"owed": before["owed"]} == before
 
 
 def test_costs_are_written_in_the_seconds_of_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,6 +238,6 @@ def test_costs_are_written_in_the_seconds_of_the_table(tmp_path: Path, monkeypat
     written: list[CostTable] = []
     measured = results()
     measured.costs = {CORE: run_tests.Cost(200.0), REST: run_tests.Cost(50.0)}
-    run_tests.write_costs(measured)
+    run_tests.write_costs(measured, everything=True)
     assert written[0].functions[f"{CORE}@core"].cpu_s == pytest.approx(100.0)
     assert written[0].functions[f"{REST}@rest"].cpu_s == pytest.approx(25.0)

@@ -11,14 +11,18 @@ from hypothesis import strategies as st
 from tests.plugin import TIER_OF
 from tests.tiers import (
     BUDGETS,
+    COMPARED_S,
     DEARER_S,
     SLICE_CPU_S,
+    TIERS,
     Cost,
     CostTable,
     Tier,
     Unit,
     changed_folders,
     dearer,
+    function_of,
+    module_of,
     over_budget,
     sample_order,
     slowness,
@@ -32,7 +36,7 @@ TESTS = st.builds(
     *(st.sampled_from("abc") for _ in range(3)),
     st.sampled_from(["", "[0]", "[1-x::y]"]),
 )
-TIERED = st.dictionaries(TESTS, st.sampled_from(["quick", "core", "rest"]), min_size=1)
+TIERED: st.SearchStrategy[dict[str, Tier]] = st.dictionaries(TESTS, st.sampled_from(TIERS), min_size=1)
 COSTS = st.builds(Cost, st.floats(0.0, 100.0), st.floats(0.0, 100.0))
 
 
@@ -110,6 +114,32 @@ def test_later_commits_take_all_others_in_turn() -> None:
     assert taken == {unit.name for unit in UNITS}
 
 
+@given(TIERED, st.data())
+def test_a_table_takes_what_was_measured_and_forgets_tests_that_are_gone(
+    before: dict[str, Tier], data: st.DataObject
+) -> None:
+    table = CostTable.measured({test: data.draw(COSTS) for test in before}, before)
+    now: dict[str, Tier] = data.draw(TIERED)
+    measured = {test: data.draw(COSTS) for test in now if data.draw(st.booleans())}
+    everything = data.draw(st.booleans())
+    found, newer = table.updated(measured, now, everything), CostTable.measured(measured, now)
+    assert found.functions == found.functions | newer.functions
+    assert found.others == found.others | newer.others
+    modules = {module_of(test) for test in now}
+    collected = {f"{function_of(test)}@{tier}" for test, tier in now.items()}
+    for name in found.functions:
+        assert name in collected or (not everything and module_of(name) not in modules)
+    for name in table.functions.keys() - found.functions.keys():
+        ran = name in {f"{function_of(test)}@{now[test]}" for test in measured}
+        assert ran or (name not in collected and (everything or module_of(name) in modules))
+
+
+def test_few_seconds_tell_no_speed() -> None:
+    tiers: dict[str, Tier] = {"tests/a/test_b.py::test_c": "core"}
+    costs = {test: Cost(COMPARED_S / 2) for test in tiers}
+    assert slowness(costs, tiers, CostTable.measured(costs, tiers)) is None
+
+
 @given(st.floats(0.2, 20.0), st.data())
 def test_how_fast_the_machine_is_makes_nothing_dearer(factor: float, data: st.DataObject) -> None:
     names = [f"tests/a/test_b.py::test_{number}" for number in range(4)]
@@ -122,7 +152,9 @@ def test_how_fast_the_machine_is_makes_nothing_dearer(factor: float, data: st.Da
     assert dearer(measured, tiers, table) == []
     grown = measured | {names[0]: Cost(measured[names[0]].cpu_s + factor * (5000.0 + DEARER_S))}
     others = sum(cost.cpu_s for cost in costs.values())
-    if slowness(grown, tiers, table) * 2 * costs[names[0]].cpu_s < grown[names[0]].cpu_s and others > 300:
+    slower = slowness(grown, tiers, table)
+    assert slower is not None
+    if slower * 2 * costs[names[0]].cpu_s < grown[names[0]].cpu_s and others > 300:
         assert [line.partition(":")[0] for line in dearer(grown, tiers, table)] == ["tests/a/test_b.py"]
 
 
@@ -156,6 +188,7 @@ def test_the_projects_committed_costs_are_within_their_budgets(request: pytest.F
         ("locks/cpu.txt", {"tests/buffer", "tests/recipe", "tests/weights"}, {"tests"}),
         ("tests/patience.py", {"tests/buffer", "tests/recipe", "tests/weights"}, {"tests"}),
         ("docs/buffer.md", set(), {"tests/buffer", "tests/recipe"}),
+        ("tests/costs.json", set(), {"tests/buffer", "tests/recipe"}),
     ],
 )
 def test_a_changed_file_changes_the_tests_that_run_it(file: str, changed: set[str], unchanged: set[str]) -> None:
