@@ -2,8 +2,8 @@
 
 A wait ticks every 0.05 s, and a tick counts for 0.25 s at most. So a machine that stands still, or that leaves this
 process without a core for longer than that, costs a wait next to nothing, however long it takes; only a thing that does
-not happen while the waiter looks on exhausts it. Limits are generous because they merely end a hang. What must happen *at once* is
-asserted by its cause (the message, the event, a deadline that has not passed), never by a duration.
+not happen while the waiter looks on exhausts it. Limits are generous because they merely end a hang. What must happen
+*at once* is asserted by its cause (the message, the event, a deadline that has not passed), never by a duration.
 
 ``tools/lint_clocks.py`` finds waits of tests that measure the wall clock instead.
 """
