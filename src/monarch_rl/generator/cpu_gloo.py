@@ -6,25 +6,23 @@ and more, most of them of one rank: together they took 1 % of a core of an engin
 
 from __future__ import annotations
 
-import threading
 from datetime import timedelta
-from functools import cache, partialmethod
+from functools import partialmethod
 from typing import Any
 
 import torch.distributed as dist
-
-_device_lock = threading.Lock()
 
 
 def install() -> None:
     """From now on groups that this process makes share a device."""
     group: Any = dist.ProcessGroupGloo
-    group.__init__ = partialmethod(_on_shared_device, group.__init__)
+    group.__init__ = partialmethod(_on_shared_device, group.__init__, group.create_default_device())
 
 
 def _on_shared_device(
     group: Any,
     original: Any,
+    device: Any,
     store: Any,
     rank: int,
     size: int,
@@ -33,15 +31,9 @@ def _on_shared_device(
 ) -> None:
     """Replaces ``ProcessGroupGloo.__init__`` with a time-out, which makes a device."""
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    with _device_lock:  # groups may be made in several threads, and `cache` would let each make a device
-        options._devices = [_device()]
+    options._devices = [device]
     if timeout is not None:
         options._timeout = timeout
     if enable_reconfigure:
         options.enable_reconfigure = True
     original(group, store, rank, size, options)
-
-
-@cache
-def _device() -> Any:
-    return dist.ProcessGroupGloo.create_default_device()
