@@ -68,10 +68,10 @@ class TierScheduling(LoadScopeScheduling):
             self._units = {unit.name: unit for unit in units}
             self._unit_of = {test: unit.name for unit in units for test in unit.tests}
             self._began = time.monotonic()
-            self.sampled = [unit for unit in units if unit.tier == "rest"] if rest == "sample" else []
+            sampled = [unit for unit in units if unit.tier == "rest"] if rest == "sample" else []
             number, owed = self.config.getoption("--commit-number"), self.config.getoption("--owed")
             changed = set(self.config.getoption("--changed").split(","))
-            self._sample = sample_order(self.sampled, changed, number, owed)
+            self._sample = sample_order(sampled, changed, number, owed)
         super().schedule()
 
     def _split_scope(self, nodeid: str) -> str:
@@ -158,32 +158,34 @@ class Outcomes:
         self._config = config
         self._folder: Path = config.getoption("--plan")
         self._outcomes: dict[str, str] = {}
-        self._logs: dict[str, str] = {}
+        self._logs: dict[str, list[str]] = {}
+        """By test, what its call and then its teardown failed with."""
         self._skips: dict[str, str] = {}
         """By test, why."""
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """A module that cannot be imported fails under its own name; so does a worker that finds other tests."""
         if report.failed:
-            self._outcomes[report.nodeid] = "failed"
-            self._logs[report.nodeid] = report.longreprtext
+            self._note_failure(report)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
-            self._outcomes[report.nodeid] = "failed"
-            # At once, because the logs are printed when all tests have ended.
-            terminal: Any = self._config.pluginmanager.get_plugin("terminalreporter")
-            terminal.ensure_newline()
-            terminal.write_line(f"FAILED {report.nodeid}")
-            before = [self._logs[report.nodeid]] if report.nodeid in self._logs else []  # its call's, at teardown
-            texts = [*before, report.longreprtext, *(text for _, text in report.sections)]
-            self._logs[report.nodeid] = "\n".join(texts)
+            self._note_failure(report)
         elif report.when == "call" or report.skipped:
             self._outcomes.setdefault(report.nodeid, report.outcome)
             if isinstance(report.longrepr, tuple):  # file, line and the reason
                 self._skips[report.nodeid] = report.longrepr[2].removeprefix("Skipped: ")
 
+    def _note_failure(self, report: pytest.CollectReport | pytest.TestReport) -> None:
+        self._outcomes[report.nodeid] = "failed"
+        self._logs.setdefault(report.nodeid, []).extend([report.longreprtext, *(text for _, text in report.sections)])
+        # At once, because the logs are printed when all tests have ended.
+        terminal: Any = self._config.pluginmanager.get_plugin("terminalreporter")
+        terminal.ensure_newline()
+        terminal.write_line(f"FAILED {report.nodeid}")
+
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self) -> None:
-        written = {"outcomes": self._outcomes, "logs": self._logs, "skips": self._skips}
+        logs = {test: "\n".join(texts) for test, texts in self._logs.items()}
+        written = {"outcomes": self._outcomes, "logs": logs, "skips": self._skips}
         (self._folder / "outcomes.json").write_text(json.dumps(written))

@@ -178,7 +178,7 @@ class CostTable:
         places = {(module_of(test), tier) for test, tier in tiers.items()}
 
         def stays(module: str, is_collected: bool) -> bool:
-            return is_collected if module in modules or everything else True
+            return is_collected or not (everything or module in modules)
 
         functions = {
             name: cost

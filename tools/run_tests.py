@@ -218,7 +218,7 @@ def tested(asked: argparse.Namespace, clock: Clock, types: subprocess.Popen[str]
         verdict = judged(results, repeats, changed, owed, everything=tiers == "all", examples=examples)
     report(results, verdict, clock, sampled=tiers == "sample")
     if wrong:
-        print("neither costs nor a summary are written, since the checks did not come to their end")
+        print(f"no file is written: {'; '.join(wrong)}")
     else:
         if asked.costs:
             write_costs(results, everything=not asked.paths)
@@ -365,10 +365,17 @@ def changed_since_summary() -> set[str]:
     return changed_folders([*git("diff", "--name-only", commit).splitlines(), *new])
 
 
+UNCOMMITTED = " with uncommitted changes"
+
+
+def uncommitted() -> str:
+    """What follows a commit's hash where the trees that tests depend on are not those of the commit."""
+    return UNCOMMITTED if git("status", "--porcelain", "src", "tests", "tools") else ""
+
+
 def commit_and_trees() -> list[str]:
     """Two lines of the summary, on what is about to be run."""
-    dirty = " with uncommitted changes" if git("status", "--porcelain", "src", "tests", "tools") else ""
-    return [f"commit: {git('rev-parse', 'HEAD')}{dirty}", f"trees: {trees()}"]
+    return [f"commit: {git('rev-parse', 'HEAD')}{uncommitted()}", f"trees: {trees()}"]
 
 
 # -- what is printed and written -------------------------------------------------------------------------------------
@@ -414,9 +421,8 @@ def since_full_run() -> str:
     if not full:
         return "no ./tools/test --all has been committed"
     age = git("rev-list", "--count", f"{full.get('commit', '').split(' ')[0]}..HEAD") or "an unknown number of"
-    commit, here = commit_and_trees()
-    changed = "changes" in full.get("commit", "") or "changes" in commit
-    same = "the same sources" if f"trees: {full.get('trees')}" == here and not changed else "other sources"
+    changed = full.get("commit", "").endswith(UNCOMMITTED) or uncommitted()
+    same = "the same sources" if full.get("trees") == trees() and not changed else "other sources"
     return f"last ./tools/test --all: {age} commits ago, {same}; failed: {full.get('failed', 'none')}"
 
 

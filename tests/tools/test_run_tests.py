@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -110,6 +112,21 @@ def test_a_repeat_tries_the_same_examples(monkeypatch: pytest.MonkeyPatch) -> No
     assert "--hypothesis-seed=3" in asked
 
 
+def run_project(
+    folder: Path, modules: dict[str, str], *options: str
+) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    """Run modules of tests in two processes; pytest's output, and what it wrote into ``folder / "plan"``."""
+    plan = folder / "plan"
+    plan.mkdir()
+    for name, text in modules.items():
+        (folder / name).write_text(text)
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n  slow: long\n  core: a proof\n")
+    command = [sys.executable, "-m", "pytest", "-p", "tests.plugin", "-n2", f"--plan={plan}", *options, "."]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}:{os.environ.get('PYTHONPATH', '')}"}
+    done = patience.run(command, cwd=folder, env=environment)
+    return done, json.loads((plan / "outcomes.json").read_text())
+
+
 PROJECT = """
 import pathlib, pytest
 LOG = pathlib.Path({log!r})
@@ -145,16 +162,10 @@ def test_two_processes_run_each_test_of_the_tiers_that_are_asked_for_once(
     tmp_path: Path, rest: str, expected: dict[str, int]
 ) -> None:
     log, plan = tmp_path / "log", tmp_path / "plan"
-    plan.mkdir()
-    for name in ("test_x.py", "test_y.py"):
-        (tmp_path / name).write_text(PROJECT.format(log=str(log)))
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n  slow: long\n  core: a proof\n")
-    command = [sys.executable, "-m", "pytest", "-p", "tests.plugin", "-n2", f"--plan={plan}", f"--rest={rest}", "."]
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}:{os.environ.get('PYTHONPATH', '')}"}
-    done = patience.run(command, cwd=tmp_path, env=environment)
+    text = PROJECT.format(log=str(log))
+    done, written = run_project(tmp_path, {"test_x.py": text, "test_y.py": text}, f"--rest={rest}")
     lines = log.read_text().splitlines()
     assert {name: lines.count(name) for name in lines} == expected, done.stdout
-    written = json.loads((plan / "outcomes.json").read_text())
     assert len(written["outcomes"]) == sum(expected.values()) + 2, done.stdout  # and what is skipped
     failed = {test.rpartition("::")[2] for test, outcome in written["outcomes"].items() if outcome == "failed"}
     assert failed == ({"test_rest"} if "rest" in expected else set())
@@ -193,15 +204,8 @@ def test_after_it():
 
 def test_a_crashed_worker_and_a_module_that_cannot_be_imported_fail_and_all_others_run_once(tmp_path: Path) -> None:
     log, plan = tmp_path / "log", tmp_path / "plan"
-    plan.mkdir()
-    (tmp_path / "test_x.py").write_text(BROKEN.format(log=str(log)))
-    (tmp_path / "test_y.py").write_text("import there_is_none")
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n  slow: long\n  core: a proof\n")
-    options = ["-n2", "--max-worker-restart=2", f"--plan={plan}", "--rest=none"]
-    command = [sys.executable, "-m", "pytest", "-p", "tests.plugin", *options, "."]
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}:{os.environ.get('PYTHONPATH', '')}"}
-    done = patience.run(command, cwd=tmp_path, env=environment)
-    written = json.loads((plan / "outcomes.json").read_text())
+    modules = {"test_x.py": BROKEN.format(log=str(log)), "test_y.py": "import there_is_none"}
+    done, written = run_project(tmp_path, modules, "--rest=none", "--max-worker-restart=2")
     failed = {test for test, outcome in written["outcomes"].items() if outcome == "failed"}
     assert failed == {"test_x.py::test_both", "test_x.py::test_crashes", "test_y.py"}, done.stdout
     assert sorted(log.read_text().split()) == ["after", *["quick"] * 4]
