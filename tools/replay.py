@@ -22,7 +22,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from monarch_rl.checkpoint.journal import FOLDER, JournalReader, read_plan
+from monarch_rl.checkpoint.journal import FOLDER, JournalReader
 from monarch_rl.pipeline.program import run_program
 from monarch_rl.pipeline.replay import (
     OpenedEpisode,
@@ -56,6 +56,8 @@ def objective_of(name: str, plan: Any) -> ByValue[Any]:
 
 def job_of(run: Path, first: int | None, last: int | None, objective: str, opened: int | None) -> tuple[ReplayJob, int]:
     """What to make again, and the first step to show."""
+    from monarch_rl.trainer.plan_file import read_plan
+
     journal = run / FOLDER
     reader = JournalReader(journal, 0)
     if opened is not None and first is None:
@@ -141,6 +143,8 @@ def main() -> int:
     print(compared(shown))
     console = Console()
     if own.opened is not None:
+        from monarch_rl.trainer.plan_file import read_plan
+
         show_opened(opened, read_plan(job.journal, job.generation).model, console)
     if own.objective:
         return 0

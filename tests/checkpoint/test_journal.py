@@ -19,8 +19,8 @@ from hypothesis.extra import numpy as arrays
 from monarch_rl.buffer.order import Batch
 from monarch_rl.buffer.shards import Way, cut
 from monarch_rl.checkpoint import journal
-from monarch_rl.checkpoint.journal import FILES, JournalReader, JournalWriter, Made, files_of, read_plan, write_plan
-from monarch_rl.checkpoint.records import MAGIC, OVERHEAD, Record, pack_record, read_records
+from monarch_rl.checkpoint.journal import FILES, JournalReader, JournalWriter, Made, files_of
+from monarch_rl.checkpoint.records import MAGIC, Record, pack_record, read_records
 from monarch_rl.checkpoint.values import decode, encode
 from monarch_rl.episode.packed import PackedGroup, pack_group
 from monarch_rl.episode.shard import MiniBatch, PackedShard, SupervisedShard
@@ -109,8 +109,6 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
     (tmp_path / "0.journal").write_bytes(b"MRLJNL99")
     with pytest.raises(ValueError, match="MRLJNL99"):
         list(read_records(tmp_path / "0.journal"))
-    with pytest.raises(ValueError, match="plan-0.pickle.*--journal.mib"):
-        read_plan(tmp_path)
 
 
 def shards(version: int, ranks: int) -> list[PackedShard]:
@@ -249,10 +247,3 @@ def test_a_full_disk_leaves_whole_records_and_no_files_without_any(tmp_path: Pat
         assert [record.version for record in read_records(file) if record.kind == "STEP"] == expected
         end = pack_record(list(read_records(file))[-1])
         assert file.read_bytes().endswith(end) and file.stat().st_size == len(whole) + len(end) * (rank == 0)
-
-
-def test_the_plan_takes_its_functions_along(tmp_path: Path) -> None:
-    bias = 2.0
-    write_plan(tmp_path, {"advantage": lambda rewards: rewards + bias})
-    assert read_plan(tmp_path)["advantage"](1.0) == 3.0
-    assert OVERHEAD == 24

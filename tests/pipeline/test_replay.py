@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from monarch_rl.algorithms.advantages import SeatBaselines
 from monarch_rl.algorithms.group_view import GroupView
-from monarch_rl.checkpoint.journal import JournalReader, JournalWriter, write_plan
+from monarch_rl.checkpoint.journal import JournalReader, JournalWriter
 from monarch_rl.pipeline.replay import ReplayedStep, functions_of, generation_of
 from monarch_rl.runtime.by_value import ByValue
 from monarch_rl.trainer.actor import TrainerPlan
@@ -16,6 +17,7 @@ from monarch_rl.trainer.advantages import advantages_of, fingerprint
 from monarch_rl.trainer.functions import TrainingFunctions
 from monarch_rl.trainer.loss_settings import LossSettings
 from monarch_rl.trainer.objective import Objective, call, supervised
+from monarch_rl.trainer.plan_file import write_plan
 from monarch_rl.trainer.settings import TrainerSettings
 from tests.checkpoint.test_journal import shards
 from tests.trainer.test_objective import made
@@ -66,7 +68,7 @@ def test_what_was_not_compared_is_not_said_to_be_equal() -> None:
 
 def test_steps_of_another_recipe_are_not_mixed_with_those_after_it(tmp_path: Path) -> None:
     for generation, versions in enumerate((range(3), range(3, 6))):
-        write_plan(tmp_path, plan_of(), generation)
+        write_plan(tmp_path, replace(plan_of(), generation=generation))
         writer = JournalWriter(tmp_path, 0, 10**6, {"generation": generation, "trained_as": f"recipe {generation}"})
         for version in versions:
             writer.batch(shards(version, 1)[0])
@@ -80,7 +82,8 @@ def test_steps_of_another_recipe_are_not_mixed_with_those_after_it(tmp_path: Pat
 def test_steps_before_a_resume_with_other_ranks_are_not_mixed_with_those_after_it(tmp_path: Path) -> None:
     """Two ranks make steps 1 to 4; the run goes on after step 3, on one rank, and later on one again."""
     for generation, (ranks, versions) in enumerate(((2, range(4)), (1, range(3, 6)), (1, range(6, 8)))):
-        write_plan(tmp_path, TrainerPlan(Path("model"), TrainerSettings(ranks=ranks), 1, 1.0, 8), generation)
+        plan = TrainerPlan(Path("model"), TrainerSettings(ranks=ranks), 1, 1.0, 8, generation=generation)
+        write_plan(tmp_path, plan)
         writer = JournalWriter(tmp_path, 0, 10**6, {"generation": generation})
         for version in versions:
             writer.batch(shards(version, ranks)[0])

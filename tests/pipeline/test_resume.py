@@ -18,7 +18,7 @@ import pytest
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.checkpoint import folders
 from monarch_rl.checkpoint.folders import GROUPS, Manifest, Measurement
-from monarch_rl.checkpoint.journal import JournalSettings, write_plan
+from monarch_rl.checkpoint.journal import JournalSettings
 from monarch_rl.model.lora import LoraSettings
 from monarch_rl.pipeline import resume
 from monarch_rl.pipeline.actors import Actors
@@ -28,6 +28,7 @@ from monarch_rl.pipeline.resume import Resumed
 from monarch_rl.pipeline.run_folder import note_state, recipe_name
 from monarch_rl.pipeline.settings import RunSettings
 from monarch_rl.runtime import folder_lock, supervisor
+from monarch_rl.settings.ranges import to_plain
 from monarch_rl.trainer.critic_settings import CriticSettings
 from monarch_rl.trainer.known_steps import KnownBatch
 from monarch_rl.trainer.settings import TrainerSettings
@@ -42,12 +43,12 @@ def finished_step(of: RunSettings, version: int = 3, name: str = "1", **manifest
     """
     run = of.output / f"{recipe_name()}-{name}"
     run.mkdir(parents=True, exist_ok=True)
-    (run / "settings.json").write_text(json.dumps(resume.plain(of), indent=2))
+    (run / "settings.json").write_text(json.dumps(to_plain(of), indent=2))
     (run / "metrics.jsonl").write_text("before\nafter\n")
     partial = folders.begin(run / "checkpoints", version)
     (partial / GROUPS).write_bytes(b"groups")
     files = [folders.file_sum(partial, partial / GROUPS)]
-    usual = Manifest(version, version, 0, 9.0, {"metrics.jsonl": 7}, settings=resume.plain(of), files=files)
+    usual = Manifest(version, version, 0, 9.0, {"metrics.jsonl": 7}, settings=to_plain(of), files=files)
     folders.commit(run / "checkpoints", replace(usual, **manifest))
     note_state(run, "failed", "a loss", goes_on=True)
     return run
@@ -115,7 +116,7 @@ def test_another_model_is_refused_where_a_checkpoint_does_not_hold_all_weights(
 
 def test_a_run_without_a_critic_does_not_go_on_with_one(tmp_path: Path) -> None:
     without, with_one = TrainerSettings(), TrainerSettings(critic=CriticSettings(lr=1e-5))
-    about = resume.plain(RunSettings(output=tmp_path, trainer=without))
+    about = to_plain(RunSettings(output=tmp_path, trainer=without))
     del about["trainer"]["critic"]  # a run from before there were any
     run = finished_step(RunSettings(output=tmp_path, trainer=without), settings=about)
     assert resume.going_on(RunSettings(output=tmp_path, resume=str(run), trainer=without)) is not None
@@ -170,8 +171,9 @@ def test_a_generation_has_its_number_as_long_as_anything_of_it_is_left(tmp_path:
     if left == "line":
         (run / "resumes.jsonl").write_text('{"generation": 7}\n{"gene\n')
     elif left == "plan":
-        write_plan(run / "journal", "a plan", 7)
-        write_plan(run / "journal", "a plan", 2)
+        (run / "journal").mkdir()
+        for name in ("plan-7.json", "plan-2.pickle"):  # also of version 0.1
+            (run / "journal" / name).touch()
     resumed = resume.going_on(replace(settings, resume=str(run)))
     assert resumed is not None and resumed.generation == 8
 
@@ -208,7 +210,7 @@ def test_what_a_checkpoint_is_of_is_written_in_it(tmp_path: Path) -> None:
     """Not in settings.json, which may be of a resume with other settings, or of none that came up."""
     settings = RunSettings(output=tmp_path, held_out=9)
     run = finished_step(settings)
-    (run / "settings.json").write_text(json.dumps(resume.plain(replace(settings, model="other/model"))))
+    (run / "settings.json").write_text(json.dumps(to_plain(replace(settings, model="other/model"))))
     resumed = resume.going_on(replace(settings, resume=str(run)))
     assert resumed is not None and not any(text.startswith("model") for text in resumed.differences)
     resumed = resume.going_on(replace(settings, resume=str(run), model="third/model"))

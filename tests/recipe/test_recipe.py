@@ -630,15 +630,6 @@ def test_more_ranks_than_torchrun_started(model: Path, tmp_path: Path, monkeypat
     assert not (tmp_path / "runs").exists()
 
 
-def test_what_a_recipe_imports_has_nothing_that_trains_or_writes_tensors(tmp_path: Path) -> None:
-    """Nor the engine: each takes seconds of the controller's start."""
-    heavy = ("torch.distributed.checkpoint", "torchtitan", "triton", "sglang")
-    script = tmp_path / "imports.py"
-    script.write_text(f"import sys, monarch_rl.pipeline.run\nprint([name for name in {heavy} if name in sys.modules])")
-    done = run_forked("torch", [script], RUN_S)
-    assert done.returncode == 0 and done.stdout == "[]\n", done
-
-
 def test_help_describes_every_setting(grpo: Any) -> None:
     done = on_command_line(RECIPE, "--help", columns=80)
     assert done.returncode == 0

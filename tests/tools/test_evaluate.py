@@ -18,8 +18,8 @@ from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.pipeline import exporting
 from monarch_rl.pipeline.exporting import Source, source_of
 from monarch_rl.pipeline.recipes import as_flags, load_recipe
-from monarch_rl.pipeline.resume import plain
 from monarch_rl.runtime.devices import Devices
+from monarch_rl.settings.ranges import to_plain
 from tests import patience
 from tests.pipeline.test_resume import RunSettings, finished_step
 from tests.recipe.running import ROOT, random_model
@@ -160,8 +160,8 @@ def test_settings_of_a_run_read_as_its_recipes_flags_are_the_same_settings(path:
     model = random_model(tmp_path / "tiny", recipe=ROOT / "recipes" / "tools.py")
     models = [f"--{name}={model}" for name in ("model", "teacher") if name == "model" or path.stem == "distill"]
     for changed in ([], CHANGED):
-        settings = plain(load_recipe(path, [*models, *changed]).settings)
-        assert plain(load_recipe(path, [*as_flags(settings)]).settings) == settings
+        settings = to_plain(load_recipe(path, [*models, *changed]).settings)
+        assert to_plain(load_recipe(path, [*as_flags(settings)]).settings) == settings
 
 
 def test_settings_of_a_run_are_the_defaults_and_flags_that_are_given_win(tmp_path: Path) -> None:
@@ -171,16 +171,16 @@ def test_settings_of_a_run_are_the_defaults_and_flags_that_are_given_win(tmp_pat
     of_run = replace(load_recipe(path, [*CHANGED, "--trainer.ranks=6", "--rollout.workers=9"]).settings, model="begun")
     run = tmp_path / "grpo-1"
     run.mkdir()
-    (run / "settings.json").write_text(json.dumps(plain(of_run)))
+    (run / "settings.json").write_text(json.dumps(to_plain(of_run)))
     evaluated = Evaluated.of(str(run))
     taken = load_recipe(path, [*evaluated.flags(path), "--held-out=8"]).settings
-    there, here = plain(of_run), plain(taken)
+    there, here = to_plain(of_run), to_plain(taken)
     assert here["held_out"] == 8 and all(here[room] == there[room] for room in ("evaluation", "task"))
     assert here["rollout"] == there["rollout"] and here["trainer"] == there["trainer"]
     assert evaluated.flags(ROOT / "recipes" / "game.py") == []
     of_run = replace(of_run, output=tmp_path)
     checkpoint = finished_step(of_run) / "checkpoints" / "step-000003"
-    assert Evaluated.of(str(checkpoint)).settings == plain(of_run)
+    assert Evaluated.of(str(checkpoint)).settings == to_plain(of_run)
 
 
 def test_a_run_that_has_saved_nothing_is_refused(tmp_path: Path) -> None:

@@ -15,15 +15,16 @@ import numpy as np
 import pytest
 
 from monarch_rl.checkpoint import journal as journal_module
-from monarch_rl.checkpoint.journal import JournalWriter, Made, read_plan, write_plan
+from monarch_rl.checkpoint.journal import JournalWriter, Made
 from monarch_rl.pipeline.made_again import common, said_of
 from monarch_rl.trainer import step_journal
 from monarch_rl.trainer.actor import TrainerPlan
 from monarch_rl.trainer.functions import TrainingFunctions
 from monarch_rl.trainer.known_steps import KnownBatch
 from monarch_rl.trainer.loss_settings import LossSettings
+from monarch_rl.trainer.plan_file import read_plan, trained_as, write_plan
 from monarch_rl.trainer.settings import TrainerSettings
-from monarch_rl.trainer.step_journal import EarlierSteps, StepJournal, trained_as
+from monarch_rl.trainer.step_journal import EarlierSteps, StepJournal
 from tests import patience
 from tests.checkpoint.test_journal import shards
 
@@ -42,7 +43,7 @@ def weights(monkeypatch: pytest.MonkeyPatch) -> None:
 def journal(folder: Path, *generations: tuple[TrainerPlan, list[int]], made: np.ndarray = WEIGHTS) -> Path:
     """By generation: its plan, and the versions of which it has the batch; negative ones ended in their steps."""
     for generation, (plan, versions) in enumerate(generations):
-        write_plan(folder, replace(plan, generation=generation), generation)
+        write_plan(folder, replace(plan, generation=generation))
         writer = JournalWriter(folder, 0, 10**6, {"generation": generation, "trained_as": trained_as(plan)})
         for version in versions:
             patience.wait_until(writer._waiting.empty, "room for a batch", every_s=0.001)
@@ -83,15 +84,15 @@ def test_a_plan_that_the_disk_refuses_costs_no_run_and_no_record(
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
     try:
-        begun = StepJournal.begin(tmp_path, 10**6, PLAN, policy, 1)
+        begun = StepJournal.begin(tmp_path, 10**6, replace(PLAN, generation=1), policy)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     begun.took(shards(2, 1)[0])
     begun.made(2, {})
     begun.close()
-    assert "plan-1.pickle" in caplog.text and begun.lost == 0
+    assert "plan-1.json" in caplog.text and begun.lost == 0
     assert versions(tmp_path, 2, 1) == [2]
-    with pytest.raises(ValueError, match=r"plan-1\.pickle"):
+    with pytest.raises(ValueError, match=r"plan-1\.json"):
         read_plan(tmp_path, 1)
 
 

@@ -1,7 +1,7 @@
 """The journal of a run: each step's batch as the trainer ranks took it, and what the step made of it.
 
-    journal/plan-0.pickle                        model, settings and functions of the trainer, by value
-            plan-1.pickle ...                    the same after each resume of the run
+    journal/plan-0.json                          model, settings and functions of the trainer (trainer/plan_file.py)
+            plan-1.json ...                      the same after each resume of the run
             rank0/000000.journal, 000001...      of each rank: records (``records.py``), the oldest files are dropped
 
 For each step a rank writes a record ``BTCH``, its share of the batch (:class:`PackedShard`), before it computes, and a
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import pickle
 import queue
 import re
 import threading
@@ -26,12 +25,10 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from monarch_rl.checkpoint.folders import write_whole
 from monarch_rl.checkpoint.records import MAGIC, Record, pack_record, read_records
 from monarch_rl.checkpoint.values import decode, encode
 from monarch_rl.episode.packed import FORMAT
 from monarch_rl.episode.shard import MiniBatch, PackedShard, SupervisedShard
-from monarch_rl.runtime.by_value import ByValue
 from monarch_rl.settings.ranges import CheckedSettings, Range
 
 logger = logging.getLogger("monarch_rl")
@@ -40,8 +37,9 @@ BATCH, STEP, OPENED = "BTCH", "STEP", "OPEN"
 FOLDER = "journal"
 LOST = "journal/lost"
 """The metric of records that could not be written."""
-PLAN = "plan-{generation}.pickle"
-_PLAN_NAME = re.compile(r"plan-(\d+)\.pickle")
+PLAN, PLAN_OF_0_1 = "plan-{generation}.json", "plan-{generation}.pickle"
+"""The plan's file, and that of version 0.1, which this one does not read."""
+_PLAN_NAME = re.compile(r"plan-(\d+)\.(?:json|pickle)")
 QUEUED = 8
 """Records that wait for the disk; further ones are left out and counted. A step makes two."""
 FILES = 8
@@ -273,32 +271,7 @@ def journal_of(folder: Path, rank: int, tp: int, since: int = 0) -> tuple[Journa
     return own, own if writer == rank else JournalReader(folder, writer, since)
 
 
-def write_plan(folder: Path, plan: Any, generation: int = 0) -> None:
-    """Write what trainer ranks are made from, functions by value.
-
-    Args:
-        generation: how often the run was resumed; each resume may have other ranks and settings.
-
-    Raises OSError.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / PLAN.format(generation=generation), pickle.dumps(ByValue(plan, "the trainer's plan")))
-
-
 def plans_of(folder: Path) -> list[int]:
     """The generations whose plan is here."""
-    found = (_PLAN_NAME.fullmatch(path.name) for path in folder.glob(PLAN.format(generation="*")))
+    found = (_PLAN_NAME.fullmatch(path.name) for path in folder.glob("plan-*"))
     return [int(match[1]) for match in found if match]
-
-
-def read_plan(folder: Path, generation: int = 0) -> Any:
-    """What :func:`write_plan` wrote. It is a pickle, which can run code: read those of your own runs.
-
-    Raises ValueError if there is none.
-    """
-    path = folder / PLAN.format(generation=generation)
-    if not path.is_file():
-        raise ValueError(
-            f"there is no {path}: for a journal start the run with --journal.mib 1024, on a disk with room for it"
-        )
-    return pickle.loads(path.read_bytes()).load()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from monarch_rl.checkpoint.folders import BrokenCheckpoint, complete, verify
-from monarch_rl.checkpoint.journal import JournalReader, journal_of, read_plan
+from monarch_rl.checkpoint.journal import JournalReader, journal_of
 from monarch_rl.pipeline.checkpoints import FOLDER as CHECKPOINTS
 from monarch_rl.pipeline.parity import run_ranks
 from monarch_rl.runtime.by_value import ByValue
@@ -130,6 +130,8 @@ def generation_of(journal: Path, reader: JournalReader, start: int, last: int) -
         ValueError: the journal lacks a batch, or a step was made on other ranks, with other settings of the trainer or
             with other functions than the last one: the run was resumed between them. Says where.
     """
+    from monarch_rl.trainer.plan_file import read_plan
+
     check_range(reader, start, last)
     generations = {version: reader.about_batch(version)["generation"] for version in range(start, last)}
     newest = generations[last - 1]
@@ -158,7 +160,9 @@ def replay(job: ReplayJob) -> tuple[list[ReplayedStep], list[OpenedEpisode]]:
         ValueError: the journal lacks a batch.
         SideFailed: a rank failed; its error is on stderr.
     """
-    plan: TrainerPlan = read_plan(job.journal, job.generation)
+    from monarch_rl.trainer.plan_file import read_plan
+
+    plan = read_plan(job.journal, job.generation)
     check_range(JournalReader(job.journal, 0), job.start, job.last)
     ranks = plan.settings.ranks
     limit_s = START_S + plan.settings.compile_limit_s + STEP_S * (job.last - job.start)
@@ -178,7 +182,9 @@ def replay(job: ReplayJob) -> tuple[list[ReplayedStep], list[OpenedEpisode]]:
 
 def replay_rank(rank: int, folder: Path, job: ReplayJob, port: int) -> None:
     """What one trainer rank does; writes what it found to ``folder``."""
-    plan: TrainerPlan = read_plan(job.journal, job.generation)
+    from monarch_rl.trainer.plan_file import read_plan
+
+    plan = read_plan(job.journal, job.generation)
     own, batches = journal_of(job.journal, rank, plan.settings.tp)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(plan.settings.ranks)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

@@ -39,6 +39,7 @@ from monarch_rl.pipeline.run_folder import BEST, SETTINGS, STATE, launcher, new_
 from monarch_rl.pipeline.settings import RunSettings
 from monarch_rl.runtime import folder_lock, supervisor
 from monarch_rl.runtime.devices import launched_by_torchrun
+from monarch_rl.settings.ranges import to_plain
 
 logger = logging.getLogger("monarch_rl")
 
@@ -152,8 +153,8 @@ def open_run(run: Path, settings: RunSettings) -> Resumed:
     except BrokenCheckpoint as error:
         raise ValueError(f"resume {run}: {error}") from error
     before = manifest.settings
-    differences = [f"{name} {old} -> {new}" for name, old, new in changes(before, plain(settings))]
-    check_same(before, plain(settings))
+    differences = [f"{name} {old} -> {new}" for name, old, new in changes(before, to_plain(settings))]
+    check_same(before, to_plain(settings))
     installed = versions_of_packages()
     differences += [
         f"{package} {version} -> {installed.get(package, 'none')}"
@@ -199,7 +200,7 @@ def note_settings(folder: Path, settings: RunSettings) -> None:
 
 
 def _text(settings: RunSettings) -> str:
-    return json.dumps(plain(settings), indent=2)
+    return json.dumps(to_plain(settings), indent=2)
 
 
 def _cut_back(resumed: Resumed) -> None:
@@ -230,12 +231,6 @@ def _note_generation(resumed: Resumed, journal: bool) -> None:
         flush(resumed.run)
     finally:
         note.close()
-
-
-def plain(settings: RunSettings) -> dict[str, Any]:
-    """As ``settings.json`` has them."""
-    values: dict[str, Any] = json.loads(json.dumps(asdict(settings), default=str))
-    return values
 
 
 def check_same(before: dict[str, Any], after: dict[str, Any]) -> None:

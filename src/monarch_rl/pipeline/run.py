@@ -44,7 +44,7 @@ from monarch_rl.pipeline.parts import Parts
 from monarch_rl.pipeline.policy_snapshots import take_snapshots
 from monarch_rl.pipeline.publishing import Publisher
 from monarch_rl.pipeline.recovery import Recovery
-from monarch_rl.pipeline.resume import Resumed, going_on, how_to_go_on, note_settings, plain, take_folder
+from monarch_rl.pipeline.resume import Resumed, going_on, how_to_go_on, note_settings, take_folder
 from monarch_rl.pipeline.rollout_log import RolloutLog
 from monarch_rl.pipeline.run_folder import going_on_after_a_loss, noted
 from monarch_rl.pipeline.settings import RunSettings, prepare
@@ -62,6 +62,7 @@ from monarch_rl.runtime.disk_work import on_disk
 from monarch_rl.runtime.heap import freeze_heap, leave_heap, thaw_heap
 from monarch_rl.runtime.network import fix_nccl_order
 from monarch_rl.runtime.watch import watched
+from monarch_rl.settings.ranges import to_plain
 from monarch_rl.tasks.rows import Row
 from monarch_rl.tasks.task import Task
 from monarch_rl.trainer.functions import (
@@ -275,7 +276,13 @@ class Run:
         await self._lifetimes.enter_async_context(recovery.supervising(failures.follow()))
         checkpoints = None
         if folder is not None and console is not None:
-            about = plain(s), console.note, restored, self.resumed.generation if self.resumed else 0, self._best.metric
+            about = (
+                to_plain(s),
+                console.note,
+                restored,
+                self.resumed.generation if self.resumed else 0,
+                self._best.metric,
+            )
             checkpoints = Checkpoints(folder, actors, s.checkpoint, *about)
         meter = FrozenMeter(actors.frozen)
         evaluations = Evaluations(

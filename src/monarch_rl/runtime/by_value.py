@@ -67,6 +67,18 @@ class ByValue(Generic[T]):
     def __init__(self, value: T, what: str = "") -> None:
         self._data = _by_value(value, what or repr(value))
 
+    @classmethod
+    def of_bytes(cls, data: bytes) -> ByValue[T]:
+        """The object whose :attr:`data` these bytes are."""
+        made = cls.__new__(cls)
+        made._data = data
+        return made
+
+    @property
+    def data(self) -> bytes:
+        """The object as cloudpickle wrote it."""
+        return self._data
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ByValue) and self._data == other._data
 

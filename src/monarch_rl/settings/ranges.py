@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import math
 import numbers
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,34 @@ def limits(settings: type) -> dict[str, tuple[Range | None, tuple[str, ...]]]:
 
 _limits: Callable[[type], dict[str, tuple[Range | None, tuple[str, ...]]]] = functools.cache(limits)
 _hints: Callable[[type], dict[str, Any]] = functools.cache(get_type_hints)
+
+
+C = TypeVar("C", bound=CheckedSettings)
+
+
+def to_plain(settings: CheckedSettings) -> dict[str, Any]:
+    """Settings as JSON has them: tuples as lists, paths as text."""
+    values: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(cast(Any, settings)), default=str))
+    return values
+
+
+def from_plain(settings: type[C], values: Mapping[str, Any]) -> C:
+    """The inverse of :func:`to_plain`. Raises ValueError for a field that ``settings`` does not have, and for values
+    that it refuses."""
+    names = {field.name for field in dataclasses.fields(cast(Any, settings))}
+    if unknown := sorted(values.keys() - names):
+        raise ValueError(f"{settings.__name__} has no {unknown[0]}")
+    hints = _hints(settings)
+    return settings(**{name: _from_plain(hints[name], value) for name, value in values.items()})
+
+
+def _from_plain(hint: Any, value: Any) -> Any:
+    for member in get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,):
+        if isinstance(value, dict) and isinstance(member, type) and issubclass(member, CheckedSettings):
+            return from_plain(member, value)
+        if isinstance(value, str) and member is Path:
+            return Path(value)
+    return tuple(value) if isinstance(value, list) else value
 
 
 def plain(number: float) -> str:

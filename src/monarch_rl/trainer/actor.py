@@ -146,7 +146,7 @@ class Trainer(ResilientActor):
             policy = Policy(plan.model, plan.settings, total_steps=plan.total_steps, temperature=plan.temperature)
             device_work.use_device(policy.device.type, make_mark=partial(torch.Event, policy.device))
             if plan.journal is not None:
-                self._journal = StepJournal.begin(plan.journal, plan.journal_bytes, plan, policy, plan.generation)
+                self._journal = StepJournal.begin(plan.journal, plan.journal_bytes, plan, policy)
             return policy
 
         self._policy = await self._on(self._compute, build)

@@ -65,7 +65,7 @@ class TrainingFunctions:
                 advantage; or a ``functools.partial`` of ``gae`` discounts in another way than the critic.
             TypeError: a function cannot be sent to other processes; says why.
         """
-        name = advantage if isinstance(advantage, str) else _name_of(advantage)
+        name = advantage if isinstance(advantage, str) else name_of(advantage)
         _check_advantage(name or place_of(advantage), loss)
         if isinstance(advantage, str):
             advantage = named(ADVANTAGES, advantage, "advantage")()
@@ -128,18 +128,18 @@ class LoadedFunctions:
         return {kind: function for kind, function in found.items() if function is not None}
 
 
-def _name_of(advantage: Advantage) -> str:
+def name_of(advantage: Advantage) -> str:
     """The name of a function that is in ``ADVANTAGES``, also of a partial of one; "" of one's own."""
-    function, given = _unwrapped(advantage)
+    function, given = unwrapped(advantage)
     found = {}
     for name, make in ADVANTAGES.items():
-        entry, own = _unwrapped(make())
+        entry, own = unwrapped(make())
         if (function is entry or type(function) is make) and own.items() <= given.items():
             found[name] = len(own)
     return max(found, key=lambda name: found[name], default="")  # entries may be partials of each other
 
 
-def _unwrapped(function: Any) -> tuple[object, dict[str, Any]]:
+def unwrapped(function: Any) -> tuple[object, dict[str, Any]]:
     """What partials call, and with which arguments by name."""
     given: dict[str, Any] = {}
     while isinstance(function, partial):
@@ -171,7 +171,7 @@ def _check_supervised(loss: LossSettings) -> None:
 def _discounted(advantage: Advantage, critic: CriticSettings) -> Advantage:
     """``gae`` discounts as the critic does, because that learns the sum of advantage and value; others stay as they
     are. Raises ValueError if a partial has values of its own, other ones."""
-    function, given = _unwrapped(advantage)
+    function, given = unwrapped(advantage)
     if function is not cast(Advantage, gae) or (given and not critic.enabled):
         return advantage
     for name in ("gamma", "lam"):

@@ -63,7 +63,7 @@ def reinforcement(settings: LossSettings) -> Objective:
         loss, sums = _total(policy.loss, output, batch, policies, settings)
         return loss, sums | {"clipped": policy.limited.sum()}
 
-    return _marked(objective, settings, *settings.needed_columns)
+    return _marked(objective, "reinforcement", settings, *settings.needed_columns)
 
 
 def distillation(settings: LossSettings) -> Objective:
@@ -87,7 +87,7 @@ def distillation(settings: LossSettings) -> Objective:
         loss, further = _total(loss, output, batch, policies, settings, of_drawn)
         return loss, further | sums
 
-    marked = _marked(objective, settings, *settings.needed_columns, TEACHER, *logprobs)
+    marked = _marked(objective, "distillation", settings, *settings.needed_columns, TEACHER, *logprobs)
     return other_tokens(ids)(marked) if ids else marked
 
 
@@ -120,7 +120,8 @@ def _check_distilled(settings: LossSettings) -> None:
             )
 
 
-def _marked(objective: Objective, settings: LossSettings, *columns: str) -> Objective:
+def _marked(objective: Objective, name: str, settings: LossSettings, *columns: str) -> Objective:
+    setattr(objective, _MADE_WITH, (name, settings))
     if settings.entropy_coefficient:
         objective = entropy_gradient(objective)
     return needs(*columns)(objective)
@@ -231,6 +232,14 @@ OBJECTIVES: dict[str, Callable[[LossSettings], Objective]] = {
     "supervised": lambda _: supervised,
 }
 """By the names that ``run.start(objective=...)`` knows."""
+_MADE_WITH = "_monarch_rl_made_with"
+
+
+def made_with(objective: Objective) -> tuple[str, LossSettings] | None:
+    """The name in :data:`OBJECTIVES` and the settings that make this objective; None for a recipe's own, which may be a
+    wrapper of one of these with its attributes."""
+    name, settings = getattr(objective, _MADE_WITH, ("supervised", LossSettings()))
+    return (name, settings) if place_of(objective) == place_of(OBJECTIVES[name](settings)) else None
 
 
 def _unusable_names(names: Collection[str]) -> str:

@@ -3,21 +3,23 @@ reads there once the run goes on from a checkpoint: the steps after that."""
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from monarch_rl.algorithms.functions import code_of, place_of
-from monarch_rl.checkpoint.journal import PLAN, JournalWriter, Made, journal_of, write_plan
+from monarch_rl.checkpoint.journal import PLAN, JournalWriter, Made, journal_of
 from monarch_rl.episode.shard import PackedShard
 from monarch_rl.trainer.checksums import weights_checksums
 from monarch_rl.trainer.known_steps import KnownBatch
+from monarch_rl.trainer.plan_file import trained_as, write_plan
 from monarch_rl.trainer.policy import Policy
+
+if TYPE_CHECKING:
+    from monarch_rl.trainer.actor import TrainerPlan
 
 logger = logging.getLogger("monarch_rl")
 
@@ -30,7 +32,7 @@ class StepJournal:
         self._writes_batches = policy.rank % policy.settings.tp == 0
 
     @classmethod
-    def begin(cls, folder: Path, nbytes: int, plan: Any, policy: Policy, generation: int) -> StepJournal:
+    def begin(cls, folder: Path, nbytes: int, plan: TrainerPlan, policy: Policy) -> StepJournal:
         """Begin to write; the first rank also writes the plan of this generation of the run.
 
         Without the plan, which the disk may refuse, records are written all the same: a run that goes on from a
@@ -38,14 +40,14 @@ class StepJournal:
         """
         if policy.rank == 0:
             try:
-                write_plan(folder, plan, generation)
+                write_plan(folder, plan)
             except OSError as error:
                 logger.warning(
                     "the journal in %s has no %s, without which tools/replay.py makes no step of this run again: %r",
-                    *(folder, PLAN.format(generation=generation), error),
+                    *(folder, PLAN.format(generation=plan.generation), error),
                 )
         about = {
-            "generation": generation,
+            "generation": plan.generation,
             "ranks": policy.world_size,
             "threads": torch.get_num_threads(),
             "torch": str(torch.__version__),
@@ -85,7 +87,9 @@ class EarlierSteps:
     Raises ValueError if the journal has another format, and OSError.
     """
 
-    def __init__(self, folder: Path, plan: Any, policy: Policy, version: int, generation: int, since: int = 0) -> None:
+    def __init__(
+        self, folder: Path, plan: TrainerPlan, policy: Policy, version: int, generation: int, since: int = 0
+    ) -> None:
         self._policy = policy
         self._own, self._batches = journal_of(folder, policy.rank, policy.settings.tp, since=version - 1)
         self.known: list[KnownBatch] = []
@@ -129,13 +133,3 @@ class EarlierSteps:
         if made is None or about is None or about["generation"] < generation:
             return None
         return bool(np.array_equal(made.checksums, weights_checksums(self._policy)))
-
-
-def trained_as(plan: Any) -> str:
-    """What decides how a batch is trained, to compare: settings, where the functions stand, and their own code."""
-    functions = None if plan.functions is None else plan.functions.load()
-    known = [functions.advantage_columns] if functions else []
-    for function in (functions.advantage, functions.objective) if functions else ():
-        known += [place_of(function), code_of(function)]
-    content = plan.settings, plan.temperature, plan.max_new_tokens, known
-    return hashlib.sha256(repr(content).encode()).hexdigest()

@@ -1,0 +1,152 @@
+"""The trainer's plan in a run's journal, as JSON: ``journal/plan-0.json``, and ``plan-1.json`` after the first resume.
+
+    {"format": 1, "monarch_rl": "0.2.0", "model": ..., "settings": {...}, "total_steps": ..., "temperature": ...,
+     "max_new_tokens": ..., "generation": ..., "functions": null, or
+        {"advantage": FUNCTION, "objective": FUNCTION, "advantage_columns": [...]}}
+
+A FUNCTION of this package is its name and arguments, so that a later version can read it, which may have it in another
+module. A recipe's own function travels by value (cloudpickle, base64), and can run code when it is read.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from monarch_rl.algorithms.advantages import ADVANTAGES
+from monarch_rl.algorithms.functions import code_of, place_of
+from monarch_rl.checkpoint.folders import write_whole
+from monarch_rl.checkpoint.journal import PLAN, PLAN_OF_0_1
+from monarch_rl.runtime.by_value import ByValue
+from monarch_rl.settings.ranges import from_plain, to_plain
+from monarch_rl.trainer.functions import TrainingFunctions, name_of, unwrapped
+from monarch_rl.trainer.loss_settings import LossSettings
+from monarch_rl.trainer.objective import OBJECTIVES, made_with
+from monarch_rl.trainer.settings import TrainerSettings
+
+if TYPE_CHECKING:
+    from monarch_rl.trainer.actor import TrainerPlan
+
+FORMAT = 1
+
+
+def write_plan(folder: Path, plan: TrainerPlan) -> None:
+    """Write what trainer ranks are made from to ``journal/`` of the run, by the plan's generation. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    values = {
+        "format": FORMAT,
+        "monarch_rl": version("monarch_rl"),
+        "model": str(plan.model),
+        "settings": to_plain(plan.settings),
+        "total_steps": plan.total_steps,
+        "temperature": plan.temperature,
+        "max_new_tokens": plan.max_new_tokens,
+        "generation": plan.generation,
+        "functions": None if plan.functions is None else _functions(plan.functions),
+    }
+    write_whole(folder / PLAN.format(generation=plan.generation), json.dumps(values, indent=1) + "\n")
+
+
+def read_plan(folder: Path, generation: int = 0) -> TrainerPlan:
+    """The plan that :func:`write_plan` wrote, without its journal. A recipe's own function can run code when it is
+    read: read plans of your own runs.
+
+    Raises ValueError if there is none, or if another version of this package is needed to read it, with that version.
+    """
+    from monarch_rl.trainer.actor import TrainerPlan
+
+    path, old = folder / PLAN.format(generation=generation), folder / PLAN_OF_0_1.format(generation=generation)
+    if not path.is_file():
+        if old.is_file():
+            raise ValueError(
+                f"{old} was written by monarch_rl 0.1, and only that version reads it: replay the run with it"
+            )
+        raise ValueError(
+            f"there is no {path}: for a journal start the run with --journal.mib 1024, on a disk with room for it"
+        )
+    values = json.loads(path.read_text())
+    writer = values["monarch_rl"]
+    try:
+        if values["format"] != FORMAT:
+            raise ValueError(f"its format is {values['format']}, not {FORMAT}")
+        settings = from_plain(TrainerSettings, values["settings"])
+        functions = None if values["functions"] is None else _training_functions(values["functions"])
+    except (ValueError, TypeError, KeyError, ImportError, AttributeError) as error:
+        raise ValueError(
+            f"{path} was written by monarch_rl {writer}, and this version, {version('monarch_rl')}, cannot read it "
+            f"({error}): replay the run with {writer}"
+        ) from error
+    numbers = {name: values[name] for name in ("total_steps", "temperature", "max_new_tokens", "generation")}
+    return TrainerPlan(Path(values["model"]), settings, functions=functions, **numbers)
+
+
+def trained_as(plan: TrainerPlan) -> str:
+    """A digest of what decides how a batch is trained: settings, functions of this package by name, and a recipe's own
+    ones by where they stand and their code."""
+    functions = []
+    if plan.functions is not None:
+        own = _functions(plan.functions)
+        for kind in ("advantage", "objective"):
+            function = getattr(plan.functions, kind).load()
+            functions.append(own[kind] if "name" in own[kind] else [place_of(function), code_of(function)])
+        functions.append(own["advantage_columns"])
+    content = to_plain(plan.settings), plan.temperature, plan.max_new_tokens, functions
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _functions(functions: TrainingFunctions) -> dict[str, Any]:
+    return {
+        "advantage": _advantage(functions.advantage),
+        "objective": _objective(functions.objective),
+        "advantage_columns": list(functions.advantage_columns),
+    }
+
+
+def _training_functions(values: dict[str, Any]) -> TrainingFunctions:
+    advantage, objective = values["advantage"], values["objective"]
+    if "name" in advantage:
+        function: Any = ADVANTAGES[advantage["name"]]()
+        function = partial(function, **advantage["arguments"]) if advantage["arguments"] else function
+        of_advantage = ByValue(function, f"the advantage {advantage['name']}")
+    else:
+        of_advantage = _by_value(advantage)
+    if "name" in objective:
+        function = OBJECTIVES[objective["name"]](from_plain(LossSettings, objective["loss"]))
+        of_objective = ByValue(function, f"the objective {objective['name']}")
+    else:
+        of_objective = _by_value(objective)
+    return TrainingFunctions(of_advantage, of_objective, tuple(values["advantage_columns"]))
+
+
+def _advantage(advantage: ByValue[Any]) -> dict[str, Any]:
+    function, arguments = unwrapped(advantage.load())
+    name = name_of(advantage.load())
+    fresh, own = unwrapped(ADVANTAGES[name]()) if name else (None, {})
+    same = function is fresh or (hasattr(fresh, "__dict__") and vars(function) == vars(fresh))
+    given = {key: value for key, value in arguments.items() if key not in own}
+    if name and same and all(value is None or isinstance(value, bool | int | float | str) for value in given.values()):
+        return {"name": name, "arguments": given}
+    return _pickled(advantage)
+
+
+def _objective(objective: ByValue[Any]) -> dict[str, Any]:
+    made = made_with(objective.load())
+    if made is None:
+        return _pickled(objective)
+    name, loss = made
+    return {"name": name, "loss": to_plain(loss)}
+
+
+def _pickled(function: ByValue[Any]) -> dict[str, Any]:
+    return {"place": place_of(function.load()), "cloudpickle": base64.b64encode(function.data).decode()}
+
+
+def _by_value(values: dict[str, Any]) -> ByValue[Any]:
+    function: ByValue[Any] = ByValue.of_bytes(base64.b64decode(values["cloudpickle"]))
+    function.load()  # what it refers to may have moved, which is to show here
+    return function

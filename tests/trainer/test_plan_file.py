@@ -1,0 +1,101 @@
+"""A plan comes back as it was, with functions that compute the same, whatever module they stand in."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from monarch_rl.algorithms.advantages import ADVANTAGES, SeatBaselines, gae
+from monarch_rl.algorithms.functions import Columns
+from monarch_rl.model.lora import LoraSettings
+from monarch_rl.trainer.actor import TrainerPlan
+from monarch_rl.trainer.functions import TrainingFunctions
+from monarch_rl.trainer.loss_settings import LossSettings
+from monarch_rl.trainer.objective import OBJECTIVES, call, distillation, reinforcement, supervised
+from monarch_rl.trainer.plan_file import read_plan, trained_as, write_plan
+from monarch_rl.trainer.settings import TrainerSettings
+from tests.trainer.test_objective import made
+
+LOSS = LossSettings(policy_loss="gspo", corrections=("tis",), clip_high=0.3)
+SETTINGS = TrainerSettings(ranks=2, lr=1e-3, loss=LOSS, lora=LoraSettings(rank=4))
+
+
+def plan(advantage: Any = "grpo", objective: Any = "reinforcement", generation: int = 0) -> TrainerPlan:
+    functions = TrainingFunctions.of(advantage, objective, LossSettings())
+    return TrainerPlan(Path("a model"), SETTINGS, 7, 0.5, 8, functions, generation=generation)
+
+
+def written(folder: Path, of: TrainerPlan) -> dict[str, Any]:
+    write_plan(folder, of)
+    values: dict[str, Any] = json.loads((folder / f"plan-{of.generation}.json").read_text())
+    return values
+
+
+def test_settings_come_back(tmp_path: Path) -> None:
+    before = replace(plan(generation=3), functions=None)
+    write_plan(tmp_path, before)
+    assert read_plan(tmp_path, 3) == before
+
+
+@pytest.mark.parametrize("advantage", [*ADVANTAGES, partial(gae, gamma=0.9)], ids=str)
+def test_advantages_of_the_package_are_names(tmp_path: Path, advantage: Any) -> None:
+    before = plan(advantage)
+    values = written(tmp_path, before)
+    assert values["functions"]["advantage"]["name"] in ADVANTAGES
+    assert "monarch_rl." not in json.dumps(values), "no module's path"
+    assert trained_as(read_plan(tmp_path)) == trained_as(before)
+
+
+@pytest.mark.parametrize(
+    "objective", [*OBJECTIVES, reinforcement(LOSS), distillation(LossSettings()), supervised], ids=str
+)
+def test_objectives_of_the_package_are_names_and_settings(tmp_path: Path, objective: Any) -> None:
+    before = plan("distillation" if "distillation" in str(objective) else "grpo", objective)
+    values = written(tmp_path, before)
+    assert values["functions"]["objective"]["name"] in OBJECTIVES
+    after = read_plan(tmp_path)
+    assert before.functions is not None and after.functions is not None
+    output, batch = made()
+    batch = replace(batch, columns=Columns({**batch.columns, "teacher": batch.columns["old"] - 0.5}))
+    losses = [call(each.objective.load(), output, batch)[0] for each in (before.functions, after.functions)]
+    assert torch.equal(*losses)
+
+
+def test_functions_of_a_recipe_travel_by_value(tmp_path: Path) -> None:
+    own, inner, bias = SeatBaselines(0.5), reinforcement(LOSS), 2.0
+
+    @wraps(inner)
+    def wrapper(*arguments: Any) -> Any:
+        loss, sums = inner(*arguments)
+        return loss + bias, sums
+
+    before = plan(own, wrapper)
+    values = written(tmp_path, before)["functions"]
+    assert "name" not in values["advantage"] and "name" not in values["objective"]
+    after = read_plan(tmp_path).functions
+    assert after is not None
+    advantage: Any = after.advantage.load()
+    assert advantage.decay == 0.5
+    assert torch.equal(call(after.objective.load(), *made())[0], call(inner, *made())[0] + bias)
+
+
+def test_what_another_version_needs_to_read_names_it(tmp_path: Path) -> None:
+    path = tmp_path / "plan-0.json"
+    values = written(tmp_path, plan()) | {"monarch_rl": "0.9.7"}
+    wrongs: list[dict[str, Any]] = [{"format": 99}, {"settings": {"gone": 1}}, {"functions": {}}]
+    for wrong in wrongs:
+        path.write_text(json.dumps(values | wrong))
+        with pytest.raises(ValueError, match="0.9.7"):
+            read_plan(tmp_path)
+    path.unlink()
+    with pytest.raises(ValueError, match="plan-0.json.*--journal.mib"):
+        read_plan(tmp_path)
+    (tmp_path / "plan-0.pickle").touch()
+    with pytest.raises(ValueError, match="plan-0.pickle.*0.1"):
+        read_plan(tmp_path)
