@@ -34,7 +34,7 @@ from monarch_rl.model.folder import num_experts, read_config, resolve_model, spa
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.runtime.cluster import Cluster, launch_cluster
 from monarch_rl.runtime.deadlines import within
-from monarch_rl.trainer.actor import TrainerPlan
+from monarch_rl.trainer.plan import TrainerPlan
 from monarch_rl.trainer.settings import TrainerSettings
 
 NEITHER, ROUTES, KEPT, BOTH = "neither", "routes", "kept_sets", "both"

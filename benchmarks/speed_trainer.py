@@ -18,7 +18,8 @@ from monarch_rl.pipeline.start import SET_UP_DEADLINE_S, update
 from monarch_rl.runtime.cluster import Cluster, init_torch_distributed_env
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, Patience, within
 from monarch_rl.runtime.endpoint import concurrent_endpoint
-from monarch_rl.trainer.actor import Trainer, TrainerPlan
+from monarch_rl.trainer.actor import Trainer
+from monarch_rl.trainer.plan import TrainerPlan
 from monarch_rl.trainer.settings import TrainerSettings
 
 LOSS_BOUND = 1e-4

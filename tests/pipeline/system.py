@@ -29,7 +29,8 @@ from monarch_rl.rollout.scoring import PRELOAD as SCORING_PRELOAD
 from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.runtime.deadlines import Patience
 from monarch_rl.runtime.endpoint import concurrent_endpoint
-from monarch_rl.trainer.actor import Trainer, TrainerPlan
+from monarch_rl.trainer.actor import Trainer
+from monarch_rl.trainer.plan import TrainerPlan
 from monarch_rl.trainer.settings import RouterReplay, TrainerSettings
 from monarch_rl.weights.area import attach
 from monarch_rl.weights.endpoint import TransferSettings

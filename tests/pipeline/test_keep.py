@@ -19,7 +19,8 @@ from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD
 from monarch_rl.model.lora import LoraSettings
 from monarch_rl.runtime.cluster import Cluster, init_torch_distributed_env
 from monarch_rl.runtime.endpoint import concurrent_endpoint
-from monarch_rl.trainer.actor import Trainer, TrainerPlan
+from monarch_rl.trainer.actor import Trainer
+from monarch_rl.trainer.plan import TrainerPlan
 from monarch_rl.trainer.settings import RouterReplay, TrainerSettings
 from tests.generator.helpers import LOGPROB_BOUND, make_model
 from tests.pipeline.system import ALL_TOKENS, ENGINES, InspectedGenerator, System, episode, start_inspected

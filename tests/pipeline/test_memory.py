@@ -20,7 +20,8 @@ from monarch_rl.runtime.cluster import Cluster, init_torch_distributed_env
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.endpoint import concurrent_endpoint
 from monarch_rl.runtime.meshes import members
-from monarch_rl.trainer.actor import Trainer, TrainerPlan
+from monarch_rl.trainer.actor import Trainer
+from monarch_rl.trainer.plan import TrainerPlan
 from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.weights.endpoint import SNAPSHOTS, TransferSettings, TransportName
 from monarch_rl.weights.manifest import make_manifest, shard_bytes

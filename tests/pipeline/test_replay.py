@@ -12,11 +12,11 @@ from monarch_rl.algorithms.group_view import GroupView
 from monarch_rl.checkpoint.journal import JournalReader, JournalWriter
 from monarch_rl.pipeline.replay import ReplayedStep, functions_of, generation_of
 from monarch_rl.runtime.by_value import ByValue
-from monarch_rl.trainer.actor import TrainerPlan
 from monarch_rl.trainer.advantages import advantages_of, fingerprint
 from monarch_rl.trainer.functions import TrainingFunctions
 from monarch_rl.trainer.loss_settings import LossSettings
 from monarch_rl.trainer.objective import Objective, call, supervised
+from monarch_rl.trainer.plan import TrainerPlan
 from monarch_rl.trainer.plan_file import write_plan
 from monarch_rl.trainer.settings import TrainerSettings
 from tests.checkpoint.test_journal import shards

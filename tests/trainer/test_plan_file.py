@@ -14,10 +14,10 @@ import torch
 from monarch_rl.algorithms.advantages import ADVANTAGES, SeatBaselines, gae
 from monarch_rl.algorithms.functions import Columns
 from monarch_rl.model.lora import LoraSettings
-from monarch_rl.trainer.actor import TrainerPlan
 from monarch_rl.trainer.functions import TrainingFunctions
 from monarch_rl.trainer.loss_settings import LossSettings
 from monarch_rl.trainer.objective import OBJECTIVES, call, distillation, reinforcement, supervised
+from monarch_rl.trainer.plan import TrainerPlan
 from monarch_rl.trainer.plan_file import read_plan, trained_as, write_plan
 from monarch_rl.trainer.settings import TrainerSettings
 from tests.trainer.test_objective import made

@@ -18,10 +18,10 @@ from monarch_rl.checkpoint import journal as journal_module
 from monarch_rl.checkpoint.journal import JournalWriter, Made
 from monarch_rl.pipeline.made_again import common, said_of
 from monarch_rl.trainer import step_journal
-from monarch_rl.trainer.actor import TrainerPlan
 from monarch_rl.trainer.functions import TrainingFunctions
 from monarch_rl.trainer.known_steps import KnownBatch
 from monarch_rl.trainer.loss_settings import LossSettings
+from monarch_rl.trainer.plan import TrainerPlan
 from monarch_rl.trainer.plan_file import read_plan, trained_as, write_plan
 from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.trainer.step_journal import EarlierSteps, StepJournal

@@ -33,9 +33,10 @@ from monarch_rl.rollout.worker import RolloutWorker
 from monarch_rl.runtime.by_value import ByValue
 from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.tasks.task import Task
-from monarch_rl.trainer.actor import Trainer, TrainerPlan
+from monarch_rl.trainer.actor import Trainer
 from monarch_rl.trainer.functions import TrainingFunctions
 from monarch_rl.trainer.memory import checkpoint_bytes
+from monarch_rl.trainer.plan import TrainerPlan
 from monarch_rl.trainer.settings import TrainerSettings
 
 logger = logging.getLogger("monarch_rl")

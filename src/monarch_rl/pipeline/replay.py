@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     import torch
 
     from monarch_rl.episode.shard import PackedShard
-    from monarch_rl.trainer.actor import TrainerPlan
     from monarch_rl.trainer.advantages import BatchAdvantages
     from monarch_rl.trainer.batch import MicroBatch
     from monarch_rl.trainer.functions import LoadedFunctions
     from monarch_rl.trainer.objective import Objective
+    from monarch_rl.trainer.plan import TrainerPlan
     from monarch_rl.trainer.policy import Policy
 
 logger = logging.getLogger("monarch_rl")

@@ -41,7 +41,8 @@ from monarch_rl.runtime.cluster import Cluster, init_torch_distributed_env
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, Patience, disk_limit_s, now, within
 from monarch_rl.runtime.fork_server import Preload
 from monarch_rl.tasks.task import Task
-from monarch_rl.trainer.actor import Trainer, TrainerPlan
+from monarch_rl.trainer.actor import Trainer
+from monarch_rl.trainer.plan import TrainerPlan
 
 PRELOADS = (
     Preload("torch", ("torch", "torch.distributed.tensor")),

@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
@@ -28,7 +27,7 @@ from monarch_rl.runtime.heap import freeze_heap
 from monarch_rl.runtime.network import host_address
 from monarch_rl.runtime.resilient import ResilientActor
 from monarch_rl.trainer.known_steps import KnownBatch, MadeAgain
-from monarch_rl.trainer.settings import TrainerSettings
+from monarch_rl.trainer.plan import TrainerPlan
 from monarch_rl.trainer.snapshots import Snapshots
 from monarch_rl.weights.endpoint import Sender, TransferSettings
 from monarch_rl.weights.manifest import Manifest
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
     from monarch_rl.checkpoint.staged import Staged
     from monarch_rl.episode.shard import SupervisedShard
     from monarch_rl.trainer.advantages import BatchAdvantages
-    from monarch_rl.trainer.functions import LoadedFunctions, TrainingFunctions
+    from monarch_rl.trainer.functions import LoadedFunctions
     from monarch_rl.trainer.policy import Policy
     from monarch_rl.trainer.publishing import SnapshotPlan
     from monarch_rl.trainer.shards import NamedShape, Run
@@ -51,30 +50,6 @@ logger = logging.getLogger("monarch_rl")
 
 T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
-
-
-@dataclass(frozen=True)
-class TrainerPlan:
-    """What a trainer rank needs to know beside its settings."""
-
-    model: Path
-    """The Hugging Face folder to start from."""
-    settings: TrainerSettings
-    total_steps: int
-    """Optimiser steps of the run, for the learning-rate schedule: several a batch, if there are several updates."""
-    temperature: float
-    """Of the sampling distribution."""
-    max_new_tokens: int
-    """Tokens that an episode may draw: the normaliser of the ``constant`` aggregation."""
-    functions: TrainingFunctions | None = None
-    """Advantage and objective; None are those that ``settings.loss`` names. With an objective of one's own, only the
-    aggregation of these settings acts, as ``MicroBatch.weights``."""
-    journal: Path | None = None
-    """Folder in which each rank keeps its batches; None keeps none."""
-    journal_bytes: int = 0
-    """That a rank keeps, at most."""
-    generation: int = 0
-    """How often the run was resumed."""
 
 
 class Trainer(ResilientActor):

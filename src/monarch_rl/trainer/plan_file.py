@@ -16,7 +16,7 @@ import json
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from monarch_rl.algorithms.advantages import ADVANTAGES
 from monarch_rl.algorithms.functions import code_of, place_of
@@ -27,10 +27,8 @@ from monarch_rl.settings.ranges import from_plain, to_plain
 from monarch_rl.trainer.functions import TrainingFunctions, name_of, unwrapped
 from monarch_rl.trainer.loss_settings import LossSettings
 from monarch_rl.trainer.objective import OBJECTIVES, made_with
+from monarch_rl.trainer.plan import TrainerPlan
 from monarch_rl.trainer.settings import TrainerSettings
-
-if TYPE_CHECKING:
-    from monarch_rl.trainer.actor import TrainerPlan
 
 FORMAT = 1
 
@@ -58,8 +56,6 @@ def read_plan(folder: Path, generation: int = 0) -> TrainerPlan:
 
     Raises ValueError if there is none, or if another version of this package is needed to read it, with that version.
     """
-    from monarch_rl.trainer.actor import TrainerPlan
-
     path, old = folder / PLAN.format(generation=generation), folder / PLAN_OF_0_1.format(generation=generation)
     if not path.is_file():
         if old.is_file():

@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,11 +14,9 @@ from monarch_rl.checkpoint.journal import PLAN, JournalWriter, Made, journal_of
 from monarch_rl.episode.shard import PackedShard
 from monarch_rl.trainer.checksums import weights_checksums
 from monarch_rl.trainer.known_steps import KnownBatch
+from monarch_rl.trainer.plan import TrainerPlan
 from monarch_rl.trainer.plan_file import trained_as, write_plan
 from monarch_rl.trainer.policy import Policy
-
-if TYPE_CHECKING:
-    from monarch_rl.trainer.actor import TrainerPlan
 
 logger = logging.getLogger("monarch_rl")
 
