@@ -20,7 +20,7 @@ from monarch_rl.buffer.order import Batch
 from monarch_rl.buffer.shards import Way, cut
 from monarch_rl.checkpoint import journal
 from monarch_rl.checkpoint.journal import FILES, JournalReader, JournalWriter, Made, files_of
-from monarch_rl.checkpoint.records import MAGIC, Record, pack_record, read_records
+from monarch_rl.checkpoint.records import MAGIC, OVERHEAD, Record, pack_record, read_records
 from monarch_rl.checkpoint.values import decode, encode
 from monarch_rl.episode.packed import PackedGroup, pack_group
 from monarch_rl.episode.shard import MiniBatch, PackedShard, SupervisedShard
@@ -109,6 +109,7 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
     (tmp_path / "0.journal").write_bytes(b"MRLJNL99")
     with pytest.raises(ValueError, match="MRLJNL99"):
         list(read_records(tmp_path / "0.journal"))
+    assert OVERHEAD == 24
 
 
 def shards(version: int, ranks: int) -> list[PackedShard]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from monarch_rl.algorithms.advantages import ADVANTAGES, SeatBaselines, gae
+from monarch_rl.algorithms.advantages import ADVANTAGES, SeatBaselines, gae, grpo, rloo
 from monarch_rl.algorithms.functions import Columns
 from monarch_rl.model.lora import LoraSettings
 from monarch_rl.trainer.functions import TrainingFunctions
@@ -50,6 +50,13 @@ def test_advantages_of_the_package_are_names(tmp_path: Path, advantage: Any) -> 
     assert values["functions"]["advantage"]["name"] in ADVANTAGES
     assert "monarch_rl." not in json.dumps(values), "no module's path"
     assert trained_as(read_plan(tmp_path)) == trained_as(before)
+
+
+def test_code_of_the_package_that_has_changed_trains_in_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = plan(grpo)
+    before = trained_as(of)
+    monkeypatch.setattr(grpo, "__code__", rloo.__code__)
+    assert trained_as(of) != before
 
 
 GIVEN = {"gspo": reinforcement(LOSS), "distilled": distillation(LossSettings()), "cross-entropy": supervised}

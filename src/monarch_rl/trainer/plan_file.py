@@ -20,13 +20,14 @@ from typing import Any
 
 from monarch_rl.algorithms.advantages import ADVANTAGES
 from monarch_rl.algorithms.functions import code_of, place_of
+from monarch_rl.algorithms.group_view import Advantage
 from monarch_rl.checkpoint.folders import write_whole
 from monarch_rl.checkpoint.journal import PLAN, PLAN_OF_0_1
 from monarch_rl.runtime.by_value import ByValue
 from monarch_rl.settings.ranges import from_plain, to_plain
 from monarch_rl.trainer.functions import TrainingFunctions, name_of, unwrapped
 from monarch_rl.trainer.loss_settings import LossSettings
-from monarch_rl.trainer.objective import OBJECTIVES, made_with
+from monarch_rl.trainer.objective import OBJECTIVES, Objective, made_with
 from monarch_rl.trainer.plan import TrainerPlan
 from monarch_rl.trainer.settings import TrainerSettings
 
@@ -82,23 +83,26 @@ def read_plan(folder: Path, generation: int = 0) -> TrainerPlan:
 
 
 def trained_as(plan: TrainerPlan) -> str:
-    """A digest of what decides how a batch is trained: settings, functions of this package by name, and a recipe's own
-    ones by where they stand and their code."""
-    functions = []
+    """A digest of what decides how a batch is trained: settings, and of each function its code and its name and
+    arguments, or where it stands if it is a recipe's own."""
+    functions: list[Any] = []
     if plan.functions is not None:
-        own = _functions(plan.functions)
-        for kind in ("advantage", "objective"):
-            function = getattr(plan.functions, kind).load()
-            functions.append(own[kind] if "name" in own[kind] else [place_of(function), code_of(function)])
-        functions.append(own["advantage_columns"])
+        loaded = plan.functions.load()
+        for function, named in (
+            (loaded.advantage, _named_advantage(loaded.advantage)),
+            (loaded.objective, _named_objective(loaded.objective)),
+        ):
+            functions.append([named or place_of(function), code_of(function)])
+        functions.append(loaded.advantage_columns)
     content = to_plain(plan.settings), plan.temperature, plan.max_new_tokens, functions
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _functions(functions: TrainingFunctions) -> dict[str, Any]:
+    loaded = functions.load()
     return {
-        "advantage": _advantage(functions.advantage),
-        "objective": _objective(functions.objective),
+        "advantage": _named_advantage(loaded.advantage) or _pickled(functions.advantage),
+        "objective": _named_objective(loaded.objective) or _pickled(functions.objective),
         "advantage_columns": list(functions.advantage_columns),
     }
 
@@ -110,39 +114,41 @@ def _training_functions(values: dict[str, Any]) -> TrainingFunctions:
         function = partial(function, **advantage["arguments"]) if advantage["arguments"] else function
         of_advantage = ByValue(function, f"the advantage {advantage['name']}")
     else:
-        of_advantage = _by_value(advantage)
+        of_advantage = _unpickled(advantage)
     if "name" in objective:
         function = OBJECTIVES[objective["name"]](from_plain(LossSettings, objective["loss"]))
         of_objective = ByValue(function, f"the objective {objective['name']}")
     else:
-        of_objective = _by_value(objective)
+        of_objective = _unpickled(objective)
     return TrainingFunctions(of_advantage, of_objective, tuple(values["advantage_columns"]))
 
 
-def _advantage(advantage: ByValue[Any]) -> dict[str, Any]:
-    function, arguments = unwrapped(advantage.load())
-    name = name_of(advantage.load())
-    fresh, own = unwrapped(ADVANTAGES[name]()) if name else (None, {})
-    same = function is fresh or (hasattr(fresh, "__dict__") and vars(function) == vars(fresh))
+def _named_advantage(advantage: Advantage) -> dict[str, Any] | None:
+    """Its name and what a partial gives it; None for a recipe's own, and for arguments that are no JSON values."""
+    name = name_of(advantage)
+    if not name:
+        return None
+    function, arguments = unwrapped(advantage)
+    fresh, own = unwrapped(ADVANTAGES[name]())
     given = {key: value for key, value in arguments.items() if key not in own}
-    if name and same and all(value is None or isinstance(value, bool | int | float | str) for value in given.values()):
-        return {"name": name, "arguments": given}
-    return _pickled(advantage)
+    if function is not fresh and vars(function) != vars(fresh):  # an object that was made with other values
+        return None
+    if not all(value is None or isinstance(value, bool | int | float | str) for value in given.values()):
+        return None
+    return {"name": name, "arguments": given}
 
 
-def _objective(objective: ByValue[Any]) -> dict[str, Any]:
-    made = made_with(objective.load())
-    if made is None:
-        return _pickled(objective)
-    name, loss = made
-    return {"name": name, "loss": to_plain(loss)}
+def _named_objective(objective: Objective) -> dict[str, Any] | None:
+    """Its name and settings; None for a recipe's own."""
+    made = made_with(objective)
+    return None if made is None else {"name": made[0], "loss": to_plain(made[1])}
 
 
 def _pickled(function: ByValue[Any]) -> dict[str, Any]:
     return {"place": place_of(function.load()), "cloudpickle": base64.b64encode(function.data).decode()}
 
 
-def _by_value(values: dict[str, Any]) -> ByValue[Any]:
+def _unpickled(values: dict[str, Any]) -> ByValue[Any]:
     function: ByValue[Any] = ByValue.of_bytes(base64.b64decode(values["cloudpickle"]))
     function.load()  # what it refers to may have moved, which is to show here
     return function
