@@ -34,6 +34,7 @@ from monarch_rl.pipeline.replay import (
     starting_point,
 )
 from monarch_rl.runtime.by_value import ByValue
+from monarch_rl.trainer.plan_file import read_plan
 
 
 def objective_of(name: str, plan: Any) -> ByValue[Any]:
@@ -56,8 +57,6 @@ def objective_of(name: str, plan: Any) -> ByValue[Any]:
 
 def job_of(run: Path, first: int | None, last: int | None, objective: str, opened: int | None) -> tuple[ReplayJob, int]:
     """What to make again, and the first step to show."""
-    from monarch_rl.trainer.plan_file import read_plan
-
     journal = run / FOLDER
     reader = JournalReader(journal, 0)
     if opened is not None and first is None:
@@ -143,8 +142,6 @@ def main() -> int:
     print(compared(shown))
     console = Console()
     if own.opened is not None:
-        from monarch_rl.trainer.plan_file import read_plan
-
         show_opened(opened, read_plan(job.journal, job.generation).model, console)
     if own.objective:
         return 0

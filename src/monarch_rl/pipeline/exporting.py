@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from monarch_rl.checkpoint.folders import GROUPS, MANIFEST, BrokenCheckpoint, complete, held, verify
 from monarch_rl.model.folder import resolve_model
@@ -21,6 +20,7 @@ from monarch_rl.pipeline.run_folder import SETTINGS
 from monarch_rl.runtime.deadlines import disk_limit_s
 from monarch_rl.runtime.network import held_port
 from monarch_rl.runtime.scratch import ScratchFolder
+from monarch_rl.settings.ranges import from_plain
 from monarch_rl.trainer.settings import TrainerSettings
 
 logger = logging.getLogger("monarch_rl")
@@ -129,10 +129,9 @@ def _hold(checkpoint: Path, scratch: Path, files: ExitStack) -> Source:
         opened.enter_context(held(checkpoint, links))
         manifest = verify(checkpoint, links)
         files.enter_context(opened.pop_all())
-    lora: dict[str, Any] = manifest.settings["trainer"]["lora"]
-    known = LoraSettings(**lora | {"targets": tuple(lora["targets"])})
+    lora = from_plain(LoraSettings, manifest.settings["trainer"]["lora"])
     model = resolve_model(manifest.settings["model"], tokenizer=False)
-    return Source(model, checkpoint, known, links, manifest.version)
+    return Source(model, checkpoint, lora, links, manifest.version)
 
 
 def export(source: Source, folder: Path, dtype: str = "", file_bytes: int = 0, adapter: bool = False) -> None:

@@ -23,6 +23,7 @@ from monarch_rl.pipeline.parity import run_ranks
 from monarch_rl.runtime.by_value import ByValue
 from monarch_rl.runtime.network import held_port
 from monarch_rl.runtime.scratch import temporary_directory
+from monarch_rl.trainer.plan_file import read_plan
 
 if TYPE_CHECKING:
     import torch
@@ -130,8 +131,6 @@ def generation_of(journal: Path, reader: JournalReader, start: int, last: int) -
         ValueError: the journal lacks a batch, or a step was made on other ranks, with other settings of the trainer or
             with other functions than the last one: the run was resumed between them. Says where.
     """
-    from monarch_rl.trainer.plan_file import read_plan
-
     check_range(reader, start, last)
     generations = {version: reader.about_batch(version)["generation"] for version in range(start, last)}
     newest = generations[last - 1]
@@ -160,8 +159,6 @@ def replay(job: ReplayJob) -> tuple[list[ReplayedStep], list[OpenedEpisode]]:
         ValueError: the journal lacks a batch.
         SideFailed: a rank failed; its error is on stderr.
     """
-    from monarch_rl.trainer.plan_file import read_plan
-
     plan = read_plan(job.journal, job.generation)
     check_range(JournalReader(job.journal, 0), job.start, job.last)
     ranks = plan.settings.ranks
@@ -182,8 +179,6 @@ def replay(job: ReplayJob) -> tuple[list[ReplayedStep], list[OpenedEpisode]]:
 
 def replay_rank(rank: int, folder: Path, job: ReplayJob, port: int) -> None:
     """What one trainer rank does; writes what it found to ``folder``."""
-    from monarch_rl.trainer.plan_file import read_plan
-
     plan = read_plan(job.journal, job.generation)
     own, batches = journal_of(job.journal, rank, plan.settings.tp)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(plan.settings.ranks)}
