@@ -117,9 +117,8 @@ def names_of(value: Any, above: str = "") -> set[str]:
         return {name for item in value for name in names_of(item, f"{above}[]")}
     if not isinstance(value, dict) or above in ("positions", "packages", "item", "info", "parts", "counters"):
         return {above} if above else set()
-    return {name for key, item in value.items() for name in names_of(item, f"{above}.{key}" if above else key)} or {
-        above
-    }
+    prefix = f"{above}." if above else ""
+    return {name for key, item in value.items() for name in names_of(item, prefix + key)} or {above}
 
 
 def flags_of(value: Any, above: str = "") -> dict[str, str]:
@@ -171,6 +170,8 @@ def differences(before: Any, now: Any, place: str = "") -> list[str]:
 def main(settings: Settings) -> int:
     from monarch_rl.runtime.scratch import temporary_directory
 
+    if settings.output is None and settings.check is None:
+        sys.exit("error: give --output FOLDER, to write references, or --check FOLDER, to compare with some")
     tree = settings.tree.resolve()
     found: dict[str, Any] = {"flags": flags_in(tree)}
     with temporary_directory() as scratch:
