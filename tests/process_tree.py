@@ -22,11 +22,11 @@ TICKS = os.sysconf("SC_CLK_TCK")
 STARTED_BY_TESTS = {
     "sglang::": "an engine of SGLang",
     "monarch._src.actor.bootstrap_main": "a mesh of Monarch",
-    "monarch_rl.runtime.host": "a mesh of Monarch",
+    "-m\0monarch_rl.runtime.host": "a mesh of Monarch",  # a program that only imports it starts none
     "torch.distributed.run": "ranks of torchrun",
     "bin/torchrun": "ranks of torchrun",
 }
-"""What a command line has in it, and what the process belongs to."""
+"""What a command line, with a NUL between its arguments, has in it, and what the process belongs to."""
 
 
 @dataclass(slots=True)

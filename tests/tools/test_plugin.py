@@ -165,6 +165,8 @@ def started(ended):
 def test_that_starts_one(): start()
 def test_whose_fixture_starts_one(started): pass
 def test_that_starts_none(): subprocess.run(["true"], check=True)
+def test_that_names_one():
+    running.append(subprocess.Popen(["bash", "-c", "read # monarch_rl.runtime.host"], stdin=subprocess.PIPE))
 
 @pytest.mark.heavy
 def test_that_may(): start()
@@ -183,10 +185,10 @@ def test_a_quick_test_that_starts_an_engine_fails_and_says_why(tmp_path: Path) -
         return patience.run([*command, *more], cwd=tmp_path, env=environment).stdout
 
     quick = run("-m", "not heavy")
-    assert "3 failed, 1 passed, 1 deselected" in quick, quick
+    assert "3 failed, 2 passed, 1 deselected" in quick, quick
     assert "has started an engine of SGLang, but is not marked as heavy" in quick
     assert "FAILED test_it.py::test_that_starts_one" in quick and "::test_whose_fixture_starts_one" in quick
-    assert "2 failed, 3 passed" in run(), "after a heavy test an engine may be anybody's"
-    assert len(json.loads((tmp_path / "costs-alone.json").read_text())) == 5
+    assert "2 failed, 4 passed" in run(), "after a heavy test an engine may be anybody's"
+    assert len(json.loads((tmp_path / "costs-alone.json").read_text())) == 6
     tiers = json.loads((tmp_path / "tiers-alone.json").read_text())
-    assert tiers["test_it.py::test_that_may"] == "rest" and list(tiers.values()).count("quick") == 4
+    assert tiers["test_it.py::test_that_may"] == "rest" and list(tiers.values()).count("quick") == 5
