@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from monarch_rl.algorithms.advantages import ADVANTAGES
-from monarch_rl.algorithms.composition import CORRECTIONS, POLICY_LOSSES
+from monarch_rl.algorithms.losses import CORRECTIONS, POLICY_LOSSES
 
 LOSS, ADVANTAGE = "--trainer.loss.policy-loss", "--trainer.loss.advantage"
 TO_BEHAVIOUR = ("--trainer.loss.ratio-to", "behaviour")

@@ -24,7 +24,7 @@ from monarch_rl.trainer import platform
 
 platform.prepare()
 
-from monarch_rl.algorithms.padding import Padding  # noqa: E402
+from monarch_rl.algorithms.packing import Padding  # noqa: E402
 from monarch_rl.generator import cpu_attention  # noqa: E402
 from monarch_rl.trainer import attention_layout  # noqa: E402
 from monarch_rl.trainer.attention import PackedAttention  # noqa: E402

@@ -17,8 +17,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from monarch_rl.algorithms.advantages import dr_grpo
-from monarch_rl.algorithms.seats import BySeat
+from monarch_rl.algorithms.advantages import BySeat, dr_grpo
 from monarch_rl.pipeline.run import Run, launch
 from monarch_rl.pipeline.settings import RunSettings
 from monarch_rl.rollout.frozen import FrozenModel

@@ -40,8 +40,8 @@ from monarch_rl.trainer.plan_file import read_plan
 def objective_of(name: str, plan: Any) -> ByValue[Any]:
     """The objective or the policy loss of this name, or ``FILE:FUNCTION``. Raises ValueError if there is none, or if
     the run's other settings of the loss do not go with it."""
-    from monarch_rl.algorithms.composition import POLICY_LOSSES
-    from monarch_rl.algorithms.registry import named
+    from monarch_rl.algorithms.functions import named
+    from monarch_rl.algorithms.losses import POLICY_LOSSES
     from monarch_rl.trainer.objective import OBJECTIVES, reinforcement
 
     path, _, function = name.rpartition(":")

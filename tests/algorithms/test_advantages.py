@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from monarch_rl.algorithms import advantages, shaping
+from monarch_rl.algorithms import advantages
 from monarch_rl.algorithms.group_view import GroupView
 from monarch_rl.algorithms.returns import (
     clipped_value_loss,
@@ -301,11 +301,11 @@ def test_explained_variance(seed: int, n: int) -> None:
 def test_overlong_penalty(lengths: list[int], buffer: int, free: int) -> None:
     limit = free + buffer
     expected = [0.0 if n <= free else -1.0 if n >= limit else (free - n) / buffer for n in lengths]
-    found = shaping.overlong_penalty(torch.tensor(lengths), limit, buffer).numpy()
+    found = advantages.overlong_penalty(torch.tensor(lengths), limit, buffer).numpy()
     np.testing.assert_allclose(found, expected, atol=1e-6)
     order = np.argsort(lengths)
     assert (np.diff(found[order]) <= 0).all()
 
 
 def test_positives_only() -> None:
-    assert shaping.positives_only(torch.tensor([-1.0, 0.0, 2.0])).tolist() == [0.0, 0.0, 2.0]
+    assert advantages.positives_only(torch.tensor([-1.0, 0.0, 2.0])).tolist() == [0.0, 0.0, 2.0]

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monarch_rl.algorithms import corrections
-from monarch_rl.algorithms.sequences import sequence_means, whole_sequences
+from monarch_rl.algorithms import losses
+from monarch_rl.algorithms.losses import sequence_means, whole_sequences
 from tests.algorithms.test_losses import Drawn, mean_of
 
 TOKENS, SEEDS = st.integers(1, 40), st.integers(0, 2**32 - 1)
@@ -21,9 +21,9 @@ TOKENS, SEEDS = st.integers(1, 40), st.integers(0, 2**32 - 1)
 def test_icepop_and_the_capped_behaviour_weight(seed: int, n: int) -> None:
     d = Drawn(seed, n)
     rho = np.exp(d.old - d.behaviour)
-    found = corrections.icepop_weights(*d.tensors("old", "behaviour")).numpy()
+    found = losses.icepop_weights(*d.tensors("old", "behaviour")).numpy()
     np.testing.assert_allclose(found, [r if 0.5 <= r <= 2 else 0 for r in rho], rtol=1e-9)
-    found = partial(corrections.capped_behaviour_weights, cap=1.5)(*d.tensors("old", "behaviour")).numpy()
+    found = partial(losses.capped_behaviour_weights, cap=1.5)(*d.tensors("old", "behaviour")).numpy()
     np.testing.assert_allclose(found, [r if r <= 1.5 else 0 for r in rho], rtol=1e-9)
 
 
@@ -31,7 +31,7 @@ def test_icepop_and_the_capped_behaviour_weight(seed: int, n: int) -> None:
 def test_sequence_mask(seed: int, n: int, width: float) -> None:
     d = Drawn(seed, n)
     rho = np.exp(mean_of(d.old - d.behaviour, d.sequences))
-    found = partial(corrections.sequence_mask, low=1 - width, high=1 + width)(
+    found = partial(losses.sequence_mask, low=1 - width, high=1 + width)(
         *d.tensors("old", "behaviour", "sequences")
     ).numpy()
     away = np.minimum(np.abs(rho - (1 - width)), np.abs(rho - (1 + width))) > 1e-9
@@ -42,7 +42,7 @@ def test_sequence_mask(seed: int, n: int, width: float) -> None:
 def test_off_policy_sequence_mask(seed: int, n: int) -> None:
     d = Drawn(seed, n)
     distance = mean_of(d.behaviour - d.new, d.sequences)
-    found = partial(corrections.off_policy_sequence_mask, max_kl=0.1)(
+    found = partial(losses.off_policy_sequence_mask, max_kl=0.1)(
         *d.tensors("new", "behaviour", "advantages", "sequences")
     ).numpy()
     np.testing.assert_array_equal(found, ~((d.advantages < 0) & (distance > 0.1)))
@@ -53,7 +53,7 @@ def test_opsm_drops_mistakes_of_another_policy_and_keeps_ones_own_and_all_that_i
     new = torch.tensor([-1.0, -1.0, -3.0, -3.0, -3.0, -3.0, 0.0, 0.0])  # the same, far less likely (twice), likelier
     advantages = torch.tensor([-1.0, -1.0, -1.0, -1.0, 1.0, 1.0, -1.0, -1.0])
     sequences = torch.arange(4).repeat_interleave(2)
-    found = corrections.off_policy_sequence_mask(new, behaviour, advantages, sequences)
+    found = losses.off_policy_sequence_mask(new, behaviour, advantages, sequences)
     assert found.tolist() == [1, 1, 0, 0, 1, 1, 1, 1]
 
 
@@ -61,7 +61,7 @@ def test_a_sequence_is_dropped_for_one_token_that_went_wrong_and_others_stay() -
     behaviour = torch.full((20,), -1.0)
     old = behaviour.clone()
     old[3] = -6.0
-    found = corrections.sequence_mask(old, behaviour, torch.arange(2).repeat_interleave(10))
+    found = losses.sequence_mask(old, behaviour, torch.arange(2).repeat_interleave(10))
     assert found.tolist() == [0.0] * 10 + [1.0] * 10
 
 
@@ -76,13 +76,13 @@ def test_the_weights_make_the_expectation_that_of_the_trainers_policy() -> None:
         return (torch.from_numpy(engine) * weights * value).sum()
 
     for weights in (
-        corrections.truncated_importance_weights(*logprobs, cap=10.0),
-        corrections.icepop_weights(*logprobs, low=0.1, high=10.0),
-        corrections.capped_behaviour_weights(*logprobs, cap=10.0),
+        losses.truncated_importance_weights(*logprobs, cap=10.0),
+        losses.icepop_weights(*logprobs, low=0.1, high=10.0),
+        losses.capped_behaviour_weights(*logprobs, cap=10.0),
     ):
         torch.testing.assert_close(expectation(weights), wanted)
-    capped = corrections.truncated_importance_weights(*logprobs, cap=1.5)
-    masked = corrections.icepop_weights(*logprobs, low=0.8, high=1.5)
+    capped = losses.truncated_importance_weights(*logprobs, cap=1.5)
+    masked = losses.icepop_weights(*logprobs, low=0.8, high=1.5)
     np.testing.assert_allclose(capped, [0.75, 1.0, 1.0, 1.5])
     np.testing.assert_allclose(masked, [0.0, 1.0, 1.0, 0.0])
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from monarch_rl.algorithms import advantages, aggregation, corrections, losses
+from monarch_rl.algorithms import advantages, losses
 from monarch_rl.algorithms.group_view import GroupView
 from monarch_rl.algorithms.mismatch import figures
 
@@ -48,14 +48,14 @@ def test_a_group_of_equal_rewards_teaches_nothing() -> None:
 @given(SEEDS, TOKENS, st.floats(1.0, 5.0))
 def test_truncated_importance_weights(seed: int, n: int, cap: float) -> None:
     old, behaviour, _ = logprobs(seed, n)
-    found = corrections.truncated_importance_weights(torch.from_numpy(old), torch.from_numpy(behaviour), cap)
+    found = losses.truncated_importance_weights(torch.from_numpy(old), torch.from_numpy(behaviour), cap)
     np.testing.assert_allclose(found.numpy(), np.minimum(np.exp(old - behaviour), cap), rtol=1e-9)
 
 
 @given(SEEDS, TOKENS)
 def test_mismatch_k3(seed: int, n: int) -> None:
     old, behaviour, _ = logprobs(seed, n)
-    found = corrections.mismatch_k3(torch.from_numpy(old), torch.from_numpy(behaviour)).numpy()
+    found = losses.mismatch_k3(torch.from_numpy(old), torch.from_numpy(behaviour)).numpy()
     ratio = np.exp(old - behaviour)
     np.testing.assert_allclose(found, ratio - 1 - np.log(ratio), atol=1e-9)
     assert (found >= -1e-12).all()
@@ -64,28 +64,28 @@ def test_mismatch_k3(seed: int, n: int) -> None:
 def test_finite_tokens() -> None:
     first = torch.tensor([0.0, float("nan"), -1.0, -2.0])
     second = torch.tensor([0.0, 0.0, -float("inf"), -2.0])
-    assert corrections.finite_tokens(first, second).tolist() == [True, False, False, True]
+    assert losses.finite_tokens(first, second).tolist() == [True, False, False, True]
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=20), st.integers(50, 100))
 def test_token_weights(lengths: list[int], max_tokens: int) -> None:
     total, episodes = sum(lengths), len(lengths)
-    expected: dict[aggregation.Aggregation, list[float]] = {
+    expected: dict[losses.Aggregation, list[float]] = {
         "token_mean": [1 / total] * episodes,
         "sequence_mean": [1 / (length * episodes) for length in lengths],
         "constant": [1 / (max_tokens * episodes)] * episodes,
     }
     for name, weights in expected.items():
-        found = aggregation.token_weights(
+        found = losses.token_weights(
             torch.tensor(lengths), name, batch_tokens=total, batch_episodes=episodes, max_tokens=max_tokens
         )
         np.testing.assert_allclose(found.numpy(), weights, rtol=1e-5)
 
 
-def pulls(name: aggregation.Aggregation, lengths: list[int]) -> list[np.ndarray]:
+def pulls(name: losses.Aggregation, lengths: list[int]) -> list[np.ndarray]:
     """The gradient of each token's log-prob: of a right answer, then of wrong ones, of these lengths."""
     of_group = advantages.dr_grpo(GroupView.of(torch.tensor([1.0] + [0.0] * (len(lengths) - 1))))
-    weights = aggregation.token_weights(
+    weights = losses.token_weights(
         torch.tensor(lengths), name, batch_tokens=sum(lengths), batch_episodes=len(lengths), max_tokens=100
     )
     logprobs = torch.full((sum(lengths),), -1.0, requires_grad=True)
@@ -119,12 +119,12 @@ def test_how_much_long_and_short_wrong_answers_are_punished(right: int, short: i
 
 def test_an_unknown_aggregation_is_refused() -> None:
     with pytest.raises(ValueError, match="aggregation 'mean'"):
-        aggregation.token_weights(torch.ones(1), "mean", batch_tokens=1, batch_episodes=1, max_tokens=1)  # type: ignore[arg-type]
+        losses.token_weights(torch.ones(1), "mean", batch_tokens=1, batch_episodes=1, max_tokens=1)  # type: ignore[arg-type]
 
 
 @given(st.lists(st.integers(0, 9), max_size=40), st.floats(0, 1))
 def test_lag_discount(lags: list[int], factor: float) -> None:
-    found = corrections.lag_discount(torch.tensor(lags, dtype=torch.int64), factor).numpy()
+    found = losses.lag_discount(torch.tensor(lags, dtype=torch.int64), factor).numpy()
     np.testing.assert_allclose(found, [np.prod([factor] * lag) for lag in lags], rtol=1e-4, atol=1e-30)
 
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monarch_rl.algorithms.kl import ESTIMATES, Estimate, k1, k2, k3
+from monarch_rl.algorithms.losses import ESTIMATES, Estimate, k1, k2, k3
 
 SEEDS = st.integers(0, 2**32 - 1)
 POLICY = torch.tensor([0.3, -0.4, 1.0, 0.1, -1.2], dtype=torch.float64)

@@ -9,11 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from monarch_rl.algorithms.advantages import SeatBaselines, dr_grpo, reinforce_pp
+from monarch_rl.algorithms.advantages import BySeat, SeatBaselines, dr_grpo, part, reinforce_pp
 from monarch_rl.algorithms.distillation import distillation
 from monarch_rl.algorithms.functions import needed_columns, needs
 from monarch_rl.algorithms.group_view import GroupView, PerToken, PerTurn, Values
-from monarch_rl.algorithms.seats import BySeat, part
 
 SEATS = st.sampled_from(["white", "black", ""])
 

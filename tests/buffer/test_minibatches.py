@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monarch_rl.algorithms.aggregation import Aggregation
+from monarch_rl.algorithms.losses import Aggregation
 from monarch_rl.buffer.order import Batch
 from monarch_rl.buffer.shards import Way, cut
 from monarch_rl.episode.episode import Group

@@ -12,7 +12,7 @@ import pytest
 import tyro
 
 from monarch_rl.algorithms.advantages import ADVANTAGES
-from monarch_rl.algorithms.composition import CORRECTIONS, POLICY_LOSSES
+from monarch_rl.algorithms.losses import CORRECTIONS, POLICY_LOSSES
 from monarch_rl.trainer.loss_settings import LossSettings
 from monarch_rl.trainer.objective import OBJECTIVES
 

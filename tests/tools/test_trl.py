@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from monarch_rl.algorithms.advantages import ADVANTAGES
-from monarch_rl.algorithms.aggregation import Aggregation
+from monarch_rl.algorithms.losses import Aggregation
 from tests import patience
 from tests.patience import wait_until
 from tools.make_tiny_model import Settings as ModelSettings

@@ -17,9 +17,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from monarch_rl.algorithms.advantages import ADVANTAGES, dr_grpo
-from monarch_rl.algorithms.aggregation import Aggregation
-from monarch_rl.algorithms.corrections import mismatch_k3
 from monarch_rl.algorithms.group_view import GroupView
+from monarch_rl.algorithms.losses import Aggregation, mismatch_k3
 from monarch_rl.buffer.order import Batch
 from monarch_rl.buffer.shards import Way, cut
 from monarch_rl.episode.packed import PackedGroup, pack_group

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from monarch_rl.algorithms.composition import CORRECTIONS, POLICY_LOSSES
 from monarch_rl.algorithms.functions import Columns, differentiates_entropy, needed_columns, other_token_columns
 from monarch_rl.algorithms.group_view import GroupView
+from monarch_rl.algorithms.losses import CORRECTIONS, POLICY_LOSSES
 from monarch_rl.trainer.advantages import with_overlong_penalty
 from monarch_rl.trainer.batch import MicroBatch, pack
 from monarch_rl.trainer.finite_episodes import finite_only

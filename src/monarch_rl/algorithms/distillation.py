@@ -11,11 +11,10 @@ from functools import partial
 
 import torch
 
-from monarch_rl.algorithms.branch_means import path_means, paths
 from monarch_rl.algorithms.functions import needs
 from monarch_rl.algorithms.group_view import GroupView, PerToken
-from monarch_rl.algorithms.kl import k2
-from monarch_rl.algorithms.returns import generalised_advantages
+from monarch_rl.algorithms.losses import k2
+from monarch_rl.algorithms.returns import generalised_advantages, path_means, paths
 
 LEAST = 1e-6
 """Probability of all other tokens together, of which float32 knows no less: a sum near 1 is rounded by 1e-7."""
@@ -53,7 +52,7 @@ sequence_distillation = partial(distillation, discount=1.0)
 
 def reverse_kl(logprobs: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
     """``(log pi - log teacher)^2 / 2``, float[N]: the estimate of KL(pi || teacher) whose gradient, as a part of the
-    loss, is that of the divergence at each token (:func:`monarch_rl.algorithms.kl.k2`): the loss of GKD
+    loss, is that of the divergence at each token (:func:`monarch_rl.algorithms.losses.k2`): the loss of GKD
     (arXiv:2306.13649) at beta 1, from the drawn token alone.
 
     Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import CodeType
 from typing import Any, TypeVar
 
@@ -123,3 +123,13 @@ class Columns(dict[str, T]):
             f"there is no column {name!r}, {here}. Decorate the function that reads it with @needs({name!r}) "
             "(monarch_rl.algorithms.functions), and give run.start() a stage that fills it"
         )
+
+
+"""Functions by the names that settings give them."""
+
+
+def named(registry: Mapping[str, T], name: str, kind: str) -> T:
+    """What has this name. Raises ValueError, with all names, if nothing has; ``kind``: what it is."""
+    if name not in registry:
+        raise ValueError(f"there is no {kind} {name!r}: give one of {', '.join(registry)}, or a function")
+    return registry[name]

@@ -1,18 +1,17 @@
 """Policy losses: pure functions of per-token tensors, each of shape [N] over the trainable tokens.
 
-Every loss returns the loss of each token, to be minimised, unreduced; :mod:`monarch_rl.algorithms.aggregation`
+Every loss returns the loss of each token, to be minimised, unreduced; :mod:`monarch_rl.algorithms.losses`
 gives each token its weight. ``old`` are the log-probs that a ratio ``r = exp(logprobs - old)`` is taken against. The
 table of all of them, with what to use when, is docs/algorithms.md.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import torch
-
-from monarch_rl.algorithms.corrections import LOG_RATIO_BOUND, capped_behaviour_weights
-from monarch_rl.algorithms.sequences import sequence_means
 
 
 class TokenLoss(NamedTuple):
@@ -192,3 +191,351 @@ def outside(ratio: torch.Tensor, low: float, high: float) -> torch.Tensor:
     """bool[N]: ratios outside a range, without gradient."""
     ratio = ratio.detach()
     return (ratio < low) | (ratio > high)
+
+
+"""How per-token losses become one number: the weight of each token, so that the loss is a plain sum.
+
+The normalisers are those of the whole batch, over all ranks and micro-batches, so that how a batch is cut does not
+change its gradient.
+"""
+
+
+Aggregation = Literal["token_mean", "sequence_mean", "constant"]
+
+
+def token_weights(
+    episode_lengths: torch.Tensor,
+    aggregation: Aggregation,
+    *,
+    batch_tokens: int,
+    batch_episodes: int,
+    max_tokens: int,
+) -> torch.Tensor:
+    """The weight of every trainable token of each episode.
+
+    - ``token_mean``: 1 / tokens of the batch (DAPO, arXiv:2503.14476).
+    - ``sequence_mean``: 1 / (tokens of the episode x episodes of the batch) (GRPO, arXiv:2402.03300).
+    - ``constant``: 1 / (max_tokens x episodes of the batch), free of the bias towards short right and long
+      wrong answers (Dr.GRPO, arXiv:2503.20783).
+
+    Args:
+        episode_lengths: int[E], trainable tokens of each episode.
+        batch_tokens: trainable tokens of the whole batch.
+        batch_episodes: episodes of the whole batch.
+        max_tokens: tokens that an episode may draw.
+
+    Returns:
+        float[E].
+
+    Raises:
+        ValueError: unknown aggregation.
+    """
+    lengths = episode_lengths.to(torch.float32)
+    match aggregation:
+        case "token_mean":
+            return torch.full_like(lengths, 1.0 / max(batch_tokens, 1))
+        case "sequence_mean":
+            return 1.0 / (lengths.clamp(min=1) * max(batch_episodes, 1))
+        case "constant":
+            return torch.full_like(lengths, 1.0 / (max_tokens * max(batch_episodes, 1)))
+    raise ValueError(f"unknown aggregation {aggregation!r}: token_mean, sequence_mean or constant")
+
+
+"""Off-policy corrections: weights for tokens that another policy drew. Pure functions over tokens [N].
+
+rho = pi_old (trainer) / pi_behaviour (engine), per token: it differs from 1 where the token was drawn under
+older weights and, slightly, where engine and trainer compute differently.
+"""
+
+
+LOG_RATIO_BOUND = 20.0
+"""Beyond ``exp(20)``, either way, a ratio is that and has no gradient: in float32 it would become infinite at 88, and
+infinity times an advantage of 0 is NaN."""
+
+
+def truncated_importance_weights(
+    old_logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor, cap: float = 2.0
+) -> torch.Tensor:
+    """``min(rho, cap)``, without gradient (IMPALA, arXiv:1802.01561; "TIS", Yao et al., 2025).
+
+    Args:
+        old_logprobs: float[N], the trainer's, when the batch was formed.
+        behaviour_logprobs: float[N], the engine's, when the token was drawn.
+        cap: the largest weight; larger lowers the bias and raises the variance.
+    """
+    return torch.exp(old_logprobs.detach() - behaviour_logprobs).clamp(max=cap)
+
+
+def icepop_weights(
+    old_logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor, low: float = 0.5, high: float = 2.0
+) -> torch.Tensor:
+    """rho where it is in [low, high], and 0 elsewhere, without gradient: tokens on which engine and trainer disagree
+    too much, either way, are dropped, not capped (IcePop, arXiv:2510.18855, which takes 0.5 and 5).
+
+    Args:
+        old_logprobs, behaviour_logprobs: float[N], as in :func:`truncated_importance_weights`.
+    """
+    rho = torch.exp(old_logprobs.detach() - behaviour_logprobs)
+    return torch.where((rho >= low) & (rho <= high), rho, 0.0)
+
+
+def capped_behaviour_weights(
+    old_logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor, cap: float = 5.0
+) -> torch.Tensor:
+    """rho, and 0 where it is above ``cap``, without gradient: the behaviour weight of the decoupled objective (AReaL,
+    arXiv:2505.24298).
+
+    Args:
+        old_logprobs, behaviour_logprobs: float[N], as in :func:`truncated_importance_weights`.
+    """
+    return icepop_weights(old_logprobs, behaviour_logprobs, 0.0, cap)
+
+
+def sequence_mask(
+    old_logprobs: torch.Tensor,
+    behaviour_logprobs: torch.Tensor,
+    sequences: torch.Tensor,
+    low: float = 0.99,
+    high: float = 1.01,
+) -> torch.Tensor:
+    """1 for tokens of sequences whose rho, the geometric mean over its tokens, is in [low, high], else 0: float[N].
+
+    One token that went wrong can spoil all that follow it, so the whole sequence goes (Liu et al., "When Speed Kills
+    Stability", 2025). The mean makes the bounds independent of the length.
+
+    Args:
+        old_logprobs, behaviour_logprobs: float[N].
+        sequences: int64[N], the sequence of each token.
+    """
+    rho = torch.exp(sequence_means(old_logprobs.detach() - behaviour_logprobs, sequences))
+    return ((rho >= low) & (rho <= high)).to(old_logprobs.dtype)
+
+
+def off_policy_sequence_mask(
+    logprobs: torch.Tensor,
+    behaviour_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    sequences: torch.Tensor,
+    max_kl: float = 1e-4,
+) -> torch.Tensor:
+    """0 for tokens of negative advantage in sequences that the policy has moved away from, else 1: float[N].
+
+    A sequence's estimate is the mean of ``log(pi_behaviour / pi)`` over its tokens; above ``max_kl`` it is dropped. A
+    model learns from its own mistakes, but from those of another it is only pushed away (DeepSeek-V3.2,
+    arXiv:2512.02556; 1e-4 is slime's default).
+
+    Args:
+        logprobs: float[N], of the policy being updated.
+        behaviour_logprobs, advantages: float[N].
+        sequences: int64[N].
+    """
+    distance = sequence_means(behaviour_logprobs - logprobs.detach(), sequences)
+    return ((advantages >= 0) | (distance <= max_kl)).to(logprobs.dtype)
+
+
+def finite_tokens(*logprobs: torch.Tensor) -> torch.Tensor:
+    """bool[N]: tokens whose log-probs are all finite. The others must be masked, and counted."""
+    finite = torch.ones_like(logprobs[0], dtype=torch.bool)
+    for values in logprobs:
+        finite &= torch.isfinite(values)
+    return finite
+
+
+def mismatch_k3(old_logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor) -> torch.Tensor:
+    """The k3 estimate of KL(behaviour || old) at each token: ``rho - 1 - log rho`` (Schulman, 2020), its exponent
+    within ``LOG_RATIO_BOUND``.
+
+    Its mean over tokens drawn under the trainer's own version is the mismatch of engine and trainer.
+    """
+    log_ratio = old_logprobs.detach() - behaviour_logprobs
+    return torch.expm1(log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)) - log_ratio
+
+
+def lag_discount(lags: torch.Tensor, factor: float) -> torch.Tensor:
+    """``factor ** lag``: stale tokens count less.
+
+    A heuristic: asynchronous SGD gains from steps that shrink with staleness (arXiv:1511.05950 divides by it), but that
+    work is not about single tokens, nor about language models. Unlike the importance weight it needs no log-prob, and
+    it is biased: it shrinks the update by the lag of its tokens.
+
+    Args:
+        lags: int[N], the version being updated minus the one that drew each token.
+        factor: 1 is off, 0 trains tokens of lag 0 only.
+
+    Returns:
+        float32[N].
+    """
+    return torch.pow(torch.tensor(factor, dtype=torch.float32, device=lags.device), lags)
+
+
+"""Policy losses and corrections by the names that settings give them, all called alike."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policies:
+    """Log-probs of N tokens under the policies that a loss compares, and what else a rule reads."""
+
+    new: torch.Tensor
+    """float32[N], with gradient: the policy being updated."""
+    old: torch.Tensor
+    """float32[N]: the trainer's at the start of the batch. With one update a batch it is the one being updated."""
+    behaviour: torch.Tensor
+    """float32[N]: the one that drew each token."""
+    ratio_to: torch.Tensor
+    """float32[N]: ``old`` or ``behaviour``."""
+    advantages: torch.Tensor
+    """float32[N]."""
+    sequences: torch.Tensor
+    """int64[N]."""
+
+
+class Parameters(Protocol):
+    """What rules read of ``LossSettings``, which says what they mean."""
+
+    @property
+    def clip(self) -> tuple[float, float]: ...
+    @property
+    def dual_clip(self) -> float: ...
+    @property
+    def tau_positive(self) -> float: ...
+    @property
+    def tau_negative(self) -> float: ...
+    @property
+    def max_change(self) -> float: ...
+    @property
+    def behaviour_cap(self) -> float: ...
+    @property
+    def importance_cap(self) -> float: ...
+    @property
+    def icepop_range(self) -> tuple[float, float]: ...
+    @property
+    def sequence_range(self) -> tuple[float, float]: ...
+    @property
+    def opsm_kl(self) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyLoss:
+    """A policy loss that can be named on the command line."""
+
+    rule: Callable[[Policies, Parameters], TokenLoss]
+    clip: tuple[float, float] | None = None
+    """``(clip_low, clip_high)`` by default; None does not clip."""
+    has_ratio: bool = True
+    """To the policy that ``ratio_to`` says."""
+    weighs_behaviour: bool = False
+    """It multiplies by pi_old / pi_behaviour itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """A correction that can be named on the command line."""
+
+    weights: Callable[[Policies, Parameters], torch.Tensor]
+    """float32[N], without gradient: what each token's loss is multiplied by."""
+    weighs_behaviour: bool = False
+    """It multiplies by pi_old / pi_behaviour; the others only drop sequences."""
+
+
+def _policy_gradient(p: Policies, _: Parameters) -> TokenLoss:
+    return TokenLoss(policy_gradient(p.new, p.advantages), torch.zeros_like(p.advantages, dtype=torch.bool))
+
+
+POLICY_LOSSES = {
+    "pg": PolicyLoss(_policy_gradient, has_ratio=False),
+    "ppo_clip": PolicyLoss(
+        lambda p, s: clipped_ratio(p.new, p.ratio_to, p.advantages, *s.clip, s.dual_clip), (0.2, 0.28)
+    ),
+    "cispo": PolicyLoss(lambda p, s: cispo(p.new, p.ratio_to, p.advantages, *s.clip), (1.0, 3.0)),
+    "gspo": PolicyLoss(lambda p, s: gspo(p.new, p.ratio_to, p.advantages, p.sequences, *s.clip), (3e-4, 4e-4)),
+    "sapo": PolicyLoss(lambda p, s: sapo(p.new, p.ratio_to, p.advantages, s.tau_positive, s.tau_negative)),
+    "dppo_tv": PolicyLoss(lambda p, s: dppo_tv(p.new, p.ratio_to, p.advantages, s.max_change)),
+    "decoupled": PolicyLoss(
+        lambda p, s: decoupled(p.new, p.old, p.behaviour, p.advantages, *s.clip, s.behaviour_cap),
+        (0.2, 0.2),
+        weighs_behaviour=True,
+    ),
+}
+"""By their names in the settings."""
+
+CORRECTIONS = {
+    "tis": Correction(lambda p, s: truncated_importance_weights(p.old, p.behaviour, s.importance_cap), True),
+    "icepop": Correction(lambda p, s: icepop_weights(p.old, p.behaviour, *s.icepop_range), True),
+    "sequence_mask": Correction(lambda p, s: sequence_mask(p.old, p.behaviour, p.sequences, *s.sequence_range)),
+    "opsm": Correction(lambda p, s: off_policy_sequence_mask(p.new, p.behaviour, p.advantages, p.sequences, s.opsm_kl)),
+}
+"""By their names in the settings. A token's weight is the product of all that are applied."""
+
+if TYPE_CHECKING:
+    PolicyLossName = str
+    CorrectionName = str
+else:
+    PolicyLossName = Literal[tuple(POLICY_LOSSES)]
+    CorrectionName = Literal[tuple(CORRECTIONS)]
+"""For settings, whose command line and check read the choices."""
+
+
+"""Estimates of the KL divergence from a reference, KL(pi || reference), at each drawn token. Pure functions over tokens
+[N].
+
+All three are unbiased or nearly so in value, for tokens drawn from pi (Schulman, "Approximating KL divergence", 2020).
+What differs is the gradient, where the estimate is a part of the loss (arXiv:2506.09477): that of ``k1`` is zero in
+expectation, whatever the reference; that of ``k2`` is the gradient of KL(pi || reference); that of ``k3`` is the
+gradient of KL(reference || pi). Where the estimate is taken from the advantage, that of ``k1`` alone is the gradient
+of KL(pi || reference). So ``k1`` belongs in the reward, ``k2`` in the loss, and ``k3``, GRPO's, is always at least 0
+and pulls towards all that the reference may say.
+"""
+
+
+Estimate = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""``(logprobs float[N] of pi, with gradient; reference log-probs float[N]) -> float[N]``."""
+
+
+def k1(logprobs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """``log pi - log reference``."""
+    return logprobs - reference
+
+
+def k2(logprobs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """``(log pi - log reference)^2 / 2``."""
+    return 0.5 * (logprobs - reference).square()
+
+
+def k3(logprobs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """``reference / pi - 1 - log(reference / pi)`` (GRPO, arXiv:2402.03300), its exponent within
+    ``LOG_RATIO_BOUND``."""
+    log_ratio = reference - logprobs
+    return torch.expm1(log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)) - log_ratio
+
+
+ESTIMATES: dict[str, Estimate] = {"k1": k1, "k2": k2, "k3": k3}
+"""By their names in the settings."""
+
+if TYPE_CHECKING:
+    EstimateName = str
+else:
+    EstimateName = Literal[tuple(ESTIMATES)]
+"""For settings, whose command line and check read the choices."""
+
+
+"""Sums and means over the tokens of each sequence. Pure functions over tokens [N]."""
+
+
+def sequence_means(values: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor:
+    """The mean over a token's whole sequence, at each token.
+
+    Args:
+        values: float[N].
+        sequences: int64[N], the sequence of each token: any numbers from 0 on.
+
+    Returns:
+        float[N].
+    """
+    counts = torch.bincount(sequences)
+    sums = torch.zeros(len(counts), dtype=values.dtype, device=values.device).index_add(0, sequences, values)
+    return (sums / counts.clamp(min=1))[sequences]
+
+
+def whole_sequences(tokens: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor:
+    """bool[N]: tokens of sequences all of whose tokens are in ``tokens``, bool[N]."""
+    return sequence_means((~tokens).float(), sequences) == 0

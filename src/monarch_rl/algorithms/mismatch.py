@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from monarch_rl.algorithms.corrections import finite_tokens, mismatch_k3
+from monarch_rl.algorithms.losses import finite_tokens, mismatch_k3
 
 LOWEST, HIGHEST, PER_DECADE = -8, 2, 8
 """Decades of absolute differences that have bins, and bins of each decade: a quantile is right within a factor of
@@ -51,7 +51,7 @@ def figures(trainer: torch.Tensor, engine: torch.Tensor, low: float, high: float
 
     Returns:
         Of |trainer - engine|: ``mean``, exact quantiles ``p50``, ``p90``, ``p99``, ``p99_9``, and ``max``; ``k3``
-        (:func:`monarch_rl.algorithms.corrections.mismatch_k3`); ``outside``, the share of tokens whose ratio lies
+        (:func:`monarch_rl.algorithms.losses.mismatch_k3`); ``outside``, the share of tokens whose ratio lies
         outside the bounds; and ``nonfinite``, the share of tokens that all other figures leave out because one of their
         log-probs is not finite. ``tokens`` is N.
 

@@ -20,7 +20,7 @@ import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from torch.nn.functional import scaled_dot_product_attention
 
-from monarch_rl.algorithms.padding import Padding, runs_of_similar_size
+from monarch_rl.algorithms.packing import Padding, runs_of_similar_size
 
 PADDING = Padding(waste=1.0, free_pairs=16_384)
 """Of a call; within three tenths of the best for each load of ``python benchmarks/padding.py``."""

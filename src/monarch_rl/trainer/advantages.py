@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from monarch_rl.algorithms.branch_means import branch_means, paths
+from monarch_rl.algorithms.advantages import overlong_penalty, part
 from monarch_rl.algorithms.functions import Columns, is_of_batch, place_of
 from monarch_rl.algorithms.group_view import Advantage, GroupView, PerToken, PerTurn
-from monarch_rl.algorithms.seats import part
-from monarch_rl.algorithms.shaping import overlong_penalty
+from monarch_rl.algorithms.returns import branch_means, paths
 from monarch_rl.episode.shard import BatchOutcomes
 from monarch_rl.trainer.loss_settings import LossSettings
 

@@ -19,7 +19,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 import torch
 
-from monarch_rl.algorithms.padding import Padding, runs_of_similar_size
+from monarch_rl.algorithms.packing import Padding, runs_of_similar_size
 
 PADDING = Padding(waste=0.25, free_pairs=4096)
 """Of an SDPA call on a CPU: within a fifth of the best for each load of ``python benchmarks/padding.py``."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from monarch_rl.algorithms.aggregation import Aggregation, token_weights
 from monarch_rl.algorithms.functions import Columns
+from monarch_rl.algorithms.losses import Aggregation, token_weights
 from monarch_rl.episode.episode import NO_VERSION, Episode
 from monarch_rl.episode.shard import BatchShard, MiniBatch
 from monarch_rl.trainer.advantages import BatchAdvantages

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from monarch_rl.algorithms.corrections import finite_tokens
 from monarch_rl.algorithms.functions import Columns
-from monarch_rl.algorithms.sequences import whole_sequences
+from monarch_rl.algorithms.losses import finite_tokens, whole_sequences
 from monarch_rl.trainer.batch import MicroBatch
 from monarch_rl.trainer.token_logprobs import TokenLogprobs
 

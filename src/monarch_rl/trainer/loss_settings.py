@@ -6,9 +6,15 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from monarch_rl.algorithms.advantages import AdvantageName
-from monarch_rl.algorithms.aggregation import Aggregation
-from monarch_rl.algorithms.composition import CORRECTIONS, POLICY_LOSSES, CorrectionName, PolicyLoss, PolicyLossName
-from monarch_rl.algorithms.kl import EstimateName
+from monarch_rl.algorithms.losses import (
+    CORRECTIONS,
+    POLICY_LOSSES,
+    Aggregation,
+    CorrectionName,
+    EstimateName,
+    PolicyLoss,
+    PolicyLossName,
+)
 from monarch_rl.settings.ranges import CheckedSettings, Range
 
 WIDE_FOR_SEQUENCES = 0.01

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from monarch_rl.algorithms import corrections, kl, losses, shaping
-from monarch_rl.algorithms.composition import CORRECTIONS, POLICY_LOSSES, Policies
+from monarch_rl.algorithms import losses
 from monarch_rl.algorithms.distillation import reverse_kl, top_columns, top_k_divergence
 from monarch_rl.algorithms.functions import entropy_gradient, needs, other_tokens, place_of
+from monarch_rl.algorithms.advantages import positives_only
+from monarch_rl.algorithms.losses import CORRECTIONS, POLICY_LOSSES, Policies
 from monarch_rl.algorithms.mismatch import BINS, histogram
 from monarch_rl.observe.registry import find
 from monarch_rl.trainer.batch import MicroBatch
@@ -156,13 +157,13 @@ def _total(
     loss = loss * importance
     sums = _sums(output, batch, policies) | {"importance_weight": importance.sum()}
     if settings.kl_coefficient:
-        divergence = kl.ESTIMATES[settings.estimates_kl_by](policies.new, batch.columns[REFERENCE])
+        divergence = losses.ESTIMATES[settings.estimates_kl_by](policies.new, batch.columns[REFERENCE])
         sums["kl_reference"] = divergence.detach().sum()
         if settings.kl_in == "loss":
             loss = loss + settings.kl_coefficient * _importance_of_kl(policies, settings) * divergence
     if settings.entropy_coefficient:
         loss = loss - settings.entropy_coefficient * output.entropies
-    weights = batch.weights * corrections.lag_discount(batch.lags, settings.lag_discount)
+    weights = batch.weights * losses.lag_discount(batch.lags, settings.lag_discount)
     return (loss * weights).sum(), sums
 
 
@@ -173,7 +174,7 @@ def _importance_of_kl(policies: Policies, settings: LossSettings) -> torch.Tenso
     if not settings.weighs_behaviour:
         return importance
     cap = settings.importance_cap
-    return importance * corrections.truncated_importance_weights(policies.old, policies.behaviour, cap)
+    return importance * losses.truncated_importance_weights(policies.old, policies.behaviour, cap)
 
 
 def _policies(output: TokenLogprobs, batch: MicroBatch, settings: LossSettings) -> Policies:
@@ -181,10 +182,10 @@ def _policies(output: TokenLogprobs, batch: MicroBatch, settings: LossSettings) 
     old, behaviour = batch.columns.get(OLD, output.logprobs.detach()), batch.behaviour_logprobs
     advantages = batch.advantages
     if settings.takes_kl_from_reward:
-        divergence = kl.ESTIMATES[settings.estimates_kl_by](old, batch.columns[REFERENCE])  # one for all updates
+        divergence = losses.ESTIMATES[settings.estimates_kl_by](old, batch.columns[REFERENCE])  # one for all updates
         advantages = advantages - settings.kl_coefficient * divergence
     if settings.positives_only:
-        advantages = shaping.positives_only(advantages)
+        advantages = positives_only(advantages)
     ratio_to = old if settings.ratio_to == "trainer" else behaviour
     return Policies(output.logprobs, old, behaviour, ratio_to, advantages, batch.sequences)
 
@@ -192,7 +193,7 @@ def _policies(output: TokenLogprobs, batch: MicroBatch, settings: LossSettings) 
 def _sums(output: TokenLogprobs, batch: MicroBatch, policies: Policies) -> Sums:
     """What is measured whatever the objective is."""
     new, difference, on_policy = policies.new.detach(), policies.old - policies.behaviour, batch.lags == 0
-    mismatch = corrections.mismatch_k3(policies.old, policies.behaviour)
+    mismatch = losses.mismatch_k3(policies.old, policies.behaviour)
     return {
         "tokens": torch.ones_like(new).sum(),
         "entropy": output.entropies.detach().sum(),

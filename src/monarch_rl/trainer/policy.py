@@ -23,12 +23,12 @@ from torchtitan.distributed import ParallelDims  # noqa: E402
 from torchtitan.distributed import utils as dist_utils  # noqa: E402
 from torchtitan.models.common.decoder import Decoder  # noqa: E402
 
-from monarch_rl.algorithms.corrections import mismatch_k3  # noqa: E402
 from monarch_rl.algorithms.functions import (  # noqa: E402
     differentiates_entropy,
     needed_columns,
     other_token_columns,
 )
+from monarch_rl.algorithms.losses import mismatch_k3  # noqa: E402
 from monarch_rl.model.folder import sparse_layers  # noqa: E402
 from monarch_rl.runtime import device_work  # noqa: E402
 from monarch_rl.runtime.store import join_world  # noqa: E402
