@@ -1,4 +1,4 @@
-"""Advantages: how much better a sequence was than others. Pure functions of a :class:`GroupView`.
+"""Advantages (how much better a sequence was than others) and changes of rewards: functions of a :class:`GroupView`.
 
 An advantage of your own is a function of the recipe, given to ``run.start(advantage=...)``.
 """
@@ -154,7 +154,7 @@ else:
 """For settings, whose command line and check read its choices."""
 
 
-"""Advantages of several seats: each is compared with its own kind."""
+# -- advantages of several seats: each is compared with its own kind --------------------------------------------------
 
 
 class BySeat:
@@ -250,7 +250,7 @@ def _forks_among(group: GroupView, places: list[int]) -> list[tuple[int, int] | 
     return found
 
 
-"""Changes of rewards and advantages that stand beside any objective. Pure functions."""
+# -- changes of rewards and advantages that go with any objective -----------------------------------------------------
 
 
 def overlong_penalty(lengths: torch.Tensor, max_tokens: int, buffer: int) -> torch.Tensor:

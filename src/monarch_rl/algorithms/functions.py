@@ -1,4 +1,4 @@
-"""What a recipe's own advantage or objective says about itself, and how messages call it."""
+"""What advantages and objectives declare about themselves, and how they are looked up and named in messages."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class Columns(dict[str, T]):
         )
 
 
-"""Functions by the names that settings give them."""
+# -- functions by the names that settings give them -------------------------------------------------------------------
 
 
 def named(registry: Mapping[str, T], name: str, kind: str) -> T:

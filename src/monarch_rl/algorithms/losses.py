@@ -1,8 +1,9 @@
-"""Policy losses: pure functions of per-token tensors, each of shape [N] over the trainable tokens.
+"""The loss of a batch: policy losses, off-policy corrections, KL estimates, and how tokens are weighted into a sum.
 
-Every loss returns the loss of each token, to be minimised, unreduced; :mod:`monarch_rl.algorithms.losses`
-gives each token its weight. ``old`` are the log-probs that a ratio ``r = exp(logprobs - old)`` is taken against. The
-table of all of them, with what to use when, is docs/algorithms.md.
+All are pure functions of per-token tensors, each of shape [N] over the trainable tokens. A policy loss returns the loss
+of each token, to be minimised, unreduced; :func:`token_weights` gives each token its weight. ``old`` are the log-probs
+that a ratio ``r = exp(logprobs - old)`` is taken against. The table of all of them, with what to use when, is
+docs/algorithms.md.
 """
 
 from __future__ import annotations
@@ -193,12 +194,9 @@ def outside(ratio: torch.Tensor, low: float, high: float) -> torch.Tensor:
     return (ratio < low) | (ratio > high)
 
 
-"""How per-token losses become one number: the weight of each token, so that the loss is a plain sum.
-
-The normalisers are those of the whole batch, over all ranks and micro-batches, so that how a batch is cut does not
-change its gradient.
-"""
-
+# -- how per-token losses become one number: each token's weight, so that the loss is a plain sum ---------------------
+# The normalisers are those of the whole batch, over all ranks and micro-batches, so that how a batch is cut does not
+# change its gradient.
 
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 
@@ -241,12 +239,9 @@ def token_weights(
     raise ValueError(f"unknown aggregation {aggregation!r}: token_mean, sequence_mean or constant")
 
 
-"""Off-policy corrections: weights for tokens that another policy drew. Pure functions over tokens [N].
-
-rho = pi_old (trainer) / pi_behaviour (engine), per token: it differs from 1 where the token was drawn under
-older weights and, slightly, where engine and trainer compute differently.
-"""
-
+# -- off-policy corrections: weights of tokens that another policy sampled --------------------------------------------
+# rho = pi_old (trainer) / pi_behaviour (engine), per token: it differs from 1 where the token was drawn under older
+# weights and, slightly, where engine and trainer compute differently.
 
 LOG_RATIO_BOUND = 20.0
 """Beyond ``exp(20)``, either way, a ratio is that and has no gradient: in float32 it would become infinite at 88, and
@@ -368,7 +363,7 @@ def lag_discount(lags: torch.Tensor, factor: float) -> torch.Tensor:
     return torch.pow(torch.tensor(factor, dtype=torch.float32, device=lags.device), lags)
 
 
-"""Policy losses and corrections by the names that settings give them, all called alike."""
+# -- policy losses and corrections by the names that settings give them, all called alike -----------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -475,17 +470,15 @@ else:
 """For settings, whose command line and check read the choices."""
 
 
-"""Estimates of the KL divergence from a reference, KL(pi || reference), at each drawn token. Pure functions over tokens
-[N].
-
-All three are unbiased or nearly so in value, for tokens drawn from pi (Schulman, "Approximating KL divergence", 2020).
-What differs is the gradient, where the estimate is a part of the loss (arXiv:2506.09477): that of ``k1`` is zero in
-expectation, whatever the reference; that of ``k2`` is the gradient of KL(pi || reference); that of ``k3`` is the
-gradient of KL(reference || pi). Where the estimate is taken from the advantage, that of ``k1`` alone is the gradient
-of KL(pi || reference). So ``k1`` belongs in the reward, ``k2`` in the loss, and ``k3``, GRPO's, is always at least 0
-and pulls towards all that the reference may say.
-"""
-
+# -- estimates of the KL divergence from a reference, KL(pi || reference), at each sampled token ----------------------
+# Pure functions over tokens [N].
+#
+# All three are unbiased or nearly so in value, for tokens drawn from pi (Schulman, "Approximating KL divergence",
+# 2020). What differs is the gradient, where the estimate is a part of the loss (arXiv:2506.09477): that of ``k1`` is
+# zero in expectation, whatever the reference; that of ``k2`` is the gradient of KL(pi || reference); that of ``k3``
+# is the gradient of KL(reference || pi). Where the estimate is taken from the advantage, that of ``k1`` alone is the
+# gradient of KL(pi || reference). So ``k1`` belongs in the reward, ``k2`` in the loss, and ``k3``, GRPO's, is always
+# at least 0 and pulls towards all that the reference may say.
 
 Estimate = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """``(logprobs float[N] of pi, with gradient; reference log-probs float[N]) -> float[N]``."""
@@ -518,7 +511,7 @@ else:
 """For settings, whose command line and check read the choices."""
 
 
-"""Sums and means over the tokens of each sequence. Pure functions over tokens [N]."""
+# -- sums and means over the tokens of each sequence ------------------------------------------------------------------
 
 
 def sequence_means(values: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Which episode goes into which micro-batch of which trainer rank, where what episodes share is computed once."""
+"""How a batch is divided: into micro-batches of each trainer rank, and within them into sequences padded together."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def _episodes(groups: Sequence[SharingGroup], of_bin: _Bin) -> list[tuple[int, i
     return sorted((index, groups[index].order[place]) for index, places in of_bin.places.items() for place in places)
 
 
-"""Which sequences are padded to each other, so that one call attends to them all."""
+# -- which sequences are padded to each other, so that one call attends to them all -----------------------------------
 
 
 class Padding(NamedTuple):

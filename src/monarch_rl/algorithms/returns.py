@@ -1,5 +1,4 @@
-"""Returns and values of tokens: what was given after them, and what a critic thought that it would be. Pure
-functions."""
+"""Returns, values and advantages of single tokens: after a reward, under a critic, before a fork. Pure functions."""
 
 from __future__ import annotations
 
@@ -103,8 +102,7 @@ def explained_variance(values: torch.Tensor, returns: torch.Tensor) -> float:
     return float(1 - left / spread) if spread > 0 else 0.0
 
 
-"""The advantage of tokens that were drawn before a fork: the mean over the branches that begin with them."""
-
+# -- advantages of tokens before a fork: the mean over the branches that begin with them ------------------------------
 
 Forks = Sequence[tuple[int, int] | None]
 """Of each sequence of a play: ``(an earlier one, n)``, whose first n turns it begins with; None of none."""

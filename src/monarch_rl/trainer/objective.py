@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from monarch_rl.algorithms import losses
+from monarch_rl.algorithms.advantages import positives_only
 from monarch_rl.algorithms.distillation import reverse_kl, top_columns, top_k_divergence
 from monarch_rl.algorithms.functions import entropy_gradient, needs, other_tokens, place_of
-from monarch_rl.algorithms.advantages import positives_only
 from monarch_rl.algorithms.losses import CORRECTIONS, POLICY_LOSSES, Policies
 from monarch_rl.algorithms.mismatch import BINS, histogram
 from monarch_rl.observe.registry import find
