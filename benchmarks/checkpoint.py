@@ -37,7 +37,7 @@ from reporting import run_benchmark, short
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from monarch_rl.buffer.order import Batch  # noqa: E402
+from monarch_rl.buffer.groups import Batch  # noqa: E402
 from monarch_rl.buffer.shards import Way, cut  # noqa: E402
 from monarch_rl.checkpoint import folders  # noqa: E402
 from monarch_rl.checkpoint.folders import Manifest, newest_whole  # noqa: E402

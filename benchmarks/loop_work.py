@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import tyro
 
-from monarch_rl.buffer.order import Batch
+from monarch_rl.buffer.groups import Batch
 from monarch_rl.buffer.shards import Way, cut
 from monarch_rl.episode.episode import Episode, Group, Turn
 from monarch_rl.episode.packed import PackedGroup, pack_group

@@ -34,7 +34,7 @@ from trl_sides import ROOT, make_model
 
 from monarch_rl.algorithms.advantages import ADVANTAGES, grpo
 from monarch_rl.algorithms.group_view import Advantage
-from monarch_rl.buffer.order import Batch
+from monarch_rl.buffer.groups import Batch
 from monarch_rl.buffer.shards import Way, cut
 from monarch_rl.episode.episode import Episode, Group, Turn
 from monarch_rl.episode.packed import PackedGroup, pack_group

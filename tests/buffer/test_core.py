@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from monarch_rl.buffer.core import BufferCore
+from monarch_rl.buffer.core import BufferCore, token_lags
 from monarch_rl.buffer.groups import ATTEMPTS
 from monarch_rl.buffer.ledger import (
     EQUAL_REWARDS,
@@ -18,7 +18,6 @@ from monarch_rl.buffer.ledger import (
     RUN_ENDED,
     STALE,
 )
-from monarch_rl.buffer.rules import token_lags
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.episode.packed import PackedGroup, pack_group
 from tests.buffer.helpers import core, group, mean_lag, packed

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from monarch_rl.algorithms.losses import Aggregation
-from monarch_rl.buffer.order import Batch
+from monarch_rl.buffer.groups import Batch
 from monarch_rl.buffer.shards import Way, cut
 from monarch_rl.episode.episode import Group
 from monarch_rl.episode.packed import PackedGroup, pack_group

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from monarch_rl.buffer.order import Batch
+from monarch_rl.buffer.groups import Batch
 from monarch_rl.buffer.shards import Way, cut
 from monarch_rl.checkpoint import journal
 from monarch_rl.checkpoint.journal import FILES, JournalReader, JournalWriter, Made, files_of

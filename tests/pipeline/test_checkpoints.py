@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
+from monarch_rl.buffer.actor import read_state
 from monarch_rl.buffer.settings import BufferSettings
-from monarch_rl.buffer.state_file import read_state
 from monarch_rl.checkpoint import folders
 from monarch_rl.checkpoint.folders import GROUPS, TRAINER, complete, newest_whole, read_manifest
 from monarch_rl.checkpoint.journal import LOST

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 from monarch_rl.algorithms.packing import SharingGroup, plan_microbatches
-from monarch_rl.buffer.order import Batch
+from monarch_rl.buffer.groups import Batch
 from monarch_rl.buffer.shards import Way, cut
 from monarch_rl.episode.episode import Episode, Group, Turn
 from monarch_rl.episode.packed import PackedGroup, pack_group

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from monarch_rl.algorithms.advantages import gae
-from monarch_rl.buffer.order import Batch
+from monarch_rl.buffer.groups import Batch
 from monarch_rl.buffer.shards import Way, cut
 from monarch_rl.checkpoint.tensors import CannotWrite
 from monarch_rl.episode.packed import PackedGroup, pack_group

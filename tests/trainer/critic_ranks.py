@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from monarch_rl.algorithms.advantages import gae
 from monarch_rl.algorithms.functions import needs
 from monarch_rl.algorithms.group_view import GroupView
-from monarch_rl.buffer.order import Batch
+from monarch_rl.buffer.groups import Batch
 from monarch_rl.buffer.shards import Way, cut
 from monarch_rl.checkpoint.tensors import local_of
 from monarch_rl.episode.episode import Group

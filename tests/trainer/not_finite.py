@@ -26,7 +26,7 @@ import torch.distributed as dist
 from monarch_rl.algorithms.advantages import SeatBaselines, gae
 from monarch_rl.algorithms.functions import needs
 from monarch_rl.algorithms.group_view import Advantage, GroupView
-from monarch_rl.buffer.order import Batch
+from monarch_rl.buffer.groups import Batch
 from monarch_rl.buffer.shards import Way, cut
 from monarch_rl.episode.packed import PackedGroup, pack_group
 from monarch_rl.episode.shard import PackedShard

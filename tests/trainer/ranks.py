@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from monarch_rl.algorithms.advantages import ADVANTAGES, dr_grpo
 from monarch_rl.algorithms.group_view import GroupView
 from monarch_rl.algorithms.losses import Aggregation, mismatch_k3
-from monarch_rl.buffer.order import Batch
+from monarch_rl.buffer.groups import Batch
 from monarch_rl.buffer.shards import Way, cut
 from monarch_rl.episode.packed import PackedGroup, pack_group
 from monarch_rl.episode.shard import BatchShard, PackedShard

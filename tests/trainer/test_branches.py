@@ -20,7 +20,7 @@ platform.prepare()
 from monarch_rl.algorithms.group_view import GroupView  # noqa: E402
 from monarch_rl.algorithms.losses import Aggregation  # noqa: E402
 from monarch_rl.algorithms.returns import branch_means  # noqa: E402
-from monarch_rl.buffer.order import Batch  # noqa: E402
+from monarch_rl.buffer.groups import Batch  # noqa: E402
 from monarch_rl.buffer.shards import Way, cut  # noqa: E402
 from monarch_rl.episode.episode import Episode, Group, Turn  # noqa: E402
 from monarch_rl.episode.group_bound import UNBOUNDED  # noqa: E402

@@ -10,8 +10,13 @@ another.
 from __future__ import annotations
 
 import asyncio
+import json
+import math
+import os
+import struct
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,12 +25,10 @@ import numpy as np
 
 from monarch_rl.buffer.core import BufferCore
 from monarch_rl.buffer.failures import FailureReports
+from monarch_rl.buffer.groups import Batch
 from monarch_rl.buffer.ledger import Counts
-from monarch_rl.buffer.order import Batch
-from monarch_rl.buffer.report import Lease, report, waits
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.buffer.shards import CutBatch, Way
-from monarch_rl.buffer.state_file import read_state, write_state
 from monarch_rl.buffer.waiting import Interruptions, Line
 from monarch_rl.episode.group_bound import UNBOUNDED, GroupBound
 from monarch_rl.episode.packed import PackedGroup
@@ -35,6 +38,7 @@ from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import DeadlineExceeded, now
 from monarch_rl.runtime.endpoint import concurrent_endpoint, lasting_endpoint
 from monarch_rl.runtime.heap import freeze_heap
+from monarch_rl.runtime.presence import Wait
 
 SLOT_DEADLINE = "rollout.slot-deadline-s"
 
@@ -325,3 +329,99 @@ class Buffer(FailureReports):
 
     def _report(self) -> str:
         return report(self._core, self._leases)
+
+
+"""What the buffer says about itself: who holds which group since when, and what the next batch misses."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Who plays a group, and since when (:func:`now`, seconds)."""
+
+    worker: str
+    since: float
+    attempt: int = 0
+
+
+def report(core: BufferCore, leases: Mapping[int, Lease]) -> str:
+    """One line on the slots, the drops and who holds which group since when."""
+    counts, moment = core.counts(), now()
+    holders = [
+        f"group {group_id} by {lease.worker} for {moment - lease.since:.1f} s" for group_id, lease in leases.items()
+    ]
+    missing = core.missing()
+    playing = [str(group_id) for group_id in missing if group_id is not None]
+    unadmitted = len(missing) - len(playing)
+    next_batch = f"groups {', '.join(playing)}" if playing else "no admitted group"
+    if unadmitted:
+        next_batch += f" and {unadmitted} that no worker has asked for"
+    return (
+        f"policy version {counts.version}, published {counts.published}; slots: "
+        f"{'any number' if counts.slots is None else f'{counts.slots_free} free of {counts.slots}'}, "
+        f"{counts.playing} playing, {counts.complete} complete, {counts.taken} in training, "
+        f"{f'{counts.again} trained and kept for another time, ' if counts.again else ''}"
+        f"{counts.unpublished} trained and not published; the next batch misses "
+        f"{next_batch if missing else 'nothing'}; {counts.nbytes / 2**20:.1f} MiB; "
+        f"held: {'; '.join(holders) or 'none'}; "
+        f"dropped so far: {counts.dropped or 'none'}"
+    )
+
+
+def waits(core: BufferCore, leases: Mapping[int, Lease]) -> list[Wait]:
+    """What the next batch lacks, as waits: groups on who plays them, new ones on workers and on what frees slots.
+
+    Called on another thread: it only reads what is right at every moment.
+    """
+    missing = core.missing()
+    here = f"{core.groups_per_step - len(missing)} of {core.groups_per_step} groups of the batch are in"
+    owed = []
+    for group_id in missing:
+        lease = leases.get(group_id) if group_id is not None else None
+        if lease is not None:
+            what = f"group {group_id}, held by {lease.worker} ({here})"
+            owed.append(Wait("buffer", what, lease.worker, lease.since, math.inf))
+    if None in missing:
+        moment = time.monotonic()  # on another thread than the event loop's
+        owed.append(Wait("buffer", f"workers to start groups ({here})", "rollout workers", moment, math.inf))
+        if core.version > core.published_version:
+            what = f"version {core.version} to be served, which frees slots ({here})"
+            owed.append(Wait("buffer", what, "controller", moment, math.inf))
+    return owed
+
+
+"""The buffer's part of a checkpoint: one file with complete groups as their bytes, and what else the core knows.
+
+    4 bytes "BUF3", 8 bytes length of the header, the header (JSON), then the groups one after the other
+
+The header is :meth:`BufferCore.state` with the number of bytes in place of each complete group.
+"""
+
+
+FORMAT = b"BUF3"
+"""The last character is the version of the format."""
+_LENGTH = struct.Struct("<Q")
+
+
+def write_state(path: Path, state: dict[str, Any]) -> None:
+    """Write what :meth:`BufferCore.state` gave, and have the disk hold it. Raises OSError."""
+    groups = [group for *_, group in state["live"] if group is not None]
+    live = [(*place, None if group is None else len(group)) for *place, group in state["live"]]
+    header = json.dumps(state | {"live": live}, separators=(",", ":")).encode()
+    with path.open("wb") as file:
+        file.write(FORMAT + _LENGTH.pack(len(header)) + header)
+        for group in groups:
+            file.write(group)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The inverse of :func:`write_state`. Raises OSError, and ValueError for another format or missing bytes."""
+    with path.open("rb") as file:
+        start = file.read(len(FORMAT) + _LENGTH.size)
+        if start[: len(FORMAT)] != FORMAT:
+            raise ValueError(f"{path} cannot be read: its format is {start[: len(FORMAT)]!r}, not {FORMAT!r}")
+        state: dict[str, Any] = json.loads(file.read(_LENGTH.unpack(start[len(FORMAT) :])[0]))
+        state["live"] = [(*place, None if nbytes is None else file.read(nbytes)) for *place, nbytes in state["live"]]
+    state["attempts"] = {int(group_id): attempt for group_id, attempt in state["attempts"].items()}
+    return state

@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from monarch_rl.algorithms.packing import SharingGroup, plan_microbatches
-from monarch_rl.buffer.order import Batch
+from monarch_rl.buffer.groups import Batch
 from monarch_rl.episode.shard import MiniBatch, PackedShard, outcomes
 
 
