@@ -331,7 +331,7 @@ class Buffer(FailureReports):
         return report(self._core, self._leases)
 
 
-"""What the buffer says about itself: who holds which group since when, and what the next batch misses."""
+# -- status: who holds which group since when, and what the next batch misses -----------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,13 +389,10 @@ def waits(core: BufferCore, leases: Mapping[int, Lease]) -> list[Wait]:
     return owed
 
 
-"""The buffer's part of a checkpoint: one file with complete groups as their bytes, and what else the core knows.
-
-    4 bytes "BUF3", 8 bytes length of the header, the header (JSON), then the groups one after the other
-
-The header is :meth:`BufferCore.state` with the number of bytes in place of each complete group.
-"""
-
+# -- the buffer's part of a checkpoint: one file with complete groups as bytes, and the core's state ------------------
+#     4 bytes "BUF3", 8 bytes length of the header, the header (JSON), then the groups one after the other
+#
+# The header is :meth:`BufferCore.state` with the number of bytes in place of each complete group.
 
 FORMAT = b"BUF3"
 """The last character is the version of the format."""

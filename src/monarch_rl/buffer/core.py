@@ -2,7 +2,7 @@
 
 A group needs a *slot* to start (``admit``); there are ``((max_policy_lag + 1) * groups_per_step - window) / replay`` of
 them, rounded up. The batch that updates version ``v`` is made of the first ``groups_per_step`` complete groups in line,
-but no group is overtaken by more than ``window`` others before it is trained (``take``, ``order.py``). A trained group
+but no group is overtaken by more than ``window`` others before it is trained (``take``, ``next_batch``). A trained group
 goes to the end of the line, until ``replay`` batches had it or the bound ends it. A slot returns when its group is
 dropped, or when the version made from its last batch is *published*, that is, served by every generator. It follows
 that no token is trained more than ``max_policy_lag`` versions after the one that drew it: docs/buffer.md has the
@@ -41,9 +41,8 @@ from monarch_rl.episode.ticket import Ticket
 
 
 class BufferCore:
-    """The state machine of the module's rules.
-
-    What can be understood alone is in ``groups.py``, ``budget.py``, ``order.py``, ``rules.py`` and ``ledger.py``.
+    """The state machine of the module's rules. Its parts can be understood alone: ``LiveGroups`` and ``next_batch`` in
+    ``groups.py``, ``Ledger`` in ``ledger.py``, :class:`ByteBudget` and :class:`Rules` below.
 
     Args:
         groups_per_step: groups of a batch.
@@ -417,7 +416,7 @@ class BufferCore:
         return core
 
 
-"""The bytes of complete groups, and those promised to workers, within a limit."""
+# -- the bytes of complete groups, and those promised to workers, within a limit --------------------------------------
 
 
 class ByteBudget:
@@ -469,7 +468,7 @@ class ByteBudget:
         self.used -= live.nbytes
 
 
-"""What is left out of training, and why: the rules of the settings, and the assertion behind them."""
+# -- what is left out of training, and why: the rules of the settings, and the assertion behind them ------------------
 
 
 @dataclass(frozen=True, slots=True)

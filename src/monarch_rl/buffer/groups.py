@@ -1,4 +1,4 @@
-"""The groups that may come into a batch: who is played, who waits for a worker, who is complete or trained again."""
+"""The groups that may come into a batch, from their start to their last batch, and the order in which batches take them."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ class LiveGroups:
         return groups
 
 
-"""Which groups make the next batch: the first complete ones, but none overtaken by more groups than the window."""
+# -- the next batch: the first complete groups, none overtaken by more than the window allows -------------------------
 
 
 @dataclass(slots=True)
