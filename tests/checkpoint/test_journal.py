@@ -19,9 +19,20 @@ from hypothesis.extra import numpy as arrays
 from monarch_rl.buffer.groups import Batch
 from monarch_rl.buffer.shards import Way, cut
 from monarch_rl.checkpoint import journal
-from monarch_rl.checkpoint.journal import FILES, JournalReader, JournalWriter, Made, files_of
-from monarch_rl.checkpoint.records import MAGIC, OVERHEAD, Record, pack_record, read_records
-from monarch_rl.checkpoint.values import decode, encode
+from monarch_rl.checkpoint.journal import (
+    FILES,
+    MAGIC,
+    OVERHEAD,
+    JournalReader,
+    JournalWriter,
+    Made,
+    Record,
+    decode,
+    encode,
+    files_of,
+    pack_record,
+    read_records,
+)
 from monarch_rl.episode.packed import PackedGroup, pack_group
 from monarch_rl.episode.shard import MiniBatch, PackedShard, SupervisedShard
 from tests.buffer.helpers import group

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from monarch_rl.checkpoint.replacing import finish_all, finish_replacing, partial_folder, replace_folder
+from monarch_rl.checkpoint.folders import finish_all, finish_replacing, partial_folder, replace_folder
 from tests import patience
 
 
@@ -22,11 +22,11 @@ def written(folder: Path, text: str) -> None:
 KILLED = """
 import os, sys
 from pathlib import Path
-from monarch_rl.checkpoint.replacing import replace_folder
+from monarch_rl.checkpoint.folders import replace_folder
 from tests.checkpoint.test_replacing import written
 top, left = Path(sys.argv[1]), 0
 def killed(frame, event, argument):
-    if event == "call" and frame.f_code.co_filename.endswith(("checkpoint/replacing.py", "shutil.py")):
+    if event == "call" and frame.f_code.co_filename.endswith(("checkpoint/folders.py", "shutil.py")):
         def line(frame, event, argument):
             global left
             left -= event == "line"

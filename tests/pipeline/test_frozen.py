@@ -18,7 +18,7 @@ import pytest
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError
 
-from monarch_rl.checkpoint.replacing import partial_folder
+from monarch_rl.checkpoint.folders import partial_folder
 from monarch_rl.episode.sampling import GenerationError
 from monarch_rl.generator.connection import ReplicaLost
 from monarch_rl.generator.dispatcher import Dispatcher

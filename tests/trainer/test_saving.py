@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from monarch_rl.checkpoint.replacing import partial_folder
+from monarch_rl.checkpoint.folders import partial_folder
 from monarch_rl.model.folder import read_config
 from monarch_rl.model.tensors import INDEX, check_weights, read_header
 from monarch_rl.model.weight_files import index_of, plan_files

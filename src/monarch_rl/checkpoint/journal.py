@@ -12,21 +12,23 @@ was never made is there, too. ``tools/replay.py`` makes the updates again.
 from __future__ import annotations
 
 import atexit
+import json
 import logging
+import math
 import queue
 import re
+import struct
 import threading
 import zlib
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 
-from monarch_rl.checkpoint.records import MAGIC, Record, pack_record, read_records
-from monarch_rl.checkpoint.values import decode, encode
 from monarch_rl.episode.packed import FORMAT
 from monarch_rl.episode.shard import MiniBatch, PackedShard, SupervisedShard
 from monarch_rl.settings.ranges import CheckedSettings, Range
@@ -275,3 +277,172 @@ def plans_of(folder: Path) -> list[int]:
     """The generations whose plan is here."""
     found = (_PLAN_NAME.fullmatch(path.name) for path in folder.glob("plan-*"))
     return [int(match[1]) for match in found if match]
+
+
+"""Files of records that are there whole or not at all, however the process that wrote them ended.
+
+    8 bytes "MRLJNL01", then the records one after the other. A record is
+
+    4 bytes kind, 8 bytes version, 8 bytes length, 4 bytes CRC-32 of these and of the data, the data
+
+all little-endian. What follows the last whole record, because a write was cut off, is not read.
+"""
+
+
+MAGIC = b"MRLJNL01"
+"""The last two characters are the version of the format."""
+_HEAD = struct.Struct("<4sqQ")
+_CHECK = struct.Struct("<I")
+OVERHEAD = _HEAD.size + _CHECK.size
+"""Bytes of a record beside its data."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One record."""
+
+    kind: str
+    """Four characters."""
+    version: int
+    """The policy version that it is about."""
+    data: bytes
+
+
+def pack_record(record: Record) -> bytes:
+    """The bytes of a record. Raises ValueError if its kind has not four characters."""
+    kind = record.kind.encode("ascii")
+    if len(kind) != 4:
+        raise ValueError(f"the kind of a record has four characters, {record.kind!r} has {len(kind)}")
+    head = _HEAD.pack(kind, record.version, len(record.data))
+    return head + _CHECK.pack(zlib.crc32(record.data, zlib.crc32(head))) + record.data
+
+
+def read_records(path: Path) -> Iterator[Record]:
+    """The whole records of a file, up to the first one that is not.
+
+    Raises ValueError if the file has another format. One that was cut off within its first bytes has no records.
+    """
+    with path.open("rb") as file:
+        magic = file.read(len(MAGIC))
+        if magic != MAGIC:
+            if MAGIC.startswith(magic.rstrip(b"\0")):
+                return
+            raise ValueError(f"{path} has format {magic!r}; this program reads {MAGIC!r}")
+        size = path.stat().st_size
+        while len(head := file.read(OVERHEAD)) == OVERHEAD:
+            kind, version, length = _HEAD.unpack_from(head)
+            if file.tell() + length > size:
+                return
+            data = file.read(length)
+            (check,) = _CHECK.unpack_from(head, _HEAD.size)
+            if zlib.crc32(data, zlib.crc32(head[: _HEAD.size])) != check:
+                return
+            yield Record(kind.decode("ascii", "replace"), version, data)
+
+
+"""Plain values with NumPy arrays in them as bytes, without pickle.
+
+    4 bytes length of the text, the text (JSON, in which an array is its dtype and shape), the arrays' bytes, in order
+
+All little-endian. Tuples come back as lists; of a dataclass or named tuple there are its name and its fields, and
+whoever reads it knows the class.
+"""
+
+
+_LENGTH = struct.Struct("<I")
+_ARRAY, _BYTES, _MAPPING, _DATACLASS = "array", "bytes", "mapping", "dataclass"
+"""The one key of an object that stands for something else."""
+
+
+def encode(value: Any) -> bytes:
+    """The bytes of a value: None, numbers, text, bytes, arrays, and lists, mappings, dataclasses and named tuples
+    of these.
+
+    Raises TypeError for anything else, and for keys that are no text.
+    """
+    arrays: list[bytes] = []
+    text = json.dumps(_plain(value, arrays), separators=(",", ":")).encode()
+    return b"".join([_LENGTH.pack(len(text)), text, *arrays])
+
+
+def decode(data: bytes | memoryview, *classes: type) -> Any:
+    """The inverse of :func:`encode`.
+
+    Args:
+        classes: the dataclasses and named tuples that there may be.
+
+    Raises ValueError if that did not make ``data``, or a dataclass is another one, or has other fields.
+    """
+    view = memoryview(data)
+    if len(view) < _LENGTH.size:
+        raise ValueError(f"{len(view)} bytes hold no value")
+    start = _LENGTH.size + _LENGTH.unpack_from(view)[0]
+    reader = _Reader(view, start, {one.__name__: one for one in classes})
+    value = reader.value(json.loads(bytes(view[_LENGTH.size : start])))
+    if reader.place != len(view):
+        raise ValueError(f"a value of {reader.place} bytes has {len(view)}")
+    return value
+
+
+def _plain(value: Any, arrays: list[bytes]) -> Any:
+    if isinstance(value, np.ndarray):
+        little = value.astype(value.dtype.newbyteorder("<"), copy=False)
+        arrays.append(np.ascontiguousarray(little).tobytes())
+        return {_ARRAY: [value.dtype.str[1:], *value.shape]}
+    if isinstance(value, bytes | memoryview):
+        arrays.append(bytes(value))
+        return {_BYTES: len(value)}
+    if isinstance(value, dict):
+        if not all(isinstance(key, str) for key in value):
+            raise TypeError(f"a mapping has keys that are no text: {list(value)[:3]}")
+        return {_MAPPING: {key: _plain(item, arrays) for key, item in value.items()}}
+    if names := _field_names(value):
+        return {_DATACLASS: [type(value).__name__, {name: _plain(getattr(value, name), arrays) for name in names}]}
+    if isinstance(value, list | tuple):
+        return [_plain(item, arrays) for item in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"{value!r:.80} is no plain value")
+
+
+def _field_names(value: Any) -> list[str]:
+    """Of a dataclass or a named tuple; none of anything else."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return [field.name for field in fields(value)]
+    return list(getattr(value, "_fields", ()))
+
+
+class _Reader:
+    """Reads the arrays of a value in order."""
+
+    def __init__(self, view: memoryview, place: int, classes: dict[str, type]) -> None:
+        self._view, self.place, self._classes = view, place, classes
+
+    def value(self, plain: Any) -> Any:
+        if isinstance(plain, list):
+            return [self.value(item) for item in plain]
+        if not isinstance(plain, dict):
+            return plain
+        ((kind, inner),) = plain.items()
+        if kind == _MAPPING:
+            return {key: self.value(item) for key, item in inner.items()}
+        if kind == _BYTES:
+            return bytes(self._take(inner))
+        if kind == _DATACLASS:
+            name, known = inner
+            try:
+                return self._classes[name](**{key: self.value(item) for key, item in known.items()})
+            except (KeyError, TypeError) as error:
+                raise ValueError(f"a {name} was written by another version of this program ({error})") from error
+        dtype, *shape = inner
+        little = np.dtype("<" + dtype)
+        array = np.frombuffer(self._take(math.prod(shape) * little.itemsize), little)
+        return array.reshape(shape).astype(little.newbyteorder("="))  # of its own memory
+
+    def _take(self, nbytes: int) -> memoryview:
+        start, self.place = self.place, self.place + nbytes
+        if self.place > len(self._view):
+            raise ValueError(f"a value of at least {self.place} bytes has {len(self._view)}")
+        return self._view[start : self.place]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from monarch.actor import ActorError
 
-from monarch_rl.checkpoint.replacing import partial_folder
+from monarch_rl.checkpoint.folders import partial_folder
 from monarch_rl.pipeline.actor_pool import last_line
 from monarch_rl.pipeline.actors import Actors
 from monarch_rl.pipeline.frozen import FrozenPool

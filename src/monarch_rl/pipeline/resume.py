@@ -24,6 +24,7 @@ from monarch_rl.checkpoint.folders import (
     BrokenCheckpoint,
     Manifest,
     complete,
+    finish_all,
     flush,
     go_back,
     newest_whole,
@@ -32,7 +33,6 @@ from monarch_rl.checkpoint.folders import (
 )
 from monarch_rl.checkpoint.journal import FOLDER as JOURNAL
 from monarch_rl.checkpoint.journal import plans_of
-from monarch_rl.checkpoint.replacing import finish_all
 from monarch_rl.observe.lines import LineFile, truncate
 from monarch_rl.pipeline.checkpoints import FOLDER, versions_of_packages
 from monarch_rl.pipeline.run_folder import BEST, SETTINGS, STATE, launcher, new_folder, read_state, recipe_name

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torchtitan.config import TORCH_DTYPE_MAP
 
-from monarch_rl.checkpoint.replacing import finish_replacing, partial_folder, replace_folder
+from monarch_rl.checkpoint.folders import finish_replacing, partial_folder, replace_folder
 from monarch_rl.model.folder import TEXT_FILES, read_object, saved_dtype
 from monarch_rl.model.weight_files import FILE_BYTES, WeightFile, index_of, naming, plan_files
 from monarch_rl.runtime import device_work
