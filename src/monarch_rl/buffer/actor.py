@@ -30,10 +30,10 @@ from monarch_rl.buffer.ledger import Counts
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.buffer.shards import CutBatch, Way
 from monarch_rl.buffer.waiting import Interruptions, Line
+from monarch_rl.episode.episode import Ticket
 from monarch_rl.episode.group_bound import UNBOUNDED, GroupBound
 from monarch_rl.episode.packed import PackedGroup
 from monarch_rl.episode.shard import PackedShard
-from monarch_rl.episode.ticket import Ticket
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import DeadlineExceeded, now
 from monarch_rl.runtime.endpoint import concurrent_endpoint, lasting_endpoint

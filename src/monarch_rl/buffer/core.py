@@ -2,9 +2,9 @@
 
 A group needs a *slot* to start (``admit``); there are ``((max_policy_lag + 1) * groups_per_step - window) / replay`` of
 them, rounded up. The batch that updates version ``v`` is made of the first ``groups_per_step`` complete groups in line,
-but no group is overtaken by more than ``window`` others before it is trained (``take``, ``next_batch``). A trained group
-goes to the end of the line, until ``replay`` batches had it or the bound ends it. A slot returns when its group is
-dropped, or when the version made from its last batch is *published*, that is, served by every generator. It follows
+but no group is overtaken by more than ``window`` others before it is trained (``take``, ``next_batch``). A trained
+group goes to the end of the line, until ``replay`` batches had it or the bound ends it. A slot returns when its group
+is dropped, or when the version made from its last batch is *published*, that is, served by every generator. It follows
 that no token is trained more than ``max_policy_lag`` versions after the one that drew it: docs/buffer.md has the
 proof, and ``take`` asserts it over the tokens' own versions.
 
@@ -35,9 +35,9 @@ from monarch_rl.buffer.ledger import (
     Ledger,
 )
 from monarch_rl.buffer.settings import BufferSettings
+from monarch_rl.episode.episode import Ticket
 from monarch_rl.episode.group_bound import UNBOUNDED, GroupBound
 from monarch_rl.episode.packed import PackedGroup
-from monarch_rl.episode.ticket import Ticket
 
 
 class BufferCore:

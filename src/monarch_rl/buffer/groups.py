@@ -1,4 +1,4 @@
-"""The groups that may come into a batch, from their start to their last batch, and the order in which batches take them."""
+"""The groups that may come into a batch, from their start to their last batch, and the order in which they do."""
 
 from __future__ import annotations
 

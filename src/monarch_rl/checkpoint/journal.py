@@ -2,7 +2,7 @@
 
     journal/plan-0.json                          model, settings and functions of the trainer (trainer/plan_file.py)
             plan-1.json ...                      the same after each resume of the run
-            rank0/000000.journal, 000001...      of each rank: records (``records.py``), the oldest files are dropped
+            rank0/000000.journal, 000001...      of each rank: records (:class:`Record`), the oldest files are dropped
 
 For each step a rank writes a record ``BTCH``, its share of the batch (:class:`PackedShard`), before it computes, and a
 record ``STEP``, the checksum of its weights after the update and the metrics, after that. So the batch of a step that
@@ -279,15 +279,12 @@ def plans_of(folder: Path) -> list[int]:
     return [int(match[1]) for match in found if match]
 
 
-"""Files of records that are there whole or not at all, however the process that wrote them ended.
-
-    8 bytes "MRLJNL01", then the records one after the other. A record is
-
-    4 bytes kind, 8 bytes version, 8 bytes length, 4 bytes CRC-32 of these and of the data, the data
-
-all little-endian. What follows the last whole record, because a write was cut off, is not read.
-"""
-
+# -- files of records that are there whole or not at all, however the process that wrote them ended -------------------
+#     8 bytes "MRLJNL01", then the records one after the other. A record is
+#
+#     4 bytes kind, 8 bytes version, 8 bytes length, 4 bytes CRC-32 of these and of the data, the data
+#
+# all little-endian. What follows the last whole record, because a write was cut off, is not read.
 
 MAGIC = b"MRLJNL01"
 """The last two characters are the version of the format."""
@@ -340,14 +337,11 @@ def read_records(path: Path) -> Iterator[Record]:
             yield Record(kind.decode("ascii", "replace"), version, data)
 
 
-"""Plain values with NumPy arrays in them as bytes, without pickle.
-
-    4 bytes length of the text, the text (JSON, in which an array is its dtype and shape), the arrays' bytes, in order
-
-All little-endian. Tuples come back as lists; of a dataclass or named tuple there are its name and its fields, and
-whoever reads it knows the class.
-"""
-
+# -- plain values with NumPy arrays in them as bytes, without pickle --------------------------------------------------
+#     4 bytes length of the text, the text (JSON, in which an array is its dtype and shape), the arrays' bytes, in order
+#
+# All little-endian. Tuples come back as lists; of a dataclass or named tuple there are its name and its fields, and
+# whoever reads it knows the class.
 
 _LENGTH = struct.Struct("<I")
 _ARRAY, _BYTES, _MAPPING, _DATACLASS = "array", "bytes", "mapping", "dataclass"
