@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
+from monarch_rl.episode.episode import Ticket
 from monarch_rl.episode.failure import Failure
 from monarch_rl.episode.sampling import Completion, Sampling
-from monarch_rl.episode.ticket import Ticket
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.model.messages import ToolCall
 from monarch_rl.rollout.run_tools import run_tools

@@ -9,12 +9,13 @@ A :class:`Group` (all episodes of one prompt) crosses processes and disks as byt
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from monarch_rl.episode.group_bound import UNBOUNDED, GroupBound
 from monarch_rl.episode.sampling import Completion, KeptSets
 
 POSITION = -1
@@ -249,3 +250,29 @@ class Group:
         """int32[G]: which play of the prompt each episode belongs to."""
         plays = [i if episode.play == POSITION else episode.play for i, episode in enumerate(self.episodes)]
         return np.asarray(plays, np.int32)
+
+
+"""Named parts of rewards, for the metrics."""
+
+
+def means_of_parts(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each part over the episodes that have it; ``parts`` are those of each episode."""
+    names = dict.fromkeys(name for of_episode in parts for name in of_episode)
+    return {name: float(np.mean([of_episode[name] for of_episode in parts if name in of_episode])) for name in names}
+
+
+"""Leave to play one group: what the buffer hands to a rollout worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """Leave to play one group."""
+
+    group_id: int
+    """Counts admissions: 0, 1, 2, ..."""
+    task_cursor: int
+    """Position in the stream of tasks; differs from ``group_id`` only in a resumed run."""
+    attempt: int = 0
+    """How often the group was begun before, by workers that were lost."""
+    bound: GroupBound = UNBOUNDED
+    """What the group may hold: the buffer takes no more."""

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
-from monarch_rl.episode.reading import TopLogprobs
+from monarch_rl.episode.sampling import TopLogprobs
 from monarch_rl.generator.replica import Replica
 from monarch_rl.generator.settings import GeneratorSettings, resolve_dtype
 from monarch_rl.model.reward_head import read_frozen

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from monarch_rl.episode.ticket import Ticket
+from monarch_rl.episode.episode import Ticket
 from monarch_rl.rollout.handles import BUFFER_DEADLINE_S, BufferHandle
 from monarch_rl.runtime.deadlines import within
 

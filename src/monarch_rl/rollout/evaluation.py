@@ -11,9 +11,8 @@ from typing import Annotated, Any
 import numpy as np
 
 from monarch_rl.algorithms.estimates import default_ks, pass_at_k, share_interval
-from monarch_rl.episode.episode import Episode
+from monarch_rl.episode.episode import Episode, means_of_parts
 from monarch_rl.episode.failure import Failure
-from monarch_rl.episode.reward_parts import means_of_parts
 from monarch_rl.episode.sampling import Sampling
 from monarch_rl.rollout.episode_failed import EpisodeFailed
 from monarch_rl.rollout.items import made

@@ -21,8 +21,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from monarch_rl.episode.reading import TopLogprobs
-from monarch_rl.episode.sampling import Completion, GenerationError, RequestLost, Sampling
+from monarch_rl.episode.sampling import Completion, GenerationError, RequestLost, Sampling, TopLogprobs
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.model.conversation import Conversation
 from monarch_rl.model.messages import as_messages

@@ -6,10 +6,9 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from monarch_rl.episode.episode import Group
+from monarch_rl.episode.episode import Group, Ticket
 from monarch_rl.episode.failure import KINDS, Failure
 from monarch_rl.episode.packed import pack_group
-from monarch_rl.episode.ticket import Ticket
 from monarch_rl.rollout.episode_failed import EpisodeFailed
 from monarch_rl.rollout.handles import BUFFER_DEADLINE_S, BufferHandle
 from monarch_rl.rollout.outbox import Outbox

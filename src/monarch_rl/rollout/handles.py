@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from monarch_rl.episode.episode import Ticket
 from monarch_rl.episode.failure import Failure
 from monarch_rl.episode.sampling import Completion, Sampling
-from monarch_rl.episode.ticket import Ticket
 from monarch_rl.runtime.endpoint import concurrent_endpoint
 
 BUFFER_DEADLINE_S = 60.0

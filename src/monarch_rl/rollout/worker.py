@@ -10,11 +10,10 @@ from typing import Any
 
 from monarch.actor import current_rank
 
-from monarch_rl.episode.episode import Group
+from monarch_rl.episode.episode import Group, Ticket
 from monarch_rl.episode.group_bound import GroupBound
 from monarch_rl.episode.sampled import TrainedEpisode
 from monarch_rl.episode.sampling import Sampling
-from monarch_rl.episode.ticket import Ticket
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.rollout.admissions import Admissions
 from monarch_rl.rollout.episode_failed import EpisodeFailed

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from monarch_rl.episode.reward_parts import means_of_parts
+from monarch_rl.episode.episode import means_of_parts
 from monarch_rl.episode.shard import BatchOutcomes
 
 FULL_REWARD, NO_REWARD = 1.0, 0.0
