@@ -340,8 +340,8 @@ def _values(folders: Iterable[tuple[int, Path]], metric: str) -> Iterator[tuple[
 
 
 # -- folders of a model that are replaced as a whole ------------------------------------------------------------------
-# Whatever ends the process that does it, the name has the old folder or the new one, at the latest when the next process
-# asks (:func:`finish_replacing`).
+# Whatever ends the process that does it, the name has the old folder or the new one, at the latest when the next
+# process asks (:func:`finish_replacing`).
 
 
 def partial_folder(folder: Path) -> Path:

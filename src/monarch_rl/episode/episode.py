@@ -252,7 +252,7 @@ class Group:
         return np.asarray(plays, np.int32)
 
 
-"""Named parts of rewards, for the metrics."""
+# -- named parts of rewards, for the metrics --------------------------------------------------------------------------
 
 
 def means_of_parts(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -261,7 +261,7 @@ def means_of_parts(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: float(np.mean([of_episode[name] for of_episode in parts if name in of_episode])) for name in names}
 
 
-"""Leave to play one group: what the buffer hands to a rollout worker."""
+# -- tickets: the buffer lets a rollout worker start one group --------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

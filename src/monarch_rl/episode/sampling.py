@@ -1,4 +1,4 @@
-"""How tokens are drawn, and what a request drew."""
+"""How tokens are sampled, and what an engine returns for a request."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class Completion:
     ``expert_routes_from`` to the last but one of the sequence; the last one drawn was not read."""
 
 
-"""What an engine says of tokens that it was given."""
+# -- log-probs of tokens that an engine was given ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
