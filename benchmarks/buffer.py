@@ -27,8 +27,8 @@ from monarch.actor import Actor
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.episode.episode import Episode, Group, Turn
-from monarch_rl.episode.packed import pack_group
 from monarch_rl.episode.sampling import Completion
+from monarch_rl.episode.serialization import pack_group
 from monarch_rl.rollout.admissions import Admissions
 from monarch_rl.rollout.outbox import MESSAGE_BYTES, Outbox
 from monarch_rl.runtime.cluster import Cluster, launch_cluster

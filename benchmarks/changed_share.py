@@ -32,8 +32,8 @@ import torch.distributed as dist
 from monarch_rl.algorithms.advantages import ADVANTAGES
 from monarch_rl.algorithms.packing import SharingGroup, plan_microbatches
 from monarch_rl.episode.episode import Episode, Group, Turn
-from monarch_rl.episode.packed import PackedGroup, pack_group
 from monarch_rl.episode.prefixes import prefix_tree
+from monarch_rl.episode.serialization import PackedGroup, pack_group
 from monarch_rl.episode.shard import BatchShard, outcomes
 from monarch_rl.model.folder import resolve_model
 from monarch_rl.runtime.network import free_port

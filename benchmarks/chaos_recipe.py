@@ -30,8 +30,8 @@ from monarch_rl.episode.episode import (
     Group,  # noqa: E402
     Ticket,  # noqa: E402
 )
-from monarch_rl.episode.packed import PackedGroup  # noqa: E402
 from monarch_rl.episode.sampling import Completion, Sampling  # noqa: E402
+from monarch_rl.episode.serialization import PackedGroup  # noqa: E402
 from monarch_rl.generator.actor import Generator  # noqa: E402
 from monarch_rl.generator.parts import OnPart  # noqa: E402
 from monarch_rl.pipeline import run, start  # noqa: E402

@@ -27,8 +27,8 @@ import psutil
 from reporting import run_benchmark, short
 
 from monarch_rl.episode.episode import Ticket
-from monarch_rl.episode.packed import unpack_group
 from monarch_rl.episode.sampling import Completion, Sampling
+from monarch_rl.episode.serialization import unpack_group
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.rollout.scoring import Scorer
 from monarch_rl.rollout.settings import RolloutSettings

@@ -26,8 +26,8 @@ from speed_generator import GeneratorBeside
 from speed_trainer import Training
 
 from monarch_rl.episode.episode import Episode, Group, Turn
-from monarch_rl.episode.packed import pack_group
 from monarch_rl.episode.sampling import Sampling
+from monarch_rl.episode.serialization import pack_group
 from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.model.folder import num_experts, read_config, resolve_model, sparse_layers

@@ -17,8 +17,8 @@ import tyro
 from monarch_rl.buffer.groups import Batch
 from monarch_rl.buffer.shards import Way, cut
 from monarch_rl.episode.episode import Episode, Group, Turn
-from monarch_rl.episode.packed import PackedGroup, pack_group
 from monarch_rl.episode.sampling import Completion
+from monarch_rl.episode.serialization import PackedGroup, pack_group
 from monarch_rl.model.chat import ChatTemplate
 
 LIMIT_MS = 20.0

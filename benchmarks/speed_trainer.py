@@ -13,7 +13,7 @@ import numpy as np
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.episode.episode import Episode, Group, Turn
-from monarch_rl.episode.packed import pack_group, unpack_group
+from monarch_rl.episode.serialization import pack_group, unpack_group
 from monarch_rl.pipeline.start import SET_UP_DEADLINE_S, update
 from monarch_rl.runtime.cluster import Cluster, init_torch_distributed_env
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, Patience, within

@@ -37,8 +37,8 @@ from monarch_rl.algorithms.group_view import Advantage
 from monarch_rl.buffer.groups import Batch
 from monarch_rl.buffer.shards import Way, cut
 from monarch_rl.episode.episode import Episode, Group, Turn
-from monarch_rl.episode.packed import PackedGroup, pack_group
 from monarch_rl.episode.sampling import Completion
+from monarch_rl.episode.serialization import PackedGroup, pack_group
 from monarch_rl.runtime.network import held_port
 from monarch_rl.tasks.reasoning_gym import TaskSettings, TaskSource
 from monarch_rl.trainer.batch import pack

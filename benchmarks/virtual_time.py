@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from monarch_rl.buffer.core import BufferCore
-from monarch_rl.episode.packed import PackedEpisode, PackedGroup
 from monarch_rl.episode.prefixes import PrefixTree
+from monarch_rl.episode.serialization import PackedEpisode, PackedGroup
 
 
 @dataclass

@@ -12,9 +12,9 @@ from monarch_rl.buffer.core import BufferCore
 from monarch_rl.buffer.ledger import Counts
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.episode.episode import Episode, Group, Turn
-from monarch_rl.episode.packed import PackedEpisode, PackedGroup
 from monarch_rl.episode.prefixes import PrefixTree
 from monarch_rl.episode.sampling import Completion
+from monarch_rl.episode.serialization import PackedEpisode, PackedGroup
 
 
 def episode(versions: Sequence[int], reward: float = 0.0, prompt: int = 2) -> Episode:

@@ -9,7 +9,7 @@ from monarch.actor import this_host
 
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.settings import BufferSettings
-from monarch_rl.episode.packed import pack_group
+from monarch_rl.episode.serialization import pack_group
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.monitor import ProcessMonitor
 from tests.buffer.helpers import group

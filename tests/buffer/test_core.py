@@ -19,7 +19,7 @@ from monarch_rl.buffer.ledger import (
     STALE,
 )
 from monarch_rl.buffer.settings import BufferSettings
-from monarch_rl.episode.packed import PackedGroup, pack_group
+from monarch_rl.episode.serialization import PackedGroup, pack_group
 from tests.buffer.helpers import core, group, mean_lag, packed
 
 
@@ -425,7 +425,7 @@ def test_columns_take_slots_and_bytes_like_what_they_stand_beside() -> None:
 
 
 def test_a_core_goes_on_from_its_state() -> None:
-    from monarch_rl.episode.packed import PackedGroup as Read
+    from monarch_rl.episode.serialization import PackedGroup as Read
     from tests.buffer.helpers import group
 
     settings = BufferSettings(2, window=1)

@@ -12,7 +12,7 @@ from monarch_rl.algorithms.packing import SLOWER
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.episode.episode import Group
-from monarch_rl.episode.packed import pack_group
+from monarch_rl.episode.serialization import pack_group
 from monarch_rl.rollout.admissions import Admissions
 from monarch_rl.rollout.outbox import Outbox
 from monarch_rl.runtime.deadlines import within

@@ -11,7 +11,7 @@ from monarch_rl.algorithms.losses import Aggregation
 from monarch_rl.buffer.groups import Batch
 from monarch_rl.buffer.shards import Way, cut
 from monarch_rl.episode.episode import Group
-from monarch_rl.episode.packed import PackedGroup, pack_group
+from monarch_rl.episode.serialization import PackedGroup, pack_group
 from monarch_rl.episode.shard import BatchShard
 from monarch_rl.trainer.batch import pack_shard
 from tests.buffer.helpers import episode

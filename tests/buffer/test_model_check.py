@@ -23,7 +23,7 @@ import pytest
 
 from monarch_rl.buffer.core import BufferCore
 from monarch_rl.buffer.ledger import STALE
-from monarch_rl.episode.packed import PackedGroup
+from monarch_rl.episode.serialization import PackedGroup
 from tests.buffer.helpers import core, packed
 
 GROUPS, WORKERS, LOSSES = 3, 2, 2

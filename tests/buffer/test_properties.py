@@ -40,7 +40,7 @@ from monarch_rl.buffer.ledger import EQUAL_REWARDS, LATE, PARTIAL, PLAYED_AGAIN,
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.episode.episode import Fork, Group
 from monarch_rl.episode.group_bound import GroupBound
-from monarch_rl.episode.packed import PackedGroup, pack_group
+from monarch_rl.episode.serialization import PackedGroup, pack_group
 from tests.buffer.helpers import episode
 
 STEPS = 25

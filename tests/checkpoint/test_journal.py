@@ -33,7 +33,7 @@ from monarch_rl.checkpoint.journal import (
     pack_record,
     read_records,
 )
-from monarch_rl.episode.packed import PackedGroup, pack_group
+from monarch_rl.episode.serialization import PackedGroup, pack_group
 from monarch_rl.episode.shard import MiniBatch, PackedShard, SupervisedShard
 from tests.buffer.helpers import group
 from tests.patience import wait_until

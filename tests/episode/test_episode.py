@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from monarch_rl.episode.episode import NO_VERSION, POSITION, Episode, Fork, Group, Turn
-from monarch_rl.episode.packed import BEHAVIOUR, PackedGroup, pack_group, unpack_episode, unpack_group
 from monarch_rl.episode.sampling import Completion, KeptSets
+from monarch_rl.episode.serialization import BEHAVIOUR, PackedGroup, pack_group, unpack_episode, unpack_group
 from monarch_rl.episode.shard import PackedShard, mask_older, outcomes
 
 COLUMNS = st.lists(st.sampled_from(["teacher", "value", "a b"]), unique=True)

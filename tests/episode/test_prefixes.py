@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from monarch_rl.episode.episode import Episode, Group
-from monarch_rl.episode.packed import PackedGroup, pack_group
 from monarch_rl.episode.prefixes import prefix_tree
+from monarch_rl.episode.serialization import PackedGroup, pack_group
 from tests.episode.trees import distinct_inputs, inputs_of, tree_of, trees
 
 GROUPS = st.booleans().flatmap(lambda routes: trees(routes=routes))

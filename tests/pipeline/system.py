@@ -15,8 +15,8 @@ import torch
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.episode.episode import Episode, Group, Turn
-from monarch_rl.episode.packed import pack_group
 from monarch_rl.episode.sampling import Completion, Sampling
+from monarch_rl.episode.serialization import pack_group
 from monarch_rl.generator.actor import Generator
 from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD

@@ -21,10 +21,9 @@ import pytest
 from monarch_rl.buffer.actor import read_state
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.checkpoint import folders
-from monarch_rl.checkpoint.folders import GROUPS, TRAINER, complete, newest_whole, read_manifest
+from monarch_rl.checkpoint.folders import GROUPS, TRAINER, Staged, complete, newest_whole, read_manifest
 from monarch_rl.checkpoint.journal import LOST
 from monarch_rl.checkpoint.settings import CheckpointSettings
-from monarch_rl.checkpoint.staged import Staged
 from monarch_rl.pipeline.checkpoints import SAID_AGAIN_S, Checkpoints, Position
 from monarch_rl.pipeline.frozen_meter import FrozenMeter
 from monarch_rl.pipeline.observer import Observer

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from monarch_rl.episode.episode import Group
-from monarch_rl.episode.packed import pack_group
 from monarch_rl.episode.sampling import Completion, Sampling
+from monarch_rl.episode.serialization import pack_group
 from monarch_rl.generator.actor import Generator
 from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD

@@ -12,7 +12,7 @@ import pytest
 
 from monarch_rl.episode.episode import Fork, Group
 from monarch_rl.episode.failure import KINDS
-from monarch_rl.episode.packed import pack_group, unpack_group
+from monarch_rl.episode.serialization import pack_group, unpack_group
 from monarch_rl.rollout.stages import DropGroup, Stage, StageFailed, Stages, columns_filled
 from monarch_rl.simulate.clock import run_virtual
 from tests.buffer.helpers import group

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from monarch_rl.episode.episode import Fork
-from monarch_rl.episode.packed import pack_group, unpack_group
 from monarch_rl.episode.sampling import TopLogprobs
+from monarch_rl.episode.serialization import pack_group, unpack_group
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.rollout import frozen
 from monarch_rl.rollout.frozen import FrozenModel, FrozenRefused, connect

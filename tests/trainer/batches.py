@@ -12,8 +12,8 @@ from monarch_rl.algorithms.packing import SharingGroup, plan_microbatches
 from monarch_rl.buffer.groups import Batch
 from monarch_rl.buffer.shards import Way, cut
 from monarch_rl.episode.episode import Episode, Group, Turn
-from monarch_rl.episode.packed import PackedGroup, pack_group
 from monarch_rl.episode.prefixes import prefix_tree
+from monarch_rl.episode.serialization import PackedGroup, pack_group
 from monarch_rl.episode.shard import BatchShard, outcomes
 
 VOCABULARY, STEPS, LR, WEIGHT_DECAY, MAX_NEW_TOKENS = 101, 4, 1e-3, 0.1, 20

@@ -25,7 +25,7 @@ from monarch_rl.algorithms.advantages import gae
 from monarch_rl.buffer.groups import Batch
 from monarch_rl.buffer.shards import Way, cut
 from monarch_rl.checkpoint.tensors import CannotWrite
-from monarch_rl.episode.packed import PackedGroup, pack_group
+from monarch_rl.episode.serialization import PackedGroup, pack_group
 from monarch_rl.model.lora import LoraSettings
 from monarch_rl.runtime.store import world_store
 from monarch_rl.trainer.critic_settings import NO_CRITIC, CriticSettings

@@ -23,7 +23,7 @@ from monarch_rl.buffer.groups import Batch
 from monarch_rl.buffer.shards import Way, cut
 from monarch_rl.checkpoint.tensors import local_of
 from monarch_rl.episode.episode import Group
-from monarch_rl.episode.packed import PackedGroup, pack_group
+from monarch_rl.episode.serialization import PackedGroup, pack_group
 from monarch_rl.episode.shard import PackedShard
 from monarch_rl.model.lora import LoraSettings
 from monarch_rl.trainer.batch import pack

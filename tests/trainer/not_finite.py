@@ -28,7 +28,7 @@ from monarch_rl.algorithms.functions import needs
 from monarch_rl.algorithms.group_view import Advantage, GroupView
 from monarch_rl.buffer.groups import Batch
 from monarch_rl.buffer.shards import Way, cut
-from monarch_rl.episode.packed import PackedGroup, pack_group
+from monarch_rl.episode.serialization import PackedGroup, pack_group
 from monarch_rl.episode.shard import PackedShard
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
 from monarch_rl.runtime.by_value import ByValue

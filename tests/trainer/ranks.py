@@ -21,7 +21,7 @@ from monarch_rl.algorithms.group_view import GroupView
 from monarch_rl.algorithms.losses import Aggregation, mismatch_k3
 from monarch_rl.buffer.groups import Batch
 from monarch_rl.buffer.shards import Way, cut
-from monarch_rl.episode.packed import PackedGroup, pack_group
+from monarch_rl.episode.serialization import PackedGroup, pack_group
 from monarch_rl.episode.shard import BatchShard, PackedShard
 from monarch_rl.model.lora import LoraSettings
 from monarch_rl.runtime import device_work

@@ -24,8 +24,8 @@ from monarch_rl.buffer.groups import Batch  # noqa: E402
 from monarch_rl.buffer.shards import Way, cut  # noqa: E402
 from monarch_rl.episode.episode import Episode, Group, Turn  # noqa: E402
 from monarch_rl.episode.group_bound import UNBOUNDED  # noqa: E402
-from monarch_rl.episode.packed import PackedGroup, pack_group  # noqa: E402
 from monarch_rl.episode.sampling import Completion  # noqa: E402
+from monarch_rl.episode.serialization import PackedGroup, pack_group  # noqa: E402
 from monarch_rl.rollout.branches import Branches, Line  # noqa: E402
 from monarch_rl.rollout.sequences import outcomes_of, sequences  # noqa: E402
 from monarch_rl.trainer.advantages import advantages_of, group_views  # noqa: E402

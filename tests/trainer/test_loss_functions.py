@@ -30,8 +30,8 @@ from monarch_rl.algorithms.functions import (
 )
 from monarch_rl.algorithms.group_view import GroupView, PerToken, PerTurn, Values
 from monarch_rl.episode.episode import Group, Turn
-from monarch_rl.episode.packed import PackedGroup, pack_group
 from monarch_rl.episode.sampling import Completion
+from monarch_rl.episode.serialization import PackedGroup, pack_group
 from monarch_rl.episode.shard import BatchShard, mask_older, outcomes
 from monarch_rl.observe.registry import METRICS, OBJECTIVE
 from monarch_rl.trainer.advantages import advantages_of, fingerprint, flat, group_views

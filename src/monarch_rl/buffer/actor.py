@@ -32,7 +32,7 @@ from monarch_rl.buffer.shards import CutBatch, Way
 from monarch_rl.buffer.waiting import Interruptions, Line
 from monarch_rl.episode.episode import Ticket
 from monarch_rl.episode.group_bound import UNBOUNDED, GroupBound
-from monarch_rl.episode.packed import PackedGroup
+from monarch_rl.episode.serialization import PackedGroup
 from monarch_rl.episode.shard import PackedShard
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import DeadlineExceeded, now

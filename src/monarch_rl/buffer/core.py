@@ -37,7 +37,7 @@ from monarch_rl.buffer.ledger import (
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.episode.episode import Ticket
 from monarch_rl.episode.group_bound import UNBOUNDED, GroupBound
-from monarch_rl.episode.packed import PackedGroup
+from monarch_rl.episode.serialization import PackedGroup
 
 
 class BufferCore:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from monarch_rl.episode.packed import PackedGroup
+from monarch_rl.episode.serialization import PackedGroup
 
 ATTEMPTS = 1 << 20
 """The attempts of a generation of the run are numbered from this many times its number on: so what was begun before the

@@ -29,7 +29,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from monarch_rl.episode.packed import FORMAT
+from monarch_rl.episode.serialization import FORMAT
 from monarch_rl.episode.shard import MiniBatch, PackedShard, SupervisedShard
 from monarch_rl.settings.ranges import CheckedSettings, Range
 

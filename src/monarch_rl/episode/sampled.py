@@ -29,7 +29,7 @@ class TrainedEpisode:
     """One number, or one for each token that it drew; None is not trained, because a column that it reads is not
     finite."""
     data: bytes
-    """See :func:`~monarch_rl.episode.packed.unpack_episode`."""
+    """See :func:`~monarch_rl.episode.serialization.unpack_episode`."""
     parts: dict[str, float] = field(default_factory=dict)
     """Named parts of the reward."""
     seat: str = ""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from monarch_rl.episode.episode import Episode, Fork
-from monarch_rl.episode.packed import BEHAVIOUR, PackedGroup, unpack_episode
+from monarch_rl.episode.serialization import BEHAVIOUR, PackedGroup, unpack_episode
 
 T = TypeVar("T")
 

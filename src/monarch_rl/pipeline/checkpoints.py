@@ -20,9 +20,8 @@ from typing import Any, Protocol
 
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.checkpoint import folders
-from monarch_rl.checkpoint.folders import FileSum, Manifest, Measurement
+from monarch_rl.checkpoint.folders import FileSum, Manifest, Measurement, Staged
 from monarch_rl.checkpoint.settings import CheckpointSettings
-from monarch_rl.checkpoint.staged import Staged
 from monarch_rl.pipeline.actor_pool import last_line
 from monarch_rl.pipeline.kept_checkpoints import KeptCheckpoints, tidy
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, disk_limit_s, now, within

@@ -23,8 +23,8 @@ from safetensors.torch import load_file, save_file
 
 from monarch_rl.algorithms.packing import plan_microbatches, separate
 from monarch_rl.episode.episode import Episode, Group, Turn
-from monarch_rl.episode.packed import pack_group, unpack_group
 from monarch_rl.episode.sampling import Sampling
+from monarch_rl.episode.serialization import pack_group, unpack_group
 from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD, quiet_imports
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.model.tensors import model_bytes

@@ -8,7 +8,7 @@ from typing import Any
 
 from monarch_rl.episode.episode import Group, Ticket
 from monarch_rl.episode.failure import KINDS, Failure
-from monarch_rl.episode.packed import pack_group
+from monarch_rl.episode.serialization import pack_group
 from monarch_rl.rollout.episode_failed import EpisodeFailed
 from monarch_rl.rollout.handles import BUFFER_DEADLINE_S, BufferHandle
 from monarch_rl.rollout.outbox import Outbox

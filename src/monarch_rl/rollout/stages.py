@@ -22,7 +22,7 @@ import numpy as np
 
 from monarch_rl.episode.episode import Episode, Fork, Group
 from monarch_rl.episode.failure import KINDS, Failure, shortened
-from monarch_rl.episode.packed import BEHAVIOUR, column_names
+from monarch_rl.episode.serialization import BEHAVIOUR, column_names
 from monarch_rl.rollout.outside import JudgeFailed
 from monarch_rl.rollout.tracebacks import describe, suspended
 from monarch_rl.runtime import presence

@@ -17,8 +17,8 @@ from monarch.actor import current_rank
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.checkpoint.folders import FileSum
 from monarch_rl.checkpoint.journal import LOST
-from monarch_rl.episode.packed import unpack_group
 from monarch_rl.episode.sampled import TrainedEpisode, trained_episodes
+from monarch_rl.episode.serialization import unpack_group
 from monarch_rl.episode.shard import PackedShard
 from monarch_rl.runtime import device_work, presence
 from monarch_rl.runtime.deadlines import within
@@ -36,7 +36,7 @@ from monarch_rl.weights.transport import make_sender
 if TYPE_CHECKING:
     import torch
 
-    from monarch_rl.checkpoint.staged import Staged
+    from monarch_rl.checkpoint.folders import Staged
     from monarch_rl.episode.shard import SupervisedShard
     from monarch_rl.trainer.advantages import BatchAdvantages
     from monarch_rl.trainer.functions import LoadedFunctions

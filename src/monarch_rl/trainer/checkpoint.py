@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from monarch_rl.checkpoint.folders import TRAINER, FileSum, file_sum
-from monarch_rl.checkpoint.staged import Staged
+from monarch_rl.checkpoint.folders import TRAINER, FileSum, Staged, file_sum
 from monarch_rl.checkpoint.tensors import CannotWrite, StagedTensors, checkpoint_group, names, read, renewed_group
 from monarch_rl.runtime.deadlines import disk_limit_s
 from monarch_rl.trainer.shards import not_finite_part

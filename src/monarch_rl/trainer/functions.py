@@ -10,7 +10,7 @@ from typing import Any, cast
 from monarch_rl.algorithms.advantages import ADVANTAGES, gae
 from monarch_rl.algorithms.functions import named, needed_columns, other_token_columns, place_of
 from monarch_rl.algorithms.group_view import Advantage, Remembers, remembering
-from monarch_rl.episode.packed import BEHAVIOUR
+from monarch_rl.episode.serialization import BEHAVIOUR
 from monarch_rl.runtime.by_value import ByValue
 from monarch_rl.trainer.critic_settings import NO_CRITIC, CriticSettings
 from monarch_rl.trainer.loss_settings import LossSettings
