@@ -399,8 +399,8 @@ def _flush_file(file: Path) -> None:
         os.close(descriptor)
 
 
-"""What trainer ranks answer of a checkpoint. A module of its own: the controller reads it, and need not import what
-writes tensors, which takes a third of its start."""
+# -- what trainer ranks report ----------------------------------------------------------------------------------------
+# Here, not beside what writes tensors, whose imports would take a third of the controller's start.
 
 
 @dataclass(frozen=True, slots=True)
