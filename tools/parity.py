@@ -28,9 +28,9 @@ from monarch_rl.episode.sampling import Sampling
 from monarch_rl.generator.gpu import check_environment
 from monarch_rl.generator.settings import GeneratorSettings, check_attention, check_served, resolve_dtype
 from monarch_rl.model.chat import ChatTemplate
-from monarch_rl.model.check import check_folder
 from monarch_rl.model.folder import num_experts, read_config, resolve_model, sparse_layers
 from monarch_rl.model.messages import user
+from monarch_rl.model.tensors import check_folder
 from monarch_rl.pipeline.parity import TOP, PromptSet, Reading, compare
 from monarch_rl.pipeline.program import run_program
 from monarch_rl.rollout.settings import RolloutSettings

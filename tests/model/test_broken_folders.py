@@ -25,9 +25,9 @@ from monarch_rl.generator.settings import (
     check_served,
     engine_limits,
 )
-from monarch_rl.model.check import check_folder
 from monarch_rl.model.folder import find_config, read_config, resolve_model
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
+from monarch_rl.model.tensors import check_folder
 from monarch_rl.model.tokens import FolderTokenizer
 from monarch_rl.trainer.settings import TrainerSettings, check_experts, check_lora
 from tests.model.test_tensors import MODELS, SIZES

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from monarch_rl.model.same_tokenizer import tokenizer_difference
+from monarch_rl.model.tokens import tokenizer_difference
 from tests.model.chat_helpers import write_model
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from monarch_rl.model.architecture import Config, architecture_of
+from monarch_rl.model.features import check_features, check_keys
 from monarch_rl.model.folder import (
     MISTRALS_OWN,
     num_experts,
@@ -245,3 +246,29 @@ def _some(names: list[str]) -> str:
 def projections(tensors: Shapes, target: str) -> Iterator[tuple[str, Shape]]:
     """The weights of a projection, such as ``q_proj``, in all layers and experts."""
     return ((name, shape) for name, shape in tensors.items() if name.endswith(f".{target}.weight"))
+
+
+"""The check of a model folder before anything is spawned: its config and its weights' headers."""
+
+
+def check_folder(folder: Path, config: Config) -> None:
+    """Refuse a folder that could not be loaded, or would be loaded as another model. Takes seconds at most.
+
+    Whether the weights are finite is seen when the trainer loads them.
+
+    Args:
+        config: the folder's ``config.json``.
+
+    Raises:
+        ValueError: names the file, and the key or the tensor in it.
+    """
+    path = folder / "config.json"
+    try:
+        check_keys(config)
+    except ValueError as error:
+        raise ValueError(f"{path} {error}") from None
+    try:
+        check_features(config)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    check_weights(folder, config)

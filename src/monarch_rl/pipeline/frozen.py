@@ -26,13 +26,12 @@ from monarch_rl.generator.replica_memory import (
 )
 from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD
 from monarch_rl.generator.settings import GeneratorSettings, check_context, check_served, engine_limits
-from monarch_rl.model.check import check_folder
 from monarch_rl.model.folder import resolve_model
 from monarch_rl.model.lora import FULL_TRAINING
 from monarch_rl.model.reward_head import read_frozen, resolve_frozen, reward_labels
-from monarch_rl.model.same_tokenizer import tokenizer_difference
 from monarch_rl.model.sizes import trained_model
-from monarch_rl.model.tensors import expected_tensors
+from monarch_rl.model.tensors import check_folder, expected_tensors
+from monarch_rl.model.tokens import tokenizer_difference
 from monarch_rl.pipeline.actor_pool import ActorFactory, ActorPool
 from monarch_rl.pipeline.memory import USABLE, describe
 from monarch_rl.pipeline.replicas import answers

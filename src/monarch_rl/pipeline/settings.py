@@ -22,9 +22,8 @@ from monarch_rl.generator.settings import (
     check_served,
     engine_limits,
 )
-from monarch_rl.model.check import check_folder
 from monarch_rl.model.folder import read_config, resolve_model
-from monarch_rl.model.tensors import model_bytes
+from monarch_rl.model.tensors import check_folder, model_bytes
 from monarch_rl.model.tokens import FolderTokenizer
 from monarch_rl.pipeline.memory import Sides, check_gpu_memory, plan_memory
 from monarch_rl.pipeline.recovery import RecoverySettings
