@@ -18,7 +18,7 @@ import pytest
 from monarch_rl.runtime.network import free_port
 from monarch_rl.tasks.environment import Environment
 from monarch_rl.tasks.openenv import OpenEnv
-from monarch_rl.tasks.seeds import HELD_OUT
+from monarch_rl.tasks.orders import HELD_OUT
 from monarch_rl.tasks.task import Outcome, Reply, Task
 from monarch_rl.tasks.textarena import TextArena, random_move
 from tests import patience

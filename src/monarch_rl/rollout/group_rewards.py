@@ -15,8 +15,7 @@ from monarch_rl.rollout.scoring import Scorer
 from monarch_rl.rollout.scoring_failed import ScoringFailed
 from monarch_rl.rollout.tracebacks import describe, suspended
 from monarch_rl.runtime.deadlines import ends_in_time
-from monarch_rl.tasks.coroutines import is_coroutine_function
-from monarch_rl.tasks.task import GroupRewards, Outcome, Task, as_outcome, as_outcomes
+from monarch_rl.tasks.task import GroupRewards, Outcome, Task, as_outcome, as_outcomes, is_coroutine_function
 
 Played = list[Episode] | EpisodeFailed
 OWN_CODE = "the group's rewards"

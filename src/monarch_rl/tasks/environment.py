@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from monarch_rl.tasks.seeds import Seeds
+from monarch_rl.tasks.orders import Seeds
 from monarch_rl.tasks.task import Outcome, Policy, Task
 
 MOST_STEPS = 32

@@ -11,10 +11,9 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from monarch_rl.tasks.coroutines import is_coroutine_function
 from monarch_rl.tasks.orders import ShuffledOrder
 from monarch_rl.tasks.rows import Row
-from monarch_rl.tasks.task import GroupRewards, Outcome, Policy, Task, as_outcome
+from monarch_rl.tasks.task import GroupRewards, Outcome, Policy, Task, as_outcome, is_coroutine_function
 from monarch_rl.tasks.template import check_template, fill
 
 RewardFunction = Callable[[Any, str], Any]

@@ -20,10 +20,9 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from monarch_rl.tasks.coroutines import is_coroutine_function
-
 if TYPE_CHECKING:
     import numpy as np
+
 
 MOST_PARTS = 100
 """Of one reward."""
@@ -395,3 +394,14 @@ def _number(value: Any) -> float:
         value.close()
         raise TypeError("the reward is a coroutine: await it, or write the function that returns it as `async def`")
     return float(value)
+
+
+"""Which of the functions that a task is made of are coroutine functions."""
+
+
+def is_coroutine_function(function: object) -> bool:
+    """Whether calling it gives a coroutine; that of an object may, and so may a partial of either."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    called = getattr(type(function), "__call__", None)  # noqa: B004
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from monarch_rl.tasks.seeds import Seeds
+from monarch_rl.tasks.orders import Seeds
 from monarch_rl.tasks.task import Outcome, Policy, Task
 
 Opponent = Callable[[str, random.Random], str | Awaitable[str]]
