@@ -4,7 +4,7 @@ Shapes: ``n`` is the number of tokens of a turn. Tokens are stored as arrays per
 token. Token-in, token-out: ``token_ids`` are the ids the engine was given and the ids it drew; text is never
 tokenised a second time.
 
-A :class:`Group` (all episodes of one prompt) crosses processes and disks as bytes, without pickle (``serialization.py``).
+A :class:`Group` (all episodes of one prompt) crosses processes and disks as bytes (``serialization.py``).
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class ReplyReader:
         return re.compile("|".join(map(re.escape, tokens)) or r"(?!)")
 
 
-# -- calls in the text of a turn, read by SGLang's own parsers, and checked --------------------------------------------
+# -- calls in the text of a turn, read by SGLang's own parsers, and checked -------------------------------------------
 # SGLang's parsers give nothing for a call that is not closed, is no JSON or names no tool, so that an environment
 # cannot tell it from silence. Here such a call is a :class:`~monarch_rl.model.messages.ToolCall` with an ``error``.
 

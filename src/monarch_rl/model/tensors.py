@@ -248,7 +248,7 @@ def projections(tensors: Shapes, target: str) -> Iterator[tuple[str, Shape]]:
     return ((name, shape) for name, shape in tensors.items() if name.endswith(f".{target}.weight"))
 
 
-# -- the check of a model folder before anything is spawned: its config and its weights' headers -----------------------
+# -- the check of a model folder before anything is spawned: its config and its weights' headers ----------------------
 
 
 def check_folder(folder: Path, config: Config) -> None:

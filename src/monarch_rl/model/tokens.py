@@ -90,7 +90,7 @@ def _check_end_tokens(path: Path, vocabulary: int) -> None:
             raise ValueError(f"{path} has eos_token_id {end!r}, which is none of the {vocabulary} ids of the model")
 
 
-# -- whether two models read the same token ids as the same text: only then may ids of one be handed to the other ------
+# -- whether two models read the same token ids as the same text: only then may ids of one be handed to the other -----
 
 NAMED = 3
 """Tokens that a message names."""

@@ -30,8 +30,7 @@ class ShuffledOrder:
         return order
 
 
-"""Items that are seeds: those that are trained on, and others that are held out."""
-
+# -- items that are seeds: those that are trained on, and others that are held out ------------------------------------
 
 HELD_OUT = 1 << 30
 """The first held-out seed; training has those below. Environments take seeds of 31 bits."""

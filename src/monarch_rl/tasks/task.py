@@ -396,7 +396,7 @@ def _number(value: Any) -> float:
     return float(value)
 
 
-"""Which of the functions that a task is made of are coroutine functions."""
+# -- which of the functions that a task is made of are coroutine functions --------------------------------------------
 
 
 def is_coroutine_function(function: object) -> bool:
