@@ -19,9 +19,8 @@ from monarch_rl.pipeline.delivery import Delivery
 from monarch_rl.pipeline.meeting import Meeting
 from monarch_rl.pipeline.publishing import Publisher, PublishError
 from monarch_rl.pipeline.replicas import Replicas
-from monarch_rl.weights.checksum import add_checksums, signed
+from monarch_rl.weights.checksum import NotFinite, add_checksums, signed
 from monarch_rl.weights.endpoint import StillServing, TransferSettings
-from monarch_rl.weights.finite import NotFinite
 from monarch_rl.weights.manifest import Manifest
 from tests.patience import patiently
 

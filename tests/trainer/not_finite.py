@@ -43,8 +43,7 @@ from monarch_rl.trainer.shards import local_run
 from monarch_rl.trainer.step import train
 from monarch_rl.trainer.supervised import SupervisedPlan, SupervisedRows
 from monarch_rl.trainer.token_logprobs import TokenLogprobs
-from monarch_rl.weights.checksum import ShardChecksums
-from monarch_rl.weights.finite import NotFinite
+from monarch_rl.weights.checksum import NotFinite, ShardChecksums
 from monarch_rl.weights.manifest import make_manifest
 from tests.trainer.batches import MAX_NEW_TOKENS, batch, shard
 from tests.trainer.ranks import packed

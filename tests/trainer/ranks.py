@@ -39,8 +39,7 @@ from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.trainer.step import train as make_step
 from monarch_rl.trainer.supervised import SupervisedPlan, SupervisedRows
 from monarch_rl.trainer.token_logprobs import TokenLogprobs
-from monarch_rl.weights.checksum import ShardChecksums, tensor_checksum
-from monarch_rl.weights.finite import NotFinite
+from monarch_rl.weights.checksum import NotFinite, ShardChecksums, tensor_checksum
 from monarch_rl.weights.manifest import make_manifest
 from tests.episode.trees import distinct_inputs
 from tests.trainer.batches import (

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from monarch_rl.weights import checksum
-from monarch_rl.weights.checksum import ShardChecksums, tensor_checksum
-from monarch_rl.weights.finite import FiniteProbe, NotFinite, not_finite
+from monarch_rl.weights.checksum import FiniteProbe, NotFinite, ShardChecksums, not_finite, tensor_checksum
 from monarch_rl.weights.manifest import Manifest, make_manifest
 from tests.weights.test_checksum import HEIGHTS, SEEDS, WIDTHS, drawn
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from monarch_rl.runtime.streams import finish_current
 from monarch_rl.trainer.snapshots import Snapshots
-from monarch_rl.weights import area, broadcast_group, rdma, transfers
+from monarch_rl.weights import area, broadcast_group, rdma
 from monarch_rl.weights.area import Area, attach
 from monarch_rl.weights.broadcast_group import BroadcastGroup
 from monarch_rl.weights.checksum import tensor_checksum
@@ -359,7 +359,7 @@ def test_a_member_that_has_not_come_is_named_and_a_thread_that_waits_for_it_ends
         for end, alone in (("sender", "generator 0 of 1"), ("receiver", "the trainer rank")):
             await pair.meet()
             with monkeypatch.context() as patch:
-                patch.setattr(transfers, "_GIVES_UP", 0.01)
+                patch.setattr(broadcast_group, "_GIVES_UP", 0.01)
                 call = pair.sender.send(1, 1) if end == "sender" else pair.receiver.receive(1, 1)
                 assert (await failure(call)).endswith(f"{alone} has not come to the transfer")
         pair.set_deadline(600)

@@ -1,7 +1,7 @@
 """Where an engine rank holds each tensor of a version, as a plan that later versions are copied by.
 
 Tensors that are alike and lie at equal distances, in the area as in the parameter, are copied and summed together: one
-projection of all experts of a layer, say (``weights/runs.py``).
+projection of all experts of a layer, say (``weights/blocks.py``).
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ import torch
 
 from monarch_rl.generator.load_report import Box, matrix_shape
 from monarch_rl.weights.area import attach
-from monarch_rl.weights.blocks import TensorBox
+from monarch_rl.weights.blocks import TensorBox, find_runs, memory_kind, stack_run
 from monarch_rl.weights.checksum import Checksums
 from monarch_rl.weights.manifest import INT_OF_SIZE, TensorSpec, list_names
-from monarch_rl.weights.runs import find_runs, memory_kind, stack_run
 
 AREAS = 2
 """Areas whose mappings are kept; versions arrive in them in turn."""

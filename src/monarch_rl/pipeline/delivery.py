@@ -16,8 +16,8 @@ from monarch_rl.pipeline.actor_pool import last_line
 from monarch_rl.pipeline.meeting import Meeting, snapshot_index
 from monarch_rl.pipeline.replicas import Replica, Replicas, silent
 from monarch_rl.runtime.deadlines import now
+from monarch_rl.weights.checksum import NotFinite
 from monarch_rl.weights.endpoint import StillServing
-from monarch_rl.weights.finite import NotFinite
 
 logger = logging.getLogger("monarch_rl")
 

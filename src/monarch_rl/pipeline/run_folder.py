@@ -24,7 +24,7 @@ from monarch_rl.runtime.devices import launched_by_torchrun
 from monarch_rl.runtime.disk_work import on_disk_now
 from monarch_rl.runtime.lifetime import signal_name
 from monarch_rl.runtime.signals import Interrupts
-from monarch_rl.weights.finite import NotFinite
+from monarch_rl.weights.checksum import NotFinite
 
 logger = logging.getLogger("monarch_rl")
 

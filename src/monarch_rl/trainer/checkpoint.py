@@ -17,7 +17,7 @@ from monarch_rl.checkpoint.folders import TRAINER, FileSum, Staged, file_sum
 from monarch_rl.checkpoint.tensors import CannotWrite, StagedTensors, checkpoint_group, names, read, renewed_group
 from monarch_rl.runtime.deadlines import disk_limit_s
 from monarch_rl.trainer.shards import not_finite_part
-from monarch_rl.weights.finite import NotFinite
+from monarch_rl.weights.checksum import NotFinite
 
 if TYPE_CHECKING:  # a process that only reads manifests must not import torchtitan before platform.prepare()
     from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer

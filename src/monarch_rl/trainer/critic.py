@@ -29,7 +29,7 @@ from monarch_rl.trainer.model import ShardedModel
 from monarch_rl.trainer.objective import RETURNS, VALUE
 from monarch_rl.trainer.platform import tensor_float32
 from monarch_rl.trainer.settings import TrainerSettings
-from monarch_rl.weights.finite import NotFinite
+from monarch_rl.weights.checksum import NotFinite
 
 
 class Critic:

@@ -23,7 +23,7 @@ from monarch_rl.model.lora import MLP_TARGETS, LoraSettings, lora_config, lora_n
 from monarch_rl.model.weight_files import naming
 from monarch_rl.trainer.moe import EXPERT_TARGETS, expert_lora_config, lora_parameters
 from monarch_rl.trainer.shards import NamedShape, local_run
-from monarch_rl.weights.runs import find_runs, memory_kind, stack_run
+from monarch_rl.weights.blocks import find_runs, memory_kind, stack_run
 
 _CONFIGS = {
     "q_proj": "wq",

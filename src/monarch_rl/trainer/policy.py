@@ -50,7 +50,7 @@ from monarch_rl.trainer.reference import ReferenceModel  # noqa: E402
 from monarch_rl.trainer.saving import save_model  # noqa: E402
 from monarch_rl.trainer.settings import RouterReplay, TrainerSettings  # noqa: E402
 from monarch_rl.trainer.token_logprobs import DrawnTokens, TokenLogprobs  # noqa: E402
-from monarch_rl.weights.finite import NotFinite  # noqa: E402
+from monarch_rl.weights.checksum import NotFinite  # noqa: E402
 
 
 class Policy:

@@ -17,9 +17,9 @@ from monarch_rl.runtime.streams import finish_current
 from monarch_rl.trainer.lora import merged_runs
 from monarch_rl.trainer.model import EXPERT, ShardedModel
 from monarch_rl.trainer.shards import NamedShape, Run, by_rows, has_columns, is_owner, local_run, row_run
+from monarch_rl.weights.blocks import find_runs, memory_kind, stack_run
 from monarch_rl.weights.checksum import tensor_checksum
 from monarch_rl.weights.manifest import Manifest
-from monarch_rl.weights.runs import find_runs, memory_kind, stack_run
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class SnapshotPlan:
 def _joined(
     shards: Iterable[torch.Tensor], places: Iterable[torch.Tensor]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Target and source of each run (``weights/runs.py``): the experts of a layer are slices of one parameter."""
+    """Target and source of each run (``weights/blocks.py``): the experts of a layer are slices of one parameter."""
     sources, targets = [shard.detach() for shard in shards], list(places)
     kinds = [(memory_kind(source), memory_kind(target)) for source, target in zip(sources, targets, strict=True)]
     for run in find_runs(kinds, *([x.data_ptr() for x in memory] for memory in (sources, targets))):

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from monarch_rl.weights.finite import values_not_finite
+from monarch_rl.weights.checksum import values_not_finite
 
 NamedShape = tuple[str, tuple[int, ...]]
 """Name and shape of a whole tensor."""

@@ -27,7 +27,7 @@ from monarch_rl.trainer.policy import Policy
 from monarch_rl.trainer.reduction import check_agreement
 from monarch_rl.trainer.supervised import mixed, pack_rows
 from monarch_rl.trainer.value_columns import value_columns, value_metrics
-from monarch_rl.weights.finite import NotFinite
+from monarch_rl.weights.checksum import NotFinite
 
 logger = logging.getLogger("monarch_rl")
 

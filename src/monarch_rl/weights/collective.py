@@ -15,10 +15,9 @@ import torch.distributed as dist
 
 from monarch_rl.runtime.store import serve_store
 from monarch_rl.weights.area import Area
-from monarch_rl.weights.broadcast_group import BroadcastGroup
+from monarch_rl.weights.broadcast_group import BroadcastGroup, Transfers
 from monarch_rl.weights.endpoint import SNAPSHOTS, TransferError, TransferSettings
 from monarch_rl.weights.manifest import BucketEntry, Manifest, plan_buckets, shard_bytes
-from monarch_rl.weights.transfers import Transfers
 
 ALONE_BYTES = 1 << 20
 """A shard of at least this many bytes has a broadcast of its own and is received in place, without a copy. A broadcast

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from monarch_rl.runtime.streams import on_side_stream
-from monarch_rl.weights.changes import ChangesReceiver, ChangesSender, updates_manifest
+from monarch_rl.weights.delta import ChangesReceiver, ChangesSender, updates_manifest
 from monarch_rl.weights.endpoint import Receiver, Sender, TransferSettings, TransportName
 from monarch_rl.weights.manifest import Manifest
 
