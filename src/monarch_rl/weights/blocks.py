@@ -157,11 +157,9 @@ def in_words(bits: torch.Tensor, lead: int) -> bool:
     return lead == 0 and bits.shape[-1] * size % WORD == 0 and on_words and bits.data_ptr() % WORD == 0
 
 
-"""Runs: neighbours that are alike and lie at equal distances, so that one kernel does what each of them needs.
-
-The experts of a layer are tensors of their own by name. In the trainer, in an area and in the engine they are slices of
-one piece of memory.
-"""
+# -- runs of neighbours that are alike and lie at equal distances: one kernel works on all of them --------------------
+# The experts of a layer are tensors of their own by name. In the trainer, in an area and in the engine they are
+# slices of one piece of memory.
 
 
 def find_runs(kinds: Sequence[Hashable], *places: Sequence[int]) -> list[range]:

@@ -202,12 +202,9 @@ class BroadcastGroup:
             raise TransferError("the transfer was aborted")
 
 
-"""How an end of ``collective`` does its transfers: beside the event loop, and each within a deadline.
-
-A transfer waits for other processes inside calls that cannot be interrupted. So it runs on a thread, and the end gives
-up the thread and the groups when the transfer fails, is late, or is aborted from outside.
-"""
-
+# -- how an end of ``collective`` does its transfers: beside the event loop, and each within a deadline ---------------
+# A transfer waits for other processes inside calls that cannot be interrupted. So it runs on a thread, and the end
+# gives up the thread and the groups when the transfer fails, is late, or is aborted from outside.
 
 T = TypeVar("T")
 

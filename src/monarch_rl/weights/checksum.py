@@ -285,13 +285,11 @@ class ShardChecksums:
                     raise NotFinite(f"{spec.name} {problem}")
 
 
-"""Whether tensors hold only finite values, found while they lie in a core's cache for another reason.
-
-A sum of floats is finite only if each of them is: NaN stays in a sum, and so does infinity, because inf - inf is NaN. A
-sum of finite values may overflow; then its values are looked at one by one. The bits of 16-bit floats are compared
-instead, because a CPU converts them one by one to add them: positive ones from infinity on are the greatest 16-bit
-integers, and negative ones from minus infinity on the greatest without a sign.
-"""
+# -- whether tensors hold only finite values, found while they lie in a core's cache ----------------------------------
+# A sum of floats is finite only if each of them is: NaN stays in a sum, and so does infinity, because inf - inf is
+# NaN. A sum of finite values may overflow; then its values are looked at one by one. The bits of 16-bit floats are
+# compared instead, because a CPU converts them one by one to add them: positive ones from infinity on are the
+# greatest 16-bit integers, and negative ones from minus infinity on the greatest without a sign.
 
 
 class NotFinite(RuntimeError):

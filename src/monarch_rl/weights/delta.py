@@ -317,13 +317,10 @@ def _check(itemsize: int, **buffers: tuple[torch.Tensor, int]) -> None:
             raise ValueError(f"{name} begins at byte {buffer.storage_offset()} of its storage, not a multiple of 8")
 
 
-"""Send only what changed (:mod:`monarch_rl.weights.delta`), over any transport that moves bytes.
-
-These classes wrap a transport. It then moves one tensor of bytes for each trainer rank: the encoded update, which omits
-the elements that did not change. Both ends keep the version that all receivers have. After ``connect`` they begin with
-zeros, so the first version is sent whole.
-"""
-
+# -- the two ends: send only what changed, over any transport that moves bytes ----------------------------------------
+# These classes wrap a transport. It then moves one tensor of bytes for each trainer rank: the encoded update, which
+# omits the elements that did not change. Both ends keep the version that all receivers have. After ``connect`` they
+# begin with zeros, so the first version is sent whole.
 
 BUCKET_BYTES = 4 << 20
 """Bytes compared at a time on a CPU: the fastest of 1 to 64 MiB. A replica saves reads in steps of this size, too."""
