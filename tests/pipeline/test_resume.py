@@ -29,8 +29,8 @@ from monarch_rl.pipeline.run_folder import note_state, recipe_name
 from monarch_rl.pipeline.settings import RunSettings
 from monarch_rl.runtime import folder_lock, supervisor
 from monarch_rl.settings.ranges import to_plain
-from monarch_rl.trainer.critic_settings import CriticSettings
 from monarch_rl.trainer.known_steps import KnownBatch
+from monarch_rl.trainer.loss_settings import CriticSettings
 from monarch_rl.trainer.settings import TrainerSettings
 from tests import patience
 

@@ -19,7 +19,7 @@ from monarch_rl.pipeline.settings import RunSettings, check, episode_limits, los
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.runtime.deadlines import disk_limit_s
 from monarch_rl.runtime.devices import Devices, TooFewDevices
-from monarch_rl.trainer.critic_settings import CriticSettings
+from monarch_rl.trainer.loss_settings import CriticSettings
 from monarch_rl.trainer.settings import LossSettings, TrainerSettings
 from monarch_rl.weights.endpoint import TransferSettings
 from monarch_rl.weights.manifest import Manifest

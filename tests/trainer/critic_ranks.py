@@ -28,8 +28,8 @@ from monarch_rl.episode.shard import PackedShard
 from monarch_rl.model.lora import LoraSettings
 from monarch_rl.trainer.batch import pack
 from monarch_rl.trainer.checksums import weights_checksums
-from monarch_rl.trainer.critic_settings import CriticSettings
 from monarch_rl.trainer.functions import LoadedFunctions
+from monarch_rl.trainer.loss_settings import CriticSettings
 from monarch_rl.trainer.objective import reinforcement
 from monarch_rl.trainer.policy import Policy
 from monarch_rl.trainer.settings import TrainerSettings

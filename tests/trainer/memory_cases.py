@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from monarch_rl.algorithms.packing import KEYS_PER_TOKEN
 from monarch_rl.model.lora import LoraSettings
 from monarch_rl.model.tensors import expected_tensors
-from monarch_rl.trainer.critic_settings import CriticSettings
+from monarch_rl.trainer.loss_settings import CriticSettings
 from monarch_rl.trainer.settings import TrainerSettings
 
 RANKS = 2

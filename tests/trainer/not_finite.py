@@ -34,8 +34,8 @@ from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
 from monarch_rl.runtime.by_value import ByValue
 from monarch_rl.runtime.network import held_port
 from monarch_rl.trainer.batch import MicroBatch
-from monarch_rl.trainer.critic_settings import CriticSettings
 from monarch_rl.trainer.functions import LoadedFunctions
+from monarch_rl.trainer.loss_settings import CriticSettings
 from monarch_rl.trainer.objective import Objective, Sums, reinforcement, supervised
 from monarch_rl.trainer.policy import Policy
 from monarch_rl.trainer.settings import TrainerSettings

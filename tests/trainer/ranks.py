@@ -32,9 +32,9 @@ from monarch_rl.trainer.attention_layout import separate_layout
 from monarch_rl.trainer.batch import MicroBatch, pack_shard
 from monarch_rl.trainer.functions import LoadedFunctions
 from monarch_rl.trainer.loss_settings import LossSettings
+from monarch_rl.trainer.metrics import check_agreement, reduced_metrics
 from monarch_rl.trainer.objective import Objective, Sums, reinforcement, supervised
 from monarch_rl.trainer.policy import Policy
-from monarch_rl.trainer.reduction import check_agreement, reduced_metrics
 from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.trainer.step import train as make_step
 from monarch_rl.trainer.supervised import SupervisedPlan, SupervisedRows

@@ -27,7 +27,7 @@ from monarch_rl.trainer.objective import reinforcement
 from monarch_rl.trainer.policy import Policy
 from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.trainer.shards import has_columns
-from monarch_rl.trainer.vocabulary import VocabularyPart, logprobs_of
+from monarch_rl.trainer.token_logprobs import VocabularyPart, logprobs_of
 from tests.episode.trees import tree_of
 from tests.trainer.batches import LR, STEPS, WEIGHT_DECAY, batch, shard
 from tests.trainer.ranks import check_snapshot, packed

@@ -15,7 +15,7 @@ from monarch_rl.episode.episode import Fork
 from monarch_rl.episode.shard import PackedShard
 from monarch_rl.observe.registry import check_names, find
 from monarch_rl.trainer.advantages import advantages_of, flat, group_views
-from monarch_rl.trainer.batch_metrics import batch_metrics
+from monarch_rl.trainer.metrics import batch_metrics
 
 EPISODE = st.tuples(
     st.sampled_from([-1.0, 0.0, 0.25, 0.5, 1.0, 2.0]),

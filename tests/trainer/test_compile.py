@@ -23,9 +23,12 @@ from torchtitan.distributed.compile import apply_compile  # noqa: E402
 
 from monarch_rl.trainer.attention import PrefixVarlenAttention  # noqa: E402
 from monarch_rl.trainer.attention_layout import AttentionLayout  # noqa: E402
-from monarch_rl.trainer.batch import MicroBatch, pack  # noqa: E402
+from monarch_rl.trainer.batch import (  # noqa: E402
+    MicroBatch,
+    lay_out,  # noqa: E402
+    pack,
+)
 from monarch_rl.trainer.compiling import prepare_to_compile  # noqa: E402
-from monarch_rl.trainer.layout import lay_out  # noqa: E402
 from tests.episode.trees import tree_of  # noqa: E402
 from tests.trainer.folders import MOE, QWEN3, make_folder  # noqa: E402
 from tests.trainer.programs import run_program, saved  # noqa: E402

@@ -10,8 +10,10 @@ from monarch_rl.trainer import platform
 platform.prepare()
 
 from monarch_rl.trainer.modules import LogprobHead  # noqa: E402
-from monarch_rl.trainer.token_logprobs import DrawnTokens  # noqa: E402
-from monarch_rl.trainer.vocabulary import logprobs_of  # noqa: E402
+from monarch_rl.trainer.token_logprobs import (  # noqa: E402
+    DrawnTokens,  # noqa: E402
+    logprobs_of,  # noqa: E402
+)
 
 
 def of_definition(logits: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:

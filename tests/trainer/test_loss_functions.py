@@ -36,7 +36,6 @@ from monarch_rl.episode.shard import BatchShard, mask_older, outcomes
 from monarch_rl.observe.registry import METRICS, OBJECTIVE
 from monarch_rl.trainer.advantages import advantages_of, fingerprint, flat, group_views
 from monarch_rl.trainer.batch import MicroBatch, pack, pack_shard
-from monarch_rl.trainer.critic_settings import CriticSettings
 from monarch_rl.trainer.functions import (
     LoadedFunctions,
     TrainingFunctions,
@@ -44,7 +43,7 @@ from monarch_rl.trainer.functions import (
     check_that_columns_are_read,
     equal_rewards_warning,
 )
-from monarch_rl.trainer.loss_settings import LossSettings
+from monarch_rl.trainer.loss_settings import CriticSettings, LossSettings
 from monarch_rl.trainer.objective import OBJECTIVES, Sums, call, reinforcement, supervised
 from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.trainer.token_logprobs import TokenLogprobs

@@ -15,7 +15,7 @@ from monarch_rl.algorithms.group_view import GroupView
 from monarch_rl.algorithms.losses import CORRECTIONS, POLICY_LOSSES
 from monarch_rl.trainer.advantages import with_overlong_penalty
 from monarch_rl.trainer.batch import MicroBatch, pack
-from monarch_rl.trainer.finite_episodes import finite_only
+from monarch_rl.trainer.finite import finite_only
 from monarch_rl.trainer.loss_settings import LossSettings, loss_warnings
 from monarch_rl.trainer.objective import call, distillation, reinforcement
 from monarch_rl.trainer.token_logprobs import DrawnTokens, TokenLogprobs

@@ -20,8 +20,11 @@ from monarch_rl.model.lora import LoraSettings  # noqa: E402
 from monarch_rl.trainer import attention  # noqa: E402
 from monarch_rl.trainer.attention import PackedAttention, PrefixVarlenAttention  # noqa: E402
 from monarch_rl.trainer.attention_layout import AttentionLayout  # noqa: E402
-from monarch_rl.trainer.batch import MicroBatch, pack  # noqa: E402
-from monarch_rl.trainer.layout import lay_out  # noqa: E402
+from monarch_rl.trainer.batch import (  # noqa: E402
+    MicroBatch,
+    lay_out,  # noqa: E402
+    pack,
+)
 from monarch_rl.trainer.lora import add_lora  # noqa: E402
 from monarch_rl.trainer.model_config import model_config  # noqa: E402
 from monarch_rl.trainer.moe import ReplayRouter  # noqa: E402

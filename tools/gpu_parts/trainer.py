@@ -22,8 +22,11 @@ from monarch_rl.episode.episode import Episode, Group  # noqa: E402
 from monarch_rl.runtime.network import held_port  # noqa: E402
 from monarch_rl.trainer.attention import PackedAttention, PrefixVarlenAttention  # noqa: E402
 from monarch_rl.trainer.attention_layout import AttentionLayout  # noqa: E402
-from monarch_rl.trainer.batch import MicroBatch, pack  # noqa: E402
-from monarch_rl.trainer.layout import lay_out  # noqa: E402
+from monarch_rl.trainer.batch import (  # noqa: E402
+    MicroBatch,
+    lay_out,  # noqa: E402
+    pack,
+)
 from monarch_rl.trainer.objective import supervised  # noqa: E402
 from monarch_rl.trainer.policy import Policy  # noqa: E402
 from monarch_rl.trainer.settings import TrainerSettings  # noqa: E402

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
+from torchtitan.models.common import RMSNorm
+from torchtitan.models.common.attention import GQAttention, QKVLinear
+from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
 from torchtitan.models.common.decoder import Decoder, TransformerBlock
-from torchtitan.models.deepseek_v3 import DeepSeekV3Model, parallelize_deepseekv3
+from torchtitan.models.deepseek_v3 import DeepSeekV3Model, build_mla_moe_layers, parallelize_deepseekv3
 from torchtitan.models.deepseek_v3.state_dict_adapter import DeepSeekV3StateDictAdapter
 from torchtitan.models.llama3 import parallelize_llama
 from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock
@@ -18,10 +22,174 @@ from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
 from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
-from monarch_rl.model.architecture import DEEPSEEK_V3, LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, Architecture
-from monarch_rl.trainer.gqa import gqa_layers
-from monarch_rl.trainer.mla import deepseek_layers
-from monarch_rl.trainer.modules import HalfRotaryEmbedding
+from monarch_rl.model.architecture import (
+    DEEPSEEK_V3,
+    LLAMA,
+    MISTRAL,
+    QWEN2,
+    QWEN3,
+    QWEN3_MOE,
+    Architecture,
+    architecture_of,
+)
+from monarch_rl.model.features import NORM_EPS
+from monarch_rl.model.folder import num_experts, rope_parameters, sparse_layers
+from monarch_rl.trainer.attention import inner_attention
+from monarch_rl.trainer.modules import LOADED, HalfRotaryEmbedding, PairRotaryEmbedding
+from monarch_rl.trainer.moe import LOADED_EXPERTS, exact, moe_config, replaying
+
+"""The layers of Qwens, Llamas and Mistrals in torchtitan's classes: grouped-query attention, and an MLP or experts."""
+
+
+def gqa_layers(
+    hf: dict[str, Any], *, longest: int, half_on_gpu: bool, block: type[TransformerBlock]
+) -> list[TransformerBlock.Config]:
+    """The blocks of a model with grouped-query attention, for its ``config.json``.
+
+    Args:
+        longest: tokens of the longest episode.
+        half_on_gpu: they compute on a GPU in half precision.
+        block: torchtitan's class of them.
+    """
+    dim = hf["hidden_size"]
+    return [
+        block.Config(
+            attention_norm=norm_config(hf, dim),
+            ffn_norm=norm_config(hf, dim),
+            attention=_attention(hf, longest, half_on_gpu),
+            **_feed_forward(hf, layer),
+        )
+        for layer in range(hf["num_hidden_layers"])
+    ]
+
+
+def _attention(hf: dict[str, Any], longest: int, half_on_gpu: bool) -> GQAttention.Config:
+    architecture, dim, heads = architecture_of(hf), hf["hidden_size"], hf["num_attention_heads"]
+    head_dim = hf.get("head_dim") or dim // heads
+    attention = make_gqa_config(
+        dim=dim,
+        n_heads=heads,
+        n_kv_heads=hf["num_key_value_heads"],
+        head_dim=head_dim,
+        wqkv_param_init=LOADED | {"bias": LOADED["weight"]} if architecture.biased_heads else LOADED,
+        wo_param_init=LOADED,
+        inner_attention=inner_attention(half_on_gpu),
+        rope=_half_rotary(hf, head_dim, longest),
+        # Unfused, every Hugging Face tensor is a parameter of its own, sharded by rows.
+        fuse_qkv=False,
+        qk_norm=norm_config(hf, head_dim) if architecture.normed_heads else None,
+    )
+    if architecture.biased_heads:
+        projections = attention.qkv_linear
+        assert isinstance(projections, QKVLinear.Config)
+        projections.wq.bias = projections.wkv.bias = True
+    return attention
+
+
+def norm_config(hf: dict[str, Any], size: int) -> RMSNorm.Config:
+    """A norm over ``size`` elements."""
+    return RMSNorm.Config(normalized_shape=size, eps=hf["rms_norm_eps"], param_init=LOADED)
+
+
+def _feed_forward(hf: dict[str, Any], layer: int) -> dict[str, Any]:
+    if layer in sparse_layers(hf):
+        return {"moe": moe_config(hf)}
+    dim, width = hf["hidden_size"], hf["intermediate_size"]
+    dense = make_ffn_config(dim=dim, hidden_dim=width, w1_param_init=LOADED, w2w3_param_init=LOADED)
+    return {"feed_forward": dense}
+
+
+def _half_rotary(hf: dict[str, Any], head_dim: int, longest: int) -> HalfRotaryEmbedding.Config:
+    rope = rope_parameters(hf)
+    kind, theta = rope["rope_type"], rope["rope_theta"]
+    length = min(longest, hf["max_position_embeddings"])
+    config = HalfRotaryEmbedding.Config(dim=head_dim, max_seq_len=length, theta=theta)
+    if kind == "llama3":
+        config.scaling = "llama"
+        config.scaling_factor = rope["factor"]
+        config.low_freq_factor = rope["low_freq_factor"]
+        config.high_freq_factor = rope["high_freq_factor"]
+        config.original_max_position_embeddings = rope["original_max_position_embeddings"]
+    return config
+
+
+"""DeepSeek-V3's layers in torchtitan's classes: multi-head latent attention, shared and routed experts."""
+
+
+def deepseek_layers(hf: dict[str, Any], *, longest: int, half_on_gpu: bool) -> list[TransformerBlock.Config]:
+    """The blocks of a DeepSeek-V3, for its ``config.json``.
+
+    The router is Hugging Face's: sigmoid in fp32; the k largest of score + bias within the best groups; their scores,
+    divided by their sum with ``norm_topk_prob``, times ``routed_scaling_factor``. The bias stays as loaded: torchtitan
+    changes it, to balance the load, only by a hook of the optimiser that is not registered here.
+
+    Args:
+        longest: tokens of the longest episode.
+        half_on_gpu: they compute on a GPU in half precision.
+    """
+    rope = _pair_rotary(hf, longest)
+    layers = build_mla_moe_layers(
+        n_layers=hf["num_hidden_layers"],
+        n_dense_layers=hf["first_k_dense_replace"],
+        dim=hf["hidden_size"],
+        n_heads=hf["num_attention_heads"],
+        q_lora_rank=hf.get("q_lora_rank") or 0,
+        kv_lora_rank=hf["kv_lora_rank"],
+        qk_nope_head_dim=hf["qk_nope_head_dim"],
+        qk_rope_head_dim=hf["qk_rope_head_dim"],
+        v_head_dim=hf["v_head_dim"],
+        mscale=rope_parameters(hf).get("mscale_all_dim") or 0.0,
+        dense_hidden_dim=hf["intermediate_size"],
+        moe_hidden_dim=hf["moe_intermediate_size"],
+        num_experts=num_experts(hf),
+        num_shared_experts=hf["n_shared_experts"],
+        router_top_k=hf["num_experts_per_tok"],
+        router_score_func="sigmoid",
+        router_num_expert_groups=hf["n_group"],
+        router_num_limited_groups=hf["topk_group"],
+        router_route_scale=hf["routed_scaling_factor"],
+        router_route_norm=hf["norm_topk_prob"],
+        attn_backend="varlen",
+        moe_comm_backend="standard",
+        non_blocking_capacity_factor=None,
+        linear_init=LOADED,
+        norm_init=LOADED,
+        depth_init=lambda _layer: LOADED,
+        depth_experts_init=lambda _layer: LOADED_EXPERTS,
+        rope=rope,
+    )
+    for layer in layers:
+        _adjust(layer, half_on_gpu=half_on_gpu)
+    return layers
+
+
+def _adjust(layer: TransformerBlock.Config, *, half_on_gpu: bool) -> None:
+    """Put this package's modules in the place of torchtitan's, and Hugging Face's eps in all norms."""
+    attention: Any = layer.attention
+    for norm in (layer.attention_norm, layer.ffn_norm, attention.q_norm, attention.kv_norm):
+        norm.eps = NORM_EPS
+    attention.inner_attention = inner_attention(half_on_gpu)
+    if layer.moe is not None:
+        layer.moe.router = replaying(layer.moe.router)
+        layer.moe.routed_experts.inner_experts = exact(layer.moe.routed_experts.inner_experts)
+
+
+def _pair_rotary(hf: dict[str, Any], longest: int) -> PairRotaryEmbedding.Config:
+    rope = rope_parameters(hf)
+    kind, theta = rope["rope_type"], rope["rope_theta"]
+    length = min(longest, hf["max_position_embeddings"])
+    config = PairRotaryEmbedding.Config(dim=hf["qk_rope_head_dim"], max_seq_len=length, theta=theta)
+    if kind == "default":
+        return config
+    config.scaling = "yarn"
+    config.rope_factor = rope["factor"]
+    config.beta_fast = rope.get("beta_fast", 32)
+    config.beta_slow = rope.get("beta_slow", 1)
+    config.original_seq_len = rope["original_max_position_embeddings"]
+    return config
+
+
+"""MAIN"""
 
 
 class LlamaStateDictAdapter(Llama3StateDictAdapter):

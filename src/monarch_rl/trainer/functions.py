@@ -12,8 +12,7 @@ from monarch_rl.algorithms.functions import named, needed_columns, other_token_c
 from monarch_rl.algorithms.group_view import Advantage, Remembers, remembering
 from monarch_rl.episode.serialization import BEHAVIOUR
 from monarch_rl.runtime.by_value import ByValue
-from monarch_rl.trainer.critic_settings import NO_CRITIC, CriticSettings
-from monarch_rl.trainer.loss_settings import LossSettings
+from monarch_rl.trainer.loss_settings import NO_CRITIC, CriticSettings, LossSettings
 from monarch_rl.trainer.objective import OBJECTIVES, OLD, REFERENCE, RETURNS, TEACHER, VALUE, Objective
 
 FILLED_BY_TRAINER: Mapping[str, str] = {OLD: "log-probs of the trainer's policy at the start of the batch"}

@@ -10,8 +10,7 @@ from torchtitan.models.common.decoder import Decoder
 
 from monarch_rl.model.architecture import architecture_of
 from monarch_rl.model.features import check_features
-from monarch_rl.trainer.families import FAMILIES
-from monarch_rl.trainer.gqa import norm_config
+from monarch_rl.trainer.families import FAMILIES, norm_config
 from monarch_rl.trainer.modules import LOADED, ZEROS, LogprobHead, ValueHead
 from monarch_rl.trainer.settings import TrainerSettings
 

@@ -21,8 +21,7 @@ from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Linear, RoPE
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.protocols.module import Module
 
-from monarch_rl.trainer.token_logprobs import DrawnTokens, TokenLogprobs, joined
-from monarch_rl.trainer.vocabulary import VocabularyPart, logprobs_of
+from monarch_rl.trainer.token_logprobs import DrawnTokens, TokenLogprobs, VocabularyPart, joined, logprobs_of
 
 LOADED = {"weight": skip_param_init}
 """Weights come from the model's folder: nothing is drawn at random."""
@@ -88,7 +87,7 @@ class LogprobHead(Linear):
     Only the M positions that are asked for are projected, each once for every target behind it. Log-probs are computed
     in fp32, chunk by chunk, and the logits of every chunk but the last are computed again in the backward pass, which
     begins with the last: never more than ``chunk`` x V logits exist, in at most six tensors of this size.
-    Tensor-parallel ranks have a part of the vocabulary each (``trainer/vocabulary.py``).
+    Tensor-parallel ranks have a part of the vocabulary each (``trainer/token_logprobs.py``).
     """
 
     @dataclass(kw_only=True, slots=True)

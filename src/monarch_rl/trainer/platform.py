@@ -24,6 +24,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from monarch_rl.runtime.network import fix_nccl_order
+
 TF32_OVERRIDE = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
 """With it torch begins with TF32 on (``aten/src/ATen/Context.h``); some images set it."""
 _KERNELS = "torchtitan.distributed.minimal_async_ep.kernels"
@@ -89,3 +91,23 @@ def force_sum_reduction(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
+
+
+"""A trainer rank whose updates can be made again bit for bit on a GPU. docs/journal.md says what that takes."""
+
+
+CUBLAS_WORKSPACE = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+"""Streams that share a workspace choose other split sums. One of the two values that torch takes beside its switch."""
+
+
+def make_deterministic() -> None:
+    """Have this process compute the same bits from the same tensors; operations that cannot raise RuntimeError.
+
+    It comes before the first handle of cuBLAS and the first communicator of NCCL, which read the environment.
+    """
+    os.environ.update(CUBLAS_WORKSPACE)
+    fix_nccl_order()
+    torch.use_deterministic_algorithms(True)
+    # Else every torch.empty() is filled, also what is written whole right after.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False

@@ -37,15 +37,17 @@ from monarch_rl.trainer.batch import MicroBatch  # noqa: E402
 from monarch_rl.trainer.checkpoint import TrainerCheckpoint  # noqa: E402
 from monarch_rl.trainer.compiling import first_rows  # noqa: E402
 from monarch_rl.trainer.critic import Critic  # noqa: E402
-from monarch_rl.trainer.deterministic import make_deterministic  # noqa: E402
-from monarch_rl.trainer.finite_episodes import finite_only  # noqa: E402
+from monarch_rl.trainer.finite import (  # noqa: E402
+    finite_only,  # noqa: E402
+    why_not_finite,  # noqa: E402
+)
+from monarch_rl.trainer.metrics import reduced_metrics, summed, waste_metrics  # noqa: E402
 from monarch_rl.trainer.model import ShardedModel  # noqa: E402
 from monarch_rl.trainer.model_config import SPMD_BACKEND, parallelism_config  # noqa: E402
 from monarch_rl.trainer.moe import ReplayRouter  # noqa: E402
-from monarch_rl.trainer.not_finite import why_not_finite  # noqa: E402
 from monarch_rl.trainer.objective import OLD, REFERENCE, Objective, Sums, call, rows_objective  # noqa: E402
+from monarch_rl.trainer.platform import make_deterministic  # noqa: E402
 from monarch_rl.trainer.publishing import PublishedWeights  # noqa: E402
-from monarch_rl.trainer.reduction import reduced_metrics, summed, waste_metrics  # noqa: E402
 from monarch_rl.trainer.reference import ReferenceModel  # noqa: E402
 from monarch_rl.trainer.saving import save_model  # noqa: E402
 from monarch_rl.trainer.settings import RouterReplay, TrainerSettings  # noqa: E402

@@ -10,8 +10,7 @@ from monarch_rl.model.folder import num_experts, sparse_layers
 from monarch_rl.model.lora import FULL_TRAINING, MLP_TARGETS, LoraSettings
 from monarch_rl.model.tensors import expected_tensors, projections
 from monarch_rl.settings.ranges import CheckedSettings, Range
-from monarch_rl.trainer.critic_settings import NO_CRITIC, CriticSettings
-from monarch_rl.trainer.loss_settings import LossSettings
+from monarch_rl.trainer.loss_settings import NO_CRITIC, CriticSettings, LossSettings
 
 RouterReplay = Literal["off", "compare", "replay"]
 COMPILE_LIMIT_S = 1800.0

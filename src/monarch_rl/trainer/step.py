@@ -5,11 +5,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 
+import torch
+
 from monarch_rl.algorithms.functions import place_of
+from monarch_rl.algorithms.group_view import GroupView
+from monarch_rl.algorithms.returns import explained_variance, group_advantages
 from monarch_rl.episode.shard import BatchShard, PackedShard
 from monarch_rl.trainer.advantages import (
     BatchAdvantages,
@@ -20,13 +24,12 @@ from monarch_rl.trainer.advantages import (
     with_overlong_penalty,
 )
 from monarch_rl.trainer.batch import MicroBatch, pack_shard
-from monarch_rl.trainer.batch_metrics import batch_metrics
 from monarch_rl.trainer.functions import LoadedFunctions
-from monarch_rl.trainer.objective import rows_objective
+from monarch_rl.trainer.loss_settings import CriticSettings
+from monarch_rl.trainer.metrics import batch_metrics, check_agreement
+from monarch_rl.trainer.objective import RETURNS, VALUE, rows_objective
 from monarch_rl.trainer.policy import Policy
-from monarch_rl.trainer.reduction import check_agreement
 from monarch_rl.trainer.supervised import mixed, pack_rows
-from monarch_rl.trainer.value_columns import value_columns, value_metrics
 from monarch_rl.weights.checksum import NotFinite
 
 logger = logging.getLogger("monarch_rl")
@@ -121,3 +124,34 @@ def _report_rows_left_out(policy: Policy, minibatches: Sequence[Sequence[MicroBa
         for place, cause in policy.left_out.get(id(microbatch), {}).items():
             what = f"step {packed.version + 1}: supervised row {rows[place]}"
             logger.warning("%s is not trained: its %s is not finite", what, cause)
+
+
+"""What a critic learns from a batch, and what it knew of it."""
+
+
+def value_columns(views: Sequence[GroupView], settings: CriticSettings) -> dict[str, BatchAdvantages]:
+    """The columns ``value`` and ``returns`` of all groups: ``returns`` are the advantages plus the values, before
+    anything is normalised.
+
+    Args:
+        views: with the column ``value``.
+    """
+    values = [[value.clone() for value in view.columns[VALUE]] for view in views]  # the views are the advantage's
+    advantages = [group_advantages(view, settings.gamma, settings.lam) for view in views]
+    returns = [
+        [value + advantage for value, advantage in zip(*of_group, strict=True)]
+        for of_group in zip(values, advantages, strict=True)
+    ]
+    return {VALUE: values, RETURNS: returns}
+
+
+def value_metrics(columns: Mapping[str, BatchAdvantages]) -> dict[str, float]:
+    """What the critic knew of a batch before it was updated with it: metrics by their whole names."""
+    values, returns = (torch.cat([torch.zeros(0), *chain(*columns[name])]) for name in (VALUE, RETURNS))
+    if not len(values):
+        return {}
+    return {
+        "critic/value": float(values.mean()),
+        "critic/return": float(returns.mean()),
+        "critic/explained_variance": explained_variance(values, returns),
+    }
