@@ -68,7 +68,7 @@ def with_overlong_penalty(group: GroupView, loss: LossSettings) -> GroupView:
 @torch.no_grad()
 def advantages_of(groups: Sequence[GroupView], advantage: Advantage) -> BatchAdvantages:
     """The advantages of a batch. A sequence with a column that is not finite is not shown to the function; its
-    advantage is NaN, by which it is left out of the loss (``finite_episodes.py``).
+    advantage is NaN, by which it is left out of the loss (``finite.py``).
 
     Raises:
         ValueError: the function returned another shape, or what is not finite; names it and where it is defined.

@@ -1,4 +1,4 @@
-"""Episodes as the tensors of a micro-batch: packed one after the other, without padding, what they share once."""
+"""Episodes as the tensors of a micro-batch: packed one after the other, without padding; shared prefixes occur once."""
 
 from __future__ import annotations
 
@@ -217,8 +217,7 @@ def _pack_microbatch(
     return made
 
 
-"""The drawn tokens of a micro-batch, and which of them have log-probs of their own."""
-
+# -- the sampled tokens of a micro-batch, and which of them have log-probs of their own -------------------------------
 
 T = TypeVar("T")
 
@@ -342,7 +341,7 @@ def all_or_none(values: Sequence[T | None], what: str) -> list[T]:
     return present
 
 
-"""Where the inputs of episodes lie in the row of a micro-batch, in which what they share lies once."""
+# -- rows: where the inputs of episodes lie, in which a shared prefix lies once ---------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What torchtitan builds each family of models from: one record for each of ``model/architecture.py``."""
+"""What torchtitan builds each family of models from: the layers, and a record for each of ``model/architecture.py``."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from monarch_rl.trainer.attention import inner_attention
 from monarch_rl.trainer.modules import LOADED, HalfRotaryEmbedding, PairRotaryEmbedding
 from monarch_rl.trainer.moe import LOADED_EXPERTS, exact, moe_config, replaying
 
-"""The layers of Qwens, Llamas and Mistrals in torchtitan's classes: grouped-query attention, and an MLP or experts."""
+# -- the layers of Qwens, Llamas and Mistrals: grouped-query attention, and an MLP or experts -------------------------
 
 
 def gqa_layers(
@@ -113,7 +113,7 @@ def _half_rotary(hf: dict[str, Any], head_dim: int, longest: int) -> HalfRotaryE
     return config
 
 
-"""DeepSeek-V3's layers in torchtitan's classes: multi-head latent attention, shared and routed experts."""
+# -- DeepSeek-V3's layers: multi-head latent attention, shared and routed experts -------------------------------------
 
 
 def deepseek_layers(hf: dict[str, Any], *, longest: int, half_on_gpu: bool) -> list[TransformerBlock.Config]:
@@ -189,7 +189,7 @@ def _pair_rotary(hf: dict[str, Any], longest: int) -> PairRotaryEmbedding.Config
     return config
 
 
-"""MAIN"""
+# -- the families -----------------------------------------------------------------------------------------------------
 
 
 class LlamaStateDictAdapter(Llama3StateDictAdapter):

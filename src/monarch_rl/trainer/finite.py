@@ -1,4 +1,6 @@
-"""Episodes with a number that is not finite are not trained, so that one of them costs itself and not the update."""
+"""What happens to values that are not finite: episodes that have one are not trained, and a gradient that has one ends
+the run with its cause.
+"""
 
 from __future__ import annotations
 
@@ -56,8 +58,7 @@ def finite_only(output: TokenLogprobs, batch: MicroBatch) -> tuple[TokenLogprobs
     return output.each(lambda values: values[keep]), chosen, LeftOut(int((~keep).sum()), causes)
 
 
-"""Why a gradient is not finite, for the message that ends the run."""
-
+# -- why a gradient is not finite, for the message that ends the run --------------------------------------------------
 
 LOOK_AT = "look at the objective, the advantages and the rewards"
 

@@ -1,4 +1,4 @@
-"""What a user sets about the policy-gradient loss; docs/algorithms.md has the formulas, and says what to use when."""
+"""What a user sets about the policy loss and the critic. docs/algorithms.md has the formulas, and when to use what."""
 
 from __future__ import annotations
 
@@ -291,7 +291,7 @@ def loss_warnings(loss: LossSettings, updates_per_batch: int) -> list[str]:
     return said
 
 
-"""What a user sets about the critic; docs/algorithms.md has the formulas."""
+# -- the critic -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a batch says about learning: rewards, lengths, lags and advantages of all its groups, as metrics."""
+"""Metrics of a batch: what its groups tell about learning, and the sums of all ranks over its tokens."""
 
 from __future__ import annotations
 
@@ -86,10 +86,8 @@ def _turn_metrics(shard: BatchOutcomes) -> dict[str, float]:
     return {f"turn_reward/{name}": float(np.mean(rewards)) for name, rewards in given.items()}
 
 
-"""Sums of a rank's tokens as metrics of the whole batch. All ranks call these functions together.
-
-Tensor-parallel ranks compute the same tokens, which one of them counts.
-"""
+# -- sums over the tokens of all ranks. All ranks call these functions together ---------------------------------------
+# Tensor-parallel ranks compute the same tokens, which one of them counts.
 
 
 def reduced_metrics(totals: Sums, sparse_layers: Sequence[int], counts: bool) -> dict[str, float]:

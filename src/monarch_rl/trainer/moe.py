@@ -206,11 +206,9 @@ def moe_config(hf: dict[str, Any]) -> MoE.Config:
     )
 
 
-"""Products of rows with their own expert's weight, in any dtype, for the compiler: torch describes them to it in
-bfloat16 alone, and computes them in others too.
-
-Shapes: R rows, E experts, I width in, O width out.
-"""
+# -- products of rows with the weight of their own expert, in any dtype, for the compiler -----------------------------
+# torch tells the compiler about these products in bfloat16 alone, and computes them in other dtypes, too.
+# Shapes: R rows, E experts, I width in, O width out.
 
 
 @torch.library.custom_op("monarch_rl::grouped_mm", mutates_args=())

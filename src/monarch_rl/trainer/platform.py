@@ -93,8 +93,7 @@ def force_sum_reduction(model: nn.Module) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
-"""A trainer rank whose updates can be made again bit for bit on a GPU. docs/journal.md says what that takes."""
-
+# -- a trainer rank whose updates can be made again bit for bit on a GPU: docs/journal.md -----------------------------
 
 CUBLAS_WORKSPACE = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """Streams that share a workspace choose other split sums. One of the two values that torch takes beside its switch."""

@@ -1,4 +1,4 @@
-"""What a version of the policy consists of on one rank: its tensors, this rank's shards, snapshots of them."""
+"""What a version of the policy consists of on one rank: its tensors, this rank's shards, and their snapshots."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ class PublishedWeights:
         }
 
 
-"""The snapshots that a trainer rank sends versions from: which version each holds, and its checksums."""
+# -- snapshots from which a rank sends versions: which version each holds, and its checksums --------------------------
 
 
 class Snapshots:

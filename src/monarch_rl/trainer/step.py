@@ -1,5 +1,7 @@
-"""A batch on a trainer rank: advantages, packing, the updates. On the thread that computes; all ranks call it
-together."""
+"""A batch on a trainer rank: advantages, packing, the updates, and what a critic learns.
+
+On the thread that computes; all ranks call it together.
+"""
 
 from __future__ import annotations
 
@@ -126,7 +128,7 @@ def _report_rows_left_out(policy: Policy, minibatches: Sequence[Sequence[MicroBa
             logger.warning("%s is not trained: its %s is not finite", what, cause)
 
 
-"""What a critic learns from a batch, and what it knew of it."""
+# -- what a critic learns from a batch, and what it predicted of it ---------------------------------------------------
 
 
 def value_columns(views: Sequence[GroupView], settings: CriticSettings) -> dict[str, BatchAdvantages]:

@@ -1,4 +1,7 @@
-"""What goes to the LM head and what comes back. No torchtitan in it: see :mod:`monarch_rl.trainer.platform`."""
+"""Log-probs of tokens: what goes to the LM head and what comes back, also where ranks divide the vocabulary.
+
+No torchtitan in it: see :mod:`monarch_rl.trainer.platform`.
+"""
 
 from __future__ import annotations
 
@@ -81,12 +84,10 @@ ChunkIds = tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None, torch.T
 """Ids, kept sets, and further ids."""
 
 
-"""Log-probs of tokens from logits that may be divided among ranks, each of which has those of a part of the vocabulary.
-
-No logits travel: of each token the ranks exchange a maximum and a few sums.
-
-Shapes: T tokens, V vocabulary, of which a rank has W.
-"""
+# -- where ranks divide the vocabulary: each has the logits of a part of it -------------------------------------------
+# No logits travel: of each token the ranks exchange a maximum and a few sums.
+#
+# Shapes: T tokens, V vocabulary, of which a rank has W.
 
 
 @dataclass(frozen=True, slots=True)
