@@ -33,7 +33,7 @@ from reporting import run_benchmark, short
 from trl_processes import measure
 
 from monarch_rl.buffer.settings import BufferSettings
-from monarch_rl.rollout.seeds import episode_seed
+from monarch_rl.rollout.policy import episode_seed
 from monarch_rl.simulate.costs import Costs, DecodeCosts, Distribution, TrainerCosts
 from monarch_rl.simulate.fit import CALLS
 from monarch_rl.simulate.run import Plan, predict

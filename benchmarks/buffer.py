@@ -29,8 +29,7 @@ from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.episode.episode import Episode, Group, Turn
 from monarch_rl.episode.sampling import Completion
 from monarch_rl.episode.serialization import pack_group
-from monarch_rl.rollout.admissions import Admissions
-from monarch_rl.rollout.outbox import MESSAGE_BYTES, Outbox
+from monarch_rl.rollout.submit import MESSAGE_BYTES, Admissions, Outbox
 from monarch_rl.runtime.cluster import Cluster, launch_cluster
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.endpoint import concurrent_endpoint

@@ -16,8 +16,7 @@ from monarch_rl.buffer.ledger import PLAYED_AGAIN, RUN_ENDED, STALE
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.episode.episode import Group
 from monarch_rl.episode.serialization import pack_group
-from monarch_rl.rollout.admissions import Admissions
-from monarch_rl.rollout.outbox import UNASKED_BYTES, Outbox
+from monarch_rl.rollout.submit import UNASKED_BYTES, Admissions, Outbox
 from monarch_rl.runtime.deadlines import DeadlineExceeded, now, within
 from tests.buffer.helpers import episode, group
 from tests.episode.trees import distinct_inputs

@@ -13,8 +13,7 @@ from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.episode.episode import Group
 from monarch_rl.episode.serialization import pack_group
-from monarch_rl.rollout.admissions import Admissions
-from monarch_rl.rollout.outbox import Outbox
+from monarch_rl.rollout.submit import Admissions, Outbox
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.endpoint import concurrent_endpoint
 from tests.buffer.helpers import episode

@@ -74,7 +74,7 @@ def train(folder: Path, settings: dict[str, Any], draw: Callable[..., Any]) -> d
     """The weights after all steps; ``draw`` asks :func:`serve`."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from monarch_rl.rollout.seeds import episode_seed
+    from monarch_rl.rollout.policy import episode_seed
     from monarch_rl.tasks.reasoning_gym import TaskSettings, TaskSource, score
 
     task = TaskSettings(**settings["task"])

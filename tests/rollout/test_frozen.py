@@ -18,9 +18,9 @@ from monarch_rl.episode.sampling import Completion, GenerationError, RequestLost
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.model.messages import assistant, user
 from monarch_rl.rollout import frozen
+from monarch_rl.rollout.episode_clock import JudgeFailed
 from monarch_rl.rollout.episode_failed import EpisodeFailed
 from monarch_rl.rollout.frozen import FrozenModel, connect
-from monarch_rl.rollout.outside import JudgeFailed
 from monarch_rl.rollout.play import EpisodePlayer
 from monarch_rl.runtime import presence
 from monarch_rl.simulate.clock import run_virtual

@@ -13,10 +13,10 @@ import pytest
 
 from monarch_rl.episode.episode import Episode, Turn
 from monarch_rl.episode.sampling import Completion
+from monarch_rl.rollout.episode_clock import JudgeFailed, outside
 from monarch_rl.rollout.episode_failed import EpisodeFailed
-from monarch_rl.rollout.group_rewards import GroupRewarder
-from monarch_rl.rollout.outside import JudgeFailed, outside
 from monarch_rl.rollout.scoring import Scorer
+from monarch_rl.rollout.stages import GroupRewarder
 from monarch_rl.simulate.clock import run_virtual
 from monarch_rl.tasks.task import MOST_INFO_BYTES, Outcome, Task
 from tests.patience import patiently

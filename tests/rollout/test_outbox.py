@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from monarch_rl.rollout.outbox import UNASKED_BYTES, Outbox
+from monarch_rl.rollout.submit import UNASKED_BYTES, Outbox
 from tests.patience import patiently
 
 

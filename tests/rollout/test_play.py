@@ -24,11 +24,10 @@ from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.model.conversation import Conversation
 from monarch_rl.model.messages import Message, user
-from monarch_rl.rollout.episode_failed import EpisodeFailed
+from monarch_rl.rollout.episode_failed import EpisodeFailed, ScorerBroken, ScoringFailed
 from monarch_rl.rollout.evaluation import Evaluation, EvaluationPlan
 from monarch_rl.rollout.play import EpisodePlayer, all_or_none
-from monarch_rl.rollout.scoring_failed import ScorerBroken, ScoringFailed
-from monarch_rl.rollout.seeds import episode_seed, line_seed
+from monarch_rl.rollout.policy import episode_seed, line_seed
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.deadlines import DeadlineExceeded

@@ -21,9 +21,8 @@ import pytest
 from pebble import ProcessPool
 
 from monarch_rl.rollout import scoring
-from monarch_rl.rollout.scorer_output import SHOWN_BYTES
-from monarch_rl.rollout.scoring import Scorer
-from monarch_rl.rollout.scoring_failed import ScorerBroken, ScoringFailed
+from monarch_rl.rollout.episode_failed import ScorerBroken, ScoringFailed
+from monarch_rl.rollout.scoring import SHOWN_BYTES, Scorer
 from monarch_rl.runtime import presence, starvation
 from monarch_rl.runtime.fork_context import ForkedProcess
 from monarch_rl.runtime.starvation import CoreTime, Look
@@ -471,7 +470,7 @@ def test_sigkill_of_the_parent_leaves_no_scorer(tmp_path: Path) -> None:
 FULL = """
 import asyncio, pathlib
 from monarch_rl.rollout.scoring import Scorer
-from monarch_rl.rollout.scoring_failed import ScoringFailed
+from monarch_rl.rollout.episode_failed import ScoringFailed
 from tests.rollout import scores
 
 async def main():

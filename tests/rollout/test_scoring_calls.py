@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pebble import ProcessPool
 
-from monarch_rl.rollout.scoring_calls import CallsUnderWay
+from monarch_rl.rollout.scoring import CallsUnderWay
 from monarch_rl.simulate.clock import run_virtual
 
 LIMIT_S = 0.4

@@ -12,10 +12,9 @@ import pytest
 from monarch_rl.episode.episode import Episode
 from monarch_rl.episode.sampling import Sampling
 from monarch_rl.model.chat import ChatTemplate
-from monarch_rl.rollout.episode_failed import EpisodeFailed
-from monarch_rl.rollout.outside import JudgeFailed
+from monarch_rl.rollout.episode_clock import JudgeFailed
+from monarch_rl.rollout.episode_failed import EpisodeFailed, ScorerBroken, ScoringFailed
 from monarch_rl.rollout.play import EpisodePlayer
-from monarch_rl.rollout.scoring_failed import ScorerBroken, ScoringFailed
 from monarch_rl.tasks.task import ContextFull, Outcome, Policy, Reply
 from tests.rollout.test_play import SETTINGS, Echo, play, run, task
 

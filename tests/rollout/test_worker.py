@@ -22,8 +22,8 @@ from monarch_rl.episode.failure import Failure
 from monarch_rl.episode.sampled import trained_episodes
 from monarch_rl.episode.shard import BatchShard, PackedShard
 from monarch_rl.model.chat import ChatTemplate
+from monarch_rl.rollout.policy import episode_seed
 from monarch_rl.rollout.scoring import PRELOAD
-from monarch_rl.rollout.seeds import episode_seed
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.stages import DropGroup, Stage
 from monarch_rl.rollout.worker import RolloutWorker

@@ -22,8 +22,8 @@ from monarch_rl.rollout.episode_failed import EpisodeFailed, item_failed
 from monarch_rl.rollout.evaluation import Played
 from monarch_rl.rollout.frozen import connect
 from monarch_rl.rollout.play import EpisodePlayer
+from monarch_rl.rollout.policy import episode_seed
 from monarch_rl.rollout.scoring import Scorer
-from monarch_rl.rollout.seeds import episode_seed
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.runtime.cluster import Cluster, launch_cluster
 from monarch_rl.runtime.deadlines import within

@@ -17,7 +17,7 @@ from monarch_rl.episode.sampling import Sampling
 from monarch_rl.rollout.episode_failed import EpisodeFailed
 from monarch_rl.rollout.items import made
 from monarch_rl.rollout.play import all_or_none
-from monarch_rl.rollout.seeds import episode_seed
+from monarch_rl.rollout.policy import episode_seed
 from monarch_rl.settings.ranges import CheckedSettings, Range
 from monarch_rl.tasks.task import Task
 

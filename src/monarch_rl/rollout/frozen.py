@@ -26,8 +26,8 @@ from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.model.conversation import Conversation
 from monarch_rl.model.messages import as_messages
 from monarch_rl.model.tools import Tools
-from monarch_rl.rollout.outside import PLAYING, JudgeFailed, outside
-from monarch_rl.rollout.stops import Stops
+from monarch_rl.rollout.episode_clock import PLAYING, JudgeFailed, outside
+from monarch_rl.rollout.policy import Stops
 from monarch_rl.runtime.deadlines import DeadlineExceeded, within
 from monarch_rl.runtime.endpoint import concurrent_endpoint, lasting_endpoint
 from monarch_rl.runtime.resilient import ResilientActor
@@ -64,7 +64,7 @@ class FrozenReplicas(Protocol):
 class FrozenModel:
     """A model that never changes. ``run.frozen(...)`` makes it; episodes, stages and the recipe's loop ask it.
 
-    Every method raises :class:`~monarch_rl.rollout.outside.JudgeFailed` if the request was refused, took longer than
+    Every method raises :class:`~monarch_rl.rollout.episode_clock.JudgeFailed` if the request was refused, took longer than
     ``frozen.request-deadline-s``, or outlived more replicas than ``frozen.request-losses``.
     """
 

@@ -12,16 +12,13 @@ from monarch_rl.episode.group_bound import UNBOUNDED, GroupBound
 from monarch_rl.episode.sampling import Sampling
 from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.model.conversation import Conversation
-from monarch_rl.rollout.episode_failed import EpisodeFailed
+from monarch_rl.rollout.episode_clock import OWN_CODE, PLAYING, JudgeFailed, Playing
+from monarch_rl.rollout.episode_failed import EpisodeFailed, ScoringFailed
 from monarch_rl.rollout.handles import GeneratorHandle
-from monarch_rl.rollout.outside import PLAYING, JudgeFailed, Playing
-from monarch_rl.rollout.own_time import OWN_CODE
-from monarch_rl.rollout.policy import Means, Play
+from monarch_rl.rollout.policy import Means, Play, Stops
 from monarch_rl.rollout.scoring import Scorer
-from monarch_rl.rollout.scoring_failed import ScoringFailed
 from monarch_rl.rollout.sequences import Outcomes
 from monarch_rl.rollout.settings import RolloutSettings
-from monarch_rl.rollout.stops import Stops
 from monarch_rl.rollout.tracebacks import describe, suspended
 from monarch_rl.runtime.deadlines import ends_in_time
 from monarch_rl.tasks.task import ContextFull, EpisodeCode, Returned, Task

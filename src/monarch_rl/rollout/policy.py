@@ -7,6 +7,9 @@ fork of them. What all of them have in common is a :class:`Play`.
 from __future__ import annotations
 
 import asyncio
+import functools
+import hashlib
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,17 +24,13 @@ from monarch_rl.model.conversation import Conversation
 from monarch_rl.model.messages import Message, as_messages
 from monarch_rl.model.tools import Tools
 from monarch_rl.rollout.branches import Branch, Branches, Line
-from monarch_rl.rollout.episode_failed import EpisodeFailed
+from monarch_rl.rollout.episode_clock import JudgeFailed, OwnTime
+from monarch_rl.rollout.episode_failed import EpisodeFailed, ScoringFailed
 from monarch_rl.rollout.handles import GeneratorHandle
-from monarch_rl.rollout.own_time import OwnTime
 from monarch_rl.rollout.scoring import Scorer
-from monarch_rl.rollout.scoring_failed import ScoringFailed
-from monarch_rl.rollout.seeds import line_seed
 from monarch_rl.rollout.sequences import Outcomes, outcomes_of, rewards_so_far, sequences, untrained
-from monarch_rl.rollout.stops import Stops
+from monarch_rl.rollout.tracebacks import describe, suspended
 from monarch_rl.rollout.transcripts import as_rows
-from monarch_rl.rollout.turn_rewards import TurnRewards
-from monarch_rl.rollout.turn_sampling import after, applied
 from monarch_rl.tasks.task import ContextFull, Outcome, Reply, Reward, Said
 
 
@@ -370,3 +369,176 @@ class EpisodePolicy:
             )
             raise self._play.broken
         return expert_routes
+
+
+"""Seeds of the engine's draws: a setting's, spread over episodes and over the lines of an episode."""
+
+
+def episode_seed(seed: int | None, group_id: int, episode: int) -> int | None:
+    """A seed of 31 bits for one episode, the same in every process; None if draws are free."""
+    return None if seed is None else _mixed(f"{seed}/{group_id}/{episode}")
+
+
+def line_seed(seed: int | None, number: int) -> int | None:
+    """A seed for a seat or a branch of an episode, or all branches would draw the same.
+
+    Args:
+        seed: of the episode, which is that of its first line.
+        number: of the line, in the order in which they were begun.
+    """
+    return seed if seed is None or not number else _mixed(f"{seed}/{number}")
+
+
+def _mixed(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little") & 0x7FFFFFFF
+
+
+"""What ends a turn beside the model's own end token: texts."""
+
+
+MOST_IDS = 1000
+"""For a string that more tokens hold, such as a letter, turns are only cut afterwards: ids travel with a request."""
+
+
+class Stops:
+    """Stop strings, for engines that know only tokens.
+
+    The engine ends a turn at a token that holds the whole text. Where it comes in several tokens, the engine goes on,
+    and what follows is left out afterwards: a beginning of what was drawn, with the log-probs that it was drawn with.
+
+    Args:
+        token_texts: the text of each token id; called once, when the first stop string is used.
+        decode: the text of some ids.
+    """
+
+    def __init__(self, token_texts: Callable[[], list[str]], decode: Callable[[list[int]], str]) -> None:
+        self._token_texts = functools.cache(token_texts)
+        self._decode = decode
+        self.token_ids = functools.lru_cache(maxsize=64)(self._find)
+        """The ids at which an engine ends a turn for these strings; none for those that very many tokens hold. Raises
+        ValueError if one is empty."""
+
+    def _find(self, stops: tuple[str, ...]) -> tuple[int, ...]:
+        if not all(stops):
+            raise ValueError("a stop string must not be empty")
+        texts = self._token_texts() if stops else []
+        found: set[int] = set()
+        for stop in stops:
+            ids = [index for index, text in enumerate(texts) if stop in text]
+            if len(ids) <= MOST_IDS:
+                found.update(ids)
+        return tuple(sorted(found))
+
+    def cut(self, completion: Completion, stops: Sequence[str], begun: Sequence[int] = ()) -> Completion:
+        """``completion`` up to the token that completes the first stop string; the whole if there is none. What the
+        turn had ``begun`` with may hold a part of the string."""
+        ids = completion.token_ids.tolist()
+        if not self._holds([*begun, *ids], stops):
+            return completion
+        low, high = 1, len(ids)  # the fewest tokens whose text holds one
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._holds([*begun, *ids[:middle]], stops) else (middle + 1, high)
+        left_out = len(ids) - low
+        routes, kept = completion.expert_routes, completion.kept_sets
+        return Completion(
+            completion.token_ids[:low],
+            completion.logprobs[:low],
+            completion.policy_versions[:low],
+            "stop",
+            None if kept is None else kept[:low],
+            routes if routes is None or not left_out else routes[:-left_out],
+        )
+
+    def _holds(self, ids: list[int], stops: Sequence[str]) -> bool:
+        text = self._decode(ids)
+        return any(stop in text for stop in stops)
+
+
+"""The process rewards of an episode's turns, some of which are computed while the episode goes on."""
+
+
+class TurnRewards:
+    """The rewards that an episode's code sets (:attr:`Reply.reward`), on their way to its turns."""
+
+    def __init__(self) -> None:
+        self._turns: list[tuple[Reply, Turn]] = []
+
+    def add(self, reply: Reply, turn: Turn) -> None:
+        """The next turn, and what the code has of it."""
+        self._turns.append((reply, turn))
+
+    async def settled(self) -> None:
+        """Wait for the rewards that are still being computed, and give each turn its own.
+
+        Raises:
+            EpisodeFailed: one raised, or was cancelled.
+            ScoringFailed: one failed in a scoring process.
+            JudgeFailed: a judge that one asked did not answer.
+        """
+        while True:
+            rewards = self._awaited()
+            for reward in rewards:
+                if reward.done():
+                    _check(reward)
+            pending = [reward for reward in rewards if not reward.done()]
+            if not pending:
+                break
+            # waits: the player has a deadline for the episode's code, which these belong to
+            await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        for reply, turn in self._turns:
+            turn.reward = reply.reward
+
+    def suspended(self) -> tuple[str, str]:
+        """Where the first reward that is still being computed waits, as by ``tracebacks.suspended``."""
+        for reward in self._awaited():
+            if isinstance(reward, asyncio.Task) and not reward.done():
+                coroutine: Any = reward.get_coro()
+                return suspended(coroutine)
+        return "", ""
+
+    def end(self) -> None:
+        """The episode is over: no reward can be set any more, and none is computed on."""
+        for reply, _ in self._turns:
+            reply.end()
+
+    def _awaited(self) -> list[asyncio.Future[float]]:
+        rewards = [reply.awaited_reward for reply, _ in self._turns]
+        return [reward for reward in rewards if reward is not None]
+
+
+def _check(reward: asyncio.Future[Any]) -> None:
+    if reward.cancelled():
+        raise EpisodeFailed("turn reward was cancelled by the episode's own code")
+    error = reward.exception()
+    if isinstance(error, ScoringFailed | EpisodeFailed | JudgeFailed):
+        raise error
+    if error is not None:
+        raise EpisodeFailed(f"turn reward raised {type(error).__name__}", *describe(error)) from error
+
+
+"""How one turn is drawn, where it asks for something else than all others."""
+
+
+def after(sampling: Sampling, begun: int) -> Sampling:
+    """``sampling`` for the rest of a turn that has so many tokens. Raises ValueError if it may have no more."""
+    if begun >= sampling.max_new_tokens:
+        raise ValueError(f"max_new_tokens must be above {begun}, the tokens that the turn has already")
+    return replace(sampling, max_new_tokens=sampling.max_new_tokens - begun)
+
+
+def applied(
+    sampling: Sampling, max_new_tokens: int | None, temperature: float | None, stop_token_ids: Sequence[int]
+) -> Sampling:
+    """``sampling`` with what one turn asks for; None is as it is. Raises ValueError or TypeError if that cannot be."""
+    most = sampling.max_new_tokens
+    if max_new_tokens is not None and not 1 <= operator.index(max_new_tokens) <= most:
+        raise ValueError(f"max_new_tokens must be 1 to {most}, which is --rollout.max-new-tokens, got {max_new_tokens}")
+    if temperature is not None and not 0 <= temperature < float("inf"):
+        raise ValueError(f"temperature must not be negative, got {temperature}")
+    return replace(
+        sampling,
+        max_new_tokens=most if max_new_tokens is None else max_new_tokens,
+        temperature=sampling.temperature if temperature is None else temperature,
+        stop_token_ids=tuple(sorted({*sampling.stop_token_ids, *stop_token_ids})),
+    )

@@ -17,7 +17,7 @@ from collections import Counter
 from contextlib import suppress
 from typing import Any
 
-from monarch_rl.rollout.scorer_output import SHOWN_BYTES, WINDOW_S
+from monarch_rl.rollout.scoring import SHOWN_BYTES, WINDOW_S
 from monarch_rl.rollout.tracebacks import place_of
 
 FILES_SHARE = 0.9

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from monarch_rl.model.messages import Message, ToolCall, as_messages
-from monarch_rl.rollout.outside import JudgeFailed, outside
+from monarch_rl.rollout.episode_clock import JudgeFailed, outside
 from monarch_rl.runtime.deadlines import DeadlineExceeded, within
 from monarch_rl.settings.ranges import FOREVER_S, CheckedSettings, Range
 from monarch_rl.tasks.task import Said

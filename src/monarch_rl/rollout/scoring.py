@@ -18,15 +18,21 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import faulthandler
 import functools
+import itertools
 import math
 import os
 import pickle
+import select
 import signal
+import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from types import FunctionType
@@ -34,9 +40,7 @@ from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
-from monarch_rl.rollout.scorer_output import ScorerOutput, print_into
-from monarch_rl.rollout.scoring_calls import CallsUnderWay
-from monarch_rl.rollout.scoring_failed import ScorerBroken, ScoringFailed
+from monarch_rl.rollout.episode_failed import ScorerBroken, ScoringFailed
 from monarch_rl.rollout.tracebacks import describe, of_process, said
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.by_value import ByValue, to_bytes
@@ -397,3 +401,168 @@ def _run(
 
 def _run_all(calls: list[tuple[Any, Any, Reading]]) -> list[Computed]:
     return [_run(*call) for call in calls]
+
+
+"""What scoring processes print, up to a bound, and the stacks that they leave when they are ended."""
+
+
+SHOWN_BYTES = 2**16
+"""Bytes that the scoring processes of a worker may print in :data:`WINDOW_S` seconds."""
+WINDOW_S = 60.0
+TAIL_BYTES = 4096
+"""Newest bytes that are kept for the message of processes that do not start."""
+DRAIN_S = 1.0
+"""Seconds in which what was printed by processes that have ended is read, at most."""
+
+
+class ScorerOutput:
+    """The output of the scoring processes of one worker, which it prints on stderr, up to a bound.
+
+    A score that prints for each answer would otherwise bury what the run says, and may run programs that print, too.
+    So it is a pipe that takes the place of the processes' standard output and error.
+    """
+
+    def __init__(self) -> None:
+        self._reader, writer = os.pipe()
+        stacks = os.memfd_create("monarch_rl-stacks")
+        self.ends = Connection(writer, readable=False), Connection(stacks)
+        """What a scoring process takes (:func:`print_into`); can be pickled while one is started."""
+        self._owner = presence.current_name()
+        self._tail = b""
+        self._left, self._window_ends = 0, -math.inf
+        self._left_out = 0
+        """Bytes of this window."""
+        self._thread = threading.Thread(target=self._forward, name="scorer-output", daemon=True)
+        self._thread.start()
+
+    def take_stack(self) -> str:
+        """What the processes wrote since the last call when they were killed or crashed: their stacks. May be empty.
+
+        Of several that end at the same time, all stacks may be in one call's answer, and none in the next one's: pebble
+        does not say which process computed a score that took too long.
+        """
+        stacks = self.ends[1].fileno()
+        text = os.pread(stacks, 2**20, 0).decode(errors="replace")
+        # All processes write at one offset, which belongs to the file that they share.
+        os.ftruncate(stacks, 0)
+        os.lseek(stacks, 0, os.SEEK_SET)
+        return text
+
+    def tail(self) -> str:
+        """The end of what was printed. May wait for a moment: call it off the event loop."""
+        poll, deadline = select.poll(), time.monotonic() + DRAIN_S
+        poll.register(self._reader, select.POLLIN)
+        while poll.poll(0) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return self._tail.decode(errors="replace").strip()
+
+    def close(self) -> None:
+        """End it once the processes have ended. May wait for a moment: call it off the event loop."""
+        for end in self.ends:
+            end.close()
+        self._thread.join(DRAIN_S)  # a program that a score has started may still hold the pipe
+
+    def _forward(self) -> None:
+        """On a thread of its own: read all, so that no process waits, and print what may be printed."""
+        while data := os.read(self._reader, 2**16):
+            self._tail = (self._tail + data)[-TAIL_BYTES:]
+            moment = time.monotonic()
+            if moment >= self._window_ends:
+                self._say_left_out()
+                self._left, self._window_ends = SHOWN_BYTES, moment + WINDOW_S
+            shown = data[: self._left]
+            if shown:
+                _print(shown)
+            if len(data) > self._left and not self._left_out:
+                limit = f"more than {SHOWN_BYTES // 1024} KiB within {WINDOW_S:g} s"
+                self._say(f"the scoring processes of {self._owner} have printed {limit}: the rest is left out")
+            self._left_out += len(data) - len(shown)
+            self._left -= len(shown)
+        self._say_left_out()
+        os.close(self._reader)
+
+    def _say_left_out(self) -> None:
+        if self._left_out:
+            self._say(f"{self._left_out:,} bytes that the scoring processes of {self._owner} printed were left out")
+            self._left_out = 0
+
+    def _say(self, sentence: str) -> None:
+        _print(f"\n[{sentence}]\n".encode())
+
+
+def _print(data: bytes) -> None:
+    with suppress(OSError):  # nobody reads what this process prints any more
+        os.write(2, data)
+
+
+def print_into(ends: tuple[Connection, Connection]) -> None:
+    """In a scoring process: print into the pipe from here on, and leave the stack when it crashes or is ended.
+
+    Call it once the handler of SIGTERM is set: that one runs after the stack is written, also where it must wait for a
+    call in C to return.
+    """
+    writer, stacks = ends
+    for standard in (1, 2):
+        os.dup2(writer.fileno(), standard)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    faulthandler.enable(file=stacks.fileno())
+    faulthandler.register(signal.SIGTERM, file=stacks.fileno(), chain=True)
+
+
+"""Calls of pools of scoring processes that have not ended, and when the processes count as stuck."""
+
+
+class CallsUnderWay:
+    """Waits for calls. A pool ends a call that oversteps its deadline, but not one whose process was stopped before it
+    said that it has taken it, and none after the pool itself has ended."""
+
+    def __init__(self) -> None:
+        self._pools: dict[asyncio.Future[Any], ProcessPool] = {}
+        """In the order in which the pools were given the calls."""
+
+    def __len__(self) -> int:
+        return len(self._pools)
+
+    async def ends(
+        self, future: asyncio.Future[Any], pool: ProcessPool, limit_s: float, half_s: float, on_half: Callable[[], Any]
+    ) -> None:
+        """Wait until a call ends.
+
+        Args:
+            future: of the call, which the pool was given just now.
+            limit_s: seconds of a machine that has cores for the run, within which this call ends or one before it does.
+            half_s: seconds after which ``on_half`` is called, unless the call has ended.
+
+        Raises:
+            BrokenProcessPool: ``limit_s`` have passed, or the pool was given up.
+        """
+        self._pools[future] = pool
+        try:
+            await asyncio.wait({future}, timeout=half_s)
+            if not future.done():
+                on_half()
+                stuck, ahead = DeadlineClock(limit_s - half_s, "any score"), self._ahead_of(future)
+            while not future.done():
+                # Calls behind it may end, while the process that took it was stopped.
+                if (left := self._ahead_of(future)) < ahead:
+                    stuck, ahead = DeadlineClock(limit_s, "any score"), left
+                window_s = stuck.next_window_s()
+                if window_s is None:
+                    raise BrokenProcessPool(f"no score was computed for {limit_s:g} s")
+                await asyncio.wait({future}, timeout=window_s)
+        finally:
+            del self._pools[future]
+        if future.cancelled():
+            raise BrokenProcessPool("the pool was given up")
+
+    def give_up(self, pool: ProcessPool) -> None:
+        """End the calls of a pool that has ended."""
+        for future in [future for future, of in self._pools.items() if of is pool]:
+            future.cancel()
+
+    def _ahead_of(self, future: asyncio.Future[Any]) -> int:
+        """Calls that the same pool was given before, and that have not ended."""
+        pool = self._pools[future]
+        before = itertools.takewhile(lambda other: other is not future, self._pools)
+        return sum(self._pools[other] is pool for other in before)

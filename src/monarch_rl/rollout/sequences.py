@@ -15,8 +15,7 @@ import numpy as np
 
 from monarch_rl.episode.episode import NO_VERSION, Episode, Fork, Turn
 from monarch_rl.episode.sampling import KeptSets
-from monarch_rl.rollout.branches import Branch, Branches, Line
-from monarch_rl.rollout.pieces import Pieces
+from monarch_rl.rollout.branches import Branch, Branches, Line, Pieces
 from monarch_rl.rollout.transcripts import as_rows
 from monarch_rl.tasks.task import Outcome, as_outcome
 

@@ -15,22 +15,20 @@ from monarch_rl.episode.group_bound import GroupBound
 from monarch_rl.episode.sampled import TrainedEpisode
 from monarch_rl.episode.sampling import Sampling
 from monarch_rl.model.chat import ChatTemplate
-from monarch_rl.rollout.admissions import Admissions
 from monarch_rl.rollout.episode_failed import EpisodeFailed
 from monarch_rl.rollout.evaluation import Evaluation, EvaluationPlan, Played, play_held_out
 from monarch_rl.rollout.frozen import AsksFrozenModels, FrozenModel, FrozenReplicas, connect
-from monarch_rl.rollout.group_rewards import GroupRewarder
-from monarch_rl.rollout.hand_in import HandIn
 from monarch_rl.rollout.handles import BUFFER_DEADLINE_S, BufferHandle, DispatchedGenerators
 from monarch_rl.rollout.items import made
 from monarch_rl.rollout.play import EpisodePlayer, all_or_none
+from monarch_rl.rollout.policy import episode_seed
 from monarch_rl.rollout.process_limits import bound_printing, check_open_files, end_copies
 from monarch_rl.rollout.run_tools import check_hung_tools
 from monarch_rl.rollout.scoring import Scorer
-from monarch_rl.rollout.seeds import episode_seed
 from monarch_rl.rollout.settings import RolloutSettings
-from monarch_rl.rollout.stages import Stage
+from monarch_rl.rollout.stages import GroupRewarder, Stage
 from monarch_rl.rollout.statistics import Statistics, WorkerStats
+from monarch_rl.rollout.submit import Admissions, HandIn
 from monarch_rl.rollout.transcripts import Transcripts, rows
 from monarch_rl.runtime import presence
 from monarch_rl.runtime.by_value import ByValue
