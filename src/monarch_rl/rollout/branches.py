@@ -2,7 +2,7 @@
 
 A *branch* is one way in which a play went: a line for each seat. A *line* is a conversation and the turns that it
 consists of. A fork goes on from what there was until then; these turns are the same objects in both, which is how a
-shared turn is known; after a fork in the middle of a turn, spans say what of it is shared (``pieces.py``). A branch
+shared turn is known; after a fork in the middle of a turn, spans say what of it is shared (:class:`Pieces`). A branch
 that has nothing but what its forks took over is their common beginning. Every other one is a leaf, of which each line
 becomes a sequence (``sequences.py``).
 """
@@ -292,12 +292,11 @@ class Branches:
             )
 
 
-"""What turns have in common where a branch began in the middle of one.
-
-A turn that goes on from the beginning of another one holds all its tokens. Its *spans* say which of them were drawn in
-which turn. In the sequences that a play becomes, turns are cut at the bounds of all spans, and equal *pieces* are one
-turn: so what is shared is whole turns again, which is what a :class:`~monarch_rl.episode.episode.Fork` counts.
-"""
+# -- turn splits: what turns have in common where a branch began in the middle of one ---------------------------------
+# A turn that goes on from the beginning of another one holds all its tokens. Its *spans* say which of them were drawn
+# in which turn. In the sequences that a play becomes, turns are cut at the bounds of all spans, and equal *pieces*
+# are one turn: so what is shared is whole turns again, which is what a :class:`~monarch_rl.episode.episode.Fork`
+# counts.
 
 
 class Span(NamedTuple):

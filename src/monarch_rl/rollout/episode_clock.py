@@ -1,4 +1,4 @@
-"""What an episode asks beside its policy: the clock of its own code stands still meanwhile."""
+"""The clock of an episode's own code, which stands still while the episode waits for anything beside its policy."""
 
 from __future__ import annotations
 
@@ -67,8 +67,7 @@ def outside() -> Iterator[None]:
         playing.clock.go_on()
 
 
-"""The clock of an episode's own code."""
-
+# -- the clock of an episode's own code -------------------------------------------------------------------------------
 
 OWN_CODE = "the episode's own code"
 

@@ -1,4 +1,4 @@
-"""Why an episode failed, as an exception and then as what its author is shown."""
+"""Why an episode failed or a score is missing, as exceptions and then as what the task's author is shown."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def item_failed(error: Exception, index: int) -> EpisodeFailed:
     return failed
 
 
-"""Why there is no score."""
+# -- why there is no score --------------------------------------------------------------------------------------------
 
 
 class ScoringFailed(Exception):

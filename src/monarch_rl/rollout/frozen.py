@@ -64,8 +64,8 @@ class FrozenReplicas(Protocol):
 class FrozenModel:
     """A model that never changes. ``run.frozen(...)`` makes it; episodes, stages and the recipe's loop ask it.
 
-    Every method raises :class:`~monarch_rl.rollout.episode_clock.JudgeFailed` if the request was refused, took longer than
-    ``frozen.request-deadline-s``, or outlived more replicas than ``frozen.request-losses``.
+    Every method raises :class:`~monarch_rl.rollout.episode_clock.JudgeFailed` if the request was refused, took longer
+    than ``frozen.request-deadline-s``, or outlived more replicas than ``frozen.request-losses``.
     """
 
     name: str

@@ -371,7 +371,7 @@ class EpisodePolicy:
         return expert_routes
 
 
-"""Seeds of the engine's draws: a setting's, spread over episodes and over the lines of an episode."""
+# -- seeds of the engine's sampling: a setting's, spread over episodes and over the lines of an episode ---------------
 
 
 def episode_seed(seed: int | None, group_id: int, episode: int) -> int | None:
@@ -393,8 +393,7 @@ def _mixed(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little") & 0x7FFFFFFF
 
 
-"""What ends a turn beside the model's own end token: texts."""
-
+# -- stop texts: what ends a turn besides the model's own end token ---------------------------------------------------
 
 MOST_IDS = 1000
 """For a string that more tokens hold, such as a letter, turns are only cut afterwards: ids travel with a request."""
@@ -455,7 +454,7 @@ class Stops:
         return any(stop in text for stop in stops)
 
 
-"""The process rewards of an episode's turns, some of which are computed while the episode goes on."""
+# -- process rewards of turns, some of which are computed while the episode goes on -----------------------------------
 
 
 class TurnRewards:
@@ -517,7 +516,7 @@ def _check(reward: asyncio.Future[Any]) -> None:
         raise EpisodeFailed(f"turn reward raised {type(error).__name__}", *describe(error)) from error
 
 
-"""How one turn is drawn, where it asks for something else than all others."""
+# -- sampling of one turn, where it asks for something else than all others -------------------------------------------
 
 
 def after(sampling: Sampling, begun: int) -> Sampling:

@@ -403,8 +403,7 @@ def _run_all(calls: list[tuple[Any, Any, Reading]]) -> list[Computed]:
     return [_run(*call) for call in calls]
 
 
-"""What scoring processes print, up to a bound, and the stacks that they leave when they are ended."""
-
+# -- output of scoring processes, up to a bound, and their stacks when they are ended ---------------------------------
 
 SHOWN_BYTES = 2**16
 """Bytes that the scoring processes of a worker may print in :data:`WINDOW_S` seconds."""
@@ -510,7 +509,7 @@ def print_into(ends: tuple[Connection, Connection]) -> None:
     faulthandler.register(signal.SIGTERM, file=stacks.fileno(), chain=True)
 
 
-"""Calls of pools of scoring processes that have not ended, and when the processes count as stuck."""
+# -- calls of the pool that have not ended, and when its processes count as stuck -------------------------------------
 
 
 class CallsUnderWay:

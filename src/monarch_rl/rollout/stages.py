@@ -251,8 +251,7 @@ def _make_plain(episode: Episode) -> None:
             raise ValueError(f"turn {place}: {error}") from error
 
 
-"""Rewards that compare the episodes of a group (``Task.group_rewards``), once these have ended."""
-
+# -- group rewards: they compare the episodes of a group (``Task.group_rewards``), once these have ended --------------
 
 Played = list[Episode] | EpisodeFailed
 OWN_CODE = "the group's rewards"

@@ -1,4 +1,4 @@
-"""Complete groups on their way from a worker to the buffer: room first, then each group once."""
+"""Groups between worker and buffer: slots to start them, their way through the stages, room, and submission."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def _take(parcels: list[_Parcel]) -> list[_Parcel]:
     return taken
 
 
-"""Slots for the groups of a worker, asked of the buffer for all that wait in one call."""
+# -- slots for a worker's groups, asked of the buffer in one call for all that wait -----------------------------------
 
 
 class Admissions:
@@ -178,8 +178,7 @@ class Admissions:
                     answer.set_result(ticket)
 
 
-"""The way of a group that was played: through the stages into the buffer, or dropped; and what failed is shown."""
-
+# -- a played group: through the stages into the buffer, or dropped; and what failed is shown -------------------------
 
 INLINE_TOKENS = 8192
 """Tokens of a group that is packed on the event loop: that takes a millisecond or two, and a thread costs a part of it
