@@ -25,9 +25,9 @@ from monarch_rl.runtime import device_work, monitor, presence, process_poller, w
 from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.device_work import COMPILATION_S, Piece
-from monarch_rl.runtime.presence import Progress
+from monarch_rl.runtime.presence import CONTROLLER, Progress
 from monarch_rl.runtime.process_poller import LoopLag, ProcessPoller, _PolledProcess
-from monarch_rl.runtime.stall import CONTROLLER, Process, RunPicture
+from monarch_rl.runtime.stall import Process, RunPicture
 from monarch_rl.runtime.watch import FAILED_POLLS, Stalled, watched
 from tests.patience import TICK_S, Patience, until
 

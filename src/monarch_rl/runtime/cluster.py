@@ -34,9 +34,9 @@ from monarch_rl.runtime.monarch_client import configure_monarch, shut_client_dow
 from monarch_rl.runtime.monitor import ProcessMonitor
 from monarch_rl.runtime.network import free_port, host_address, nccl_environment
 from monarch_rl.runtime.preloading import ForkServer
+from monarch_rl.runtime.presence import CONTROLLER
 from monarch_rl.runtime.scratch import folder_of_process
 from monarch_rl.runtime.signals import Interrupts, interrupts
-from monarch_rl.runtime.stall import CONTROLLER
 from monarch_rl.runtime.torchrun import Controller, Follower, Node, Rank, without_torchrun
 
 if TYPE_CHECKING:

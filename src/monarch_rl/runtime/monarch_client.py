@@ -10,7 +10,7 @@ STATE_DEADLINE_S = 120.0
 """Seconds of silence after which Monarch counts a host, or a process asked for its state, as lost. Its timer also runs
 while the whole machine is paused (a virtual machine that moves to another host takes a minute), and is the first thing
 that it looks at afterwards. The watch notices a stopped process earlier, and does not count pauses (``watch.py``)."""
-START_DEADLINE_S = 600.0
+ACTOR_START_DEADLINE_S = 600.0
 """Seconds for an actor to start, for a message to be acknowledged. Monarch's own defaults are 30 s; a process takes two
 CPU-seconds, for which a machine that gives it 1 % of a core needs 200."""
 SPAWN_DEADLINE_S = 60.0
@@ -35,7 +35,7 @@ def configure_monarch() -> None:
 
     # A machine that swaps or starts many processes may be silent for long; Monarch's defaults are 30 s for an actor
     # and 60 s for a host. A message that is not acknowledged in time ends the run.
-    silence, start = f"{STATE_DEADLINE_S:g}s", f"{START_DEADLINE_S:g}s"
+    silence, start = f"{STATE_DEADLINE_S:g}s", f"{ACTOR_START_DEADLINE_S:g}s"
     configure(get_proc_state_max_idle=silence, get_actor_state_max_idle=silence, message_delivery_timeout=start)
     configure(mesh_proc_spawn_max_idle=f"{SPAWN_DEADLINE_S:g}s", actor_spawn_max_idle=start)
     configure(host_spawn_ready_timeout=start, mesh_attach_config_timeout=start, mesh_orphan_timeout=start)

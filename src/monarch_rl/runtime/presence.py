@@ -20,6 +20,8 @@ from dataclasses import dataclass
 
 from monarch_rl.runtime.device_work import Piece
 
+CONTROLLER = "controller"
+"""Name of the recipe's own process in waits. It waits for all others, and only moves messages."""
 BEAT_S = 0.25
 """Seconds between two heartbeats of an event loop. Each wakes its process: at 0.1 s that was 0.14 % of a core, in every
 process of a run, also where nothing is to do."""

@@ -23,7 +23,8 @@ from monarch_rl.runtime import monitor
 from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.runtime.deadlines import DeadlineExceeded, within
 from monarch_rl.runtime.monitor import ProcessMonitor, ProcessReport, ProcessState
-from monarch_rl.runtime.stall import CONTROLLER, NOT_RUNNING, TRAINER_RANK, Process, RunPicture
+from monarch_rl.runtime.presence import CONTROLLER
+from monarch_rl.runtime.stall import NOT_RUNNING, TRAINER_RANK, Process, RunPicture
 from monarch_rl.runtime.starvation import CoreTime
 
 logger = logging.getLogger("monarch_rl")

@@ -13,7 +13,7 @@ from functools import partial
 
 from monarch_rl.runtime.device_work import Piece
 from monarch_rl.runtime.monitor import ProcessReport, ProcessState
-from monarch_rl.runtime.presence import Wait
+from monarch_rl.runtime.presence import CONTROLLER, Wait
 
 IDLE_SHARE = 0.05
 """Share of a core below which a process counts as idle. A process in which only the monitor answers uses 0.01 to
@@ -21,8 +21,6 @@ IDLE_SHARE = 0.05
 STARVED_SHARE = 0.3
 """Share of the time for which a process was ready to run and had no core, from which on it is starved if it used less
 than :data:`IDLE_SHARE` of one. One that has work to do is near 1; less, if two take turns."""
-CONTROLLER = "controller"
-"""Name of the recipe's own process in waits. It waits for all others, and only moves messages."""
 TRAINER_RANK = "trainer rank "
 """How their names begin."""
 OUTSIDE = ("an episode's code", "the disk", "the start of an engine")

@@ -42,8 +42,9 @@ from monarch_rl.runtime import presence, starvation
 from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.runtime.deadlines import DeadlineExceeded, Patience, within
 from monarch_rl.runtime.disk_work import on_disk
+from monarch_rl.runtime.presence import CONTROLLER
 from monarch_rl.runtime.process_poller import ASK_DEADLINE_S, LoopLag, ProcessPoller
-from monarch_rl.runtime.stall import CONTROLLER, Process, RunPicture, describe_chain, list_processes
+from monarch_rl.runtime.stall import Process, RunPicture, describe_chain, list_processes
 
 logger = logging.getLogger("monarch_rl")
 
