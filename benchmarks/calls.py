@@ -24,7 +24,7 @@ from typing import Any
 import tyro
 
 from monarch_rl.runtime.endpoint import concurrent_endpoint, lasting_endpoint
-from monarch_rl.runtime.resilient import ResilientActor
+from monarch_rl.runtime.lasting_calls import ResilientActor
 
 
 @dataclass(frozen=True)

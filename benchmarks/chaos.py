@@ -34,7 +34,7 @@ import psutil
 from processes import listening_sockets, named_in, sockets_of
 from reporting import run_benchmark
 
-from monarch_rl.runtime.lifetime import die_with_parent
+from monarch_rl.runtime.process import die_with_parent
 
 ROOT = Path(__file__).parents[1]
 RECIPE = Path(__file__).with_name("chaos_recipe.py")

@@ -37,7 +37,7 @@ from monarch_rl.generator.parts import OnPart  # noqa: E402
 from monarch_rl.pipeline import run, start  # noqa: E402
 from monarch_rl.rollout import scoring  # noqa: E402
 from monarch_rl.rollout.worker import RolloutWorker  # noqa: E402
-from monarch_rl.runtime.lifetime import die_with_parent  # noqa: E402
+from monarch_rl.runtime.process import die_with_parent  # noqa: E402
 from monarch_rl.trainer.actor import Trainer  # noqa: E402
 from monarch_rl.trainer.objective import reinforcement  # noqa: E402
 

@@ -32,11 +32,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 import grpo  # noqa: E402
 
 from monarch_rl.pipeline.run import Run, launch  # noqa: E402
-from monarch_rl.runtime import presence  # noqa: E402
+from monarch_rl.runtime import wait_registry  # noqa: E402
 from monarch_rl.runtime.cluster import Cluster  # noqa: E402
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, within  # noqa: E402
-from monarch_rl.runtime.endpoint import concurrent_endpoint  # noqa: E402
-from monarch_rl.runtime.meshes import members  # noqa: E402
+from monarch_rl.runtime.endpoint import (
+    concurrent_endpoint,  # noqa: E402
+    members,  # noqa: E402
+)
 from monarch_rl.trainer.objective import reinforcement  # noqa: E402
 from monarch_rl.trainer.settings import TrainerSettings  # noqa: E402
 
@@ -75,7 +77,7 @@ def own_counts() -> tuple[int, dict[str, Any]]:
 
     gc.collect()
     store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
-    tasks = sum(len(asyncio.all_tasks(loop)) for loop in presence.loops())
+    tasks = sum(len(asyncio.all_tasks(loop)) for loop in wait_registry.loops())
     keys = None if store is None else store.num_keys()
     return os.getpid(), {"objects": len(gc.get_objects()), "tasks": tasks, "store_keys": keys}
 

@@ -42,7 +42,7 @@ def name_of(title: str, command: list[str], environment: Mapping[str, str]) -> s
 
     Args:
         title: name of the process; SGLang's are named so by SGLang, which also overwrites their environment.
-        command: its command line; in a forked process its title (``runtime/fork_server.py``), such as
+        command: its command line; in a forked process its title (``runtime/forking/fork_server.py``), such as
             ``monarch_rl::generator0-0 @ host``.
         environment: Monarch puts the name of the mesh into it, in the same form.
     """
@@ -55,7 +55,7 @@ def name_of(title: str, command: list[str], environment: Mapping[str, str]) -> s
         ("monarch_rl.runtime.supervisor", "supervisor"),
         ("monarch_rl.runtime.host", "host"),
         ("fork server", "fork server"),
-        ("monarch_rl.runtime.fork_server", "fork server"),
+        ("monarch_rl.runtime.forking.fork_server", "fork server"),
         ("resource_tracker", "resource tracker"),
     ):
         if part in text:

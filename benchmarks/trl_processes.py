@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 from processes import ProcessTree, by_role
 
-from monarch_rl.runtime.lifetime import die_with_parent
+from monarch_rl.runtime.process import die_with_parent
 
 POLL_S = 0.2
 """Seconds between two looks at a run. A mark of CPU time is late by at most that; times of steps are the run's own."""

@@ -34,7 +34,7 @@ from monarch_rl.pipeline.publishing import Publisher
 from monarch_rl.pipeline.start import served_dtype
 from monarch_rl.runtime.cluster import Cluster, launch_cluster
 from monarch_rl.runtime.deadlines import within
-from monarch_rl.runtime.meshes import members
+from monarch_rl.runtime.endpoint import members
 from monarch_rl.trainer.settings import TrainerSettings
 from monarch_rl.weights.checksum import add_checksums
 from monarch_rl.weights.endpoint import SNAPSHOTS, TransferSettings, TransportName

@@ -26,7 +26,7 @@ AREAS = {
     "tokenizer and chat template": ("transformers/", "monarch_rl/model/"),
     "waits with deadlines": (
         "monarch_rl/runtime/deadline",
-        "monarch_rl/runtime/presence.py",
+        "monarch_rl/runtime/wait_registry.py",
         "monarch_rl/runtime/starvation.py",
     ),
     "scores": ("monarch_rl/rollout/scor", "monarch_rl/rollout/process_limits.py", "monarch_rl/runtime/by_value.py"),

@@ -11,7 +11,7 @@ import runpy
 import sys
 from collections.abc import Sequence
 
-from monarch_rl.runtime.lifetime import exit_code_of
+from monarch_rl.runtime.process import exit_code_of
 
 
 def forked(_: Sequence[int] = ()) -> int:

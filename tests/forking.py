@@ -20,9 +20,9 @@ import pytest
 import torch
 
 from monarch_rl.pipeline.start import PRELOADS
-from monarch_rl.runtime import fork_client
-from monarch_rl.runtime.fork_client import NoForkServer
-from monarch_rl.runtime.fork_server import Preload, start_server
+from monarch_rl.runtime.forking import fork_client
+from monarch_rl.runtime.forking.fork_client import NoForkServer
+from monarch_rl.runtime.forking.fork_server import Preload, start_server
 from tests import patience
 from tests.patience import TICK_S, Impatient, wait_until
 

@@ -15,8 +15,8 @@ from monarch_rl.generator.engine import Engine
 from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.pipeline.start import PRELOADS
-from monarch_rl.runtime.fork_client import ADDRESS_VARIABLE
-from monarch_rl.runtime.fork_context import ForkContext
+from monarch_rl.runtime.forking.fork_client import ADDRESS_VARIABLE
+from monarch_rl.runtime.forking.fork_context import ForkContext
 from tests.forking import forking
 from tests.generator.checked_scheduler import FOLDER, CheckedTarget
 from tests.generator.helpers import PART_TOKENS, RUN_S, LoopThread, Staging, make_model, weights_in

@@ -24,8 +24,9 @@ from monarch_rl.episode.sampling import Completion, GenerationError, Sampling
 from monarch_rl.generator.connection import ReplicaConnection, ReplicaLost
 from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD
-from monarch_rl.runtime import actor_process, fork_client
-from monarch_rl.runtime.monarch_client import configure_monarch
+from monarch_rl.runtime import actor_process
+from monarch_rl.runtime.cluster import configure_monarch
+from monarch_rl.runtime.forking import fork_client
 from monarch_rl.simulate.clock import run_virtual
 from monarch_rl.weights.collective import CollectiveSender
 from monarch_rl.weights.endpoint import SNAPSHOTS, TransferSettings

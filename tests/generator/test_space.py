@@ -18,7 +18,7 @@ from monarch_rl.generator.scheduler_process import SchedulerTarget
 from monarch_rl.generator.sglang_engine import EngineStopped
 from monarch_rl.pipeline.standalone import EngineHere
 from monarch_rl.pipeline.start import PRELOADS
-from monarch_rl.runtime.fork_client import ADDRESS_VARIABLE
+from monarch_rl.runtime.forking.fork_client import ADDRESS_VARIABLE
 from tests import patience
 from tests.forking import forking
 from tests.generator.conftest import FORKED, SETTINGS

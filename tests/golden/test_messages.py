@@ -24,7 +24,7 @@ from monarch_rl.pipeline import resume
 from monarch_rl.pipeline.memory import check_gpu_memory
 from monarch_rl.pipeline.settings import RunSettings, check
 from monarch_rl.rollout.settings import RolloutSettings, check_rollout
-from monarch_rl.runtime import presence
+from monarch_rl.runtime import wait_registry
 from monarch_rl.runtime.deadlines import lose, within
 from monarch_rl.runtime.devices import Devices
 from monarch_rl.simulate.clock import run_virtual
@@ -53,7 +53,7 @@ def wrong_template(_: Path) -> None:
 
 def waits(is_lost: bool) -> None:
     async def answer() -> None:
-        presence.name_loop("rollout worker 2")
+        wait_registry.name_loop("rollout worker 2")
         if is_lost:
             asyncio.get_running_loop().call_later(7, lose, "generator 1", "its process 100 was killed by signal 9")
         what = "generator 1 to answer a request of group 327"

@@ -15,7 +15,6 @@ from monarch_rl.algorithms.advantages import grpo
 from monarch_rl.observe.registry import GROUPS, METRICS, OBJECTIVE, check_names, find, full_name
 from monarch_rl.pipeline.run import Run
 from monarch_rl.rollout.evaluation import Evaluation, EvaluationPlan
-from monarch_rl.runtime.process_poller import LoopLag
 from monarch_rl.simulate.clock import run_virtual
 from monarch_rl.simulate.costs import Costs
 from monarch_rl.simulate.run import Plan, run_settings, simulated_actors
@@ -24,6 +23,7 @@ from monarch_rl.trainer.batch import pack_shard
 from monarch_rl.trainer.loss_settings import LossSettings
 from monarch_rl.trainer.objective import distillation, reinforcement, supervised
 from monarch_rl.trainer.token_logprobs import TokenLogprobs
+from monarch_rl.watch.process_poller import LoopLag
 from tests.trainer.batches import batch, shard
 from tools.metrics_table import DOCS, updated
 

@@ -26,7 +26,7 @@ ENGINE_S = 600.0
 
 def serve(model: str, pipe: Connection, parent: int) -> None:
     """Answer ``(state, prompts, seeds, max_new_tokens, end)`` with ``(ids, logprobs)`` drawn under ``state``."""
-    from monarch_rl.runtime.lifetime import die_with_parent
+    from monarch_rl.runtime.process import die_with_parent
 
     die_with_parent(signal.SIGKILL, parent)  # a test that takes too long kills the loop, and must leave no engine
 

@@ -29,7 +29,7 @@ from monarch_rl.pipeline.frozen_meter import FrozenMeter
 from monarch_rl.pipeline.observer import Observer
 from monarch_rl.pipeline.rollout_log import RolloutLog
 from monarch_rl.pipeline.run import Run
-from monarch_rl.runtime import presence
+from monarch_rl.runtime import wait_registry
 from monarch_rl.simulate.clock import run_virtual
 from monarch_rl.simulate.costs import Costs
 from monarch_rl.simulate.handles import LocalMesh
@@ -364,7 +364,7 @@ class StalledDisk:
 
     async def waited_for(self) -> None:
         def waits() -> bool:
-            return any("flushed" in wait.what and wait.on == "the disk" for wait in presence.waits())
+            return any("flushed" in wait.what and wait.on == "the disk" for wait in wait_registry.waits())
 
         await until(waits, "a wait for the disk to flush")
 

@@ -48,8 +48,8 @@ from monarch_rl.rollout.frozen import FrozenRefused
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.runtime.deadlines import DeadlineExceeded
 from monarch_rl.runtime.devices import Devices, TooFewDevices
+from monarch_rl.runtime.forking.preloading import ForkServer
 from monarch_rl.runtime.lasting_calls import LASTING
-from monarch_rl.runtime.preloading import ForkServer
 from monarch_rl.simulate.clock import run_virtual
 from tests.model.chat_helpers import write_model
 from tests.patience import until

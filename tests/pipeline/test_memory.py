@@ -18,8 +18,7 @@ from monarch_rl.generator.actor import Generator
 from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD
 from monarch_rl.runtime.cluster import Cluster, init_torch_distributed_env
 from monarch_rl.runtime.deadlines import within
-from monarch_rl.runtime.endpoint import concurrent_endpoint
-from monarch_rl.runtime.meshes import members
+from monarch_rl.runtime.endpoint import concurrent_endpoint, members
 from monarch_rl.trainer.actor import Trainer
 from monarch_rl.trainer.plan import TrainerPlan
 from monarch_rl.trainer.settings import TrainerSettings

@@ -17,8 +17,8 @@ import torch
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.pipeline import parity
 from monarch_rl.pipeline.parity import SideFailed, run_ranks
-from monarch_rl.runtime.fork_client import ADDRESS_VARIABLE
-from monarch_rl.runtime.fork_server import Preload
+from monarch_rl.runtime.forking.fork_client import ADDRESS_VARIABLE
+from monarch_rl.runtime.forking.fork_server import Preload
 from monarch_rl.trainer.settings import TrainerSettings
 from tests.forking import forking
 from tools.memory import MODELS

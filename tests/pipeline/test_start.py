@@ -15,7 +15,7 @@ from monarch_rl.pipeline.actor_pool import ActorPool
 from monarch_rl.pipeline.start import replica_updates, start_generators
 from monarch_rl.runtime.deadlines import DeadlineExceeded
 from monarch_rl.runtime.devices import Devices
-from monarch_rl.runtime.preloading import ForkServer
+from monarch_rl.runtime.forking.preloading import ForkServer
 from tests.recipe.running import random_model
 
 

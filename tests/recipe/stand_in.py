@@ -26,8 +26,8 @@ from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD
 from monarch_rl.generator.scheduler_requests import TurnReads
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.pipeline import run, start
-from monarch_rl.runtime import presence
-from monarch_rl.runtime.presence import Wait
+from monarch_rl.runtime import wait_registry
+from monarch_rl.runtime.wait_registry import Wait
 from monarch_rl.weights.manifest import Manifest
 
 
@@ -81,7 +81,7 @@ class SpellingGenerator(Generator):
         self._name, self._devices = name, settings.tp
         made: Any = SpellingEngine(index)
         self._engine = made
-        presence.register(name, made.waits)
+        wait_registry.register(name, made.waits)
         return 0.0
 
 

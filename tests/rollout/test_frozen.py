@@ -22,7 +22,7 @@ from monarch_rl.rollout.episode_clock import JudgeFailed
 from monarch_rl.rollout.episode_failed import EpisodeFailed
 from monarch_rl.rollout.frozen import FrozenModel, connect
 from monarch_rl.rollout.play import EpisodePlayer
-from monarch_rl.runtime import presence
+from monarch_rl.runtime import wait_registry
 from monarch_rl.simulate.clock import run_virtual
 from monarch_rl.tasks.task import Policy
 from tests.model.chat_helpers import write_model
@@ -144,9 +144,9 @@ def test_the_time_of_judges_is_not_the_episodes_own(template: ChatTemplate, judg
         with pytest.raises(EpisodeFailed, match=r"own code.* 0\.2 s"):
             await played(Echo(template, "8"), template, slow)
 
-    waits = len(presence.waits())
+    waits = len(wait_registry.waits())
     run_virtual(test())
-    assert len(presence.waits()) == waits
+    assert len(wait_registry.waits()) == waits
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from monarch_rl.rollout.evaluation import Evaluation, EvaluationPlan
 from monarch_rl.rollout.play import EpisodePlayer, all_or_none
 from monarch_rl.rollout.policy import episode_seed, line_seed
 from monarch_rl.rollout.settings import RolloutSettings
-from monarch_rl.runtime import presence
+from monarch_rl.runtime import wait_registry
 from monarch_rl.runtime.deadlines import DeadlineExceeded
 from monarch_rl.simulate.clock import run_virtual
 from monarch_rl.tasks.task import MOST_INFO_BYTES, ContextFull, Outcome, Policy, Reply, Task, as_outcome
@@ -617,7 +617,7 @@ def test_an_episode_is_stopped_by_its_own_time_alone_and_draws_nothing_afterward
         return 1.0
 
     slow = Slow(template, "8")
-    waits = len(presence.waits())
+    waits = len(wait_registry.waits())
 
     async def test() -> None:
         with pytest.raises(EpisodeFailed, match=r"own code.* 0\.2 s"):
@@ -628,7 +628,7 @@ def test_an_episode_is_stopped_by_its_own_time_alone_and_draws_nothing_afterward
 
     run(test())
     assert len(slow.prompts) == 2 and after == ["the episode is over"]
-    assert len(presence.waits()) == waits  # none is left behind
+    assert len(wait_registry.waits()) == waits  # none is left behind
 
 
 def test_a_full_context_ends_an_episode_which_keeps_its_reward_so_far(template: ChatTemplate) -> None:

@@ -23,8 +23,8 @@ from pebble import ProcessPool
 from monarch_rl.rollout import scoring
 from monarch_rl.rollout.episode_failed import ScorerBroken, ScoringFailed
 from monarch_rl.rollout.scoring import SHOWN_BYTES, Scorer
-from monarch_rl.runtime import presence, starvation
-from monarch_rl.runtime.fork_context import ForkedProcess
+from monarch_rl.runtime import starvation, wait_registry
+from monarch_rl.runtime.forking.fork_context import ForkedProcess
 from monarch_rl.runtime.starvation import CoreTime, Look
 from monarch_rl.tasks.reasoning_gym import TaskSettings, TaskSource, load_data_set, score
 from monarch_rl.tasks.task import Outcome
@@ -313,7 +313,7 @@ def test_a_fork_server_that_is_stuck_does_not_hold_up_the_event_loop(monkeypatch
             for _ in range(20):  # the loop runs meanwhile
                 await asyncio.sleep(0)
             assert not scoring.done()
-            assert any("fork server" in wait.what for wait in presence.waits())
+            assert any("fork server" in wait.what for wait in wait_registry.waits())
             go_on.set()
             assert await scoring == [Outcome(1.0)] * 50
         finally:

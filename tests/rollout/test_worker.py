@@ -29,8 +29,8 @@ from monarch_rl.rollout.stages import DropGroup, Stage
 from monarch_rl.rollout.worker import RolloutWorker
 from monarch_rl.runtime.by_value import ByValue
 from monarch_rl.runtime.deadlines import within
-from monarch_rl.runtime.fork_client import ADDRESS_VARIABLE
-from monarch_rl.runtime.fork_server import Preload, start_server
+from monarch_rl.runtime.forking.fork_client import ADDRESS_VARIABLE
+from monarch_rl.runtime.forking.fork_server import Preload, start_server
 from monarch_rl.tasks.mixture import Mixture
 from monarch_rl.tasks.reasoning_gym import TaskSource
 from monarch_rl.tasks.task import Task

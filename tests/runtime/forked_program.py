@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from monarch_rl.runtime import fork_client
+from monarch_rl.runtime.forking import fork_client
 
 
 def forked(fds: Sequence[int]) -> int:

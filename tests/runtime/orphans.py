@@ -9,7 +9,7 @@ import subprocess
 import threading
 
 from monarch_rl.runtime.host import running_descendants
-from monarch_rl.runtime.lifetime import adopt_orphans
+from monarch_rl.runtime.process import adopt_orphans
 
 TIMES = 200
 """One look misses one process in 15."""

@@ -19,7 +19,7 @@ from members import Member
 
 from monarch_rl.runtime.cluster import Cluster, init_torch_distributed_env, launch_cluster
 from monarch_rl.runtime.deadlines import within
-from monarch_rl.runtime.fork_server import Preload
+from monarch_rl.runtime.forking.fork_server import Preload
 
 DEADLINE_S = 300.0
 PRELOAD = Preload("numbers", ("numpy",))

@@ -11,7 +11,7 @@ from tests.patience import run
 LINGERS = """
 import ctypes, sys, threading, time
 from monarch_rl.runtime import client_threads
-from monarch_rl.runtime.lifetime import end_quickly
+from monarch_rl.runtime.process import end_quickly
 
 named = threading.Event()
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monarch_rl.runtime import deadlines, presence
+from monarch_rl.runtime import deadlines, wait_registry
 from monarch_rl.runtime.deadlines import DeadlineExceeded, Patience, ProcessLost, lose, now, within
 from monarch_rl.simulate.clock import run_virtual
 from tests.patience import patiently, until
@@ -111,17 +111,17 @@ def test_a_cancelled_waiter_cancels_what_it_waits_for() -> None:
 
 
 def test_a_wait_can_be_seen_from_another_thread_while_it_lasts() -> None:
-    async def trainer_step() -> tuple[list[presence.Wait], list[presence.Wait]]:
-        presence.register("trainer rank 1")
+    async def trainer_step() -> tuple[list[wait_registry.Wait], list[wait_registry.Wait]]:
+        wait_registry.register("trainer rank 1")
         try:
             waiter = asyncio.create_task(within(60, never(), "the batch of step 41", on="buffer"))
             await asyncio.sleep(0)
-            seen = await asyncio.to_thread(presence.waits)
+            seen = await asyncio.to_thread(wait_registry.waits)
             waiter.cancel()
             await until(waiter.done, "the end of the wait")
-            return seen, presence.waits()
+            return seen, wait_registry.waits()
         finally:
-            presence.unregister("trainer rank 1")
+            wait_registry.unregister("trainer rank 1")
 
     began = time.monotonic()
     (wait,), after = asyncio.run(trainer_step())
@@ -138,11 +138,11 @@ def test_a_wait_can_be_seen_from_another_thread_while_it_lasts() -> None:
 
 def test_the_error_names_the_actor_on_whose_loop_it_was() -> None:
     async def trainer_step() -> None:
-        presence.register("trainer rank 1")
+        wait_registry.register("trainer rank 1")
         try:
             await within(0.01, never(), "a batch", on="buffer")
         finally:
-            presence.unregister("trainer rank 1")
+            wait_registry.unregister("trainer rank 1")
 
     with pytest.raises(DeadlineExceeded, match=r"^trainer rank 1 .*trainer_step"):
         asyncio.run(trainer_step())
@@ -193,7 +193,7 @@ def test_waits_that_share_timers_end_at_their_own_time_or_little_later(waits: li
             with pytest.raises(DeadlineExceeded):
                 await within(seconds, asyncio.Event().wait(), "nothing")
             passed = now() - began
-            assert seconds - 1e-6 <= passed <= seconds + min(seconds / 64, presence.PAUSE_S / 2) + 1e-6
+            assert seconds - 1e-6 <= passed <= seconds + min(seconds / 64, wait_registry.PAUSE_S / 2) + 1e-6
 
         await asyncio.gather(*(wait(*each) for each in waits))
 

@@ -8,14 +8,13 @@ import threading
 
 import pytest
 
-from monarch_rl.runtime import presence
-from monarch_rl.runtime.deadlines import DeadlineExceeded
-from monarch_rl.runtime.disk_work import on_disk, on_disk_now
+from monarch_rl.runtime import wait_registry
+from monarch_rl.runtime.deadlines import DeadlineExceeded, on_disk, on_disk_now
 from tests.patience import run
 
 STALLED = """
 import asyncio, threading
-from monarch_rl.runtime.disk_work import on_disk
+from monarch_rl.runtime.deadlines import on_disk
 asyncio.run(on_disk(0.1, "a file", threading.Event().wait))
 """
 
@@ -32,7 +31,7 @@ def test_work_that_takes_too_long_is_named_as_the_disk() -> None:
     async def late() -> None:
         working = asyncio.ensure_future(on_disk(0.5, "a file", disk.wait))
         await asyncio.sleep(0)
-        assert [(wait.what, wait.on) for wait in presence.waits()] == [("a file", "the disk")]
+        assert [(wait.what, wait.on) for wait in wait_registry.waits()] == [("a file", "the disk")]
         with pytest.raises(DeadlineExceeded, match="0.5 s.*a file"):
             await working
         disk.set()

@@ -21,12 +21,12 @@ from typing import Any
 import psutil
 import pytest
 
-from monarch_rl.runtime import fork_client
 from monarch_rl.runtime.deadlines import within
-from monarch_rl.runtime.fork_client import NoForkServer, exit_code, fork
-from monarch_rl.runtime.fork_context import ForkContext
-from monarch_rl.runtime.fork_server import Preload, differing_when_loaded, start_server
-from monarch_rl.runtime.preloading import ForkServer
+from monarch_rl.runtime.forking import fork_client
+from monarch_rl.runtime.forking.fork_client import NoForkServer, exit_code, fork
+from monarch_rl.runtime.forking.fork_context import ForkContext
+from monarch_rl.runtime.forking.fork_server import Preload, differing_when_loaded, start_server
+from monarch_rl.runtime.forking.preloading import ForkServer
 from tests import patience
 from tests.patience import wait_until
 from tests.runtime.launched import gone

@@ -6,7 +6,7 @@ from tests.patience import run
 
 SCRIPT = """
 import gc, weakref
-from monarch_rl.runtime.heap import freeze_heap, thaw_heap
+from monarch_rl.runtime.process import freeze_heap, thaw_heap
 
 class Cycle:
     def __init__(self):
@@ -47,7 +47,7 @@ def test_collections_look_only_at_what_is_made_afterwards() -> None:
 
 LEFT = """
 import atexit, gc, sys
-from monarch_rl.runtime.heap import freeze_heap, leave_heap
+from monarch_rl.runtime.process import freeze_heap, leave_heap
 
 class Cycle:
     def __init__(self):

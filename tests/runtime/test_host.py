@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from monarch_rl.runtime.host import HostProcess
-from monarch_rl.runtime.lifetime import signal_name
+from monarch_rl.runtime.process import signal_name
 from monarch_rl.runtime.torchrun import Follower, Peer, Rank
 from tests.patience import exit_code, run
 

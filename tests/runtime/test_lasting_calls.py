@@ -22,11 +22,11 @@ from hypothesis import strategies as st
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError, Channel, context, this_host
 
-from monarch_rl.runtime import lasting_calls, presence
+from monarch_rl.runtime import lasting_calls, wait_registry
+from monarch_rl.runtime.cluster import STATE_DEADLINE_S
 from monarch_rl.runtime.deadlines import DeadlineExceeded, within
 from monarch_rl.runtime.endpoint import concurrent_endpoint, lasting_endpoint
-from monarch_rl.runtime.monarch_client import STATE_DEADLINE_S
-from monarch_rl.runtime.resilient import ResilientActor
+from monarch_rl.runtime.lasting_calls import ResilientActor
 from tests.patience import patiently, result_of, until
 
 LOST_S = STATE_DEADLINE_S + 60
@@ -137,7 +137,7 @@ class Caller(ResilientActor):
 
     @concurrent_endpoint
     async def ask(self, name: str, answerer: Any) -> int:
-        presence.register(name)
+        wait_registry.register(name)
         return int(await answerer.echo.call_one(1))
 
 
@@ -289,7 +289,7 @@ def test_an_error_of_a_lost_process_keeps_nothing_of_who_waited() -> None:
 def test_event_loops_that_have_ended_leave_nothing_here_or_there() -> None:
     def call_on_a_loop_of_its_own(actor: Any) -> None:
         async def call() -> None:
-            presence.name_loop("the watch")
+            wait_registry.name_loop("the watch")
             assert await actor.echo.call_one(1) == 1
 
         asyncio.run(call())

@@ -8,7 +8,7 @@ from tests.patience import run
 
 PROGRAM = """
 import sys, torch
-from monarch_rl.runtime.lazy_compile import compiled_on_first_call
+from monarch_rl.runtime.forking.lazy_compile import compiled_on_first_call
 
 original = torch.compile
 with compiled_on_first_call():

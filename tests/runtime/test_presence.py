@@ -10,27 +10,27 @@ from collections.abc import Iterator
 
 import pytest
 
-from monarch_rl.runtime import presence
+from monarch_rl.runtime import wait_registry
 from monarch_rl.runtime.monitor import own_report
-from monarch_rl.runtime.presence import WAITS_PER_PROCESS, Wait
-from monarch_rl.runtime.process_poller import LoopLag
+from monarch_rl.runtime.wait_registry import WAITS_PER_PROCESS, Wait
+from monarch_rl.watch.process_poller import LoopLag
 from tests.patience import happened, join, wait_until
 
 
 @pytest.fixture(autouse=True)
 def nobody() -> Iterator[None]:
     """Tests share this process."""
-    assert not presence.heartbeats() and not presence.waits()
+    assert not wait_registry.heartbeats() and not wait_registry.waits()
     yield
-    assert not presence.heartbeats() and not presence.waits()
+    assert not wait_registry.heartbeats() and not wait_registry.waits()
 
 
 def test_waiters_are_told_apart_by_their_loops() -> None:
     async def act(name: str) -> str:
-        presence.register(name)
+        wait_registry.register(name)
         await asyncio.sleep(0)
-        current = presence.current_name()
-        presence.unregister(name)
+        current = wait_registry.current_name()
+        wait_registry.unregister(name)
         return current
 
     names: dict[str, str] = {}
@@ -48,22 +48,22 @@ def test_waiters_are_told_apart_by_their_loops() -> None:
 
 def test_a_thread_waits_for_its_process() -> None:
     async def act() -> str:
-        presence.register("trainer rank 0")
-        name = await asyncio.to_thread(presence.current_name)
-        presence.unregister("trainer rank 0")
+        wait_registry.register("trainer rank 0")
+        name = await asyncio.to_thread(wait_registry.current_name)
+        wait_registry.unregister("trainer rank 0")
         return name
 
     assert asyncio.run(act()) == "trainer rank 0"
-    assert presence.current_name().startswith("process ")
+    assert wait_registry.current_name().startswith("process ")
 
 
 def test_of_many_waits_on_one_process_the_oldest_distinct_ones_are_reported() -> None:
     async def act() -> list[Wait]:
-        stack = [presence.waiting(f"token {i}", on="generator 0") for i in range(50) for _ in range(3)]
-        stack.append(presence.waiting("a slot", on="buffer"))
+        stack = [wait_registry.waiting(f"token {i}", on="generator 0") for i in range(50) for _ in range(3)]
+        stack.append(wait_registry.waiting("a slot", on="buffer"))
         for block in stack:
             block.__enter__()
-        waits = presence.waits()
+        waits = wait_registry.waits()
         for block in reversed(stack):
             block.__exit__(None, None, None)
         return waits
@@ -75,11 +75,11 @@ def test_of_many_waits_on_one_process_the_oldest_distinct_ones_are_reported() ->
 def test_an_actor_adds_what_it_does_not_await() -> None:
     async def act() -> list[Wait]:
         lease = Wait("buffer", "group 327", "rollout worker 2", time.monotonic(), 60.0)
-        presence.register("buffer", more_waits=lambda: [lease])
+        wait_registry.register("buffer", more_waits=lambda: [lease])
         try:
-            return await asyncio.to_thread(presence.waits)
+            return await asyncio.to_thread(wait_registry.waits)
         finally:
-            presence.unregister("buffer")
+            wait_registry.unregister("buffer")
 
     assert [(wait.what, wait.on) for wait in asyncio.run(act())] == [("group 327", "rollout worker 2")]
 
@@ -88,16 +88,16 @@ def test_a_blocked_loop_is_seen_while_it_is_blocked_and_afterwards(caplog: pytes
     lag, blocked, seen = LoopLag(), threading.Event(), threading.Event()
 
     async def act() -> list[float]:
-        presence.register("trainer rank 0")
-        heartbeat, thread = presence.heartbeats()["trainer rank 0"]
+        wait_registry.register("trainer rank 0")
+        heartbeat, thread = wait_registry.heartbeats()["trainer rank 0"]
         assert thread == threading.get_ident()
-        await asyncio.sleep(2 * presence.BEAT_S)
+        await asyncio.sleep(2 * wait_registry.BEAT_S)
         assert heartbeat.take_lags()
         blocked.set()
         assert seen.wait(600), "nobody saw it"  # what an actor must not do
-        await asyncio.sleep(2 * presence.BEAT_S)
+        await asyncio.sleep(2 * wait_registry.BEAT_S)
         lags = heartbeat.take_lags()
-        presence.unregister("trainer rank 0")
+        wait_registry.unregister("trainer rank 0")
         return lags
 
     lags: list[float] = []
@@ -107,7 +107,7 @@ def test_a_blocked_loop_is_seen_while_it_is_blocked_and_afterwards(caplog: pytes
     thread.start()
     try:
         happened(blocked, "the loop to be blocked")
-        (heartbeat, _) = presence.heartbeats()["trainer rank 0"]
+        (heartbeat, _) = wait_registry.heartbeats()["trainer rank 0"]
         wait_until(lambda: heartbeat.overdue_s() >= 0.5, "a beat that is overdue")
         wait_until(lambda: own_report().blocked_at, "a report of the line")
         report = own_report()
@@ -115,7 +115,7 @@ def test_a_blocked_loop_is_seen_while_it_is_blocked_and_afterwards(caplog: pytes
         seen.set()
     join(thread)
     assert max(lags) >= 0.5
-    assert report.blocked_at == f"{__file__}:{line}" and report.blocked_s >= presence.PAUSE_S
+    assert report.blocked_at == f"{__file__}:{line}" and report.blocked_s >= wait_registry.PAUSE_S
     assert not own_report().blocked_at
     for _ in range(2):
         lag.name_line("trainer rank 0", report)
@@ -123,12 +123,12 @@ def test_a_blocked_loop_is_seen_while_it_is_blocked_and_afterwards(caplog: pytes
 
 
 def test_progress_is_counted_by_kind() -> None:
-    progress = presence.progress_by_kind()
+    progress = wait_registry.progress_by_kind()
     before = progress["group put"].count if "group put" in progress else 0
     began = time.monotonic()
-    presence.progress("group put")
-    presence.progress("group put")
+    wait_registry.progress("group put")
+    wait_registry.progress("group put")
     ended = time.monotonic()
-    record = presence.progress_by_kind()["group put"]
+    record = wait_registry.progress_by_kind()["group put"]
     assert record.count == before + 2
     assert began <= record.last <= ended  # clock: an order, and no duration

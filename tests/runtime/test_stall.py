@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from monarch_rl.runtime.device_work import Piece
 from monarch_rl.runtime.monitor import ProcessReport, ProcessState
-from monarch_rl.runtime.presence import Wait
-from monarch_rl.runtime.stall import Process, RunPicture, describe_chain, list_processes
+from monarch_rl.runtime.wait_registry import Wait
+from monarch_rl.watch.stall import Process, RunPicture, describe_chain, list_processes
 
 NOW = 1000.0
 SILENCE_S = 15.0

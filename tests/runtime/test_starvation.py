@@ -16,9 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monarch_rl.runtime import deadline_clock, presence, starvation
-from monarch_rl.runtime.deadline_clock import STRETCH, DeadlineClock
-from monarch_rl.runtime.deadlines import DeadlineExceeded, within
+from monarch_rl.runtime import deadlines, starvation, wait_registry
+from monarch_rl.runtime.deadlines import STRETCH, DeadlineClock, DeadlineExceeded, within
 from monarch_rl.runtime.starvation import CoreTime, Look, look, run_processes
 from tests.patience import exit_code, wait_until
 from tests.runtime.hogs import hogs, pin
@@ -126,10 +125,10 @@ class Machine:
         half one wait is over, and another one goes on with its clock."""
         began, windows = self.now, 0
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(deadline_clock.asyncio, "get_running_loop", lambda: self)
-            patch.setattr(deadline_clock.time, "monotonic", self.time)
+            patch.setattr(deadlines.asyncio, "get_running_loop", lambda: self)
+            patch.setattr(deadlines.time, "monotonic", self.time)
             patch.setattr(starvation, "look", self.look)
-            patch.setattr(presence, "paused_s", lambda: self.paused_s)
+            patch.setattr(wait_registry, "paused_s", lambda: self.paused_s)
             clock = DeadlineClock(seconds, "nothing")
             while (window_s := clock.next_window_s()) is not None:
                 assert window_s > 0 and windows < 200, "it reads all the time"
@@ -164,7 +163,7 @@ def test_a_short_deadline_is_kept_to_the_letter(seconds: float) -> None:
 
 def test_a_process_that_shares_its_core_has_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     """It needs 0.8 seconds of a core and has 2; three others want the core as well, so it takes 3.2 at least."""
-    monkeypatch.setattr(deadline_clock, "STRETCH", 1000.0)  # others of the machine may want it, too
+    monkeypatch.setattr(deadlines, "STRETCH", 1000.0)  # others of the machine may want it, too
 
     async def wait_for(process: subprocess.Popen[str]) -> float:
         assert process.stdin is not None

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from monarch_rl.runtime import store
+from monarch_rl.runtime import network
 
 
 @pytest.fixture
@@ -32,8 +32,8 @@ def test_stores_of_this_torch_and_of_one_with_a_further_default_are_ours(
 ) -> None:
     if made_by is not None:
         rendezvous._create_c10d_store = made_by
-    monkeypatch.setattr(store, "meeting_store", lambda *arguments: arguments)
-    store.serve_own_address_only()
+    monkeypatch.setattr(network, "meeting_store", lambda *arguments: arguments)
+    network.serve_own_address_only()
     wait = timedelta(seconds=5)
     # As torch 2.13 calls it, and by names.
     assert rendezvous._create_c10d_store("127.0.0.1", 7, 0, 2, wait, True) == ("127.0.0.1", 7, 0, 2, wait)
@@ -55,7 +55,7 @@ def test_a_torch_that_makes_them_in_another_way_keeps_its_own_with_a_warning(
 ) -> None:
     rendezvous._create_c10d_store = made_by
     with pytest.warns(UserWarning, match="addresses"):
-        store.serve_own_address_only()
+        network.serve_own_address_only()
     assert rendezvous._create_c10d_store is made_by
 
 

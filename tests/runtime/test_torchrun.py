@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from monarch_rl.runtime.store import serve_store
+from monarch_rl.runtime.network import serve_store
 from tests.patience import output_of
 
 WAIT_S = 600.0

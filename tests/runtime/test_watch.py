@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 from monarch.actor import Actor, current_rank
 
-from monarch_rl.runtime import device_work, presence, watch
+from monarch_rl.runtime import device_work, wait_registry
 from monarch_rl.runtime.cluster import Cluster, launch_cluster
 from monarch_rl.runtime.deadlines import DeadlineExceeded, within
-from monarch_rl.runtime.endpoint import concurrent_endpoint
-from monarch_rl.runtime.meshes import members
+from monarch_rl.runtime.endpoint import concurrent_endpoint, members
 from monarch_rl.runtime.monitor import stacks_of
-from monarch_rl.runtime.watch import Stalled, Watch, watched
+from monarch_rl.watch import watch
+from monarch_rl.watch.watch import Stalled, Watch, watched
 from tests.patience import exit_code, until
 from tests.patience import run as run_program
 from tests.runtime.hogs import hogs, pin
@@ -50,7 +50,7 @@ class Player(Actor):
     """A trainer rank or a rollout worker that does what the test asks."""
 
     def __init__(self, kind: str) -> None:
-        presence.register(f"{kind} {current_rank().rank}")
+        wait_registry.register(f"{kind} {current_rank().rank}")
 
     @concurrent_endpoint
     async def pid(self) -> int:
@@ -85,7 +85,7 @@ class Player(Actor):
     @concurrent_endpoint
     async def advance(self, seconds: float) -> None:
         for _ in range(round(seconds / 0.1)):
-            presence.progress("group put")
+            wait_registry.progress("group put")
             await asyncio.sleep(0.1)
 
 
@@ -401,7 +401,7 @@ def test_a_blocked_loop_is_named_with_the_line_that_blocks_it(cluster: Cluster, 
         workers, pids = await players(cluster, "rollout worker")
 
         async def work() -> None:
-            presence.progress("version published")  # or the run would end for being stuck
+            wait_registry.progress("version published")  # or the run would end for being stuck
             await workers[0].block.call_one(600)
 
         message, _ = await stalled(cluster, tmp_path, work)

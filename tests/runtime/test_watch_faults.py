@@ -21,14 +21,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monarch_rl.runtime import device_work, monitor, presence, process_poller, watch
+from monarch_rl.runtime import device_work, monitor, wait_registry
 from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.device_work import COMPILATION_S, Piece
-from monarch_rl.runtime.presence import CONTROLLER, Progress
-from monarch_rl.runtime.process_poller import LoopLag, ProcessPoller, _PolledProcess
-from monarch_rl.runtime.stall import Process, RunPicture
-from monarch_rl.runtime.watch import FAILED_POLLS, Stalled, watched
+from monarch_rl.runtime.wait_registry import CONTROLLER, Progress
+from monarch_rl.watch import process_poller, watch
+from monarch_rl.watch.process_poller import LoopLag, ProcessPoller, _PolledProcess
+from monarch_rl.watch.stall import Process, RunPicture
+from monarch_rl.watch.watch import FAILED_POLLS, Stalled, watched
 from tests.patience import TICK_S, Patience, until
 
 STALL_S = 2.0
@@ -370,12 +371,12 @@ def test_a_process_reports_what_its_device_has_not_ended() -> None:
     device_work.use_device("cuda")
     try:
         with device_work.piece("a micro-batch", 10):
-            presence.helper(1, "the engine of generator 0", device_work.piece_under_way)
+            wait_registry.helper(1, "the engine of generator 0", device_work.piece_under_way)
             report = monitor.own_report()
             assert report.piece is not None and report.piece.what == "a micro-batch of 10 tokens"
             assert report.helpers_pieces == {1: report.piece}
         assert monitor.own_report().piece is None and monitor.own_report().helpers_pieces == {}
     finally:
-        presence.no_helper(1)
+        wait_registry.no_helper(1)
         device_work.use_device("cpu")
-    assert presence.helpers_pieces() == {}
+    assert wait_registry.helpers_pieces() == {}

@@ -19,7 +19,7 @@ from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.pipeline.start import PRELOADS
 from monarch_rl.rollout.scoring import PRELOAD as SCORING_PRELOAD
 from monarch_rl.rollout.settings import RolloutSettings
-from monarch_rl.runtime.fork_client import ADDRESS_VARIABLE
+from monarch_rl.runtime.forking.fork_client import ADDRESS_VARIABLE
 from monarch_rl.trainer.settings import TrainerSettings
 from tests import patience
 from tests.forking import forking

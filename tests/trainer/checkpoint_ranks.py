@@ -27,7 +27,7 @@ from monarch_rl.buffer.shards import Way, cut
 from monarch_rl.checkpoint.tensors import CannotWrite
 from monarch_rl.episode.serialization import PackedGroup, pack_group
 from monarch_rl.model.lora import LoraSettings
-from monarch_rl.runtime.store import world_store
+from monarch_rl.runtime.network import world_store
 from monarch_rl.trainer.functions import LoadedFunctions
 from monarch_rl.trainer.loss_settings import NO_CRITIC, CriticSettings
 from monarch_rl.trainer.objective import reinforcement

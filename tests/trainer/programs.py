@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import load_file
 
 from monarch_rl.model.lora import LoraSettings
-from monarch_rl.runtime import fork_client
-from monarch_rl.runtime.fork_client import NoForkServer
+from monarch_rl.runtime.forking import fork_client
+from monarch_rl.runtime.forking.fork_client import NoForkServer
 from monarch_rl.runtime.network import held_port
 from tests import patience
 from tests.forking import AS_LOADED, environment, fork_program, run_forked

@@ -18,8 +18,7 @@ from monarch.config import configured
 
 from monarch_rl.runtime.cluster import Cluster, launch_cluster
 from monarch_rl.runtime.deadlines import within
-from monarch_rl.runtime.endpoint import concurrent_endpoint
-from monarch_rl.runtime.meshes import members
+from monarch_rl.runtime.endpoint import concurrent_endpoint, members
 from monarch_rl.weights import rdma
 from monarch_rl.weights.area import attach
 from monarch_rl.weights.endpoint import TransferError, TransferSettings

@@ -12,7 +12,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from monarch_rl.runtime.lifetime import end_quickly
+from monarch_rl.runtime.process import end_quickly
 from tools.gpu_parts import old_torch
 from tools.gpu_parts.common import Bench, Findings, Skipped, machine, versions
 

@@ -34,11 +34,11 @@ from monarch_rl.episode.episode import Ticket
 from monarch_rl.episode.group_bound import UNBOUNDED, GroupBound
 from monarch_rl.episode.serialization import PackedGroup
 from monarch_rl.episode.shard import PackedShard
-from monarch_rl.runtime import presence
+from monarch_rl.runtime import wait_registry
 from monarch_rl.runtime.deadlines import DeadlineExceeded, now
 from monarch_rl.runtime.endpoint import concurrent_endpoint, lasting_endpoint
-from monarch_rl.runtime.heap import freeze_heap
-from monarch_rl.runtime.presence import Wait
+from monarch_rl.runtime.process import freeze_heap
+from monarch_rl.runtime.wait_registry import Wait
 
 SLOT_DEADLINE = "rollout.slot-deadline-s"
 
@@ -95,7 +95,7 @@ class Buffer(FailureReports):
         """How often a worker of this name was lost."""
         self._held_back = Interruptions()
         """Of batches, for a slow group; counted while a rank waits for a batch."""
-        presence.register("buffer", lambda: waits(self._core, self._leases.copy()))
+        wait_registry.register("buffer", lambda: waits(self._core, self._leases.copy()))
 
     @concurrent_endpoint
     async def setup(self) -> None:

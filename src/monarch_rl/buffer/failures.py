@@ -11,7 +11,7 @@ from monarch_rl.buffer.waiting import Line
 from monarch_rl.episode.failure import KINDS, Failure
 from monarch_rl.runtime.deadlines import now
 from monarch_rl.runtime.endpoint import lasting_endpoint
-from monarch_rl.runtime.resilient import ResilientActor
+from monarch_rl.runtime.lasting_calls import ResilientActor
 
 MIN_GROUPS = 8
 """Groups that show that nothing works, at least; in a run with fewer a step chance would show it too often."""

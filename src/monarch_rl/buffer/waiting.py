@@ -6,8 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-from monarch_rl.runtime.deadline_clock import DeadlineClock
-from monarch_rl.runtime.deadlines import now
+from monarch_rl.runtime.deadlines import DeadlineClock, now
 
 
 class Line:

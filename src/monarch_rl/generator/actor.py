@@ -20,7 +20,7 @@ from monarch_rl.generator.parts import OnPart
 from monarch_rl.generator.replica import Replica
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
-from monarch_rl.runtime import presence
+from monarch_rl.runtime import wait_registry
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.endpoint import concurrent_endpoint, lasting_endpoint
 from monarch_rl.weights.endpoint import Receiver, TransferSettings
@@ -104,7 +104,7 @@ class Generator(Replica):
 
     async def _draw(self, prompt_ids: list[int], sampling: Sampling, on_part: OnPart) -> Completion:
         if not self._verified.is_set():
-            with presence.waiting("a version that is verified", on="controller"):
+            with wait_registry.waiting("a version that is verified", on="controller"):
                 await self._verified.wait()  # waits: the caller keeps the deadline
         return await super()._draw(prompt_ids, sampling, on_part)
 

@@ -33,7 +33,7 @@ from typing import Any, Protocol, TypeVar
 from monarch_rl.episode.sampling import Completion, RequestLost, Sampling
 from monarch_rl.generator.messages import Answer, Request, pack_answers, unpack_answers
 from monarch_rl.generator.parts import UNFINISHED, OnPart
-from monarch_rl.runtime import presence
+from monarch_rl.runtime import wait_registry
 from monarch_rl.runtime.endpoint import concurrent_endpoint, one_way_endpoint
 from monarch_rl.runtime.lasting_calls import next_message
 
@@ -150,7 +150,7 @@ class ReplicaConnection:
     def _open(self) -> None:
         from monarch.actor import Channel
 
-        self._name = f"{presence.registered_name()}/{os.getpid()}/{uuid.uuid4().hex}"
+        self._name = f"{wait_registry.registered_name()}/{os.getpid()}/{uuid.uuid4().hex}"
         port, receiver = Channel[bytes].open()
         answering = asyncio.ensure_future(_as_coroutine(self._handle.answer.call_one(self._name, port)))
         answering.add_done_callback(self._ended)

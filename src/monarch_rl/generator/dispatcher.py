@@ -22,8 +22,7 @@ from monarch.actor import ActorError
 from monarch_rl.episode.sampling import Completion, GenerationError, Sampling
 from monarch_rl.generator.connection import ReplicaConnection, ReplicaHandle, ReplicaLost
 from monarch_rl.generator.parts import finish_reason_of, join_parts
-from monarch_rl.runtime.deadline_clock import DeadlineClock
-from monarch_rl.runtime.deadlines import ProcessLost, within
+from monarch_rl.runtime.deadlines import DeadlineClock, ProcessLost, within
 
 logger = logging.getLogger("monarch_rl")
 T = TypeVar("T")

@@ -36,7 +36,7 @@ from monarch_rl.generator.version_kind import VersionKind
 from monarch_rl.model.architecture import find_architecture
 from monarch_rl.model.folder import find_config
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings, lora_config
-from monarch_rl.runtime.presence import Wait
+from monarch_rl.runtime.wait_registry import Wait
 from monarch_rl.weights.manifest import Manifest
 
 

@@ -14,7 +14,7 @@ import psutil
 from monarch_rl.generator.error_file import ErrorFile
 from monarch_rl.generator.flag_names import rename_in
 from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD, SchedulerTarget, few_models, quiet_imports
-from monarch_rl.runtime.fork_context import ForkContext
+from monarch_rl.runtime.forking.fork_context import ForkContext
 
 KILL_SECONDS = 10.0
 """How long a killed engine process may take to be gone."""

@@ -16,11 +16,11 @@ from monarch_rl.generator.engine import Engine
 from monarch_rl.generator.parts import OnPart
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.generator.sglang_engine import EngineStopped
-from monarch_rl.runtime import presence
+from monarch_rl.runtime import wait_registry
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.endpoint import concurrent_endpoint, lasting_endpoint, one_way_endpoint
-from monarch_rl.runtime.heap import freeze_heap
-from monarch_rl.runtime.resilient import ResilientActor
+from monarch_rl.runtime.lasting_calls import ResilientActor
+from monarch_rl.runtime.process import freeze_heap
 
 T = TypeVar("T")
 
@@ -47,7 +47,7 @@ class Replica(ResilientActor):
         if self._engine is not None:
             raise RuntimeError(f"{self._name} has an engine already")
         self._name, self._devices = name, settings.tp
-        presence.register(name)
+        wait_registry.register(name)
         started = time.perf_counter()
         self._engine = await within(
             settings.start_limit_s(torch.accelerator.is_available()),
@@ -56,7 +56,7 @@ class Replica(ResilientActor):
             on="the start of an engine",  # its process computes, and is not known before it has
             flag="generator.start-deadline-s",
         )
-        presence.register(name, self._engine.waits)
+        wait_registry.register(name, self._engine.waits)
         freeze_heap()
         return time.perf_counter() - started
 

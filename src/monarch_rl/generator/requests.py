@@ -19,7 +19,7 @@ from monarch_rl.generator.clock import BusyClock
 from monarch_rl.generator.parts import UNFINISHED, OnPart, PartStream, finish_reason_of, join_parts
 from monarch_rl.generator.scheduler_requests import ANOTHER_TRAINER, SchedulerRequests, TurnReads
 from monarch_rl.generator.sglang_engine import SglangEngine
-from monarch_rl.runtime.presence import Wait
+from monarch_rl.runtime.wait_registry import Wait
 
 
 class EngineRequests:

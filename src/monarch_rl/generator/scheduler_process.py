@@ -14,7 +14,7 @@ from typing import Any
 from monarch_rl.generator import error_file
 from monarch_rl.generator.error_file import ErrorFile
 from monarch_rl.runtime.compiler_paths import allow_spaces
-from monarch_rl.runtime.lifetime import die_with_parent
+from monarch_rl.runtime.process import die_with_parent
 
 ENGINE_PRELOAD = "engine"
 """Name of the fork server's preload for engines and their schedulers: ``sglang_imports.py``."""
@@ -83,7 +83,7 @@ def run_plain_scheduler(*args: Any, **kwargs: Any) -> None:
     from monarch_rl.generator.load_lora import remember_managers
     from monarch_rl.generator.load_staged import continue_if_verified
     from monarch_rl.generator.scheduler_files import leave_no_files
-    from monarch_rl.runtime.store import serve_own_address_only
+    from monarch_rl.runtime.network import serve_own_address_only
 
     rename_in_log()
     serve_own_address_only()

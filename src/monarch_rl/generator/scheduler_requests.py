@@ -26,8 +26,8 @@ from monarch_rl.generator.clock import BusyClock
 from monarch_rl.generator.parts import UNFINISHED, PartStream, join_parts
 from monarch_rl.generator.request_format import RequestFormat
 from monarch_rl.generator.sglang_engine import EngineStopped, SglangEngine, io_structs
-from monarch_rl.runtime import presence
-from monarch_rl.runtime.presence import Wait
+from monarch_rl.runtime import wait_registry
+from monarch_rl.runtime.wait_registry import Wait
 
 
 @dataclass(eq=False, slots=True)
@@ -131,7 +131,7 @@ class SchedulerRequests:
     def waits(self) -> list[Wait]:
         """What the oldest requests wait for; may be called on any thread."""
         name, found = self._sglang.replica, []
-        for draw in list(self._running.values())[: presence.WAITS_PER_PROCESS]:
+        for draw in list(self._running.values())[: wait_registry.WAITS_PER_PROCESS]:
             what = f"tokens after {len(draw.prompt_ids)} others"
             found.append(Wait(name, what, self._sglang.name, draw.since, math.inf))
         for draw in list(self._unsent)[:1]:
@@ -237,7 +237,7 @@ class SchedulerRequests:
                 draw = self._running.get(request_id)
                 if draw is not None:
                     self._take(output, index, request_id, draw, sides[index])
-        presence.progress("tokens drawn")
+        wait_registry.progress("tokens drawn")
         if self._sglang.manager.rid_to_state:
             await handle(output)  # waits: for nothing but the event loop
 

@@ -94,7 +94,7 @@ CPU_KV_TOKENS = 65_536
 
 CPU_BATCH_S = 3000.0
 """Seconds for a batch, after which SGLang's scheduler ends itself: ten times its default, as much as deadlines are
-stretched on a machine that has no cores for the run (``runtime/deadline_clock.py``)."""
+stretched on a machine that has no cores for the run (``runtime/deadlines.py``)."""
 GPU_BATCH_S = 10 * COMPILATION_S
 """The same on a GPU, where a batch may compile kernels. The run's own watch ends what hangs, and knows what a batch may
 take (docs/failures.md); SGLang's default of 300 s would end an engine that compiles."""

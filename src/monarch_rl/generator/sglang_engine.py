@@ -15,7 +15,7 @@ import torch
 from monarch_rl.generator.error_file import ErrorFile
 from monarch_rl.generator.launching import close_sockets, end_processes, launch_engine, take_over_watch
 from monarch_rl.generator.scheduler_pieces import SchedulerPieces
-from monarch_rl.runtime import presence
+from monarch_rl.runtime import wait_registry
 from monarch_rl.runtime.network import held_port
 
 
@@ -47,7 +47,7 @@ class SglangEngine:
         self._processes = take_over_watch(engine)
         for rank, process in enumerate(self._processes):
             name = self.name if ranks == 1 else f"{self.name} (rank {rank})"
-            presence.helper(process.pid, name, None if pieces is None else pieces.reader(rank))
+            wait_registry.helper(process.pid, name, None if pieces is None else pieces.reader(rank))
             asyncio.get_running_loop().add_reader(process.sentinel, self._process_ended, process)
 
     @classmethod
@@ -107,7 +107,7 @@ class SglangEngine:
         """
         task = asyncio.ensure_future(awaitable)
         try:
-            with presence.waiting(what, on=self.name):
+            with wait_registry.waiting(what, on=self.name):
                 # waits: the caller of this replica keeps the deadline; only it knows how long its request is
                 await asyncio.wait({task, self._stopped}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -123,7 +123,7 @@ class SglangEngine:
             self._stopped.set_result("the engine was stopped")
         for process in self._processes:
             asyncio.get_running_loop().remove_reader(process.sentinel)
-            presence.no_helper(process.pid)
+            wait_registry.no_helper(process.pid)
         for task in self.manager.asyncio_tasks:
             task.cancel()
         await asyncio.to_thread(end_processes, self.engine)
@@ -132,7 +132,7 @@ class SglangEngine:
 
     def _process_ended(self, process: Any) -> None:
         asyncio.get_running_loop().remove_reader(process.sentinel)
-        presence.no_helper(process.pid)
+        wait_registry.no_helper(process.pid)
         if not self._stopped.done():
             process.join()  # waits: it has ended
             # A process killed by a signal has recorded nothing; what is there is of others, which miss it.

@@ -24,8 +24,7 @@ from monarch_rl.checkpoint.folders import FileSum, Manifest, Measurement, Staged
 from monarch_rl.checkpoint.settings import CheckpointSettings
 from monarch_rl.pipeline.actor_pool import last_line
 from monarch_rl.pipeline.kept_checkpoints import KeptCheckpoints, tidy
-from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, disk_limit_s, now, within
-from monarch_rl.runtime.disk_work import on_disk
+from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, disk_limit_s, now, on_disk, within
 from monarch_rl.trainer.actor import Trainer
 
 logger = logging.getLogger("monarch_rl")

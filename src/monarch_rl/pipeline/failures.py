@@ -12,7 +12,7 @@ from monarch_rl.episode.failure import KINDS, Failure
 from monarch_rl.pipeline.actor_pool import last_line
 from monarch_rl.pipeline.observer import Observer
 from monarch_rl.rollout.evaluation import Evaluation
-from monarch_rl.runtime.watch import STUCK_FACTOR
+from monarch_rl.watch.watch import STUCK_FACTOR
 
 logger = logging.getLogger("monarch_rl")
 

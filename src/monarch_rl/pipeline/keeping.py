@@ -27,8 +27,7 @@ from monarch_rl.pipeline.resume import Resumed, open_run, take_folder
 from monarch_rl.pipeline.run_folder import may_go_on
 from monarch_rl.pipeline.settings import RunSettings
 from monarch_rl.runtime.cluster import Cluster
-from monarch_rl.runtime.deadlines import disk_limit_s, now
-from monarch_rl.runtime.disk_work import on_disk
+from monarch_rl.runtime.deadlines import disk_limit_s, now, on_disk
 
 logger = logging.getLogger("monarch_rl")
 

@@ -12,7 +12,7 @@ from monarch_rl.checkpoint import folders
 from monarch_rl.checkpoint.folders import Measurement
 from monarch_rl.checkpoint.settings import CheckpointSettings
 from monarch_rl.pipeline.actor_pool import last_line
-from monarch_rl.runtime.disk_work import on_disk
+from monarch_rl.runtime.deadlines import on_disk
 
 logger = logging.getLogger("monarch_rl")
 

@@ -29,9 +29,9 @@ from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD, quiet_imports
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.model.tensors import model_bytes
 from monarch_rl.runtime.deadlines import within
-from monarch_rl.runtime.fork_context import ForkContext
-from monarch_rl.runtime.lifetime import die_with_parent
+from monarch_rl.runtime.forking.fork_context import ForkContext
 from monarch_rl.runtime.network import held_port
+from monarch_rl.runtime.process import die_with_parent
 from monarch_rl.runtime.scratch import temporary_directory
 from monarch_rl.trainer.settings import TrainerSettings
 
@@ -130,7 +130,7 @@ def run_ranks(
     Args:
         limit_s: seconds after which they are killed.
         what: what is waited for, for the error.
-        preload: what processes are forked from where a fork server is named (``runtime/fork_server.py``); ``work``
+        preload: what processes are forked from where a fork server is named (``runtime/forking/fork_server.py``); ``work``
             is then no function of the main program.
 
     Raises:

@@ -16,7 +16,7 @@ from monarch_rl.pipeline.observer import Observer
 from monarch_rl.pipeline.publishing import Publisher
 from monarch_rl.pipeline.recovery import Recovery
 from monarch_rl.pipeline.rollout_log import RolloutLog
-from monarch_rl.runtime.watch import Watch
+from monarch_rl.watch.watch import Watch
 
 
 @dataclass(frozen=True)

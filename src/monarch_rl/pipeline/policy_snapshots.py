@@ -18,8 +18,7 @@ from monarch_rl.pipeline.actor_pool import last_line
 from monarch_rl.pipeline.actors import Actors
 from monarch_rl.pipeline.frozen import FrozenPool
 from monarch_rl.pipeline.start import save
-from monarch_rl.runtime.deadlines import disk_limit_s
-from monarch_rl.runtime.disk_work import on_disk
+from monarch_rl.runtime.deadlines import disk_limit_s, on_disk
 
 logger = logging.getLogger("monarch_rl")
 

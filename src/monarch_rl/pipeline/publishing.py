@@ -26,9 +26,9 @@ from monarch_rl.pipeline.actor_pool import last_line
 from monarch_rl.pipeline.delivery import Delivery, PublishError
 from monarch_rl.pipeline.meeting import Meeting
 from monarch_rl.pipeline.replicas import Replicas, UpdateDispatch
-from monarch_rl.runtime import presence
+from monarch_rl.runtime import wait_registry
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, within
-from monarch_rl.runtime.meshes import members
+from monarch_rl.runtime.endpoint import members
 from monarch_rl.trainer.actor import Trainer
 from monarch_rl.weights.checksum import add_checksums
 from monarch_rl.weights.endpoint import SNAPSHOTS, TransferSettings, TransportName
@@ -260,7 +260,7 @@ class Publisher:
         if version > 0:
             call = self._buffer.published.call_one(version)
             await within(CALL_DEADLINE_S, call, "the buffer to release slots", on="buffer")
-        presence.progress("version published")
+        wait_registry.progress("version published")
 
 
 async def _set_up_all(meeting: Meeting, replicas: Replicas, generators: Mapping[int, Generator]) -> None:

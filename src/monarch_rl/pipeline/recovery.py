@@ -2,7 +2,7 @@
 run goes on.
 
 A process is lost when it has ended or its engine has (a call that lasts as long as it lives fails), when its work
-raised, when the publisher removed it, or when the watch (``runtime/watch.py``) found that it cannot go on. Then
+raised, when the publisher removed it, or when the watch (``watch/watch.py``) found that it cannot go on. Then
 
     a generator        gets no more requests; others draw what it owes; a new process takes its place and its devices,
                        and serves when it holds the newest version, verified

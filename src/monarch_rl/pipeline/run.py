@@ -57,11 +57,9 @@ from monarch_rl.rollout.tracebacks import raised_in_package
 from monarch_rl.runtime import supervisor
 from monarch_rl.runtime.by_value import ByValue, register_modules
 from monarch_rl.runtime.cluster import Cluster, devices, launch_cluster
-from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, Patience, disk_limit_s, within
-from monarch_rl.runtime.disk_work import on_disk
-from monarch_rl.runtime.heap import freeze_heap, leave_heap, thaw_heap
+from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, Patience, disk_limit_s, on_disk, within
 from monarch_rl.runtime.network import fix_nccl_order
-from monarch_rl.runtime.watch import watched
+from monarch_rl.runtime.process import freeze_heap, leave_heap, thaw_heap
 from monarch_rl.settings.ranges import to_plain
 from monarch_rl.tasks.rows import Row
 from monarch_rl.tasks.task import Task
@@ -73,6 +71,7 @@ from monarch_rl.trainer.functions import (
 )
 from monarch_rl.trainer.loss_settings import loss_warnings
 from monarch_rl.trainer.objective import Objective
+from monarch_rl.watch.watch import watched
 
 logger = logging.getLogger("monarch_rl")
 

@@ -38,10 +38,10 @@ from monarch_rl.rollout.settings import (
     check_rollout,
 )
 from monarch_rl.runtime.devices import Devices
-from monarch_rl.runtime.watch import STALL_S
 from monarch_rl.settings.ranges import FOREVER_S, CheckedSettings, Range
 from monarch_rl.tasks.task import Task
 from monarch_rl.trainer.settings import TrainerSettings, check_hosts, check_trained
+from monarch_rl.watch.watch import STALL_S
 from monarch_rl.weights.endpoint import TransferSettings
 
 

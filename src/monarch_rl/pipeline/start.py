@@ -35,11 +35,11 @@ from monarch_rl.rollout.scoring import PRELOAD as SCORING_PRELOAD
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.stages import Stage
 from monarch_rl.rollout.worker import RolloutWorker
-from monarch_rl.runtime import presence
+from monarch_rl.runtime import wait_registry
 from monarch_rl.runtime.by_value import ByValue
 from monarch_rl.runtime.cluster import Cluster, init_torch_distributed_env
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, Patience, disk_limit_s, now, within
-from monarch_rl.runtime.fork_server import Preload
+from monarch_rl.runtime.forking.fork_server import Preload
 from monarch_rl.tasks.task import Task
 from monarch_rl.trainer.actor import Trainer
 from monarch_rl.trainer.plan import TrainerPlan
@@ -281,7 +281,7 @@ async def update(trainer: Trainer, buffer: Buffer, version: int, patience: Patie
         what = f"trainer ranks to make step {version + 1}"
         answers = await within(limit_s + UPDATE_GRACE_S, call, what, on="trainer ranks", flag="update-deadline-s")
     await within(CALL_DEADLINE_S, buffer.trained.call_one(version + 1), "the buffer to note the step", on="buffer")
-    presence.progress("step trained")
+    wait_registry.progress("step trained")
     return list(answers.values())
 
 

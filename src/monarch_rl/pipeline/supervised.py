@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.pipeline.settings import RunSettings
 from monarch_rl.pipeline.start import SET_UP_DEADLINE_S
-from monarch_rl.runtime import presence
+from monarch_rl.runtime import wait_registry
 from monarch_rl.runtime.by_value import ByValue
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, within
 from monarch_rl.tasks.rows import Row
@@ -53,5 +53,5 @@ async def supervised_update(trainer: Trainer, buffer: Buffer, version: int, limi
     call, what = trainer.supervised.call(version), f"trainer ranks to make supervised step {version + 1}"
     answers = await within(limit_s, call, what, on="trainer ranks", flag="update-deadline-s")
     await within(CALL_DEADLINE_S, buffer.begin_at.call_one(version + 1), "the buffer to note the step", on="buffer")
-    presence.progress("step trained")
+    wait_registry.progress("step trained")
     return list(answers.values())

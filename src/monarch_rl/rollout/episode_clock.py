@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Protocol
 
-from monarch_rl.runtime import presence
-from monarch_rl.runtime.deadline_clock import DeadlineClock
+from monarch_rl.runtime import wait_registry
+from monarch_rl.runtime.deadlines import DeadlineClock
 
 
 class JudgeFailed(Exception):
@@ -96,14 +96,14 @@ class OwnTime:
         """Start at 0 when no reason to stand still is left, unless the episode is over."""
         self._stops -= 1
         if not self._stops and not self.ended:
-            self._wait = presence.begin_wait(self._what, "an episode's code", self._seconds)
+            self._wait = wait_registry.begin_wait(self._what, "an episode's code", self._seconds)
             self.clock = DeadlineClock(self._seconds, self._what)
 
     def stop(self) -> None:
         """Stand still, until :meth:`go_on` is called as often."""
         self._stops += 1
         if self.clock is not None:
-            presence.end_wait(self._wait)
+            wait_registry.end_wait(self._wait)
             self.clock = None
 
     def end(self) -> None:

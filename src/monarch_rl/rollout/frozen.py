@@ -30,7 +30,7 @@ from monarch_rl.rollout.episode_clock import PLAYING, JudgeFailed, outside
 from monarch_rl.rollout.policy import Stops
 from monarch_rl.runtime.deadlines import DeadlineExceeded, within
 from monarch_rl.runtime.endpoint import concurrent_endpoint, lasting_endpoint
-from monarch_rl.runtime.resilient import ResilientActor
+from monarch_rl.runtime.lasting_calls import ResilientActor
 from monarch_rl.tasks.task import Reply, Said
 
 T = TypeVar("T")

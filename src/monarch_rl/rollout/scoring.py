@@ -6,7 +6,7 @@ are spawned. A process that oversteps its deadline is killed and replaced, and t
 which has the traceback of what was raised, or the stack of a process that was ended. A score whose process ended is
 computed once more: something else may have killed the process, such as a kernel that is out of memory. So is one that
 overstepped its deadline while this process was stopped or the machine had no cores for the run: then with a deadline
-that is longer by as much, up to half of :data:`STUCK_S` (``runtime/deadline_clock.py``).
+that is longer by as much, up to half of :data:`STUCK_S` (``runtime/deadlines.py``).
 
 A call of the pool costs some 0.2 ms, most scores a tenth of that. So scores that are asked for in one turn of the event
 loop are one call, as long as the last ones took so little that these together do, too. If the call fails, for whatever
@@ -42,12 +42,11 @@ from pebble import ProcessExpired, ProcessPool
 
 from monarch_rl.rollout.episode_failed import ScorerBroken, ScoringFailed
 from monarch_rl.rollout.tracebacks import describe, of_process, said
-from monarch_rl.runtime import presence
+from monarch_rl.runtime import wait_registry
 from monarch_rl.runtime.by_value import ByValue, to_bytes
-from monarch_rl.runtime.deadline_clock import DeadlineClock
-from monarch_rl.runtime.fork_context import ForkContext
-from monarch_rl.runtime.heap import freeze_heap
-from monarch_rl.runtime.lifetime import die_with_parent, signal_name
+from monarch_rl.runtime.deadlines import DeadlineClock
+from monarch_rl.runtime.forking.fork_context import ForkContext
+from monarch_rl.runtime.process import die_with_parent, freeze_heap, signal_name
 from monarch_rl.tasks.task import Outcome, as_outcome, as_outcomes
 
 ScoreFunction = Callable[..., Any]
@@ -264,7 +263,7 @@ class Scorer:
             self._starting = pool, starting
         starting = self._starting[1]
         if not starting.done():
-            with presence.waiting("scoring processes to be started by the fork server"):
+            with wait_registry.waiting("scoring processes to be started by the fork server"):
                 await asyncio.shield(starting)  # waits: EpisodePlayer has a deadline for an episode's code
         starting.result()
 
@@ -426,7 +425,7 @@ class ScorerOutput:
         stacks = os.memfd_create("monarch_rl-stacks")
         self.ends = Connection(writer, readable=False), Connection(stacks)
         """What a scoring process takes (:func:`print_into`); can be pickled while one is started."""
-        self._owner = presence.current_name()
+        self._owner = wait_registry.current_name()
         self._tail = b""
         self._left, self._window_ends = 0, -math.inf
         self._left_out = 0

@@ -28,9 +28,8 @@ from monarch_rl.rollout.episode_failed import EpisodeFailed, ScoringFailed
 from monarch_rl.rollout.play import to_its_end
 from monarch_rl.rollout.scoring import Scorer
 from monarch_rl.rollout.tracebacks import describe, suspended
-from monarch_rl.runtime import presence
-from monarch_rl.runtime.deadline_clock import DeadlineClock
-from monarch_rl.runtime.deadlines import ends_in_time, now
+from monarch_rl.runtime import wait_registry
+from monarch_rl.runtime.deadlines import DeadlineClock, ends_in_time, now
 from monarch_rl.tasks.task import GroupRewards, Outcome, Task, as_outcome, as_outcomes, is_coroutine_function
 
 REASON_CHARACTERS = 60
@@ -156,11 +155,14 @@ async def _run(stage: Stage, item: Any, group: Group) -> None:
     what, before = f"stage {stage.name}", _places(group)
     coroutine: Any = _to_its_end(stage, item, group)
     task = asyncio.ensure_future(coroutine)
-    clock, wait = DeadlineClock(stage.deadline_s, what), presence.begin_wait(what, "a stage's code", stage.deadline_s)
+    clock, wait = (
+        DeadlineClock(stage.deadline_s, what),
+        wait_registry.begin_wait(what, "a stage's code", stage.deadline_s),
+    )
     try:
         in_time = await ends_in_time(task, lambda: clock, stage.deadline_s)
     finally:
-        presence.end_wait(wait)
+        wait_registry.end_wait(wait)
     if not in_time:
         place, stack = suspended(coroutine.cr_await)
         task.cancel()

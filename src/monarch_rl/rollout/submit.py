@@ -16,7 +16,7 @@ from monarch_rl.rollout.handles import BUFFER_DEADLINE_S, BufferHandle
 from monarch_rl.rollout.stages import Stage, StageFailed, Stages
 from monarch_rl.rollout.statistics import Statistics
 from monarch_rl.rollout.transcripts import Transcripts
-from monarch_rl.runtime import presence
+from monarch_rl.runtime import wait_registry
 from monarch_rl.runtime.deadlines import now, within
 from monarch_rl.runtime.endpoint import Endpoint
 
@@ -230,7 +230,7 @@ class HandIn:
             self._transcripts.add(group)
         await self._outbox.put(group.group_id, group.attempt, data)
         self._statistics.add_put()
-        presence.progress("group put")
+        wait_registry.progress("group put")
 
     async def drop(self, ticket: Ticket, reason: str, tokens: int) -> None:
         """Drop a group for which ``tokens`` were drawn."""

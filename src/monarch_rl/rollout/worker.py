@@ -30,11 +30,11 @@ from monarch_rl.rollout.stages import GroupRewarder, Stage
 from monarch_rl.rollout.statistics import Statistics, WorkerStats
 from monarch_rl.rollout.submit import Admissions, HandIn
 from monarch_rl.rollout.transcripts import Transcripts, rows
-from monarch_rl.runtime import presence
+from monarch_rl.runtime import wait_registry
 from monarch_rl.runtime.by_value import ByValue
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.endpoint import concurrent_endpoint, lasting_endpoint
-from monarch_rl.runtime.heap import freeze_heap
+from monarch_rl.runtime.process import freeze_heap
 from monarch_rl.tasks.task import Task
 
 GREEDY = EvaluationPlan()
@@ -86,7 +86,7 @@ class RolloutWorker(AsksFrozenModels):
         self._model = model
         self._keep_expert_routes = keep_expert_routes
         self._name = name or f"rollout worker {current_rank().rank}"
-        presence.register(self._name)
+        wait_registry.register(self._name)
         self._scorer: Scorer | None = None
         self._resources: Resources | None = None
         self._running: asyncio.Task[None] | None = None
@@ -201,7 +201,7 @@ class RolloutWorker(AsksFrozenModels):
     async def _play_held_out(self, task: Task, item: Any, index: int, sampling: Sampling, group: int) -> Played:
         played = await self._play_episode(task, item, index, sampling, group, self._held_out_share)
         if not isinstance(played, EpisodeFailed):
-            presence.progress("held-out item played")
+            wait_registry.progress("held-out item played")
         return played
 
     @lasting_endpoint

@@ -3,7 +3,7 @@
 import os
 import sys
 
-from monarch_rl.runtime import client_threads
+from monarch_rl.runtime import process
 
 _POLL = "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY"
 
@@ -13,4 +13,4 @@ MONARCH_CAME_FIRST = _POLL not in os.environ and "monarch._rust_bindings" in sys
 os.environ.setdefault(_POLL, "2s")  # every poll asks for each mesh: at 1 s that was 2 % of a core
 
 if "monarch._rust_bindings" not in sys.modules:  # else Monarch's own exit handler would come after this one
-    client_threads.wait_at_exit()
+    process.wait_at_exit()

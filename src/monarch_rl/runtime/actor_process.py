@@ -10,8 +10,7 @@ import runpy
 import sys
 from collections.abc import Sequence
 
-from monarch_rl.runtime.lifetime import end_quickly, exit_code_of
-from monarch_rl.runtime.titles import show_title
+from monarch_rl.runtime.process import end_quickly, exit_code_of, show_title
 
 _PROGRAM = "monarch._src.actor.bootstrap_main"
 

@@ -21,26 +21,82 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from monarch.actor import Actor, context
+
 from monarch_rl import runtime
-from monarch_rl.runtime import actor_process, fork_client, monitor, presence
+from monarch_rl.runtime import actor_process, monitor, wait_registry
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, DeadlineExceeded, within
 from monarch_rl.runtime.devices import Devices, TooFewDevices, devices, launched_by_torchrun, visible_devices
-from monarch_rl.runtime.distributed import ENVIRONMENT, init_torch_distributed_env
-from monarch_rl.runtime.fork_server import Preload
+from monarch_rl.runtime.endpoint import concurrent_endpoint, members
+from monarch_rl.runtime.forking import fork_client
+from monarch_rl.runtime.forking.fork_server import Preload
+from monarch_rl.runtime.forking.preloading import ForkServer
 from monarch_rl.runtime.host import HostProcess
-from monarch_rl.runtime.lifetime import die_with_parent
-from monarch_rl.runtime.meshes import members
-from monarch_rl.runtime.monarch_client import configure_monarch, shut_client_down
 from monarch_rl.runtime.monitor import ProcessMonitor
 from monarch_rl.runtime.network import free_port, host_address, nccl_environment
-from monarch_rl.runtime.preloading import ForkServer
-from monarch_rl.runtime.presence import CONTROLLER
+from monarch_rl.runtime.process import die_with_parent
 from monarch_rl.runtime.scratch import folder_of_process
 from monarch_rl.runtime.signals import Interrupts, interrupts
 from monarch_rl.runtime.torchrun import Controller, Follower, Node, Rank, without_torchrun
+from monarch_rl.runtime.wait_registry import CONTROLLER
 
 if TYPE_CHECKING:
     from monarch.actor import HostMesh, MeshFailure, ProcMesh
+
+
+"""One torch.distributed world over a process mesh."""
+
+
+ENVIRONMENT = "torch_distributed_env"
+"""Name of the actor that sets the variables."""
+SET_UP_DEADLINE_S = 300.0
+"""Seconds for a call to freshly spawned processes, which may import first, ten CPU-seconds' worth."""
+
+
+class _Environment(Actor):
+    """Sets the environment variables that ``init_process_group("env://")`` reads."""
+
+    @concurrent_endpoint
+    async def meeting_point(self) -> tuple[str, int]:
+        return host_address(), free_port()
+
+    @concurrent_endpoint
+    async def enter(self, address: str, port: int) -> None:
+        point = context().actor_instance.rank
+        world = point.extent.nelements
+        local_world = point.extent.sizes[-1]
+        local_rank = point.rank % local_world
+        os.environ.update(
+            RANK=str(point.rank),
+            WORLD_SIZE=str(world),
+            LOCAL_RANK="0" if os.environ.get("CUDA_VISIBLE_DEVICES") else str(local_rank),
+            LOCAL_WORLD_SIZE=str(local_world),
+            GROUP_RANK=str(point.rank // local_world),
+            GROUP_WORLD_SIZE=str(world // local_world),
+            MASTER_ADDR=address,
+            MASTER_PORT=str(port),
+        )
+
+
+async def init_torch_distributed_env(mesh: ProcMesh) -> None:
+    """Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and so on in all processes of ``mesh``.
+
+    The ranks then call ``init_process_group``. Their store is on rank 0's host, at an address that the other hosts of
+    the launch reach (127.0.0.1 on one machine, whatever its host name resolves to). Ranks count host by host.
+
+    LOCAL_RANK is the index of a process's device among its visible ones: 0 on CUDA, where ``Cluster.spawn`` shows each
+    process its own device only, and the rank within the host on a CPU.
+
+    Raises :class:`~monarch_rl.runtime.deadlines.DeadlineExceeded`.
+    """
+    actors = mesh.spawn(ENVIRONMENT, _Environment)
+    first = actors.slice(**dict.fromkeys(mesh.extent.labels, 0))
+    what = f"the processes of mesh {mesh.extent} to start"
+    address, port = await within(SET_UP_DEADLINE_S, first.meeting_point.call_one(), what, on="Monarch")
+    await within(SET_UP_DEADLINE_S, actors.enter.call(address, port), what, on="Monarch")
+
+
+"""MAIN"""
 
 __all__ = [
     "Cluster",
@@ -268,7 +324,7 @@ def launch_cluster(preloads: Sequence[Preload] = (), grace_s: float = 0.0) -> It
     """Start the hosts of this launch, and end everything at the end of the block.
 
     Every host imports ``preloads`` at once, for the processes that are spawned with one of them
-    (``runtime/fork_server.py``).
+    (``runtime/forking/fork_server.py``).
 
     Yields the controller's :class:`Cluster`. Under torchrun global rank 0 is the controller. The other ranks get None
     once the controller's block has succeeded, and exit with code 1 if it failed or died::
@@ -377,11 +433,11 @@ def _attach(nodes: Sequence[Node], fork_server: ForkServer, interrupting: Interr
 
 async def _as_controller(awaitable: Awaitable[T]) -> T:
     """Await it with the controller's heartbeat, by which deadlines leave out what this process stood still."""
-    presence.register(CONTROLLER)
+    wait_registry.register(CONTROLLER)
     try:
         return await awaitable  # waits: it has deadlines of its own
     finally:
-        presence.unregister(CONTROLLER)
+        wait_registry.unregister(CONTROLLER)
 
 
 def _start_host(ip: str | None, preloads: Sequence[Preload]) -> HostProcess:
@@ -407,3 +463,57 @@ def _refuse_running_loop() -> None:
     except RuntimeError:
         return
     raise RuntimeError("launch_cluster() blocks: use it outside asyncio, and run the event loop inside its block")
+
+
+"""Monarch's own time-outs and sizes, and the end of its client in this process."""
+
+
+STATE_DEADLINE_S = 120.0
+"""Seconds of silence after which Monarch counts a host, or a process asked for its state, as lost. Its timer also runs
+while the whole machine is paused (a virtual machine that moves to another host takes a minute), and is the first thing
+that it looks at afterwards. The watch notices a stopped process earlier, and does not count pauses (``watch.py``)."""
+ACTOR_START_DEADLINE_S = 600.0
+"""Seconds for an actor to start, for a message to be acknowledged. Monarch's own defaults are 30 s; a process takes two
+CPU-seconds, for which a machine that gives it 1 % of a core needs 200."""
+SPAWN_DEADLINE_S = 60.0
+"""Seconds for a host to answer that a process has started. A lost host never does, and the run waits for it. (A process
+that introduces itself after more than 30 s is not noticed, whatever is set here.)"""
+CLIENT_FLUSH_S = 0.3
+"""Seconds for this process's last messages to leave at its exit; Monarch's own choice."""
+END_S = 5.0
+"""Seconds for the client to shut down; a moment is normal."""
+
+
+def configure_monarch() -> None:
+    """Set Monarch's own time-outs and sizes for this process and those it spawns, before the first actor.
+
+    Monarch knows no starved machine, so its time-outs are longer than what such a machine needs. The deadlines of those
+    who wait end a start that hangs (``deadlines.py``).
+
+    If a process is killed while Monarch asks it for its state, its loss is noticed only after ``STATE_DEADLINE_S``;
+    otherwise within two seconds.
+    """
+    from monarch.config import configure
+
+    # A machine that swaps or starts many processes may be silent for long; Monarch's defaults are 30 s for an actor
+    # and 60 s for a host. A message that is not acknowledged in time ends the run.
+    silence, start = f"{STATE_DEADLINE_S:g}s", f"{ACTOR_START_DEADLINE_S:g}s"
+    configure(get_proc_state_max_idle=silence, get_actor_state_max_idle=silence, message_delivery_timeout=start)
+    configure(mesh_proc_spawn_max_idle=f"{SPAWN_DEADLINE_S:g}s", actor_spawn_max_idle=start)
+    configure(host_spawn_ready_timeout=start, mesh_attach_config_timeout=start, mesh_orphan_timeout=start)
+    # The last is that of a message to an actor whose process still starts.
+    configure(supervision_watchdog_timeout=start, pending_actor_delivery_timeout=start)
+    # RDMABuffer over TCP (weights/rdma.py). Frames of 4 MiB are four times faster than Monarch's default of 64. One
+    # connection is as fast as several; with several, reads write to memory even after they timed out.
+    configure(rdma_max_chunk_size_mb=4, rdma_tcp_fallback_parallelism=1)
+
+
+def shut_client_down() -> None:
+    """Shut Monarch's client down. Its own exit handler waits for a second and then prints a traceback, also after a run
+    that succeeded."""
+    from monarch.actor import shutdown_context
+
+    try:
+        shutdown_context(host_timeout=CLIENT_FLUSH_S).get(timeout=END_S)
+    except Exception as error:  # the run is over: nothing of it depends on this any more
+        logger.warning("Monarch's client did not shut down, the process ends without that: %r", error)

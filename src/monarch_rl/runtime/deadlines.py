@@ -1,25 +1,28 @@
 """The one way to wait for another process: with a deadline, a name for what is waited for, and who has to deliver it.
 
-The waits under way can be read at any time (``runtime/presence.py``); stall reports are made from them
-(``runtime/stall.py``). ``tools/lint_waits.py`` finds waits that do not use this module.
+The waits under way can be read at any time (``runtime/wait_registry.py``); stall reports are made from them
+(``watch/stall.py``). ``tools/lint_waits.py`` finds waits that do not use this module.
 
-A machine that has no cores for the run stretches deadlines (``runtime/deadline_clock.py``).
+A machine that has no cores for the run stretches deadlines (``runtime/deadlines.py``).
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import os
+import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Executor, Future, wait
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
 
-from monarch_rl.runtime import presence
-from monarch_rl.runtime.deadline_clock import DeadlineClock
+from monarch_rl.runtime import starvation, wait_registry
 
 T = TypeVar("T")
 
@@ -100,7 +103,7 @@ async def within(
     del awaitable
     clock, passed_s = (limit, limit.passed_s) if isinstance(limit, DeadlineClock) else (DeadlineClock(limit, what), 0.0)
     seconds, since = clock.seconds, time.time() - passed_s
-    number = presence.begin_wait(what, on, seconds - passed_s)
+    number = wait_registry.begin_wait(what, on, seconds - passed_s)
     if on:
         _waits_on[number] = on, task
     try:
@@ -110,7 +113,7 @@ async def within(
         task.cancel()
         raise
     finally:
-        presence.end_wait(number)
+        wait_registry.end_wait(number)
         _waits_on.pop(number, None)
         why_lost = _lost.pop(number, None)
     if why_lost is not None and task.cancelled():
@@ -123,7 +126,7 @@ async def within(
     task.add_done_callback(retrieve)
     began = time.strftime("%H:%M:%S", time.localtime(since))
     message = f"{_waiter()} waited {seconds:g} s, since {began}, for {what}"
-    if clock.passed_s > 1.1 * seconds + presence.PAUSE_S:
+    if clock.passed_s > 1.1 * seconds + wait_registry.PAUSE_S:
         message += f" ({clock.passed_s:.0f} s by the clock; for the rest the run was stopped or had no cores)"
     if flag:
         message += f" (see --{flag})"
@@ -195,7 +198,7 @@ _timers = weakref.WeakKeyDictionary()
 def _grain_s(seconds: float) -> float:
     """By how much a wait of ``seconds`` may be longer, so that it shares a timer with others: a power of two, at most
     1/64 of it, and less than what counts as a pause of the waiter."""
-    return min(math.ldexp(1.0, math.frexp(seconds)[1] - 7), presence.PAUSE_S / 2)
+    return min(math.ldexp(1.0, math.frexp(seconds)[1] - 7), wait_registry.PAUSE_S / 2)
 
 
 def _due_together(loop: asyncio.AbstractEventLoop, seconds: float) -> set[asyncio.Future[None]]:
@@ -227,7 +230,7 @@ def retrieve(task: asyncio.Future[T]) -> None:
 def _waiter() -> str:
     task = asyncio.current_task()
     name = getattr(task.get_coro(), "__qualname__", task.get_name()) if task is not None else "a task"
-    return f"{presence.current_name()} ({name}, process {os.getpid()})"
+    return f"{wait_registry.current_name()} ({name}, process {os.getpid()})"
 
 
 class Patience:
@@ -266,3 +269,179 @@ class Patience:
         started = time.monotonic()
         yield self.limit_s
         self.record(time.monotonic() - started)
+
+
+"""The clock of a deadline, which runs slower while the machine has no cores for the run.
+
+A deadline bounds how long the awaited processes may take on a machine that has cores for them. Of the time that passes,
+the clock leaves out
+
+- the time for which this event loop was paused: its process was stopped, or had no core itself. So no deadline passes
+  because all processes of a run were stopped and continued;
+- the share of the time for which the most starved process of the run on this machine was ready to run and had no core
+  (``starvation.py``). Which process is awaited is not always known, and others pass on what it answers.
+
+It is read half-way through the deadline, at its end and at the end of each extension. So the waits that end before,
+which are nearly all, pay nothing for it; and the first half counts like the second.
+"""
+
+
+logger = logging.getLogger("monarch_rl")
+
+STRETCH = 10.0
+"""A deadline is stretched to this many times itself at most, so that nothing waits without end. Pauses of the waiting
+process itself come on top: they are over when it notices them."""
+STRETCHED_FROM_S = 1.0
+"""Shorter deadlines are kept to the letter: within less, any process may be without a core for a while."""
+SMALLEST_EXTENSION = 0.05
+"""Of the deadline. Less is not worth another reading."""
+SAID_FROM = 0.5
+"""Share of the time without a core from which on a process warns: on a busy machine every process waits at times."""
+SAID_EVERY_S = 300.0
+"""Seconds between two warnings of the same process, at least."""
+
+_said_at = -math.inf
+
+
+class DeadlineClock:
+    """The clock of a wait for ``what`` that begins now, on the running event loop, and may take ``seconds``; or of
+    several waits, one after the other, that may take so long together."""
+
+    __slots__ = (
+        "_began",
+        "_first_s",
+        "_look",
+        "_lost_s",
+        "_paused_s",
+        "_pauses_before_s",
+        "_read_at",
+        "_unmeasured_s",
+        "_what",
+        "_window_s",
+        "seconds",
+    )
+
+    def __init__(self, seconds: float, what: str) -> None:
+        self.seconds, self._what = seconds, what
+        loop = asyncio.get_running_loop()
+        self._began = self._read_at = loop.time()
+        # A simulator's event loop has a time of its own, in which nothing is starved (simulate/clock.py).
+        stretchable = seconds >= STRETCHED_FROM_S and not getattr(loop, "virtual", False)
+        self._first_s = seconds / 2 if stretchable else seconds
+        self._window_s = -1.0  # none yet
+        self._lost_s = self._paused_s = self._unmeasured_s = 0.0
+        self._pauses_before_s = wait_registry.paused_s() if stretchable else 0.0
+        self._look: starvation.Look | None = None
+
+    @property
+    def passed_s(self) -> float:
+        """Seconds since the wait began, by everybody's clock."""
+        return asyncio.get_running_loop().time() - self._began
+
+    def next_window_s(self) -> float | None:
+        """Seconds to wait before the next call; None once the deadline has passed, by this clock."""
+        if self._window_s < 0:
+            passed_s = self.passed_s  # who waits may ask later than the wait began
+            self._window_s = max(self._first_s, passed_s)
+            return self._window_s - passed_s
+        smallest_s = SMALLEST_EXTENSION * self.seconds
+        if self._first_s < self.seconds:
+            self._read()
+            smallest_s = max(smallest_s, 2 * starvation.SAME_LOOK_S)
+        remaining_s = self.seconds - (self.passed_s - self._lost_s)
+        if remaining_s < smallest_s or self.passed_s - self._paused_s >= STRETCH * self.seconds:
+            return None
+        self._window_s = remaining_s
+        return self._window_s
+
+    def lost_share(self) -> float:
+        """Read the clock: the share of the time so far that it leaves out, between 0 and 1. Starvation shows from the
+        second reading on."""
+        if self._first_s == self.seconds:
+            return 0.0
+        self._read()
+        return min(1.0, self._lost_s / self.passed_s) if self.passed_s > 0 else 0.0
+
+    def _read(self) -> None:
+        """Add what was lost since the last reading."""
+        now, look, before = asyncio.get_running_loop().time(), starvation.look(), self._look
+        elapsed_s = now - self._read_at
+        paused_s = self._new_pauses_s(elapsed_s)
+        self._paused_s += paused_s
+        self._read_at, self._look = now, look
+        if before is None:
+            self._lost_s = paused_s
+            self._unmeasured_s = elapsed_s - paused_s
+            return
+        pid, share = look.most_starved(before)
+        self._lost_s += max(paused_s, share * elapsed_s) + share * self._unmeasured_s
+        self._unmeasured_s = 0.0
+        if share >= SAID_FROM:
+            self._warn(f"process {pid} was ready to run and had no core for {share:.0%} of the last {elapsed_s:.0f} s")
+
+    def _new_pauses_s(self, elapsed_s: float) -> float:
+        pauses_s = wait_registry.paused_s()
+        new_s, self._pauses_before_s = pauses_s - self._pauses_before_s, pauses_s
+        # The loop may be nobody's, so that its pauses are not counted.
+        late_s = elapsed_s - self._window_s if self._window_s >= 0 else 0.0
+        return min(elapsed_s, max(new_s, late_s if late_s >= wait_registry.PAUSE_S else 0.0))
+
+    def _warn(self, why: str) -> None:
+        global _said_at
+        if time.monotonic() - _said_at >= SAID_EVERY_S:
+            _said_at = time.monotonic()
+            logger.warning(
+                "the machine has too few cores for the run: %s. Deadlines are stretched by that, to %g times at most; "
+                "now that of %s, %g s",
+                why,
+                STRETCH,
+                self._what,
+                self.seconds,
+            )
+
+
+"""Work on files: on a thread, with a deadline; for an event loop also named as the disk in what the watch reports.
+
+``asyncio.to_thread`` will not do: a thread that a stalled disk holds keeps its event loop and its process from ending.
+"""
+
+
+P = ParamSpec("P")
+
+
+class _DaemonThreads(Executor):
+    """A thread for each call, which the end of the process does not wait for."""
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        future: Future[T] = Future()
+        threading.Thread(target=_fill, args=(future, partial(fn, *args, **kwargs)), name="disk", daemon=True).start()
+        return future
+
+
+def _fill(future: Future[Any], work: Callable[[], Any]) -> None:
+    if future.set_running_or_notify_cancel():
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+
+def on_disk_now(seconds: float, what: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """As :func:`on_disk`, on a thread that has no event loop."""
+    working = _DaemonThreads().submit(work, *args, **kwargs)
+    if not wait([working], seconds).done:
+        raise DeadlineExceeded(f"waited {seconds:g} s for the disk: {what}", what, seconds)
+    return working.result(0)
+
+
+async def on_disk(seconds: float, what: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """What ``work`` returns.
+
+    Args:
+        seconds: the deadline. After it, the thread still works; only this wait ends.
+        what: as for :func:`within`.
+
+    Raises :class:`DeadlineExceeded`, and what ``work`` raises.
+    """
+    working = asyncio.get_running_loop().run_in_executor(_DaemonThreads(), partial(work, *args, **kwargs))
+    return await within(seconds, working, what, on="the disk")

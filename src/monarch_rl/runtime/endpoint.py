@@ -8,6 +8,7 @@ of mypy. Rooms that must not import an actor's class type its handle by a ``Prot
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, ItemsView, ValuesView
+from itertools import product
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
 
 from monarch.actor import concurrent_endpoint as monarch_endpoint
@@ -90,3 +91,17 @@ def one_way_endpoint(method: Callable[Concatenate[Any, P], Awaitable[None]]) -> 
     """Make a coroutine method an endpoint whose caller hears nothing. It is not to wait, as messages after it wait for
     it, and not to raise, as that ends its actor; nor may reading its arguments raise."""
     return cast(OneWayEndpointMethod[P], monarch_serial_endpoint(method, instrument=False))
+
+
+"""The actors of an actor mesh, one by one."""
+
+
+T = TypeVar("T")
+
+
+def members(mesh: T) -> list[T]:
+    """The mesh's actors by rank, each as a mesh of one. ``mesh``: a handle, typed as its actor's class."""
+    monarch_mesh = cast(Any, mesh)
+    labels, sizes = monarch_mesh.extent.labels, monarch_mesh.extent.sizes
+    places = product(*(range(size) for size in sizes))
+    return [monarch_mesh.slice(**dict(zip(labels, place, strict=True))) for place in places]

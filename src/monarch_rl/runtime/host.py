@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from monarch_rl.runtime import scratch
-from monarch_rl.runtime.fork_client import ADDRESS_VARIABLE
-from monarch_rl.runtime.fork_server import Preload, preloads_from_text, preloads_to_text, start_server
-from monarch_rl.runtime.lifetime import adopt_orphans, end_quickly, exit_code_of, signal_name
+from monarch_rl.runtime.forking.fork_client import ADDRESS_VARIABLE
+from monarch_rl.runtime.forking.fork_server import Preload, preloads_from_text, preloads_to_text, start_server
+from monarch_rl.runtime.forking.preloading import ForkServer
 from monarch_rl.runtime.network import HOST_ADDRESS_VARIABLE, LOOPBACK, free_port, loopback_interface
-from monarch_rl.runtime.preloading import ForkServer
+from monarch_rl.runtime.process import adopt_orphans, end_quickly, exit_code_of, signal_name
 from monarch_rl.runtime.starvation import HOST_PID_VARIABLE
 
 if TYPE_CHECKING:

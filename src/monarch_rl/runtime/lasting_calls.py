@@ -28,7 +28,7 @@ import uuid
 import weakref
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch._src.actor.actor_mesh import ActorMesh
@@ -36,7 +36,7 @@ from monarch.actor import ActorError, Channel, ValueMesh, context
 from monarch.actor import concurrent_endpoint as monarch_concurrent_endpoint
 from monarch.actor import endpoint as monarch_endpoint
 
-from monarch_rl.runtime import presence
+from monarch_rl.runtime import wait_registry
 from monarch_rl.runtime.deadlines import begun, retrieve
 
 LASTING = "_monarch_rl_lasting"
@@ -311,7 +311,7 @@ class _Line:
                 self._inbox.fail(number, error)
 
     async def _attend(self, attend: Any, number: int, opened: _PendingCall) -> None:
-        name = presence.registered_name()
+        name = wait_registry.registered_name()
         try:
             await attend.call(self._inbox.name, name, number, self._inbox.port)  # waits: as long as the actors live
             self._lose([opened, *self._pending], RuntimeError(f"another process that is {name} is answered instead"))
@@ -391,3 +391,23 @@ def _endpoint(handle: Any, name: Any, method: Any, propagator: Any) -> Any:
 
 _monarchs_endpoint = ActorMesh._endpoint
 ActorMesh._endpoint = _endpoint
+
+
+"""The base class of a run's actors."""
+
+
+if TYPE_CHECKING:
+
+    class Actor:
+        """Stands for Monarch's, which has no types: a base class of type ``Any`` would hide unknown endpoints."""
+
+else:
+    from monarch.actor import Actor
+
+
+class ResilientActor(AnswersCalls, Actor):
+    """An actor that survives the loss of the actors that it calls and answers."""
+
+    def _handle_undeliverable_message(self, message: Any) -> bool:
+        """True: a message to a lost process is no failure of its sender, which is Monarch's default."""
+        return True

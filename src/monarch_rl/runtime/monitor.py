@@ -22,11 +22,11 @@ from types import FrameType
 import psutil
 from monarch.actor import Actor
 
-from monarch_rl.runtime import presence, starvation
+from monarch_rl.runtime import starvation, wait_registry
 from monarch_rl.runtime.device_work import Piece, piece_under_way
 from monarch_rl.runtime.endpoint import concurrent_endpoint, lasting_endpoint
 from monarch_rl.runtime.lasting_calls import AnswersCalls
-from monarch_rl.runtime.presence import Progress, Wait
+from monarch_rl.runtime.wait_registry import Progress, Wait
 
 TASKS_SHOWN = 20
 """asyncio tasks of a loop that the stacks include."""
@@ -117,11 +117,11 @@ class ProcessMonitor(AnswersCalls, Actor):
 def own_report() -> ProcessReport:
     """Report on this process."""
     # Read before the clock, so that no wait is younger than ``now``.
-    waits, progress = presence.waits(), presence.progress_by_kind()
-    piece, helpers_pieces = piece_under_way(), presence.helpers_pieces()
-    heartbeats = [heartbeat for heartbeat, _ in presence.heartbeats().values()]
+    waits, progress = wait_registry.waits(), wait_registry.progress_by_kind()
+    piece, helpers_pieces = piece_under_way(), wait_registry.helpers_pieces()
+    heartbeats = [heartbeat for heartbeat, _ in wait_registry.heartbeats().values()]
     return ProcessReport(
-        presence.process_name(),
+        wait_registry.process_name(),
         os.getpid(),
         machine(),
         time.monotonic(),
@@ -129,7 +129,7 @@ def own_report() -> ProcessReport:
         progress,
         max((heartbeat.overdue_s() for heartbeat in heartbeats), default=0.0),
         [lag for heartbeat in heartbeats for lag in heartbeat.take_lags()],
-        presence.helpers(),
+        wait_registry.helpers(),
         piece,
         helpers_pieces,
         _blocked_at(),
@@ -139,8 +139,8 @@ def own_report() -> ProcessReport:
 def _blocked_at() -> str:
     """Where the slowest event loop is, if it is blocked: the last line that is neither a library's nor ours of the code
     that it runs; empty if it runs none."""
-    slowest = max(presence.heartbeats().values(), key=lambda of_loop: of_loop[0].overdue_s(), default=None)
-    if slowest is None or slowest[0].overdue_s() < presence.PAUSE_S:
+    slowest = max(wait_registry.heartbeats().values(), key=lambda of_loop: of_loop[0].overdue_s(), default=None)
+    if slowest is None or slowest[0].overdue_s() < wait_registry.PAUSE_S:
         return ""
     frame = sys._current_frames().get(slowest[1])
     while frame is not None and frame.f_code.co_filename not in _EVENT_LOOP:
@@ -183,15 +183,15 @@ def kill(pid: int) -> None:
 def own_stacks() -> str:
     """The stacks of all threads of this process, and the position of the tasks of its event loops."""
     threads = {thread.ident: thread.name for thread in threading.enumerate()}
-    loops = {thread: name for name, (_, thread) in presence.heartbeats().items()}
+    loops = {thread: name for name, (_, thread) in wait_registry.heartbeats().items()}
     parts = []
     for ident, frame in sys._current_frames().items():
         loop_of = f", the loop of {loops[ident]}" if ident in loops else ""
         parts.append(f"thread {threads.get(ident, ident)}{loop_of}\n{''.join(traceback.format_stack(frame))}")
-    for loop in presence.loops():
+    for loop in wait_registry.loops():
         tasks = list(asyncio.all_tasks(loop))
         positions = [f"  {task.get_name()} {_position(task)}" for task in tasks[:TASKS_SHOWN]]
-        parts.append("\n".join([f"{len(tasks)} tasks of {presence.name_of(loop)}", *positions, ""]))
+        parts.append("\n".join([f"{len(tasks)} tasks of {wait_registry.name_of(loop)}", *positions, ""]))
     return "\n".join(parts)
 
 

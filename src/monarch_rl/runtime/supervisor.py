@@ -26,7 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from monarch_rl.runtime.lifetime import adopt_orphans, die_with_parent, signal_name
+from monarch_rl.runtime.process import adopt_orphans, die_with_parent, signal_name
 from monarch_rl.runtime.scratch import ScratchFolder
 from monarch_rl.runtime.signals import handled
 

@@ -26,8 +26,7 @@ from typing import Any
 from monarch_rl.runtime.deadlines import DeadlineExceeded
 from monarch_rl.runtime.devices import visible_devices
 from monarch_rl.runtime.host import HostProcess
-from monarch_rl.runtime.network import LOOPBACK
-from monarch_rl.runtime.store import meeting_store
+from monarch_rl.runtime.network import LOOPBACK, meeting_store
 
 logger = logging.getLogger("monarch_rl")
 

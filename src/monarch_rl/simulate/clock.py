@@ -39,7 +39,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     """The event loop; its clock starts at 0. It serves no sockets, and threads do their work at once (see below)."""
 
     virtual = True
-    """Deadlines on this loop leave no time out, whatever the machine does (``runtime/deadline_clock.py``)."""
+    """Deadlines on this loop leave no time out, whatever the machine does (``runtime/deadlines.py``)."""
 
     def __init__(self) -> None:
         self._jump = _Jump()

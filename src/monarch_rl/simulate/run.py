@@ -26,7 +26,7 @@ from monarch_rl.pipeline.settings import RunSettings
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.stages import Stage
 from monarch_rl.rollout.worker import Resources, RolloutWorker
-from monarch_rl.runtime import presence
+from monarch_rl.runtime import wait_registry
 from monarch_rl.runtime.by_value import ByValue
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, now, within
 from monarch_rl.simulate.clock import run_virtual
@@ -221,7 +221,7 @@ def simulated_actors(plan: Plan, costs: Costs, grain: int) -> Actors:
     for worker in rollout:
         worker.set_up(buffer, replicas)
     for name in ("buffer", *(f"rollout worker {rank}" for rank in range(plan.workers))):
-        presence.unregister(name)  # there is no watch, and virtual hours have many heartbeats of 50 ms
+        wait_registry.unregister(name)  # there is no watch, and virtual hours have many heartbeats of 50 ms
     workers = ActorPool("rollout worker", "rollout", {rank: mesh(worker) for rank, worker in enumerate(rollout)})
     generators = ActorPool("generator", "generator", {index: mesh(replica) for index, replica in enumerate(replicas)})
     return Actors(buffer, trainer, generators, workers)

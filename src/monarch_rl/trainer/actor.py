@@ -20,12 +20,12 @@ from monarch_rl.checkpoint.journal import LOST
 from monarch_rl.episode.sampled import TrainedEpisode, trained_episodes
 from monarch_rl.episode.serialization import unpack_group
 from monarch_rl.episode.shard import PackedShard
-from monarch_rl.runtime import device_work, presence
+from monarch_rl.runtime import device_work, wait_registry
 from monarch_rl.runtime.deadlines import within
 from monarch_rl.runtime.endpoint import concurrent_endpoint, lasting_endpoint
-from monarch_rl.runtime.heap import freeze_heap
+from monarch_rl.runtime.lasting_calls import ResilientActor
 from monarch_rl.runtime.network import host_address
-from monarch_rl.runtime.resilient import ResilientActor
+from monarch_rl.runtime.process import freeze_heap
 from monarch_rl.trainer.known_steps import KnownBatch, MadeAgain
 from monarch_rl.trainer.plan import TrainerPlan
 from monarch_rl.trainer.publishing import Snapshots
@@ -56,7 +56,7 @@ class Trainer(ResilientActor):
     """One rank. All ranks get every call; training runs on one thread, checksums on another."""
 
     def __init__(self, plan: TrainerPlan, buffer: Buffer) -> None:
-        presence.register(f"trainer rank {current_rank().rank}")
+        wait_registry.register(f"trainer rank {current_rank().rank}")
         self._plan = plan
         self._buffer = buffer
         # One thread for all of torch: FSDP and autograd keep state per thread.

@@ -31,7 +31,7 @@ from monarch_rl.algorithms.functions import (  # noqa: E402
 from monarch_rl.algorithms.losses import mismatch_k3  # noqa: E402
 from monarch_rl.model.folder import sparse_layers  # noqa: E402
 from monarch_rl.runtime import device_work  # noqa: E402
-from monarch_rl.runtime.store import join_world  # noqa: E402
+from monarch_rl.runtime.network import join_world  # noqa: E402
 from monarch_rl.runtime.streams import finish_current  # noqa: E402
 from monarch_rl.trainer.batch import MicroBatch  # noqa: E402
 from monarch_rl.trainer.checkpoint import TrainerCheckpoint  # noqa: E402

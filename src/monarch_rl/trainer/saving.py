@@ -26,7 +26,7 @@ from monarch_rl.model.folder import TEXT_FILES, read_object, saved_dtype
 from monarch_rl.model.weight_files import FILE_BYTES, WeightFile, index_of, naming, plan_files
 from monarch_rl.runtime import device_work
 from monarch_rl.runtime.deadlines import disk_limit_s
-from monarch_rl.runtime.store import world_store
+from monarch_rl.runtime.network import world_store
 from monarch_rl.trainer.lora import merged_shards, save_lora
 from monarch_rl.trainer.model import EXPERT, ShardedModel
 from monarch_rl.trainer.shards import by_rows, local_run

@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from monarch_rl.runtime.store import serve_store
+from monarch_rl.runtime.network import serve_store
 from monarch_rl.weights.area import Area
 from monarch_rl.weights.broadcast_group import BroadcastGroup, Transfers
 from monarch_rl.weights.endpoint import SNAPSHOTS, TransferError, TransferSettings

@@ -38,13 +38,12 @@ from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
-from monarch_rl.runtime import presence, starvation
+from monarch_rl.runtime import starvation, wait_registry
 from monarch_rl.runtime.cluster import Cluster
-from monarch_rl.runtime.deadlines import DeadlineExceeded, Patience, within
-from monarch_rl.runtime.disk_work import on_disk
-from monarch_rl.runtime.presence import CONTROLLER
-from monarch_rl.runtime.process_poller import ASK_DEADLINE_S, LoopLag, ProcessPoller
-from monarch_rl.runtime.stall import Process, RunPicture, describe_chain, list_processes
+from monarch_rl.runtime.deadlines import DeadlineExceeded, Patience, on_disk, within
+from monarch_rl.runtime.wait_registry import CONTROLLER
+from monarch_rl.watch.process_poller import ASK_DEADLINE_S, LoopLag, ProcessPoller
+from monarch_rl.watch.stall import Process, RunPicture, describe_chain, list_processes
 
 logger = logging.getLogger("monarch_rl")
 
@@ -92,7 +91,7 @@ class Watch:
         self._pauses = Patience(math.inf, floor_s=STUCK_FACTOR * stall_s, factor=3.0)
         self._pauses.record(0.0)  # compilation and warm-up use the CPU, so the first step needs no longer limit
         self._last_advance = time.monotonic()
-        self._heartbeat = presence.Heartbeat()
+        self._heartbeat = wait_registry.Heartbeat()
         """Of the watch's own loop."""
         self._pause_reported = False
         """The present pause has been logged."""
@@ -159,7 +158,7 @@ class Watch:
 
     async def _watch(self) -> None:
         self._loop = asyncio.get_running_loop()
-        presence.name_loop(WATCH)
+        wait_registry.name_loop(WATCH)
         beating = self._loop.create_task(self._heartbeat.run())
         failed = 0
         self._poller.add_new()
@@ -335,7 +334,7 @@ async def watched(
         Stalled: the run could not go on.
         ValueError: ``stall_s`` is not positive.
     """
-    presence.register(CONTROLLER)
+    wait_registry.register(CONTROLLER)
     watch = Watch(cluster, folder, stall_s, recover, grace_s)
     watch.start()
     try:
@@ -351,7 +350,7 @@ async def watched(
         raise stalled from None
     finally:
         await _stopped(watch)
-        presence.unregister(CONTROLLER)
+        wait_registry.unregister(CONTROLLER)
 
 
 async def _stopped(watch: Watch) -> None:

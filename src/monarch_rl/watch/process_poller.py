@@ -1,6 +1,6 @@
 """The controller's view of all processes of a run: it polls their monitors and inspects each process from outside.
 
-Used by ``runtime/watch.py``, on whose thread and event loop all of this runs.
+Used by ``watch/watch.py``, on whose thread and event loop all of this runs.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from monarch_rl.runtime import monitor
 from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.runtime.deadlines import DeadlineExceeded, within
 from monarch_rl.runtime.monitor import ProcessMonitor, ProcessReport, ProcessState
-from monarch_rl.runtime.presence import CONTROLLER
-from monarch_rl.runtime.stall import NOT_RUNNING, TRAINER_RANK, Process, RunPicture
 from monarch_rl.runtime.starvation import CoreTime
+from monarch_rl.runtime.wait_registry import CONTROLLER
+from monarch_rl.watch.stall import NOT_RUNNING, TRAINER_RANK, Process, RunPicture
 
 logger = logging.getLogger("monarch_rl")
 

@@ -36,10 +36,9 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
-from monarch_rl.runtime.fork_client import FIXED_FDS, NUMBER, REFUSED, address_of, close_all, take_claim
-from monarch_rl.runtime.lazy_compile import compiled_on_first_call
-from monarch_rl.runtime.lifetime import die_with_parent, end_quickly, exit_code_of, set_owner
-from monarch_rl.runtime.titles import prepare_titles, show_title
+from monarch_rl.runtime.forking.fork_client import FIXED_FDS, NUMBER, REFUSED, address_of, close_all, take_claim
+from monarch_rl.runtime.forking.lazy_compile import compiled_on_first_call
+from monarch_rl.runtime.process import die_with_parent, end_quickly, exit_code_of, prepare_titles, set_owner, show_title
 
 logger = logging.getLogger("monarch_rl")
 
@@ -84,7 +83,7 @@ def start_server(name: str, preloads: Sequence[Preload]) -> subprocess.Popen[byt
     Requests may be sent at once; they are answered when the modules are imported.
 
     Args:
-        name: what :data:`~monarch_rl.runtime.fork_client.ADDRESS_VARIABLE` is in the processes that ask it.
+        name: what :data:`~monarch_rl.runtime.forking.fork_client.ADDRESS_VARIABLE` is in the processes that ask it.
         preloads: those that build upon others come after them.
     """
     with ExitStack() as ours:

@@ -1,6 +1,6 @@
 """Find the culprit of a stall: the chain of waits that leads to it, and the sentence that describes the chain.
 
-Pure functions of a :class:`RunPicture`, which ``runtime/process_poller.py`` takes.
+Pure functions of a :class:`RunPicture`, which ``watch/process_poller.py`` takes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import partial
 
 from monarch_rl.runtime.device_work import Piece
 from monarch_rl.runtime.monitor import ProcessReport, ProcessState
-from monarch_rl.runtime.presence import CONTROLLER, Wait
+from monarch_rl.runtime.wait_registry import CONTROLLER, Wait
 
 IDLE_SHARE = 0.05
 """Share of a core below which a process counts as idle. A process in which only the monitor answers uses 0.01 to

@@ -11,8 +11,8 @@ from multiprocessing import context, forkserver, popen_forkserver, reduction, re
 from multiprocessing.popen_spawn_posix import Popen as SpawnPopen
 from typing import Any
 
-from monarch_rl.runtime.fork_client import NoForkServer, fork, in_memory
-from monarch_rl.runtime.titles import show_title
+from monarch_rl.runtime.forking.fork_client import NoForkServer, fork, in_memory
+from monarch_rl.runtime.process import show_title
 
 logger = logging.getLogger("monarch_rl")
 

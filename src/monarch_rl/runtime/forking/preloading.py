@@ -8,14 +8,14 @@ import socket
 from dataclasses import dataclass
 
 from monarch_rl.runtime.deadlines import DeadlineExceeded, within
-from monarch_rl.runtime.fork_client import ANSWER_S, address_of
+from monarch_rl.runtime.forking.fork_client import ANSWER_S, address_of
 
 logger = logging.getLogger("monarch_rl")
 
 
 @dataclass(frozen=True)
 class ForkServer:
-    """A fork server (``runtime/fork_server.py``) that the launch has started."""
+    """A fork server (``runtime/forking/fork_server.py``) that the launch has started."""
 
     name: str = ""
     """What ``fork_client.ADDRESS_VARIABLE`` is in the processes that ask it."""
