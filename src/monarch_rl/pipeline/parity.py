@@ -130,8 +130,8 @@ def run_ranks(
     Args:
         limit_s: seconds after which they are killed.
         what: what is waited for, for the error.
-        preload: what processes are forked from where a fork server is named (``runtime/forking/fork_server.py``); ``work``
-            is then no function of the main program.
+        preload: what processes are forked from where a fork server is named
+            (``runtime/forking/fork_server.py``); ``work`` is then no function of the main program.
 
     Raises:
         SideFailed: one failed, or they took too long; all have ended.

@@ -44,8 +44,7 @@ if TYPE_CHECKING:
     from monarch.actor import HostMesh, MeshFailure, ProcMesh
 
 
-"""One torch.distributed world over a process mesh."""
-
+# -- one torch.distributed world over a process mesh ------------------------------------------------------------------
 
 ENVIRONMENT = "torch_distributed_env"
 """Name of the actor that sets the variables."""
@@ -96,7 +95,7 @@ async def init_torch_distributed_env(mesh: ProcMesh) -> None:
     await within(SET_UP_DEADLINE_S, actors.enter.call(address, port), what, on="Monarch")
 
 
-"""MAIN"""
+# -- the cluster ------------------------------------------------------------------------------------------------------
 
 __all__ = [
     "Cluster",
@@ -465,8 +464,7 @@ def _refuse_running_loop() -> None:
     raise RuntimeError("launch_cluster() blocks: use it outside asyncio, and run the event loop inside its block")
 
 
-"""Monarch's own time-outs and sizes, and the end of its client in this process."""
-
+# -- Monarch's own time-outs and sizes, and the end of its client in this process -------------------------------------
 
 STATE_DEADLINE_S = 120.0
 """Seconds of silence after which Monarch counts a host, or a process asked for its state, as lost. Its timer also runs

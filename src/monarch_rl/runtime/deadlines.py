@@ -3,7 +3,7 @@
 The waits under way can be read at any time (``runtime/wait_registry.py``); stall reports are made from them
 (``watch/stall.py``). ``tools/lint_waits.py`` finds waits that do not use this module.
 
-A machine that has no cores for the run stretches deadlines (``runtime/deadlines.py``).
+A machine that has no cores for the run stretches deadlines (:class:`DeadlineClock`).
 """
 
 from __future__ import annotations
@@ -271,20 +271,17 @@ class Patience:
         self.record(time.monotonic() - started)
 
 
-"""The clock of a deadline, which runs slower while the machine has no cores for the run.
-
-A deadline bounds how long the awaited processes may take on a machine that has cores for them. Of the time that passes,
-the clock leaves out
-
-- the time for which this event loop was paused: its process was stopped, or had no core itself. So no deadline passes
-  because all processes of a run were stopped and continued;
-- the share of the time for which the most starved process of the run on this machine was ready to run and had no core
-  (``starvation.py``). Which process is awaited is not always known, and others pass on what it answers.
-
-It is read half-way through the deadline, at its end and at the end of each extension. So the waits that end before,
-which are nearly all, pay nothing for it; and the first half counts like the second.
-"""
-
+# -- the clock of a deadline, which runs slower while the machine has no cores for the run ----------------------------
+# A deadline bounds how long the awaited processes may take on a machine that has cores for them. Of the time that
+# passes, the clock leaves out
+#
+# - the time for which this event loop was paused: its process was stopped, or had no core itself. So no deadline passes
+#   because all processes of a run were stopped and continued;
+# - the share of the time for which the most starved process of the run on this machine was ready to run and had no core
+#   (``starvation.py``). Which process is awaited is not always known, and others pass on what it answers.
+#
+# It is read half-way through the deadline, at its end and at the end of each extension. So the waits that end before,
+# which are nearly all, pay nothing for it; and the first half counts like the second.
 
 logger = logging.getLogger("monarch_rl")
 
@@ -400,11 +397,9 @@ class DeadlineClock:
             )
 
 
-"""Work on files: on a thread, with a deadline; for an event loop also named as the disk in what the watch reports.
-
-``asyncio.to_thread`` will not do: a thread that a stalled disk holds keeps its event loop and its process from ending.
-"""
-
+# -- work on files: on a thread, with a deadline; an event loop reports it as a wait on the disk ----------------------
+# ``asyncio.to_thread`` will not do: a thread that a stalled disk holds keeps its event loop and its process from
+# ending.
 
 P = ParamSpec("P")
 

@@ -93,8 +93,7 @@ def one_way_endpoint(method: Callable[Concatenate[Any, P], Awaitable[None]]) -> 
     return cast(OneWayEndpointMethod[P], monarch_serial_endpoint(method, instrument=False))
 
 
-"""The actors of an actor mesh, one by one."""
-
+# -- the actors of an actor mesh, one by one --------------------------------------------------------------------------
 
 T = TypeVar("T")
 

@@ -393,8 +393,7 @@ _monarchs_endpoint = ActorMesh._endpoint
 ActorMesh._endpoint = _endpoint
 
 
-"""The base class of a run's actors."""
-
+# -- the base class of a run's actors ---------------------------------------------------------------------------------
 
 if TYPE_CHECKING:
 

@@ -1,4 +1,4 @@
-"""Addresses and ports of this machine, and what NCCL is told of its network."""
+"""Addresses and ports of this machine, the stores at which ranks meet, and what NCCL is told of the network."""
 
 from __future__ import annotations
 
@@ -89,11 +89,9 @@ def nccl_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return MUST_AGREE | own | NO_DUMP
 
 
-"""The stores at which processes of torch.distributed meet, at one address of this machine only.
-
-torch's own store listens on all interfaces, also where all of its processes are on one machine: anybody who reaches the
-machine could write to it.
-"""
+# -- stores at which processes of torch.distributed meet, at one address of this machine only -------------------------
+# torch's own store listens on all interfaces, also where all of its processes are on one machine: anybody who reaches
+# the machine could write to it.
 
 
 def serve_store(address: str, port: int = 0, *, timeout: timedelta, size: int | None = None) -> Any:

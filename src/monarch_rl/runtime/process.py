@@ -1,6 +1,6 @@
-"""How the lives of processes are tied together, and a quick end. Imports nothing heavy.
+"""What a process sets for itself: how its life is tied to others, a quick end, its title, its garbage collector.
 
-Linux only: elsewhere nothing is tied.
+Imports nothing heavy: it is imported before Monarch. Linux only: elsewhere nothing is tied.
 """
 
 from __future__ import annotations
@@ -92,8 +92,7 @@ def exit_code_of(run: Callable[[], object]) -> int:
     return result if isinstance(result, int) else 0
 
 
-"""Monarch's threads at the end of a process. Imports nothing heavy: it is imported before Monarch."""
-
+# -- Monarch's threads at the end of a process ------------------------------------------------------------------------
 
 NAME = "monarch-pytokio"
 """Of Monarch's threads that call Python, as the system has it."""
@@ -130,7 +129,7 @@ def forget() -> None:
     atexit.unregister(let_end)
 
 
-"""Python's collector of reference cycles, kept away from what never becomes garbage."""
+# -- Python's collector of reference cycles, kept away from what never becomes garbage --------------------------------
 
 
 def freeze_heap() -> None:
@@ -165,7 +164,7 @@ def _leave() -> None:
     gc.disable()
 
 
-"""What ``ps`` shows of a process."""
+# -- the title, which ``ps`` shows ------------------------------------------------------------------------------------
 
 
 def prepare_titles() -> None:
