@@ -44,7 +44,7 @@ from monarch_rl.checkpoint.folders import Manifest, newest_whole  # noqa: E402
 from monarch_rl.checkpoint.journal import FOLDER, JournalWriter  # noqa: E402
 from monarch_rl.episode.episode import Episode, Group, Turn  # noqa: E402
 from monarch_rl.episode.serialization import PackedGroup, pack_group  # noqa: E402
-from monarch_rl.pipeline.parity import run_ranks  # noqa: E402
+from monarch_rl.offline.parity import run_ranks  # noqa: E402
 from monarch_rl.runtime.network import held_port  # noqa: E402
 from tools.gpu_parts.common import TINY, Bench, make_model  # noqa: E402
 from tools.replay import sizes as journal_sizes  # noqa: E402

@@ -33,8 +33,8 @@ from monarch_rl.generator.connection import Answering
 from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.generator.parts import OnPart
 from monarch_rl.pipeline.actor_pool import ActorPool
-from monarch_rl.pipeline.actors import Actors
 from monarch_rl.pipeline.run import Run
+from monarch_rl.pipeline.start import Actors
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.worker import RolloutWorker
 from monarch_rl.runtime.by_value import ByValue

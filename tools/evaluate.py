@@ -26,12 +26,12 @@ from typing import Any
 
 from monarch_rl.checkpoint.folders import MANIFEST, read_manifest
 from monarch_rl.generator.settings import GeneratorSettings, resolve_dtype
+from monarch_rl.offline.export import MODEL, export, source_of
+from monarch_rl.offline.play import Table, engine_of, host_for, serve_frozen, table
+from monarch_rl.offline.program import run_program
+from monarch_rl.offline.recipes import Recipe, as_flags, load_recipe
 from monarch_rl.pipeline.evaluation import items_to_play
-from monarch_rl.pipeline.exporting import MODEL, export, source_of
-from monarch_rl.pipeline.program import run_program
-from monarch_rl.pipeline.recipes import Recipe, as_flags, load_recipe
 from monarch_rl.pipeline.run_folder import SETTINGS
-from monarch_rl.pipeline.standalone import Table, engine_of, host_for, serve_frozen, table
 from monarch_rl.rollout.evaluation import Evaluation, play_held_out
 from monarch_rl.runtime.by_value import register_modules
 from monarch_rl.runtime.cluster import Cluster

@@ -15,8 +15,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from monarch_rl.pipeline.exporting import export, source_of
-from monarch_rl.pipeline.program import run_program
+from monarch_rl.offline.export import export, source_of
+from monarch_rl.offline.program import run_program
 
 
 def main() -> int:

@@ -21,8 +21,8 @@ import tyro
 from monarch_rl.generator.settings import GeneratorSettings, check_context, check_served
 from monarch_rl.model.folder import read_config
 from monarch_rl.model.sizes import sizes_of, trained_model
+from monarch_rl.offline.program import run_program
 from monarch_rl.pipeline.memory import BOTH, REPLICA, TRAINER, MemoryPlan, Sides, plan_memory
-from monarch_rl.pipeline.program import run_program
 from monarch_rl.pipeline.settings import check_shared
 from monarch_rl.runtime.devices import Devices
 from monarch_rl.trainer.memory import checkpoint_bytes

@@ -31,8 +31,8 @@ from monarch_rl.model.chat import ChatTemplate
 from monarch_rl.model.folder import num_experts, read_config, resolve_model, sparse_layers
 from monarch_rl.model.messages import user
 from monarch_rl.model.tensors import check_folder
-from monarch_rl.pipeline.parity import TOP, PromptSet, Reading, compare
-from monarch_rl.pipeline.program import run_program
+from monarch_rl.offline.parity import TOP, PromptSet, Reading, compare
+from monarch_rl.offline.program import run_program
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.tasks.reasoning_gym import TaskSettings, TaskSource
 from monarch_rl.trainer.settings import TrainerSettings, check_experts, check_tensor_parallel

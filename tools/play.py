@@ -21,9 +21,9 @@ from rich.console import Console
 from rich.text import Text
 
 from monarch_rl.episode.episode import Episode
-from monarch_rl.pipeline.program import run_program
-from monarch_rl.pipeline.recipes import Recipe, load_recipe
-from monarch_rl.pipeline.standalone import Table, engine_of, host_for, serve_frozen, table
+from monarch_rl.offline.play import Table, engine_of, host_for, serve_frozen, table
+from monarch_rl.offline.program import run_program
+from monarch_rl.offline.recipes import Recipe, load_recipe
 from monarch_rl.rollout.episode_failed import EpisodeFailed
 from monarch_rl.runtime.by_value import register_modules
 from monarch_rl.runtime.cluster import Cluster

@@ -23,8 +23,8 @@ from rich.console import Console
 from rich.text import Text
 
 from monarch_rl.checkpoint.journal import FOLDER, JournalReader
-from monarch_rl.pipeline.program import run_program
-from monarch_rl.pipeline.replay import (
+from monarch_rl.offline.program import run_program
+from monarch_rl.offline.replay import (
     OpenedEpisode,
     ReplayedStep,
     ReplayJob,

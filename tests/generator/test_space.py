@@ -16,7 +16,7 @@ from monarch_rl.generator.engine import Engine
 from monarch_rl.generator.error_file import ErrorFile
 from monarch_rl.generator.scheduler_process import SchedulerTarget
 from monarch_rl.generator.sglang_engine import EngineStopped
-from monarch_rl.pipeline.standalone import EngineHere
+from monarch_rl.offline.play import EngineHere
 from monarch_rl.pipeline.start import PRELOADS
 from monarch_rl.runtime.forking.fork_client import ADDRESS_VARIABLE
 from tests import patience

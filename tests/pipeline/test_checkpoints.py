@@ -25,8 +25,7 @@ from monarch_rl.checkpoint.folders import GROUPS, TRAINER, Staged, complete, new
 from monarch_rl.checkpoint.journal import LOST
 from monarch_rl.checkpoint.settings import CheckpointSettings
 from monarch_rl.pipeline.checkpoints import SAID_AGAIN_S, Checkpoints, Position
-from monarch_rl.pipeline.frozen_meter import FrozenMeter
-from monarch_rl.pipeline.observer import Observer
+from monarch_rl.pipeline.observer import FrozenMeter, Observer
 from monarch_rl.pipeline.rollout_log import RolloutLog
 from monarch_rl.pipeline.run import Run
 from monarch_rl.runtime import wait_registry

@@ -38,7 +38,7 @@ from monarch_rl.pipeline.frozen import (
     start_all_frozen,
     with_memory,
 )
-from monarch_rl.pipeline.frozen_meter import FrozenMeter
+from monarch_rl.pipeline.observer import FrozenMeter
 from monarch_rl.pipeline.policy_snapshots import take_snapshots
 from monarch_rl.pipeline.recovery import AllActorsLost, Recovery, RecoverySettings
 from monarch_rl.pipeline.run import Run

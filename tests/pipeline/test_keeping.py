@@ -19,11 +19,11 @@ import pytest
 
 from monarch_rl.checkpoint.settings import CheckpointSettings
 from monarch_rl.pipeline.actor_pool import ActorFactory, ActorPool
-from monarch_rl.pipeline.actors import Actors, _workers_to_keep
-from monarch_rl.pipeline.keeping import Kept, keep_what_lives
 from monarch_rl.pipeline.recovery import AllActorsLost, Recovery, RecoverySettings
 from monarch_rl.pipeline.resume import Resumed, open_run
 from monarch_rl.pipeline.settings import RunSettings
+from monarch_rl.pipeline.start import Actors, _workers_to_keep
+from monarch_rl.pipeline.warm_restart import Kept, keep_what_lives
 from monarch_rl.runtime.by_value import ByValue
 from monarch_rl.runtime.signals import Interrupts
 from tests.pipeline.test_resume import finished_step

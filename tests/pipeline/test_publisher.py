@@ -15,10 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from monarch.actor import ActorError
 
-from monarch_rl.pipeline.delivery import Delivery
-from monarch_rl.pipeline.meeting import Meeting
-from monarch_rl.pipeline.publishing import Publisher, PublishError
-from monarch_rl.pipeline.replicas import Replicas
+from monarch_rl.pipeline.publishing import Delivery, Meeting, Publisher, PublishError, Replicas
 from monarch_rl.weights.checksum import NotFinite, add_checksums, signed
 from monarch_rl.weights.endpoint import StillServing, TransferSettings
 from monarch_rl.weights.manifest import Manifest

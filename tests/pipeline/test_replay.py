@@ -10,7 +10,7 @@ import pytest
 from monarch_rl.algorithms.advantages import SeatBaselines
 from monarch_rl.algorithms.group_view import GroupView
 from monarch_rl.checkpoint.journal import JournalReader, JournalWriter
-from monarch_rl.pipeline.replay import ReplayedStep, functions_of, generation_of
+from monarch_rl.offline.replay import ReplayedStep, functions_of, generation_of
 from monarch_rl.runtime.by_value import ByValue
 from monarch_rl.trainer.advantages import advantages_of, fingerprint
 from monarch_rl.trainer.functions import TrainingFunctions

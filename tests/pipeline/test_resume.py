@@ -21,12 +21,12 @@ from monarch_rl.checkpoint.folders import GROUPS, Manifest, Measurement
 from monarch_rl.checkpoint.journal import JournalSettings
 from monarch_rl.model.lora import LoraSettings
 from monarch_rl.pipeline import resume
-from monarch_rl.pipeline.actors import Actors
 from monarch_rl.pipeline.checkpoints import versions_of_packages
-from monarch_rl.pipeline.made_again import Shown, make_again
+from monarch_rl.pipeline.replayed_steps import Shown, make_again
 from monarch_rl.pipeline.resume import Resumed
 from monarch_rl.pipeline.run_folder import note_state, recipe_name
 from monarch_rl.pipeline.settings import RunSettings
+from monarch_rl.pipeline.start import Actors
 from monarch_rl.runtime import folder_lock, supervisor
 from monarch_rl.settings.ranges import to_plain
 from monarch_rl.trainer.known_steps import KnownBatch

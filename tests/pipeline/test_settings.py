@@ -13,9 +13,9 @@ from monarch_rl.generator.gpu import HARMFUL
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.model.lora import LoraSettings
 from monarch_rl.model.tensors import model_bytes
-from monarch_rl.pipeline.actors import whole_checkpoint_bytes
-from monarch_rl.pipeline.meeting import Meeting
+from monarch_rl.pipeline.publishing import Meeting
 from monarch_rl.pipeline.settings import RunSettings, check, episode_limits, loss_tokens, prepare_engine, resolve
+from monarch_rl.pipeline.start import whole_checkpoint_bytes
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.runtime.deadlines import disk_limit_s
 from monarch_rl.runtime.devices import Devices, TooFewDevices

@@ -13,9 +13,8 @@ import pytest
 from monarch_rl.buffer.ledger import Counts
 from monarch_rl.checkpoint.folders import complete
 from monarch_rl.checkpoint.settings import CheckpointSettings
-from monarch_rl.pipeline.run import Run
+from monarch_rl.pipeline.run import Run, plan_mixed_rows, plan_rows
 from monarch_rl.pipeline.settings import RunSettings
-from monarch_rl.pipeline.supervised import plan_mixed_rows, plan_rows
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.simulate.clock import run_virtual
 from monarch_rl.trainer.settings import TrainerSettings

@@ -15,9 +15,9 @@ import pytest
 from monarch_rl.checkpoint import folders
 from monarch_rl.checkpoint.folders import Measurement
 from monarch_rl.generator.settings import GeneratorSettings
-from monarch_rl.pipeline import exporting
-from monarch_rl.pipeline.exporting import Source, source_of
-from monarch_rl.pipeline.recipes import as_flags, load_recipe
+from monarch_rl.offline import export
+from monarch_rl.offline.export import Source, source_of
+from monarch_rl.offline.recipes import as_flags, load_recipe
 from monarch_rl.runtime.devices import Devices
 from monarch_rl.settings.ranges import to_plain
 from tests import patience
@@ -106,17 +106,17 @@ def test_a_checkpoint_that_its_run_removes_before_it_is_held_is_not_taken(
     """But the one that its name has then."""
     settings = settings_of(tmp_path)
     run = finished_step(settings)
-    checkpoints, held = run / "checkpoints", exporting.held
+    checkpoints, held = run / "checkpoints", export.held
     folders.point(checkpoints / "best", checkpoints / "step-000003")
 
     def late(folder: Path, links: Path) -> AbstractContextManager[None]:
-        monkeypatch.setattr(exporting, "held", held)
+        monkeypatch.setattr(export, "held", held)
         finished_step(settings, version=6)
         assert folders.measure(checkpoints, Measurement("held_out/accuracy", 0.5, 6), best=True)
         folders.keep(checkpoints, 6, newest=1, best_by="held_out/accuracy")
         return held(folder, links)
 
-    monkeypatch.setattr(exporting, "held", late)
+    monkeypatch.setattr(export, "held", late)
     if named.endswith("3"):
         with pytest.raises(folders.BrokenCheckpoint, match="step-000003/manifest.json"):
             source_in(run / named)

@@ -16,8 +16,8 @@ from rich.console import Console
 from benchmarks.lines import PROGRAMS
 from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.model.chat import ChatTemplate
-from monarch_rl.pipeline.recipes import load_recipe
-from monarch_rl.pipeline.standalone import Table, engine_of, host_for, serve_frozen, table
+from monarch_rl.offline.play import Table, engine_of, host_for, serve_frozen, table
+from monarch_rl.offline.recipes import load_recipe
 from monarch_rl.rollout.episode_failed import EpisodeFailed
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.runtime.by_value import register_modules

@@ -16,7 +16,7 @@ import pytest
 
 from monarch_rl.checkpoint import journal as journal_module
 from monarch_rl.checkpoint.journal import JournalWriter, Made
-from monarch_rl.pipeline.made_again import common, said_of
+from monarch_rl.pipeline.replayed_steps import common, said_of
 from monarch_rl.trainer import step_journal
 from monarch_rl.trainer.functions import TrainingFunctions
 from monarch_rl.trainer.known_steps import KnownBatch

@@ -10,7 +10,7 @@ import torch
 from monarch_rl.algorithms.mismatch import figures
 from monarch_rl.episode.sampling import Sampling
 from monarch_rl.generator.settings import resolve_dtype
-from monarch_rl.pipeline.parity import PromptSet, Reading, compare
+from monarch_rl.offline.parity import PromptSet, Reading, compare
 from monarch_rl.trainer.settings import TrainerSettings
 from tools.gpu_parts.common import Bench, Findings, expert_shape, make_model, model_shape
 from tools.gpu_parts.engines import engine_settings, prompts

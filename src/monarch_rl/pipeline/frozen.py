@@ -34,7 +34,7 @@ from monarch_rl.model.tensors import check_folder, expected_tensors
 from monarch_rl.model.tokens import tokenizer_difference
 from monarch_rl.pipeline.actor_pool import ActorFactory, ActorPool
 from monarch_rl.pipeline.memory import USABLE, describe
-from monarch_rl.pipeline.replicas import answers
+from monarch_rl.pipeline.publishing import answers
 from monarch_rl.rollout.frozen import FrozenModel, FrozenRefused, FrozenReplicas, replicas_of
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.worker import RolloutWorker

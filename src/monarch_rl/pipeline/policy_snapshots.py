@@ -15,9 +15,8 @@ from monarch.actor import ActorError
 
 from monarch_rl.checkpoint.folders import partial_folder
 from monarch_rl.pipeline.actor_pool import last_line
-from monarch_rl.pipeline.actors import Actors
 from monarch_rl.pipeline.frozen import FrozenPool
-from monarch_rl.pipeline.start import save
+from monarch_rl.pipeline.start import Actors, save
 from monarch_rl.runtime.deadlines import disk_limit_s, on_disk
 
 logger = logging.getLogger("monarch_rl")

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -23,15 +23,13 @@ import torch
 from monarch_rl.buffer.actor import Buffer
 from monarch_rl.generator.actor import Generator
 from monarch_rl.pipeline.actor_pool import last_line
-from monarch_rl.pipeline.delivery import Delivery, PublishError
-from monarch_rl.pipeline.meeting import Meeting
-from monarch_rl.pipeline.replicas import Replicas, UpdateDispatch
 from monarch_rl.runtime import wait_registry
-from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, within
-from monarch_rl.runtime.endpoint import members
+from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, bytes_s, now, within
+from monarch_rl.runtime.endpoint import concurrent_endpoint, members
+from monarch_rl.settings.ranges import FOREVER_S
 from monarch_rl.trainer.actor import Trainer
-from monarch_rl.weights.checksum import add_checksums
-from monarch_rl.weights.endpoint import SNAPSHOTS, TransferSettings, TransportName
+from monarch_rl.weights.checksum import NotFinite, add_checksums
+from monarch_rl.weights.endpoint import SNAPSHOTS, StillServing, TransferSettings, TransportName
 from monarch_rl.weights.manifest import Manifest, lay_out, make_manifest
 from monarch_rl.weights.transport import TRANSPORTS
 
@@ -321,3 +319,501 @@ def _retrieve(delivery: asyncio.Task[None]) -> None:
     """Take the exception of a delivery, so that asyncio does not report it as never retrieved."""
     if not delivery.cancelled():
         delivery.exception()
+
+
+"""Calls that the members of a meeting answer only together: once one of them is lost, the others are told to stop.
+
+Members of a transfer wait for each other. One that is gone would hold up the rest until the transfer's deadline; on
+GPUs nobody but the controller hears that it is gone.
+"""
+
+
+class Member(Protocol):
+    """An actor that takes part in transfers."""
+
+    @concurrent_endpoint
+    async def weights_abort(self, why: str) -> None:
+        """End a transfer under way."""
+
+
+@dataclass(eq=False)
+class JointCall:
+    """One of several calls that are answered together."""
+
+    name: str
+    """Who is asked."""
+    what: str
+    """Completes the sentence "waited for <name> ..."."""
+    answer: Awaitable[Any]
+    """The call itself."""
+    members: Sequence[Member]
+    """The actors that the call is made to."""
+    replica: Replica | None = None
+    """If it is made to one."""
+    lost: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    """Why the replica is lost; done when it is."""
+
+
+class JointCalls:
+    """The calls under way of one meeting."""
+
+    def __init__(self) -> None:
+        self._under_way: list[JointCall] = []
+
+    def lose(self, replica: Replica, why: str) -> None:
+        """Do not wait for this replica any more."""
+        for call in self._under_way:
+            if call.replica is replica and not call.lost.done():
+                call.lost.set_result(why)
+
+    async def run(self, calls: list[JointCall], deadline_s: float) -> list[Any]:
+        """Await all calls, each within ``deadline_s``; once one has failed, tell the others' actors to abort.
+
+        Returns:
+            The answer to each call, or what it raised.
+        """
+        self._under_way = calls
+        waits = [asyncio.ensure_future(_answer_or_loss(call, deadline_s)) for call in calls]
+        try:
+            # waits: until each call's own deadline
+            await asyncio.wait(waits, return_when=asyncio.FIRST_EXCEPTION)
+            failed = [error for wait in waits if wait.done() and (error := wait.exception())]
+            late = [call for call, wait in zip(calls, waits, strict=True) if not wait.done()]
+            aborts = [abort for call in late for abort in _aborts(call, last_line(failed[0]))]
+            # waits: until each call's own deadline
+            answers = await asyncio.gather(*waits, *aborts, return_exceptions=True)
+            return answers[: len(waits)]
+        finally:
+            self._under_way = []
+            for wait in waits:
+                wait.cancel()
+
+
+def _aborts(call: JointCall, why: str) -> list[Awaitable[None]]:
+    """Tell all that are called to end what they do."""
+    what = f"{call.name} to abort a transfer"
+    return [within(CALL_DEADLINE_S, member.weights_abort.call_one(why), what, on=call.name) for member in call.members]
+
+
+async def _answer_or_loss(call: JointCall, deadline_s: float) -> Any:
+    """The answer to a call. Raises RuntimeError if its replica is lost meanwhile: one that hangs never answers."""
+    answer = asyncio.ensure_future(within(deadline_s, call.answer, f"{call.name} {call.what}", on=call.name))
+    try:
+        # waits: until the call's deadline
+        await asyncio.wait({answer, call.lost}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        late = not answer.done()
+        answer.cancel()
+    if late:
+        raise RuntimeError(f"{call.name} is lost: {call.lost.result()}")
+    return answer.result()
+
+
+"""The meeting of trainer ranks and generator replicas: they are connected, and versions are transferred.
+
+    connect            all members meet, whenever the set of replicas changes
+    snapshot(v)        trainer ranks copy their weights; then the trainer may go on
+    transfer(v)        trainer ranks send, replicas receive; decoding goes on
+
+A member that is gone can hold up all others, so ``delivery.py`` asks every member before a transfer.
+"""
+
+
+def snapshot_index(version: int) -> int:
+    """Which of the trainer's ``SNAPSHOTS`` buffers holds ``version``: they are used in turn."""
+    return version % SNAPSHOTS
+
+
+class Meeting:
+    """The trainer ranks, and the replicas that they are connected with.
+
+    Args:
+        trainer: the mesh of all ranks.
+        ranks: its members, by rank.
+        manifest: of every version.
+        settings: the transport and its deadlines.
+    """
+
+    def __init__(self, trainer: Trainer, ranks: list[Trainer], manifest: Manifest, settings: TransferSettings) -> None:
+        # What a large version takes where the network is slow comes on top, for every end of the transport.
+        deadline_s = min(settings.deadline_s + bytes_s(manifest.nbytes), FOREVER_S)
+        self.manifest, self.settings = manifest, replace(settings, deadline_s=deadline_s)
+        self.connected: list[Replica] | None = None
+        """The replicas that the trainer ranks are connected with; None if they must be connected again."""
+        self._trainer, self._ranks = trainer, ranks
+        self._joint = JointCalls()
+
+    async def set_up_trainer(self) -> None:
+        """Make room for snapshots on every trainer rank."""
+        set_up = self._trainer.weights_setup.call(self.manifest, self.settings)
+        await within(CALL_DEADLINE_S, set_up, "trainer ranks to make room for snapshots", on="trainer ranks")
+
+    async def set_up_replica(self, index: int, generator: Generator) -> Replica:
+        """Make room for versions on a replica."""
+        set_up = generator.weights_setup.call_one(self.manifest, self.settings)
+        name = f"generator {index}"
+        hold_s = await within(CALL_DEADLINE_S, set_up, f"{name} to make room for versions", on=name)
+        return Replica(index, generator, hold_s)
+
+    async def connect(self, replicas: list[Replica]) -> None:
+        """Connect the trainer ranks with these replicas, and with nobody else."""
+        self.connected = None
+        call = self._trainer.weights_open.call()
+        opened = await within(CALL_DEADLINE_S, call, "trainer ranks to open a meeting", on="trainer ranks")
+        addresses = [address for _, address in sorted(opened.values())]
+        count = len(replicas)
+        meeting = self._trainer.weights_connect.call(addresses, count)
+        calls = [JointCall("trainer ranks", "to meet the generators", meeting, self._ranks)]
+        what = "to meet the trainer ranks"
+        for position, replica in enumerate(replicas):
+            connecting = replica.handle.weights_connect.call_one(addresses, position, count)
+            calls.append(JointCall(replica.name, what, connecting, [replica.handle], replica))
+        for answer in await self._joint.run(calls, self._deadline_s):
+            if isinstance(answer, BaseException):
+                raise answer
+        self.connected = list(replicas)
+
+    async def snapshot(self, version: int) -> float:
+        """Copy the trainer's weights, which are those of ``version``; returns the seconds of the slowest rank."""
+        call = self._trainer.snapshot.call(version, snapshot_index(version))
+        what = f"trainer ranks to copy version {version}"
+        seconds = await within(self.settings.deadline_s, call, what, on="trainer ranks", flag="weights.deadline-s")
+        return float(max(seconds.values()))
+
+    async def transfer(
+        self, version: int, replicas: list[Replica]
+    ) -> tuple[np.ndarray, dict[Replica, int | BaseException]]:
+        """Send all bytes of ``version`` to all ``replicas``, which must be the connected ones.
+
+        Returns:
+            The trainer's checksum of each tensor, int64[tensors]; and the bytes that each replica received, or why it
+            did not.
+
+        Raises whatever a trainer rank raised.
+        """
+        snapshot, what = snapshot_index(version), f"to send version {version}"
+        calls = [
+            JointCall(f"trainer rank {r}", what, rank.send.call_one(version, snapshot), [rank])
+            for r, rank in enumerate(self._ranks)
+        ]
+        what = f"to receive version {version}"
+        for replica in replicas:
+            receiving = replica.handle.receive.call_one(version, snapshot)
+            calls.append(JointCall(replica.name, what, receiving, [replica.handle], replica))
+        answers = await self._joint.run(calls, self._deadline_s)
+        received = answers[len(self._ranks) :]
+        sums: list[np.ndarray] = []
+        for answer in answers[: len(self._ranks)]:
+            if isinstance(answer, BaseException):
+                raise answer
+            sums.append(answer)
+        return add_checksums(sums), dict(zip(replicas, received, strict=True))
+
+    def lose(self, replica: Replica, why: str) -> None:
+        """Do not wait for a replica any more; a transfer that it takes part in is aborted at once."""
+        self._joint.lose(replica, why)
+
+    @property
+    def _deadline_s(self) -> float:
+        """Seconds for a call that takes part in a transfer, which has its own deadline."""
+        return self.settings.deadline_s + CALL_DEADLINE_S
+
+    async def rehearse(self, replicas: list[Replica]) -> float:
+        """Seconds of a snapshot and its transfer; the better of two, because the first one warms up."""
+        seconds = []
+        for _ in range(2):
+            started = now()
+            await self.snapshot(0)
+            _, received = await self.transfer(0, replicas)
+            for answer in received.values():
+                if isinstance(answer, BaseException):
+                    raise answer
+            seconds.append(now() - started)
+        return min(seconds)
+
+    async def answers(
+        self, calls: Iterable[tuple[str, str, Awaitable[T]]], hold_s: float = 0.0
+    ) -> list[T | BaseException]:
+        """Await calls at once, each within the deadline of a transfer + ``hold_s``.
+
+        Args:
+            calls: who is asked, to do what, and the call itself.
+            hold_s: seconds for which running sequences may hold up an answer.
+
+        Returns:
+            The answer to each call, or what it raised.
+        """
+        deadline = self._deadline_s + hold_s
+        waits = [within(deadline, call, f"{who} {what}", on=who) for who, what, call in calls]
+        return await asyncio.gather(*waits, return_exceptions=True)
+
+    async def silent_rank(self) -> str | None:
+        """What is wrong with a trainer rank that does not answer; None if all answer."""
+        asked = [silence_of(f"trainer rank {r}", rank) for r, rank in enumerate(self._ranks)]
+        return next((reason for reason in await asyncio.gather(*asked) if reason), None)
+
+
+"""The generator replicas of a run: which ones are there, which version each serves, and which are lost."""
+
+
+ANSWER_DEADLINE_S = 20.0
+"""Seconds in which a living process answers, on a machine with all cores busy."""
+
+UpdateDispatch = Callable[[list[int], list[int]], Awaitable[None]]
+"""Tells the rollout workers which replicas take no new requests for now, and which are lost."""
+
+
+@dataclass(eq=False)
+class Replica:
+    """One generator process. After a loss, another ``Replica`` takes its index."""
+
+    index: int
+    handle: Generator
+    hold_s: float
+    """Seconds for which its running sequences may hold up a commit."""
+    version: int | None = None
+    """The version it was last known to serve; None if it serves nothing."""
+
+    @property
+    def name(self) -> str:
+        return f"generator {self.index}"
+
+
+class Replicas:
+    """The replicas that are there, by index, and the ones that are lost.
+
+    Args:
+        update_workers: called whenever the dispatch of requests should change; None calls nothing.
+    """
+
+    def __init__(self, update_workers: UpdateDispatch | None = None) -> None:
+        self.update_workers = update_workers
+        self.lost: dict[int, str] = {}
+        """Replicas that were removed, by index, and why."""
+        self.on_lost: Callable[[int, str], None] | None = None
+        """Called with the index of a removed replica and the reason. While it is set, a run that has lost all replicas
+        waits for a new one; without it, that is an error."""
+        self._present: dict[int, Replica] = {}
+
+    def __iter__(self) -> Iterator[Replica]:
+        return iter(list(self._present.values()))
+
+    def __len__(self) -> int:
+        return len(self._present)
+
+    def __contains__(self, replica: Replica) -> bool:
+        """Whether this very process is there: another one may have taken its index."""
+        return self._present.get(replica.index) is replica
+
+    @property
+    def handles(self) -> dict[int, Generator]:
+        """The replicas that are there, by index."""
+        return {replica.index: replica.handle for replica in self}
+
+    def behind(self, version: int) -> list[Replica]:
+        """The replicas that do not serve ``version``."""
+        return [replica for replica in self if replica.version != version]
+
+    def add(self, replica: Replica) -> None:
+        """Add a replica; it takes the place of another one with its index."""
+        self._present[replica.index] = replica
+
+    def remove(self, index: int, why: str) -> Replica | None:
+        """Take a replica as lost and return it. None if it was removed already."""
+        removed = self._present.pop(index, None)
+        if removed is None:
+            return None
+        self.lost[index] = why
+        others = ", ".join(f"generator {other}" for other in self._present) or "no generator"
+        logger.error("generator %d is lost (%s); left: %s", index, why, others)
+        if self.on_lost is not None:
+            self.on_lost(index, why)
+        return removed
+
+    async def update_dispatch(self) -> None:
+        """Tell the rollout workers which replicas to ask.
+
+        A replica that only missed a transfer takes requests: it serves the version before, which is whole.
+        """
+        if self.update_workers is not None:
+            paused = [replica.index for replica in self if replica.version is None]
+            await self.update_workers(paused, list(self.lost))  # waits: replica_updates has a deadline
+
+
+class Answering(Protocol):
+    """An actor that can be asked whether it is alive."""
+
+    @concurrent_endpoint
+    async def ready(self) -> None:
+        """Raise what is wrong with the actor."""
+
+
+async def answers(name: str, actor: Answering) -> None:
+    """Raise if an actor does not answer within ``ANSWER_DEADLINE_S``."""
+    await within(ANSWER_DEADLINE_S, actor.ready.call_one(), f"{name} to say that it is there", on=name)
+
+
+async def silence_of(name: str, actor: Answering) -> str | None:
+    """What is wrong with an actor that does not answer within ``ANSWER_DEADLINE_S``; None if it answers."""
+    try:
+        await answers(name, actor)
+    except Exception as error:
+        return f"{name} does not answer: {last_line(error)}"
+    return None
+
+
+async def silent(replicas: list[Replica]) -> dict[Replica, str]:
+    """Which of these replicas do not answer, and what is wrong with each."""
+    reasons = await asyncio.gather(*(silence_of(replica.name, replica.handle) for replica in replicas))
+    return {replica: reason for replica, reason in zip(replicas, reasons, strict=True) if reason}
+
+
+"""The delivery of one version to all replicas: who is ready, the transfer, the commits, and who is to blame.
+
+A replica commits a version only when all of it has arrived, and serves it only when the checksums of what its engine
+then holds equal the trainer's. A replica that answers but did not take the version is sent it again, and is removed
+after ``attempts`` attempts. A replica that does not answer is removed at once.
+"""
+
+
+Failures = dict[Replica, BaseException]
+"""Why each of some replicas did not take a version."""
+
+
+class PublishError(RuntimeError):
+    """A version is abandoned because it cannot be delivered; the message names who is to blame."""
+
+
+class Delivery:
+    """The delivery of one version to every replica that does not serve it.
+
+    Args:
+        version: the trainer holds a snapshot of it.
+        meeting: transfers it.
+        replicas: receive it; those that fail are removed from them.
+    """
+
+    def __init__(self, version: int, meeting: Meeting, replicas: Replicas) -> None:
+        self.version = version
+        self.transfer_s = 0.0
+        """Seconds of all transfers: there may have been several attempts."""
+        self.paused_s = 0.0
+        """The longest time, in seconds, that a replica did not decode."""
+        self.verify_share = 0.0
+        """The largest share of a replica's pause in which it computed checksums."""
+        self.sent_bytes = 0
+        """The most bytes that a replica received."""
+        self._meeting, self._replicas = meeting, replicas
+        self._attempts = 0
+        """Attempts that failed although all members answered."""
+
+    async def run(self) -> None:
+        """Return when every replica that is there serves the version, also when none is left.
+
+        Raises:
+            PublishError: a trainer rank does not answer, or the version is not finite.
+        """
+        while behind := self._replicas.behind(self.version):
+            is_last = self._attempts + 1 == self._meeting.settings.attempts
+            failed: Failures = {}
+            # In a common transfer, one replica that fails can fail the others: the last attempt sends to each alone.
+            for together in [[replica] for replica in behind] if is_last and self._attempts else [behind]:
+                failed |= await self._attempt(together)
+            await self._judge(failed, is_last)
+
+    async def _attempt(self, replicas: list[Replica]) -> Failures:
+        """Transfer the version to ``replicas`` and let them commit it; returns why some failed. Raises PublishError."""
+        # A rank that enters a collective early waits inside it: first every peer's answer, then the transfer.
+        failed = await self._all_ready(replicas)
+        replicas = [replica for replica in replicas if replica not in failed]
+        if not replicas:
+            return failed
+        started = now()
+        try:
+            if self._meeting.connected != replicas:
+                await self._meeting.connect(replicas)
+            checksums, received = await self._meeting.transfer(self.version, replicas)
+        except Exception as error:
+            self._check_finite(error)
+            await self._blame_trainer(error)
+            return failed | {replica: error for replica in replicas}
+        self.transfer_s += now() - started
+        arrived: dict[Replica, int] = {}
+        for replica, nbytes in received.items():
+            if isinstance(nbytes, BaseException):
+                failed[replica] = nbytes
+            else:
+                arrived[replica] = nbytes
+        return failed | await self._commit(arrived, checksums)
+
+    async def _all_ready(self, replicas: list[Replica]) -> Failures:
+        """Ask every member whether it is there; returns the replicas that do not answer. Raises PublishError."""
+        asked = [replica for replica in replicas if replica in self._replicas]
+        absent, rank = await asyncio.gather(silent(asked), self._meeting.silent_rank())
+        if rank is not None:
+            raise PublishError(f"version {self.version} cannot be sent: {rank}")
+        return {replica: PublishError(why) for replica, why in absent.items()}
+
+    def _check_finite(self, error: Exception) -> None:
+        """Raise PublishError if a transfer has failed with ``error`` because of the version itself."""
+        cause = getattr(error, "exception", error)  # Monarch wraps it
+        if isinstance(cause, NotFinite):
+            made = f"which step {self.version} made" if self.version else "the model that was loaded"
+            raise PublishError(
+                f"version {self.version}, {made}, is not served: {cause}. Lower trainer.lr, or what scales the update "
+                "in your objective"
+            ) from error
+
+    async def _blame_trainer(self, error: Exception) -> None:
+        """Raise PublishError if a trainer rank does not answer after a transfer has failed with ``error``."""
+        rank = await self._meeting.silent_rank()
+        if rank is not None:
+            raise PublishError(f"version {self.version} could not be sent: {rank} ({last_line(error)})") from error
+
+    async def _commit(self, arrived: dict[Replica, int], checksums: np.ndarray) -> Failures:
+        """Let replicas serve the version; returns why some do not. ``arrived``: the bytes that each has received."""
+        snapshot, what = snapshot_index(self.version), f"to commit version {self.version}"
+        commits = [
+            (replica.name, what, replica.handle.commit.call_one(self.version, snapshot, checksums))
+            for replica in arrived
+        ]
+        hold_s = max((replica.hold_s for replica in arrived), default=0.0)
+        reports = await self._meeting.answers(commits, hold_s)
+        failed: Failures = {}
+        for replica, report in zip(arrived, reports, strict=True):
+            if isinstance(report, BaseException):
+                failed[replica] = report
+                if not isinstance(getattr(report, "exception", report), StillServing):  # Monarch wraps it
+                    replica.version = None
+                continue
+            replica.version = self.version
+            self.sent_bytes = max(self.sent_bytes, arrived[replica])
+            self.paused_s = max(self.paused_s, report.paused_seconds)
+            self.verify_share = max(self.verify_share, report.verification_share)
+        return failed
+
+    async def _judge(self, failed: Failures, is_last: bool) -> None:
+        """Remove the replicas that are gone, or failed at the last attempt; the others are sent the version again.
+
+        An attempt counts only if all members answer: otherwise the silent one is to blame for every failure.
+        """
+        present = [replica for replica in failed if replica in self._replicas]  # others were removed meanwhile
+        if not present:
+            return
+        gone = await silent(present)
+        if not gone and len(present) == len(failed):
+            self._attempts += 1
+        for replica in present:
+            if replica not in self._replicas:  # removed while it was asked
+                continue
+            error = last_line(failed[replica])
+            if replica in gone or (is_last and not gone):
+                why = gone.get(replica) or f"no version in {self._attempts} attempts"
+                self._replicas.remove(replica.index, f"{why}: {error}")
+            else:
+                logger.warning(
+                    "generator %d did not take version %d (attempt %d of %d) and is sent it again: %s",
+                    *(replica.index, self.version, max(self._attempts, 1), self._meeting.settings.attempts, error),
+                )
+        await self._replicas.update_dispatch()
+        self._meeting.connected = None

@@ -11,7 +11,7 @@ from monarch_rl.episode.sampled import TrainedEpisode
 from monarch_rl.observe.disk_thread import DiskThread
 from monarch_rl.observe.lines import LineFile
 from monarch_rl.pipeline.actor_pool import ActorPool
-from monarch_rl.pipeline.actors import Actors
+from monarch_rl.pipeline.start import Actors
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.worker import RolloutWorker
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, within

@@ -24,37 +24,45 @@ from pathlib import Path
 from typing import TypeVar
 
 from monarch_rl.algorithms.group_view import Advantage
+from monarch_rl.buffer.actor import Buffer
 from monarch_rl.buffer.ledger import Counts
 from monarch_rl.checkpoint.folders import Measurement
 from monarch_rl.generator.frozen import FrozenSettings
 from monarch_rl.observe.console import Console
 from monarch_rl.observe.metrics import Metrics
 from monarch_rl.pipeline.actor_pool import last_line
-from monarch_rl.pipeline.actors import Actors, start_actors
 from monarch_rl.pipeline.capture import captures
 from monarch_rl.pipeline.checkpoints import Checkpoints, Position
+from monarch_rl.pipeline.components import Parts
 from monarch_rl.pipeline.evaluation import BestResult, Evaluations, OnBest, Shown
 from monarch_rl.pipeline.failures import EpisodesFail, Failures
 from monarch_rl.pipeline.frozen import FrozenPlans
-from monarch_rl.pipeline.frozen_meter import FrozenMeter
-from monarch_rl.pipeline.keeping import Kept, keep_what_lives
-from monarch_rl.pipeline.made_again import make_again
-from monarch_rl.pipeline.observer import Observer
-from monarch_rl.pipeline.parts import Parts
+from monarch_rl.pipeline.observer import FrozenMeter, Observer
 from monarch_rl.pipeline.policy_snapshots import take_snapshots
 from monarch_rl.pipeline.publishing import Publisher
 from monarch_rl.pipeline.recovery import Recovery
+from monarch_rl.pipeline.replayed_steps import make_again
 from monarch_rl.pipeline.resume import Resumed, going_on, how_to_go_on, note_settings, take_folder
 from monarch_rl.pipeline.rollout_log import RolloutLog
 from monarch_rl.pipeline.run_folder import going_on_after_a_loss, noted
 from monarch_rl.pipeline.settings import RunSettings, prepare
-from monarch_rl.pipeline.start import PRELOADS, replica_updates, save, schedule, served_dtype, update
-from monarch_rl.pipeline.supervised import plan_mixed_rows, plan_rows, supervised_update, use_rows
+from monarch_rl.pipeline.start import (
+    PRELOADS,
+    SET_UP_DEADLINE_S,
+    Actors,
+    replica_updates,
+    save,
+    schedule,
+    served_dtype,
+    start_actors,
+    update,
+)
+from monarch_rl.pipeline.warm_restart import Kept, keep_what_lives
 from monarch_rl.rollout.evaluation import Evaluation
 from monarch_rl.rollout.frozen import FrozenModel, FrozenRefused
 from monarch_rl.rollout.stages import Stage, columns_filled, columns_for_training
 from monarch_rl.rollout.tracebacks import raised_in_package
-from monarch_rl.runtime import supervisor
+from monarch_rl.runtime import supervisor, wait_registry
 from monarch_rl.runtime.by_value import ByValue, register_modules
 from monarch_rl.runtime.cluster import Cluster, devices, launch_cluster
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, Patience, disk_limit_s, on_disk, within
@@ -63,6 +71,7 @@ from monarch_rl.runtime.process import freeze_heap, leave_heap, thaw_heap
 from monarch_rl.settings.ranges import to_plain
 from monarch_rl.tasks.rows import Row
 from monarch_rl.tasks.task import Task
+from monarch_rl.trainer.actor import Trainer
 from monarch_rl.trainer.functions import (
     TrainingFunctions,
     check_columns,
@@ -71,6 +80,7 @@ from monarch_rl.trainer.functions import (
 )
 from monarch_rl.trainer.loss_settings import loss_warnings
 from monarch_rl.trainer.objective import Objective
+from monarch_rl.trainer.supervised import SupervisedPlan, check_rows
 from monarch_rl.watch.watch import watched
 
 logger = logging.getLogger("monarch_rl")
@@ -671,3 +681,48 @@ async def _called(
         runs.append(run)
         await train(run, settings)
     return run.saved
+
+
+"""Rows of prompt and answer on their way to the trainer ranks, and the updates of them alone."""
+
+
+def plan_rows(
+    rows: Sequence[Row], s: RunSettings, rows_per_step: int, share: float = 1.0, lr_factor: float = 1.0
+) -> SupervisedPlan:
+    """What trainer ranks train on. Raises ValueError for rows and numbers that cannot be."""
+    check_rows(rows)
+    if rows_per_step < 1 or not 0 < lr_factor < float("inf"):
+        raise ValueError(f"rows_per_step {rows_per_step} and lr_factor {lr_factor:g} must be positive")
+    by_value = ByValue(rows, "supervised rows")
+    return SupervisedPlan(by_value, rows_per_step, share, lr_factor, s.rollout.template_options)
+
+
+def plan_mixed_rows(rows: Sequence[Row], s: RunSettings, share: float) -> SupervisedPlan:
+    """The same for rows that are ``share`` of the sequences, and of the loss, of each batch. Raises ValueError."""
+    if not 0 < share < 1:
+        raise ValueError(f"share {share:g} of supervised rows must be above 0 and below 1: leave run.mix out for 0")
+    rows_per_step = max(1, round(share / (1 - share) * s.groups_per_step * s.rollout.group_size))
+    if rows_per_step < s.trainer.minibatches:
+        raise ValueError(
+            f"share {share:g} of supervised rows makes {rows_per_step} rows a batch, fewer than trainer.minibatches "
+            f"{s.trainer.minibatches}: give a larger share, or fewer mini-batches"
+        )
+    return plan_rows(rows, s, rows_per_step, share)
+
+
+async def use_rows(trainer: Trainer, plan: SupervisedPlan) -> None:
+    """Have all trainer ranks read the rows. Raises ValueError if they do not find the same ones."""
+    call = trainer.use_rows.call(plan)
+    answers = await within(SET_UP_DEADLINE_S, call, "trainer ranks to read the supervised rows", on="trainer ranks")
+    found = sorted(set(answers.values()))
+    if len(found) > 1:
+        raise ValueError(f"trainer ranks find {found[0]} and {found[-1]} supervised rows: each machine needs the same")
+
+
+async def supervised_update(trainer: Trainer, buffer: Buffer, version: int, limit_s: float) -> list[dict[str, float]]:
+    """Make one optimiser step on rows alone on every trainer rank; metrics by rank."""
+    call, what = trainer.supervised.call(version), f"trainer ranks to make supervised step {version + 1}"
+    answers = await within(limit_s, call, what, on="trainer ranks", flag="update-deadline-s")
+    await within(CALL_DEADLINE_S, buffer.begin_at.call_one(version + 1), "the buffer to note the step", on="buffer")
+    wait_registry.progress("step trained")
+    return list(answers.values())

@@ -20,9 +20,9 @@ from monarch_rl.generator.dispatcher import Dispatcher
 from monarch_rl.generator.settings import GeneratorSettings, InFlight
 from monarch_rl.model.messages import Message, ParsedReply
 from monarch_rl.pipeline.actor_pool import ActorPool
-from monarch_rl.pipeline.actors import Actors
 from monarch_rl.pipeline.run import Run
 from monarch_rl.pipeline.settings import RunSettings
+from monarch_rl.pipeline.start import Actors
 from monarch_rl.rollout.settings import RolloutSettings
 from monarch_rl.rollout.stages import Stage
 from monarch_rl.rollout.worker import Resources, RolloutWorker

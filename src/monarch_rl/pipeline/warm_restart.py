@@ -18,14 +18,13 @@ from pathlib import Path
 
 from monarch_rl.checkpoint.folders import complete
 from monarch_rl.pipeline.actor_pool import last_line
-from monarch_rl.pipeline.actors import Actors
 from monarch_rl.pipeline.checkpoints import FOLDER, Checkpoints
-from monarch_rl.pipeline.lost_processes import LostProcesses
-from monarch_rl.pipeline.parts import Parts
-from monarch_rl.pipeline.recovery import LOSSES
+from monarch_rl.pipeline.components import Parts
+from monarch_rl.pipeline.recovery import LOSSES, LostProcesses
 from monarch_rl.pipeline.resume import Resumed, open_run, take_folder
 from monarch_rl.pipeline.run_folder import may_go_on
 from monarch_rl.pipeline.settings import RunSettings
+from monarch_rl.pipeline.start import Actors
 from monarch_rl.runtime.cluster import Cluster
 from monarch_rl.runtime.deadlines import disk_limit_s, now, on_disk
 

@@ -18,8 +18,8 @@ import numpy as np
 
 from monarch_rl.checkpoint.folders import BrokenCheckpoint, complete, verify
 from monarch_rl.checkpoint.journal import JournalReader, journal_of
+from monarch_rl.offline.parity import run_ranks
 from monarch_rl.pipeline.checkpoints import FOLDER as CHECKPOINTS
-from monarch_rl.pipeline.parity import run_ranks
 from monarch_rl.runtime.by_value import ByValue
 from monarch_rl.runtime.network import held_port
 from monarch_rl.runtime.scratch import temporary_directory

@@ -14,8 +14,8 @@ from monarch_rl.checkpoint.folders import GROUPS, MANIFEST, BrokenCheckpoint, co
 from monarch_rl.model.folder import resolve_model
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
 from monarch_rl.observe.metrics import FILE as METRICS
+from monarch_rl.offline.parity import run_ranks
 from monarch_rl.pipeline.checkpoints import FOLDER as CHECKPOINTS
-from monarch_rl.pipeline.parity import run_ranks
 from monarch_rl.pipeline.run_folder import SETTINGS
 from monarch_rl.runtime.deadlines import disk_limit_s
 from monarch_rl.runtime.network import held_port

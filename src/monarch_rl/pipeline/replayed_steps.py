@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from itertools import takewhile
 
 from monarch_rl.buffer.ledger import Counts
-from monarch_rl.pipeline.actors import Actors
 from monarch_rl.pipeline.resume import Resumed
+from monarch_rl.pipeline.start import Actors
 from monarch_rl.runtime.deadlines import CALL_DEADLINE_S, disk_limit_s, within
 from monarch_rl.trainer.known_steps import KnownBatch, MadeAgain
 

@@ -7,15 +7,14 @@ from dataclasses import dataclass
 from monarch_rl.observe.console import Console
 from monarch_rl.observe.disk_thread import answers
 from monarch_rl.observe.metrics import Metrics
-from monarch_rl.pipeline.actors import Actors
 from monarch_rl.pipeline.checkpoints import Checkpoints, Position
 from monarch_rl.pipeline.evaluation import BestResult, Evaluations
 from monarch_rl.pipeline.failures import Failures
-from monarch_rl.pipeline.frozen_meter import FrozenMeter
-from monarch_rl.pipeline.observer import Observer
+from monarch_rl.pipeline.observer import FrozenMeter, Observer
 from monarch_rl.pipeline.publishing import Publisher
 from monarch_rl.pipeline.recovery import Recovery
 from monarch_rl.pipeline.rollout_log import RolloutLog
+from monarch_rl.pipeline.start import Actors
 from monarch_rl.watch.watch import Watch
 
 
