@@ -3,7 +3,7 @@
     python benchmarks/weights_messages.py
 
 Two trainer ranks and a replica hold a model so small that its bytes take next to no time. The calls that
-pipeline/publishing.py makes for a version are made by hand, in the same order, with nothing beside them, and timed here.
+pipeline/publishing.py makes for a version are made by hand, in the same order, with nothing else running, and timed.
 Prints the figures last, as one line of JSON; benchmarks/README.md says what each means.
 """
 

@@ -1,8 +1,9 @@
-"""The same tokens read twice: an engine draws sequences, then a trainer computes their log-probs. ``tools/parity.py``
-judges the differences.
+"""Parity: an engine samples sequences, then a trainer computes the log-probs of the same tokens.
+
+``tools/parity.py`` judges the differences.
 
 Each side runs in processes of its own and alone, so that one device is enough, and so that SGLang and torchtitan never
-meet in one process. Sequences travel between them in the format of a run (``packed.py``).
+meet in one process. Sequences travel between them in the format of a run (``episode/serialization.py``).
 """
 
 from __future__ import annotations

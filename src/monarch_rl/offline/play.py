@@ -1,5 +1,7 @@
-"""Episodes of a task without a run: an engine, a chat template and scoring processes, all below this process; the
-engines of frozen models in processes of their own, as in a run."""
+"""Episodes of a task without a run: an engine, a chat template, scoring processes, and the engines of frozen models.
+
+All are below this process; frozen models have processes of their own, as in a run.
+"""
 
 from __future__ import annotations
 

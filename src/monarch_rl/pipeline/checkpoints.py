@@ -270,7 +270,7 @@ def versions_of_packages() -> dict[str, str]:
     return dict(sorted((found.name, found.version) for found in metadata.distributions()))
 
 
-"""Which checkpoints of a run stay: the newest ones, and the one whose version an evaluation found to be the best."""
+# -- which checkpoints of a run stay: the newest ones, and the one that evaluated best --------------------------------
 
 
 class KeptCheckpoints:

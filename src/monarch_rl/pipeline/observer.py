@@ -1,4 +1,4 @@
-"""The metrics of a step, gathered from all actors."""
+"""The metrics of a step, gathered from all actors and from the engines of frozen models."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def _later_turns(engines: Sequence[_Engine]) -> dict[str, float]:
     return {"generator/turn_cached_share": cached / tokens, "generator/turn_reread_tokens": reread} if tokens else {}
 
 
-"""What the engines of frozen models did, as metrics."""
+# -- the engines of frozen models -------------------------------------------------------------------------------------
 
 
 class FrozenMeter:

@@ -3,10 +3,10 @@
     trainer ranks --snapshot(v)--> a copy --transport--> an area beside each engine       decoding goes on
     pause -> load -> checksums -> version v -> continue                                    decoding stops only here
 
-A recipe calls the :class:`Publisher`. ``delivery.py`` delivers one version and finds who is to blame when that fails,
-``meeting.py`` transfers it, ``replicas.py`` knows which replicas are there and which are lost. ``recovery.py`` replaces
-the lost ones while the run goes on. No version counts as published before every replica that is there serves it: the
-buffer's bound on the lag depends on it.
+A recipe calls the :class:`Publisher`. :class:`Delivery` delivers one version and finds who is to blame when that fails,
+:class:`Meeting` transfers it, :class:`Replicas` lists which replicas are there and which are lost. ``recovery.py``
+replaces the lost ones while the run continues. No version counts as published before every replica that is there serves
+it: the buffer's bound on the lag depends on it.
 """
 
 from __future__ import annotations
@@ -321,11 +321,9 @@ def _retrieve(delivery: asyncio.Task[None]) -> None:
         delivery.exception()
 
 
-"""Calls that the members of a meeting answer only together: once one of them is lost, the others are told to stop.
-
-Members of a transfer wait for each other. One that is gone would hold up the rest until the transfer's deadline; on
-GPUs nobody but the controller hears that it is gone.
-"""
+# -- joint calls: members answer them together; once one is lost, the others are told to stop -------------------------
+# Members of a transfer wait for each other. One that is gone would hold up the rest until the transfer's deadline; on
+# GPUs nobody but the controller hears that it is gone.
 
 
 class Member(Protocol):
@@ -409,14 +407,12 @@ async def _answer_or_loss(call: JointCall, deadline_s: float) -> Any:
     return answer.result()
 
 
-"""The meeting of trainer ranks and generator replicas: they are connected, and versions are transferred.
-
-    connect            all members meet, whenever the set of replicas changes
-    snapshot(v)        trainer ranks copy their weights; then the trainer may go on
-    transfer(v)        trainer ranks send, replicas receive; decoding goes on
-
-A member that is gone can hold up all others, so ``delivery.py`` asks every member before a transfer.
-"""
+# -- the meeting of trainer ranks and generator replicas: they connect, and versions are transferred ------------------
+#     connect            all members meet, whenever the set of replicas changes
+#     snapshot(v)        trainer ranks copy their weights; then the trainer may go on
+#     transfer(v)        trainer ranks send, replicas receive; decoding goes on
+#
+# A member that is gone can hold up all others, so :class:`Delivery` asks every member before a transfer.
 
 
 def snapshot_index(version: int) -> int:
@@ -553,8 +549,7 @@ class Meeting:
         return next((reason for reason in await asyncio.gather(*asked) if reason), None)
 
 
-"""The generator replicas of a run: which ones are there, which version each serves, and which are lost."""
-
+# -- the generator replicas of a run: which are there, which version each serves, which are lost ----------------------
 
 ANSWER_DEADLINE_S = 20.0
 """Seconds in which a living process answers, on a machine with all cores busy."""
@@ -668,13 +663,10 @@ async def silent(replicas: list[Replica]) -> dict[Replica, str]:
     return {replica: reason for replica, reason in zip(replicas, reasons, strict=True) if reason}
 
 
-"""The delivery of one version to all replicas: who is ready, the transfer, the commits, and who is to blame.
-
-A replica commits a version only when all of it has arrived, and serves it only when the checksums of what its engine
-then holds equal the trainer's. A replica that answers but did not take the version is sent it again, and is removed
-after ``attempts`` attempts. A replica that does not answer is removed at once.
-"""
-
+# -- the delivery of one version to all replicas: who is ready, transfer, commits, who is to blame --------------------
+# A replica commits a version only when all of it has arrived, and serves it only when the checksums of what its
+# engine then holds equal the trainer's. A replica that answers but did not take the version is sent it again, and is
+# removed after ``attempts`` attempts. A replica that does not answer is removed at once.
 
 Failures = dict[Replica, BaseException]
 """Why each of some replicas did not take a version."""

@@ -1,5 +1,4 @@
-"""Generator replicas, frozen engines and rollout workers that are lost are replaced one by one, while the rest of the
-run goes on.
+"""Recovery: lost generators, frozen engines and rollout workers are replaced while the rest of the run continues.
 
 A process is lost when it has ended or its engine has (a call that lasts as long as it lives fails), when its work
 raised, when the publisher removed it, or when the watch (``watch/watch.py``) found that it cannot go on. Then
@@ -338,7 +337,7 @@ async def _end_of(handle: Living) -> Exception:
     return RuntimeError("it ended by itself")
 
 
-"""The processes that a run has lost: how often each was lost, the first cause, and the file ``losses.jsonl``."""
+# -- lost processes: how often each was lost, the first cause, and the file ``losses.jsonl`` --------------------------
 
 
 @dataclass(frozen=True, slots=True)

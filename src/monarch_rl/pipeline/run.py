@@ -683,7 +683,7 @@ async def _called(
     return run.saved
 
 
-"""Rows of prompt and answer on their way to the trainer ranks, and the updates of them alone."""
+# -- supervised rows: prompts and answers on their way to the trainer ranks, and updates on them alone ----------------
 
 
 def plan_rows(

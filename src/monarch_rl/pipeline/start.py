@@ -1,4 +1,4 @@
-"""The meshes of a run: how each of the four kinds of actor is started, and what a run asks of them.
+"""The actors of a run: the meshes of its four kinds, how each is started, and what a run asks of them.
 
     buffer <-- groups -- rollout workers -- prompts --> generators
       |                                                     ^
@@ -304,8 +304,7 @@ async def save(trainer: Trainer, folder: Path, nbytes: int = 0) -> None:
     await within(limit_s, trainer.save.call(str(folder)), what, on="the disk")
 
 
-"""The actors of a run, and starting all of them."""
-
+# -- the actors of a run, and starting all of them --------------------------------------------------------------------
 
 logger = logging.getLogger("monarch_rl")
 
