@@ -3,7 +3,7 @@
     python benchmarks/padding.py [--rounds 10]
 
 For the trainer (``trainer/attention_layout.py``, a forward and a backward pass of one layer) and for the engine
-(``generator/cpu_attention.py``, the plan of a forward and 3 layers of it), each in batches of the main job's shape and
+(``generator/cpu/attention.py``, the plan of a forward and 3 layers of it), each in batches of the main job's shape and
 of longer sequences whose lengths differ. Prints CPU time as a multiple of that of the constants in use; medians over
 rounds in which all take turns. The last line is JSON.
 """
@@ -25,7 +25,7 @@ from monarch_rl.trainer import platform
 platform.prepare()
 
 from monarch_rl.algorithms.packing import Padding  # noqa: E402
-from monarch_rl.generator import cpu_attention  # noqa: E402
+from monarch_rl.generator.cpu import attention  # noqa: E402
 from monarch_rl.trainer import attention_layout  # noqa: E402
 from monarch_rl.trainer.attention import PackedAttention  # noqa: E402
 from monarch_rl.trainer.attention_layout import AttentionLayout, Segment  # noqa: E402
@@ -74,16 +74,16 @@ def engine_work(count: int, lengths: tuple[int, int], new: tuple[int, int] | Non
     keys, values = (torch.randn(table.numel(), KV_HEADS, WIDTH) for _ in range(2))
 
     def work() -> None:
-        calls = cpu_attention.plan(table, torch.arange(count), sizes.tolist(), queries.tolist())
+        calls = attention.plan(table, torch.arange(count), sizes.tolist(), queries.tolist())
         for _ in range(LAYERS):
-            cpu_attention.attend(calls, query, output, keys, values, WIDTH**-0.5)
+            attention.attend(calls, query, output, keys, values, WIDTH**-0.5)
 
     return work
 
 
 def cpu_ms(side: str, padding: Padding, work: Work) -> float:
     """Milliseconds of one call."""
-    module = attention_layout if side == "trainer" else cpu_attention
+    module = attention_layout if side == "trainer" else attention
     before, module.PADDING = module.PADDING, padding  # type: ignore[attr-defined]
     started = time.process_time()
     work()
@@ -104,7 +104,7 @@ def main(s: Settings) -> None:
     figures = {}
     for name, work in loads.items():
         side = name.split(",")[0]
-        used = attention_layout.PADDING if side == "trainer" else cpu_attention.PADDING
+        used = attention_layout.PADDING if side == "trainer" else attention.PADDING
         paddings = [Padding(waste, free) for waste in WASTES for free in FREE_PAIRS]
         rounds = [{padding: cpu_ms(side, padding, work) for padding in paddings} for _ in range(s.rounds + 1)][1:]
         median = {padding: statistics.median(each[padding] for each in rounds) for padding in paddings}

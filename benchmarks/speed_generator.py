@@ -1,7 +1,7 @@
 """Tokens per second through the Generator actor and the Dispatcher against bare engines, in turn.
 
 There are two yardsticks, each in a process of its own, with the same flags. ``sglang.Engine`` as SGLang ships it: on a
-CPU it computes more than ours does (``generator/cpu_speed.py``), so a ratio to it says what a user gains, and may be
+CPU it computes more than ours does (``generator/cpu/install.py``), so a ratio to it says what a user gains, and may be
 above 1. And the same engine that the actor holds (``generator/engine.py``), asked directly: a ratio to it says what
 the actor, its messages and the dispatcher cost, and is at most about 1. All engines get the same number of requests,
 because an engine slows down as its prefix cache fills.

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from monarch_rl.generator import cpu_admission
-from monarch_rl.generator.cpu_cache import ANSWER_FROM, PROMPT_FROM, SHORT_PROMPT, WORTH_AN_ENTRY, Publishing
+from monarch_rl.generator.cpu import admission
+from monarch_rl.generator.cpu.prefix_cache import ANSWER_FROM, PROMPT_FROM, SHORT_PROMPT, WORTH_AN_ENTRY, Publishing
 
 SMALL, LARGE = 600_000, 130_000_000
 """Parameters of models."""
@@ -37,8 +37,8 @@ def scheduler(
 
 def held(scheduler: Any, cached: int = 0) -> list[Any]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_admission, "_cached", lambda _scheduler, _req: cached)
-        return cpu_admission._held_back(scheduler)
+        patch.setattr(admission, "_cached", lambda _scheduler, _req: cached)
+        return admission._held_back(scheduler)
 
 
 def test_a_group_waits_for_its_first_if_the_prompt_is_worth_a_batch() -> None:
@@ -87,8 +87,8 @@ def test_whoever_waits_waits_for_one_that_does_not(prompts: list[list[int]], par
 
     of = scheduler(list(waiting), parameters)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_admission, "_cached", lambda _scheduler, _req: cached)
-        plan = cpu_admission.get_new_batch_prefill(of, original, "running")
+        patch.setattr(admission, "_cached", lambda _scheduler, _req: cached)
+        plan = admission.get_new_batch_prefill(of, original, "running")
     assert plan.batch_to_run == "batch"
     assert seen == [(free, "running")]
     started = {id(req) for req in free[:1]}
@@ -100,12 +100,12 @@ def test_the_next_batch_follows_at_once() -> None:
         of._prefill_decode_interval_remaining = 2
 
     of = scheduler([], SMALL)
-    cpu_admission.arm_interval(of, original, None)
+    admission.arm_interval(of, original, None)
     assert of._prefill_decode_interval_remaining == 2
     of._monarch_rl_follows = True
-    cpu_admission.arm_interval(of, original, None)
+    admission.arm_interval(of, original, None)
     assert of._prefill_decode_interval_remaining == 0
-    cpu_admission.arm_interval(of, original, None)
+    admission.arm_interval(of, original, None)
     assert of._prefill_decode_interval_remaining == 2
 
 
@@ -116,12 +116,12 @@ def test_an_idle_engine_gathers_requests_but_no_commit_waits(
     paused: bool, message: bool, gathers: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slept: list[float] = []
-    monkeypatch.setattr(cpu_admission.time, "sleep", slept.append)
+    monkeypatch.setattr(admission.time, "sleep", slept.append)
     sleeper = SimpleNamespace(poller=SimpleNamespace(poll=lambda _timeout: [1] if message else []))
     of = SimpleNamespace(idle_sleeper=sleeper, _engine_paused=paused)
-    cpu_admission.gather_after_idle(of, lambda _of: slept.append(0.0))
-    assert slept == [0.0, cpu_admission.GATHER_S][: 1 + gathers]
-    cpu_admission.gather_after_idle(SimpleNamespace(idle_sleeper=None), lambda _of: None)  # ranks but the first
+    admission.gather_after_idle(of, lambda _of: slept.append(0.0))
+    assert slept == [0.0, admission.GATHER_S][: 1 + gathers]
+    admission.gather_after_idle(SimpleNamespace(idle_sleeper=None), lambda _of: None)  # ranks but the first
 
 
 def read(prompt: list[int], cached: int = 0) -> Any:

@@ -45,7 +45,7 @@ def test_sequences_attended_to_together_equal_each_alone(
     batch: list[tuple[int, int]], blocks: int, free: int, seed: int
 ) -> None:
     """4 heads share 2 KV heads, values are narrower than keys, and cache entries of sequences are apart or shared."""
-    from monarch_rl.generator import cpu_attention
+    from monarch_rl.generator.cpu import attention
 
     torch.manual_seed(seed)
     lengths, new = ([pair[i] for pair in batch] for i in (0, 1))
@@ -54,11 +54,11 @@ def test_sequences_attended_to_together_equal_each_alone(
     query = torch.randn(sum(new), HEADS, WIDTH)
     keys, values = torch.randn(ENTRIES, KV_HEADS, WIDTH), torch.randn(ENTRIES, KV_HEADS, VALUE_WIDTH)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_attention, "PADDING", cpu_attention.PADDING._replace(free_pairs=free))
-        calls = cpu_attention.plan(table, requests, lengths, new, blocks)
+        patch.setattr(attention, "PADDING", attention.PADDING._replace(free_pairs=free))
+        calls = attention.plan(table, requests, lengths, new, blocks)
     output = torch.full((sum(new), HEADS, VALUE_WIDTH), torch.nan)
     for _layer in range(2):  # the second one reuses what the first has made
-        cpu_attention.attend(calls, query, output, keys, values, 0.3)
+        attention.attend(calls, query, output, keys, values, 0.3)
     for rows, attended, request, length in zip(query.split(new), output.split(new), requests, lengths, strict=True):
         expected = attended_alone(rows, keys, values, table[request, :length], 0.3)
         assert (attended.double() - expected).abs().max() < 2e-6
@@ -67,7 +67,7 @@ def test_sequences_attended_to_together_equal_each_alone(
 @settings(max_examples=100, deadline=None)
 @given(batch=batches())
 def test_padding_stays_within_its_bound(batch: list[tuple[int, int]]) -> None:
-    from monarch_rl.generator.cpu_attention import PADDING, _buckets
+    from monarch_rl.generator.cpu.attention import PADDING, _buckets
 
     lengths, new = ([pair[i] for pair in batch] for i in (0, 1))
     buckets = _buckets(lengths, new)
@@ -79,7 +79,7 @@ def test_padding_stays_within_its_bound(batch: list[tuple[int, int]]) -> None:
 
 
 def test_another_sglang_is_refused_by_name() -> None:
-    from monarch_rl.generator.cpu_patch import check_parameters
+    from monarch_rl.generator.cpu.patch import check_parameters
 
     def forward(self: object, query: int, key: int) -> None: ...
 

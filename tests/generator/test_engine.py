@@ -16,11 +16,9 @@ import psutil
 import pytest
 
 from monarch_rl.episode.sampling import Completion, GenerationError, Sampling
-from monarch_rl.generator.answers import read_reason
-from monarch_rl.generator.clock import BusyClock
 from monarch_rl.generator.commit import CommitError, CommitReport, WeightMismatch
 from monarch_rl.generator.engine import Engine
-from monarch_rl.generator.request_format import RequestFormat, sampling_params
+from monarch_rl.generator.requests import BusyClock, RequestFormat, read_reason, sampling_params
 from monarch_rl.generator.sglang_engine import EngineStopped, io_structs
 from monarch_rl.model.messages import Message, ParsedReply
 from monarch_rl.rollout.play import EpisodePlayer
@@ -477,7 +475,7 @@ def test_an_aborted_request_is_an_error_with_the_engines_words() -> None:
 
 def test_busy_seconds_exclude_pauses_and_emptiness(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("monarch_rl.generator.clock.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("monarch_rl.generator.requests.time.perf_counter", lambda: now[0])
     clock = BusyClock()
     for seconds, event in (
         (5, clock.enter),

@@ -18,7 +18,7 @@ import torch
 from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.generator.commit import StillRunning, WeightMismatch
 from monarch_rl.generator.engine import Engine
-from monarch_rl.generator.scheduler_requests import KEPT_COMMITS
+from monarch_rl.generator.requests import KEPT_COMMITS
 from monarch_rl.generator.settings import InFlight
 from monarch_rl.model.lora import FULL_TRAINING, LoraSettings
 from tests.generator.conftest import SETTINGS, EngineKeeper

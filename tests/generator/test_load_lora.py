@@ -21,7 +21,7 @@ from monarch_rl.generator.engine import Engine
 from monarch_rl.generator.load_lora import load
 from monarch_rl.generator.load_report import LoadSheet
 from monarch_rl.generator.load_staged import write_order
-from monarch_rl.generator.request_format import sampling_params
+from monarch_rl.generator.requests import sampling_params
 from monarch_rl.model.lora import LoraSettings, Target
 from tests.generator.conftest import SETTINGS
 from tests.generator.helpers import (

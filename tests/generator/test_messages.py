@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from monarch_rl.episode.sampling import Completion, GenerationError, KeptSets
-from monarch_rl.generator.connection import ANSWER_PACE_S, AnswerSender
-from monarch_rl.generator.messages import Answer, pack_answers, unpack_answers
+from monarch_rl.generator.connection import ANSWER_PACE_S, Answer, AnswerSender, pack_answers, unpack_answers
 from monarch_rl.generator.parts import UNFINISHED
 from monarch_rl.simulate.clock import run_virtual
 

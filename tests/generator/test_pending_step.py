@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from monarch_rl.generator import pending_step
+from monarch_rl.generator import scheduler_process
 
 
 class Scheduler:
@@ -18,7 +18,7 @@ class Scheduler:
     def __init__(self, *pending: str) -> None:
         self.log: list[str] = []
         self.result_queue: deque[tuple[Any, Any]] = deque((SimpleNamespace(reqs=["a"]), name) for name in pending)
-        self.process_batch_result = partial(pending_step.process_batch_result, self, Scheduler._process)
+        self.process_batch_result = partial(scheduler_process.process_batch_result, self, Scheduler._process)
 
     def _process(self, batch: Any, result: str) -> None:
         self.log.append(result)
@@ -27,7 +27,7 @@ class Scheduler:
         def original(request: Any) -> None:
             self.log.append(f"pause {request.mode}")
 
-        pending_step.pause_generation(self, lambda _, request: original(request), SimpleNamespace(mode=mode))
+        scheduler_process.pause_generation(self, lambda _, request: original(request), SimpleNamespace(mode=mode))
 
 
 def test_results_are_read_before_the_pause_and_once_and_the_loop_finds_as_many_as_it_expects() -> None:

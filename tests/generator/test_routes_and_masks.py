@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from monarch_rl.episode.sampling import Completion, DrawLost, GenerationError, KeptSets, Sampling
-from monarch_rl.generator import scheduler_requests as requests_module
-from monarch_rl.generator.answers import ExpertRouteFormat, SideChannel, read_reason, take_side_channel
+from monarch_rl.generator import requests as requests_module
 from monarch_rl.generator.engine import Engine
+from monarch_rl.generator.requests import ExpertRouteFormat, SideChannel, read_reason, take_side_channel
 from monarch_rl.generator.settings import InFlight
 from tests.generator.conftest import SETTINGS, EngineKeeper
 from tests.generator.helpers import (

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from monarch_rl.episode.sampling import Completion, Sampling
-from monarch_rl.generator import pending_step, scheduler_pieces
+from monarch_rl.generator import scheduler_pieces, scheduler_process
 from monarch_rl.generator.engine import Engine
 from monarch_rl.generator.scheduler_pieces import VARIABLE, SchedulerPieces
 from monarch_rl.model.weight_files import index_of, plan_files
@@ -74,7 +74,7 @@ def pending_step_patch(scheduler: Any) -> None:
     from functools import partialmethod
 
     for name in ("pause_generation", "process_batch_result"):
-        setattr(scheduler, name, partialmethod(getattr(pending_step, name), getattr(scheduler, name)))
+        setattr(scheduler, name, partialmethod(getattr(scheduler_process, name), getattr(scheduler, name)))
 
 
 def test_each_batch_of_the_plain_loop_is_a_piece(engine: tuple[Any, list[str]]) -> None:

@@ -19,11 +19,10 @@ import numpy as np
 
 from monarch_rl.episode.sampling import Completion, Sampling
 from monarch_rl.generator.actor import Generator
-from monarch_rl.generator.clock import BusyClock
 from monarch_rl.generator.commit import CommitReport
 from monarch_rl.generator.parts import OnPart, ignore_part
+from monarch_rl.generator.requests import BusyClock, TurnReads
 from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD
-from monarch_rl.generator.scheduler_requests import TurnReads
 from monarch_rl.generator.settings import GeneratorSettings
 from monarch_rl.pipeline import run, start
 from monarch_rl.runtime import wait_registry

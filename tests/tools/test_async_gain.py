@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from monarch_rl.buffer.settings import BufferSettings
 from monarch_rl.episode.sampling import Sampling
-from monarch_rl.generator.clock import BusyClock
+from monarch_rl.generator.requests import BusyClock
 from monarch_rl.simulate.clock import run_virtual
 from monarch_rl.simulate.costs import Costs, DecodeCosts, Distribution, TrainerCosts
 from monarch_rl.simulate.run import Figures, predict

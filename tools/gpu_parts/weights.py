@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from monarch_rl.generator import load_report, load_staged
-from monarch_rl.generator.copy_plan import CopyPlan, Placement, plan_copies
 from monarch_rl.generator.load_report import Box, LoadSheet, matrix_shape
+from monarch_rl.generator.load_staged import CopyPlan, Placement, plan_copies
 from monarch_rl.weights import delta
 from monarch_rl.weights.area import Area, attach
 from monarch_rl.weights.checksum import tensor_checksum

@@ -15,16 +15,13 @@ import numpy as np
 import torch
 
 from monarch_rl.episode.sampling import Completion, Sampling
-from monarch_rl.generator.answers import ExpertRouteFormat
-from monarch_rl.generator.clock import BusyClock
 from monarch_rl.generator.commit import CommitReport, Commits
 from monarch_rl.generator.gpu import check_environment
 from monarch_rl.generator.memory import free_memory
 from monarch_rl.generator.parts import OnPart, ignore_part
 from monarch_rl.generator.reading import Readings
 from monarch_rl.generator.replica_memory import check_memory
-from monarch_rl.generator.requests import EngineRequests
-from monarch_rl.generator.scheduler_requests import TurnReads
+from monarch_rl.generator.requests import BusyClock, EngineRequests, ExpertRouteFormat, TurnReads
 from monarch_rl.generator.settings import (
     GeneratorSettings,
     check_served,

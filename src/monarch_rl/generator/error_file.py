@@ -46,7 +46,7 @@ def record(error: BaseException) -> None:
     """In a scheduler: this is what it ends with."""
     if _file is None:
         return
-    from monarch_rl.generator.flag_names import recipe_flags
+    from monarch_rl.generator.settings import recipe_flags
 
     text = recipe_flags("".join(traceback.format_exception_only(error)).strip()).replace(_END, " ")
     if len(text) > MAX_CHARACTERS:

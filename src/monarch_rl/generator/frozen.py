@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 
 from monarch_rl.episode.sampling import TopLogprobs
-from monarch_rl.generator.replica import Replica
+from monarch_rl.generator.actor import Replica
 from monarch_rl.generator.settings import GeneratorSettings, resolve_dtype
 from monarch_rl.model.reward_head import read_frozen
 from monarch_rl.model.tensors import expected_tensors

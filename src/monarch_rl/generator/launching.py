@@ -12,8 +12,8 @@ from typing import Any
 import psutil
 
 from monarch_rl.generator.error_file import ErrorFile
-from monarch_rl.generator.flag_names import rename_in
 from monarch_rl.generator.scheduler_process import ENGINE_PRELOAD, SchedulerTarget, few_models, quiet_imports
+from monarch_rl.generator.settings import rename_in
 from monarch_rl.runtime.forking.fork_context import ForkContext
 
 KILL_SECONDS = 10.0

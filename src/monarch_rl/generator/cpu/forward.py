@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn.functional import linear, rms_norm, silu
 
-from monarch_rl.generator.cpu_attention import BatchedAttention, attend
+from monarch_rl.generator.cpu.attention import BatchedAttention, attend
 
 
 def forward_model(

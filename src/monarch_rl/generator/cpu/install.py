@@ -29,9 +29,9 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from monarch_rl.generator import cpu_admission, cpu_cache, cpu_gloo, cpu_results
-from monarch_rl.generator.cpu_draw import draw_if_unseeded
-from monarch_rl.generator.cpu_patch import check_parameters, replace_method
+from monarch_rl.generator.cpu import admission, gloo, prefix_cache, results
+from monarch_rl.generator.cpu.patch import check_parameters, replace_method
+from monarch_rl.generator.cpu.sampling import draw_if_unseeded
 
 
 def install() -> None:
@@ -45,8 +45,8 @@ def install() -> None:
     from sglang.srt.models.qwen2 import Qwen2Model
     from sglang.srt.models.qwen3 import Qwen3Model
 
-    from monarch_rl.generator.cpu_attention import BatchedAttention
-    from monarch_rl.generator.cpu_forward import forward_model
+    from monarch_rl.generator.cpu.attention import BatchedAttention
+    from monarch_rl.generator.cpu.forward import forward_model
 
     check_parameters(BatchedAttention.forward_extend, "q k v layer forward_batch save_kv_cache")
     check_parameters(BatchedAttention.forward_decode, "q k v layer forward_batch save_kv_cache")
@@ -55,16 +55,14 @@ def install() -> None:
         replace_method(
             model, "forward", forward_model, "input_ids positions forward_batch input_embeds pp_proxy_tensors"
         )
-    replace_method(Scheduler, "get_new_batch_prefill", cpu_admission.get_new_batch_prefill, "running_batch")
-    replace_method(Scheduler, "_arm_prefill_decode_interval", cpu_admission.arm_interval, "batch")
-    replace_method(Scheduler, "maybe_sleep_on_idle", cpu_admission.gather_after_idle, "")
-    replace_method(
-        SchedulerBatchResultProcessor, "process_batch_result_decode", cpu_results.process_decode, "batch result"
-    )
+    replace_method(Scheduler, "get_new_batch_prefill", admission.get_new_batch_prefill, "running_batch")
+    replace_method(Scheduler, "_arm_prefill_decode_interval", admission.arm_interval, "batch")
+    replace_method(Scheduler, "maybe_sleep_on_idle", admission.gather_after_idle, "")
+    replace_method(SchedulerBatchResultProcessor, "process_batch_result_decode", results.process_decode, "batch result")
     check_parameters(sampler.sampling_from_probs_torch, "probs sampling_seed positions")
     sampler.sampling_from_probs_torch = draw_if_unseeded(sampler.sampling_from_probs_torch)
-    cpu_cache.install()
-    cpu_gloo.install()
+    prefix_cache.install()
+    gloo.install()
     replace_method(EnvField, "get", _read_variable, "")
     os.environ["SGLANG_EAGER_INPUT_NO_COPY"] = "1"
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from monarch_rl.generator.cpu_cache import PROMPT_FROM, count_parameters
+from monarch_rl.generator.cpu.prefix_cache import PROMPT_FROM, count_parameters
 
 WORTH_A_BATCH = 5e7
 """Tokens times parameters of the model whose computation costs as much as one more batch: a batch takes some 4 ms of
