@@ -11,7 +11,8 @@ import torch
 from monarch_rl.model.lora import lora_names
 from monarch_rl.trainer import lora as trainer_lora
 from monarch_rl.trainer.lora import merged_runs, merged_shards
-from monarch_rl.trainer.publishing import Snapshots, _copy_computed
+from monarch_rl.trainer.publishing import _copy_computed
+from monarch_rl.trainer.snapshots import Snapshots
 from monarch_rl.weights.checksum import tensor_checksum
 from monarch_rl.weights.endpoint import TransferError
 from monarch_rl.weights.manifest import make_manifest

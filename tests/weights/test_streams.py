@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from monarch_rl.runtime.streams import finish_current
-from monarch_rl.trainer.publishing import Snapshots
+from monarch_rl.trainer.snapshots import Snapshots
 from monarch_rl.weights import area, broadcast_group, rdma
 from monarch_rl.weights.area import Area, attach
 from monarch_rl.weights.broadcast_group import BroadcastGroup

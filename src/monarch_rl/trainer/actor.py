@@ -28,7 +28,7 @@ from monarch_rl.runtime.network import host_address
 from monarch_rl.runtime.process import freeze_heap
 from monarch_rl.trainer.known_steps import KnownBatch, MadeAgain
 from monarch_rl.trainer.plan import TrainerPlan
-from monarch_rl.trainer.publishing import Snapshots
+from monarch_rl.trainer.snapshots import Snapshots
 from monarch_rl.weights.endpoint import Sender, TransferSettings
 from monarch_rl.weights.manifest import Manifest
 from monarch_rl.weights.transport import make_sender
