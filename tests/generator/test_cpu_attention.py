@@ -79,7 +79,7 @@ def test_padding_stays_within_its_bound(batch: list[tuple[int, int]]) -> None:
 
 
 def test_another_sglang_is_refused_by_name() -> None:
-    from monarch_rl.generator.cpu.patch import check_parameters
+    from monarch_rl.generator.patch import check_parameters
 
     def forward(self: object, query: int, key: int) -> None: ...
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from monarch_rl.generator import error_file
-from monarch_rl.generator.cpu.patch import check_parameters, replace_method
+from monarch_rl.generator.patch import check_parameters, replace_method
 from monarch_rl.generator.error_file import ErrorFile
 from monarch_rl.runtime.compiler_paths import allow_spaces
 from monarch_rl.runtime.process import die_with_parent

@@ -30,7 +30,7 @@ from collections.abc import Callable
 from typing import Any
 
 from monarch_rl.generator.cpu import admission, gloo, prefix_cache, results
-from monarch_rl.generator.cpu.patch import check_parameters, replace_method
+from monarch_rl.generator.patch import check_parameters, replace_method
 from monarch_rl.generator.cpu.sampling import draw_if_unseeded
 
 

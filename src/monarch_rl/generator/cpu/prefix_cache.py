@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import wraps
 from typing import Any
 
-from monarch_rl.generator.cpu.patch import check_parameters
+from monarch_rl.generator.patch import check_parameters
 
 PROMPT_FROM = 4
 """New tokens of a prompt from which it is published."""
