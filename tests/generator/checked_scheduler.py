@@ -62,7 +62,7 @@ class Tally:
     def __init__(self) -> None:
         self.found: dict[str, tuple[int, float]] = {}
         self.plain_layers = False
-        """Layers were run by ``cpu_forward.py``."""
+        """Layers were run by ``cpu/forward.py``."""
         self.path = Path(os.environ[FOLDER]) / f"{os.getpid()}.json"
 
     def add(self, kind: str, difference: float) -> None:

@@ -15,7 +15,7 @@ from monarch_rl.episode.sampling import Completion, GenerationError, Sampling
 from monarch_rl.generator.commit import WeightMismatch
 from monarch_rl.generator.engine import Engine
 from monarch_rl.generator.frozen import file_checksums, file_version
-from monarch_rl.generator.scheduler_process import row_divisors
+from monarch_rl.generator.tempered import row_divisors
 from monarch_rl.model.reward_head import read_frozen, resolve_frozen, reward_labels
 from monarch_rl.model.tensors import check_folder
 from tests.generator.conftest import SETTINGS, EngineKeeper

@@ -34,8 +34,7 @@ from monarch_rl.weights.endpoint import Receiver, TransferSettings
 from monarch_rl.weights.manifest import Manifest
 from monarch_rl.weights.transport import make_receiver
 
-"""What every actor that hosts an SGLang engine has: requests and their answers, its life and its end."""
-
+# -- the base of every actor that hosts an SGLang engine: requests and answers, its life and its end ------------------
 
 T = TypeVar("T")
 
@@ -129,7 +128,7 @@ class Replica(ResilientActor):
             await engine.shutdown()
 
 
-"""MAIN"""
+# -- the generator ----------------------------------------------------------------------------------------------------
 
 TRANSFER_GRACE_S = 10.0
 """Seconds beyond its own deadline after which a transfer's thread counts as hung."""

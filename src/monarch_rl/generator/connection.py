@@ -318,12 +318,9 @@ def _caller_of(connection: str) -> tuple[str, str]:
     return name, process
 
 
-"""Requests and answers between a caller and a replica, and the bytes in which answers travel.
-
-Monarch pickles with cloudpickle, which calls Python for every object; an answer has four arrays and more. So a message
-of answers is three arrays over all of them and a list of plain values.
-"""
-
+# -- messages: requests and answers between a caller and a replica, and the bytes of answers --------------------------
+# Monarch pickles with cloudpickle, which calls Python for every object; an answer has four arrays and more. So a
+# message of answers is three arrays over all of them and a list of plain values.
 
 Request = tuple[list[int], Sampling]
 """Prompt ids and how to draw after them."""

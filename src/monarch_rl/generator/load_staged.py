@@ -1,7 +1,7 @@
 """Runs inside SGLang's scheduler: puts a version that lies in a shared area into the engine's parameters.
 
 The first commit goes through SGLang's own loader and finds for every tensor which box of it lies where in this rank
-(``trace_copies.py``). That is the plan (``copy_plan.py``), for any area that is laid out alike. Later commits replay
+(:func:`trace_copies`). That is the :class:`CopyPlan`, for any area that is laid out alike. Later commits replay
 it: each piece is copied and, while it is still in the core's cache, read back from the parameter into its checksum.
 
 Nothing may be raised here: an exception in the scheduler ends the engine. Answers go through :class:`LoadSheet`.
@@ -33,12 +33,9 @@ from monarch_rl.weights.blocks import TensorBox, find_runs, memory_kind, stack_r
 from monarch_rl.weights.checksum import Checksums
 from monarch_rl.weights.manifest import INT_OF_SIZE, TensorSpec, list_names
 
-"""Where an engine rank holds each tensor of a version, as a plan that later versions are copied by.
-
-Tensors that are alike and lie at equal distances, in the area as in the parameter, are copied and summed together: one
-projection of all experts of a layer, say (``weights/blocks.py``).
-"""
-
+# -- the copy plan: where an engine rank holds each tensor of a version, for later versions, too ----------------------
+# Tensors that are alike and lie at equal distances, in the area as in the parameter, are copied and summed together:
+# one projection of all experts of a layer, say (``weights/blocks.py``).
 
 AREAS = 2
 """Areas whose mappings are kept; versions arrive in them in turn."""
@@ -175,7 +172,7 @@ def _boxes(specs: tuple[TensorSpec, ...], placements: Sequence[Placement]) -> np
     return boxes
 
 
-"""MAIN"""
+# -- loading a version ------------------------------------------------------------------------------------------------
 
 MakePlan = Callable[[torch.nn.Module, torch.Tensor, tuple[TensorSpec, ...]], CopyPlan]
 """Loads a version from an area (uint8) for the first time, and says where everything went."""
@@ -307,14 +304,11 @@ def _load(model: torch.nn.Module, area: bytes, sheet: LoadSheet, rank: int, make
     sheet.state[rank, load_report.BYTES] = plan.nbytes
 
 
-"""Finds where each tensor lives in an engine rank, by watching SGLang's own loader fill the model.
-
-SGLang's parameters are not Hugging Face's: q, k and v are fused, experts are stacked, the vocabulary is padded, and
-each rank of a tensor-parallel engine holds its rows or columns. Its models know how to load Hugging Face tensors, so
-``model.load_weights`` is called on views of an area while a dispatch mode notes each copy from the area into a
-parameter. This works for any model whose loader only copies.
-"""
-
+# -- tracing: where each tensor lives in an engine rank, by watching SGLang's own loader fill the model ---------------
+# SGLang's parameters are not Hugging Face's: q, k and v are fused, experts are stacked, the vocabulary is padded, and
+# each rank of a tensor-parallel engine holds its rows or columns. Its models know how to load Hugging Face tensors,
+# so ``model.load_weights`` is called on views of an area while a dispatch mode notes each copy from the area into a
+# parameter. This works for any model whose loader only copies.
 
 _verified: WeakKeyDictionary[torch.nn.Module, frozenset[str]] = WeakKeyDictionary()
 """By model: parameters that no version fills, of which checksums were taken before the first version."""

@@ -32,5 +32,5 @@ def check_parameters(function: Callable[..., Any], expected: str) -> None:
     if found != expected:
         raise RuntimeError(
             f"SGLang's {function.__module__}.{function.__qualname__} takes ({found}), and not ({expected}) as in "
-            "SGLang 0.5.23, for which generator/cpu/install.py is written: install the SGLang of locks/cpu.txt"
+            "SGLang 0.5.23, for which generator/cpu is written: install the SGLang of locks/cpu.txt"
         )

@@ -1,7 +1,7 @@
 """What an engine says of tokens that it is given: their log-probs, the most likely ones beside them, a reward.
 
 These requests go SGLang's own way (``TokenizerManager.generate_request``), beside those that draw: nothing is drawn for
-them, so what ``scheduler_requests.py`` saves per token is not there to be saved.
+them, so what ``requests.py`` saves per token is not there to be saved.
 """
 
 from __future__ import annotations

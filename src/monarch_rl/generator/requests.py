@@ -312,8 +312,7 @@ def _settle(draw: _Draw, outcome: Completion | Exception) -> None:
         draw.answer.set_result(outcome)
 
 
-"""What SGLang answers to a request, and to parts of it, as completions."""
-
+# -- what SGLang answers to a request, and to parts of it, as completions ---------------------------------------------
 
 LOST_SETS = ("outside its captured sampling support", "Sampling support exceeds")
 """In SGLang's messages where its sampler and its record of the kept set did not agree, or ties made the set too large:
@@ -458,7 +457,7 @@ def _check_kept_sets(tokens: Sequence[int] | np.ndarray, kept_sets: KeptSets) ->
         raise GenerationError("SGLang reported kept sets without the token that was drawn from them")
 
 
-"""How long an engine was busy."""
+# -- how long an engine was busy --------------------------------------------------------------------------------------
 
 
 class BusyClock:
@@ -511,13 +510,10 @@ class BusyClock:
         self._since = now
 
 
-"""Requests in the form in which SGLang's scheduler takes them, made without what SGLang's own way does for each.
-
-SGLang turns a request into that form in some twenty steps, most of them for features that are not used here. Here it
-does so once for each kind of sampling; a later request of the kind is a copy of that one with its own ids, tokens, seed
-and length. The checks that depend on a request's length are still SGLang's.
-"""
-
+# -- requests in the form that SGLang's scheduler takes, made with less work than SGLang's own ------------------------
+# SGLang turns a request into that form in some twenty steps, most of them for features that are not used here. Here
+# it does so once for each kind of sampling; a later request of the kind is a copy of that one with its own ids,
+# tokens, seed and length. The checks that depend on a request's length are still SGLang's.
 
 MAX_KINDS = 64
 """Kinds of sampling that are remembered; a run has two or three."""
@@ -629,14 +625,12 @@ def sampling_params(sampling: Sampling) -> dict[str, Any]:
     return params
 
 
-"""The requests of one engine: tokens in, tokens out with log-probs and versions, across commits.
-
-A request keeps going across a commit, and each of its tokens carries the version that drew it. The prefix cache is
-separate for each version: a conversation that begins after a commit never starts from keys and values of older
-weights. One that began in the last moment before the commit may, like a sequence that was running already. Where
-running sequences keep their keys and values across commits, conversations do between their turns: later turns belong to
-the version of the first one. Elsewhere they are read anew.
-"""
+# -- the requests of one engine: tokens in, tokens out with log-probs and versions, across commits --------------------
+# A request keeps going across a commit, and each of its tokens carries the version that drew it. The prefix cache is
+# separate for each version: a conversation that begins after a commit never starts from keys and values of older
+# weights. One that began in the last moment before the commit may, like a sequence that was running already. Where
+# running sequences keep their keys and values across commits, conversations do between their turns: later turns
+# belong to the version of the first one. Elsewhere they are read anew.
 
 
 class EngineRequests:

@@ -12,11 +12,9 @@ from functools import partial, partialmethod
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-
 from monarch_rl.generator import error_file
-from monarch_rl.generator.patch import check_parameters, replace_method
 from monarch_rl.generator.error_file import ErrorFile
+from monarch_rl.generator.patch import check_parameters
 from monarch_rl.runtime.compiler_paths import allow_spaces
 from monarch_rl.runtime.process import die_with_parent
 
@@ -82,7 +80,7 @@ def run_plain_scheduler(*args: Any, **kwargs: Any) -> None:
     from sglang.srt.managers.scheduler_components.output_streamer import _GenerationStreamAccumulator as Outputs
     from tqdm import std
 
-    from monarch_rl.generator import scheduler_pieces
+    from monarch_rl.generator import scheduler_pieces, tempered
     from monarch_rl.generator.load_lora import remember_managers
     from monarch_rl.generator.load_staged import continue_if_verified
     from monarch_rl.generator.settings import rename_in_log
@@ -96,7 +94,7 @@ def run_plain_scheduler(*args: Any, **kwargs: Any) -> None:
     output_streamer.DEFAULT_FORCE_STREAM_INTERVAL = envs.SGLANG_FORCE_STREAM_INTERVAL.get()  # waits: reads a variable
     psutil.Process.send_signal = partialmethod(_exit_on_sigquit, psutil.Process.send_signal)
     std.tqdm.__init__ = partialmethod(_without_bar, std.tqdm.__init__)
-    install()
+    tempered.install()
     scheduler_pieces.install(Scheduler)  # before the next lines: not for results that a pause has read
     Scheduler.pause_generation = partialmethod(pause_generation, Scheduler.pause_generation)
     Scheduler.process_batch_result = partialmethod(process_batch_result, Scheduler.process_batch_result)
@@ -156,20 +154,17 @@ def few_models() -> None:
     os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "monarch_rl.generator.sglang_models")
 
 
-"""At a commit, SGLang's overlap scheduler first reads the results of the step that is still under way.
-
-With an accelerator SGLang launches a step, and handles the results of the step before it meanwhile. Its pause for a
-commit leaves the launched step as it is: new weights would be copied over those that the step reads, and the tokens
-that it draws, which no request has yet, would count as drawn by the new version. Here the pause reads those results
-first. That waits for the step, which has to end anyway, and every token gets the version that drew it.
-
-The event loop expects the results of its last step in a queue and would wait for them after the pause. An entry that
-says that they have been read takes their place. Its batch has no requests: SGLang leaves those of the queued batch out
-of the next step if one more token would end them.
-
-All of this does nothing where the overlap scheduler is off, as on CPUs.
-"""
-
+# -- at a commit the overlap scheduler first reads the results of the step that is under way --------------------------
+# With an accelerator SGLang launches a step, and handles the results of the step before it meanwhile. Its pause for a
+# commit leaves the launched step as it is: new weights would be copied over those that the step reads, and the tokens
+# that it draws, which no request has yet, would count as drawn by the new version. Here the pause reads those results
+# first. That waits for the step, which has to end anyway, and every token gets the version that drew it.
+#
+# The event loop expects the results of its last step in a queue and would wait for them after the pause. An entry
+# that says that they have been read takes their place. Its batch has no requests: SGLang leaves those of the queued
+# batch out of the next step if one more token would end them.
+#
+# All of this does nothing where the overlap scheduler is off, as on CPUs.
 
 _READ = object()
 """In place of results that have been read."""
@@ -190,10 +185,8 @@ def process_batch_result(scheduler: Any, original: Callable[..., None], batch: A
         original(scheduler, batch, result)
 
 
-"""What SGLang's scheduler leaves in /dev/shm when it is killed: nothing, if it has no name there.
-
-Engines are ended by killing their processes, which runs none of SGLang's own removals.
-"""
+# -- no file of SGLang's scheduler stays in /dev/shm when it is killed: none has a name there -------------------------
+# Engines are ended by killing their processes, which runs none of SGLang's own removals.
 
 
 def leave_no_files() -> None:
@@ -225,77 +218,3 @@ def _without_name(create: Callable[..., Any]) -> Callable[..., Any]:
         return queue
 
     return create_without_name
-
-
-"""Log-probs of given tokens at the temperature of their request, which SGLang computes at 1 whatever it says.
-
-Runs in SGLang's scheduler. Logits of a request's own tokens are divided by its temperature before they are normalised.
-Rows from which a token is drawn stay as they are, because the sampler divides those itself; so does every row of a
-request that asks for log-probs of drawn tokens alone.
-"""
-
-
-def install() -> None:
-    """Apply it. Raises RuntimeError if SGLang is not the one that this was written for."""
-    from sglang.srt.layers.logits_processor import LogitsMetadata
-    from sglang.srt.layers.logprob_processor import InputLogprobProcessor
-
-    make = LogitsMetadata.from_forward_batch.__func__  # type: ignore[attr-defined]
-    check_parameters(make, "cls forward_batch")
-
-    def from_forward_batch(cls: Any, forward_batch: Any) -> Any:
-        metadata = make(cls, forward_batch)
-        if metadata.extend_return_logprob and forward_batch.sampling_info is not None:
-            metadata.temperature = forward_batch.sampling_info.temperatures
-        return metadata
-
-    LogitsMetadata.from_forward_batch = classmethod(from_forward_batch)
-    replace_method(
-        InputLogprobProcessor,
-        "forward",
-        tempered_forward,
-        "pruned_states sample_indices input_logprob_indices token_to_seq_idx lm_head get_logits_fn logits_metadata "
-        "skip_chunking_for_dp_attn",
-    )
-
-
-def tempered_forward(
-    processor: Any, original: Callable[..., Any], *args: Any, get_logits_fn: Any, logits_metadata: Any, **kwargs: Any
-) -> Any:
-    """Replaces ``InputLogprobProcessor.forward``."""
-    temperatures = logits_metadata.temperature
-    if temperatures is not None:
-        divisors = row_divisors(
-            temperatures, logits_metadata.extend_logprob_pruned_lens_cpu, kwargs["token_to_seq_idx"]
-        )
-        if divisors is not None:
-            get_logits_fn = _Dividing(get_logits_fn, divisors)
-    return original(processor, *args, get_logits_fn=get_logits_fn, logits_metadata=logits_metadata, **kwargs)
-
-
-def row_divisors(temperatures: torch.Tensor, asked: list[int], sequences: list[int]) -> torch.Tensor | None:
-    """What each row of logits is divided by, float32[rows, 1]; None if all are 1.
-
-    Args:
-        temperatures: float32[requests, 1].
-        asked: of each request, the tokens of its own whose log-probs are asked for; 0 or less is none.
-        sequences: the request of each row.
-    """
-    reads = torch.tensor([count > 0 for count in asked], device=temperatures.device)
-    divisors = torch.where(reads[:, None], temperatures, torch.ones_like(temperatures))
-    if bool((divisors == 1).all()):
-        return None
-    return divisors[torch.tensor(sequences, device=divisors.device)]
-
-
-class _Dividing:
-    """Computes logits as SGLang does, and divides them. It is called for one chunk of rows after the other."""
-
-    def __init__(self, get_logits: Callable[..., torch.Tensor], divisors: torch.Tensor) -> None:
-        self._get_logits, self._divisors = get_logits, divisors
-        self._next_row = 0
-
-    def __call__(self, states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        rows = slice(self._next_row, self._next_row + len(states))
-        self._next_row += len(states)
-        return self._get_logits(states, *args, **kwargs) / self._divisors[rows]

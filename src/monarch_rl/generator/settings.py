@@ -259,8 +259,7 @@ def cores_of_ranks(replica: int, tp: int, cores: Sequence[int]) -> str:
     return "|".join(str(cores[(replica * tp + rank) % len(cores)]) for rank in range(tp))
 
 
-"""What SGLang advises, in the words of a recipe: its flags are not a recipe's."""
-
+# -- SGLang's advice in the words of a recipe, which has other flags --------------------------------------------------
 
 FLAGS = {
     "attention-backend": "attention-backend",

@@ -34,7 +34,7 @@ waiting while paused                   SGLang's scheduler spins while it is paus
 ====================================== ===========================================================================
 
 Seen to work (``tests/generator``): dense and mixture-of-experts models, log-probs, routed experts, sampling
-masks, LoRA adapters from tensors, weight updates in flight. What makes it fast as well is in ``cpu_speed.py``.
+masks, LoRA adapters from tensors, weight updates in flight. What makes it fast as well is in ``install.py``.
 """
 
 from __future__ import annotations
