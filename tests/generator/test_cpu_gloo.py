@@ -16,9 +16,9 @@ GROUPS = """
 import os, sys, threading
 from datetime import timedelta
 import torch, torch.distributed as dist
-from monarch_rl.generator import cpu_gloo
+from monarch_rl.generator.cpu import gloo
 if sys.argv[1] == "shared":
-    cpu_gloo.install()
+    gloo.install()
 store, found = dist.HashStore(), [[], []]
 def meet(rank):
     for number, seconds in enumerate((60, 77, 88)):

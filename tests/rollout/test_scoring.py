@@ -507,7 +507,7 @@ def test_shared_memory_that_is_full_costs_the_scores_of_that_time(tmp_path: Path
 STOPPED_WORKER = """
 import asyncio, sys
 from monarch_rl.rollout.scoring import Scorer
-from monarch_rl.runtime import presence
+from monarch_rl.runtime import wait_registry
 from tests.rollout import scores
 
 async def main():

@@ -10,20 +10,20 @@ from tests.patience import run
 
 LINGERS = """
 import ctypes, sys, threading, time
-from monarch_rl.runtime import client_threads
+from monarch_rl.runtime import process
 from monarch_rl.runtime.process import end_quickly
 
 named = threading.Event()
 
 def linger():
-    ctypes.CDLL(None).prctl(15, client_threads.NAME.encode())  # PR_SET_NAME
+    ctypes.CDLL(None).prctl(15, process.MONARCH_THREAD.encode())  # PR_SET_NAME
     named.set()
     time.sleep(1.0)
     print("ended", flush=True)
 
 threading.Thread(target=linger, daemon=True).start()
 named.wait(60)
-print(client_threads.running(), flush=True)
+print(process.monarch_threads(), flush=True)
 if sys.argv[1] == "quickly":
     end_quickly(3)
 sys.exit(3)

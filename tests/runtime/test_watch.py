@@ -440,7 +440,7 @@ def test_a_recipe_that_waits_for_something_of_its_own_does_not_end_the_run(tmp_p
     script.write_text(
         f"""
 import asyncio, logging, pathlib
-from monarch_rl.runtime import watch
+from monarch_rl.watch import watch
 from monarch_rl.runtime.cluster import launch_cluster
 
 said = asyncio.Event()
@@ -473,7 +473,7 @@ def test_a_blocked_controller_is_ended_at_once(tmp_path: Path) -> None:
     script.write_text(
         f"""
 import asyncio, pathlib, time
-from monarch_rl.runtime import watch
+from monarch_rl.watch import watch
 from monarch_rl.runtime.cluster import launch_cluster
 
 watch.END_S = 1.0
@@ -503,7 +503,7 @@ def test_the_times_start_again_when_the_controller_itself_was_stopped(start: Sta
     script.write_text(
         f"""
 import asyncio, pathlib
-from monarch_rl.runtime import watch
+from monarch_rl.watch import watch
 from monarch_rl.runtime.cluster import launch_cluster
 
 async def main(cluster):

@@ -30,7 +30,7 @@ class GroupView:
     forks: Sequence[tuple[int, int] | None]
     """Of S sequences: ``(an earlier sequence of the play, n)``, whose first n turns they have in common; None of none.
     These turns are trained there; here they have length 0. An advantage of whole sequences becomes, for a turn that
-    several begin with, the mean of theirs (``branch_means.py``)."""
+    several begin with, the mean of theirs (:func:`~monarch_rl.algorithms.returns.branch_means`)."""
     parts: Sequence[dict[str, float]]
     """Of S sequences: the named parts of the reward."""
     turn_lengths: Sequence[torch.Tensor]

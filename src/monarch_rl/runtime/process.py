@@ -94,27 +94,27 @@ def exit_code_of(run: Callable[[], object]) -> int:
 
 # -- Monarch's threads at the end of a process ------------------------------------------------------------------------
 
-NAME = "monarch-pytokio"
-"""Of Monarch's threads that call Python, as the system has it."""
-END_S = 10.0
+MONARCH_THREAD = "monarch-pytokio"
+"""Name of the threads in which Monarch calls Python, as the system has it."""
+MONARCH_END_S = 10.0
 """Seconds for them to end; with a core for each they take milliseconds."""
 
 
-def running() -> int:
+def monarch_threads() -> int:
     """How many of them this process has; 0 where the system does not say."""
     found = 0
     with suppress(OSError):  # not Linux
         for thread in os.listdir("/proc/self/task"):
             with suppress(OSError):  # it has ended
-                found += Path(f"/proc/self/task/{thread}/comm").read_text().strip() == NAME
+                found += Path(f"/proc/self/task/{thread}/comm").read_text().strip() == MONARCH_THREAD
     return found
 
 
 def let_end() -> None:
     """Wait until they have ended. Monarch's own exit handler gives them a second. On a machine without cores that is
     too little, and a thread of Rust that asks for the interpreter while that is taken apart aborts the process."""
-    deadline = time.monotonic() + END_S
-    while running() and time.monotonic() < deadline:
+    deadline = time.monotonic() + MONARCH_END_S
+    while monarch_threads() and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
