@@ -39,6 +39,8 @@ SLICE_CPU_S = 250.0
 SOURCES: dict[str, tuple[str, ...]] = {
     "recipe": ("", "recipes"),
     "pipeline": ("", "recipes"),
+    "offline": ("", "recipes"),
+    "watch": ("runtime",),
     "tools": ("", "tools"),
     "rollout": ("episode", "tasks", "buffer", "model", "runtime"),
     "generator": ("model", "weights", "runtime"),

@@ -33,7 +33,7 @@ from monarch_rl.tasks.rows import jsonl
 from monarch_rl.trainer.settings import LossSettings, TrainerSettings, check_experts
 from tests.pipeline.test_memory_plan import gpus, sides
 from tests.pipeline.test_resume import finished_step
-from tests.runtime import test_stall as stall
+from tests.watch import test_stall as stall
 from tools.memory import MODELS
 
 FILE = Path(__file__).with_name("messages.txt")
