@@ -4,3 +4,6 @@ Start reading in `recipes/grpo.py`, then `monarch_rl.pipeline`. Importing this p
 """
 
 import monarch_rl.runtime  # noqa: F401  (sets what Monarch reads when it is imported, so it comes first)
+from monarch_rl.moved import name_moved_modules
+
+name_moved_modules()
